@@ -1,0 +1,66 @@
+"""Every error that lightning-omni raises, as one tree.
+
+    OmniError
+    ├── ConfigurationError (also a ValueError)   an argument is wrong; nothing was started
+    │   └── UnsupportedError                     a feature that asynchronous training cannot serve
+    ├── ConnectionLost                           the parameter server cannot be reached, or went away
+    ├── ProtocolError                            a message broke the protocol
+    │   ├── MalformedMessage                     ... it could not even be read
+    │   └── Refused                              ... the other side said no, and why (``code``)
+    ├── RankLost                                 this rank's group was retired, or the run is over
+    ├── CollectiveMismatch                       ranks called different collectives at one meeting
+    └── NonFiniteGradients                       gradients stayed NaN or infinite for too long
+
+The class says whose fault it is: a :class:`ConfigurationError` is the caller's, a :class:`ProtocolError` the
+peer's, a :class:`ConnectionLost` the machine's.
+"""
+
+from __future__ import annotations
+
+
+class OmniError(RuntimeError):
+    """Base class of all errors of this package."""
+
+
+class ConfigurationError(OmniError, ValueError):
+    """An argument is wrong. The message names it and says what to pass instead."""
+
+
+class UnsupportedError(ConfigurationError):
+    """Something that cannot work across asynchronous groups. The message says why and what to do instead."""
+
+
+class ConnectionLost(OmniError):
+    """The parameter server did not answer in time, or its process is gone."""
+
+
+class ProtocolError(OmniError):
+    """A message that the protocol does not allow at this point."""
+
+
+class MalformedMessage(ProtocolError):
+    """Bytes that are not a message of this protocol."""
+
+
+class Refused(ProtocolError):
+    """The server refused a request.
+
+    Attributes:
+        code: a short word for programs (``"version"``, ``"fingerprint"``, ``"key"``, ...).
+    """
+
+    def __init__(self, code: str, reason: str) -> None:
+        super().__init__(reason)
+        self.code = code
+
+
+class RankLost(OmniError):
+    """This rank was retired because a member of its compute group died, or because the run is over."""
+
+
+class CollectiveMismatch(OmniError):
+    """Live ranks met in different collectives; the message names the ranks and what each of them called."""
+
+
+class NonFiniteGradients(OmniError):
+    """The server refused too many pushes in a row because their gradients were NaN or infinite."""

@@ -1,0 +1,228 @@
+"""The master weights of one optimizer, and the user's torch optimizer that moves them.
+
+A torch optimizer reaches the server as a *description*: class path, defaults, parameter groups, plain attributes.
+It is never pickled, so nothing that comes over the wire can run code of its own choosing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lightning_omni.errors import UnsupportedError
+
+_MAY_BE_FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
+_IMPLEMENTATION_FLAGS = ("foreach", "fused", "capturable", "differentiable")
+_PLAIN = (bool, int, float, str, bytes, type(None))
+
+Resolve = Callable[[str], type[Optimizer]]
+
+
+class Master:
+    """Master weights, their optimizer, and their clock: one tick for each applied update.
+
+    Args:
+        parameters: name and initial value of every parameter that the optimizer moves; the values are used in
+            place, not copied.
+        optimizer: the user's optimizer over exactly these parameters.
+        clock: number of updates that the values already contain.
+    """
+
+    def __init__(self, parameters: Mapping[str, Parameter], optimizer: Optimizer, clock: int = 0) -> None:
+        self.parameters = dict(parameters)
+        self.optimizer = optimizer
+        self.clock = clock
+        self._ordered = list(self.parameters.values())
+
+    def update(self, gradients: Sequence[Tensor | None], hyperparameters: Sequence[Mapping[str, Any]]) -> None:
+        """One step of the optimizer: ``weights, clock = step(weights, gradients), clock + 1``.
+
+        Args:
+            gradients: one for each parameter in order, or ``None``, which skips the parameter as torch does (no
+                weight decay, no momentum).
+            hyperparameters: one mapping for each parameter group; they replace the optimizer's own.
+        """
+        for group, values in zip(self.optimizer.param_groups, hyperparameters, strict=True):
+            group.update((key, value) for key, value in values.items() if key not in _IMPLEMENTATION_FLAGS)
+        for parameter, gradient in zip(self._ordered, gradients, strict=True):
+            parameter.grad = gradient
+        self.optimizer.step()
+        for parameter in self._ordered:
+            parameter.grad = None
+        self.clock += 1
+
+    def weights(self) -> list[Tensor]:
+        """The live weights, in order. The next update changes them in place."""
+        return [parameter.detach() for parameter in self._ordered]
+
+    def snapshot(self) -> dict[str, Any]:
+        """Weights, optimizer state and clock, of one and the same moment. The tensors are the live ones."""
+        return {
+            "weights": {name: parameter.detach() for name, parameter in self.parameters.items()},
+            "state": self.optimizer.state_dict()["state"],
+            "clock": self.clock,
+        }
+
+
+def hyperparameters_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The optimizer's hyperparameters as plain numbers, one mapping for each parameter group.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.zeros(2))
+        >>> hyperparameters_of(torch.optim.SGD([weight], lr=0.1))[0]["lr"]
+        0.1
+    """
+    return [
+        {key: _plain(value) for key, value in group.items() if key != "params" and key not in _IMPLEMENTATION_FLAGS}
+        for group in optimizer.param_groups
+    ]
+
+
+def describe(optimizer: Optimizer, names: Mapping[Tensor, str], with_state: bool = True) -> dict[str, Any]:
+    """Describes a torch optimizer so that `rebuild` can make its twin in another process.
+
+    Args:
+        optimizer: any optimizer whose ``step`` needs no closure.
+        names: the name of every parameter that it holds.
+        with_state: whether to include its state (momentum buffers and the like).
+
+    Raises:
+        UnsupportedError: it cannot be served; the message says why and what to do instead.
+    """
+    check_servable(optimizer)
+    own = {key: value for key, value in vars(optimizer).items() if key not in _torch_attributes()}
+    return {
+        "class": class_path(type(optimizer)),
+        "defaults": {key: _plain(value) for key, value in optimizer.defaults.items()},
+        "attributes": {key: _plain(value) for key, value in own.items()},
+        "groups": [
+            {**values, "params": [names[parameter] for parameter in group["params"]]}
+            for group, values in zip(optimizer.param_groups, hyperparameters_of(optimizer), strict=True)
+        ],
+        "state": optimizer.state_dict()["state"] if with_state else {},
+    }
+
+
+def rebuild(
+    description: Mapping[str, Any], parameters: Mapping[str, Parameter], resolve: Resolve | None = None
+) -> Optimizer:
+    """Makes the optimizer that `describe` described, over other parameters of the same names.
+
+    Args:
+        description: from `describe`.
+        parameters: the parameters to move, by name.
+        resolve: turns a class path into the class; by default only ``torch.optim`` is allowed.
+
+    Raises:
+        UnsupportedError: the class is not allowed or cannot be imported.
+    """
+    kind = (resolve or resolver(()))(description["class"])
+    optimizer = object.__new__(kind)
+    groups = [
+        {**group, "params": [parameters[name] for name in group["params"]]} for group in description["groups"]
+    ]
+    # The base class alone: a subclass's constructor may want arguments that no description can hold.
+    Optimizer.__init__(optimizer, groups, dict(description["defaults"]))
+    vars(optimizer).update(description["attributes"])
+    if description["state"]:
+        optimizer.load_state_dict({"state": description["state"], "param_groups": optimizer.state_dict()["param_groups"]})
+    _choose_fastest_kernel(optimizer)
+    return optimizer
+
+
+def resolver(allowed: Sequence[str]) -> Resolve:
+    """A resolver that admits ``torch.optim`` and the class paths (``module:Class``) in ``allowed``, nothing else."""
+
+    def resolve(path: str) -> type[Optimizer]:
+        module, _, name = path.partition(":")
+        if not (module == "torch.optim" or module.startswith("torch.optim.")) and path not in allowed:
+            raise UnsupportedError(
+                f"the optimizer {path} is not from torch.optim, and this server was not told to allow it; start it"
+                f" with: lightning-omni serve --allow-optimizer {path}"
+            )
+        try:
+            kind: Any = importlib.import_module(module)
+            for part in name.split("."):
+                kind = getattr(kind, part)
+        except (ImportError, AttributeError) as error:
+            raise UnsupportedError(
+                f"the server cannot import the optimizer {path} ({error}); it must live in an installed module"
+            ) from error
+        if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
+            raise UnsupportedError(f"{path} is not a torch.optim.Optimizer")
+        return kind
+
+    return resolve
+
+
+def check_servable(optimizer: Optimizer) -> None:
+    """Raises `UnsupportedError` for an optimizer that cannot run at the server."""
+    kind = type(optimizer)
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UnsupportedError(
+            "LBFGS evaluates the loss several times in one step, and a parameter server has no loss to evaluate;"
+            " use groups=1, or a first-order optimizer such as SGD or AdamW"
+        )
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise UnsupportedError(
+            "SparseAdam needs sparse gradients, and gradients travel dense; use groups=1, or Adam with"
+            " sparse=False embeddings"
+        )
+    if kind.__module__ == "__main__" or "<locals>" in kind.__qualname__:
+        raise UnsupportedError(
+            f"the optimizer class {kind.__qualname__} is defined in the script itself, where the parameter server"
+            " cannot import it; move it to a module of its own, or use groups=1"
+        )
+    own = {key: value for key, value in vars(optimizer).items() if key not in _torch_attributes()}
+    for where, values in (("its attribute", own), ("the default", optimizer.defaults)):
+        for key, value in values.items():
+            try:
+                _plain(value)
+            except TypeError:
+                raise UnsupportedError(
+                    f"{kind.__qualname__} cannot run at the parameter server: {where} {key!r} is a"
+                    f" {type(value).__qualname__}, and only plain values (numbers, strings, lists) can be sent there;"
+                    " use groups=1"
+                ) from None
+
+
+def class_path(kind: type) -> str:
+    """``module:Class`` of a class."""
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def _plain(value: Any) -> Any:
+    """The value as plain data; 0-dimensional tensors (a learning rate, say) become numbers."""
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.item()
+    if isinstance(value, (list, tuple)):
+        return type(value)(_plain(item) for item in value)
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    raise TypeError(type(value).__qualname__)
+
+
+def _torch_attributes() -> frozenset[str]:
+    """Attributes that ``Optimizer.__init__`` itself makes, or that torch and schedulers hang on an instance."""
+    bare = object.__new__(Optimizer)
+    Optimizer.__init__(bare, [torch.zeros(1)], {})
+    return frozenset(vars(bare)) | {"step", "_opt_called", "_step_count", "_step_supports_amp_scaling"}
+
+
+def _choose_fastest_kernel(optimizer: Optimizer) -> None:
+    """Fused kernels are the fastest on a CPU, the multi-tensor ones the slowest."""
+    fusable = type(optimizer) in _MAY_BE_FUSED
+    for group in optimizer.param_groups:
+        if "foreach" not in group:
+            continue
+        group["foreach"] = False
+        if "fused" in group:
+            group["fused"] = fusable and all(p.is_floating_point() for p in group["params"])

@@ -1,0 +1,259 @@
+"""A rank's view of leased data: which samples are in its next batch, and the DataLoader that loads them.
+
+With one group the leases are drawn from a local book, and the batches are those of DistributedSampler. With several
+groups they come from the server's book. Either way the members of a group agree without a collective.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+
+from lightning_omni.protocol.leases import Batch, EpochPlan, LeaseBook, positions
+from lightning_omni.protocol.messages import Await, Draw, Drawn, EpochOpened, Leave, Left, OpenEpoch, Verdict
+from lightning_omni.server import ControlConnection
+
+
+class Leases:
+    """The batches of one rank, epoch after epoch.
+
+    Args:
+        world_size: number of ranks N at the start.
+        batch_size: samples in one rank's batch.
+        total: positions in an epoch's permutation.
+
+    Attributes:
+        generation: grows by one with every regrouping; what was drawn before is void.
+        trained: batches of this epoch (and generation) that the group has begun to train.
+    """
+
+    def __init__(self, world_size: int, batch_size: int, total: int) -> None:
+        self.world_size, self.batch_size, self.total = world_size, batch_size, total
+        self.generation = 0
+        self.epoch = -1
+        self.trained = 0
+        self._member, self._members = 0, world_size
+        self._control: ControlConnection | None = None
+        self._book: LeaseBook | None = None
+        self._batches: list[Batch] = []
+        self._handed = 0
+        self._goes_on = False
+        self._server_generation = 0
+
+    @property
+    def is_local(self) -> bool:
+        """Whether there is one group, so that nobody needs to be asked."""
+        return self._control is None
+
+    @property
+    def current(self) -> Batch:
+        """The batch that is being trained."""
+        return self._batches[self.trained - 1]
+
+    @property
+    def trained_spans(self) -> tuple[tuple[int, int], ...]:
+        """Ranges of the epoch that this rank knows to be trained (all of them, if the leases are local)."""
+        if self._book is None:
+            return ()
+        self._book.train(0, self.trained)
+        return self._book.trained_spans
+
+    def assign(self, member: int, members: int, control: ControlConnection | None, generation: int) -> None:
+        """This rank is now ``member`` of a group of ``members``. What it held and has not trained goes back.
+
+        Args:
+            member: place in the group.
+            members: size of the group.
+            control: where leases are drawn; None if there is one group.
+            generation: the server's number for these groups.
+        """
+        self._member, self._members = member, members
+        self._control, self._server_generation = control, generation
+        self._restart()
+        self._book = None
+        self.generation += 1
+
+    def begin_local(self, epoch: int, trained: tuple[tuple[int, int], ...] = ()) -> None:
+        """An epoch of one group begins, or goes on where ``trained`` ends."""
+        plan = EpochPlan(epoch=epoch, total=self.total, batch_size=self.batch_size, budget=self.total, trained=trained)
+        self._book = LeaseBook(plan, {0: self._members})
+        self.epoch = epoch
+        self._goes_on = bool(trained)
+        self._restart()
+
+    def iterate(self, epoch: int) -> None:
+        """The loader is iterated from its start, unless an epoch that is under way goes on."""
+        if self.is_local and not self._goes_on:
+            self.begin_local(epoch)
+        self._goes_on = False
+
+    def begin(self, plan: EpochPlan) -> None:
+        """An epoch of several groups begins."""
+        assert self._control is not None
+        self._control.request(OpenEpoch(plan=plan), EpochOpened)
+        self.epoch = plan.epoch
+        self._restart()
+
+    def _restart(self) -> None:
+        self._batches = []
+        self._handed = self.trained = 0
+
+    def hand_out(self) -> Batch | None:
+        """The next batch for the loader, or None if the pool is empty at the moment."""
+        if not self._have(self._handed):
+            return None
+        self._handed += 1
+        return self._batches[self._handed - 1]
+
+    def begin_batch(self) -> None:
+        """The next batch that was handed out is now being trained."""
+        self.trained += 1
+
+    def peek(self) -> Batch | None:
+        """The batch after the current one, if there is one at the moment."""
+        return self._batches[self.trained] if self._have(self.trained) else None
+
+    @property
+    def has_unloaded(self) -> bool:
+        """Whether there are batches that the loader has not taken yet."""
+        return self._have(self._handed)
+
+    def ask(self) -> str:
+        """Waits until it is known what comes after this stretch; see `lightning_omni.protocol.messages.Verdict`."""
+        assert self._control is not None
+        question = Await(
+            epoch=self.epoch,
+            generation=self._server_generation,
+            trained=self.trained,
+            stretch=self.current.stretch if self.trained else 0,
+        )
+        return self._control.request(question, Verdict, timeout=float("inf")).next
+
+    def leave(self, stop: str) -> None:
+        """This rank's group leaves the epoch early; ``stop`` ends the run for all."""
+        if self._control is not None:
+            message = Leave(epoch=self.epoch, generation=self._server_generation, trained=self.trained, stop=stop)
+            self._control.request(message, Left)
+
+    def indices(self, batch: Batch) -> range:
+        """Positions of a group batch that are this rank's."""
+        return positions(batch, self._member, self._members)
+
+    def _have(self, number: int) -> bool:
+        if number < len(self._batches):
+            return True
+        if self._control is None:
+            assert self._book is not None
+            self._batches += self._book.draw(0, number)
+        else:
+            question = Draw(epoch=self.epoch, generation=self._server_generation, number=number)
+            self._batches += self._control.request(question, Drawn).batches
+        return number < len(self._batches)
+
+
+class LeasedBatchSampler:
+    """Yields the dataset indices of this rank's leased batches.
+
+    Args:
+        sampler: Lightning's DistributedSampler; its permutation, seed and epoch are used, not its dealing.
+        leases: whom to ask.
+        drop_last: whether an incomplete last batch is dropped.
+    """
+
+    def __init__(self, sampler: DistributedSampler[Any], leases: Leases, drop_last: bool) -> None:
+        self.sampler, self.leases, self.drop_last = sampler, leases, drop_last
+        self.batch_size = leases.batch_size
+
+    def __len__(self) -> int:
+        return nominal_batches(self.leases, self.drop_last)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        leases = self.leases
+        leases.iterate(self.sampler.epoch)
+        order = permutation(self.sampler)
+        while (batch := leases.hand_out()) is not None:
+            chosen = leases.indices(batch)
+            if self.drop_last and leases.is_local and len(chosen) < self.batch_size:
+                return
+            yield order[chosen.start : chosen.stop : chosen.step].tolist()
+
+
+class _LeasedLoader:
+    """Mixed into the user's DataLoader class: goes on when samples come back, starts anew when groups change."""
+
+    leases: Leases
+
+    def __iter__(self) -> Iterator[Any]:
+        # As eager as the loader itself with one group, so that random numbers are drawn as under DDP; with several
+        # groups nothing may be drawn before the epoch is open.
+        return self._batches_from(super().__iter__() if self.leases.is_local else None)  # type: ignore[misc]
+
+    def _batches_from(self, iterator: Iterator[Any] | None) -> Iterator[Any]:
+        leases = self.leases
+        while True:
+            generation = leases.generation
+            iterator = iterator or super().__iter__()  # type: ignore[misc]
+            # Asked before the next batch is loaded: it would be drawn for groups that are no more.
+            while leases.generation == generation:
+                try:
+                    batch = next(iterator)
+                except StopIteration:
+                    if leases.is_local or not leases.has_unloaded:
+                        return
+                    break
+                yield batch
+            iterator = None
+
+
+def lease(loader: DataLoader[Any], make_leases: Callable[[int, int, int], Leases]) -> DataLoader[Any]:
+    """The same DataLoader, with leased batches.
+
+    Args:
+        loader: a DataLoader whose sampler is Lightning's DistributedSampler.
+        make_leases: called with (world size, batch size, positions in an epoch).
+    """
+    sampler = loader.sampler
+    assert isinstance(sampler, DistributedSampler) and loader.batch_size is not None
+    leases = make_leases(sampler.num_replicas, loader.batch_size, sampler.total_size)
+    # A copy with its class extended keeps whatever the user's own DataLoader class carries. DataLoader forbids to set
+    # batch_sampler after construction, lest a running iterator disagree with it; the copy has none.
+    leased = copy.copy(loader)
+    leased.__class__ = type(f"Leased{type(loader).__name__}", (_LeasedLoader, type(loader)), {})
+    vars(leased).update(
+        batch_sampler=LeasedBatchSampler(sampler, leases, bool(loader.drop_last)), leases=leases, _iterator=None
+    )
+    return leased
+
+
+def can_lease(loader: object) -> bool:
+    """Whether a DataLoader is of the plain kind whose samples can be dealt out as leases."""
+    return (
+        isinstance(loader, DataLoader)
+        and type(loader.sampler) is DistributedSampler
+        and type(loader.batch_sampler) is BatchSampler
+        and loader.batch_size is not None
+        and getattr(loader, "in_order", True)
+    )
+
+
+def nominal_batches(leases: Leases, drop_last: bool) -> int:
+    """Batches that each rank would train if all were equally fast: what DistributedSampler would give it."""
+    mine = leases.total // leases.world_size
+    return mine // leases.batch_size if drop_last else -(-mine // leases.batch_size)
+
+
+def permutation(sampler: DistributedSampler[Any]) -> Tensor:
+    """The epoch's order of dataset indices, padded, before DistributedSampler deals it out to ranks."""
+    count = len(sampler.dataset)  # type: ignore[arg-type]
+    if sampler.shuffle:
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(sampler.seed + sampler.epoch))
+    else:
+        order = torch.arange(count)
+    if sampler.drop_last:
+        return order[: sampler.total_size]
+    return order.repeat(-(-sampler.total_size // count))[: sampler.total_size]

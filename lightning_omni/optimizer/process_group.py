@@ -1,0 +1,237 @@
+"""The live world: a torch process group whose collectives are meetings arranged by the server.
+
+The server knows who is alive, so no collective waits for the dead, and all survivors see the same set of
+contributions. Payloads go through the server's control socket, which is right for metrics, flags and checkpoints'
+names; gradients never go this way. Ranks are numbered by their place among the living.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import reduce
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_omni.errors import UnsupportedError
+from lightning_omni.protocol.layout import DTYPES
+
+BACKEND = "omni"
+LARGEST_PIECE = 8 << 20
+"""Bytes that one rank brings to one meeting, at most; larger tensors take several."""
+
+Meet = Callable[[str, bytes], list[tuple[int, bytes]]]
+"""Contributes bytes for a stated purpose; returns everyone's, as (global rank, bytes) in rank order."""
+
+_REDUCE: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
+    dist.ReduceOp.SUM: torch.add,
+    dist.ReduceOp.AVG: torch.add,
+    dist.ReduceOp.PRODUCT: torch.mul,
+    dist.ReduceOp.MIN: torch.minimum,
+    dist.ReduceOp.MAX: torch.maximum,
+    dist.ReduceOp.BAND: torch.bitwise_and,
+    dist.ReduceOp.BOR: torch.bitwise_or,
+    dist.ReduceOp.BXOR: torch.bitwise_xor,
+}
+
+
+class _Done(dist.Work):
+    """The work of a collective that has finished when the call returns."""
+
+    def __init__(self, result: Any) -> None:
+        super().__init__()
+        self._future: torch.futures.Future[Any] = torch.futures.Future()
+        self._future.set_result(result)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return True
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        return self._future
+
+
+class LiveWorld(dist.ProcessGroup):
+    """All ranks that are alive, as a process group.
+
+    Args:
+        rank: this rank's global number.
+        size: number of ranks at the start.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self._global_rank = rank
+        self._live: list[int] = list(range(size))
+        self._meet_over: Meet | None = None
+
+    def connect(self, meet: Meet) -> None:
+        """From now on collectives meet this way."""
+        self._meet_over = meet
+
+    def size(self) -> int:
+        """Ranks alive, as of the last meeting."""
+        return len(self._live)
+
+    def rank(self) -> int:
+        """This rank's place among the living; rank 0 always lives."""
+        return self._live.index(self._global_rank)
+
+    # --- Collectives, by the names that torch.distributed calls -------------------------------------------------------
+
+    def barrier(self, opts: Any = None) -> dist.Work:
+        """Waits until all live ranks are here."""
+        self._meet("barrier", b"")
+        return _Done(None)
+
+    def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
+        """Reduces in rank order, so every rank gets the same bits."""
+        op = _op(opts)
+        for tensor in tensors:
+            parts = self._gather(f"all_reduce({_signature(tensor)}, {op})", tensor)
+            tensor.copy_(_reduced(parts, op))
+        return _Done(list(tensors))
+
+    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
+        """`allreduce` of each."""
+        return self.allreduce(tensors, opts)
+
+    def reduce(self, tensors: Sequence[Tensor], opts: Any) -> dist.Work:
+        """Like `allreduce`; only the root keeps the result."""
+        op = _op(opts)
+        for tensor in tensors:
+            parts = self._gather(f"reduce({_signature(tensor)}, {op}, {opts.rootRank})", tensor)
+            if self.rank() == opts.rootRank:
+                tensor.copy_(_reduced(parts, op))
+        return _Done(list(tensors))
+
+    def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> dist.Work:
+        """Everyone gets the root's tensor."""
+        root = self._live[opts.rootRank]
+        for tensor in tensors:
+            parts = self._gather(f"broadcast({_signature(tensor)}, {root})", tensor, only=root)
+            if root != self._global_rank and root in parts:
+                tensor.copy_(parts[root])
+        return _Done(list(tensors))
+
+    def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
+        """Everyone gets everybody's tensor. Places of ranks that died meanwhile are filled with zeros."""
+        for places, tensor in zip(outputs, inputs, strict=True):
+            parts = list(self._gather(f"all_gather({_signature(tensor)})", tensor).values())
+            for index, place in enumerate(places):
+                place.copy_(parts[index]) if index < len(parts) else place.zero_()
+        return _Done(list(outputs))
+
+    def _allgather_base(self, output: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:
+        parts = list(self._gather(f"all_gather_into_tensor({_signature(tensor)})", tensor).values())
+        flat = output.view(-1)
+        flat.zero_()
+        for index, part in enumerate(parts):
+            flat[index * part.numel() : (index + 1) * part.numel()] = part.reshape(-1).to(flat.device)
+        return _Done(output)
+
+    def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any) -> dist.Work:
+        """The root gets everybody's tensor."""
+        for index, tensor in enumerate(inputs):
+            parts = self._gather(f"gather({_signature(tensor)}, {opts.rootRank})", tensor)
+            if self.rank() == opts.rootRank:
+                for place, part in zip(outputs[index], parts.values(), strict=False):
+                    place.copy_(part)
+        return _Done(list(outputs))
+
+    def send(self, *args: Any) -> dist.Work:
+        """Not offered: see the error."""
+        raise self._unsupported("send")
+
+    def recv(self, *args: Any) -> dist.Work:
+        """Not offered: see the error."""
+        raise self._unsupported("recv")
+
+    def alltoall(self, *args: Any) -> dist.Work:
+        """Not offered: see the error."""
+        raise self._unsupported("all_to_all")
+
+    def alltoall_base(self, *args: Any) -> dist.Work:
+        """Not offered: see the error."""
+        raise self._unsupported("all_to_all_single")
+
+    def scatter(self, *args: Any) -> dist.Work:
+        """Not offered: see the error."""
+        raise self._unsupported("scatter")
+
+    def reduce_scatter(self, *args: Any) -> dist.Work:
+        """Not offered: see the error."""
+        raise self._unsupported("reduce_scatter")
+
+    # --- How ----------------------------------------------------------------------------------------------------------
+
+    def _gather(self, what: str, tensor: Tensor, only: int | None = None) -> dict[int, Tensor]:
+        """Everyone's tensor of one collective, by global rank, on the CPU."""
+        mine = tensor.detach().contiguous().view(-1).view(torch.uint8).cpu() if tensor.numel() else torch.empty(0)
+        data = mine.numpy().tobytes() if only in (None, self._global_rank) else b""
+        nbytes = tensor.numel() * tensor.element_size()
+        pieces: dict[int, list[bytes]] = {}
+        for start in range(0, max(nbytes, 1), LARGEST_PIECE):
+            for rank, piece in self._meet(what, data[start : start + LARGEST_PIECE]):
+                pieces.setdefault(rank, []).append(piece)
+        gathered = {}
+        for rank, parts in pieces.items():
+            whole = b"".join(parts)
+            if len(whole) == nbytes and (only is None or rank == only):
+                gathered[rank] = _tensor_of(whole, tensor)
+        return gathered
+
+    def _meet(self, what: str, payload: bytes) -> list[tuple[int, bytes]]:
+        if self._meet_over is None:
+            raise RuntimeError("the live world is not connected to a parameter server yet")
+        parts = self._meet_over(what, payload)
+        self._live = [rank for rank, _ in parts]
+        return parts
+
+    def _unsupported(self, name: str) -> UnsupportedError:
+        return UnsupportedError(
+            f"torch.distributed.{name} is not offered across compute groups outside the training epoch; use"
+            " all_reduce, all_gather, broadcast, gather or barrier, or pass a process group of your own"
+        )
+
+
+def register() -> None:
+    """Makes ``torch.distributed.new_group(backend="omni")`` give a `LiveWorld`."""
+    if not hasattr(dist.Backend, BACKEND.upper()):
+        dist.Backend.register_backend(BACKEND, _create, devices=["cpu", "cuda"])
+
+
+def _create(store: Any, rank: int, size: int, timeout: timedelta) -> LiveWorld:
+    return LiveWorld(rank, size)
+
+
+def _op(opts: Any) -> Any:
+    op = getattr(opts, "reduceOp", dist.ReduceOp.SUM)
+    for known in _REDUCE:
+        if op == known:
+            return known
+    raise UnsupportedError(f"{op} is not offered across compute groups; use SUM, AVG, MIN, MAX or PRODUCT")
+
+
+def _reduced(parts: dict[int, Tensor], op: Any) -> Tensor:
+    total = reduce(_REDUCE[op], parts.values())
+    return total / len(parts) if op == dist.ReduceOp.AVG else total
+
+
+def _signature(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _tensor_of(data: bytes, like: Tensor) -> Tensor:
+    if not data:
+        return torch.empty(like.shape, dtype=like.dtype)
+    assert str(like.dtype).removeprefix("torch.") in DTYPES
+    return torch.frombuffer(bytearray(data), dtype=like.dtype).view(like.shape)

@@ -1,0 +1,685 @@
+"""A rank's place in the run: its group, its process groups, its connections, and the meetings of all ranks.
+
+`World` is what `OmniOptimizer` and the Lightning strategy stand on. It does no arithmetic on weights and knows no
+Lightning. One rule governs everything here: inside the training epoch the default process group of torch.distributed
+is the compute group; elsewhere it is the whole live world. `use_default_group` is the only place that switches.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lightning_omni.errors import ConfigurationError, NonFiniteGradients, OmniError, Refused, UnsupportedError
+from lightning_omni.methods import METHODS, AsyncSGD, MasterWeights, Method
+from lightning_omni.methods.master import class_path, describe
+from lightning_omni.optimizer.process_group import BACKEND, LiveWorld, register
+from lightning_omni.optimizer.replica import ModelReplica
+from lightning_omni.protocol import messages as m
+from lightning_omni.protocol.codec import pack, unpack
+from lightning_omni.protocol.layout import Layout
+from lightning_omni.server import ControlConnection, DataConnection, ServerProcess
+from lightning_omni.server.connection import check_address
+from lightning_omni.server.keys import load as load_key
+from lightning_omni.server.keys import new_key
+from lightning_omni.server.process import Settings
+from lightning_omni.topology import Topology, check_groups
+
+_log = logging.getLogger(__name__)
+
+HEAD = 64
+"""Bytes in front of the weights that a leader broadcasts to its group: what else the answer said."""
+GRACE = 10.0
+"""Seconds that a rank which must stop is given to find out by itself."""
+_STOPS = ("", "validate", "end")
+
+
+@dataclass(frozen=True)
+class WorldOptions:
+    """Everything about a run that is not its size. All ranks must be given the same.
+
+    Attributes:
+        groups: number of compute groups, or None for one group for each node.
+        method: how groups exchange, by name or as a `lightning_omni.methods.Method`.
+        server: ``"tcp://host:port"`` of a server that runs already; None starts one with the run.
+        host: address that the embedded server binds; None takes loopback on one node, and otherwise the address by
+            which the other nodes reach rank 0 (MASTER_ADDR).
+        heartbeat_timeout: seconds of silence after which a rank counts as dead.
+        refusals: pushes with NaN or infinite gradients that a group may make in a row before the run ends.
+        timeout: seconds after which a collective that does not complete is an error.
+        server_threads: threads of the embedded server's arithmetic.
+    """
+
+    groups: int | None = None
+    method: str | Method = "async_sgd"
+    server: str | None = None
+    host: str | None = None
+    heartbeat_timeout: float = 30.0
+    refusals: int = 50
+    timeout: timedelta = timedelta(minutes=30)
+    server_threads: int = 1
+
+    def __post_init__(self) -> None:
+        if self.groups is not None:
+            check_groups(self.groups, sys.maxsize)
+        if self.server is not None:
+            check_address(self.server)
+        if self.heartbeat_timeout < 2:
+            raise ConfigurationError(
+                f"heartbeat_timeout={self.heartbeat_timeout}: ranks give two signs of life a second, and a busy one"
+                " may be late; pass at least 2 seconds"
+            )
+        for name in ("refusals", "server_threads"):
+            if getattr(self, name) < 1:
+                raise ConfigurationError(f"{name}={getattr(self, name)}: pass a positive number")
+        self.resolved_method()
+
+    def resolved_method(self) -> Method:
+        """The method as a value."""
+        if isinstance(self.method, Method):
+            return self.method
+        if self.method not in METHODS:
+            raise ConfigurationError(f"method={self.method!r} is not known; pass one of {', '.join(map(repr, METHODS))}")
+        return METHODS[self.method]()
+
+
+@dataclass
+class Exchanged:
+    """What the last exchange with the server said."""
+
+    staleness: int = -1
+    applied: bool = True
+    progress: int = 0
+    stop: str = ""
+    seconds: float = 0.0
+
+
+@dataclass
+class Part:
+    """One optimizer's share of the exchange."""
+
+    optimizer: Optimizer
+    replica: ModelReplica
+    into: Tensor | None = None
+    staleness: list[int] = field(default_factory=list)
+
+
+class World:
+    """This rank's place among all ranks. Call it after ``torch.distributed.init_process_group``.
+
+    Args:
+        groups: number of compute groups, or None for one group for each node.
+        device: where the model's weights live.
+        options: the rest; ``groups`` overrides its ``groups``.
+        ranks_per_node: number of ranks on each node, in rank order; by default what torchrun says.
+
+    Raises:
+        ConfigurationError: an argument is wrong.
+
+    Example:
+        A loop without Lightning, run by ``torchrun --nproc-per-node 4 train.py``::
+
+            dist.init_process_group("gloo")
+            world = World(groups=2)
+            model = world.wrap(Net())
+            optimizer = OmniOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), world)
+            with world.training():
+                for x, y in batches(seed=world.group):   # members of a group need equal numbers of batches
+                    optimizer.zero_grad()
+                    loss(model(x), y).backward()
+                    optimizer.step()
+    """
+
+    def __init__(
+        self,
+        groups: int | None = None,
+        device: torch.device | str = "cpu",
+        options: WorldOptions | None = None,
+        ranks_per_node: Sequence[int] | None = None,
+    ) -> None:
+        if not dist.is_initialized():
+            raise ConfigurationError("call torch.distributed.init_process_group before World(...)")
+        self.options = options or WorldOptions(groups=groups)
+        self.method = self.options.resolved_method()
+        self.device = torch.device(device)
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self._ranks_per_node = list(ranks_per_node or _count_ranks_per_node(self.size))
+        wanted = groups if groups is not None else self.options.groups
+        self.topology = Topology.by_node(self._ranks_per_node) if wanted is None else Topology.even(self.size, wanted)
+        self.generation = 0
+        self.control: ControlConnection | None = None
+        self.parts: list[Part] = []
+        self.last = Exchanged()
+        self.trained: Callable[[], tuple[int, int]] = lambda: (-1, 0)
+        self._original = dist.group.WORLD
+        self._live_world: LiveWorld | None = None
+        self._compute_groups: dict[tuple[int, ...], Any] = {self.topology.ranks: self._original}
+        self._in_compute = False
+        self._data: DataConnection | None = None
+        self._process: ServerProcess | None = None
+        self._meetings = 0
+        self._seeded = False
+        self._closed = threading.Event()
+
+    # --- Who is where ------------------------------------------------------------------------------------------------
+
+    @property
+    def group(self) -> int:
+        """Number of this rank's group."""
+        return self.topology.group_of(self.rank)
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Ranks of this rank's group."""
+        return self.topology.members(self.group)
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank speaks for its group."""
+        return self.members[0] == self.rank
+
+    @property
+    def is_synchronous(self) -> bool:
+        """Whether there is just one group: plain synchronous training, with no server in the path."""
+        return self.topology.is_synchronous
+
+    @property
+    def lost(self) -> tuple[int, ...]:
+        """Ranks lost so far."""
+        return self.control.lost if self.control else ()
+
+    @property
+    def live_ranks(self) -> tuple[int, ...]:
+        """Ranks that are not lost."""
+        return tuple(rank for rank in range(self.size) if rank not in self.lost)
+
+    @property
+    def server_address(self) -> str:
+        """Address of the parameter server, or an empty string while there is none."""
+        return self.control.address if self.control else ""
+
+    @property
+    def compute_group(self) -> Any:
+        """The process group of this rank's compute group."""
+        return self._compute_group(self.members)
+
+    # --- Life --------------------------------------------------------------------------------------------------------
+
+    def start_server(self) -> None:
+        """Rank 0 starts the embedded server; returns at once, so that it comes up while the model is built."""
+        if self.rank == 0 and self.options.server is None and self._process is None:
+            self._key = new_key()
+            self._process = ServerProcess(
+                Settings(
+                    key=self._key.hex(),
+                    host=self._host(),
+                    port=0,
+                    heartbeat_timeout=self.options.heartbeat_timeout,
+                    join_timeout=self.options.timeout.total_seconds(),
+                    threads=self.options.server_threads,
+                    allow_optimizers=tuple({class_path(type(part.optimizer)) for part in self.parts}),
+                )
+            )
+
+    def attach(self, optimizer: Optimizer, parameters: Mapping[str, Parameter]) -> int:
+        """Takes an optimizer in, before training begins.
+
+        Returns:
+            Its number.
+
+        Raises:
+            UnsupportedError: a parameter is in another optimizer already.
+        """
+        taken = {id(p): name for part in self.parts for name, p in part.replica.parameters.items()}
+        for name, parameter in parameters.items():
+            if id(parameter) in taken:
+                raise UnsupportedError(
+                    f"the parameter {name} is in two optimizers; the server keeps one master copy of it, moved by one"
+                    " optimizer: give it to one of them, or use groups=1"
+                )
+        self.parts.append(Part(optimizer, ModelReplica(parameters)))
+        return len(self.parts) - 1
+
+    def detach_all(self) -> None:
+        """Forgets the optimizers; others may be attached."""
+        self.parts = []
+
+    def begin(self) -> None:
+        """Training begins on every rank: with several groups the server is joined and given the weights of rank 0."""
+        if not self.is_synchronous:
+            self._join()
+            self._form()
+            self._seed()
+
+    def training(self) -> _Training:
+        """A context in which to train without Lightning: begins, and ends with the master weights on every rank."""
+        return _Training(self)
+
+    def fail(self, reason: str) -> None:
+        """This rank cannot go on: says so to the server, so that nobody waits for it."""
+        self._closed.set()
+        if self.control is not None:
+            self.control.close(reason=f"rank {self.rank} failed: {reason}")
+        self._close_connections()
+
+    def close(self) -> None:
+        """Leaves the run in good order and stops the embedded server. Gives the default process group back."""
+        if self.control is not None:
+            self._world_barrier()  # nobody stops the server while others still need it
+        self._closed.set()
+        self.use_default_group(self._original)
+        if self.control is not None:
+            self.control.close(reason="")
+        self._close_connections()
+
+    def _close_connections(self) -> None:
+        if self._data is not None:
+            self._data.close()
+        self.control = self._data = None
+        if self._process is not None:
+            self._process.stop()
+            self._process = None
+
+    # --- Phases ------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether the default process group is the compute group."""
+        return self._in_compute
+
+    def enter_compute(self) -> None:
+        """The training epoch begins or goes on: each group for itself."""
+        if not self.is_synchronous:
+            self.use_default_group(self.compute_group)
+            self._in_compute = True
+
+    def enter_world(self, buffers: Iterable[Tensor] = ()) -> None:
+        """The groups meet: every rank gets the master weights, and the mean of all groups' floating-point buffers.
+
+        Args:
+            buffers: the model's buffers (running statistics of BatchNorm, say), in one order on all ranks.
+        """
+        if self.is_synchronous or not self._in_compute:
+            return
+        self.use_default_group(self._world_group())
+        self._in_compute = False
+        dist.barrier()
+        self.pull()
+        self._average(buffers)
+
+    def use_default_group(self, group: Any) -> None:
+        """Makes a process group the default of torch.distributed. The one place that does."""
+        dist.GroupMember.WORLD = group
+        if group is self._original:
+            self._in_compute = False
+
+    def wrap(self, module: Module, **ddp_options: Any) -> Module:
+        """Wraps a module into DistributedDataParallel over the compute group; a group of one needs none.
+
+        Initial weights are rank 0's.
+        """
+        self.broadcast_initial(module)
+        if len(self.members) == 1:
+            return module
+        return DistributedDataParallel(module, process_group=self.compute_group, init_sync=False, **ddp_options)
+
+    def broadcast_initial(self, module: Module) -> None:
+        """Everyone gets the parameters and buffers of rank 0; called before training begins."""
+        for tensor in (*module.parameters(), *module.buffers()):
+            dist.broadcast(tensor.detach(), src=0)
+
+    # --- Exchange ----------------------------------------------------------------------------------------------------
+
+    def exchange(self, index: int, gradients: Sequence[Tensor | None], hyperparameters: Any, read_at: int) -> MasterWeights:
+        """Pushes the group's gradient and pulls the master weights. Every rank of the group calls it.
+
+        Raises:
+            NonFiniteGradients: the server refused too many pushes in a row.
+        """
+        began = time.perf_counter()
+        part = self.parts[index]
+
+        def push() -> tuple[m.Weights, Tensor]:
+            epoch, trained = self.trained()
+            present, payload = part.replica.flatten(gradients)
+            message = m.PushMessage(
+                optimizer=index,
+                read_at=read_at,
+                present=present,
+                hyperparameters=tuple(hyperparameters),
+                epoch=epoch,
+                trained=trained,
+                nbytes=payload.numel(),
+            )
+            return self._leader_data().exchange(message, m.Weights, payload, self._memory(part)[HEAD:])
+
+        master = self._share(part, push)
+        self.last.seconds += time.perf_counter() - began
+        return master
+
+    def pull(self) -> None:
+        """Every rank gets the master weights of all optimizers."""
+        for index, part in enumerate(self.parts):
+
+            def fetch(index: int = index, part: Part = part) -> tuple[m.Weights, Tensor]:
+                return self._leader_data().exchange(m.Fetch(optimizer=index), m.Weights, None, self._memory(part)[HEAD:])
+
+            part.replica.load(self._share(part, fetch))
+
+    def snapshot(self, with_state: bool = True) -> dict[str, Any]:
+        """Weights, optimizer states and clocks of all optimizers, as of one moment. For leaders.
+
+        Returns:
+            ``{"parts": [{"weights": {name: tensor}, "state": {...}, "clock": int}, ...], "epoch": ..., "trained": ...}``
+        """
+        answer, payload = self._leader_data().exchange(m.TakeSnapshot(with_state=with_state), m.Snapshot)
+        tree: dict[str, Any] = unpack(answer.packed, payload)
+        return tree
+
+    def _share(self, part: Part, ask: Callable[[], tuple[m.Weights, Tensor]]) -> MasterWeights:
+        """The leader asks the server; its group gets the answer."""
+        memory = self._memory(part)
+        head = memory[:HEAD].view(torch.int64)
+        if self.is_leader:
+            answer, _ = ask()
+            head[:6] = torch.tensor(
+                [
+                    answer.clock,
+                    answer.staleness,
+                    int(answer.applied),
+                    answer.refused_in_row,
+                    answer.progress,
+                    _STOPS.index(answer.stop),
+                ]
+            )
+        if len(self.members) > 1:
+            shared = memory.to(self.device) if self.device.type != "cpu" else memory
+            dist.broadcast(shared, src=self._source(), group=self.compute_group)
+            if shared is not memory:
+                memory.copy_(shared)
+        clock, staleness, applied, refused, progress, stop = head[:6].tolist()
+        self.last.staleness, self.last.applied = staleness, bool(applied)
+        self.last.progress, self.last.stop = progress, _STOPS[stop]
+        if staleness >= 0:
+            part.staleness.append(staleness)
+        if refused >= self.options.refusals:
+            raise NonFiniteGradients(
+                f"the gradients of group {self.group} were NaN or infinite {refused} times in a row, and none of them"
+                " was applied: lower the learning rate, clip gradients (gradient_clip_val), or use precision='16-mixed'"
+                " with its loss scaling; more groups need less momentum; refusals= sets how many are borne"
+            )
+        if not applied and refused == 1:
+            _log.warning(
+                "group %d pushed a gradient that is not finite; it was refused and the weights did not move", self.group
+            )
+        return MasterWeights(part.replica.layout.views(memory[HEAD:]), clock)
+
+    def _memory(self, part: Part) -> Tensor:
+        if part.into is None:
+            part.into = torch.zeros(HEAD + part.replica.layout.nbytes, dtype=torch.uint8)
+        return part.into
+
+    def _source(self) -> int:
+        # torch takes src as a rank of the default group if that is the very group, as a global one otherwise
+        return 0 if self.compute_group is dist.group.WORLD else self.members[0]
+
+    def _leader_data(self) -> DataConnection:
+        if self._data is None:
+            assert self.control is not None
+            self._data = DataConnection(
+                self.control.data_address,
+                self.control.ticket,
+                self.control.check,
+                timeout=self.options.timeout.total_seconds(),
+            )
+        return self._data
+
+    # --- Regrouping --------------------------------------------------------------------------------------------------
+
+    def regroup(self, groups: int, buffers: Iterable[Tensor] = ()) -> None:
+        """All live ranks form other groups, at one point of their programs. Weights and optimizer state carry on.
+
+        Args:
+            groups: the new number of groups.
+            buffers: as in `enter_world`.
+        """
+        computing, was_synchronous = self._in_compute, self.is_synchronous
+        self.enter_world(buffers)
+        if was_synchronous:
+            if groups == 1:
+                return
+            self._join()
+        self._form(groups)
+        if was_synchronous:
+            self._seed()
+        elif self.is_synchronous:
+            self._take_states_back()
+        if self.is_synchronous:
+            self.use_default_group(self.compute_group)
+        elif computing or was_synchronous:
+            self.enter_compute()
+
+    def _take_states_back(self) -> None:
+        """Every rank's optimizer gets the server's state; from here on they step for themselves."""
+        for part, theirs in zip(self.parts, self.snapshot()["parts"], strict=True):
+            part.optimizer.load_state_dict({**part.optimizer.state_dict(), "state": theirs["state"]})
+
+    # --- How ---------------------------------------------------------------------------------------------------------
+
+    def _join(self) -> None:
+        """Connects to the server, which rank 0 has started or which runs elsewhere."""
+        if self.control is not None:
+            return
+        self.start_server()
+        address, key, run = self._agree_on_server()
+        layout = Layout(tuple(spec for part in self.parts for spec in part.replica.layout.specs))
+        self.control = ControlConnection(
+            address, key, run, self.rank, self.size, layout, on_end=self._on_end
+        )
+        register()
+        if self._live_world is None:
+            self.use_default_group(self._original)
+            self._live_world = dist.new_group(range(self.size), timeout=self.options.timeout, backend=BACKEND)
+        assert isinstance(self._live_world, LiveWorld)
+        self._live_world.connect(self._meet)
+        dist.barrier()
+
+    def _agree_on_server(self) -> tuple[str, bytes, str]:
+        """Rank 0 tells everyone where the server is; a failure on rank 0 is everyone's error."""
+        said: dict[str, str] = {}
+        failure: Exception | None = None
+        if self.rank == 0:
+            try:
+                if self.options.server is None:
+                    assert self._process is not None
+                    said = {"address": self._process.address(), "key": self._key.hex()}
+                else:
+                    said = {"address": self.options.server, "key": ""}
+            except Exception as error:
+                failure, said = error, {"error": str(error)}
+            said["run"] = secrets.token_hex(8)
+        text, _ = self._broadcast_bytes(json.dumps(said), torch.empty(0, dtype=torch.uint8))
+        said = json.loads(text)
+        if failure is not None:
+            raise failure
+        if "error" in said:
+            raise ConfigurationError(f"rank 0 could not start the parameter server: {said['error']}")
+        return said["address"], bytes.fromhex(said["key"]) if said["key"] else load_key(), said["run"]
+
+    def _broadcast_bytes(self, text: str, payload: Tensor) -> tuple[str, Tensor]:
+        """Text and bytes from rank 0 to every rank, over torch.distributed's own group."""
+        group = self._compute_group(self.topology.ranks) if self.is_synchronous else self._original
+        data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
+        sizes = torch.tensor([data.numel(), payload.numel()], device=self.device)
+        dist.broadcast(sizes, src=0, group=group)
+        both = torch.empty(int(sizes.sum()), dtype=torch.uint8)
+        if self.rank == 0:
+            both = torch.cat([data, payload])
+        both = both.to(self.device)
+        dist.broadcast(both, src=0, group=group)
+        both = both.cpu()
+        cut = int(sizes[0])
+        # cloned, so that tensors viewed into the payload start aligned
+        return bytes(both[:cut].numpy()).decode(), both[cut:].clone()
+
+    def _form(self, groups: int | None = None) -> None:
+        """Rank 0 forms the groups at the server, out of whoever is alive there, and tells the others.
+
+        Args:
+            groups: the new number of groups; None forms the groups of ``topology``.
+        """
+        assert self.control is not None
+        self._world_barrier()
+        if self.rank == 0:
+            topology = self._form_until_accepted(groups)
+        said = self._meet("topology", json.dumps(topology.groups).encode() if self.rank == 0 else b"")
+        self.topology = Topology(tuple(tuple(members) for members in json.loads(said[0][1])))
+        self.generation += 1
+        if self.rank not in self.topology.ranks:
+            self.control.check()
+        _ = self.compute_group  # made now, while all its members are here
+
+    def _form_until_accepted(self, groups: int | None) -> Topology:
+        assert self.control is not None
+        while True:
+            topology = self.topology if groups is None else Topology.of(self.live_ranks, groups)
+            form = m.Form(
+                generation=self.generation + 1,
+                groups=topology.groups,
+                method=m.method_to_wire(self.method),
+                keep_epoch=groups is not None,
+            )
+            try:
+                self.control.request(form, m.Formed)
+                return topology
+            except Refused:
+                # A rank died this very moment and the notice is on its way: form without it.
+                if groups is None or topology.ranks == self.live_ranks:
+                    raise
+
+    def _seed(self) -> None:
+        """Rank 0 hands weights and optimizer states to the server; every rank's own state is given up."""
+        if self.rank == 0:
+            parts = [
+                {
+                    "optimizer": describe(part.optimizer, {p: name for name, p in part.replica.parameters.items()}),
+                    "weights": {name: p.detach() for name, p in part.replica.parameters.items()},
+                    "clock": part.replica.clock,
+                }
+                for part in self.parts
+            ]
+            packed, buffer = pack({"parts": parts})
+            self._leader_data().exchange(m.Seed(packed=packed, nbytes=buffer.numel()), m.Seeded, buffer)
+        for part in self.parts:
+            part.optimizer.state.clear()
+        self._world_barrier()
+
+    def _world_barrier(self) -> None:
+        before = dist.group.WORLD
+        dist.GroupMember.WORLD = self._world_group()
+        dist.barrier()
+        dist.GroupMember.WORLD = before
+
+    def _world_group(self) -> LiveWorld:
+        assert self._live_world is not None
+        return self._live_world
+
+    def _compute_group(self, ranks: tuple[int, ...]) -> Any:
+        """The process group of some ranks; made when first needed, then kept."""
+        if ranks not in self._compute_groups:
+            before = dist.group.WORLD
+            dist.GroupMember.WORLD = self._original
+            self._compute_groups[ranks] = dist.new_group(
+                ranks, timeout=self.options.timeout, use_local_synchronization=True
+            )
+            dist.GroupMember.WORLD = before
+        return self._compute_groups[ranks]
+
+    def _meet(self, what: str, payload: bytes) -> list[tuple[int, bytes]]:
+        assert self.control is not None
+        message = m.Contribute(number=self._meetings, what=what)
+        self._meetings += 1
+        gathered, parts = self.control.request_payload(
+            message, m.Gathered, payload, timeout=self.options.timeout.total_seconds()
+        )
+        return list(zip(gathered.ranks, parts, strict=True))
+
+    def _average(self, buffers: Iterable[Tensor]) -> None:
+        """The mean over groups of every floating-point buffer; of whole numbers (they count things) the largest."""
+        floating = [b for b in buffers if b.is_floating_point()]
+        counting = [b for b in buffers if not b.is_floating_point() and b.dtype != torch.bool]
+        if floating:
+            # The last number counts the leaders that spoke, so that all ranks divide by the same.
+            flat = torch.cat([*(b.detach().double().cpu().flatten() for b in floating), torch.ones(1).double()])
+            flat *= self.is_leader
+            dist.all_reduce(flat)
+            _scatter(flat[:-1] / flat[-1], floating)
+        if counting:
+            flat = torch.cat([b.detach().long().cpu().flatten() for b in counting])
+            dist.all_reduce(flat, op=dist.ReduceOp.MAX)
+            _scatter(flat, counting)
+
+    def _on_end(self, error: OmniError) -> None:
+        """Called from the connection's thread: this rank must stop. The trainer finds out at its next exchange; if it
+        is stuck in a collective with the dead, it never does, so it gets a moment and then no more."""
+
+        def end() -> None:
+            if not self._closed.wait(GRACE):
+                _log.critical("rank %d stops: %s", self.rank, error)
+                os._exit(1)
+
+        threading.Thread(target=end, name="omni-end", daemon=True).start()
+
+    def _host(self) -> str:
+        if self.options.host is not None:
+            return self.options.host
+        if len(self._ranks_per_node) == 1:
+            return "127.0.0.1"
+        return socket.gethostbyname(os.environ.get("MASTER_ADDR", socket.gethostname()))
+
+
+def _count_ranks_per_node(size: int) -> list[int]:
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", size))  # torchrun's word
+    full, rest = divmod(size, local)
+    return [local] * full + ([rest] if rest else [])
+
+
+def _scatter(flat: Tensor, tensors: Sequence[Tensor]) -> None:
+    for part, tensor in zip(flat.split([t.numel() for t in tensors]), tensors, strict=True):
+        tensor.copy_(part.view_as(tensor))
+
+
+class _Training:
+    """The context of `World.training`."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def __enter__(self) -> World:
+        self._world.begin()
+        self._world.enter_compute()
+        return self._world
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is not None:
+            self._world.fail(f"{type(error).__name__}: {error}")
+            return
+        self._world.enter_world()
+        self._world.close()

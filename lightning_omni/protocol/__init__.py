@@ -1,0 +1,6 @@
+"""Who says what, and when: messages, membership, meetings, data leases, the server's state machine. No I/O."""
+
+from lightning_omni.protocol.leases import Batch, EpochPlan, LeaseBook, positions
+from lightning_omni.protocol.server import Out, ServerCore
+
+__all__ = ["Batch", "EpochPlan", "LeaseBook", "Out", "ServerCore", "positions"]

@@ -1,0 +1,112 @@
+"""Trees of plain data and tensors (optimizer states, snapshots) as bytes, without pickle.
+
+Rule: the tree itself is MessagePack; tensors stand beside it in one flat buffer and the tree holds only their number.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from lightning_omni.errors import MalformedMessage
+from lightning_omni.protocol.layout import DTYPES, Layout, TensorSpec, spec_of
+
+_TENSOR, _TUPLE = 1, 2
+_MAX_DEPTH = 32
+
+
+class Packed(msgspec.Struct, frozen=True):
+    """A tree without its tensors, and how these lie in the buffer that travels beside it."""
+
+    tree: bytes
+    specs: tuple[TensorSpec, ...]
+
+    @property
+    def layout(self) -> Layout:
+        """Layout of the tensors in the buffer."""
+        return Layout(self.specs)
+
+
+def pack(tree: Any) -> tuple[Packed, Tensor]:
+    """Splits a tree into plain data and one flat buffer.
+
+    Args:
+        tree: dicts, lists, tuples, numbers, strings, bytes, None and tensors, nested.
+
+    Returns:
+        The plain part, and a uint8 buffer ``(nbytes,)`` with the tensors' values (a copy).
+
+    Raises:
+        MalformedMessage: the tree holds something else.
+
+    Example:
+        >>> packed, buffer = pack({"betas": (0.9, 0.99), "step": torch.tensor(3.0)})
+        >>> unpack(packed, buffer)
+        {'betas': (0.9, 0.99), 'step': tensor(3.)}
+    """
+    tensors: list[Tensor] = []
+
+    def strip(node: Any) -> Any:
+        if isinstance(node, Tensor):
+            tensors.append(node.detach())
+            return msgspec.msgpack.Ext(_TENSOR, str(len(tensors) - 1).encode())
+        if isinstance(node, tuple):
+            return msgspec.msgpack.Ext(_TUPLE, msgspec.msgpack.encode([strip(item) for item in node]))
+        if isinstance(node, list):
+            return [strip(item) for item in node]
+        if isinstance(node, dict):
+            return {key: strip(value) for key, value in node.items()}
+        if node is None or isinstance(node, (bool, int, float, str, bytes)):
+            return node
+        raise MalformedMessage(f"a {type(node).__qualname__} cannot be sent; only plain values and tensors can")
+
+    plain = msgspec.msgpack.encode(strip(tree))
+    layout = Layout(tuple(spec_of(str(index), tensor) for index, tensor in enumerate(tensors)))
+    buffer = torch.zeros(layout.nbytes, dtype=torch.uint8)
+    for view, tensor in zip(layout.views(buffer), tensors, strict=True):
+        view.copy_(tensor)
+    return Packed(plain, layout.specs), buffer
+
+
+def unpack(packed: Packed, buffer: Tensor) -> Any:
+    """Puts a tree together again. The tensors share the buffer's memory.
+
+    Raises:
+        MalformedMessage: the bytes are no tree, or do not fit the buffer.
+    """
+    check_specs(packed.specs, buffer.numel())
+    views = packed.layout.views(buffer)
+
+    def from_ext(code: int, data: memoryview) -> Any:
+        if code == _TENSOR:
+            return views[int(bytes(data))]
+        if code == _TUPLE:
+            return tuple(decode(bytes(data)))
+        raise ValueError(f"unknown extension {code}")
+
+    depth = 0
+
+    def decode(data: bytes) -> Any:
+        nonlocal depth
+        depth += 1
+        if depth > _MAX_DEPTH * 1024:
+            raise ValueError("nested too deeply")
+        return msgspec.msgpack.decode(data, ext_hook=from_ext, strict=False)
+
+    try:
+        return decode(packed.tree)
+    except (msgspec.MsgspecError, ValueError, IndexError, RecursionError) as error:
+        raise MalformedMessage(f"not a tree of plain data and tensors: {error}") from error
+
+
+def check_specs(specs: tuple[TensorSpec, ...], nbytes: int) -> None:
+    """Raises `MalformedMessage` unless every spec is sane and all fit exactly into ``nbytes``."""
+    for spec in specs:
+        if spec.dtype not in DTYPES or any(size < 0 for size in spec.shape):
+            raise MalformedMessage(f"tensor {spec.name!r} has dtype {spec.dtype!r} and shape {spec.shape}")
+    expected = Layout(specs).nbytes
+    if expected != nbytes:
+        raise MalformedMessage(f"the tensors need {expected} bytes, but {nbytes} came")

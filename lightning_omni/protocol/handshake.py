@@ -1,0 +1,56 @@
+"""Admission: version, then key, then fingerprint. The key itself never travels.
+
+Rule 1: a rank proves that it holds the run's key with a MAC over both nonces; the server proves the same back.
+Rule 2: nothing but version and nonces is revealed to someone without the key.
+Nonces are arguments here; drawing them is the caller's business.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+
+from lightning_omni.protocol.messages import VERSION, Hello
+
+NONCE_BYTES = 32
+
+
+def rank_mac(key: bytes, hello: Hello, challenge: bytes) -> bytes:
+    """The MAC by which a rank answers a challenge."""
+    return _mac(key, b"rank", hello, challenge)
+
+
+def server_mac(key: bytes, hello: Hello, challenge: bytes) -> bytes:
+    """The MAC by which the server shows that it holds the key, too."""
+    return _mac(key, b"server", hello, challenge)
+
+
+def is_equal(one: bytes, other: bytes) -> bool:
+    """Compares two MACs in constant time."""
+    return hmac.compare_digest(one, other)
+
+
+def version_problem(hello: Hello) -> str:
+    """Why this version cannot be served, or an empty string."""
+    if hello.version == VERSION:
+        return ""
+    return (
+        f"rank {hello.rank} speaks protocol version {hello.version}, the server {VERSION}; install the same version of"
+        " lightning-omni on both sides"
+    )
+
+
+def fingerprint_problem(hello: Hello, first: Hello) -> str:
+    """Why this rank's model does not fit the first one's, or an empty string."""
+    if hello.fingerprint == first.fingerprint:
+        return ""
+    return (
+        f"rank {hello.rank} has another model than rank {first.rank}: {hello.tensors} parameters with {hello.numbers}"
+        f" numbers ({hello.fingerprint[:8]}) against {first.tensors} with {first.numbers} ({first.fingerprint[:8]});"
+        " names, shapes, dtypes and order of the optimizers' parameters must be the same on every rank"
+    )
+
+
+def _mac(key: bytes, side: bytes, hello: Hello, challenge: bytes) -> bytes:
+    said = b"|".join((side, str(hello.rank).encode(), hello.run.encode(), hello.fingerprint.encode()))
+    return hmac.digest(key, said + hello.nonce + challenge, hashlib.sha256)

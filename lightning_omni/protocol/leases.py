@@ -1,0 +1,222 @@
+"""Who trains on which samples of an epoch.
+
+Rule 1: an epoch is one permutation of positions ``0 .. total-1``; a group batch is one range of them.
+Rule 2: what a group drew and did not train goes back to the pool when the group is retired or regrouped, so every
+position is trained at least once.
+Rule 3: the answer to (group, batch number) never changes, so the members of a group agree without talking.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from lightning_omni.errors import ProtocolError
+
+MOST_AHEAD = 4
+"""Group batches handed out by one answer, at most; fewer towards the end, so that groups end at about one time."""
+
+
+class EpochPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """An epoch's data, as every rank knows it before the first batch.
+
+    Attributes:
+        epoch: number of the epoch.
+        total: positions in the epoch's permutation (samples, padded as DistributedSampler pads them).
+        batch_size: samples in one rank's batch.
+        budget: positions to train in this epoch; less than ``total`` where the user limits the batches.
+        validate_every: positions between two validations inside the epoch; 0 for none.
+        validate_offset: positions that count towards the first validation already.
+        trained: ranges that a resumed run had trained before.
+    """
+
+    epoch: int
+    total: int
+    batch_size: int
+    budget: int
+    validate_every: int = 0
+    validate_offset: int = 0
+    trained: tuple[tuple[int, int], ...] = ()
+
+
+class Batch(msgspec.Struct, frozen=True, array_like=True):
+    """One group batch: positions ``start .. stop-1``, and the stretch between validations that it belongs to."""
+
+    start: int
+    stop: int
+    stretch: int
+
+
+class LeaseBook:
+    """One epoch's samples: which are free, which are out on lease, which are trained.
+
+    Example:
+        >>> book = LeaseBook(EpochPlan(epoch=0, total=8, batch_size=2, budget=8), {0: 1, 1: 2})
+        >>> book.draw(0, 0), book.draw(1, 0)
+        ([Batch(start=0, stop=2, stretch=0)], [Batch(start=2, stop=6, stretch=0)])
+    """
+
+    def __init__(self, plan: EpochPlan, group_sizes: dict[int, int]) -> None:
+        self.plan = plan
+        self.stretch = 0
+        self._free: list[tuple[int, int]] = _complement(plan.trained, plan.budget)
+        self._done: list[tuple[int, int]] = [tuple(span) for span in plan.trained]  # type: ignore[misc]
+        self._sizes = dict(group_sizes)
+        self._drawn: dict[int, list[Batch]] = {group: [] for group in group_sizes}
+        self._trained: dict[int, int] = dict.fromkeys(group_sizes, 0)
+
+    @property
+    def trained(self) -> int:
+        """Positions trained so far."""
+        return sum(stop - start for start, stop in self._done)
+
+    @property
+    def trained_spans(self) -> tuple[tuple[int, int], ...]:
+        """Ranges trained so far, merged and in order."""
+        return tuple(_merge(self._done))
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """Groups that draw."""
+        return tuple(self._sizes)
+
+    @property
+    def next_stretch(self) -> int:
+        """The stretch of what is drawn next.
+
+        Raises:
+            IndexError: the pool is empty.
+        """
+        return self._stretch_of(self._free[0][0])
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether nothing is free (batches may still be out)."""
+        return not self._free
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing is free and nothing is out."""
+        return self.is_drained and not any(self.out(group) for group in self._sizes)
+
+    def out(self, group: int, stretch: int | None = None) -> int:
+        """Batches that a group drew and has not trained (of stretches up to ``stretch``)."""
+        drawn = self._drawn[group][self._trained[group] :]
+        return sum(stretch is None or batch.stretch <= stretch for batch in drawn)
+
+    def draw(self, group: int, number: int) -> list[Batch]:
+        """Batches of a group from the given batch number on: those drawn before, or else a few new ones.
+
+        Returns:
+            At least one batch, or none if the pool is empty at the moment.
+
+        Raises:
+            ProtocolError: the group is unknown, or skips a number.
+        """
+        drawn = self._known(group)
+        if number > len(drawn):
+            raise ProtocolError(f"group {group} asks for its batch {number}, but has drawn only {len(drawn)}")
+        if number == len(drawn):
+            size = self._sizes[group] * self.plan.batch_size
+            left = sum(stop - start for start, stop in self._free)
+            ahead = left // (8 * max(1, len(self._sizes)) * size)
+            for _ in range(max(1, min(MOST_AHEAD, ahead))):
+                if self._free:
+                    drawn.append(self._take(size))
+        return drawn[number:]
+
+    def train(self, group: int, batches: int) -> None:
+        """A group has trained its first ``batches`` batches.
+
+        Raises:
+            ProtocolError: it never drew that many.
+        """
+        drawn = self._known(group)
+        if batches > len(drawn):
+            raise ProtocolError(f"group {group} says it trained {batches} batches, but has drawn only {len(drawn)}")
+        for batch in drawn[self._trained[group] : batches]:
+            self._done.append((batch.start, batch.stop))
+        self._done = _merge(self._done)
+        self._trained[group] = max(batches, self._trained[group])
+
+    def release(self, group: int) -> None:
+        """A group is gone, or goes on to something else: what it drew and did not train is free again."""
+        drawn = self._known(group)
+        back = [(batch.start, batch.stop) for batch in drawn[self._trained[group] :]]
+        del drawn[self._trained[group] :]
+        self._free = back + self._free
+
+    def retire(self, group: int) -> None:
+        """Like `release`, and the group draws no more."""
+        self.release(group)
+        del self._sizes[group], self._drawn[group], self._trained[group]
+
+    def regroup(self, group_sizes: dict[int, int]) -> None:
+        """All that is out goes back; from now on other groups draw, from their batch number 0."""
+        for group in list(self._sizes):
+            self.retire(group)
+        self._sizes = dict(group_sizes)
+        self._drawn = {group: [] for group in group_sizes}
+        self._trained = dict.fromkeys(group_sizes, 0)
+
+    def close(self) -> None:
+        """The epoch ends early: nothing is handed out any more."""
+        self._free = []
+
+    def _known(self, group: int) -> list[Batch]:
+        if group not in self._drawn:
+            raise ProtocolError(f"group {group} does not take part in epoch {self.plan.epoch}")
+        return self._drawn[group]
+
+    def _take(self, size: int) -> Batch:
+        start, stop = self._free.pop(0)
+        if stop - start > size:
+            self._free.insert(0, (start + size, stop))
+            stop = start + size
+        return Batch(start, stop, self._stretch_of(start))
+
+    def _stretch_of(self, start: int) -> int:
+        # What comes back from a dead group is trained late: it never reopens a stretch that was validated.
+        if not self.plan.validate_every:
+            return self.stretch
+        own = (start + self.plan.validate_offset) // self.plan.validate_every
+        return max(own, self.stretch)
+
+
+def positions(batch: Batch, member: int, members: int) -> range:
+    """The positions of a group batch that fall to one member: every ``members``-th, as DistributedSampler deals.
+
+    With one group this is exactly what DistributedSampler and BatchSampler would give that rank. A batch with fewer
+    positions than members gives some of them twice, because every member of a group needs at least one sample.
+
+    Example:
+        >>> list(positions(Batch(10, 16, 0), member=1, members=2))
+        [11, 13, 15]
+    """
+    first = batch.start + member
+    if first >= batch.stop:
+        first = batch.start + member % (batch.stop - batch.start)
+        return range(first, first + 1)
+    return range(first, batch.stop, members)
+
+
+def _merge(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    merged: list[tuple[int, int]] = []
+    for start, stop in sorted(spans):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], stop))
+        else:
+            merged.append((start, stop))
+    return merged
+
+
+def _complement(spans: Sequence[tuple[int, int]], total: int) -> list[tuple[int, int]]:
+    free, position = [], 0
+    for start, stop in _merge(spans):
+        if start > position:
+            free.append((position, min(start, total)))
+        position = max(position, stop)
+    if position < total:
+        free.append((position, total))
+    return [(start, stop) for start, stop in free if stop > start]

@@ -1,0 +1,57 @@
+"""Meetings of all live ranks: everyone contributes bytes, everyone gets everybody's.
+
+Rule 1: a meeting is complete when every *live* rank has contributed; the dead are not waited for.
+Rule 2: all ranks must come for the same purpose; two purposes at one meeting end the run with a clear sentence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from torch import Tensor
+
+from lightning_omni.errors import CollectiveMismatch
+
+
+class Meetings:
+    """The meetings that are under way.
+
+    Example:
+        >>> meetings = Meetings()
+        >>> meetings.contribute(0, 1, "barrier", b""), meetings.complete(live=[0, 1])
+        (None, [])
+        >>> meetings.contribute(0, 0, "barrier", b""), meetings.complete(live=[0, 1])
+        (None, [(0, [(0, b''), (1, b'')])])
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[int, dict[int, tuple[str, bytes | Tensor]]] = {}
+
+    def contribute(self, number: int, rank: int, what: str, payload: bytes | Tensor) -> None:
+        """A rank comes to a meeting.
+
+        Raises:
+            CollectiveMismatch: others came to the same meeting for something else.
+        """
+        present = self._open.setdefault(number, {})
+        for other, (purpose, _) in present.items():
+            if purpose != what:
+                raise CollectiveMismatch(
+                    f"rank {rank} called {what} while rank {other} called {purpose}; outside the training epoch all"
+                    " ranks must make the same collective calls in the same order, as under DDP"
+                )
+        present[rank] = (what, payload)
+
+    def complete(self, live: Collection[int]) -> list[tuple[int, list[tuple[int, bytes | Tensor]]]]:
+        """Meetings that have become complete: their number, and each rank's payload in rank order."""
+        ready = []
+        for number in sorted(self._open):
+            present = self._open[number]
+            if all(rank in present for rank in live):
+                del self._open[number]
+                ready.append((number, [(rank, present[rank][1]) for rank in sorted(present) if rank in live]))
+        return ready
+
+    def missing(self, live: Sequence[int]) -> dict[int, list[int]]:
+        """Live ranks that each open meeting still waits for."""
+        return {number: [r for r in live if r not in present] for number, present in self._open.items()}

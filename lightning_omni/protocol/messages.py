@@ -1,0 +1,428 @@
+"""Every message of the protocol, and how it becomes bytes. Frozen, typed, validated, equal by value.
+
+Rule 1: a message that does not decode to exactly one of these types is refused, whoever sent it.
+Rule 2: tensors never stand in a message; it says how many bytes of payload travel behind it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from lightning_omni.errors import MalformedMessage
+from lightning_omni.methods import METHODS
+from lightning_omni.protocol.codec import Packed
+from lightning_omni.protocol.leases import Batch, EpochPlan
+
+VERSION = 1
+"""Protocol version. Both sides must have the same."""
+
+LARGEST_CONTROL = 32 << 20
+"""Bytes of one control message, at most."""
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Base of all messages."""
+
+
+# --- Control, rank to server -----------------------------------------------------------------------------------------
+
+
+class Hello(Message):
+    """A rank knocks. ``version`` stands first for good: it is all that an other version may rely on."""
+
+    version: int
+    run: str
+    rank: int
+    world_size: int
+    fingerprint: str
+    tensors: int
+    numbers: int
+    nonce: bytes
+
+
+class Proof(Message):
+    """The answer to a `Challenge`: proves that the rank holds the run's key."""
+
+    mac: bytes
+
+
+class Heartbeat(Message):
+    """I am alive; and this is how long my steps take.
+
+    Attributes:
+        sent: the rank's own clock in seconds; comes back in the answer.
+        compute_time: seconds that the rank itself worked in its last steps, on average.
+        step_time: seconds that a whole step took, waiting included.
+        exchange_time: of these, seconds in the exchange with the server.
+    """
+
+    sent: float
+    compute_time: float = 0.0
+    step_time: float = 0.0
+    exchange_time: float = 0.0
+
+
+class Form(Message):
+    """Rank 0 forms the compute groups; training begins, or goes on in other groups.
+
+    Attributes:
+        keep_epoch: whether the epoch that is under way goes on with the new groups.
+    """
+
+    generation: int
+    groups: tuple[tuple[int, ...], ...]
+    method: dict[str, Any]
+    keep_epoch: bool = False
+
+
+class OpenEpoch(Message):
+    """An epoch begins. Every rank says so; all must agree on the plan."""
+
+    plan: EpochPlan
+
+
+class Draw(Message):
+    """Which samples are in my group's batches from ``number`` on?"""
+
+    epoch: int
+    generation: int
+    number: int
+
+
+class Await(Message):
+    """My group has trained all batches that it holds of this stretch: what now? Answered when it is known."""
+
+    epoch: int
+    generation: int
+    trained: int
+    stretch: int
+
+
+class Leave(Message):
+    """My group leaves the epoch early; what it drew goes back. ``stop`` ends the epoch and the run for all.
+
+    Attributes:
+        stop: ``""``, or how the others are to end: ``"validate"`` (with a validation, as when a callback asks to
+            stop) or ``"end"`` (without, as when max_steps is reached).
+    """
+
+    epoch: int
+    generation: int
+    trained: int
+    stop: str = ""
+
+
+class Contribute(Message):
+    """My part of a meeting of all live ranks. The payload follows.
+
+    Attributes:
+        number: counts the meetings of this run.
+        what: the collective and its signature; all ranks must meet in the same one.
+    """
+
+    number: int
+    what: str
+
+
+class Lost(Message):
+    """A launcher saw a rank's process end. Not answered."""
+
+    rank: int
+    reason: str
+
+
+class Goodbye(Message):
+    """A rank leaves on its own: done, or with the reason of its failure."""
+
+    reason: str = ""
+
+
+class AskStatus(Message):
+    """How does the run go?"""
+
+
+# --- Control, server to rank -----------------------------------------------------------------------------------------
+
+
+class Challenge(Message):
+    """Prove that you hold the key."""
+
+    nonce: bytes
+
+
+class Welcome(Message):
+    """Admitted.
+
+    Attributes:
+        mac: proves that the server holds the key, too.
+        ticket: opens the data socket.
+        data_port: port of the data socket, on the same host.
+        heartbeat_timeout: seconds of silence after which a rank counts as dead.
+    """
+
+    mac: bytes
+    ticket: bytes
+    data_port: int
+    heartbeat_timeout: float
+
+
+class RefusedMessage(Message, tag="Refused"):
+    """No, and why."""
+
+    code: str
+    reason: str
+
+
+class GroupStatus(msgspec.Struct, frozen=True):
+    """How one group does: seconds per step, who is the slowest in it, and its gradients' staleness."""
+
+    group: int
+    ranks: tuple[int, ...]
+    updates: int
+    staleness_mean: float
+    step_time: float
+    compute_time: float
+    exchange_time: float
+    slowest_rank: int
+    slowest_time: float
+
+
+class Status(Message):
+    """How the run goes. Answers every heartbeat.
+
+    Attributes:
+        sent: from the heartbeat.
+        clock: updates applied so far.
+        refused: pushes refused because their gradients were not finite.
+        strangers: messages refused because they were malformed or their sender had not been admitted.
+        staleness: count of updates by staleness 0, 1, 2, ...
+    """
+
+    sent: float
+    clock: int
+    updates_per_second: float
+    refused: int
+    strangers: int
+    groups: tuple[GroupStatus, ...]
+    staleness: tuple[int, ...]
+    lost: tuple[int, ...]
+
+
+class Formed(Message):
+    """The groups stand."""
+
+    generation: int
+
+
+class EpochOpened(Message):
+    """The epoch's book is open."""
+
+    epoch: int
+
+
+class Drawn(Message):
+    """Batches from ``number`` on; none if the pool is empty at the moment."""
+
+    number: int
+    batches: tuple[Batch, ...]
+
+
+class Verdict(Message):
+    """The answer to `Await`.
+
+    Attributes:
+        next: ``"more"`` (samples came back, draw again), ``"validate"`` (all groups are here: validate, then go on),
+            ``"over"`` (the epoch is complete), ``"stop:validate"`` or ``"stop:end"`` (another group ended the run).
+    """
+
+    next: str
+
+
+class Left(Message):
+    """The answer to `Leave`."""
+
+
+class Gathered(Message):
+    """All live ranks met.
+
+    Attributes:
+        ranks: who took part, ascending.
+        sizes: bytes of payload of each; the payload follows, in this order.
+    """
+
+    number: int
+    ranks: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+class Notice(Message):
+    """Ranks were lost.
+
+    Attributes:
+        lost: all ranks lost so far.
+        reason: what happened, for people.
+        over: whether the run cannot go on.
+    """
+
+    lost: tuple[int, ...]
+    reason: str
+    over: bool = False
+
+
+class Acknowledged(Message):
+    """Heard."""
+
+
+# --- Data, rank to server --------------------------------------------------------------------------------------------
+
+
+class Attach(Message):
+    """Opens a data connection with the ticket from `Welcome`."""
+
+    ticket: bytes
+
+
+class Seed(Message):
+    """Rank 0 hands the master weights and optimizers over. The tensors follow as payload."""
+
+    packed: Packed
+    nbytes: int
+
+
+class PushMessage(Message, tag="Push"):
+    """A group's gradient. The payload holds the tensors that are present.
+
+    Attributes:
+        optimizer: which of the model's optimizers.
+        read_at: clock of the weights that the gradient was computed on.
+        present: one flag for each parameter; the others' gradient is None.
+        hyperparameters: one mapping for each parameter group.
+        epoch: the epoch, -1 if its data is not leased.
+        trained: group batches of the epoch that are trained with this push.
+    """
+
+    optimizer: int
+    read_at: int
+    present: tuple[bool, ...]
+    hyperparameters: tuple[dict[str, Any], ...]
+    epoch: int
+    trained: int
+    nbytes: int
+
+
+class Fetch(Message):
+    """Send the master weights of one optimizer."""
+
+    optimizer: int
+
+
+class TakeSnapshot(Message):
+    """Send everything: weights, optimizer states, clocks, as of one moment."""
+
+    with_state: bool = True
+
+
+# --- Data, server to rank --------------------------------------------------------------------------------------------
+
+
+class Attached(Message):
+    """The data connection stands."""
+
+
+class Seeded(Message):
+    """The server holds the master weights."""
+
+
+class Weights(Message):
+    """Master weights; the payload follows.
+
+    Attributes:
+        clock: of this optimizer.
+        staleness: of the push that this answers; -1 if it answers a fetch.
+        applied: False if the gradient was not finite and was refused.
+        refused_in_row: pushes of this group refused in a row.
+        progress: positions of the epoch trained by all groups.
+        stop: as in `Leave`.
+    """
+
+    optimizer: int
+    clock: int
+    staleness: int
+    applied: bool
+    refused_in_row: int
+    progress: int
+    stop: str
+    nbytes: int
+
+
+class Snapshot(Message):
+    """Everything of one moment; the tensors follow as payload."""
+
+    packed: Packed
+    nbytes: int
+
+
+FromControl = Hello | Proof | Heartbeat | Form | OpenEpoch | Draw | Await | Leave | Contribute | Lost | Goodbye | AskStatus
+FromData = Attach | Seed | PushMessage | Fetch | TakeSnapshot
+ToControl = (
+    Challenge | Welcome | RefusedMessage | Status | Formed | EpochOpened | Drawn | Verdict | Left | Gathered | Notice
+    | Acknowledged
+)  # fmt: skip
+ToData = Attached | Seeded | Weights | Snapshot | RefusedMessage
+
+Channel = str
+CONTROL: Channel = "control"
+DATA: Channel = "data"
+
+_encoder = msgspec.msgpack.Encoder()
+_decoders = {
+    ("server", CONTROL): msgspec.msgpack.Decoder(FromControl),
+    ("server", DATA): msgspec.msgpack.Decoder(FromData),
+    ("rank", CONTROL): msgspec.msgpack.Decoder(ToControl),
+    ("rank", DATA): msgspec.msgpack.Decoder(ToData),
+}
+
+
+def encode(message: Message) -> bytes:
+    """A message as bytes."""
+    return _encoder.encode(message)
+
+
+def decode(data: bytes | memoryview, *, at: str, channel: Channel) -> Any:
+    """Bytes as a message.
+
+    Args:
+        data: one encoded message.
+        at: who reads it, ``"server"`` or ``"rank"``.
+        channel: ``"control"`` or ``"data"``.
+
+    Raises:
+        MalformedMessage: the bytes are no message that may arrive there.
+    """
+    try:
+        return _decoders[at, channel].decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError) as error:
+        raise MalformedMessage(f"not a {channel} message: {error}") from error
+
+
+def method_to_wire(method: Any) -> dict[str, Any]:
+    """A method as plain data."""
+    plain: dict[str, Any] = msgspec.to_builtins(method)
+    return plain
+
+
+def method_from_wire(plain: dict[str, Any]) -> Any:
+    """A method from plain data.
+
+    Raises:
+        MalformedMessage: no such method, or wrong settings.
+    """
+    kind = METHODS.get(str(plain.get("name")))
+    if kind is None:
+        raise MalformedMessage(f"unknown method {plain.get('name')!r}; known are {', '.join(METHODS)}")
+    try:
+        return msgspec.convert(plain, kind)
+    except msgspec.ValidationError as error:
+        raise MalformedMessage(f"method {plain['name']}: {error}") from error

@@ -1,0 +1,133 @@
+"""Who takes part in a run: admission, signs of life, losses.
+
+Rule 1: a rank that was lost never comes back under the same number in the same run.
+Rule 2: a dead rank costs its own group; the group of rank 0, which hosts the run, costs the run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from lightning_omni.errors import Refused
+from lightning_omni.protocol.handshake import fingerprint_problem, is_equal, rank_mac, version_problem
+from lightning_omni.protocol.messages import Heartbeat, Hello, Proof
+from lightning_omni.topology import Topology
+
+
+@dataclass
+class Member:
+    """An admitted rank."""
+
+    rank: int
+    peer: bytes
+    ticket: bytes
+    last_seen: float
+    timings: Heartbeat = field(default_factory=lambda: Heartbeat(sent=0.0))
+
+
+class Roster:
+    """The ranks of one run."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+        self._first: Hello | None = None
+        self._began = 0.0
+        self._challenged: dict[bytes, tuple[Hello, bytes]] = {}
+        self.members: dict[int, Member] = {}
+        self.lost: dict[int, str] = {}
+        self.gone: set[int] = set()
+        self.topology: Topology | None = None
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks that the run was announced with."""
+        return self._first.world_size if self._first else 0
+
+    @property
+    def live(self) -> tuple[int, ...]:
+        """Ranks that take part in meetings: all that were announced, less those lost and those that left."""
+        return tuple(r for r in range(self.world_size) if r not in self.lost and r not in self.gone)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether somebody came, and nobody is left."""
+        return self._first is not None and not any(rank in self.members for rank in self.live)
+
+    def knock(self, peer: bytes, hello: Hello, challenge: bytes) -> None:
+        """A rank knocks; it is to answer ``challenge``.
+
+        Raises:
+            Refused: another protocol version.
+        """
+        if problem := version_problem(hello):
+            raise Refused("version", problem)
+        self._challenged[peer] = (hello, challenge)
+        while len(self._challenged) > 4096:  # strangers may knock as they like, but not fill the memory
+            self._challenged.pop(next(iter(self._challenged)))
+
+    def admit(self, peer: bytes, proof: Proof, ticket: bytes, now: float) -> tuple[Hello, bytes]:
+        """Checks the answer to a challenge and admits the rank.
+
+        Returns:
+            Its hello, and the challenge.
+
+        Raises:
+            Refused: wrong key, another run, another model, a rank that cannot be.
+        """
+        hello, challenge = self._challenged.pop(peer, (None, b""))
+        if hello is None or not is_equal(proof.mac, rank_mac(self._key, hello, challenge)):
+            raise Refused("key", "the key does not match the server's; both sides must be given the same key")
+        first = self._first or hello
+        if hello.run != first.run or hello.world_size != first.world_size:
+            raise Refused(
+                "busy", f"this server is busy with another run of {first.world_size} ranks; start a server for each run"
+            )
+        if not 0 <= hello.rank < hello.world_size or hello.rank in self.lost or hello.rank in self.gone:
+            raise Refused("rank", f"rank {hello.rank} of {hello.world_size} cannot join: it was lost or never was")
+        if hello.rank in self.members:
+            raise Refused("rank", f"rank {hello.rank} has joined already; is the script running twice?")
+        if problem := fingerprint_problem(hello, first):
+            raise Refused("fingerprint", problem)
+        if self._first is None:
+            self._first, self._began = hello, now
+        self.members[hello.rank] = Member(hello.rank, peer, ticket, now)
+        return hello, challenge
+
+    def by_peer(self, peer: bytes) -> Member | None:
+        """The admitted rank behind a control connection."""
+        return next((member for member in self.members.values() if member.peer == peer), None)
+
+    def by_ticket(self, ticket: bytes) -> Member | None:
+        """The admitted rank that holds a ticket."""
+        return next((member for member in self.members.values() if is_equal(member.ticket, ticket)), None)
+
+    def silent(self, now: float, timeout: float, join_timeout: float) -> list[tuple[int, str]]:
+        """Live ranks that were silent for too long, and how to say so."""
+        late = []
+        for rank in self.live:
+            member = self.members.get(rank)
+            if member is None:
+                if now - self._began > join_timeout:
+                    late.append((rank, f"rank {rank} did not join within {join_timeout:.0f} s"))
+            elif now - member.last_seen > timeout:
+                late.append((rank, f"rank {rank} gave no sign of life for {timeout:.0f} s"))
+        return late
+
+    def lose(self, rank: int, reason: str) -> tuple[int | None, bool]:
+        """Takes a dead rank's group out of the run.
+
+        Returns:
+            The number of the retired group, or None; and whether the run is over.
+        """
+        topology = self.topology
+        if topology is None or rank not in topology.ranks:
+            self.lost[rank] = reason
+            return None, True
+        group = topology.group_of(rank)
+        if topology.is_synchronous or 0 in topology.members(group):
+            self.lost[rank] = reason
+            return None, True
+        for mate in topology.members(group):
+            self.lost[mate] = reason
+        self.topology = topology.without(group)
+        return group, False

@@ -1,0 +1,459 @@
+"""The server's state machine: messages and the time go in, messages come out. No sockets, clocks or threads.
+
+Rule 1: a peer that has not been admitted may say `Hello` and `Proof`, nothing else; all else is refused and counted.
+Rule 2: every answer goes back on the channel that the question came on.
+Rule 3: the outgoing weights are the live ones: whoever drives this sends (or copies) them before the next message in.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_omni.errors import CollectiveMismatch, MalformedMessage, OmniError, ProtocolError, Refused
+from lightning_omni.methods import Method
+from lightning_omni.methods.master import Resolve, resolver
+from lightning_omni.protocol import messages as m
+from lightning_omni.protocol.codec import check_specs, pack, unpack
+from lightning_omni.protocol.epochs import Epochs
+from lightning_omni.protocol.handshake import NONCE_BYTES, server_mac
+from lightning_omni.protocol.meetings import Meetings
+from lightning_omni.protocol.roster import Member, Roster
+from lightning_omni.protocol.shard import Shard
+from lightning_omni.topology import Topology
+
+Peer = bytes
+Payload = bytes | Tensor
+RATE_WINDOW = 10.0
+"""Seconds over which the rate of updates is measured."""
+
+
+@dataclass(frozen=True)
+class Out:
+    """A message to be sent, with the parts of its payload."""
+
+    peer: Peer
+    channel: m.Channel
+    message: m.Message
+    payload: tuple[Payload, ...] = ()
+
+
+class ServerCore:
+    """The parameter server, without its sockets.
+
+    Args:
+        key: the run's shared secret.
+        random: draws that many random bytes (nonces, tickets).
+        heartbeat_timeout: seconds of silence after which a rank counts as dead.
+        join_timeout: seconds that a rank may take to join after the first.
+        resolve: turns an optimizer's class path into the class.
+
+    Attributes:
+        data_port: told to every admitted rank; whoever drives the machine sets it.
+        strangers: messages refused because they were malformed or their sender had not been admitted.
+        over: why the run cannot go on, or an empty string.
+    """
+
+    def __init__(
+        self,
+        key: bytes,
+        random: Callable[[int], bytes],
+        heartbeat_timeout: float = 30.0,
+        join_timeout: float = 300.0,
+        resolve: Resolve | None = None,
+    ) -> None:
+        self._key = key
+        self._random = random
+        self._heartbeat_timeout = heartbeat_timeout
+        self._join_timeout = join_timeout
+        self._resolve = resolve or resolver(())
+        self.strangers = 0
+        self.data_port = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets the run; the next one may come."""
+        self.roster = Roster(self._key)
+        self.meetings = Meetings()
+        self.epochs = Epochs()
+        self.shards: list[Shard] = []
+        self.generation = 0
+        self.over = ""
+        self._method: Method | None = None
+        self._attached: dict[Peer, int] = {}
+        self._rate: deque[tuple[float, int]] = deque()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether a run took place and all its ranks are gone."""
+        return self.roster.is_over
+
+    @property
+    def clock(self) -> int:
+        """Updates applied so far, over all optimizers."""
+        return sum(shard.master.clock for shard in self.shards)
+
+    # --- What drives the machine -------------------------------------------------------------------------------------
+
+    def receive(self, channel: m.Channel, peer: Peer, message: m.Message, payload: Payload, now: float) -> list[Out]:
+        """A message came in.
+
+        Args:
+            channel: the channel that it came on.
+            peer: the connection that it came from.
+            message: the message.
+            payload: the bytes behind it.
+            now: seconds, on any clock that only goes forward.
+        """
+        try:
+            if channel == m.CONTROL:
+                return self._on_control(peer, message, payload, now)
+            return self._on_data(peer, message, payload, now)
+        except Refused as no:
+            return [Out(peer, channel, m.RefusedMessage(code=no.code, reason=str(no)))]
+        except CollectiveMismatch as mismatch:
+            return self._end(str(mismatch))
+        except OmniError as error:
+            return [Out(peer, channel, m.RefusedMessage(code="protocol", reason=str(error)))]
+
+    def refuse(self, channel: m.Channel, peer: Peer, reason: str) -> list[Out]:
+        """Bytes came in that are no message: counted, and answered with the reason."""
+        self.strangers += 1
+        return [Out(peer, channel, m.RefusedMessage(code="malformed", reason=reason))]
+
+    def check_payload(self, peer: Peer, message: m.Message) -> int:
+        """Bytes of payload that a data message may bring; asked before any memory is set aside for them.
+
+        Raises:
+            ProtocolError: this peer may not send this, or not as much.
+        """
+        if isinstance(message, m.PushMessage):
+            self._member_of(peer)
+            return self._shard(message.optimizer).payload_layout(message).nbytes
+        if isinstance(message, m.Seed):
+            if self._member_of(peer).rank != 0:
+                raise ProtocolError("only rank 0 hands weights over")
+            check_specs(message.packed.specs, message.nbytes)
+            return message.nbytes
+        return 0
+
+    def tick(self, now: float) -> list[Out]:
+        """Time passes: ranks that were silent for too long are lost."""
+        self._rate.append((now, self.clock))
+        while now - self._rate[0][0] > RATE_WINDOW:
+            self._rate.popleft()
+        out = []
+        for rank, reason in self.roster.silent(now, self._heartbeat_timeout, self._join_timeout):
+            if self.over:
+                self.roster.gone.add(rank)
+            out += self.lose(rank, reason)
+        return out
+
+    def lose(self, rank: int, reason: str) -> list[Out]:
+        """A rank is dead: its group is retired, and nobody waits for it any more."""
+        if rank in self.roster.lost or rank in self.roster.gone or self.over:
+            return []
+        group, over = self.roster.lose(rank, reason)
+        if over:
+            return self._end(f"{reason}; the run cannot go on without it")
+        assert group is not None
+        self.epochs.retire(group)
+        for shard in self.shards:
+            shard.method_side.retire(group)
+        return self._tell_everyone(m.Notice(lost=self._lost, reason=reason)) + self._settle()
+
+    # --- Control -----------------------------------------------------------------------------------------------------
+
+    def _on_control(self, peer: Peer, message: m.Message, payload: Payload, now: float) -> list[Out]:
+        if isinstance(message, m.Hello):
+            challenge = self._random(NONCE_BYTES)
+            self.roster.knock(peer, message, challenge)
+            return [Out(peer, m.CONTROL, m.Challenge(nonce=challenge))]
+        if isinstance(message, m.Proof):
+            return self._admit(peer, message, now)
+        member = self.roster.by_peer(peer)
+        if member is None:
+            self.strangers += 1
+            raise Refused("stranger", "say Hello first: this connection has not been admitted")
+        member.last_seen = now
+        if member.rank in self.roster.lost and not isinstance(message, m.Goodbye):
+            reason = self.roster.lost[member.rank]
+            return [Out(peer, m.CONTROL, m.Notice(lost=self._lost, reason=reason))]
+        if self.over and not isinstance(message, (m.Goodbye, m.AskStatus)):
+            return [Out(peer, m.CONTROL, m.Notice(lost=self._lost, reason=self.over, over=True))]
+        return self._handlers[type(message)](self, member, message, payload)
+
+    def _admit(self, peer: Peer, message: m.Proof, now: float) -> list[Out]:
+        ticket = self._random(NONCE_BYTES)
+        try:
+            hello, challenge = self.roster.admit(peer, message, ticket, now)
+        except Refused as no:
+            self.strangers += no.code == "key"
+            raise
+        welcome = m.Welcome(
+            mac=server_mac(self._key, hello, challenge),
+            ticket=ticket,
+            data_port=self.data_port,
+            heartbeat_timeout=self._heartbeat_timeout,
+        )
+        return [Out(peer, m.CONTROL, welcome)]
+
+    def _heartbeat(self, member: Member, message: m.Heartbeat, payload: Payload) -> list[Out]:
+        member.timings = message
+        return [Out(member.peer, m.CONTROL, self.status(message.sent))]
+
+    def _ask_status(self, member: Member, message: m.AskStatus, payload: Payload) -> list[Out]:
+        return [Out(member.peer, m.CONTROL, self.status(0.0))]
+
+    def _form(self, member: Member, message: m.Form, payload: Payload) -> list[Out]:
+        if member.rank != 0:
+            raise ProtocolError("only rank 0 forms groups")
+        topology = Topology(message.groups)
+        if topology.ranks != self.roster.live:
+            raise ProtocolError(f"the groups {message.groups} are not a partition of the live ranks {self.roster.live}")
+        self._method = m.method_from_wire(message.method)
+        self.generation = message.generation
+        self.roster.topology = topology
+        for shard in self.shards:
+            shard.change_method(self._method)
+        sizes = {group: len(topology.members(group)) for group in topology.alive}
+        self.epochs.form(sizes, message.generation, message.keep_epoch)
+        return [Out(member.peer, m.CONTROL, m.Formed(generation=message.generation))]
+
+    def _open_epoch(self, member: Member, message: m.OpenEpoch, payload: Payload) -> list[Out]:
+        self._group_of(member)
+        self.epochs.open(message.plan)
+        return [Out(member.peer, m.CONTROL, m.EpochOpened(epoch=message.plan.epoch))]
+
+    def _draw(self, member: Member, message: m.Draw, payload: Payload) -> list[Out]:
+        book = self.epochs.book_of(message.epoch, message.generation)
+        batches = book.draw(self._group_of(member), message.number)
+        return [Out(member.peer, m.CONTROL, m.Drawn(number=message.number, batches=tuple(batches)))]
+
+    def _await(self, member: Member, message: m.Await, payload: Payload) -> list[Out]:
+        self.epochs.wait(self._group_of(member), member.rank, message)
+        return self._settle()
+
+    def _leave(self, member: Member, message: m.Leave, payload: Payload) -> list[Out]:
+        self.epochs.leave(self._group_of(member), message)
+        return [Out(member.peer, m.CONTROL, m.Left()), *self._settle()]
+
+    def _contribute(self, member: Member, message: m.Contribute, payload: Payload) -> list[Out]:
+        self.meetings.contribute(message.number, member.rank, message.what, payload)
+        return self._settle()
+
+    def _report_lost(self, member: Member, message: m.Lost, payload: Payload) -> list[Out]:
+        return self.lose(message.rank, message.reason)
+
+    def _goodbye(self, member: Member, message: m.Goodbye, payload: Payload) -> list[Out]:
+        out = [Out(member.peer, m.CONTROL, m.Acknowledged())]
+        if message.reason:
+            out += self.lose(member.rank, message.reason)
+        self.roster.gone.add(member.rank)
+        return out + self._settle()
+
+    _handlers: dict[type, Callable[..., list[Out]]] = {
+        m.Heartbeat: _heartbeat,
+        m.AskStatus: _ask_status,
+        m.Form: _form,
+        m.OpenEpoch: _open_epoch,
+        m.Draw: _draw,
+        m.Await: _await,
+        m.Leave: _leave,
+        m.Contribute: _contribute,
+        m.Lost: _report_lost,
+        m.Goodbye: _goodbye,
+    }
+
+    # --- Data --------------------------------------------------------------------------------------------------------
+
+    def _on_data(self, peer: Peer, message: m.Message, payload: Payload, now: float) -> list[Out]:
+        if isinstance(message, m.Attach):
+            member = self.roster.by_ticket(message.ticket)
+            if member is None:
+                self.strangers += 1
+                raise Refused("stranger", "this ticket opens nothing")
+            self._attached = {p: rank for p, rank in self._attached.items() if rank != member.rank}
+            self._attached[peer] = member.rank
+            return [Out(peer, m.DATA, m.Attached())]
+        member = self._member_of(peer)
+        member.last_seen = now
+        if isinstance(message, m.PushMessage):
+            return self._push(peer, member, message, _as_tensor(payload))
+        if isinstance(message, m.Fetch):
+            return [self._weights(peer, message.optimizer, self._shard(message.optimizer))]
+        if isinstance(message, m.TakeSnapshot):
+            return self._snapshot(peer, message)
+        if isinstance(message, m.Seed):
+            return self._seed(peer, member, message, _as_tensor(payload))
+        raise ProtocolError(f"{type(message).__name__} does not belong on the data channel")
+
+    def _seed(self, peer: Peer, member: Member, message: m.Seed, payload: Tensor) -> list[Out]:
+        if member.rank != 0:
+            raise ProtocolError("only rank 0 hands weights over")
+        if self._method is None:
+            raise ProtocolError("form groups first")
+        tree = unpack(message.packed, payload)
+        try:
+            self.shards = [
+                Shard(part["optimizer"], part["weights"], int(part["clock"]), self._method, self._resolve)
+                for part in tree["parts"]
+            ]
+        except (KeyError, TypeError, IndexError, ValueError) as error:
+            raise MalformedMessage(f"not a seed: {type(error).__name__}: {error}") from error
+        return [Out(peer, m.DATA, m.Seeded())]
+
+    def _push(self, peer: Peer, member: Member, message: m.PushMessage, payload: Tensor) -> list[Out]:
+        group = self._group_of(member)
+        if self.roster.topology is None or self.roster.topology.leader(group) != member.rank:
+            raise ProtocolError(f"rank {member.rank} does not lead group {group}; only leaders push")
+        shard = self._shard(message.optimizer)
+        replies = shard.push(group, message, payload)
+        if message.epoch >= 0:
+            self.epochs.train(group, message.epoch, message.trained)
+        if replies is None:
+            return [self._weights(peer, message.optimizer, shard, applied=False, group=group), *self._settle()]
+        return [
+            self._weights(self._leader_peer(reply.group), message.optimizer, shard, reply.staleness, group=reply.group)
+            for reply in replies
+        ] + self._settle()
+
+    def _weights(
+        self, peer: Peer, optimizer: int, shard: Shard, staleness: int = -1, applied: bool = True, group: int = -1
+    ) -> Out:
+        message = m.Weights(
+            optimizer=optimizer,
+            clock=shard.master.clock,
+            staleness=staleness,
+            applied=applied,
+            refused_in_row=shard.refused_in_row[group],
+            progress=self.epochs.progress,
+            stop=self.epochs.stop,
+            nbytes=shard.layout.nbytes,
+        )
+        return Out(peer, m.DATA, message, (shard.buffer,))
+
+    def _snapshot(self, peer: Peer, message: m.TakeSnapshot) -> list[Out]:
+        parts: list[dict[str, Any]] = [shard.master.snapshot() for shard in self.shards]
+        if not message.with_state:
+            parts = [{**part, "state": {}} for part in parts]
+        packed, buffer = pack({"parts": parts, "epoch": self.epochs.plan_fields, "trained": self.epochs.trained_spans})
+        return [Out(peer, m.DATA, m.Snapshot(packed=packed, nbytes=buffer.numel()), (buffer,))]
+
+    # --- Shared ------------------------------------------------------------------------------------------------------
+
+    @property
+    def _lost(self) -> tuple[int, ...]:
+        return tuple(sorted(self.roster.lost))
+
+    def status(self, sent: float) -> m.Status:
+        """How the run goes."""
+        staleness: Counter[int] = sum((shard.staleness for shard in self.shards), Counter())
+        rate = 0.0
+        if len(self._rate) > 1 and self._rate[-1][0] > self._rate[0][0]:
+            rate = (self._rate[-1][1] - self._rate[0][1]) / (self._rate[-1][0] - self._rate[0][0])
+        return m.Status(
+            sent=sent,
+            clock=self.clock,
+            updates_per_second=max(rate, 0.0),
+            refused=sum(shard.refused for shard in self.shards),
+            strangers=self.strangers,
+            groups=tuple(self._group_status(group) for group in (self.roster.topology.alive if self.roster.topology else ())),
+            staleness=tuple(staleness[t] for t in range(max(staleness, default=-1) + 1)),
+            lost=self._lost,
+        )
+
+    def _group_status(self, group: int) -> m.GroupStatus:
+        assert self.roster.topology is not None
+        ranks = self.roster.topology.members(group)
+        timings = {r: self.roster.members[r].timings for r in ranks if r in self.roster.members}
+        seen: Counter[int] = sum((shard.by_group.get(group, Counter()) for shard in self.shards), Counter())
+        updates = sum(seen.values())
+        slowest = max(timings, key=lambda r: timings[r].compute_time, default=ranks[0])
+
+        def mean(values: list[float]) -> float:
+            return sum(values) / len(values) if values else 0.0
+
+        return m.GroupStatus(
+            group=group,
+            ranks=ranks,
+            updates=updates,
+            staleness_mean=sum(t * count for t, count in seen.items()) / updates if updates else 0.0,
+            step_time=mean([t.step_time for t in timings.values()]),
+            compute_time=mean([t.compute_time for t in timings.values()]),
+            exchange_time=mean([t.exchange_time for t in timings.values()]),
+            slowest_rank=slowest,
+            slowest_time=timings[slowest].compute_time if slowest in timings else 0.0,
+        )
+
+    def _settle(self) -> list[Out]:
+        """Answers whoever waited for something that has come true."""
+        out = []
+        live = self.roster.live
+        for number, parts in self.meetings.complete(live):
+            gathered = m.Gathered(
+                number=number,
+                ranks=tuple(rank for rank, _ in parts),
+                sizes=tuple(_nbytes(payload) for _, payload in parts),
+            )
+            payloads = tuple(payload for _, payload in parts)
+            out += [Out(self.roster.members[rank].peer, m.CONTROL, gathered, payloads) for rank, _ in parts]
+        for rank, verdict in self.epochs.settle():
+            out.append(Out(self.roster.members[rank].peer, m.CONTROL, m.Verdict(next=verdict)))
+        return out
+
+    def _end(self, reason: str) -> list[Out]:
+        self.over = reason
+        return self._tell_everyone(m.Notice(lost=self._lost, reason=reason, over=True))
+
+    def _tell_everyone(self, message: m.Message) -> list[Out]:
+        return [
+            Out(member.peer, m.CONTROL, message)
+            for rank, member in self.roster.members.items()
+            if rank not in self.roster.gone
+        ]
+
+    def _member_of(self, peer: Peer) -> Member:
+        if peer not in self._attached:
+            self.strangers += 1
+            raise Refused("stranger", "attach first: this data connection has not been admitted")
+        member = self.roster.members[self._attached[peer]]
+        if member.rank in self.roster.lost:
+            raise Refused("lost", f"rank {member.rank} was retired: {self.roster.lost[member.rank]}")
+        if self.over:
+            raise Refused("over", self.over)
+        return member
+
+    def _grouped(self, rank: int) -> bool:
+        return self.roster.topology is not None and rank in self.roster.topology.ranks
+
+    def _group_of(self, member: Member) -> int:
+        if not self._grouped(member.rank):
+            raise ProtocolError(f"rank {member.rank} is in no group; groups are formed when training begins")
+        assert self.roster.topology is not None
+        return self.roster.topology.group_of(member.rank)
+
+    def _leader_peer(self, group: int) -> Peer:
+        assert self.roster.topology is not None
+        leader = self.roster.topology.leader(group)
+        return next(peer for peer, rank in self._attached.items() if rank == leader)
+
+    def _shard(self, optimizer: int) -> Shard:
+        if not 0 <= optimizer < len(self.shards):
+            raise ProtocolError(f"there is no optimizer {optimizer}; the server holds {len(self.shards)}")
+        return self.shards[optimizer]
+
+
+def _nbytes(payload: Payload) -> int:
+    return payload.numel() if isinstance(payload, Tensor) else len(payload)
+
+
+def _as_tensor(payload: Payload) -> Tensor:
+    if isinstance(payload, Tensor):
+        return payload
+    return torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else torch.empty(0, dtype=torch.uint8)

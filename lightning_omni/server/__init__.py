@@ -1,0 +1,7 @@
+"""The protocol in real time, over ZeroMQ: frames, the server's loop, connections, process launch, keys."""
+
+from lightning_omni.server.connection import ControlConnection, DataConnection
+from lightning_omni.server.loop import Server
+from lightning_omni.server.process import ServerProcess
+
+__all__ = ["ControlConnection", "DataConnection", "Server", "ServerProcess"]

@@ -1,0 +1,71 @@
+"""The embedded server's process: ``python -m lightning_omni.server``, started by rank 0 and ended with it.
+
+The first line of standard input is the settings, with the key; standard input then stays open for as long as the
+parent lives. One line with the addresses goes to standard output.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import signal
+import sys
+import threading
+
+import msgspec
+import torch
+
+from lightning_omni.methods.master import resolver
+from lightning_omni.protocol.server import ServerCore
+from lightning_omni.server.loop import Server
+from lightning_omni.server.process import Ready, Settings
+
+AFTER_THE_END = 10.0
+"""Seconds for which the server goes on telling ranks that the run is over."""
+
+
+def main() -> int:
+    """Serves one parent process."""
+    # Ctrl-C reaches the whole foreground group. The run's ranks decide what it means; the server ends with them.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.basicConfig(format="lightning-omni server: %(message)s", level=logging.WARNING)
+    settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=Settings)
+    torch.set_num_threads(settings.threads)
+    core = ServerCore(
+        bytes.fromhex(settings.key),
+        secrets.token_bytes,
+        heartbeat_timeout=settings.heartbeat_timeout,
+        join_timeout=settings.join_timeout,
+        resolve=resolver(settings.allow_optimizers),
+    )
+    try:
+        server = Server(core, host=settings.host, port=settings.port)
+    except Exception as error:
+        _say(Ready(address="", error=str(error)))
+        return 1
+    _say(Ready(address=server.address))
+    orphaned = threading.Event()
+    threading.Thread(target=_watch_parent, args=(orphaned,), daemon=True).start()
+    parent = os.getppid()
+    # A forked data loader may hold the other end of the pipe after the parent's death, so look at both.
+    server.run(until=lambda: orphaned.is_set() or os.getppid() != parent)
+    server.close()
+    return 0
+
+
+def _say(ready: Ready) -> None:
+    sys.stdout.buffer.write(msgspec.json.encode(ready) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+def _watch_parent(orphaned: threading.Event) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        while sys.stdin.buffer.read(1):
+            pass
+    orphaned.set()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,333 @@
+"""A rank's two connections to the server: control (with a thread that keeps it alive) and data."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import torch
+import zmq
+from torch import Tensor
+from zmq.utils.monitor import recv_monitor_message
+
+from lightning_omni.errors import ConfigurationError, ConnectionLost, MalformedMessage, OmniError, RankLost, Refused
+from lightning_omni.protocol import messages as m
+from lightning_omni.protocol.handshake import NONCE_BYTES, is_equal, rank_mac, server_mac
+from lightning_omni.protocol.layout import Layout
+from lightning_omni.server.frames import CHUNK_MARK, Assembly, chunks, configure
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T", bound=m.Message)
+HEARTBEAT = 0.5
+"""Seconds between two signs of life."""
+_SLICE = 200
+"""Milliseconds after which a waiting rank looks whether there is still something to wait for."""
+
+
+class ControlConnection:
+    """A rank's control connection. Requests come from one thread; a second one keeps the connection alive.
+
+    Args:
+        address: the server's control socket, ``tcp://host:port``.
+        key: the run's shared secret.
+        run: a name that all ranks of the run agree on.
+        rank: this rank.
+        world_size: number of ranks.
+        layout: the parameters of all optimizers; every rank must have the same.
+        connect_timeout: seconds to wait for the server's first answer.
+        on_end: called, from the other thread, when this rank must stop.
+
+    Raises:
+        ConfigurationError: the address is none.
+        ConnectionLost: the server cannot be reached.
+        Refused: the server does not want this rank, and says why.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        key: bytes,
+        run: str,
+        rank: int,
+        world_size: int,
+        layout: Layout,
+        connect_timeout: float = 60.0,
+        on_end: Callable[[OmniError], None] | None = None,
+    ) -> None:
+        check_address(address)
+        self.address, self.rank = address, rank
+        self.status: m.Status | None = None
+        self.lost: tuple[int, ...] = ()
+        self.round_trip = 0.0
+        self._timings = (0.0, 0.0, 0.0)
+        self._posted: deque[m.Message] = deque()
+        self._ended: OmniError | None = None
+        self._on_end = on_end or (lambda error: None)
+        self._context = zmq.Context()
+        self._wire = self._context.socket(zmq.DEALER)
+        configure(self._wire)
+        self._monitor = self._wire.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        inbox = f"inproc://{id(self)}"
+        self._inside, self._outside = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
+        for socket in (self._inside, self._outside):
+            socket.setsockopt(zmq.LINGER, 0)
+        self._inside.bind(inbox)
+        self._outside.connect(inbox)
+        self._closing = False
+        self._thread: threading.Thread | None = None
+        try:
+            self._wire.connect(address)
+            welcome = self._shake_hands(key, run, world_size, layout, connect_timeout)
+        except BaseException:
+            self.close()
+            raise
+        self.ticket = welcome.ticket
+        self.heartbeat_timeout = welcome.heartbeat_timeout
+        parts = urlsplit(address)
+        self.data_address = f"tcp://{parts.netloc.rpartition(':')[0]}:{welcome.data_port}"
+        self._thread = threading.Thread(target=self._keep_alive, name="omni-control", daemon=True)
+        self._thread.start()
+
+    # --- Requests, from the rank's own thread ------------------------------------------------------------------------
+
+    def request(self, message: m.Message, expect: type[T], payload: bytes = b"", timeout: float = 1800.0) -> T:
+        """Sends a message and waits for its answer.
+
+        Raises:
+            RankLost: this rank was retired, or the run is over.
+            ConnectionLost: the server is gone, or did not answer within ``timeout`` seconds.
+            Refused: the server refused, and says why.
+        """
+        return self.request_payload(message, expect, payload, timeout)[0]
+
+    def request_payload(
+        self, message: m.Message, expect: type[T], payload: bytes = b"", timeout: float = 1800.0
+    ) -> tuple[T, list[bytes]]:
+        """Like `request`, and returns the answer's payload, too: one part for each contributor."""
+        self.check()
+        self._outside.send_multipart([m.encode(message), payload] if payload else [m.encode(message)])
+        deadline = time.monotonic() + timeout
+        while True:
+            if self._outside.poll(_SLICE):
+                head, *parts = self._outside.recv_multipart()
+                answer = m.decode(head, at="rank", channel=m.CONTROL)
+                if isinstance(answer, expect):
+                    return answer, parts
+                if isinstance(answer, m.RefusedMessage):
+                    raise Refused(answer.code, answer.reason)
+                raise MalformedMessage(f"{expect.__name__} was expected, {type(answer).__name__} came")
+            self.check()
+            if time.monotonic() > deadline:
+                raise ConnectionLost(
+                    f"no answer to {type(message).__name__} within {timeout:.0f} s: some rank is stuck; raise timeout="
+                    " if its work really takes that long"
+                )
+
+    def check(self) -> None:
+        """Raises what ended this rank's run, if anything did."""
+        if self._ended is not None:
+            raise self._ended
+
+    def post(self, message: m.Message) -> None:
+        """Sends a message that has no answer, within half a second. From any thread."""
+        self._posted.append(message)
+
+    def report_timings(self, compute: float, step: float, exchange: float) -> None:
+        """Seconds for the next heartbeat: own work, whole step, exchange."""
+        self._timings = (compute, step, exchange)
+
+    def close(self, reason: str | None = None) -> None:
+        """Says goodbye (with the reason of a failure; None says nothing) and closes the connection."""
+        if self._closing:
+            return
+        if reason is not None and self._ended is None and self._thread is not None:
+            with contextlib.suppress(OmniError):
+                self.request(m.Goodbye(reason=reason), m.Acknowledged, timeout=5.0)
+        self._closing = True
+        if self._thread is not None:
+            self._outside.send(b"")
+            self._thread.join(timeout=5.0)
+        self._wire.disable_monitor()
+        for socket in (self._wire, self._monitor, self._inside, self._outside):
+            socket.close(0)
+        self._context.term()
+
+    # --- Admission ---------------------------------------------------------------------------------------------------
+
+    def _shake_hands(self, key: bytes, run: str, world_size: int, layout: Layout, timeout: float) -> m.Welcome:
+        hello = m.Hello(
+            version=m.VERSION,
+            run=run,
+            rank=self.rank,
+            world_size=world_size,
+            fingerprint=layout.fingerprint,
+            tensors=len(layout.specs),
+            numbers=layout.numel,
+            nonce=secrets.token_bytes(NONCE_BYTES),
+        )
+        deadline = time.monotonic() + timeout
+        challenge = self._ask(hello, m.Challenge, deadline)
+        welcome = self._ask(m.Proof(mac=rank_mac(key, hello, challenge.nonce)), m.Welcome, deadline)
+        if not is_equal(welcome.mac, server_mac(key, hello, challenge.nonce)):
+            raise Refused("key", f"the server at {self.address} does not hold the run's key; it is not ours")
+        return welcome
+
+    def _ask(self, message: m.Message, expect: type[T], deadline: float) -> T:
+        self._wire.send(m.encode(message))
+        if not self._wire.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            raise ConnectionLost(
+                f"no parameter server answers at {self.address}; check server=, that `lightning-omni serve` runs there"
+                " with a host= that this machine can reach, and that no firewall is in between"
+            )
+        answer = m.decode(self._wire.recv_multipart()[0], at="rank", channel=m.CONTROL)
+        if isinstance(answer, m.RefusedMessage):
+            raise Refused(answer.code, answer.reason)
+        if not isinstance(answer, expect):
+            raise MalformedMessage(f"{expect.__name__} was expected, {type(answer).__name__} came")
+        return answer
+
+    # --- The other thread --------------------------------------------------------------------------------------------
+
+    def _keep_alive(self) -> None:
+        poller = zmq.Poller()
+        for socket in (self._inside, self._wire, self._monitor):
+            poller.register(socket, zmq.POLLIN)
+        heard = beat = time.monotonic()
+        while not self._closing:
+            ready = dict(poller.poll(max(0.0, beat - time.monotonic()) * 1000))
+            now = time.monotonic()
+            if self._inside in ready:
+                frames = self._inside.recv_multipart()
+                if frames[0]:
+                    self._wire.send_multipart(frames)
+            if self._wire in ready:
+                heard = now
+                self._on_message(self._wire.recv_multipart(), now)
+            if self._monitor in ready:
+                recv_monitor_message(self._monitor)
+                self._end(ConnectionLost(f"the parameter server at {self.address} is gone; the run cannot go on"))
+            if now - heard > self.heartbeat_timeout:
+                self._end(
+                    ConnectionLost(f"the parameter server at {self.address} was silent for {now - heard:.0f} s")
+                )
+            while self._posted:
+                self._wire.send(m.encode(self._posted.popleft()))
+            if now >= beat:
+                compute, step, exchange = self._timings
+                self._wire.send(
+                    m.encode(m.Heartbeat(sent=now, compute_time=compute, step_time=step, exchange_time=exchange))
+                )
+                beat = now + HEARTBEAT
+
+    def _on_message(self, frames: list[bytes], now: float) -> None:
+        message = m.decode(frames[0], at="rank", channel=m.CONTROL)
+        if isinstance(message, m.Status):
+            self.status, self.round_trip, self.lost = message, now - message.sent, message.lost
+        elif isinstance(message, m.Notice):
+            self._on_notice(message)
+        else:
+            self._inside.send_multipart(frames)
+
+    def _on_notice(self, notice: m.Notice) -> None:
+        self.lost = notice.lost
+        if notice.over:
+            self._end(RankLost(f"the run is over: {notice.reason}"))
+        elif self.rank in notice.lost:
+            self._end(RankLost(f"rank {self.rank}'s group is out of the run: {notice.reason}"))
+        else:
+            _log.warning("%s; its group is retired, %d ranks are lost, the others go on", notice.reason, len(notice.lost))
+
+    def _end(self, error: OmniError) -> None:
+        if self._ended is None and not self._closing:
+            self._ended = error
+            self._on_end(error)
+
+
+class DataConnection:
+    """A leader's data connection: tensors out, tensors in. Used from one thread.
+
+    Args:
+        address: the server's data socket.
+        ticket: from the control connection.
+        check: called while waiting; raises what makes waiting pointless.
+        timeout: seconds to wait for any one answer.
+    """
+
+    def __init__(self, address: str, ticket: bytes, check: Callable[[], None], timeout: float = 300.0) -> None:
+        self._check = check
+        self._timeout = timeout
+        self._context = zmq.Context()
+        self._wire = self._context.socket(zmq.DEALER)
+        configure(self._wire)
+        # A gradient is queued whole and its memory is not touched before the answer, so there is nothing to bound.
+        self._wire.setsockopt(zmq.SNDHWM, 0)
+        self._wire.setsockopt(zmq.RCVHWM, 0)
+        self._wire.connect(address)
+        self.exchange(m.Attach(ticket=ticket), m.Attached)
+
+    def exchange(
+        self, message: m.Message, expect: type[T], payload: Tensor | None = None, into: Tensor | None = None
+    ) -> tuple[T, Tensor]:
+        """Sends a message with its payload, waits for the answer with its payload.
+
+        Args:
+            message: what to say.
+            expect: type of the answer.
+            payload: uint8, on the CPU; must not change until the answer is there.
+            into: memory for the answer's payload; fresh memory where it is missing or too short.
+
+        Returns:
+            The answer, and its payload: uint8, empty if there is none.
+
+        Raises:
+            Refused: the server refused.
+            ConnectionLost: no answer in time.
+        """
+        self._wire.send(m.encode(message))
+        if payload is not None:
+            for chunk in chunks(payload):
+                self._wire.send_multipart([CHUNK_MARK, chunk], copy=False)
+        answer = m.decode(self._receive()[0].buffer, at="rank", channel=m.DATA)
+        if isinstance(answer, m.RefusedMessage):
+            raise Refused(answer.code, answer.reason)
+        if not isinstance(answer, expect):
+            raise MalformedMessage(f"{expect.__name__} was expected, {type(answer).__name__} came")
+        nbytes = getattr(answer, "nbytes", 0)
+        if into is None or into.numel() < nbytes:
+            into = torch.empty(nbytes, dtype=torch.uint8)
+        assembly = Assembly(answer, into[:nbytes])
+        while not assembly.is_complete:
+            assembly.add(self._receive()[-1].buffer)
+        return answer, assembly.buffer
+
+    def close(self) -> None:
+        """Closes the connection at once."""
+        self._wire.close(0)
+        self._context.term()
+
+    def _receive(self) -> list[Any]:
+        deadline = time.monotonic() + self._timeout
+        while not self._wire.poll(_SLICE):
+            self._check()
+            if time.monotonic() > deadline:
+                raise ConnectionLost(f"the parameter server sent no tensors for {self._timeout:.0f} s")
+        return self._wire.recv_multipart(copy=False)
+
+
+def check_address(address: str) -> None:
+    """Raises `ConfigurationError` unless the address reads ``tcp://host:port``."""
+    try:
+        parts = urlsplit(address)
+        good = parts.scheme == "tcp" and bool(parts.hostname) and parts.port is not None
+    except ValueError:
+        good = False
+    if not good:
+        raise ConfigurationError(f'server={address!r}: pass the address of a running server as "tcp://host:port"')

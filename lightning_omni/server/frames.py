@@ -1,0 +1,74 @@
+"""How messages and payloads lie in ZeroMQ frames.
+
+On the data channel a message is one frame, and its payload follows in messages of two frames: an empty one, and at
+most a megabyte of bytes. (One frame of 100 MB is half as fast: it cannot be copied out while the rest arrives.)
+On the control channel message and payload are the frames of one ZeroMQ message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy
+import zmq
+from torch import Tensor
+
+from lightning_omni.errors import MalformedMessage
+from lightning_omni.protocol.messages import Message
+
+CHUNK = 1 << 19
+"""Bytes of payload in one frame, at most."""
+LARGEST_FRAME = 64 << 20
+"""Bytes of any frame; ZeroMQ drops the connection of a peer that sends a larger one."""
+CHUNK_MARK = b""
+
+
+def chunks(payload: Tensor) -> Iterator[memoryview]:
+    """A payload's bytes in pieces that share its memory.
+
+    Args:
+        payload: uint8, one-dimensional, on the CPU.
+    """
+    view = memoryview(payload.numpy())
+    for start in range(0, len(view), CHUNK):
+        yield view[start : start + CHUNK]
+
+
+class Assembly:
+    """Puts the chunks of one payload together again.
+
+    Args:
+        message: the message that announced the payload.
+        buffer: uint8, exactly as long as the payload.
+    """
+
+    def __init__(self, message: Message, buffer: Tensor) -> None:
+        self.message = message
+        self.buffer = buffer
+        self._bytes = buffer.numpy()
+        self._filled = 0
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all bytes are there."""
+        return self._filled == self.buffer.numel()
+
+    def add(self, chunk: Any) -> None:
+        """Appends a chunk.
+
+        Raises:
+            MalformedMessage: more bytes came than were announced, or an empty chunk.
+        """
+        size = len(chunk)
+        if size == 0 or self._filled + size > self.buffer.numel():
+            raise MalformedMessage(f"{self._filled + size} bytes of payload came, {self.buffer.numel()} were announced")
+        self._bytes[self._filled : self._filled + size] = numpy.frombuffer(chunk, dtype=numpy.uint8)
+        self._filled += size
+
+
+def configure(socket: zmq.Socket[bytes]) -> None:
+    """What all sockets here have in common: nothing lingers, nothing is endless."""
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_FRAME)
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)

@@ -1,0 +1,168 @@
+"""Drives the server's state machine over ZeroMQ sockets, in real time. Arithmetic is left to the methods."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+import zmq
+from torch import Tensor
+
+from lightning_omni.errors import ConfigurationError, MalformedMessage, ProtocolError
+from lightning_omni.protocol import messages as m
+from lightning_omni.protocol.server import Out, ServerCore
+from lightning_omni.server.frames import CHUNK, CHUNK_MARK, Assembly, chunks, configure
+
+_log = logging.getLogger(__name__)
+
+TICK = 0.25
+"""Seconds between two looks at the clock."""
+BURST = 64
+"""Messages taken from one socket before the other one is looked at."""
+ANSWERED_STRANGERS = 8
+"""Refusals that one unadmitted connection is told of; later ones are only counted."""
+
+
+class Server:
+    """A parameter server on two sockets: control and data.
+
+    Args:
+        core: the state machine.
+        host: address to bind, an IP or a name; loopback by default, so that nobody outside can connect.
+        port: port of the control socket; 0 takes a free one.
+        data_port: port of the data socket; 0 takes a free one.
+
+    Raises:
+        ConfigurationError: an address cannot be bound.
+    """
+
+    def __init__(self, core: ServerCore, host: str = "127.0.0.1", port: int = 0, data_port: int = 0) -> None:
+        self.core = core
+        self._context = zmq.Context()
+        self._sockets: dict[m.Channel, zmq.Socket[bytes]] = {}
+        try:
+            for channel, number in ((m.CONTROL, port), (m.DATA, data_port)):
+                self._sockets[channel] = self._bind(host, number)
+        except zmq.ZMQError as error:
+            self.close()
+            raise ConfigurationError(
+                f"cannot listen on {host}:{number}: {error.strerror}; pass another port= (0 takes a free one) or the"
+                " address of this machine as host="
+            ) from error
+        self.address = self._sockets[m.CONTROL].getsockopt_string(zmq.LAST_ENDPOINT)
+        core.data_port = urlsplit(self._sockets[m.DATA].getsockopt_string(zmq.LAST_ENDPOINT)).port or 0
+        self._assemblies: dict[bytes, Assembly] = {}
+        self._buffers: dict[bytes, Tensor] = {}
+        self._refusals: Counter[bytes] = Counter()
+
+    def _bind(self, host: str, port: int) -> zmq.Socket[bytes]:
+        socket = self._context.socket(zmq.ROUTER)
+        configure(socket)
+        socket.setsockopt(zmq.IPV6, int(":" in host))
+        # Answers are at most one for each question, so they may queue; what comes in must not.
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RCVHWM, 256)
+        try:
+            socket.bind(f"tcp://{f'[{host}]' if ':' in host else host}:{port or '*'}")
+        except zmq.ZMQError:
+            socket.close(0)
+            raise
+        return socket
+
+    def run(self, until: Callable[[], bool]) -> None:
+        """Serves until ``until()`` is true; it is asked several times a second."""
+        poller = zmq.Poller()
+        for socket in self._sockets.values():
+            poller.register(socket, zmq.POLLIN)
+        due = time.monotonic()
+        while not until():
+            poller.poll(max(0.0, due - time.monotonic()) * 1000)
+            for channel in (m.CONTROL, m.DATA):
+                self._drain(channel)
+            if time.monotonic() >= due:
+                self._send(self.core.tick(time.monotonic()))
+                due = time.monotonic() + TICK
+
+    def close(self) -> None:
+        """Closes both sockets at once."""
+        for socket in self._sockets.values():
+            socket.close(0)
+        self._context.term()
+
+    def _drain(self, channel: m.Channel) -> None:
+        socket = self._sockets[channel]
+        for _ in range(BURST):
+            try:
+                peer, *frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            take = self._on_control if channel == m.CONTROL else self._on_data
+            try:
+                take(peer.bytes, frames)
+            except (MalformedMessage, ProtocolError) as error:
+                self._assemblies.pop(peer.bytes, None)
+                self._send(self.core.refuse(channel, peer.bytes, str(error)))
+
+    def _on_control(self, peer: bytes, frames: list[Any]) -> None:
+        if not 1 <= len(frames) <= 2:
+            raise MalformedMessage(f"{len(frames)} frames on the control channel")
+        message = m.decode(frames[0].buffer, at="server", channel=m.CONTROL)
+        payload = frames[1].bytes if len(frames) == 2 else b""
+        self._send(self.core.receive(m.CONTROL, peer, message, payload, time.monotonic()))
+
+    def _on_data(self, peer: bytes, frames: list[Any]) -> None:
+        if len(frames) == 2 and len(frames[0]) == len(CHUNK_MARK):
+            assembly = self._assemblies.get(peer)
+            if assembly is None:
+                return  # the rest of a payload that was refused
+            assembly.add(frames[1].buffer)
+        elif len(frames) == 1:
+            message = m.decode(frames[0].buffer, at="server", channel=m.DATA)
+            assembly = Assembly(message, self._buffer(peer, self.core.check_payload(peer, message)))
+            self._assemblies[peer] = assembly
+        else:
+            raise MalformedMessage(f"{len(frames)} frames on the data channel")
+        if assembly.is_complete:
+            del self._assemblies[peer]
+            self._send(self.core.receive(m.DATA, peer, assembly.message, assembly.buffer, time.monotonic()))
+
+    def _buffer(self, peer: bytes, nbytes: int) -> Tensor:
+        """Memory for a payload; the same as last time where it fits, for fresh memory is slow to touch."""
+        if nbytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        if peer not in self._buffers or self._buffers[peer].numel() != nbytes:
+            self._buffers[peer] = torch.empty(nbytes, dtype=torch.uint8)
+        return self._buffers[peer]
+
+    def _send(self, out: list[Out]) -> None:
+        for item in out:
+            if isinstance(item.message, m.RefusedMessage) and not self._worth_an_answer(item):
+                continue
+            socket = self._sockets[item.channel]
+            if item.channel == m.CONTROL:
+                parts = [part if isinstance(part, bytes) else part.numpy().tobytes() for part in item.payload]
+                socket.send_multipart([item.peer, m.encode(item.message), *parts])
+                continue
+            socket.send_multipart([item.peer, m.encode(item.message)])
+            for part in item.payload:
+                assert isinstance(part, Tensor)
+                for chunk in chunks(part):
+                    # Copied: the weights move on while the sockets are still busy.
+                    socket.send_multipart([item.peer, CHUNK_MARK, chunk], copy=True)
+
+    def _worth_an_answer(self, item: Out) -> bool:
+        assert isinstance(item.message, m.RefusedMessage)
+        self._refusals[item.peer] += 1
+        if self._refusals[item.peer] == 1:
+            _log.warning("refused a %s message: %s", item.channel, item.message.reason)
+        if len(self._refusals) > 4096:
+            self._refusals.clear()
+        return self._refusals[item.peer] <= ANSWERED_STRANGERS or item.message.code not in ("malformed", "stranger")
+
+
+__all__ = ["CHUNK", "Server"]

@@ -1,0 +1,111 @@
+"""Starts the embedded server in a process of its own, and sees to it that it does not outlive the run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import subprocess
+import sys
+import time
+
+import msgspec
+
+from lightning_omni.errors import ConfigurationError, ConnectionLost
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """What the server process is told on its standard input."""
+
+    key: str
+    host: str
+    port: int
+    heartbeat_timeout: float
+    join_timeout: float
+    threads: int
+    allow_optimizers: tuple[str, ...]
+
+
+class Ready(msgspec.Struct, frozen=True):
+    """What the server process answers on its standard output."""
+
+    address: str
+    error: str = ""
+
+
+class ServerProcess:
+    """The embedded parameter server. Starting returns at once; `address` waits until it listens.
+
+    A process, not a thread: the optimizer step and the sockets would take their time from the trainer's interpreter.
+
+    Args:
+        settings: address, key and timeouts.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._address = ""
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "lightning_omni.server"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=_environment(),
+        )
+        assert self._process.stdin is not None
+        self._process.stdin.write(msgspec.json.encode(settings) + b"\n")
+        self._process.stdin.flush()
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._process.pid
+
+    def address(self, timeout: float = 120.0) -> str:
+        """The control socket's address, ``tcp://host:port``.
+
+        Raises:
+            ConfigurationError: the server could not listen where it was told to.
+            ConnectionLost: it did not come up in time, or died.
+        """
+        if not self._address:
+            ready = msgspec.json.decode(self._first_line(timeout), type=Ready)
+            if ready.error:
+                raise ConfigurationError(f"the parameter server did not start: {ready.error}")
+            self._address = ready.address
+        return self._address
+
+    def stop(self, timeout: float = 5.0) -> None:
+        """Ends the process; closing its standard input is the signal, killing it the last resort."""
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
+        try:
+            self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _first_line(self, timeout: float) -> bytes:
+        assert self._process.stdout is not None
+        deadline = time.monotonic() + timeout
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._process.stdout, selectors.EVENT_READ)
+            ready = selector.select(max(0.0, deadline - time.monotonic()))
+        line = self._process.stdout.readline() if ready else b""
+        if not line:
+            self.stop(timeout=0.0)
+            raise ConnectionLost(
+                f"the parameter server's process did not come up within {timeout:.0f} s; run"
+                " `python -m lightning_omni.server < /dev/null` to see why"
+            )
+        return line
+
+
+def _environment() -> dict[str, str]:
+    # The server is no rank: it must not be taken for one, nor bring a crowd of threads along.
+    ignored = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "PL_GLOBAL_SEED")
+    environment = {name: value for name, value in os.environ.items() if name not in ignored}
+    environment["CUDA_VISIBLE_DEVICES"] = ""
+    path = [entry for entry in sys.path if entry]
+    environment["PYTHONPATH"] = os.pathsep.join(path)
+    return environment

@@ -1,0 +1,135 @@
+"""Which rank is in which compute group, and who leads it. No I/O, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from lightning_omni.errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class Topology:
+    """A partition of ranks into compute groups.
+
+    Ranks of one group train synchronously; the groups are asynchronous to each other. The first rank of a group is
+    its *leader*: it alone talks to the parameter server about tensors.
+
+    Attributes:
+        groups: the ranks of each group, in ascending order. Group ``i`` is ``groups[i]``; a retired group stays in
+            its place as an empty tuple, so that group numbers never change while a topology lives.
+
+    Raises:
+        ConfigurationError: a rank stands in two groups, or no group has a rank.
+
+    Example:
+        >>> Topology.even(world_size=5, groups=2)
+        Topology(groups=((0, 1, 2), (3, 4)))
+        >>> Topology.even(5, 2).leader(1)
+        3
+    """
+
+    groups: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        ranks = [rank for members in self.groups for rank in members]
+        if not ranks:
+            raise ConfigurationError("a topology needs at least one rank in at least one group")
+        if len(set(ranks)) != len(ranks):
+            raise ConfigurationError(f"every rank belongs to exactly one group, got {self.groups}")
+
+    @classmethod
+    def even(cls, world_size: int, groups: int) -> Topology:
+        """Splits ranks ``0 .. world_size-1`` into contiguous groups whose sizes differ by at most one.
+
+        Args:
+            world_size: number of ranks N.
+            groups: number of compute groups g, ``1 <= g <= N``.
+
+        Raises:
+            ConfigurationError: ``groups`` is out of range.
+        """
+        return cls.of(range(world_size), groups)
+
+    @classmethod
+    def of(cls, ranks: Iterable[int], groups: int) -> Topology:
+        """Like :meth:`even`, for any set of ranks (those that are still alive, say)."""
+        ordered = sorted(ranks)
+        check_groups(groups, len(ordered))
+        small, larger = divmod(len(ordered), groups)
+        cut: list[tuple[int, ...]] = []
+        start = 0
+        for group in range(groups):
+            stop = start + small + (1 if group < larger else 0)
+            cut.append(tuple(ordered[start:stop]))
+            start = stop
+        return cls(tuple(cut))
+
+    @classmethod
+    def by_node(cls, ranks_per_node: Sequence[int]) -> Topology:
+        """One group for each node: fast links inside a group, the slow network across groups.
+
+        Args:
+            ranks_per_node: number of ranks on each node, in rank order.
+
+        Example:
+            >>> Topology.by_node([2, 2])
+            Topology(groups=((0, 1), (2, 3)))
+        """
+        cut: list[tuple[int, ...]] = []
+        start = 0
+        for size in ranks_per_node:
+            cut.append(tuple(range(start, start + size)))
+            start += size
+        return cls(tuple(members for members in cut if members))
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All ranks, ascending."""
+        return tuple(sorted(rank for members in self.groups for rank in members))
+
+    @property
+    def alive(self) -> tuple[int, ...]:
+        """Numbers of the groups that have members."""
+        return tuple(group for group, members in enumerate(self.groups) if members)
+
+    @property
+    def is_synchronous(self) -> bool:
+        """Whether there is just one group, so that no gradient can be stale."""
+        return len(self.alive) == 1
+
+    def group_of(self, rank: int) -> int:
+        """Number of the group that holds ``rank``.
+
+        Raises:
+            KeyError: the rank is in no group.
+        """
+        for group, members in enumerate(self.groups):
+            if rank in members:
+                return group
+        raise KeyError(f"rank {rank} is in no group of {self.groups}")
+
+    def members(self, group: int) -> tuple[int, ...]:
+        """Ranks of a group, ascending; empty if it was retired."""
+        return self.groups[group]
+
+    def leader(self, group: int) -> int:
+        """The rank that speaks for a group."""
+        return self.groups[group][0]
+
+    def without(self, group: int) -> Topology:
+        """The same topology with one group retired. The numbers of the others do not change."""
+        return Topology(tuple(() if index == group else members for index, members in enumerate(self.groups)))
+
+
+def check_groups(groups: int, world_size: int) -> None:
+    """Raises :class:`ConfigurationError` unless ``1 <= groups <= world_size``."""
+    if isinstance(groups, bool) or not isinstance(groups, int):
+        raise ConfigurationError(f"groups={groups!r}: pass a whole number of compute groups, or None for one per node")
+    if groups < 1:
+        raise ConfigurationError(f"groups={groups}: at least one compute group is needed; groups=1 is plain DDP")
+    if groups > world_size:
+        raise ConfigurationError(
+            f"groups={groups}, but there are only {world_size} ranks, and a group needs at least one; pass"
+            f" groups<={world_size} or more devices"
+        )
