@@ -6,7 +6,6 @@ groups they come from the server's book. Either way the members of a group agree
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,29 +25,37 @@ class Leases:
         world_size: number of ranks N at the start.
         batch_size: samples in one rank's batch.
         total: positions in an epoch's permutation.
+        rank: this rank, dealt to as by DistributedSampler until `assign` says otherwise.
+        before_epoch: called with the epoch's number whenever the loader starts to iterate.
+        is_local: whether nobody needs to be asked: one group, or samples that are dealt out beforehand.
 
     Attributes:
         generation: grows by one with every regrouping; what was drawn before is void.
         trained: batches of this epoch (and generation) that the group has begun to train.
     """
 
-    def __init__(self, world_size: int, batch_size: int, total: int) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        batch_size: int,
+        total: int,
+        rank: int,
+        before_epoch: Callable[[int], None],
+        is_local: bool,
+    ) -> None:
         self.world_size, self.batch_size, self.total = world_size, batch_size, total
+        self.is_local = is_local
         self.generation = 0
         self.epoch = -1
         self.trained = 0
-        self._member, self._members = 0, world_size
+        self._before_epoch = before_epoch
+        self._member, self._members = rank, world_size
         self._control: ControlConnection | None = None
         self._book: LeaseBook | None = None
         self._batches: list[Batch] = []
         self._handed = 0
         self._goes_on = False
         self._server_generation = 0
-
-    @property
-    def is_local(self) -> bool:
-        """Whether there is one group, so that nobody needs to be asked."""
-        return self._control is None
 
     @property
     def current(self) -> Batch:
@@ -74,22 +81,30 @@ class Leases:
         """
         self._member, self._members = member, members
         self._control, self._server_generation = control, generation
+        self.is_local = control is None
         self._restart()
         self._book = None
         self.generation += 1
 
-    def begin_local(self, epoch: int, trained: tuple[tuple[int, int], ...] = ()) -> None:
-        """An epoch of one group begins, or goes on where ``trained`` ends."""
-        plan = EpochPlan(epoch=epoch, total=self.total, batch_size=self.batch_size, budget=self.total, trained=trained)
+    def begin_local(self, plan: EpochPlan, goes_on: bool = False) -> None:
+        """An epoch of one group begins; or, after a regrouping, goes on with what ``plan`` does not call trained."""
         self._book = LeaseBook(plan, {0: self._members})
+        self.epoch = plan.epoch
+        self._goes_on = goes_on
+        self._restart()
+
+    def go_on(self, epoch: int) -> None:
+        """After a regrouping, the epoch goes on with the book that the server kept."""
         self.epoch = epoch
-        self._goes_on = bool(trained)
         self._restart()
 
     def iterate(self, epoch: int) -> None:
-        """The loader is iterated from its start, unless an epoch that is under way goes on."""
+        """The loader starts to iterate."""
+        self._before_epoch(epoch)
         if self.is_local and not self._goes_on:
-            self.begin_local(epoch)
+            self.begin_local(
+                EpochPlan(epoch=epoch, total=self.total, batch_size=self.batch_size, budget=self.total)
+            )
         self._goes_on = False
 
     def begin(self, plan: EpochPlan) -> None:
@@ -125,7 +140,8 @@ class Leases:
 
     def ask(self) -> str:
         """Waits until it is known what comes after this stretch; see `lightning_omni.protocol.messages.Verdict`."""
-        assert self._control is not None
+        if self._control is None:
+            return "over" if self.peek() is None else "validate"
         question = Await(
             epoch=self.epoch,
             generation=self._server_generation,
@@ -210,22 +226,25 @@ class _LeasedLoader:
             iterator = None
 
 
-def lease(loader: DataLoader[Any], make_leases: Callable[[int, int, int], Leases]) -> DataLoader[Any]:
+def lease(loader: DataLoader[Any], **options: Any) -> DataLoader[Any]:
     """The same DataLoader, with leased batches.
 
     Args:
         loader: a DataLoader whose sampler is Lightning's DistributedSampler.
-        make_leases: called with (world size, batch size, positions in an epoch).
+        options: the arguments of `Leases` that the loader does not know.
     """
     sampler = loader.sampler
     assert isinstance(sampler, DistributedSampler) and loader.batch_size is not None
-    leases = make_leases(sampler.num_replicas, loader.batch_size, sampler.total_size)
+    leases = Leases(sampler.num_replicas, loader.batch_size, sampler.total_size, **options)
     # A copy with its class extended keeps whatever the user's own DataLoader class carries. DataLoader forbids to set
     # batch_sampler after construction, lest a running iterator disagree with it; the copy has none.
-    leased = copy.copy(loader)
-    leased.__class__ = type(f"Leased{type(loader).__name__}", (_LeasedLoader, type(loader)), {})
+    kind = type(f"Leased{type(loader).__name__}", (_LeasedLoader, type(loader)), {})
+    leased: DataLoader[Any] = object.__new__(kind)
     vars(leased).update(
-        batch_sampler=LeasedBatchSampler(sampler, leases, bool(loader.drop_last)), leases=leases, _iterator=None
+        vars(loader),
+        batch_sampler=LeasedBatchSampler(sampler, leases, bool(loader.drop_last)),
+        leases=leases,
+        _iterator=None,
     )
     return leased
 

@@ -175,7 +175,6 @@ class World:
         self._data: DataConnection | None = None
         self._process: ServerProcess | None = None
         self._meetings = 0
-        self._seeded = False
         self._closed = threading.Event()
 
     # --- Who is where ------------------------------------------------------------------------------------------------
@@ -263,6 +262,7 @@ class World:
 
     def begin(self) -> None:
         """Training begins on every rank: with several groups the server is joined and given the weights of rank 0."""
+        self._closed.clear()
         if not self.is_synchronous:
             self._join()
             self._form()
@@ -284,7 +284,8 @@ class World:
         if self.control is not None:
             self._world_barrier()  # nobody stops the server while others still need it
         self._closed.set()
-        self.use_default_group(self._original)
+        # Those who lost somebody go on, if at all, without.
+        self.use_default_group(self._compute_group(self.live_ranks) if self.lost else self._original)
         if self.control is not None:
             self.control.close(reason="")
         self._close_connections()
@@ -453,33 +454,45 @@ class World:
 
     # --- Regrouping --------------------------------------------------------------------------------------------------
 
-    def regroup(self, groups: int, buffers: Iterable[Tensor] = ()) -> None:
+    def regroup(self, groups: int, buffers: Iterable[Tensor] = ()) -> tuple[tuple[int, int], ...]:
         """All live ranks form other groups, at one point of their programs. Weights and optimizer state carry on.
 
         Args:
             groups: the new number of groups.
             buffers: as in `enter_world`.
+
+        Returns:
+            The ranges of the epoch that the server knows to be trained, if there is one group from here on.
         """
+        check_groups(groups, len(self.live_ranks))
+        spans: tuple[tuple[int, int], ...] = ()
         computing, was_synchronous = self._in_compute, self.is_synchronous
         self.enter_world(buffers)
         if was_synchronous:
             if groups == 1:
-                return
+                return spans
             self._join()
         self._form(groups)
         if was_synchronous:
             self._seed()
         elif self.is_synchronous:
-            self._take_states_back()
+            spans = self.take_states_back()
         if self.is_synchronous:
             self.use_default_group(self.compute_group)
         elif computing or was_synchronous:
             self.enter_compute()
+        return spans
 
-    def _take_states_back(self) -> None:
-        """Every rank's optimizer gets the server's state; from here on they step for themselves."""
-        for part, theirs in zip(self.parts, self.snapshot()["parts"], strict=True):
+    def take_states_back(self) -> tuple[tuple[int, int], ...]:
+        """This rank's optimizers get the server's state, to step for themselves or to be saved.
+
+        Returns:
+            The ranges of the epoch that are trained.
+        """
+        tree = self.snapshot()
+        for part, theirs in zip(self.parts, tree["parts"], strict=True):
             part.optimizer.load_state_dict({**part.optimizer.state_dict(), "state": theirs["state"]})
+        return tuple((start, stop) for start, stop in tree["trained"])
 
     # --- How ---------------------------------------------------------------------------------------------------------
 
@@ -489,6 +502,7 @@ class World:
             return
         self.start_server()
         address, key, run = self._agree_on_server()
+        self._meetings = 0
         layout = Layout(tuple(spec for part in self.parts for spec in part.replica.layout.specs))
         self.control = ControlConnection(
             address, key, run, self.rank, self.size, layout, on_end=self._on_end
@@ -590,6 +604,14 @@ class World:
         for part in self.parts:
             part.optimizer.state.clear()
         self._world_barrier()
+
+    def agree(self, numbers: Sequence[int]) -> list[int]:
+        """The largest of each number over all live ranks."""
+        group = self._world_group() if self.control is not None else self._original
+        tensor = torch.tensor(list(numbers), dtype=torch.int64, device="cpu" if self.control else self.device)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
+        largest: list[int] = tensor.tolist()
+        return largest
 
     def _world_barrier(self) -> None:
         before = dist.group.WORLD

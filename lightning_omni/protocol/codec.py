@@ -5,6 +5,7 @@ Rule: the tree itself is MessagePack; tensors stand beside it in one flat buffer
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import msgspec
@@ -58,12 +59,18 @@ def pack(tree: Any) -> tuple[Packed, Tensor]:
         if isinstance(node, list):
             return [strip(item) for item in node]
         if isinstance(node, dict):
+            for key in node:
+                if key is not None and not isinstance(key, (bool, int, float, str, bytes)):
+                    raise MalformedMessage(f"a {type(key).__qualname__} cannot be sent as the key of a dict")
             return {key: strip(value) for key, value in node.items()}
         if node is None or isinstance(node, (bool, int, float, str, bytes)):
             return node
         raise MalformedMessage(f"a {type(node).__qualname__} cannot be sent; only plain values and tensors can")
 
-    plain = msgspec.msgpack.encode(strip(tree))
+    try:
+        plain = msgspec.msgpack.encode(strip(tree))
+    except (msgspec.MsgspecError, TypeError, OverflowError, UnicodeEncodeError, RecursionError) as error:
+        raise MalformedMessage(f"this tree cannot be sent: {error}") from error
     layout = Layout(tuple(spec_of(str(index), tensor) for index, tensor in enumerate(tensors)))
     buffer = torch.zeros(layout.nbytes, dtype=torch.uint8)
     for view, tensor in zip(layout.views(buffer), tensors, strict=True):
@@ -91,21 +98,25 @@ def unpack(packed: Packed, buffer: Tensor) -> Any:
 
     def decode(data: bytes) -> Any:
         nonlocal depth
-        depth += 1
-        if depth > _MAX_DEPTH * 1024:
+        if depth == _MAX_DEPTH:
             raise ValueError("nested too deeply")
-        return msgspec.msgpack.decode(data, ext_hook=from_ext, strict=False)
+        depth += 1
+        tree = msgspec.msgpack.decode(data, ext_hook=from_ext)
+        depth -= 1
+        return tree
 
     try:
         return decode(packed.tree)
-    except (msgspec.MsgspecError, ValueError, IndexError, RecursionError) as error:
+    except (msgspec.MsgspecError, ValueError, TypeError, IndexError, RecursionError) as error:
         raise MalformedMessage(f"not a tree of plain data and tensors: {error}") from error
 
 
 def check_specs(specs: tuple[TensorSpec, ...], nbytes: int) -> None:
     """Raises `MalformedMessage` unless every spec is sane and all fit exactly into ``nbytes``."""
     for spec in specs:
-        if spec.dtype not in DTYPES or any(size < 0 for size in spec.shape):
+        # Empty tensors, too, must have sizes that torch can hold.
+        too_large = prod(max(size, 1) for size in spec.shape) >= 1 << 56
+        if spec.dtype not in DTYPES or too_large or any(size < 0 for size in spec.shape):
             raise MalformedMessage(f"tensor {spec.name!r} has dtype {spec.dtype!r} and shape {spec.shape}")
     expected = Layout(specs).nbytes
     if expected != nbytes:

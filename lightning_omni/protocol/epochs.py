@@ -1,10 +1,13 @@
 """The epoch that is under way: its lease book, who waits at its end, and whether somebody called for a stop.
 
-Rule: every member of a group gets the same verdict on the same question, however late it asks.
+Rule: every member of a group gets the same verdict on the same question, however late it asks. So a verdict
+follows from what the member has heard before and from what its group has drawn, and ``more`` is a promise: the batch
+is drawn already.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import msgspec
@@ -23,7 +26,8 @@ class Epochs:
         self.generation = 0
         self._sizes: dict[int, int] = {}
         self._waiting: dict[int, tuple[int, Await]] = {}
-        self._verdicts: dict[tuple[int, int, int], str] = {}
+        self._validations = 0
+        self._validated: Counter[int] = Counter()
 
     @property
     def progress(self) -> int:
@@ -45,8 +49,7 @@ class Epochs:
         self._sizes = dict(group_sizes)
         self.generation = generation
         self.stop = ""
-        self._waiting.clear()
-        self._verdicts.clear()
+        self._begin()
         if self.book is not None and keep_epoch:
             self.book.regroup(self._sizes)
         else:
@@ -65,9 +68,10 @@ class Epochs:
                     " must build the same dataset and dataloader"
                 )
             return
+        if self._waiting:
+            raise ProtocolError(f"epoch {plan.epoch} cannot begin: ranks {sorted(self._waiting)} wait for another's end")
         self.book = LeaseBook(plan, self._sizes)
-        self._waiting.clear()
-        self._verdicts.clear()
+        self._begin()
 
     def book_of(self, epoch: int, generation: int) -> LeaseBook:
         """The book of an epoch.
@@ -96,10 +100,11 @@ class Epochs:
         """A group leaves the epoch early, and perhaps ends the run for all."""
         if message.stop:
             self.stop = self.stop or message.stop
-        if self.book is None or message.epoch != self.book.plan.epoch or group not in self.book.groups:
+        if self.book is None or message.epoch != self.book.plan.epoch:
             return
-        self.book.train(group, message.trained)
-        self.book.retire(group)
+        if group in self.book.groups:
+            self.book.train(group, message.trained)
+            self.book.retire(group)
         if self.stop:
             self.book.close()
 
@@ -112,39 +117,54 @@ class Epochs:
 
     def settle(self) -> list[tuple[int, str]]:
         """Verdicts that can now be given: rank and verdict."""
-        given = []
+        given: list[tuple[int, str]] = []
         # A verdict can make another possible (a stretch closes), so go on until nothing moves.
-        while ready := [(rank, verdict) for rank in sorted(self._waiting) if (verdict := self._verdict(rank))]:
-            for rank, verdict in ready:
-                del self._waiting[rank]
-                given.append((rank, verdict))
+        while ready := next(filter(None, map(self._answer, sorted(self._waiting))), None):
+            del self._waiting[ready[0]]
+            given.append(ready)
         return given
+
+    def _begin(self) -> None:
+        self._waiting.clear()
+        self._validations = 0
+        self._validated.clear()
+
+    def _answer(self, rank: int) -> tuple[int, str] | None:
+        verdict = self._verdict(rank)
+        return (rank, verdict) if verdict else None
 
     def _verdict(self, rank: int) -> str:
         assert self.book is not None
         group, question = self._waiting[rank]
-        key = (group, question.trained, question.stretch)
-        if key not in self._verdicts and (verdict := self._decide(group, question.stretch)):
-            self._verdicts[key] = verdict
-        return self._verdicts.get(key, "")
-
-    def _decide(self, group: int, stretch: int) -> str:
-        book = self.book
-        assert book is not None
-        if self.stop:
-            return f"stop:{self.stop}"
-        if stretch < book.stretch:  # the others were let through when the last of them came
-            return "validate"
-        if book.is_finished:
-            return "over"
-        if group in book.groups and not book.out(group) and not book.is_drained and book.next_stretch <= stretch:
-            return "more"
-        waiting = {g for g, asked in self._waiting.values() if asked.stretch == stretch}
-        if waiting >= set(book.groups) and not any(book.out(g, stretch) for g in book.groups) and (
-            book.is_drained or book.next_stretch > stretch or all(book.out(g) for g in book.groups)
-        ):
-            if book.is_drained and not any(book.out(g) for g in book.groups):
+        if self._validated[rank] == self._validations:
+            if self._has_more(group, question):
+                self.book.draw(group, question.trained)
+                return "more"
+            if self.stop:
+                return f"stop:{self.stop}"
+            if self.book.is_finished:
                 return "over"
-            book.stretch = stretch + 1
-            return "validate"
-        return ""
+            if not self._all_met():
+                return ""
+            self.book.advance()
+            self._validations += 1
+        self._validated[rank] += 1
+        return "validate"
+
+    def _has_more(self, group: int, question: Await) -> bool:
+        """Whether the group has something to train before the next validation."""
+        assert self.book is not None
+        if group not in self.book.groups:
+            return False
+        stretch = max(self.book.stretch, question.stretch)
+        if held := self.book.drawn(group, question.trained):
+            return held.stretch <= stretch
+        return not self.book.is_drained and self.book.next_stretch <= stretch
+
+    def _all_met(self) -> bool:
+        """Whether every group waits, and none has anything to train before the next validation."""
+        assert self.book is not None
+        here = [asked for rank, asked in self._waiting.items() if self._validated[rank] == self._validations]
+        if any(self._has_more(*asked) for asked in here):
+            return False
+        return {group for group, _ in here} >= set(self.book.groups)

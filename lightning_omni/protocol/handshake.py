@@ -10,6 +10,8 @@ from __future__ import annotations
 import hashlib
 import hmac
 
+import msgspec
+
 from lightning_omni.protocol.messages import VERSION, Hello
 
 NONCE_BYTES = 32
@@ -52,5 +54,5 @@ def fingerprint_problem(hello: Hello, first: Hello) -> str:
 
 
 def _mac(key: bytes, side: bytes, hello: Hello, challenge: bytes) -> bytes:
-    said = b"|".join((side, str(hello.rank).encode(), hello.run.encode(), hello.fingerprint.encode()))
-    return hmac.digest(key, said + hello.nonce + challenge, hashlib.sha256)
+    # MessagePack says where each field ends, so that no two conversations have the same bytes.
+    return hmac.digest(key, msgspec.msgpack.encode((side, hello, challenge)), hashlib.sha256)

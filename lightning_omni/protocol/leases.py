@@ -17,6 +17,9 @@ from lightning_omni.errors import ProtocolError
 MOST_AHEAD = 4
 """Group batches handed out by one answer, at most; fewer towards the end, so that groups end at about one time."""
 
+LARGEST_EPOCH = 1 << 53
+"""Positions in an epoch, at most."""
+
 
 class EpochPlan(msgspec.Struct, frozen=True, kw_only=True):
     """An epoch's data, as every rank knows it before the first batch.
@@ -51,6 +54,9 @@ class Batch(msgspec.Struct, frozen=True, array_like=True):
 class LeaseBook:
     """One epoch's samples: which are free, which are out on lease, which are trained.
 
+    Raises:
+        ProtocolError: no epoch can have this plan.
+
     Example:
         >>> book = LeaseBook(EpochPlan(epoch=0, total=8, batch_size=2, budget=8), {0: 1, 1: 2})
         >>> book.draw(0, 0), book.draw(1, 0)
@@ -58,10 +64,17 @@ class LeaseBook:
     """
 
     def __init__(self, plan: EpochPlan, group_sizes: dict[int, int]) -> None:
+        spans_in_range = all(0 <= start < stop <= plan.total for start, stop in plan.trained)
+        if plan.batch_size < 1 or not 0 <= plan.budget <= plan.total <= LARGEST_EPOCH or not spans_in_range:
+            raise ProtocolError(f"no epoch can have the plan {plan}")
+        if plan.validate_every < 0 or not 0 <= plan.validate_offset <= LARGEST_EPOCH:
+            raise ProtocolError(f"no epoch can be validated as in {plan}")
         self.plan = plan
         self.stretch = 0
-        self._free: list[tuple[int, int]] = _complement(plan.trained, plan.budget)
-        self._done: list[tuple[int, int]] = [tuple(span) for span in plan.trained]  # type: ignore[misc]
+        self._free = _complement(plan.trained, plan.budget)
+        self._done = _merge(plan.trained)
+        if self._free:
+            self.stretch = self.next_stretch
         self._sizes = dict(group_sizes)
         self._drawn: dict[int, list[Batch]] = {group: [] for group in group_sizes}
         self._trained: dict[int, int] = dict.fromkeys(group_sizes, 0)
@@ -100,10 +113,13 @@ class LeaseBook:
         """Whether nothing is free and nothing is out."""
         return self.is_drained and not any(self.out(group) for group in self._sizes)
 
-    def out(self, group: int, stretch: int | None = None) -> int:
-        """Batches that a group drew and has not trained (of stretches up to ``stretch``)."""
-        drawn = self._drawn[group][self._trained[group] :]
-        return sum(stretch is None or batch.stretch <= stretch for batch in drawn)
+    def out(self, group: int) -> int:
+        """Batches that a group drew and has not trained."""
+        return len(self._drawn[group]) - self._trained[group]
+
+    def drawn(self, group: int, number: int) -> Batch | None:
+        """A group's batch of that number, if it was drawn."""
+        return self._drawn[group][number] if number < len(self._drawn[group]) else None
 
     def draw(self, group: int, number: int) -> list[Batch]:
         """Batches of a group from the given batch number on: those drawn before, or else a few new ones.
@@ -115,7 +131,7 @@ class LeaseBook:
             ProtocolError: the group is unknown, or skips a number.
         """
         drawn = self._known(group)
-        if number > len(drawn):
+        if not 0 <= number <= len(drawn):
             raise ProtocolError(f"group {group} asks for its batch {number}, but has drawn only {len(drawn)}")
         if number == len(drawn):
             size = self._sizes[group] * self.plan.batch_size
@@ -133,7 +149,7 @@ class LeaseBook:
             ProtocolError: it never drew that many.
         """
         drawn = self._known(group)
-        if batches > len(drawn):
+        if not 0 <= batches <= len(drawn):
             raise ProtocolError(f"group {group} says it trained {batches} batches, but has drawn only {len(drawn)}")
         for batch in drawn[self._trained[group] : batches]:
             self._done.append((batch.start, batch.stop))
@@ -145,7 +161,7 @@ class LeaseBook:
         drawn = self._known(group)
         back = [(batch.start, batch.stop) for batch in drawn[self._trained[group] :]]
         del drawn[self._trained[group] :]
-        self._free = back + self._free
+        self._free = _merge([*back, *self._free])
 
     def retire(self, group: int) -> None:
         """Like `release`, and the group draws no more."""
@@ -159,6 +175,13 @@ class LeaseBook:
         self._sizes = dict(group_sizes)
         self._drawn = {group: [] for group in group_sizes}
         self._trained = dict.fromkeys(group_sizes, 0)
+
+    def advance(self) -> None:
+        """The stretch is complete; the next one that still has something to train begins."""
+        left = [batch.stretch for group in self._sizes for batch in self._drawn[group][self._trained[group] :]]
+        if self._free:
+            left.append(self.next_stretch)
+        self.stretch = max(self.stretch + 1, min(left, default=0))
 
     def close(self) -> None:
         """The epoch ends early: nothing is handed out any more."""

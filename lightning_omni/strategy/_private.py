@@ -71,8 +71,8 @@ def progress_counters(trainer: Any) -> list[int]:
     ]
 
 
-def set_progress_counters(trainer: Any, counters: list[int], in_batch: bool) -> None:
-    """Sets what `progress_counters` reads. ``in_batch``: the current batch is not completed yet."""
+def set_progress_counters(trainer: Any, counters: list[int]) -> None:
+    """Sets what `progress_counters` reads."""
     loop = trainer.fit_loop.epoch_loop
     current, total, steps, manual, stepped = counters
     batch = loop.batch_progress
@@ -93,3 +93,8 @@ def set_progress_counters(trainer: Any, counters: list[int], in_batch: bool) -> 
 def ignore_missing_step(optimizer: Any) -> None:
     """Schedulers warn if the optimizer that they edit was never stepped; its twin at the server was."""
     optimizer._opt_called = True
+
+
+def logs_now(trainer: Any) -> bool:
+    """Whether Lightning sends what is logged in this batch to the loggers."""
+    return bool(trainer._logger_connector.should_update_logs)

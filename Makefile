@@ -1,0 +1,41 @@
+# make demo   train the example with four CPU workers in two compute groups (about two minutes)
+# make test   run what continuous integration runs: ruff, mypy, pytest
+# The first of either creates .venv; later ones use it until pyproject.toml or constraints.txt changes.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format install clean
+
+help:
+	@sed -n 's/^# //p' Makefile
+
+demo: $(READY)
+	$(BIN)/python examples/fashion_mnist.py --workers 4 --groups 2
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: $(READY)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+install: $(READY)
+
+# The constraints hold torch at one version: an index that offers its CPU build of that version is enough.
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis lightning_logs
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

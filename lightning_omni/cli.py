@@ -1,0 +1,88 @@
+"""The ``lightning-omni`` command."""
+
+from __future__ import annotations
+
+import secrets
+import signal
+import threading
+from pathlib import Path
+from types import FrameType
+
+import torch
+from jsonargparse import CLI
+from rich.console import Console
+
+from lightning_omni.errors import OmniError
+from lightning_omni.methods.master import resolver
+from lightning_omni.protocol.server import ServerCore
+from lightning_omni.server import Server
+from lightning_omni.server.keys import load_or_create
+
+
+def serve(
+    host: str = "127.0.0.1",
+    port: int = 5555,
+    data_port: int = 0,
+    key_file: Path | None = None,
+    allow_optimizer: list[str] | None = None,
+    heartbeat_timeout: float = 30.0,
+    threads: int = 1,
+    once: bool = False,
+) -> None:
+    """Runs a parameter server that trainings join with OmniStrategy(server="tcp://host:port").
+
+    One run at a time; when all its ranks have left, the next one may come. Ctrl-C ends the server.
+
+    Args:
+        host: Address to listen on. Loopback by default: other machines can connect only if you name an address here.
+        port: Port of the control socket; 0 takes a free one.
+        data_port: Port of the data socket; 0 takes a free one.
+        key_file: File with the shared key, made on first use. Copy it to the machines that train.
+        allow_optimizer: Optimizers outside torch.optim that ranks may ask for, as module:Class.
+        heartbeat_timeout: Seconds of silence after which a rank counts as dead.
+        threads: Threads for the optimizer's arithmetic.
+        once: End after the first run.
+    """
+    console = Console(stderr=True)
+    key, where = load_or_create(key_file)
+    torch.set_num_threads(threads)
+    core = ServerCore(
+        key, secrets.token_bytes, heartbeat_timeout=heartbeat_timeout, resolve=resolver(allow_optimizer or ())
+    )
+    server = Server(core, host=host, port=port, data_port=data_port)
+    stopped = threading.Event()
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        stopped.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
+    console.print(f"parameter server on [bold]{server.address}[/bold], key from {where or 'the environment'}")
+
+    def is_over() -> bool:
+        if core.is_over:
+            console.print(f"a run is over: {core.clock} updates, ranks lost: {len(core.roster.lost)}")
+            if once:
+                stopped.set()
+            core.reset()
+        return stopped.is_set()
+
+    try:
+        server.run(until=is_over)
+    finally:
+        server.close()
+    console.print("parameter server stopped")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point.
+
+    Args:
+        arguments: the command line; None takes the process's own.
+    """
+    try:
+        CLI({"serve": serve}, args=arguments, as_positional=False, prog="lightning-omni")
+    except OmniError as error:
+        Console(stderr=True).print(f"[red]lightning-omni:[/red] {error}", highlight=False)
+        return 2
+    return 0

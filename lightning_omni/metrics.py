@@ -1,0 +1,79 @@
+"""What a run says about itself: staleness as a torchmetrics metric, and the summary of a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+
+class Staleness(Metric):
+    """Mean, spread and largest value of gradients' staleness.
+
+    Staleness counts the updates that the server made between a gradient's read of the weights and its application.
+    `compute` returns ``{"mean", "std", "max", "count"}``, over all ranks that take part in the sync.
+
+    Example:
+        >>> staleness = Staleness()
+        >>> for value in (0, 1, 3, 0):
+        ...     staleness.update(value)
+        >>> {name: round(float(value), 2) for name, value in staleness.compute().items()}
+        {'mean': 1.0, 'std': 1.22, 'max': 3.0, 'count': 4.0}
+    """
+
+    is_differentiable = False
+    higher_is_better = False
+    full_state_update = False
+
+    count: Tensor
+    total: Tensor
+    squares: Tensor
+    largest: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("count", "total", "squares"):
+            self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("largest", torch.zeros((), dtype=torch.float64), dist_reduce_fx="max")
+
+    def update(self, staleness: int | Tensor) -> None:
+        """Takes one value, or a tensor of them, in updates."""
+        values = torch.as_tensor(staleness, dtype=torch.float64, device=self.count.device).flatten()
+        if not values.numel():
+            return
+        self.count += values.numel()
+        self.total += values.sum()
+        self.squares += values.square().sum()
+        self.largest = torch.maximum(self.largest, values.max())
+
+    def compute(self) -> dict[str, Tensor]:
+        """Mean, standard deviation, largest value and number of values; zeros if there were none."""
+        seen = torch.clamp(self.count, min=1)
+        mean = self.total / seen
+        spread = (self.squares / seen - mean.square()).clamp(min=0).sqrt()
+        return {"mean": mean, "std": spread, "max": self.largest, "count": self.count}
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """A run in numbers.
+
+    Attributes:
+        updates: updates of the weights, over all groups and optimizers.
+        staleness_mean: mean staleness of the applied gradients, in updates.
+        staleness_max: largest staleness.
+        groups: compute groups at the end.
+        group_size: ranks in the largest of them.
+        refused: pushes refused because they were not finite.
+        ranks_lost: ranks that were lost on the way.
+    """
+
+    updates: int
+    staleness_mean: float
+    staleness_max: int
+    groups: int
+    group_size: int
+    refused: int = 0
+    ranks_lost: tuple[int, ...] = ()

@@ -1,0 +1,101 @@
+"""The launcher: starts ranks as Lightning does, and lets a run outlive the death of some of them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from subprocess import Popen
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pytorch_lightning.strategies.launchers.subprocess_script import _SubprocessScriptLauncher as _Base
+else:
+    _Base = object
+
+_log = logging.getLogger(__name__)
+
+LOOK = 0.2
+"""Seconds between two looks at the children."""
+GRACE = 5.0
+"""Seconds that the others are given to find out by themselves when the run cannot go on."""
+
+
+class OmniLauncherHooks(_Base):
+    """Lightning's subprocess launcher with another observer.
+
+    Attributes:
+        on_death: called with (local rank, exit code) when a child ends badly; says whether the run goes on.
+    """
+
+    on_death: Callable[[int, int], bool]
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        """Starts the other ranks of this node, then calls the function."""
+        self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        if not self.cluster_environment.creates_processes_externally:
+            self._call_children_scripts()
+            ChildObserver(self.procs, self.on_death).start()
+        _share_threads(self.num_processes)
+        return function(*args, **kwargs)
+
+
+class ChildObserver(threading.Thread):
+    """Watches the children of a launcher.
+
+    Lightning's own observer ends everything when one child fails. This one asks first whether the run can go on.
+
+    Args:
+        children: the processes of local ranks 1, 2, ...
+        on_death: as in `OmniLauncherHooks`.
+    """
+
+    def __init__(self, children: Sequence[Popen[bytes]], on_death: Callable[[int, int], bool]) -> None:
+        super().__init__(name="omni-child-observer", daemon=True)
+        self._children = children
+        self._on_death = on_death
+
+    def run(self) -> None:
+        """Looks until every child has ended."""
+        watched = dict(enumerate(self._children, start=1))
+        while watched:
+            time.sleep(LOOK)
+            for rank, child in list(watched.items()):
+                code = child.poll()
+                if code is None:
+                    continue
+                del watched[rank]
+                if code != 0 and not self._on_death(rank, code):
+                    self._end_everything(rank, code)
+                    return
+
+    def _end_everything(self, rank: int, code: int) -> None:
+        _log.error("the process of local rank %d ended with %s; the run cannot go on without it", rank, say_exit(code))
+        time.sleep(GRACE)
+        for child in self._children:
+            child.send_signal(signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def say_exit(code: int) -> str:
+    """An exit code in words."""
+    if code < 0:
+        try:
+            return f"signal {signal.Signals(-code).name}"
+        except ValueError:
+            return f"signal {-code}"
+    return f"exit code {code}"
+
+
+def _share_threads(processes: int) -> None:
+    # As Lightning does: without this every rank starts as many threads as the node has cores.
+    if "OMP_NUM_THREADS" not in os.environ and processes > 1:
+        import torch
+
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        threads = max(1, cores // processes)
+        torch.set_num_threads(threads)
+        os.environ["OMP_NUM_THREADS"] = str(threads)

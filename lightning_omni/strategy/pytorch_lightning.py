@@ -1,0 +1,32 @@
+"""OmniStrategy for ``pytorch_lightning``."""
+
+from __future__ import annotations
+
+from pytorch_lightning.callbacks import Callback
+from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
+from pytorch_lightning.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from pytorch_lightning.utilities.rank_zero import rank_zero_info
+
+from lightning_omni.strategy.hooks import OmniCallbackHooks, OmniStrategyHooks
+from lightning_omni.strategy.launcher import OmniLauncherHooks
+
+
+class OmniCallback(OmniCallbackHooks, Callback):
+    """Tells the strategy what Lightning tells callbacks only."""
+
+
+class OmniLauncher(OmniLauncherHooks, _SubprocessScriptLauncher):
+    """Starts ranks, and lets a run outlive the death of some."""
+
+
+class OmniStrategy(OmniStrategyHooks, DDPStrategy):
+    __doc__ = OmniStrategyHooks.__doc__
+
+    rank_zero_info = staticmethod(rank_zero_info)
+    callback_class = OmniCallback
+    launcher_class = OmniLauncher
+
+
+StrategyRegistry.register(
+    "omni", OmniStrategy, description="Synchronous inside compute groups, asynchronous across them", override=True
+)

@@ -1,0 +1,88 @@
+"""What a user sees while the run runs: step times, staleness, who is slow."""
+
+from __future__ import annotations
+
+import time
+
+from lightning_omni.metrics import Staleness
+from lightning_omni.protocol.messages import Status
+
+SMOOTHING = 0.9
+"""Weight of the past in the running means."""
+STRAGGLES = 1.5
+"""A rank is called a straggler if it works that many times as long as the rest of its group."""
+
+
+class Stopwatch:
+    """Running means of this rank's times, in seconds."""
+
+    def __init__(self) -> None:
+        self._began = self._ended = 0.0
+        self._compute = 0.0
+        self._exchanged = 0.0
+        self._means: tuple[float, float, float] | None = None
+
+    def begin(self) -> None:
+        """A batch begins."""
+        self._began = time.perf_counter()
+        self._compute = 0.0
+
+    def forward_done(self) -> None:
+        """The rank's own work is done; from here on it may have to wait for its group."""
+        if not self._compute:
+            self._compute = time.perf_counter() - self._began
+
+    def end(self, exchanged: float) -> None:
+        """A batch has ended; ``exchanged`` is the time spent in exchanges so far, in the whole run."""
+        now = time.perf_counter()
+        step = now - (self._ended or self._began)
+        sample = (self._compute, step, exchanged - self._exchanged)
+        self._ended, self._exchanged = now, exchanged
+        old = self._means or sample
+        self._means = tuple(SMOOTHING * was + (1 - SMOOTHING) * new for was, new in zip(old, sample, strict=True))  # type: ignore[assignment]
+
+    @property
+    def means(self) -> tuple[float, float, float]:
+        """Own work (to the end of the forward pass), whole step, exchange with the server."""
+        return self._means or (0.0, 0.0, 0.0)
+
+
+def live_metrics(status: Status | None, staleness: Staleness, stopwatch: Stopwatch) -> dict[str, float]:
+    """What is logged while training."""
+    _, step, exchange = stopwatch.means
+    values = {
+        "omni/step_time": step,
+        "omni/exchange_share": exchange / step if step else 0.0,
+        "omni/staleness_mean": float(staleness.total / max(1.0, float(staleness.count))),
+        "omni/staleness_max": float(staleness.largest),
+    }
+    if status is None:
+        return values
+    values |= {
+        "omni/updates_per_s": status.updates_per_second,
+        "omni/groups_alive": float(len(status.groups)),
+        "omni/refused": float(status.refused),
+    }
+    for group in status.groups:
+        values[f"omni/group_{group.group}/step_time"] = group.step_time
+        values[f"omni/group_{group.group}/staleness_mean"] = group.staleness_mean
+        values[f"omni/group_{group.group}/slowest_rank"] = float(group.slowest_rank)
+        values[f"omni/group_{group.group}/slowest_time"] = group.slowest_time
+    return values
+
+
+def straggler_sentence(status: Status) -> str:
+    """Names the rank that holds its group up most, if one does."""
+    worst, sentence = STRAGGLES, ""
+    for group in status.groups:
+        others = len(group.ranks) - 1
+        if not others:
+            continue
+        rest = (group.compute_time * len(group.ranks) - group.slowest_time) / others
+        if rest > 0 and group.slowest_time / rest > worst:
+            worst = group.slowest_time / rest
+            sentence = (
+                f"rank {group.slowest_rank} holds group {group.group} up: {group.slowest_time * 1e3:.0f} ms to the end"
+                f" of its forward pass, against {rest * 1e3:.0f} ms on the others"
+            )
+    return sentence

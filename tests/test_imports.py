@@ -1,0 +1,153 @@
+"""Who may import whom: downwards only, no cycles, each heavy package in its own room, and never pickle."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import lightning_omni.errors
+
+PACKAGE = "lightning_omni"
+ROOT = Path(lightning_omni.errors.__file__).parent
+RANKS = {
+    "errors": 0,
+    "topology": 1,
+    "metrics": 1,
+    "methods": 2,
+    "protocol": 3,
+    "server": 4,
+    "simulator": 4,
+    "performance": 4,
+    "optimizer": 5,
+    "strategy": 6,
+    "tuner": 7,
+    "report": 8,
+    "cli": 8,
+    "__main__": 9,
+}
+"""Left never imports right; rooms of one rank do not import each other."""
+HOMES = {"zmq": {"server"}, "pytorch_lightning": {"strategy", "tuner"}, "lightning": {"strategy", "tuner"}, "skopt": {"tuner"}}
+PICKLES = {"pickle", "cPickle", "_pickle", "cloudpickle", "marshal", "dill", "shelve", "joblib"}
+PICKLING_CALLS = {"send_pyobj", "recv_pyobj", "send_serialized", "recv_serialized"}
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for path in sorted(ROOT.rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join((PACKAGE, *parts)).removesuffix(".__init__")] = path
+    return found
+
+
+MODULES = modules()
+
+
+@cache
+def tree(module: str) -> ast.Module:
+    return ast.parse(MODULES[module].read_text(), filename=str(MODULES[module]))
+
+
+def room(module: str) -> str:
+    """``lightning_omni.server.loop`` is in room ``server``; the package's own ``__init__`` is in none."""
+    return module.split(".")[1] if "." in module else ""
+
+
+def is_for_types_only(node: ast.AST) -> bool:
+    test = node.test if isinstance(node, ast.If) else None
+    name = test.attr if isinstance(test, ast.Attribute) else getattr(test, "id", "")
+    return name == "TYPE_CHECKING"
+
+
+def imported(module: str, at_import_time: bool = False) -> Iterator[str]:
+    """Full names of all that a module imports: ``from a import b`` gives ``a.b``."""
+
+    def visit(node: ast.AST) -> Iterator[str]:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module} line {node.lineno}: relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        if at_import_time and (isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) or is_for_types_only(node)):
+            return
+        for child in ast.iter_child_nodes(node):
+            yield from visit(child)
+
+    yield from visit(tree(module))
+
+
+def inside(module: str, at_import_time: bool = False) -> set[str]:
+    """Modules of this package that a module imports: ``a.b`` is the module of that name, or else a name in ``a``."""
+    names = {name if name in MODULES else name.rpartition(".")[0] for name in imported(module, at_import_time)}
+    return (names & set(MODULES)) - {module, PACKAGE}
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_every_room_has_its_place(module: str) -> None:
+    assert module == PACKAGE or room(module) in RANKS
+
+
+@pytest.mark.parametrize("module", sorted(set(MODULES) - {PACKAGE}))
+def test_rooms_import_only_downwards(module: str) -> None:
+    own = room(module)
+    upwards = {
+        name for name in inside(module) if room(name) != own and room(name) and RANKS[room(name)] >= RANKS[own]
+    }
+    assert not upwards, f"{module} must not import {sorted(upwards)}"
+
+
+@pytest.mark.parametrize("module", sorted(set(MODULES) - {PACKAGE}))
+def test_heavy_packages_stay_in_their_rooms(module: str) -> None:
+    strangers = {
+        name for name in imported(module) if room(module) not in HOMES.get(name.split(".")[0], {room(module)})
+    }
+    assert not strangers, f"{module} must not import {sorted(strangers)}"
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_nothing_pickles(module: str) -> None:
+    assert not {name for name in imported(module) if name.split(".")[0] in PICKLES}
+    attributes = {node.attr for node in ast.walk(tree(module)) if isinstance(node, ast.Attribute)}
+    assert not attributes & PICKLING_CALLS
+
+
+@pytest.mark.parametrize("module", sorted(name for name in MODULES if room(name) in ("methods", "protocol", "server")))
+def test_no_torch_file_is_read_or_written_near_the_wire(module: str) -> None:
+    calls = {
+        f"{node.value.id}.{node.attr}"
+        for node in ast.walk(tree(module))
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+    }
+    names = {name for name in imported(module) if name in ("torch.load", "torch.save", "torch.serialization")}
+    assert not calls & {"torch.load", "torch.save"}
+    assert not names
+
+
+def test_there_is_no_import_cycle() -> None:
+    edges = {module: inside(module, at_import_time=True) for module in MODULES}
+    done: set[str] = set()
+
+    def walk(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, " -> ".join((*path[path.index(module) :], module))
+        if module not in done:
+            for name in sorted(edges[module]):
+                walk(name, (*path, module))
+            done.add(module)
+
+    for module in MODULES:
+        walk(module, ())
+
+
+def test_importing_the_other_rooms_does_not_bring_lightning_along() -> None:
+    rooms = [name for name in ("methods", "protocol", "server", "optimizer") if f"{PACKAGE}.{name}" in MODULES]
+    program = (
+        f"import sys, {', '.join(f'{PACKAGE}.{name}' for name in rooms)}\n"
+        "print(sorted({name.split('.')[0] for name in sys.modules} & {'lightning', 'pytorch_lightning', 'skopt'}))"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert ran.stdout.strip() == "[]"
