@@ -578,7 +578,7 @@ class World:
                 generation=self.generation + 1,
                 groups=topology.groups,
                 method=m.method_to_wire(self.method),
-                keep_epoch=groups is not None,
+                keep_epoch=groups is not None and not self.is_synchronous,
             )
             try:
                 self.control.request(form, m.Formed)

@@ -66,7 +66,7 @@ class LeaseBook:
     def __init__(self, plan: EpochPlan, group_sizes: dict[int, int]) -> None:
         spans_in_range = all(0 <= start < stop <= plan.total for start, stop in plan.trained)
         if plan.batch_size < 1 or not 0 <= plan.budget <= plan.total <= LARGEST_EPOCH or not spans_in_range:
-            raise ProtocolError(f"no epoch can have the plan {plan}")
+            raise ProtocolError(f"no epoch can be as in {plan}")
         if plan.validate_every < 0 or not 0 <= plan.validate_offset <= LARGEST_EPOCH:
             raise ProtocolError(f"no epoch can be validated as in {plan}")
         self.plan = plan

@@ -6,6 +6,7 @@ Callback (see ``pytorch_lightning.py`` and ``lightning.py`` beside this file).
 
 from __future__ import annotations
 
+import sys
 import types
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -222,6 +223,7 @@ class OmniStrategyHooks(_Base):
         super().on_train_start()
         world, trainer = self._world, self._trainer
         self._stop_announced, self._epoch_begun = False, -1
+        self._max_steps = trainer.max_steps
         for part, clock in zip(world.parts, self._resume.get("clocks", ()), strict=False):
             part.replica.clock = clock
         world.begin()
@@ -250,6 +252,7 @@ class OmniStrategyHooks(_Base):
             self._plan = self._make_plan(epoch)
             if self._is_dynamic:
                 self.leases.begin(self._plan)
+                self._count_steps_together()
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         """The forward pass is done: the last moment at which a rank's time is its own and not its group's."""
@@ -283,6 +286,8 @@ class OmniStrategyHooks(_Base):
         if self._open_ended:
             _private.set_last_batch(trainer, verdict == "over")
             at_end = verdict == "over" and self._validates_at_end()
+            if verdict == "over" and self._plan is not None and self._reaches_max_steps(self._plan.epoch):
+                self._stop_at_max_steps()
             self._let_validate(verdict in ("validate", "stop:validate") or at_end)
         if verdict.startswith("stop:"):
             self._stop_announced = True
@@ -291,6 +296,26 @@ class OmniStrategyHooks(_Base):
             else:
                 self._let_validate(False)
                 trainer.fit_loop.epoch_loop.max_steps = trainer.global_step
+
+    def _count_steps_together(self) -> None:
+        """max_steps counts the steps that DDP would take. A group's own count must not end the run for it alone."""
+        if self._max_steps == -1:
+            return
+        assert self._plan is not None
+        reached = self._max_steps <= self._plan.epoch * self._steps_an_epoch
+        loop = self._trainer.fit_loop.epoch_loop
+        loop.max_steps = self._trainer.global_step if reached else sys.maxsize
+
+    def _reaches_max_steps(self, epoch: int) -> bool:
+        return self._max_steps != -1 and (epoch + 1) * self._steps_an_epoch >= self._max_steps
+
+    def _stop_at_max_steps(self) -> None:
+        trainer = self._trainer
+        trainer.fit_loop.epoch_loop.max_steps = trainer.global_step
+        self.rank_zero_info(
+            f"OmniStrategy: max_steps={self._max_steps} reached: as many samples as {self._max_steps} steps of all"
+            f" {self._world.size} ranks; this group took {trainer.global_step} steps of its own"
+        )
 
     def _what_next(self) -> str:
         leases = self.leases
@@ -307,7 +332,7 @@ class OmniStrategyHooks(_Base):
         """An epoch has ended, in good order or before its time: the groups meet."""
         world, trainer = self._world, self._trainer
         if world.is_computing and not trainer.is_last_batch and not self._stop_announced:
-            stops = trainer.should_stop or (trainer.max_steps != -1 and trainer.global_step >= trainer.max_steps)
+            stops = trainer.should_stop or -1 < trainer.max_steps <= trainer.global_step
             self.leave_epoch("end" if stops else "")
         self.meet()
         if self._pacer is not None:
@@ -348,6 +373,7 @@ class OmniStrategyHooks(_Base):
         super().on_train_end()
         world = self._world
         self._remember_status()
+        self._trainer.fit_loop.epoch_loop.max_steps = self._max_steps
         if world.control is not None and not world.is_synchronous:
             if self.is_global_zero:
                 world.take_states_back()
@@ -510,12 +536,16 @@ class OmniStrategyHooks(_Base):
             done -= trainer.fit_loop.batch_idx + 1 if trainer.check_val_every_n_epoch is None else 0
             every = int(self._val_check_batch) * self._step_positions
             offset = done % int(self._val_check_batch) * self._step_positions
+        budget = min(leases.total, self._nominal_batches * self._step_positions)
+        if self._max_steps != -1:
+            left = max(0, self._max_steps - epoch * self._steps_an_epoch)
+            budget = min(budget, left * trainer.accumulate_grad_batches * self._step_positions)
         resume = self._resume if self._resume.get("epoch") == epoch and self._resume.get("total") == leases.total else {}
         return EpochPlan(
             epoch=epoch,
             total=leases.total,
             batch_size=leases.batch_size,
-            budget=min(leases.total, self._nominal_batches * self._step_positions),
+            budget=budget,
             validate_every=every,
             validate_offset=offset,
             trained=tuple((start, stop) for start, stop in resume.get("trained", ())),
@@ -551,13 +581,17 @@ class OmniStrategyHooks(_Base):
         assert self.leases is not None
         return self.leases.world_size * self.leases.batch_size
 
+    @property
+    def _steps_an_epoch(self) -> int:
+        """Optimizer steps in an epoch of DDP."""
+        return -(-self._nominal_batches // int(self._trainer.accumulate_grad_batches))
+
     def _nominal_steps(self) -> int:
         """The run's progress in optimizer steps as DDP would count them."""
         trainer, plan = self._trainer, self._plan
         if plan is None:
             return 0
-        window = trainer.accumulate_grad_batches
-        steps_an_epoch = -(-self._nominal_batches // window)
+        window, steps_an_epoch = trainer.accumulate_grad_batches, self._steps_an_epoch
         if not self._epoch_is_open:
             return (trainer.current_epoch + 1) * steps_an_epoch
         trained = self._world.last.progress if self._is_dynamic else sum(b - a for a, b in self.leases.trained_spans)  # type: ignore[union-attr]
@@ -739,7 +773,7 @@ class OmniCallbackHooks(_CallbackBase):
         if not self._strategy._world.is_synchronous:
             for name, value in self._staleness.compute().items():
                 if name in ("mean", "max"):
-                    pl_module.log(f"omni/staleness_{name}", value.float())
+                    pl_module.log(f"omni/staleness_{name}", value.float(), sync_dist=True)
         if control.status is not None and (sentence := straggler_sentence(control.status)):
             self._strategy.rank_zero_info(f"OmniStrategy: {sentence}")
 
