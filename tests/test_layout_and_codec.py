@@ -220,11 +220,12 @@ def test_a_buffer_of_another_size_is_malformed(tree: Any, more: int) -> None:
     ],
     ids=str,
 )
-def test_a_spec_that_no_tensor_can_have_is_malformed(spec: TensorSpec) -> None:
+@pytest.mark.parametrize("nbytes", [0, 16])
+def test_a_spec_that_no_tensor_can_have_is_malformed(spec: TensorSpec, nbytes: int) -> None:
     with pytest.raises(MalformedMessage):
-        check_specs((spec,), 16)
+        check_specs((spec,), nbytes)
     with pytest.raises(MalformedMessage):
-        unpack(Packed(msgspec.msgpack.encode(None), (spec,)), torch.zeros(16, dtype=torch.uint8))
+        unpack(Packed(msgspec.msgpack.encode(None), (spec,)), torch.zeros(nbytes, dtype=torch.uint8))
 
 
 @pytest.mark.parametrize("announced", [2**34, 2**50, 2**63])

@@ -26,7 +26,7 @@ class Leases:
         batch_size: samples in one rank's batch.
         total: positions in an epoch's permutation.
         rank: this rank, dealt to as by DistributedSampler until `assign` says otherwise.
-        before_epoch: called with the epoch's number whenever the loader starts to iterate.
+        before_epoch: called with the epoch's number before samples are drawn from the server's book.
         is_local: whether nobody needs to be asked: one group, or samples that are dealt out beforehand.
 
     Attributes:
@@ -100,8 +100,9 @@ class Leases:
 
     def iterate(self, epoch: int) -> None:
         """The loader starts to iterate."""
-        self._before_epoch(epoch)
-        if self.is_local and not self._goes_on:
+        if not self.is_local:
+            self._before_epoch(epoch)
+        elif not self._goes_on:
             self.begin_local(
                 EpochPlan(epoch=epoch, total=self.total, batch_size=self.batch_size, budget=self.total)
             )

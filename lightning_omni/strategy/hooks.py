@@ -262,6 +262,7 @@ class OmniStrategyHooks(_Base):
     def begin_batch(self) -> None:
         """A batch begins."""
         self.stopwatch.begin()
+        self.begin_epoch(self._trainer.current_epoch)  # a resumed epoch starts without its first hook
         if self.leases is not None:
             self.leases.begin_batch()
             if self._open_ended:

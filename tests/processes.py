@@ -1,0 +1,87 @@
+"""Processes that tests start, with their output. Each is given a limited time, and is killed at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import re
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Mapping, Sequence
+
+
+class Process:
+    """A process in a session of its own, and whatever it starts in turn.
+
+    Args:
+        command: the command line.
+        env: additions to this process's environment; None removes a variable.
+    """
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str | None] | None = None) -> None:
+        environment = {**os.environ, **(env or {})}
+        self._popen = subprocess.Popen(
+            list(command),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            env={name: value for name, value in environment.items() if value is not None},
+            start_new_session=True,
+        )
+        self.began = time.monotonic()
+        self.pid = self._popen.pid
+        self._coming: queue.Queue[str | None] = queue.Queue()
+        self._lines: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    @property
+    def output(self) -> str:
+        """Standard output and standard error, as far as they came."""
+        return "".join(self._lines)
+
+    def expect(self, pattern: str, timeout: float) -> re.Match[str]:
+        """Waits for a line in which the pattern is found. Lines before it are passed over."""
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                line = self._coming.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                raise AssertionError(f"{pattern!r} did not come within {timeout:.0f} s:\n{self.output}") from None
+            if line is None:
+                raise AssertionError(f"the output ended without {pattern!r}:\n{self.output}")
+            if found := re.search(pattern, line):
+                return found
+
+    def end(self, timeout: float) -> int:
+        """Waits until the process and all that inherited its output are gone; returns its exit code."""
+        deadline = time.monotonic() + timeout
+        self._reader.join(timeout)
+        assert not self._reader.is_alive(), f"not over after {timeout:.0f} s:\n{self.output}"
+        return self._popen.wait(max(0.1, deadline - time.monotonic()))
+
+    def interrupt(self) -> None:
+        """Ctrl-C."""
+        self._popen.send_signal(signal.SIGINT)
+
+    def kill(self) -> None:
+        """Ends the whole process group, at once."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._popen.wait(10)
+        self._reader.join(10)
+        if not self._reader.is_alive():
+            assert self._popen.stdout is not None
+            self._popen.stdout.close()
+
+    def _read(self) -> None:
+        assert self._popen.stdout is not None
+        for line in self._popen.stdout:
+            self._lines.append(line)
+            self._coming.put(line)
+        self._coming.put(None)

@@ -1,0 +1,94 @@
+"""Runs a training script with its ranks in real processes, and collects what every rank reports."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+SCRIPTS = Path(__file__).parent / "scripts"
+
+
+@dataclass
+class Run:
+    """A finished run."""
+
+    code: int
+    output: str
+    results: dict[int, Any] = field(default_factory=dict)
+
+
+class Running:
+    """A run in a process group of its own, which ends with it, whatever happens."""
+
+    def __init__(self, script: str, options: dict[str, Any] | None = None, env: dict[str, str] | None = None) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="omni-run-"))
+        self._log = (self.folder / "output.txt").open("w+")
+        environment = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE")}
+        environment |= {"OMP_NUM_THREADS": "1", "OMNI_TEST_FOLDER": str(self.folder)}
+        environment["PYTHONPATH"] = f"{SCRIPTS}{os.pathsep}{environment.get('PYTHONPATH', '')}"
+        self.process = subprocess.Popen(
+            [sys.executable, str(SCRIPTS / script), json.dumps(options or {})],
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env=environment | (env or {}),
+            start_new_session=True,
+        )
+
+    def __enter__(self) -> Running:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self.process.wait()
+        self._log.close()
+
+    @property
+    def output(self) -> str:
+        """What the run printed so far."""
+        return (self.folder / "output.txt").read_text()
+
+    def wait(self, timeout: float) -> Run:
+        """Waits for the end."""
+        try:
+            code = self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"the run did not end within {timeout} s:\n{self.output[-6000:]}") from None
+        results = {
+            int(path.stem.removeprefix("rank")): json.loads(path.read_text()) for path in self.folder.glob("rank*.json")
+        }
+        return Run(code, self.output, results)
+
+    @property
+    def survivors(self) -> list[int]:
+        """Processes of this run's process group that are still there."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                try:
+                    fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
+                except (OSError, IndexError):
+                    continue
+                if int(fields[2]) == self.process.pid and fields[0] != "Z":
+                    found.append(int(entry.name))
+        return found
+
+
+def run(
+    script: str, options: dict[str, Any] | None = None, *, timeout: float = 120.0, env: dict[str, str] | None = None
+) -> Run:
+    """Runs a script to its end and expects it to succeed."""
+    with Running(script, options, env) as running:
+        finished = running.wait(timeout)
+    assert finished.code == 0, f"exit code {finished.code}:\n{finished.output[-8000:]}"
+    return finished

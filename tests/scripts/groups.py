@@ -1,0 +1,235 @@
+"""Trains in groups and reports, for every rank, what it trained on and what it ended with.
+
+Each "fit" in the options is one fit, in order, in the same processes.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+from common import FOLDER, OPTIONS, Net, dataset, digest, loaders, omni, pl, report, trainer
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, WeightedRandomSampler
+
+RANK = int(os.environ.get("LOCAL_RANK", 0))
+
+
+class GroupNet(Net):
+    """A net that can be slow, and that notes the samples whose batch was trained."""
+
+    def __init__(self, sleep: dict[str, float], schedule: str = "", sync: bool = False) -> None:
+        super().__init__()
+        self.sleep, self.schedule, self.sync = sleep.get(str(RANK), 0.0), schedule, sync
+        self.learning_rates: list[float] = []
+        self.world_sizes: set[int] = set()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        time.sleep(self.sleep)
+        loss = self.loss(batch)
+        self.world_sizes.add(torch.distributed.get_world_size())
+        self.log("train_loss", loss, sync_dist=self.sync)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.02, momentum=0.3)
+        if self.schedule == "onecycle":
+            schedule: Any = torch.optim.lr_scheduler.OneCycleLR(
+                optimizer, 0.05, self.trainer.estimated_stepping_batches
+            )
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+        if self.schedule == "step":
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+        if self.schedule == "plateau":
+            schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.9)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val_loss"}}
+        return optimizer
+
+
+class AdamNet(GroupNet):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class LbfgsNet(GroupNet):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
+class ManualNet(GroupNet):
+    """Two optimizers, stepped by hand."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        head, body = self.net[-1].parameters(), self.net[:-1].parameters()
+        return torch.optim.SGD(head, lr=0.02, momentum=0.3), torch.optim.Adam(body, lr=1e-2)
+
+
+class NanNet(GroupNet):
+    """Its gradients are not finite in some steps."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * float("nan") if batch_idx % 4 == 1 or OPTIONS.get("always_nan") else loss
+
+
+class RawStepNet(GroupNet):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.optimizers(use_pl_optimizer=False).step()
+        return super().training_step(batch, batch_idx)
+
+
+NETS = {
+    "": GroupNet,
+    "adam": AdamNet,
+    "lbfgs": LbfgsNet,
+    "manual": ManualNet,
+    "nan": NanNet,
+    "raw": RawStepNet,
+}
+
+
+class Notes(pl.Callback):
+    """Notes what happens, and makes things happen."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self.options = options
+        self.samples: list[list[int]] = []
+        self.validations: list[Any] = []
+        self.validation_worlds: list[int] = []
+        self.rates: list[list[float]] = []
+        self.regroup_times: list[float] = []
+        self.threads: list[int] = []
+        self.files: list[int] = []
+        self.events = (FOLDER / f"events{RANK}").open("a")
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        self.samples.append([])
+        self.rates.append([])
+        self.say(f"epoch {trainer.current_epoch}")
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if isinstance(batch, (list, tuple)):
+            self.samples[-1] += batch[2].tolist()
+        self.rates[-1].append(trainer.optimizers[0].param_groups[0]["lr"])
+        self.say(f"batch {batch_idx} {batch[2].tolist() if isinstance(batch, (list, tuple)) else ''}")
+        number = trainer.fit_loop.total_batch_idx + 1
+        groups = self.options.get("regroup", {}).get(str(number))
+        if groups:
+            began = time.perf_counter()
+            trainer.strategy.regroup(groups)
+            self.regroup_times.append(time.perf_counter() - began)
+            gc.collect()
+            self.threads.append(threading.active_count())
+            self.files.append(len(os.listdir("/proc/self/fd")))
+        if number == self.options.get("die_at", {}).get(str(RANK)):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if number == self.options.get("raise_at", {}).get(str(RANK)):
+            raise ValueError("something is wrong with this batch")
+        if number == self.options.get("stop_at", {}).get(str(RANK)):
+            trainer.should_stop = True
+
+    def on_validation_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.say(f"validation {batch_idx}")
+        if self.options.get("die_in_validation") == RANK and batch_idx == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        if not trainer.sanity_checking:
+            self.validations.append([trainer.global_step, float(trainer.callback_metrics["val_loss"])])
+            self.validation_worlds.append(torch.distributed.get_world_size())
+
+    def say(self, what: str) -> None:
+        print(what, file=self.events, flush=True)
+
+
+class Stream(IterableDataset):  # type: ignore[type-arg]
+    def __iter__(self) -> Any:
+        rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        everything = list(dataset())
+        return iter(everything[rank::size])
+
+
+def make_loader(kind: str, options: dict[str, Any]) -> DataLoader[Any]:
+    if kind == "iterable":
+        return DataLoader(Stream(), batch_size=8)
+    if kind == "sampler":
+        data = dataset(128)
+        return DataLoader(data, batch_size=8, sampler=WeightedRandomSampler(torch.ones(128), 128))
+    if kind == "own distributed":
+        data = dataset(128)
+        return DataLoader(
+            data, batch_size=8, sampler=torch.utils.data.DistributedSampler(data, num_replicas=2, rank=RANK % 2)
+        )
+    if kind == "unshuffled":
+        return DataLoader(dataset(128), batch_size=8, sampler=SequentialSampler(dataset(128)))
+    return loaders(**options)[0]
+
+
+def fit(options: dict[str, Any]) -> dict[str, Any]:
+    pl.seed_everything(options.pop("seed", 3), verbose=False)
+    strategy = omni.OmniStrategy(**options.pop("strategy", {"groups": 2}))
+    notes = Notes(options)
+    module = NETS[options.pop("net", "")](options.pop("sleep", {}), options.pop("schedule", ""), options.pop("sync", False))
+    train = make_loader(options.pop("loader", ""), options.pop("data", {}))
+    checkpoint = options.pop("checkpoint", None)
+    resume = options.pop("resume", None)
+    callbacks: list[Any] = [notes]
+    if checkpoint:
+        callbacks.append(pl.callbacks.ModelCheckpoint(FOLDER / "checkpoints", **checkpoint))
+    if early := options.pop("early", None):
+        callbacks.append(pl.callbacks.EarlyStopping(**early))
+    if (limit := options.pop("max_time", None)) is not None:
+        callbacks.append(pl.callbacks.Timer(timedelta(seconds=limit)))
+    settings = options.pop("trainer", {})
+    run = trainer(strategy, options.pop("devices", 4), callbacks=callbacks, **settings)
+    error = ""
+    try:
+        run.fit(module, train, loaders()[1], ckpt_path=resume)
+    except Exception as problem:
+        if not options.get("expect_error"):
+            raise
+        error = f"{type(problem).__name__}: {problem}"
+    result = {
+        "error": error,
+        "samples": notes.samples,
+        "validations": notes.validations,
+        "validation_worlds": notes.validation_worlds,
+        "training_worlds": sorted(module.world_sizes),
+        "rates": notes.rates,
+        "lr": [g["lr"] for o in run.optimizers for g in o.param_groups],
+        "step": run.global_step,
+        "epoch": run.current_epoch,
+        "weights": digest(module),
+        "metrics": {name: float(value) for name, value in run.callback_metrics.items()},
+        "regroup_times": notes.regroup_times,
+        "threads": notes.threads,
+        "files": notes.files,
+        "best": getattr(run.checkpoint_callback, "best_model_path", "") if checkpoint else "",
+        "children": len(strategy.launcher.procs) if strategy.launcher and RANK == 0 else 0,
+    }
+    if not error:
+        summary = strategy.report()
+        result["report"] = {name: getattr(summary, name) for name in summary.__dataclass_fields__}
+        if options.get("test"):
+            result["test"] = [dict(each) for each in run.validate(module, loaders()[1], verbose=False)]
+    return result
+
+
+if __name__ == "__main__":
+    report(RANK, [fit(dict(options)) for options in OPTIONS["fits"]])

@@ -1,0 +1,105 @@
+"""Trains a tiny regression, and writes what came of it to ``DIRECTORY/rank-N.json``. Run by tests, under any launcher.
+
+    python regression.py DIRECTORY [--groups 2] [--nodes 1] [--server tcp://host:port] [--epochs 2] [--pace 0.0]
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_omni.strategy.pytorch_lightning import OmniStrategy
+
+TRUTH = torch.tensor([[1.0], [-2.0], [0.5], [3.0]])
+
+
+class Regression(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+        nn.init.zeros_(self.layer.weight)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        inputs, targets = batch
+        return nn.functional.mse_loss(self.layer(inputs), targets)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+class Witness(pl.Callback):
+    """Says when training is under way, takes its time, and remembers what is gone when the run is over."""
+
+    def __init__(self, pace: float) -> None:
+        self.pace = pace
+        self.seen: dict[str, Any] = {}
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+        strategy = trainer.strategy
+        assert isinstance(strategy, OmniStrategy)
+        assert strategy.world is not None
+        if not self.seen:
+            # One write, for the ranks share their output.
+            sys.stdout.write(f"rank {trainer.global_rank} trains, pid {os.getpid()}\n")
+            sys.stdout.flush()
+        self.seen = {
+            "server": strategy.world.server_address,
+            "groups": strategy.world.topology.groups,
+            "steps": trainer.global_step,
+        }
+        time.sleep(self.pace)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--groups", type=int)
+    parser.add_argument("--nodes", type=int, default=1)
+    parser.add_argument("--server")
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--pace", type=float, default=0.0)
+    options = parser.parse_args()
+
+    pl.seed_everything(1)
+    inputs = torch.randn(384, 4)
+    loader = DataLoader(TensorDataset(inputs, inputs @ TRUTH), batch_size=8, shuffle=True)
+    strategy = OmniStrategy(groups=options.groups, server=options.server)
+    witness = Witness(options.pace)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=2,
+        num_nodes=options.nodes,
+        strategy=strategy,
+        max_epochs=options.epochs,
+        callbacks=[witness],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    model = Regression()
+    trainer.fit(model, loader)
+    weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    report = strategy.report()
+    result = {
+        **witness.seen,
+        "updates": report.updates,
+        "error": float((model.layer.weight.detach().T - TRUTH).abs().max()),
+        "weights": hashlib.sha256(weights.numpy().tobytes()).hexdigest(),
+    }
+    (options.directory / f"rank-{trainer.global_rank}.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""Two nodes that share nothing but a cable: two network namespaces, a pair of virtual interfaces, torchrun in each."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import Process
+
+SCRIPT = Path(__file__).parent / "scripts" / "regression.py"
+LINK = "veth0"
+ADDRESSES = ("10.213.0.1", "10.213.0.2")
+PORT = 29500
+
+
+def ip(*words: str) -> str:
+    return subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=20).stdout
+
+
+def why_not() -> str:
+    if sys.platform != "linux" or shutil.which("ip") is None:
+        return "needs Linux and the command ip (iproute2)"
+    if os.geteuid() != 0:
+        return "needs root, to make network namespaces"
+    name = f"omni-probe-{os.getpid()}"
+    try:
+        ip("netns", "add", name)
+        ip("netns", "exec", name, "true")
+    except subprocess.CalledProcessError as error:
+        return f"this machine allows no network namespaces: {error.stderr.strip()}"
+    finally:
+        subprocess.run(["ip", "netns", "delete", name], capture_output=True, timeout=20)
+    return ""
+
+
+WHY_NOT = why_not()
+pytestmark = [
+    pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT),
+    pytest.mark.slow,
+    pytest.mark.processes,
+    pytest.mark.network,
+]
+
+
+class Nodes:
+    """Two namespaces, joined by one link; what runs in them is this test's alone."""
+
+    def __init__(self) -> None:
+        self.names = [f"omni-{os.getpid()}-{node}" for node in range(2)]
+        self.runs: list[Process] = []
+
+    def build(self) -> None:
+        for name in self.names:
+            ip("netns", "add", name)
+            ip("-n", name, "link", "set", "lo", "up")
+        ip("-n", self.names[0], "link", "add", LINK, "type", "veth", "peer", "name", LINK, "netns", self.names[1])
+        for name, address in zip(self.names, ADDRESSES, strict=True):
+            ip("-n", name, "address", "add", f"{address}/30", "dev", LINK)
+            ip("-n", name, "link", "set", LINK, "up")
+
+    def start(self, *script: str) -> list[Process]:
+        for node, name in enumerate(self.names):
+            command = ["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run"]
+            command += ["--nnodes=2", "--nproc-per-node=2", f"--node-rank={node}"]
+            command += [f"--master-addr={ADDRESSES[0]}", f"--master-port={PORT}", str(SCRIPT), "--nodes=2", *script]
+            self.runs.append(Process(command, {"GLOO_SOCKET_IFNAME": LINK, "OMP_NUM_THREADS": "1"}))
+        return self.runs
+
+    def pids(self, node: int) -> list[int]:
+        return [int(word) for word in ip("netns", "pids", self.names[node]).split()]
+
+    def remove(self) -> None:
+        for node, name in enumerate(self.names):
+            with contextlib.suppress(subprocess.CalledProcessError):
+                for pid in self.pids(node):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True, timeout=20)
+        for run in self.runs:
+            run.kill()
+
+
+@pytest.fixture
+def nodes() -> Iterator[Nodes]:
+    nodes = Nodes()
+    try:
+        nodes.build()
+        yield nodes
+    finally:
+        nodes.remove()
+
+
+def test_each_node_is_a_group_and_all_ranks_end_with_the_same_weights(nodes: Nodes, tmp_path: Path) -> None:
+    runs = nodes.start(str(tmp_path))
+    assert [run.end(timeout=60) for run in runs] == [0, 0], "".join(run.output for run in runs)
+
+    results: list[dict[str, Any]] = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(4)]
+    assert results[0]["groups"] == [[0, 1], [2, 3]]
+    assert results[0]["updates"] > 0
+    assert results[0]["error"] < 0.5
+    assert len({result["weights"] for result in results}) == 1
+    assert {result["server"].rpartition(":")[0] for result in results} == {f"tcp://{ADDRESSES[0]}"}
+    assert nodes.pids(0) == nodes.pids(1) == []
+
+
+def test_a_killed_worker_ends_the_run_on_both_nodes_and_its_rank_is_named(nodes: Nodes, tmp_path: Path) -> None:
+    runs = nodes.start(str(tmp_path), "--epochs=1000", "--pace=0.05")
+    found = runs[1].expect(r"rank (3) trains, pid (\d+)", timeout=60)
+    runs[0].expect("rank 0 trains", timeout=60)
+    began = time.monotonic()
+    os.kill(int(found[2]), signal.SIGKILL)
+
+    codes = [run.end(timeout=max(1.0, began + 30 - time.monotonic())) for run in runs]
+    for n, run in enumerate(runs): Path(f"/tmp/node{n}.log").write_text(run.output)
+    print("ended after", time.monotonic() - began, codes)
+    assert nodes.pids(0) == nodes.pids(1) == []
