@@ -7,10 +7,12 @@ import signal
 import threading
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
-from jsonargparse import CLI
+from jsonargparse import CLI, ActionYesNo, ArgumentParser
 from rich.console import Console
+from rich.text import Text
 
 from lightning_omni.errors import OmniError
 from lightning_omni.methods.master import resolver
@@ -57,7 +59,10 @@ def serve(
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
-    console.print(f"parameter server on [bold]{server.address}[/bold], key from {where or 'the environment'}")
+    # Never wrapped: programs read the address.
+    console.print(
+        f"parameter server on {server.address}, key from {where or 'the environment'}", soft_wrap=True, markup=False
+    )
 
     def is_over() -> bool:
         if core.is_over:
@@ -74,6 +79,17 @@ def serve(
     console.print("parameter server stopped")
 
 
+class _Parser(ArgumentParser):
+    """Spells options as shells do: ``--key-file`` and ``--once``, not ``--key_file`` and ``--once true``."""
+
+    def add_argument(self, *names: str, **options: Any) -> Any:
+        if options.get("type") is bool:
+            del options["type"]
+            options["action"] = ActionYesNo(no_prefix="no-")
+        names = tuple(name.replace("_", "-") if name.startswith("--") else name for name in names)
+        return super().add_argument(*names, **options)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Entry point.
 
@@ -81,8 +97,8 @@ def main(arguments: list[str] | None = None) -> int:
         arguments: the command line; None takes the process's own.
     """
     try:
-        CLI({"serve": serve}, args=arguments, as_positional=False, prog="lightning-omni")
+        CLI({"serve": serve}, args=arguments, as_positional=False, prog="lightning-omni", parser_class=_Parser)
     except OmniError as error:
-        Console(stderr=True).print(f"[red]lightning-omni:[/red] {error}", highlight=False)
+        Console(stderr=True).print("[red]lightning-omni:[/red]", Text(str(error)), highlight=False, soft_wrap=True)
         return 2
     return 0

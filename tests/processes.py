@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import queue
 import re
@@ -11,6 +12,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 
 class Process:
@@ -33,7 +35,6 @@ class Process:
             env={name: value for name, value in environment.items() if value is not None},
             start_new_session=True,
         )
-        self.began = time.monotonic()
         self.pid = self._popen.pid
         self._coming: queue.Queue[str | None] = queue.Queue()
         self._lines: list[str] = []
@@ -44,6 +45,11 @@ class Process:
     def output(self) -> str:
         """Standard output and standard error, as far as they came."""
         return "".join(self._lines)
+
+    @property
+    def results(self) -> dict[int, dict[str, Any]]:
+        """What the ranks of a training script said in the end, by rank."""
+        return {int(rank): json.loads(text) for rank, text in re.findall(r"rank (\d+) results in (.*)", self.output)}
 
     def expect(self, pattern: str, timeout: float) -> re.Match[str]:
         """Waits for a line in which the pattern is found. Lines before it are passed over."""

@@ -32,7 +32,12 @@ RANKS = {
     "__main__": 9,
 }
 """Left never imports right; rooms of one rank do not import each other."""
-HOMES = {"zmq": {"server"}, "pytorch_lightning": {"strategy", "tuner"}, "lightning": {"strategy", "tuner"}, "skopt": {"tuner"}}
+HOMES = {
+    "zmq": {"server"},
+    "pytorch_lightning": {"strategy", "tuner"},
+    "lightning": {"strategy", "tuner"},
+    "skopt": {"tuner"},
+}
 PICKLES = {"pickle", "cPickle", "_pickle", "cloudpickle", "marshal", "dill", "shelve", "joblib"}
 PICKLING_CALLS = {"send_pyobj", "recv_pyobj", "send_serialized", "recv_serialized"}
 
@@ -95,17 +100,13 @@ def test_every_room_has_its_place(module: str) -> None:
 @pytest.mark.parametrize("module", sorted(set(MODULES) - {PACKAGE}))
 def test_rooms_import_only_downwards(module: str) -> None:
     own = room(module)
-    upwards = {
-        name for name in inside(module) if room(name) != own and room(name) and RANKS[room(name)] >= RANKS[own]
-    }
+    upwards = {name for name in inside(module) if room(name) != own and room(name) and RANKS[room(name)] >= RANKS[own]}
     assert not upwards, f"{module} must not import {sorted(upwards)}"
 
 
 @pytest.mark.parametrize("module", sorted(set(MODULES) - {PACKAGE}))
 def test_heavy_packages_stay_in_their_rooms(module: str) -> None:
-    strangers = {
-        name for name in imported(module) if room(module) not in HOMES.get(name.split(".")[0], {room(module)})
-    }
+    strangers = {name for name in imported(module) if room(module) not in HOMES.get(name.split(".")[0], {room(module)})}
     assert not strangers, f"{module} must not import {sorted(strangers)}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Any
 
 import msgspec
@@ -101,6 +102,14 @@ def test_a_subset_is_the_layout_of_the_tensors_that_are_there(of: list[tuple[Ten
     assert whole.subset([there for _, there in of]) == Layout(tuple(spec for spec, there in of if there))
 
 
+def test_no_memory_of_others_travels_in_the_gaps() -> None:
+    layout = Layout.of({"a": torch.ones(1), "b": torch.ones(1)})
+    junk = [torch.full((layout.nbytes,), 255, dtype=torch.uint8) for _ in range(50)]
+    del junk
+    buffers = [layout.empty() for _ in range(50)]
+    assert not torch.stack(buffers).any()
+
+
 def test_a_subset_needs_a_flag_for_each_tensor() -> None:
     with pytest.raises(ValueError, match="zip"):
         Layout.of({"w": torch.ones(2)}).subset([True, False])
@@ -125,7 +134,7 @@ def test_the_fingerprint_tells_models_apart(other: dict[str, Tensor]) -> None:
 
 
 def test_a_dtype_that_cannot_travel_is_refused_by_name() -> None:
-    with pytest.raises(MalformedMessage, match="'w' has dtype torch.float8_e5m2"):
+    with pytest.raises(MalformedMessage, match=r"'w' has dtype torch\.float8_e5m2"):
         spec_of("w", torch.zeros(2).to(torch.float8_e5m2))
 
 
@@ -181,9 +190,10 @@ def test_what_is_no_plain_data_is_refused(tree: Any) -> None:
 def test_random_bytes_are_a_tree_or_malformed(tree: bytes, of: list[TensorSpec]) -> None:
     layout = Layout(tuple(of))
     try:
-        unpack(Packed(tree, layout.specs), layout.empty())
-    except MalformedMessage as error:
-        assert "tree" in str(error)
+        plain = unpack(Packed(tree, layout.specs), layout.empty())
+    except MalformedMessage:
+        return
+    assert plain is None or isinstance(plain, (bool, int, float, str, bytes, list, tuple, dict, Tensor, datetime))
 
 
 @varied
@@ -255,8 +265,20 @@ def extension(code: int, data: bytes) -> bytes:
         b"\x91" * 5000 + b"\xc0",
         b"\x81\x80\x01",
     ],
-    ids=["no such tensor", "no number", "empty number", "long number", "empty tuple", "no tuple", "number as a tuple"]
-    + ["unknown kind", "huge list", "huge bytes", "deep list", "dict as a key"],
+    ids=[
+        "no such tensor",
+        "no number",
+        "empty number",
+        "long number",
+        "empty tuple",
+        "no tuple",
+        "number as a tuple",
+        "unknown kind",
+        "huge list",
+        "huge bytes",
+        "deep list",
+        "dict as a key",
+    ],
 )
 def test_a_malformed_tree_is_refused(tree: bytes) -> None:
     specs = (TensorSpec("w", (1,), "uint8"),)

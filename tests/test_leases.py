@@ -84,7 +84,9 @@ class Groups:
 
 @varied
 @given(plans(), st.lists(st.integers(1, 3), min_size=1, max_size=4), st.data())
-def test_every_position_is_trained_exactly_once_whoever_dies(plan: EpochPlan, sizes: list[int], data: st.DataObject) -> None:
+def test_every_position_is_trained_exactly_once_whoever_dies(
+    plan: EpochPlan, sizes: list[int], data: st.DataObject
+) -> None:
     groups = Groups(plan, dict(enumerate(sizes)))
     for _ in range(data.draw(st.integers(0, 25), label="events")):
         group = data.draw(st.sampled_from(sorted(groups.sizes)), label="group")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -140,7 +141,7 @@ def test_a_gradient_of_nothing_still_ticks_the_clock() -> None:
     master = Master(parameters, torch.optim.SGD(parameters.values(), lr=0.1, weight_decay=0.5))
     master.update([None, None], hyperparameters_of(master.optimizer))
     assert master.clock == 1
-    assert all(torch.equal(weight, old) for weight, old in zip(master.weights(), new_parameters().values(), strict=True))
+    assert all(torch.equal(new, old) for new, old in zip(master.weights(), new_parameters().values(), strict=True))
 
 
 def test_the_hyperparameters_of_the_push_are_the_ones_that_count() -> None:
@@ -208,8 +209,8 @@ SERVABLE: dict[str, Callable[[list[dict[str, Any]]], Optimizer]] = {
     "ASGD": lambda p: torch.optim.ASGD(p, lr=0.1, t0=2, foreach=False),
 }
 for _name in ("Adafactor", "Muon"):  # newer releases of torch have them
-    if hasattr(torch.optim, _name):
-        SERVABLE[_name] = lambda p, kind=getattr(torch.optim, _name): kind(p, lr=0.1)
+    if _kind := getattr(torch.optim, _name, None):
+        SERVABLE[_name] = partial(_kind, lr=0.1)
 
 
 def train(optimizer: Optimizer, parameters: dict[str, Parameter], steps: range) -> None:
@@ -311,13 +312,13 @@ def names_of(optimizer: Optimizer) -> dict[Tensor, str]:
 
 def test_lbfgs_is_refused_with_the_reason() -> None:
     optimizer = torch.optim.LBFGS(new_parameters().values())
-    with pytest.raises(UnsupportedError, match="LBFGS evaluates the loss several times.*groups=1"):
+    with pytest.raises(UnsupportedError, match=r"LBFGS evaluates the loss several times.*groups=1"):
         describe(optimizer, names_of(optimizer))
 
 
 def test_sparse_adam_is_refused_with_the_reason() -> None:
     optimizer = torch.optim.SparseAdam(new_parameters().values())
-    with pytest.raises(UnsupportedError, match="SparseAdam needs sparse gradients.*groups=1"):
+    with pytest.raises(UnsupportedError, match=r"SparseAdam needs sparse gradients.*groups=1"):
         describe(optimizer, names_of(optimizer))
 
 
@@ -447,5 +448,5 @@ def test_pushes_of_all_groups_are_answered(kind: type[Method]) -> None:
 
 @pytest.mark.parametrize("plain", [{}, {"name": "no_such_method"}, {"name": None}, {"name": ["async_sgd"]}])
 def test_an_unknown_method_is_refused(plain: dict[str, Any]) -> None:
-    with pytest.raises(MalformedMessage, match="unknown method.*async_sgd"):
+    with pytest.raises(MalformedMessage, match=r"unknown method.*async_sgd"):
         m.method_from_wire(plain)

@@ -1,4 +1,4 @@
-"""The server's state machine over an in-memory link: who is let in, what is merged, who is lost, and what is refused."""
+"""The server's state machine over an in-memory link: who is let in, what is merged, who is lost, what is refused."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_omni.errors import MalformedMessage, ProtocolError
+from lightning_omni.errors import MalformedMessage, ProtocolError, Refused
 from lightning_omni.methods import AsyncSGD
 from lightning_omni.methods.master import describe, hyperparameters_of
-from lightning_omni.protocol import EpochPlan, ServerCore
+from lightning_omni.protocol import EpochPlan, Out, ServerCore
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.codec import Packed, pack, unpack
 from lightning_omni.protocol.handshake import rank_mac, server_mac
@@ -26,7 +26,7 @@ from lightning_omni.protocol.layout import Layout
 
 varied = settings(
     deadline=None,
-    max_examples=60,
+    max_examples=30,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
@@ -131,7 +131,9 @@ class Link:
             expected = self.core.check_payload(peer, arrived) if channel == m.DATA else len(payload)
             assert expected == len(payload)
             out = self.core.receive(channel, peer, arrived, payload, self.now)
-        except (MalformedMessage, ProtocolError) as error:
+        except Refused as no:
+            out = [Out(peer, channel, m.RefusedMessage(code=no.code, reason=str(no)))]
+        except ProtocolError as error:
             out = self.core.refuse(channel, peer, str(error))
         self.deliver(out)
         return self.inbox[peer, channel][before:]
@@ -224,7 +226,8 @@ def test_a_rank_with_the_key_is_let_in_and_the_server_proves_that_it_has_it_too(
 def test_a_rank_with_another_key_is_refused_and_counted() -> None:
     link = Link()
     challenge = link.control(0, hello(0))
-    expect_refusal(link.control(0, m.Proof(mac=rank_mac(b"another key", hello(0), challenge.nonce))), "key", "the same key")
+    proof = m.Proof(mac=rank_mac(b"another key", hello(0), challenge.nonce))
+    expect_refusal(link.control(0, proof), "key", "the same key")
     assert link.core.strangers == 1
     assert not link.core.roster.members
 
@@ -234,7 +237,7 @@ def test_a_proof_holds_for_one_hello_only(field: str) -> None:
     link = Link()
     other = {"run": "another", "fingerprint": "another", "nonce": b"another"}.get(field, 1)
     challenge = link.control(0, hello(0))
-    proof = m.Proof(mac=rank_mac(KEY, hello(0, **{"world_size": 3, field: other}), challenge.nonce))
+    proof = m.Proof(mac=rank_mac(KEY, msgspec.structs.replace(hello(0), **{field: other}), challenge.nonce))
     expect_refusal(link.control(0, proof), "key")
 
 
@@ -317,7 +320,9 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
         return some(hint)
     if get_origin(hint) is tuple:
         first, *rest = get_args(hint)
-        return st.lists(values(first), max_size=4).map(tuple) if rest == [...] else st.tuples(values(first), *map(values, rest))
+        if rest == [...]:
+            return st.lists(values(first), max_size=4).map(tuple)
+        return st.tuples(values(first), *map(values, rest))
     if get_origin(hint) is dict:
         return st.dictionaries(st.sampled_from(["lr", "params", "name", "momentum"]) | text, plain, max_size=3)
     kinds: dict[Any, st.SearchStrategy[Any]] = {
@@ -339,7 +344,7 @@ def some(kind: type[Any], **fixed: st.SearchStrategy[Any]) -> st.SearchStrategy[
 @varied
 @given(st.data())
 @pytest.mark.parametrize("kind", [kind for kind in CONTROL_MESSAGES if kind not in (m.Hello, m.Proof)])
-def test_a_stranger_is_refused_whatever_it_says_on_the_control_channel(kind: type[m.Message], data: st.DataObject) -> None:
+def test_a_stranger_is_refused_on_the_control_channel(kind: type[m.Message], data: st.DataObject) -> None:
     core = Link().core
     (out,) = core.receive(m.CONTROL, b"stranger", data.draw(some(kind)), b"payload", 0.0)
     expect_refusal(out.message, "stranger", "say Hello first")
@@ -349,7 +354,7 @@ def test_a_stranger_is_refused_whatever_it_says_on_the_control_channel(kind: typ
 @varied
 @given(st.data())
 @pytest.mark.parametrize("kind", DATA_MESSAGES)
-def test_a_stranger_is_refused_whatever_it_says_on_the_data_channel(kind: type[m.Message], data: st.DataObject) -> None:
+def test_a_stranger_is_refused_on_the_data_channel(kind: type[m.Message], data: st.DataObject) -> None:
     core = Link().core
     (out,) = core.receive(m.DATA, b"stranger", data.draw(some(kind)), b"payload", 0.0)
     expect_refusal(out.message, "stranger")
@@ -378,7 +383,7 @@ def test_a_control_connection_does_not_open_the_data_channel(link: Link) -> None
 def test_a_ticket_opens_one_data_connection_at_a_time() -> None:
     link = Link(world_size=1)
     ticket = link.join(0).ticket
-    (answer, _), = link.say(b"data again", m.Attach(ticket=ticket), channel=m.DATA)
+    ((answer, _),) = link.say(b"data again", m.Attach(ticket=ticket), channel=m.DATA)
     assert answer == m.Attached()
     (out,) = link.core.receive(m.DATA, data_peer(0), m.TakeSnapshot(), b"", link.now)
     expect_refusal(out.message, "stranger")
@@ -428,8 +433,8 @@ def changed(**changes: Any) -> dict[str, Any]:
 
 SEEDS: dict[str, Callable[[], Any]] = {
     "nothing": lambda: None,
-    "a list": lambda: [],
-    "no parts": lambda: {},
+    "a list": list,
+    "no parts": dict,
     "parts are a number": lambda: {"parts": 3},
     "a part is a number": lambda: {"parts": [3]},
     "an empty part": lambda: {"parts": [{}]},
@@ -448,7 +453,6 @@ SEEDS: dict[str, Callable[[], Any]] = {
     "attributes are a word": lambda: changed(optimizer={"attributes": "abc"}),
     "defaults are a number": lambda: changed(optimizer={"defaults": 5}),
     "the state is a list": lambda: changed(optimizer={"state": [1]}),
-    "the state is of other parameters": lambda: changed(optimizer={"state": {17: {"momentum_buffer": torch.ones(3)}}}),
 }
 
 

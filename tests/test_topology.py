@@ -92,7 +92,12 @@ def test_a_rank_in_two_groups_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("groups", "says"),
-    [(0, "groups=0: at least one"), (-2, "groups=-2"), (5, "groups=5, but there are only 4 ranks"), (True, "groups=True")],
+    [
+        (0, "groups=0: at least one"),
+        (-2, "groups=-2"),
+        (5, "groups=5, but there are only 4 ranks"),
+        (True, "groups=True"),
+    ],
 )
 def test_an_impossible_number_of_groups_is_named(groups: int, says: str) -> None:
     with pytest.raises(ConfigurationError, match=says):

@@ -645,8 +645,9 @@ class World:
 
     def _average(self, buffers: Iterable[Tensor]) -> None:
         """The mean over groups of every floating-point buffer; of whole numbers (they count things) the largest."""
-        floating = [b for b in buffers if b.is_floating_point()]
-        counting = [b for b in buffers if not b.is_floating_point() and b.dtype != torch.bool]
+        everything = list(buffers)
+        floating = [b for b in everything if b.is_floating_point()]
+        counting = [b for b in everything if not b.is_floating_point() and b.dtype != torch.bool]
         if floating:
             # The last number counts the leaders that spoke, so that all ranks divide by the same.
             flat = torch.cat([*(b.detach().double().cpu().flatten() for b in floating), torch.ones(1).double()])

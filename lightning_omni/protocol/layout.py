@@ -86,8 +86,8 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
         return Layout(tuple(spec for spec, there in zip(self.specs, present, strict=True) if there))
 
     def empty(self) -> Tensor:
-        """A new uninitialised buffer: uint8, ``(nbytes,)``."""
-        return torch.empty(self.nbytes, dtype=torch.uint8)
+        """A new buffer: uint8, ``(nbytes,)``. Zeros, because the gaps between tensors travel, too."""
+        return torch.zeros(self.nbytes, dtype=torch.uint8)
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """Tensors that share the memory of a buffer.

@@ -154,6 +154,20 @@ class ServerCore:
             out += self.lose(rank, reason)
         return out
 
+    @property
+    def peers(self) -> list[Peer]:
+        """Control connections of the ranks that have not left."""
+        return [member.peer for rank, member in self.roster.members.items() if rank not in self.roster.gone]
+
+    def hang_up(self, peer: Peer) -> list[Out]:
+        """A control connection has ended, and its rank did not say goodbye."""
+        member = self.roster.by_peer(peer)
+        if member is None:
+            return []
+        out = self.lose(member.rank, f"rank {member.rank} is gone without a goodbye: its process or its machine failed")
+        self.roster.gone.add(member.rank)
+        return out
+
     def lose(self, rank: int, reason: str) -> list[Out]:
         """A rank is dead: its group is retired, and nobody waits for it any more."""
         if rank in self.roster.lost or rank in self.roster.gone or self.over:

@@ -21,7 +21,7 @@ from lightning_omni.errors import ConfigurationError, ConnectionLost, MalformedM
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.handshake import NONCE_BYTES, is_equal, rank_mac, server_mac
 from lightning_omni.protocol.layout import Layout
-from lightning_omni.server.frames import CHUNK_MARK, Assembly, chunks, configure
+from lightning_omni.server.frames import CHUNK_MARK, KNOCK, Assembly, chunks, configure
 
 _log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class ControlConnection:
         rank: int,
         world_size: int,
         layout: Layout,
-        connect_timeout: float = 60.0,
+        connect_timeout: float = 15.0,
         on_end: Callable[[OmniError], None] | None = None,
     ) -> None:
         check_address(address)
@@ -228,9 +228,15 @@ class ControlConnection:
                 beat = now + HEARTBEAT
 
     def _on_message(self, frames: list[bytes], now: float) -> None:
+        if frames[0] == KNOCK:
+            return
         message = m.decode(frames[0], at="rank", channel=m.CONTROL)
         if isinstance(message, m.Status):
-            self.status, self.round_trip, self.lost = message, now - message.sent, message.lost
+            self.status, self.lost = message, message.lost
+            if message.sent:
+                self.round_trip = now - message.sent
+            else:
+                self._inside.send_multipart(frames)  # the answer to AskStatus; the others answer heartbeats
         elif isinstance(message, m.Notice):
             self._on_notice(message)
         else:

@@ -22,6 +22,8 @@ CHUNK = 1 << 19
 LARGEST_FRAME = 64 << 20
 """Bytes of any frame; ZeroMQ drops the connection of a peer that sends a larger one."""
 CHUNK_MARK = b""
+KNOCK = b""
+"""What the server sends on the control channel to find out whether a connection still stands. Nobody answers it."""
 
 
 def chunks(payload: Tensor) -> Iterator[memoryview]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_omni.errors import ConfigurationError, MalformedMessage, ProtocolError
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.server import Out, ServerCore
-from lightning_omni.server.frames import CHUNK, CHUNK_MARK, Assembly, chunks, configure
+from lightning_omni.server.frames import CHUNK, CHUNK_MARK, KNOCK, Assembly, chunks, configure
 
 _log = logging.getLogger(__name__)
 
@@ -55,6 +55,8 @@ class Server:
                 " address of this machine as host="
             ) from error
         self.address = self._sockets[m.CONTROL].getsockopt_string(zmq.LAST_ENDPOINT)
+        # Whoever is gone is noticed when something is sent to him.
+        self._sockets[m.CONTROL].setsockopt(zmq.ROUTER_MANDATORY, 1)
         core.data_port = urlsplit(self._sockets[m.DATA].getsockopt_string(zmq.LAST_ENDPOINT)).port or 0
         self._assemblies: dict[bytes, Assembly] = {}
         self._buffers: dict[bytes, Tensor] = {}
@@ -85,6 +87,7 @@ class Server:
             for channel in (m.CONTROL, m.DATA):
                 self._drain(channel)
             if time.monotonic() >= due:
+                self._knock()
                 self._send(self.core.tick(time.monotonic()))
                 due = time.monotonic() + TICK
 
@@ -139,15 +142,31 @@ class Server:
             self._buffers[peer] = torch.empty(nbytes, dtype=torch.uint8)
         return self._buffers[peer]
 
+    def _knock(self) -> None:
+        """Finds the ranks whose connections have ended: far sooner than their silence would tell."""
+        for peer in self.core.peers:
+            if not self._reach([peer, KNOCK]):
+                self._send(self.core.hang_up(peer))
+
+    def _reach(self, frames: list[bytes]) -> bool:
+        """Sends on the control channel; false if nobody is there any more."""
+        try:
+            self._sockets[m.CONTROL].send_multipart(frames)
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            return False
+        return True
+
     def _send(self, out: list[Out]) -> None:
         for item in out:
             if isinstance(item.message, m.RefusedMessage) and not self._worth_an_answer(item):
                 continue
-            socket = self._sockets[item.channel]
             if item.channel == m.CONTROL:
                 parts = [part if isinstance(part, bytes) else part.numpy().tobytes() for part in item.payload]
-                socket.send_multipart([item.peer, m.encode(item.message), *parts])
+                self._reach([item.peer, m.encode(item.message), *parts])
                 continue
+            socket = self._sockets[m.DATA]
             socket.send_multipart([item.peer, m.encode(item.message)])
             for part in item.payload:
                 assert isinstance(part, Tensor)

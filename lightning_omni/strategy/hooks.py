@@ -266,13 +266,8 @@ class OmniStrategyHooks(_Base):
         if self.leases is not None:
             self.leases.begin_batch()
             if self._open_ended:
-                trainer = self._trainer
-                is_last = self.leases.peek() is None
-                _private.be_open_ended(trainer)
-                _private.set_last_batch(trainer, is_last)
-                if not is_last:
-                    # Never the very number of the current batch: Lightning would take it for the last.
-                    trainer.fit_loop.max_batches = max(self._nominal_batches, trainer.fit_loop.batch_idx + 2)
+                # Perhaps the last: then an accumulation window ends here. `end_batch` knows for certain.
+                self._set_last_batch(self.leases.peek() is None)
 
     def end_batch(self) -> None:
         """A batch has ended: finds out, together with the other groups, whether to go on, validate or stop."""
@@ -285,7 +280,7 @@ class OmniStrategyHooks(_Base):
         verdict = self._what_next()
         trainer = self._trainer
         if self._open_ended:
-            _private.set_last_batch(trainer, verdict == "over")
+            self._set_last_batch(verdict == "over")
             at_end = verdict == "over" and self._validates_at_end()
             if verdict == "over" and self._plan is not None and self._reaches_max_steps(self._plan.epoch):
                 self._stop_at_max_steps()
@@ -297,6 +292,14 @@ class OmniStrategyHooks(_Base):
             else:
                 self._let_validate(False)
                 trainer.fit_loop.epoch_loop.max_steps = trainer.global_step
+
+    def _set_last_batch(self, is_last: bool) -> None:
+        trainer = self._trainer
+        _private.be_open_ended(trainer)
+        _private.set_last_batch(trainer, is_last)
+        if not is_last:
+            # Never the very number of the current batch: Lightning would take it for the last.
+            trainer.fit_loop.max_batches = max(self._nominal_batches, trainer.fit_loop.batch_idx + 2)
 
     def _count_steps_together(self) -> None:
         """max_steps counts the steps that DDP would take. A group's own count must not end the run for it alone."""
@@ -533,8 +536,8 @@ class OmniStrategyHooks(_Base):
         self._val_check_batch = trainer.val_check_batch
         every, offset = 0, 0
         if _private.validates_this_epoch(trainer) and self._val_check_batch != float("inf"):
-            done = trainer.fit_loop.total_batch_idx + 1 if trainer.check_val_every_n_epoch is None else 0
-            done -= trainer.fit_loop.batch_idx + 1 if trainer.check_val_every_n_epoch is None else 0
+            # Without check_val_every_n_epoch, the batches of earlier epochs count, too.
+            done = epoch * self._nominal_batches if trainer.check_val_every_n_epoch is None else 0
             every = int(self._val_check_batch) * self._step_positions
             offset = done % int(self._val_check_batch) * self._step_positions
         budget = min(leases.total, self._nominal_batches * self._step_positions)

@@ -123,11 +123,13 @@ class Notes(pl.Callback):
         self.rates.append([])
         self.say(f"epoch {trainer.current_epoch}")
 
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.say(f"begin {batch_idx} {batch[2].tolist()}")
+
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if isinstance(batch, (list, tuple)):
-            self.samples[-1] += batch[2].tolist()
+        self.samples[-1] += batch[2].tolist()
         self.rates[-1].append(trainer.optimizers[0].param_groups[0]["lr"])
-        self.say(f"batch {batch_idx} {batch[2].tolist() if isinstance(batch, (list, tuple)) else ''}")
+        self.say(f"batch {batch_idx} {batch[2].tolist()}")
         number = trainer.fit_loop.total_batch_idx + 1
         groups = self.options.get("regroup", {}).get(str(number))
         if groups:
@@ -144,7 +146,7 @@ class Notes(pl.Callback):
         if number == self.options.get("stop_at", {}).get(str(RANK)):
             trainer.should_stop = True
 
-    def on_validation_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_validation_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int, *_: Any) -> None:
         self.say(f"validation {batch_idx}")
         if self.options.get("die_in_validation") == RANK and batch_idx == 1:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -196,7 +198,7 @@ def fit(options: dict[str, Any]) -> dict[str, Any]:
         callbacks.append(pl.callbacks.EarlyStopping(**early))
     if (limit := options.pop("max_time", None)) is not None:
         callbacks.append(pl.callbacks.Timer(timedelta(seconds=limit)))
-    settings = options.pop("trainer", {})
+    settings = {"enable_checkpointing": bool(checkpoint), **options.pop("trainer", {})}
     run = trainer(strategy, options.pop("devices", 4), callbacks=callbacks, **settings)
     error = ""
     try:

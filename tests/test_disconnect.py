@@ -1,0 +1,65 @@
+"""A rank whose connection breaks is noticed at once, long before its silence would tell."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+
+import pytest
+import torch
+
+from lightning_omni.errors import RankLost
+from lightning_omni.methods import AsyncSGD
+from lightning_omni.protocol import ServerCore
+from lightning_omni.protocol import messages as m
+from lightning_omni.protocol.layout import Layout
+from lightning_omni.server import ControlConnection, Server
+
+KEY = bytes(32)
+SILENCE = 600.0
+"""Seconds after which silence alone would tell: longer than the test may take."""
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    server = Server(ServerCore(KEY, secrets.token_bytes, heartbeat_timeout=SILENCE))
+    stopping = threading.Event()
+    thread = threading.Thread(target=server.run, args=(stopping.is_set,))
+    thread.start()
+    yield server
+    stopping.set()
+    thread.join(10)
+    server.close()
+
+
+def join(server: Server, rank: int, size: int) -> ControlConnection:
+    return ControlConnection(server.address, KEY, "run", rank, size, Layout.of({"w": torch.zeros(1)}))
+
+
+def form(control: ControlConnection, *groups: tuple[int, ...]) -> None:
+    control.request(m.Form(generation=1, groups=groups, method=m.method_to_wire(AsyncSGD())), m.Formed, timeout=10)
+
+
+def test_nobody_waits_for_a_rank_whose_connection_broke(server: Server) -> None:
+    with ExitStack() as stack:
+        first, second = (stack.enter_context(closing(join(server, rank, 2))) for rank in range(2))
+        form(first, (0,), (1,))
+        second.close()
+        gathered = first.request(m.Contribute(number=0, what="barrier"), m.Gathered, timeout=10)
+        assert gathered.ranks == (0,)
+        assert first.lost == (1,)
+
+
+def test_a_broken_connection_in_the_group_of_rank_0_ends_the_run(server: Server) -> None:
+    with closing(join(server, 0, 2)) as first, closing(join(server, 1, 2)) as second:
+        form(first, (0, 1))
+        second.close()
+        with pytest.raises(RankLost, match="rank 1 is gone without a goodbye"):
+            first.request(m.Contribute(number=0, what="barrier"), m.Gathered, timeout=10)
+
+
+def test_a_question_for_the_status_is_answered(server: Server) -> None:
+    with closing(join(server, 0, 1)) as only:
+        assert only.request(m.AskStatus(), m.Status, timeout=10).lost == ()

@@ -1,0 +1,216 @@
+"""Training in groups, with real processes and a real server: what a LightningModule may rely on."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from runs import Run, run
+
+SLOW = {"2": 0.02, "3": 0.02}
+FITS: dict[str, dict[str, Any]] = {
+    "plain": {"trainer": {"max_epochs": 2}, "test": True},
+    "slow group, one-cycle schedule": {
+        "sleep": SLOW,
+        "schedule": "onecycle",
+        "trainer": {"max_epochs": 2, "accumulate_grad_batches": 2},
+    },
+    "schedule by epoch": {"schedule": "step", "trainer": {"max_epochs": 2}},
+    "schedule on plateau": {"schedule": "plateau", "trainer": {"max_epochs": 3}},
+    "accumulation and clipping": {"trainer": {"accumulate_grad_batches": 3, "gradient_clip_val": 0.2}, "net": "adam"},
+    "validation in mid-epoch": {"sleep": SLOW, "trainer": {"val_check_interval": 0.25, "max_epochs": 2}},
+    "validation by batch count": {"trainer": {"val_check_interval": 5, "check_val_every_n_epoch": None, "max_epochs": 2}},
+    "max_steps": {"sleep": SLOW, "trainer": {"max_steps": 12, "max_epochs": 10}},
+    "max_time": {"sleep": SLOW, "max_time": 1.0, "trainer": {"max_epochs": 1000}},
+    "one group says stop": {"stop_at": {"0": 3, "1": 3}, "trainer": {"max_epochs": 50}},
+    "early stopping": {
+        "early": {"monitor": "val_loss", "min_delta": 10.0, "patience": 0},
+        "trainer": {"max_epochs": 50},
+    },
+    "two optimizers by hand": {"net": "manual"},
+    "static": {"strategy": {"groups": 2, "data": "static"}, "sleep": SLOW, "sync": True},
+    "iterable": {"loader": "iterable"},
+    "own sampler": {"loader": "sampler"},
+    "own distributed sampler": {"loader": "own distributed"},
+    "loader workers": {"data": {"num_workers": 1, "persistent_workers": True}, "trainer": {"max_epochs": 2}},
+    "bf16": {"trainer": {"precision": "bf16-mixed"}},
+    "fp16": {"trainer": {"precision": "16-mixed", "gradient_clip_val": 0.5}},
+    "uneven groups": {"strategy": {"groups": 3}},
+    "groups of one": {"strategy": {"groups": 4}, "data": {"batch_size": 7}},
+    "gradients that are not finite": {"net": "nan", "data": {"samples": 512}},
+    "limited batches": {"trainer": {"limit_train_batches": 3, "max_epochs": 2}},
+    "fast dev run": {"trainer": {"fast_dev_run": True}},
+    "wide loader, short last batch": {"data": {"samples": 250, "batch_size": 16}},
+    "log and checkpoint": {
+        "checkpoint": {"monitor": "val_loss", "save_top_k": 2, "every_n_epochs": 1},
+        "trainer": {"max_epochs": 3, "log_every_n_steps": 1},
+    },
+    "checkpoint by steps": {
+        "checkpoint": {"every_n_train_steps": 3, "save_top_k": -1, "filename": "by-{step}"},
+        "sleep": SLOW,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def trained() -> Run:
+    return run("groups.py", {"fits": [dict(options) for options in FITS.values()]}, timeout=400)
+
+
+def result(trained: Run, name: str) -> list[Any]:
+    """What every rank reported of one fit."""
+    place = list(FITS).index(name)
+    return [trained.results[rank][place] for rank in sorted(trained.results)]
+
+
+def samples_of_epoch(ranks: list[Any], epoch: int) -> Counter[int]:
+    return Counter(sample for each in ranks for sample in each["samples"][epoch])
+
+
+@pytest.mark.timeout(420)
+@pytest.mark.parametrize("name", FITS)
+def test_all_ranks_end_with_the_same_weights_and_validation(trained: Run, name: str) -> None:
+    ranks = result(trained, name)
+    assert len(ranks) == 4
+    assert len({each["weights"] for each in ranks}) == 1
+    assert len({str([loss for _, loss in each["validations"]]) for each in ranks}) == 1
+    assert all(world == 4 for each in ranks for world in each["validation_worlds"])
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "plain",
+        "slow group, one-cycle schedule",
+        "accumulation and clipping",
+        "validation in mid-epoch",
+        "validation by batch count",
+        "static",
+        "loader workers",
+        "uneven groups",
+        "gradients that are not finite",
+    ],
+)
+def test_every_sample_of_an_epoch_is_trained_exactly_once(trained: Run, name: str) -> None:
+    ranks = result(trained, name)
+    total = FITS[name].get("data", {}).get("samples", 256)
+    for epoch in range(FITS[name].get("trainer", {}).get("max_epochs", 1)):
+        assert samples_of_epoch(ranks, epoch) == Counter(range(total))
+
+
+def test_a_padded_epoch_holds_every_sample(trained: Run) -> None:
+    seen = samples_of_epoch(result(trained, "wide loader, short last batch"), 0)
+    assert set(seen) == set(range(250))
+    assert sum(seen.values()) == 252  # padded to a multiple of 4 ranks, as DistributedSampler does
+
+
+def test_inside_the_epoch_the_default_process_group_is_the_compute_group(trained: Run) -> None:
+    assert {tuple(each["training_worlds"]) for each in result(trained, "plain")} == {(2,)}
+    assert [each["training_worlds"] for each in result(trained, "uneven groups")] == [[2], [2], [1], [1]]
+
+
+def test_updates_are_counted_over_all_groups(trained: Run) -> None:
+    for each in result(trained, "plain"):
+        assert each["report"]["updates"] == 2 * 256 // 16
+        assert each["report"]["groups"] == 2
+        assert each["report"]["ranks_lost"] == []
+
+
+def test_a_fast_group_does_more_batches_than_a_slow_one(trained: Run) -> None:
+    fast, _, slow, _ = (len(each["samples"][1]) for each in result(trained, "slow group, one-cycle schedule"))
+    assert fast > 1.5 * slow
+
+
+def test_schedules_by_step_end_where_ddp_would_end_in_every_group(trained: Run) -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.02, momentum=0.3)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=8)
+    for _ in range(8):
+        optimizer.step()
+        schedule.step()
+    for each in result(trained, "slow group, one-cycle schedule"):
+        assert each["lr"] == schedule.get_last_lr()
+
+
+def test_schedules_by_epoch_step_once_an_epoch(trained: Run) -> None:
+    for each in result(trained, "schedule by epoch"):
+        assert each["rates"][0][0] == 0.02
+        assert each["rates"][1][0] == 0.01
+        assert each["lr"] == [0.005]
+
+
+def test_plateau_schedules_agree_on_all_ranks(trained: Run) -> None:
+    rates = {tuple(each["lr"]) for each in result(trained, "schedule on plateau")}
+    assert len(rates) == 1
+    assert rates.pop()[0] < 0.02
+
+
+def test_accumulation_pushes_once_a_window(trained: Run) -> None:
+    ranks = result(trained, "accumulation and clipping")
+    steps = ranks[0]["step"] + ranks[2]["step"]
+    assert ranks[0]["report"]["updates"] == steps
+    batches = [len(each["rates"][0]) for each in (ranks[0], ranks[2])]
+    assert steps == sum(-(-count // 3) for count in batches)
+
+
+def test_groups_validate_together_at_common_points(trained: Run) -> None:
+    for each in result(trained, "validation in mid-epoch"):
+        assert len(each["validations"]) == 2 * 4
+    for each in result(trained, "validation by batch count"):
+        assert len(each["validations"]) == 3  # after 5, 10 and 15 of 16 batches
+
+
+def test_max_steps_trains_as_many_samples_as_ddp_would(trained: Run) -> None:
+    ranks = result(trained, "max_steps")
+    assert sum(len(epoch) for each in ranks for epoch in each["samples"]) == 12 * 4 * 8
+
+
+@pytest.mark.parametrize("name", ["max_time", "one group says stop"])
+def test_a_stop_in_one_group_ends_the_run_for_all(trained: Run, name: str) -> None:
+    ranks = result(trained, name)
+    assert len({each["epoch"] for each in ranks}) == 1
+    assert len({len(each["validations"]) for each in ranks}) == 1
+
+
+def test_early_stopping_decides_for_all_ranks(trained: Run) -> None:
+    assert {each["epoch"] for each in result(trained, "early stopping")} == {2}
+
+
+def test_static_data_gives_every_rank_the_same_number_of_batches(trained: Run) -> None:
+    assert {len(each["samples"][0]) for each in result(trained, "static")} == {64}
+
+
+def test_own_samplers_are_respected(trained: Run) -> None:
+    for rank, each in enumerate(result(trained, "own distributed sampler")):
+        mate = result(trained, "own distributed sampler")[rank ^ 2]
+        assert sorted(each["samples"][0]) == sorted(mate["samples"][0])  # both asked for the same half
+    for each in result(trained, "own sampler"):
+        assert len(each["samples"][0]) == 32
+
+
+def test_gradients_that_are_not_finite_are_refused_counted_and_survived(trained: Run) -> None:
+    ranks = result(trained, "gradients that are not finite")
+    batches = len(ranks[0]["rates"][0]) + len(ranks[2]["rates"][0])
+    assert 0 < ranks[0]["report"]["refused"] < batches
+    assert ranks[0]["report"]["refused"] + ranks[0]["report"]["updates"] == batches
+    assert all(loss == loss for each in ranks for _, loss in each["validations"])
+
+
+def test_limited_batches_limit_all_groups_together(trained: Run) -> None:
+    ranks = result(trained, "limited batches")
+    for epoch in range(2):
+        assert sum(len(each["samples"][epoch]) for each in ranks) == 3 * 4 * 8
+
+
+def test_live_metrics_are_logged(trained: Run) -> None:
+    metrics = result(trained, "log and checkpoint")[0]["metrics"]
+    for name in ("staleness_mean", "staleness_max", "updates_per_s", "groups_alive", "exchange_share", "step_time"):
+        assert f"omni/{name}" in metrics
+    assert metrics["omni/groups_alive"] == 2
+    assert {"omni/group_0/step_time", "omni/group_1/slowest_rank"} <= metrics.keys()
+
+
+def test_validate_after_fit_sees_the_same_weights(trained: Run) -> None:
+    for each in result(trained, "plain"):
+        assert each["test"][0]["val_loss"] == pytest.approx(each["validations"][-1][1])

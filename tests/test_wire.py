@@ -1,0 +1,620 @@
+"""Real sockets, threads and processes: large payloads, garbage next to a running exchange, and a server that dies."""
+
+from __future__ import annotations
+
+import os
+import random
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import zmq
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_omni.errors import ConfigurationError, ConnectionLost, OmniError, RankLost, Refused
+from lightning_omni.methods import AsyncSGD
+from lightning_omni.methods.master import describe, hyperparameters_of
+from lightning_omni.protocol import ServerCore
+from lightning_omni.protocol import messages as m
+from lightning_omni.protocol.codec import Packed, pack
+from lightning_omni.protocol.layout import Layout
+from lightning_omni.server import ControlConnection, DataConnection, Server, ServerProcess
+from lightning_omni.server.frames import CHUNK, Assembly, chunks
+from lightning_omni.server.keys import new_key
+from lightning_omni.server.process import Settings
+
+KEY = bytes(range(32))
+DEADLINE = 20.0
+"""Seconds that anything here may take on a busy machine before it counts as stuck."""
+
+
+def eventually(is_true: Callable[[], bool]) -> bool:
+    """Looks again and again until it is true, or for too long."""
+    deadline = time.monotonic() + DEADLINE
+    while not is_true():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def sgd(parameters: list[Parameter]) -> torch.optim.SGD:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, fused=True)
+
+
+class Rank:
+    """A rank's two connections, and its pushes."""
+
+    def __init__(self, address: str, rank: int = 0, world_size: int = 1, numel: int = 1000, **options: Any) -> None:
+        self.layout = Layout.of({"w": torch.zeros(numel), "b": torch.zeros(3)})
+        options = {"key": KEY, "run": "a run", "layout": self.layout, "connect_timeout": DEADLINE, **options}
+        self.control = ControlConnection(address, rank=rank, world_size=world_size, **options)
+        try:
+            self.data = DataConnection(self.control.data_address, self.control.ticket, self.control.check, DEADLINE)
+        except BaseException:
+            self.control.close()
+            raise
+
+    def close(self) -> None:
+        self.data.close()
+        self.control.close()
+
+    def begin(self, *groups: tuple[int, ...]) -> list[Parameter]:
+        """Forms groups and hands weights over."""
+        form = m.Form(generation=1, groups=groups, method=m.method_to_wire(AsyncSGD()))
+        self.control.request(form, m.Formed, timeout=DEADLINE)
+        parameters = [Parameter(torch.arange(int(spec.shape[0])) / 7) for spec in self.layout.specs]
+        names = {parameter: spec.name for parameter, spec in zip(parameters, self.layout.specs, strict=True)}
+        weights = {name: parameter.detach() for parameter, name in names.items()}
+        part = {"optimizer": describe(sgd(parameters), names), "weights": weights, "clock": 0}
+        packed, buffer = pack({"parts": [part]})
+        self.data.exchange(m.Seed(packed=packed, nbytes=buffer.numel()), m.Seeded, buffer)
+        return parameters
+
+    def gradient(self, step: int) -> tuple[Tensor, list[Tensor]]:
+        """A gradient as payload and as tensors."""
+        buffer = self.layout.empty()
+        views = self.layout.views(buffer)
+        for view in views:
+            view.copy_(torch.randn(view.shape, generator=torch.Generator().manual_seed(step)))
+        return buffer, views
+
+    def push(self, step: int, read_at: int) -> tuple[m.Weights, list[Tensor]]:
+        buffer, _ = self.gradient(step)
+        message = m.PushMessage(
+            optimizer=0,
+            read_at=read_at,
+            present=(True, True),
+            hyperparameters=tuple(hyperparameters_of(sgd([Parameter(torch.zeros(1))]))),
+            epoch=-1,
+            trained=0,
+            nbytes=buffer.numel(),
+        )
+        answer, payload = self.data.exchange(message, m.Weights, buffer)
+        return answer, self.layout.views(payload)
+
+
+def assert_exact_training(rank: Rank, parameters: list[Parameter], steps: int) -> None:
+    """Pushes, and compares every answer with the same optimizer here."""
+    optimizer = sgd(parameters)
+    for step in range(steps):
+        for parameter, value in zip(parameters, rank.gradient(step)[1], strict=True):
+            parameter.grad = value
+        optimizer.step()
+        answer, weights = rank.push(step, read_at=step)
+        assert (answer.clock, answer.staleness, answer.applied) == (step + 1, 0, True)
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(parameters, weights, strict=True))
+
+
+class Serving:
+    """A server in a thread."""
+
+    def __init__(self, **options: Any) -> None:
+        self.core = ServerCore(KEY, secrets.token_bytes, **options)
+        self.server = Server(self.core)
+        self.address = self.server.address
+        self.failure: BaseException | None = None
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        try:
+            self.server.run(until=self._stopping.is_set)
+        except BaseException as error:
+            self.failure = error
+        finally:
+            self.server.close()
+
+    @property
+    def data_address(self) -> str:
+        return f"tcp://127.0.0.1:{self.core.data_port}"
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self._thread.join(DEADLINE)
+        assert not self._thread.is_alive()
+        assert self.failure is None, self.failure
+
+
+@pytest.fixture
+def serving() -> Iterator[Serving]:
+    server = Serving()
+    yield server
+    server.stop()
+
+
+@contextmanager
+def ranks(address: str, count: int, **options: Any) -> Iterator[list[Rank]]:
+    with ExitStack() as stack:
+        joined = []
+        for number in range(count):
+            joined.append(Rank(address, number, count, **options))
+            stack.callback(joined[-1].close)
+        yield joined
+
+
+@contextmanager
+def raw_dealer(address: str) -> Iterator[zmq.Socket[bytes]]:
+    context = zmq.Context()
+    dealer = context.socket(zmq.DEALER)
+    dealer.setsockopt(zmq.LINGER, int(DEADLINE * 1000))
+    dealer.connect(address)
+    try:
+        yield dealer
+    finally:
+        dealer.close()
+        context.term()
+
+
+# --- Frames --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 17])
+def test_a_payload_is_put_together_from_its_chunks(nbytes: int) -> None:
+    payload = torch.arange(nbytes).to(torch.uint8)
+    assembly = Assembly(m.Attached(), torch.zeros(nbytes, dtype=torch.uint8))
+    pieces = list(chunks(payload))
+    assert all(0 < len(piece) <= CHUNK for piece in pieces)
+    for index, piece in enumerate(pieces):
+        assert not assembly.is_complete, index
+        assembly.add(piece)
+    assert assembly.is_complete
+    assert torch.equal(assembly.buffer, payload)
+
+
+# --- Exchange ------------------------------------------------------------------------------------------------------
+
+
+def test_a_payload_of_many_chunks_arrives_bit_for_bit(serving: Serving) -> None:
+    numel = 3 * CHUNK + 17  # of float32: thirteen chunks
+    with ranks(serving.address, 1, numel=numel) as (rank,):
+        assert_exact_training(rank, rank.begin((0,)), steps=3)
+
+
+def test_weights_and_snapshots_are_of_one_moment_while_others_push(serving: Serving) -> None:
+    with ranks(serving.address, 2, numel=200_000) as (first, second):
+        parameters = first.begin((0,), (1,))
+        failed: list[BaseException] = []
+
+        def look() -> None:
+            try:
+                for _ in range(20):
+                    answer, payload = second.data.exchange(m.Fetch(optimizer=0), m.Weights)
+                    seen[answer.clock] = payload.clone()
+            except BaseException as error:
+                failed.append(error)
+
+        seen: dict[int, Tensor] = {}
+        thread = threading.Thread(target=look)
+        thread.start()
+        optimizer, history = sgd(parameters), [[p.detach().clone() for p in parameters]]
+        step = 0
+        while thread.is_alive() or step < 3:
+            for parameter, value in zip(parameters, first.gradient(step)[1], strict=True):
+                parameter.grad = value
+            optimizer.step()
+            history.append([p.detach().clone() for p in parameters])
+            first.push(step, read_at=step)
+            step += 1
+        thread.join()
+        assert not failed
+        assert seen
+        for clock, payload in seen.items():
+            views = first.layout.views(payload)
+            assert all(torch.equal(a, b) for a, b in zip(views, history[clock], strict=True))
+
+
+def test_a_refused_payload_does_not_spoil_the_next_one(serving: Serving) -> None:
+    with ranks(serving.address, 1, numel=2 * CHUNK) as (rank,):
+        parameters = rank.begin((0,))
+        buffer, _ = rank.gradient(0)
+        message = m.PushMessage(
+            optimizer=0, read_at=0, present=(True, True), hyperparameters=({},), epoch=-1, trained=0, nbytes=17
+        )
+        with pytest.raises(Refused, match="the gradient has 17 bytes"):
+            rank.data.exchange(message, m.Weights, buffer)
+        assert_exact_training(rank, parameters, steps=2)
+
+
+def test_meetings_carry_each_ranks_bytes(serving: Serving) -> None:
+    with ranks(serving.address, 3) as joined:
+        answers: dict[int, list[bytes]] = {}
+
+        def meet(rank: int) -> None:
+            message = m.Contribute(number=0, what="all_gather")
+            payload = bytes([rank]) * 100_000 * rank
+            answers[rank] = joined[rank].control.request_payload(message, m.Gathered, payload, DEADLINE)[1]
+
+        threads = [threading.Thread(target=meet, args=(rank,)) for rank in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        expected = [bytes([rank]) * 100_000 * rank for rank in range(3)]
+        assert answers == dict.fromkeys(range(3), expected)
+
+
+def test_heartbeats_bring_the_status_home(serving: Serving) -> None:
+    with ranks(serving.address, 1) as (rank,):
+        rank.begin((0,))
+        rank.push(0, read_at=0)
+        rank.control.report_timings(0.25, 0.5, 0.125)
+        assert eventually(lambda: serving.core.status(0.0).groups[0].compute_time == 0.25)
+        assert eventually(lambda: rank.control.status is not None and rank.control.status.clock == 1)
+
+
+def test_a_rank_that_says_goodbye_with_a_reason_ends_its_group_only(serving: Serving) -> None:
+    with ranks(serving.address, 2) as (first, second):
+        first.begin((0,), (1,))
+        second.control.close(reason="rank 1 failed: KeyError")
+        assert eventually(lambda: first.control.lost == (1,))
+        first.control.check()
+        assert first.push(0, read_at=0)[0].applied
+        with pytest.raises(Refused, match="rank 1 was retired: rank 1 failed: KeyError") as refusal:
+            second.push(0, read_at=0)
+        assert refusal.value.code == "lost"
+
+
+def test_a_lost_rank_is_told_and_stops_waiting(serving: Serving) -> None:
+    told: list[OmniError] = []
+    with ExitStack() as stack:
+        first = Rank(serving.address, 0, 2)
+        stack.callback(first.close)
+        second = Rank(serving.address, 1, 2, on_end=told.append)
+        stack.callback(second.close)
+        first.begin((0,), (1,))
+        first.control.post(m.Lost(rank=1, reason="rank 1 was killed"))
+        with pytest.raises(RankLost, match="rank 1's group is out of the run: rank 1 was killed"):
+            second.control.request(m.Contribute(number=0, what="barrier"), m.Gathered, timeout=DEADLINE)
+        assert [type(error) for error in told] == [RankLost]
+
+
+# --- Strangers and garbage -----------------------------------------------------------------------------------------
+
+
+def garbage(seed: int) -> Iterator[list[bytes]]:
+    """Multipart messages of all kinds of wrong: random bytes, halves of messages, chunks out of the blue."""
+    source = random.Random(seed)
+    push = m.encode(
+        m.PushMessage(
+            optimizer=0, read_at=0, present=(True, True), hyperparameters=({},), epoch=-1, trained=0, nbytes=2**50
+        )
+    )
+    seed_message = m.encode(m.Seed(packed=Packed(b"", ()), nbytes=2**50))
+    for _ in range(60):
+        yield [source.randbytes(source.randrange(200)) for _ in range(source.randrange(1, 5))]
+    yield from ([push], [push[: len(push) // 2]], [seed_message], [b"", b"x" * 1000], [b"", b""], [b""], [b""] * 5)
+    yield from ([m.encode(message)] for message in (m.AskStatus(), m.Fetch(optimizer=0), m.Attach(ticket=b"x" * 32)))
+    yield [b"\x80\x04\x95" + b"cos\nsystem\n(S'true'\ntR."]  # a pickle
+    yield [b"\xdd\xff\xff\xff\xff"]
+
+
+def test_garbage_is_refused_and_counted_and_harms_no_exchange(serving: Serving) -> None:
+    with ExitStack() as stack:
+        (rank,) = stack.enter_context(ranks(serving.address, 1, numel=50_000))
+        parameters = rank.begin((0,))
+        control = stack.enter_context(raw_dealer(serving.address))
+        data = stack.enter_context(raw_dealer(serving.data_address))
+        finished = threading.Event()
+
+        def pester() -> None:
+            for number in range(1000):
+                for frames in garbage(number):
+                    control.send_multipart(frames)
+                    data.send_multipart(frames)
+                if finished.is_set():
+                    return
+
+        thread = threading.Thread(target=pester)
+        thread.start()
+        try:
+            assert_exact_training(rank, parameters, steps=25)
+        finally:
+            finished.set()
+            thread.join()
+        assert eventually(lambda: serving.core.strangers >= 100)
+        assert control.poll(DEADLINE * 1000)
+        refusal = m.decode(control.recv_multipart()[0], at="rank", channel=m.CONTROL)
+        assert isinstance(refusal, m.RefusedMessage)
+        assert eventually(lambda: rank.control.status is not None and rank.control.status.strangers >= 100)
+
+
+def test_bytes_that_are_not_even_zeromq_harm_no_exchange(serving: Serving) -> None:
+    source = random.Random(0)
+    with ranks(serving.address, 1) as (rank,):
+        parameters = rank.begin((0,))
+        for address in (serving.address, serving.data_address):
+            port = int(address.rpartition(":")[2])
+            for start in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" + bytes(8) + b"\x7f", b"", bytes(64), b"\xff" * 64):
+                with socket.create_connection(("127.0.0.1", port), timeout=DEADLINE) as wire:
+                    wire.sendall(start + source.randbytes(1000))
+        assert_exact_training(rank, parameters, steps=3)
+
+
+@pytest.mark.parametrize("message", [m.Fetch(optimizer=0), m.Seed(packed=Packed(b"", ()), nbytes=2**50)])
+def test_a_stranger_on_the_data_channel_is_refused_as_a_stranger_once(serving: Serving, message: m.Message) -> None:
+    with raw_dealer(serving.data_address) as dealer:
+        dealer.send(m.encode(message))
+        assert dealer.poll(DEADLINE * 1000)
+        answer = m.decode(dealer.recv_multipart()[0], at="rank", channel=m.DATA)
+    assert (answer.code, serving.core.strangers) == ("stranger", 1)
+
+
+def test_a_wrong_ticket_opens_nothing(serving: Serving) -> None:
+    with pytest.raises(Refused, match="this ticket opens nothing"):
+        DataConnection(serving.data_address, b"x" * 32, lambda: None, DEADLINE)
+
+
+def test_another_key_is_refused(serving: Serving) -> None:
+    with pytest.raises(Refused, match="the same key") as refusal:
+        Rank(serving.address, key=new_key())
+    assert refusal.value.code == "key"
+
+
+def test_a_server_without_the_key_is_not_believed() -> None:
+    context = zmq.Context()
+    impostor = context.socket(zmq.ROUTER)
+    port = impostor.bind_to_random_port("tcp://127.0.0.1")
+
+    def answer_everything() -> None:
+        peer, _ = impostor.recv_multipart()
+        impostor.send_multipart([peer, m.encode(m.Challenge(nonce=b"n" * 32))])
+        peer, _ = impostor.recv_multipart()
+        welcome = m.Welcome(mac=b"guess", ticket=b"t", data_port=1, heartbeat_timeout=30.0)
+        impostor.send_multipart([peer, m.encode(welcome)])
+
+    thread = threading.Thread(target=answer_everything)
+    thread.start()
+    try:
+        with pytest.raises(Refused, match="does not hold the run's key"):
+            Rank(f"tcp://127.0.0.1:{port}")
+    finally:
+        thread.join()
+        impostor.close(0)
+        context.term()
+
+
+class Wiretap:
+    """Passes the bytes of TCP connections on to a port, and keeps them."""
+
+    def __init__(self, port: int) -> None:
+        self._target = ("127.0.0.1", port)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener.settimeout(DEADLINE)
+        self.port = self._listener.getsockname()[1]
+        self.heard: list[bytearray] = []
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
+
+    def _accept(self) -> None:
+        with self._listener:
+            near = self._listener.accept()[0]
+        far = socket.create_connection(self._target)
+        for source, target in ((near, far), (far, near)):
+            self.heard.append(bytearray())
+            self._threads.append(threading.Thread(target=self._pass_on, args=(source, target, self.heard[-1])))
+            self._threads[-1].start()
+
+    def _pass_on(self, source: socket.socket, target: socket.socket, heard: bytearray) -> None:
+        with source, suppress(OSError):  # either side may hang up first
+            while data := source.recv(1 << 16):
+                heard += data
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+
+    def messages(self) -> Iterator[list[bytes]]:
+        """Everything that was said, once both sides have hung up: the frames of each ZeroMQ message."""
+        for thread in self._threads:
+            thread.join(DEADLINE)
+        for heard in self.heard:
+            frames, position = [], 64  # after the greeting
+            while position < len(heard):
+                flags, width = heard[position], 8 if heard[position] & 2 else 1
+                start = position + 1 + width
+                position = start + int.from_bytes(heard[position + 1 : start], "big")
+                if flags & 4:
+                    continue  # a command of ZeroMQ itself
+                frames.append(bytes(heard[start:position]))
+                if not flags & 1:
+                    yield frames
+                    frames = []
+
+
+def test_everything_on_the_wire_is_messagepack_or_bytes_of_a_tensor(serving: Serving) -> None:
+    control, data = (Wiretap(int(at.rpartition(":")[2])) for at in (serving.address, serving.data_address))
+    serving.core.data_port = data.port
+    with ranks(f"tcp://127.0.0.1:{control.port}", 1) as (rank,):
+        assert_exact_training(rank, rank.begin((0,)), steps=2)
+        rank.control.request_payload(m.Contribute(number=0, what="gather"), m.Gathered, b"bytes", DEADLINE)
+    said = {}
+    for tap in (control, data):
+        for head, *payload in tap.messages():
+            if head == b"":  # a chunk of a tensor, or a knock
+                assert len(payload) == (1 if tap is data else 0)
+                continue
+            said[msgspec.msgpack.decode(head)["type"]] = payload
+    assert said.keys() >= {"Hello", "Challenge", "Proof", "Welcome", "Form", "Formed", "Seed", "Push", "Weights"}
+    assert said["Contribute"] == said["Gathered"] == [b"bytes"]
+
+
+# --- Addresses -----------------------------------------------------------------------------------------------------
+
+
+def test_a_port_in_use_is_named(serving: Serving) -> None:
+    port = int(serving.address.rpartition(":")[2])
+    with pytest.raises(ConfigurationError, match=rf"cannot listen on 127\.0\.0\.1:{port}.*port="):
+        Server(ServerCore(KEY, secrets.token_bytes), port=port)
+    with pytest.raises(ConfigurationError, match=rf"127\.0\.0\.1:{serving.core.data_port}"):
+        Server(ServerCore(KEY, secrets.token_bytes), data_port=serving.core.data_port)
+
+
+def test_an_address_of_another_machine_cannot_be_bound() -> None:
+    with pytest.raises(ConfigurationError, match=r"cannot listen on 192\.0\.2\.1.*host="):
+        Server(ServerCore(KEY, secrets.token_bytes), host="192.0.2.1")
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "nonsense",
+        "",
+        "tcp://",
+        "tcp://host",
+        "tcp://:5555",
+        "tcp://host:port",
+        "tcp://host:99999",
+        "tcp://127.0.0.1:0",
+        "tcp://a b:5555",
+        "tcp://127.0.0.1:5555/path",
+        "http://host:1",
+        "ipc:///tmp/x",
+        "127.0.0.1:5555",
+    ],
+)
+def test_an_address_that_is_none_is_refused_before_anything_is_tried(address: str) -> None:
+    with pytest.raises(ConfigurationError, match=r'server=.*"tcp://host:port"'):
+        Rank(address, connect_timeout=0.0)
+
+
+def test_a_server_that_cannot_be_reached_is_reported_in_time() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    began = time.monotonic()
+    with pytest.raises(ConnectionLost, match=rf"no parameter server answers at .*:{port}; check server="):
+        Rank(f"tcp://127.0.0.1:{port}", connect_timeout=0.3)
+    assert time.monotonic() - began < DEADLINE / 2
+
+
+# --- The server goes away ------------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_waits_is_told_when_the_server_disappears() -> None:
+    server = Serving()
+    told: list[OmniError] = []
+    with ExitStack() as stack:
+        rank = Rank(server.address, 0, 2, on_end=told.append)
+        stack.callback(rank.close)
+        threading.Timer(0.2, server.stop).start()
+        began = time.monotonic()
+        with pytest.raises(ConnectionLost, match="is gone; the run cannot go on"):
+            rank.control.request(m.Contribute(number=0, what="barrier"), m.Gathered, timeout=600.0)
+        with pytest.raises(ConnectionLost, match="is gone; the run cannot go on"):
+            rank.data.exchange(m.Fetch(optimizer=0), m.Weights)
+        assert time.monotonic() - began < DEADLINE / 2
+        assert [type(error) for error in told] == [ConnectionLost]
+
+
+# --- The server's own process --------------------------------------------------------------------------------------
+
+
+def settings(**changes: Any) -> Settings:
+    fields = {
+        "key": KEY.hex(),
+        "host": "127.0.0.1",
+        "port": 0,
+        "heartbeat_timeout": 30.0,
+        "join_timeout": 60.0,
+        "threads": 1,
+        "allow_optimizers": (),
+    }
+    return Settings(**{**fields, **changes})
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process lives; one that nobody has reaped yet does not."""
+    try:
+        os.kill(pid, 0)
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return Path("/proc").is_dir() is False
+    return state != "Z"
+
+
+@pytest.mark.processes
+def test_the_server_process_serves_and_stops() -> None:
+    process = ServerProcess(settings())
+    try:
+        with ranks(process.address(), 1) as (rank,):
+            assert_exact_training(rank, rank.begin((0,)), steps=3)
+        port = int(process.address().rpartition(":")[2])
+    finally:
+        process.stop()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), timeout=DEADLINE)
+
+
+@pytest.mark.processes
+def test_a_server_process_that_cannot_listen_says_why() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        process = ServerProcess(settings(port=port))
+        try:
+            with pytest.raises(ConfigurationError, match=rf"did not start: cannot listen on 127\.0\.0\.1:{port}"):
+                process.address()
+        finally:
+            process.stop()
+
+
+PARENT = """
+import sys, msgspec
+from lightning_omni.server import ServerProcess
+from lightning_omni.server.process import Settings
+process = ServerProcess(msgspec.json.decode(sys.argv[1], type=Settings))
+print(process._process.pid, process.address(), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.processes
+def test_the_server_process_does_not_outlive_a_parent_that_was_killed() -> None:
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, msgspec.json.encode(settings()).decode()],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with parent:
+        assert parent.stdout is not None
+        pid, address = parent.stdout.readline().split()
+        assert is_running(int(pid))
+        with ranks(address, 1) as (rank,):
+            rank.begin((0,))
+            parent.send_signal(signal.SIGKILL)
+            assert eventually(lambda: not is_running(int(pid)))
+            with pytest.raises(ConnectionLost):
+                rank.push(0, read_at=0)
