@@ -10,6 +10,7 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -49,7 +50,8 @@ class Master:
             hyperparameters: one mapping for each parameter group; they replace the optimizer's own.
         """
         for group, values in zip(self.optimizer.param_groups, hyperparameters, strict=True):
-            group.update((key, value) for key, value in values.items() if key not in _IMPLEMENTATION_FLAGS)
+            kept = ("params", *_IMPLEMENTATION_FLAGS)
+            group.update((key, value) for key, value in values.items() if key not in kept)
         for parameter, gradient in zip(self._ordered, gradients, strict=True):
             parameter.grad = gradient
         self.optimizer.step()
@@ -122,7 +124,7 @@ def rebuild(
     Raises:
         UnsupportedError: the class is not allowed or cannot be imported.
     """
-    kind = (resolve or resolver(()))(description["class"])
+    kind = (resolve or resolver(()))(str(description["class"]))
     optimizer = object.__new__(kind)
     groups = [
         {**group, "params": [parameters[name] for name in group["params"]]} for group in description["groups"]
@@ -150,11 +152,11 @@ def resolver(allowed: Sequence[str]) -> Resolve:
             kind: Any = importlib.import_module(module)
             for part in name.split("."):
                 kind = getattr(kind, part)
-        except (ImportError, AttributeError) as error:
+        except (ImportError, AttributeError, ValueError) as error:
             raise UnsupportedError(
                 f"the server cannot import the optimizer {path} ({error}); it must live in an installed module"
             ) from error
-        if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
+        if not (isinstance(kind, type) and issubclass(kind, Optimizer)) or kind is Optimizer:
             raise UnsupportedError(f"{path} is not a torch.optim.Optimizer")
         return kind
 
@@ -199,10 +201,10 @@ def class_path(kind: type) -> str:
 
 def _plain(value: Any) -> Any:
     """The value as plain data; 0-dimensional tensors (a learning rate, say) become numbers."""
+    if isinstance(value, numpy.generic) or (isinstance(value, Tensor) and value.numel() == 1):
+        return value.item()
     if isinstance(value, _PLAIN):
         return value
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return value.item()
     if isinstance(value, (list, tuple)):
         return type(value)(_plain(item) for item in value)
     if isinstance(value, dict):
@@ -221,6 +223,7 @@ def _choose_fastest_kernel(optimizer: Optimizer) -> None:
     """Fused kernels are the fastest on a CPU, the multi-tensor ones the slowest."""
     fusable = type(optimizer) in _MAY_BE_FUSED
     for group in optimizer.param_groups:
+        group.update((flag, False) for flag in ("capturable", "differentiable") if flag in group)
         if "foreach" not in group:
             continue
         group["foreach"] = False

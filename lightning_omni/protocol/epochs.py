@@ -85,6 +85,11 @@ class Epochs:
             raise ProtocolError(f"epoch {epoch} is not under way")
         return self.book
 
+    def check_trained(self, group: int, epoch: int, batches: int) -> None:
+        """Raises `ProtocolError` unless `train` would accept this."""
+        if self.book is not None and self.book.plan.epoch == epoch:
+            self.book.check_trained(group, batches)
+
     def train(self, group: int, epoch: int, batches: int) -> None:
         """A push says how far its group has trained."""
         if self.book is not None and self.book.plan.epoch == epoch:

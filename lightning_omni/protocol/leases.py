@@ -148,13 +148,18 @@ class LeaseBook:
         Raises:
             ProtocolError: it never drew that many.
         """
-        drawn = self._known(group)
-        if not 0 <= batches <= len(drawn):
-            raise ProtocolError(f"group {group} says it trained {batches} batches, but has drawn only {len(drawn)}")
+        self.check_trained(group, batches)
+        drawn = self._drawn[group]
         for batch in drawn[self._trained[group] : batches]:
             self._done.append((batch.start, batch.stop))
         self._done = _merge(self._done)
         self._trained[group] = max(batches, self._trained[group])
+
+    def check_trained(self, group: int, batches: int) -> None:
+        """Raises `ProtocolError` unless the group has drawn that many batches."""
+        drawn = self._known(group)
+        if not 0 <= batches <= len(drawn):
+            raise ProtocolError(f"group {group} says it trained {batches} batches, but has drawn only {len(drawn)}")
 
     def release(self, group: int) -> None:
         """A group is gone, or goes on to something else: what it drew and did not train is free again."""

@@ -42,6 +42,12 @@ class Meetings:
                 )
         present[rank] = (what, payload)
 
+    def forget(self, ranks: Collection[int]) -> None:
+        """What the dead brought does not count, nor what they came for."""
+        for present in self._open.values():
+            for rank in ranks:
+                present.pop(rank, None)
+
     def complete(self, live: Collection[int]) -> list[tuple[int, list[tuple[int, bytes | Tensor]]]]:
         """Meetings that have become complete: their number, and each rank's payload in rank order."""
         ready = []

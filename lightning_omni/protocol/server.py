@@ -177,6 +177,7 @@ class ServerCore:
             return self._end(f"{reason}; the run cannot go on without it")
         assert group is not None
         self.epochs.retire(group)
+        self.meetings.forget(self.roster.lost)
         for shard in self.shards:
             shard.method_side.retire(group)
         return self._tell_everyone(m.Notice(lost=self._lost, reason=reason)) + self._settle()
@@ -262,6 +263,8 @@ class ServerCore:
         return self._settle()
 
     def _report_lost(self, member: Member, message: m.Lost, payload: Payload) -> list[Out]:
+        if not 0 <= message.rank < self.roster.world_size:
+            raise ProtocolError(f"there is no rank {message.rank} to be lost")
         return self.lose(message.rank, message.reason)
 
     def _goodbye(self, member: Member, message: m.Goodbye, payload: Payload) -> list[Out]:
@@ -318,7 +321,9 @@ class ServerCore:
                 Shard(part["optimizer"], part["weights"], int(part["clock"]), self._method, self._resolve)
                 for part in tree["parts"]
             ]
-        except (KeyError, TypeError, IndexError, ValueError) as error:
+        except OmniError:
+            raise
+        except Exception as error:  # torch raises what it likes on states that are none
             raise MalformedMessage(f"not a seed: {type(error).__name__}: {error}") from error
         return [Out(peer, m.DATA, m.Seeded())]
 
@@ -327,6 +332,8 @@ class ServerCore:
         if self.roster.topology is None or self.roster.topology.leader(group) != member.rank:
             raise ProtocolError(f"rank {member.rank} does not lead group {group}; only leaders push")
         shard = self._shard(message.optimizer)
+        if message.epoch >= 0:
+            self.epochs.check_trained(group, message.epoch, message.trained)
         replies = shard.push(group, message, payload)
         if message.epoch >= 0:
             self.epochs.train(group, message.epoch, message.trained)

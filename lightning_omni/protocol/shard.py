@@ -6,6 +6,7 @@ Rule 2: a gradient with a NaN or an infinity in it is refused and counted, never
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -35,6 +36,8 @@ class Shard:
     def __init__(
         self, description: Mapping[str, Any], weights: Mapping[str, Tensor], clock: int, method: Method, resolve: Resolve
     ) -> None:
+        if clock < 0:
+            raise MalformedMessage(f"the clock cannot be {clock}")
         self.layout = Layout.of(weights)
         self.buffer = self.layout.empty()
         parameters = {}
@@ -89,6 +92,10 @@ class Shard:
                 f"the push has {len(message.hyperparameters)} parameter groups, the optimizer"
                 f" {len(self.master.optimizer.param_groups)}; add_param_group after training began needs groups=1"
             )
+        for group_, settings in zip(self.master.optimizer.param_groups, message.hyperparameters, strict=True):
+            for name, value in settings.items():
+                if name in group_ and name != "params" and not _fits(value, group_[name]):
+                    raise ProtocolError(f"the optimizer cannot take {name}={value!r}; it is {group_[name]!r}")
         views = iter(self.payload_layout(message).views(payload))
         gradients = [next(views) if there else None for there in message.present]
         if not _is_finite(gradients):
@@ -101,6 +108,15 @@ class Shard:
             self.staleness[reply.staleness] += 1
             self.by_group.setdefault(reply.group, Counter())[reply.staleness] += 1
         return replies
+
+
+def _fits(value: Any, present: Any) -> bool:
+    """Whether a hyperparameter is of the kind that the optimizer has, and finite."""
+    if isinstance(present, (list, tuple)):
+        return isinstance(value, (list, tuple)) and len(value) == len(present) and all(map(_fits, value, present))
+    if isinstance(present, (bool, int, float)):
+        return isinstance(value, (bool, int, float)) and (math.isfinite(value) or not math.isfinite(present))
+    return present is None or value is None or type(value) is type(present)
 
 
 def _is_finite(tensors: list[Tensor | None]) -> bool:

@@ -277,7 +277,11 @@ class DataConnection:
         self._wire.setsockopt(zmq.SNDHWM, 0)
         self._wire.setsockopt(zmq.RCVHWM, 0)
         self._wire.connect(address)
-        self.exchange(m.Attach(ticket=ticket), m.Attached)
+        try:
+            self.exchange(m.Attach(ticket=ticket), m.Attached)
+        except BaseException:
+            self.close()
+            raise
 
     def exchange(
         self, message: m.Message, expect: type[T], payload: Tensor | None = None, into: Tensor | None = None
@@ -332,7 +336,8 @@ def check_address(address: str) -> None:
     """Raises `ConfigurationError` unless the address reads ``tcp://host:port``."""
     try:
         parts = urlsplit(address)
-        good = parts.scheme == "tcp" and bool(parts.hostname) and parts.port is not None
+        good = parts.scheme == "tcp" and bool(parts.hostname) and bool(parts.port)
+        good = good and not (parts.path or parts.query or parts.fragment or parts.username or " " in address)
     except ValueError:
         good = False
     if not good:

@@ -13,7 +13,7 @@ import torch
 import zmq
 from torch import Tensor
 
-from lightning_omni.errors import ConfigurationError, MalformedMessage, ProtocolError
+from lightning_omni.errors import ConfigurationError, MalformedMessage, ProtocolError, Refused
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.server import Out, ServerCore
 from lightning_omni.server.frames import CHUNK, CHUNK_MARK, KNOCK, Assembly, chunks, configure
@@ -107,7 +107,10 @@ class Server:
             take = self._on_control if channel == m.CONTROL else self._on_data
             try:
                 take(peer.bytes, frames)
-            except (MalformedMessage, ProtocolError) as error:
+            except Refused as no:
+                self._assemblies.pop(peer.bytes, None)
+                self._send([Out(peer.bytes, channel, m.RefusedMessage(code=no.code, reason=str(no)))])
+            except ProtocolError as error:
                 self._assemblies.pop(peer.bytes, None)
                 self._send(self.core.refuse(channel, peer.bytes, str(error)))
 
