@@ -10,7 +10,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from jsonargparse import CLI, ActionYesNo, ArgumentParser
+from jsonargparse import ActionYesNo, ArgumentParser, auto_cli
 from rich.console import Console
 from rich.text import Text
 
@@ -26,7 +26,7 @@ def serve(
     port: int = 5555,
     data_port: int = 0,
     key_file: Path | None = None,
-    allow_optimizer: list[str] | None = None,
+    allow_optimizer: str = "",
     heartbeat_timeout: float = 30.0,
     threads: int = 1,
     once: bool = False,
@@ -40,7 +40,7 @@ def serve(
         port: Port of the control socket; 0 takes a free one.
         data_port: Port of the data socket; 0 takes a free one.
         key_file: File with the shared key, made on first use. Copy it to the machines that train.
-        allow_optimizer: Optimizers outside torch.optim that ranks may ask for, as module:Class.
+        allow_optimizer: Optimizers outside torch.optim that ranks may ask for, as module:Class, separated by commas.
         heartbeat_timeout: Seconds of silence after which a rank counts as dead.
         threads: Threads for the optimizer's arithmetic.
         once: End after the first run.
@@ -49,7 +49,10 @@ def serve(
     key, where = load_or_create(key_file)
     torch.set_num_threads(threads)
     core = ServerCore(
-        key, secrets.token_bytes, heartbeat_timeout=heartbeat_timeout, resolve=resolver(allow_optimizer or ())
+        key,
+        secrets.token_bytes,
+        heartbeat_timeout=heartbeat_timeout,
+        resolve=resolver(allow_optimizer.split(",") if allow_optimizer else ()),
     )
     server = Server(core, host=host, port=port, data_port=data_port)
     stopped = threading.Event()
@@ -97,7 +100,7 @@ def main(arguments: list[str] | None = None) -> int:
         arguments: the command line; None takes the process's own.
     """
     try:
-        CLI({"serve": serve}, args=arguments, as_positional=False, prog="lightning-omni", parser_class=_Parser)
+        auto_cli({"serve": serve}, args=arguments, as_positional=False, prog="lightning-omni", parser_class=_Parser)
     except OmniError as error:
         Console(stderr=True).print("[red]lightning-omni:[/red]", Text(str(error)), highlight=False, soft_wrap=True)
         return 2

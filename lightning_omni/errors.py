@@ -59,7 +59,10 @@ class RankLost(OmniError):
 
 
 class CollectiveMismatch(OmniError):
-    """Live ranks met in different collectives; the message names the ranks and what each of them called."""
+    """Live ranks met in different collectives; the message names the ranks and what each of them called.
+
+    It is raised at the server and ends the run; ranks see a :class:`RankLost` that carries its message.
+    """
 
 
 class NonFiniteGradients(OmniError):

@@ -21,7 +21,9 @@ FITS: dict[str, dict[str, Any]] = {
     "schedule on plateau": {"schedule": "plateau", "trainer": {"max_epochs": 3}},
     "accumulation and clipping": {"trainer": {"accumulate_grad_batches": 3, "gradient_clip_val": 0.2}, "net": "adam"},
     "validation in mid-epoch": {"sleep": SLOW, "trainer": {"val_check_interval": 0.25, "max_epochs": 2}},
-    "validation by batch count": {"trainer": {"val_check_interval": 5, "check_val_every_n_epoch": None, "max_epochs": 2}},
+    "validation by batch count": {
+        "trainer": {"val_check_interval": 5, "check_val_every_n_epoch": None, "max_epochs": 2}
+    },
     "max_steps": {"sleep": SLOW, "trainer": {"max_steps": 12, "max_epochs": 10}},
     "max_time": {"sleep": SLOW, "max_time": 1.0, "trainer": {"max_epochs": 1000}},
     "one group says stop": {"stop_at": {"0": 3, "1": 3}, "trainer": {"max_epochs": 50}},

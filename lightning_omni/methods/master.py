@@ -126,14 +126,14 @@ def rebuild(
     """
     kind = (resolve or resolver(()))(str(description["class"]))
     optimizer = object.__new__(kind)
-    groups = [
-        {**group, "params": [parameters[name] for name in group["params"]]} for group in description["groups"]
-    ]
+    groups = [{**group, "params": [parameters[name] for name in group["params"]]} for group in description["groups"]]
     # The base class alone: a subclass's constructor may want arguments that no description can hold.
     Optimizer.__init__(optimizer, groups, dict(description["defaults"]))
     vars(optimizer).update(description["attributes"])
     if description["state"]:
-        optimizer.load_state_dict({"state": description["state"], "param_groups": optimizer.state_dict()["param_groups"]})
+        optimizer.load_state_dict(
+            {"state": description["state"], "param_groups": optimizer.state_dict()["param_groups"]}
+        )
     _choose_fastest_kernel(optimizer)
     return optimizer
 
@@ -184,14 +184,12 @@ def check_servable(optimizer: Optimizer) -> None:
     own = {key: value for key, value in vars(optimizer).items() if key not in _torch_attributes()}
     for where, values in (("its attribute", own), ("the default", optimizer.defaults)):
         for key, value in values.items():
-            try:
-                _plain(value)
-            except TypeError:
+            if not _is_plain(value):
                 raise UnsupportedError(
                     f"{kind.__qualname__} cannot run at the parameter server: {where} {key!r} is a"
                     f" {type(value).__qualname__}, and only plain values (numbers, strings, lists) can be sent there;"
                     " use groups=1"
-                ) from None
+                )
 
 
 def class_path(kind: type) -> str:
@@ -210,6 +208,14 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     raise TypeError(type(value).__qualname__)
+
+
+def _is_plain(value: Any) -> bool:
+    try:
+        _plain(value)
+    except TypeError:
+        return False
+    return True
 
 
 def _torch_attributes() -> frozenset[str]:

@@ -32,6 +32,7 @@ class Leases:
     Attributes:
         generation: grows by one with every regrouping; what was drawn before is void.
         trained: batches of this epoch (and generation) that the group has begun to train.
+        stretch: the stretch between two validations that the group is in.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class Leases:
         self.is_local = is_local
         self.generation = 0
         self.epoch = -1
-        self.trained = 0
+        self.trained = self.stretch = 0
         self._before_epoch = before_epoch
         self._member, self._members = rank, world_size
         self._control: ControlConnection | None = None
@@ -92,6 +93,8 @@ class Leases:
         self.epoch = plan.epoch
         self._goes_on = goes_on
         self._restart()
+        coming = self.peek() if goes_on else None
+        self.stretch = coming.stretch if coming is not None else 0
 
     def go_on(self, epoch: int) -> None:
         """After a regrouping, the epoch goes on with the book that the server kept."""
@@ -103,9 +106,7 @@ class Leases:
         if not self.is_local:
             self._before_epoch(epoch)
         elif not self._goes_on:
-            self.begin_local(
-                EpochPlan(epoch=epoch, total=self.total, batch_size=self.batch_size, budget=self.total)
-            )
+            self.begin_local(EpochPlan(epoch=epoch, total=self.total, batch_size=self.batch_size, budget=self.total))
         self._goes_on = False
 
     def begin(self, plan: EpochPlan) -> None:
@@ -117,7 +118,7 @@ class Leases:
 
     def _restart(self) -> None:
         self._batches = []
-        self._handed = self.trained = 0
+        self._handed = self.trained = self.stretch = 0
 
     def hand_out(self) -> Batch | None:
         """The next batch for the loader, or None if the pool is empty at the moment."""
@@ -142,14 +143,25 @@ class Leases:
     def ask(self) -> str:
         """Waits until it is known what comes after this stretch; see `lightning_omni.protocol.messages.Verdict`."""
         if self._control is None:
-            return "over" if self.peek() is None else "validate"
+            coming = self.peek()
+            self.stretch = coming.stretch if coming is not None else self.stretch
+            return "over" if coming is None else "validate"
         question = Await(
             epoch=self.epoch,
             generation=self._server_generation,
             trained=self.trained,
-            stretch=self.current.stretch if self.trained else 0,
+            stretch=self.stretch,
         )
-        return self._control.request(question, Verdict, timeout=float("inf")).next
+        verdict = self._control.request(question, Verdict, timeout=float("inf")).next
+        self._follow(verdict)
+        return verdict
+
+    def _follow(self, verdict: str) -> None:
+        """Once validated, the group is in the next stretch; told that there is more, in that of its next batch."""
+        if verdict == "validate":
+            self.stretch += 1
+        elif verdict == "more" and (coming := self.peek()) is not None:
+            self.stretch = max(self.stretch, coming.stretch)
 
     def leave(self, stop: str) -> None:
         """This rank's group leaves the epoch early; ``stop`` ends the run for all."""
@@ -235,7 +247,8 @@ def lease(loader: DataLoader[Any], **options: Any) -> DataLoader[Any]:
         options: the arguments of `Leases` that the loader does not know.
     """
     sampler = loader.sampler
-    assert isinstance(sampler, DistributedSampler) and loader.batch_size is not None
+    assert isinstance(sampler, DistributedSampler)
+    assert loader.batch_size is not None
     leases = Leases(sampler.num_replicas, loader.batch_size, sampler.total_size, **options)
     # A copy with its class extended keeps whatever the user's own DataLoader class carries. DataLoader forbids to set
     # batch_sampler after construction, lest a running iterator disagree with it; the copy has none.

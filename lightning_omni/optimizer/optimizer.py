@@ -6,7 +6,6 @@ from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
@@ -95,7 +94,7 @@ class OmniOptimizer(Optimizer):
 
     # --- The step -----------------------------------------------------------------------------------------------------
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step: the closure, then the exchange. On every rank of the group.
 
         Args:
@@ -133,6 +132,6 @@ class OmniOptimizer(Optimizer):
         return self._group_side
 
 
-def names_of(module: torch.nn.Module) -> dict[Tensor, str]:
+def names_of(module: torch.nn.Module) -> dict[Parameter, str]:
     """Every parameter's name in a module, for `OmniOptimizer`."""
     return {parameter: name for name, parameter in module.named_parameters()}

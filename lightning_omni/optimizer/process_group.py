@@ -68,7 +68,7 @@ class LiveWorld(dist.ProcessGroup):
     """
 
     def __init__(self, rank: int, size: int) -> None:
-        super().__init__(rank, size)
+        super().__init__(rank, size)  # type: ignore[call-arg]
         self._global_rank = rank
         self._live: list[int] = list(range(size))
         self._meet_over: Meet | None = None
@@ -92,7 +92,7 @@ class LiveWorld(dist.ProcessGroup):
         self._meet("barrier", b"")
         return _Done(None)
 
-    def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
+    def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
         """Reduces in rank order, so every rank gets the same bits."""
         op = _op(opts)
         for tensor in tensors:
@@ -104,7 +104,7 @@ class LiveWorld(dist.ProcessGroup):
         """`allreduce` of each."""
         return self.allreduce(tensors, opts)
 
-    def reduce(self, tensors: Sequence[Tensor], opts: Any) -> dist.Work:
+    def reduce(self, tensors: Sequence[Tensor], opts: Any) -> dist.Work:  # type: ignore[override]
         """Like `allreduce`; only the root keeps the result."""
         op = _op(opts)
         for tensor in tensors:
@@ -113,7 +113,7 @@ class LiveWorld(dist.ProcessGroup):
                 tensor.copy_(_reduced(parts, op))
         return _Done(list(tensors))
 
-    def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> dist.Work:
+    def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> dist.Work:  # type: ignore[override]
         """Everyone gets the root's tensor."""
         root = self._live[opts.rootRank]
         for tensor in tensors:
@@ -122,7 +122,7 @@ class LiveWorld(dist.ProcessGroup):
                 tensor.copy_(parts[root])
         return _Done(list(tensors))
 
-    def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
+    def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
         """Everyone gets everybody's tensor. Places of ranks that died meanwhile are filled with zeros."""
         for places, tensor in zip(outputs, inputs, strict=True):
             parts = list(self._gather(f"all_gather({_signature(tensor)})", tensor).values())
@@ -138,7 +138,7 @@ class LiveWorld(dist.ProcessGroup):
             flat[index * part.numel() : (index + 1) * part.numel()] = part.reshape(-1).to(flat.device)
         return _Done(output)
 
-    def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any) -> dist.Work:
+    def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any) -> dist.Work:  # type: ignore[override]
         """The root gets everybody's tensor."""
         for index, tensor in enumerate(inputs):
             parts = self._gather(f"gather({_signature(tensor)}, {opts.rootRank})", tensor)

@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_omni.errors import ConfigurationError, NonFiniteGradients, OmniError, Refused, UnsupportedError
-from lightning_omni.methods import METHODS, AsyncSGD, MasterWeights, Method
+from lightning_omni.methods import METHODS, MasterWeights, Method
 from lightning_omni.methods.master import class_path, describe
 from lightning_omni.optimizer.process_group import BACKEND, LiveWorld, register
 from lightning_omni.optimizer.replica import ModelReplica
@@ -96,7 +96,9 @@ class WorldOptions:
         if isinstance(self.method, Method):
             return self.method
         if self.method not in METHODS:
-            raise ConfigurationError(f"method={self.method!r} is not known; pass one of {', '.join(map(repr, METHODS))}")
+            raise ConfigurationError(
+                f"method={self.method!r} is not known; pass one of {', '.join(map(repr, METHODS))}"
+            )
         return METHODS[self.method]()
 
 
@@ -348,7 +350,9 @@ class World:
 
     # --- Exchange ----------------------------------------------------------------------------------------------------
 
-    def exchange(self, index: int, gradients: Sequence[Tensor | None], hyperparameters: Any, read_at: int) -> MasterWeights:
+    def exchange(
+        self, index: int, gradients: Sequence[Tensor | None], hyperparameters: Any, read_at: int
+    ) -> MasterWeights:
         """Pushes the group's gradient and pulls the master weights. Every rank of the group calls it.
 
         Raises:
@@ -380,7 +384,9 @@ class World:
         for index, part in enumerate(self.parts):
 
             def fetch(index: int = index, part: Part = part) -> tuple[m.Weights, Tensor]:
-                return self._leader_data().exchange(m.Fetch(optimizer=index), m.Weights, None, self._memory(part)[HEAD:])
+                return self._leader_data().exchange(
+                    m.Fetch(optimizer=index), m.Weights, None, self._memory(part)[HEAD:]
+                )
 
             part.replica.load(self._share(part, fetch))
 
@@ -388,7 +394,7 @@ class World:
         """Weights, optimizer states and clocks of all optimizers, as of one moment. For leaders.
 
         Returns:
-            ``{"parts": [{"weights": {name: tensor}, "state": {...}, "clock": int}, ...], "epoch": ..., "trained": ...}``
+            ``{"parts": [{"weights": {name: tensor}, "state": {...}, "clock": 0}], "epoch": {...}, "trained": []}``
         """
         answer, payload = self._leader_data().exchange(m.TakeSnapshot(with_state=with_state), m.Snapshot)
         tree: dict[str, Any] = unpack(answer.packed, payload)
@@ -504,9 +510,7 @@ class World:
         address, key, run = self._agree_on_server()
         self._meetings = 0
         layout = Layout(tuple(spec for part in self.parts for spec in part.replica.layout.specs))
-        self.control = ControlConnection(
-            address, key, run, self.rank, self.size, layout, on_end=self._on_end
-        )
+        self.control = ControlConnection(address, key, run, self.rank, self.size, layout, on_end=self._on_end)
         register()
         if self._live_world is None:
             self.use_default_group(self._original)
@@ -523,7 +527,7 @@ class World:
             try:
                 if self.options.server is None:
                     assert self._process is not None
-                    said = {"address": self._process.address(), "key": self._key.hex()}
+                    said = {"address": self._published(self._process.address()), "key": self._key.hex()}
                 else:
                     said = {"address": self.options.server, "key": ""}
             except Exception as error:
@@ -540,7 +544,9 @@ class World:
     def _broadcast_bytes(self, text: str, payload: Tensor) -> tuple[str, Tensor]:
         """Text and bytes from rank 0 to every rank, over torch.distributed's own group."""
         group = self._compute_group(self.topology.ranks) if self.is_synchronous else self._original
-        data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
+        data = (
+            torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
+        )
         sizes = torch.tensor([data.numel(), payload.numel()], device=self.device)
         dist.broadcast(sizes, src=0, group=group)
         both = torch.empty(int(sizes.sum()), dtype=torch.uint8)
@@ -660,8 +666,11 @@ class World:
             _scatter(flat, counting)
 
     def _on_end(self, error: OmniError) -> None:
-        """Called from the connection's thread: this rank must stop. The trainer finds out at its next exchange; if it
-        is stuck in a collective with the dead, it never does, so it gets a moment and then no more."""
+        """Called from the connection's thread: this rank must stop.
+
+        The trainer finds out at its next exchange. If it is stuck in a collective with the dead it never does, so it
+        gets a moment and then no more.
+        """
 
         def end() -> None:
             if not self._closed.wait(GRACE):
@@ -675,13 +684,34 @@ class World:
             return self.options.host
         if len(self._ranks_per_node) == 1:
             return "127.0.0.1"
-        return socket.gethostbyname(os.environ.get("MASTER_ADDR", socket.gethostname()))
+        address = _resolve(self._main_host())
+        # Many systems call themselves 127.0.1.1; the other nodes know this one by another address.
+        return "0.0.0.0" if address.startswith("127.") and not _is_loopback(self._main_host()) else address
+
+    def _published(self, address: str) -> str:
+        """The embedded server's address as the other ranks can reach it."""
+        return address.replace("//0.0.0.0:", f"//{self._main_host()}:")
+
+    @staticmethod
+    def _main_host() -> str:
+        return os.environ.get("MASTER_ADDR") or socket.gethostname()
 
 
 def _count_ranks_per_node(size: int) -> list[int]:
     local = int(os.environ.get("LOCAL_WORLD_SIZE", size))  # torchrun's word
     full, rest = divmod(size, local)
     return [local] * full + ([rest] if rest else [])
+
+
+def _resolve(host: str) -> str:
+    try:
+        return socket.gethostbyname(host)
+    except OSError:
+        return "0.0.0.0"
+
+
+def _is_loopback(host: str) -> bool:
+    return host == "localhost" or host.startswith("127.")
 
 
 def _scatter(flat: Tensor, tensors: Sequence[Tensor]) -> None:

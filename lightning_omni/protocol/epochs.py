@@ -69,7 +69,9 @@ class Epochs:
                 )
             return
         if self._waiting:
-            raise ProtocolError(f"epoch {plan.epoch} cannot begin: ranks {sorted(self._waiting)} wait for another's end")
+            raise ProtocolError(
+                f"epoch {plan.epoch} cannot begin: ranks {sorted(self._waiting)} wait for another's end"
+            )
         self.book = LeaseBook(plan, self._sizes)
         self._begin()
 

@@ -29,7 +29,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 # --- Control, rank to server -----------------------------------------------------------------------------------------
 
 
-class Hello(Message):
+class Hello(Message, frozen=True, kw_only=True):
     """A rank knocks. ``version`` stands first for good: it is all that an other version may rely on."""
 
     version: int
@@ -42,13 +42,13 @@ class Hello(Message):
     nonce: bytes
 
 
-class Proof(Message):
+class Proof(Message, frozen=True, kw_only=True):
     """The answer to a `Challenge`: proves that the rank holds the run's key."""
 
     mac: bytes
 
 
-class Heartbeat(Message):
+class Heartbeat(Message, frozen=True, kw_only=True):
     """I am alive; and this is how long my steps take.
 
     Attributes:
@@ -64,7 +64,7 @@ class Heartbeat(Message):
     exchange_time: float = 0.0
 
 
-class Form(Message):
+class Form(Message, frozen=True, kw_only=True):
     """Rank 0 forms the compute groups; training begins, or goes on in other groups.
 
     Attributes:
@@ -77,13 +77,13 @@ class Form(Message):
     keep_epoch: bool = False
 
 
-class OpenEpoch(Message):
+class OpenEpoch(Message, frozen=True, kw_only=True):
     """An epoch begins. Every rank says so; all must agree on the plan."""
 
     plan: EpochPlan
 
 
-class Draw(Message):
+class Draw(Message, frozen=True, kw_only=True):
     """Which samples are in my group's batches from ``number`` on?"""
 
     epoch: int
@@ -91,7 +91,7 @@ class Draw(Message):
     number: int
 
 
-class Await(Message):
+class Await(Message, frozen=True, kw_only=True):
     """My group has trained all batches that it holds of this stretch: what now? Answered when it is known."""
 
     epoch: int
@@ -100,7 +100,7 @@ class Await(Message):
     stretch: int
 
 
-class Leave(Message):
+class Leave(Message, frozen=True, kw_only=True):
     """My group leaves the epoch early; what it drew goes back. ``stop`` ends the epoch and the run for all.
 
     Attributes:
@@ -114,7 +114,7 @@ class Leave(Message):
     stop: str = ""
 
 
-class Contribute(Message):
+class Contribute(Message, frozen=True, kw_only=True):
     """My part of a meeting of all live ranks. The payload follows.
 
     Attributes:
@@ -126,33 +126,33 @@ class Contribute(Message):
     what: str
 
 
-class Lost(Message):
+class Lost(Message, frozen=True, kw_only=True):
     """A launcher saw a rank's process end. Not answered."""
 
     rank: int
     reason: str
 
 
-class Goodbye(Message):
+class Goodbye(Message, frozen=True, kw_only=True):
     """A rank leaves on its own: done, or with the reason of its failure."""
 
     reason: str = ""
 
 
-class AskStatus(Message):
+class AskStatus(Message, frozen=True, kw_only=True):
     """How does the run go?"""
 
 
 # --- Control, server to rank -----------------------------------------------------------------------------------------
 
 
-class Challenge(Message):
+class Challenge(Message, frozen=True, kw_only=True):
     """Prove that you hold the key."""
 
     nonce: bytes
 
 
-class Welcome(Message):
+class Welcome(Message, frozen=True, kw_only=True):
     """Admitted.
 
     Attributes:
@@ -168,7 +168,7 @@ class Welcome(Message):
     heartbeat_timeout: float
 
 
-class RefusedMessage(Message, tag="Refused"):
+class RefusedMessage(Message, tag="Refused", frozen=True, kw_only=True):
     """No, and why."""
 
     code: str
@@ -189,7 +189,7 @@ class GroupStatus(msgspec.Struct, frozen=True):
     slowest_time: float
 
 
-class Status(Message):
+class Status(Message, frozen=True, kw_only=True):
     """How the run goes. Answers every heartbeat.
 
     Attributes:
@@ -210,26 +210,26 @@ class Status(Message):
     lost: tuple[int, ...]
 
 
-class Formed(Message):
+class Formed(Message, frozen=True, kw_only=True):
     """The groups stand."""
 
     generation: int
 
 
-class EpochOpened(Message):
+class EpochOpened(Message, frozen=True, kw_only=True):
     """The epoch's book is open."""
 
     epoch: int
 
 
-class Drawn(Message):
+class Drawn(Message, frozen=True, kw_only=True):
     """Batches from ``number`` on; none if the pool is empty at the moment."""
 
     number: int
     batches: tuple[Batch, ...]
 
 
-class Verdict(Message):
+class Verdict(Message, frozen=True, kw_only=True):
     """The answer to `Await`.
 
     Attributes:
@@ -240,11 +240,11 @@ class Verdict(Message):
     next: str
 
 
-class Left(Message):
+class Left(Message, frozen=True, kw_only=True):
     """The answer to `Leave`."""
 
 
-class Gathered(Message):
+class Gathered(Message, frozen=True, kw_only=True):
     """All live ranks met.
 
     Attributes:
@@ -257,7 +257,7 @@ class Gathered(Message):
     sizes: tuple[int, ...]
 
 
-class Notice(Message):
+class Notice(Message, frozen=True, kw_only=True):
     """Ranks were lost.
 
     Attributes:
@@ -271,27 +271,27 @@ class Notice(Message):
     over: bool = False
 
 
-class Acknowledged(Message):
+class Acknowledged(Message, frozen=True, kw_only=True):
     """Heard."""
 
 
 # --- Data, rank to server --------------------------------------------------------------------------------------------
 
 
-class Attach(Message):
+class Attach(Message, frozen=True, kw_only=True):
     """Opens a data connection with the ticket from `Welcome`."""
 
     ticket: bytes
 
 
-class Seed(Message):
+class Seed(Message, frozen=True, kw_only=True):
     """Rank 0 hands the master weights and optimizers over. The tensors follow as payload."""
 
     packed: Packed
     nbytes: int
 
 
-class PushMessage(Message, tag="Push"):
+class PushMessage(Message, tag="Push", frozen=True, kw_only=True):
     """A group's gradient. The payload holds the tensors that are present.
 
     Attributes:
@@ -312,13 +312,13 @@ class PushMessage(Message, tag="Push"):
     nbytes: int
 
 
-class Fetch(Message):
+class Fetch(Message, frozen=True, kw_only=True):
     """Send the master weights of one optimizer."""
 
     optimizer: int
 
 
-class TakeSnapshot(Message):
+class TakeSnapshot(Message, frozen=True, kw_only=True):
     """Send everything: weights, optimizer states, clocks, as of one moment."""
 
     with_state: bool = True
@@ -327,15 +327,15 @@ class TakeSnapshot(Message):
 # --- Data, server to rank --------------------------------------------------------------------------------------------
 
 
-class Attached(Message):
+class Attached(Message, frozen=True, kw_only=True):
     """The data connection stands."""
 
 
-class Seeded(Message):
+class Seeded(Message, frozen=True, kw_only=True):
     """The server holds the master weights."""
 
 
-class Weights(Message):
+class Weights(Message, frozen=True, kw_only=True):
     """Master weights; the payload follows.
 
     Attributes:
@@ -357,14 +357,16 @@ class Weights(Message):
     nbytes: int
 
 
-class Snapshot(Message):
+class Snapshot(Message, frozen=True, kw_only=True):
     """Everything of one moment; the tensors follow as payload."""
 
     packed: Packed
     nbytes: int
 
 
-FromControl = Hello | Proof | Heartbeat | Form | OpenEpoch | Draw | Await | Leave | Contribute | Lost | Goodbye | AskStatus
+FromControl = (
+    Hello | Proof | Heartbeat | Form | OpenEpoch | Draw | Await | Leave | Contribute | Lost | Goodbye | AskStatus
+)
 FromData = Attach | Seed | PushMessage | Fetch | TakeSnapshot
 ToControl = (
     Challenge | Welcome | RefusedMessage | Status | Formed | EpochOpened | Drawn | Verdict | Left | Gathered | Notice

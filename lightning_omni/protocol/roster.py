@@ -13,6 +13,9 @@ from lightning_omni.protocol.handshake import fingerprint_problem, is_equal, ran
 from lightning_omni.protocol.messages import Heartbeat, Hello, Proof
 from lightning_omni.topology import Topology
 
+MOST_RANKS = 1 << 16
+"""Ranks of a run, at most."""
+
 
 @dataclass
 class Member:
@@ -82,7 +85,7 @@ class Roster:
             raise Refused(
                 "busy", f"this server is busy with another run of {first.world_size} ranks; start a server for each run"
             )
-        if not 0 <= hello.rank < hello.world_size or hello.rank in self.lost or hello.rank in self.gone:
+        if not 0 <= hello.rank < hello.world_size <= MOST_RANKS or hello.rank in self.lost or hello.rank in self.gone:
             raise Refused("rank", f"rank {hello.rank} of {hello.world_size} cannot join: it was lost or never was")
         if hello.rank in self.members:
             raise Refused("rank", f"rank {hello.rank} has joined already; is the script running twice?")

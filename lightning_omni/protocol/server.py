@@ -142,6 +142,10 @@ class ServerCore:
             return message.nbytes
         return 0
 
+    def fail(self, reason: str) -> list[Out]:
+        """The server itself cannot go on: the run ends, and everyone is told."""
+        return self._end(f"the parameter server failed: {reason}")
+
     def tick(self, now: float) -> list[Out]:
         """Time passes: ranks that were silent for too long are lost."""
         self._rate.append((now, self.clock))
@@ -271,6 +275,8 @@ class ServerCore:
         out = [Out(member.peer, m.CONTROL, m.Acknowledged())]
         if message.reason:
             out += self.lose(member.rank, message.reason)
+        elif self._grouped(member.rank):
+            self.epochs.retire(self._group_of(member))
         self.roster.gone.add(member.rank)
         return out + self._settle()
 
@@ -384,7 +390,9 @@ class ServerCore:
             updates_per_second=max(rate, 0.0),
             refused=sum(shard.refused for shard in self.shards),
             strangers=self.strangers,
-            groups=tuple(self._group_status(group) for group in (self.roster.topology.alive if self.roster.topology else ())),
+            groups=tuple(
+                self._group_status(group) for group in (self.roster.topology.alive if self.roster.topology else ())
+            ),
             staleness=tuple(staleness[t] for t in range(max(staleness, default=-1) + 1)),
             lost=self._lost,
         )

@@ -34,7 +34,12 @@ class Shard:
     """
 
     def __init__(
-        self, description: Mapping[str, Any], weights: Mapping[str, Tensor], clock: int, method: Method, resolve: Resolve
+        self,
+        description: Mapping[str, Any],
+        weights: Mapping[str, Tensor],
+        clock: int,
+        method: Method,
+        resolve: Resolve,
     ) -> None:
         if clock < 0:
             raise MalformedMessage(f"the clock cannot be {clock}")

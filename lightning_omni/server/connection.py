@@ -182,7 +182,7 @@ class ControlConnection:
 
     def _ask(self, message: m.Message, expect: type[T], deadline: float) -> T:
         self._wire.send(m.encode(message))
-        if not self._wire.poll(max(0.0, deadline - time.monotonic()) * 1000):
+        if not self._wire.poll(int(max(0.0, deadline - time.monotonic()) * 1000)):
             raise ConnectionLost(
                 f"no parameter server answers at {self.address}; check server=, that `lightning-omni serve` runs there"
                 " with a host= that this machine can reach, and that no firewall is in between"
@@ -202,7 +202,7 @@ class ControlConnection:
             poller.register(socket, zmq.POLLIN)
         heard = beat = time.monotonic()
         while not self._closing:
-            ready = dict(poller.poll(max(0.0, beat - time.monotonic()) * 1000))
+            ready = dict(poller.poll(int(max(0.0, beat - time.monotonic()) * 1000) + 1))
             now = time.monotonic()
             if self._inside in ready:
                 frames = self._inside.recv_multipart()
@@ -210,14 +210,15 @@ class ControlConnection:
                     self._wire.send_multipart(frames)
             if self._wire in ready:
                 heard = now
-                self._on_message(self._wire.recv_multipart(), now)
+                try:
+                    self._on_message(self._wire.recv_multipart(), now)
+                except MalformedMessage as error:
+                    self._end(error)
             if self._monitor in ready:
                 recv_monitor_message(self._monitor)
                 self._end(ConnectionLost(f"the parameter server at {self.address} is gone; the run cannot go on"))
             if now - heard > self.heartbeat_timeout:
-                self._end(
-                    ConnectionLost(f"the parameter server at {self.address} was silent for {now - heard:.0f} s")
-                )
+                self._end(ConnectionLost(f"the parameter server at {self.address} was silent for {now - heard:.0f} s"))
             while self._posted:
                 self._wire.send(m.encode(self._posted.popleft()))
             if now >= beat:
@@ -249,7 +250,9 @@ class ControlConnection:
         elif self.rank in notice.lost:
             self._end(RankLost(f"rank {self.rank}'s group is out of the run: {notice.reason}"))
         else:
-            _log.warning("%s; its group is retired, %d ranks are lost, the others go on", notice.reason, len(notice.lost))
+            _log.warning(
+                "%s; its group is retired, %d ranks are lost, the others go on", notice.reason, len(notice.lost)
+            )
 
     def _end(self, error: OmniError) -> None:
         if self._ended is None and not self._closing:

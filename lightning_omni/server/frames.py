@@ -1,7 +1,7 @@
 """How messages and payloads lie in ZeroMQ frames.
 
 On the data channel a message is one frame, and its payload follows in messages of two frames: an empty one, and at
-most a megabyte of bytes. (One frame of 100 MB is half as fast: it cannot be copied out while the rest arrives.)
+most half a megabyte of bytes. (One frame of 100 MB is half as fast: it cannot be copied out while the rest arrives.)
 On the control channel message and payload are the frames of one ZeroMQ message.
 """
 
@@ -32,7 +32,7 @@ def chunks(payload: Tensor) -> Iterator[memoryview]:
     Args:
         payload: uint8, one-dimensional, on the CPU.
     """
-    view = memoryview(payload.numpy())
+    view: memoryview = payload.numpy().data
     for start in range(0, len(view), CHUNK):
         yield view[start : start + CHUNK]
 

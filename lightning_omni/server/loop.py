@@ -83,9 +83,14 @@ class Server:
             poller.register(socket, zmq.POLLIN)
         due = time.monotonic()
         while not until():
-            poller.poll(max(0.0, due - time.monotonic()) * 1000)
-            for channel in (m.CONTROL, m.DATA):
-                self._drain(channel)
+            poller.poll(int(max(0.0, due - time.monotonic()) * 1000) + 1)
+            try:
+                for channel in (m.CONTROL, m.DATA):
+                    self._drain(channel)
+            except Exception as error:
+                # Whatever it is, ranks must hear of it rather than wait for a server that is no more.
+                _log.exception("the parameter server failed")
+                self._send(self.core.fail(f"{type(error).__name__}: {error}"))
             if time.monotonic() >= due:
                 self._knock()
                 self._send(self.core.tick(time.monotonic()))

@@ -57,9 +57,7 @@ def _installed() -> list[str]:
 class _RegisterOnImport(importlib.abc.MetaPathFinder):
     """Lets others find Lightning, and registers the strategy when it has been loaded."""
 
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         """Finds the two namespaces only, through the other finders."""
         if name not in NAMESPACES:
             return None

@@ -1,4 +1,4 @@
-"""Everything here touches names of Lightning that it does not promise to keep. Checked on Lightning 2.6.6.
+"""What touches underscore names of Lightning, which it does not promise to keep. Checked on Lightning 2.6.6.
 
 One small place, so that a new release of Lightning can be checked against one small file; a test notices when one of
 these names is gone or behaves otherwise.
@@ -27,6 +27,11 @@ def start_method(strategy: Any) -> str:
 def collective_timeout(strategy: Any) -> Any:
     """DDPStrategy's time-out for collectives."""
     return strategy._timeout
+
+
+def averages_models(strategy: Any) -> bool:
+    """Whether DDPStrategy was asked for post-local SGD."""
+    return strategy._model_averaging_period is not None
 
 
 def be_open_ended(trainer: Any) -> None:

@@ -19,7 +19,7 @@ class OmniLauncher(OmniLauncherHooks, _SubprocessScriptLauncher):
     """Starts ranks, and lets a run outlive the death of some."""
 
 
-class OmniStrategy(OmniStrategyHooks, DDPStrategy):
+class OmniStrategy(OmniStrategyHooks, DDPStrategy):  # noqa: D101
     __doc__ = OmniStrategyHooks.__doc__
 
     rank_zero_info = staticmethod(rank_zero_info)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pytorch_lightning.callbacks import Callback
 from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
 from pytorch_lightning.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
-from pytorch_lightning.utilities.rank_zero import rank_zero_info
+from pytorch_lightning.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
 
 from lightning_omni.strategy.hooks import OmniCallbackHooks, OmniStrategyHooks
 from lightning_omni.strategy.launcher import OmniLauncherHooks
@@ -19,7 +19,7 @@ class OmniLauncher(OmniLauncherHooks, _SubprocessScriptLauncher):
     """Starts ranks, and lets a run outlive the death of some."""
 
 
-class OmniStrategy(OmniStrategyHooks, DDPStrategy):
+class OmniStrategy(OmniStrategyHooks, DDPStrategy):  # noqa: D101
     __doc__ = OmniStrategyHooks.__doc__
 
     rank_zero_info = staticmethod(rank_zero_info)

@@ -53,7 +53,9 @@ class Pacer:
         own = type(scheduler)
         self._paced.append((scheduler, own, interval))
         # A class of its own, not an attribute: what hangs on a scheduler goes into its state_dict.
-        scheduler.__class__ = type(own.__name__, (_Paced, own), {"target": staticmethod(target), "__module__": own.__module__})
+        scheduler.__class__ = type(
+            own.__name__, (_Paced, own), {"target": staticmethod(target), "__module__": own.__module__}
+        )
 
     def catch_up(self) -> None:
         """At the end of an epoch: schedulers that count steps arrive where the epoch ends."""

@@ -11,6 +11,8 @@ SMOOTHING = 0.9
 """Weight of the past in the running means."""
 STRAGGLES = 1.5
 """A rank is called a straggler if it works that many times as long as the rest of its group."""
+NOTICEABLE = 0.005
+"""Seconds by which it must be slower, at least."""
 
 
 class Stopwatch:
@@ -79,7 +81,7 @@ def straggler_sentence(status: Status) -> str:
         if not others:
             continue
         rest = (group.compute_time * len(group.ranks) - group.slowest_time) / others
-        if rest > 0 and group.slowest_time / rest > worst:
+        if group.slowest_time - rest > NOTICEABLE and rest > 0 and group.slowest_time / rest > worst:
             worst = group.slowest_time / rest
             sentence = (
                 f"rank {group.slowest_rank} holds group {group.group} up: {group.slowest_time * 1e3:.0f} ms to the end"

@@ -20,7 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from runs import Running  # noqa: E402
+from runs import Running
 
 SAMPLES, EPOCHS, RANKS = 384, 2, 4
 

@@ -126,7 +126,8 @@ def main() -> None:
         ours += exchange(nbytes, arguments.repeats)[2:]
     floor = statistics.median(tcp) + statistics.median(step)
     mine = statistics.median(ours)
-    print(f"raw TCP there and back {statistics.median(tcp) * 1e3:.1f} ms, fused step {statistics.median(step) * 1e3:.1f} ms")
+    print(f"raw TCP there and back {statistics.median(tcp) * 1e3:.1f} ms")
+    print(f"fused step             {statistics.median(step) * 1e3:.1f} ms")
     print(f"push + update + pull   {mine * 1e3:.1f} ms")
     print(f"ratio {mine / floor:.2f} (at most 2 is promised)")
 

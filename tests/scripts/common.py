@@ -18,9 +18,9 @@ from torch import Tensor, nn  # noqa: E402
 from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
 
 if os.environ.get("OMNI_TEST_NAMESPACE") == "lightning.pytorch":
-    import lightning.pytorch as pl  # noqa: E402
+    import lightning.pytorch as pl
 else:
-    import pytorch_lightning as pl  # noqa: E402
+    import pytorch_lightning as pl
 
 import lightning_omni as omni  # noqa: E402
 

@@ -146,7 +146,7 @@ class Notes(pl.Callback):
         if number == self.options.get("stop_at", {}).get(str(RANK)):
             trainer.should_stop = True
 
-    def on_validation_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int, *_: Any) -> None:
+    def on_validation_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, *_: Any) -> None:
         self.say(f"validation {batch_idx}")
         if self.options.get("die_in_validation") == RANK and batch_idx == 1:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -187,7 +187,8 @@ def fit(options: dict[str, Any]) -> dict[str, Any]:
     pl.seed_everything(options.pop("seed", 3), verbose=False)
     strategy = omni.OmniStrategy(**options.pop("strategy", {"groups": 2}))
     notes = Notes(options)
-    module = NETS[options.pop("net", "")](options.pop("sleep", {}), options.pop("schedule", ""), options.pop("sync", False))
+    kind = NETS[options.pop("net", "")]
+    module = kind(options.pop("sleep", {}), options.pop("schedule", ""), options.pop("sync", False))
     train = make_loader(options.pop("loader", ""), options.pop("data", {}))
     checkpoint = options.pop("checkpoint", None)
     resume = options.pop("resume", None)

@@ -1,6 +1,6 @@
 """Trains a tiny regression on two processes a node, and prints what came of it. Run by tests, under any launcher.
 
-    python regression.py [--groups 2] [--nodes 1] [--server tcp://host:port] [--epochs 2] [--pace 0.0]
+python regression.py [--groups 2] [--nodes 1] [--server tcp://host:port] [--epochs 2] [--pace 0.0]
 """
 
 from __future__ import annotations

@@ -1,0 +1,381 @@
+"""Takes Lightning's training loop through epochs whose samples are dealt out while they are trained.
+
+Lightning counts batches; here an epoch ends when its samples do, for all groups together. `EpochDriver` holds all that
+follows from this: when a group has its last batch, when all groups validate, what max_steps means, how schedules keep
+pace. With one group, and with static data, it leaves the loop alone.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, Literal
+
+import msgspec
+from torch.utils.data import DataLoader
+
+from lightning_omni.optimizer import World
+from lightning_omni.optimizer.data import Leases, can_lease, lease
+from lightning_omni.protocol import EpochPlan
+from lightning_omni.protocol import messages as m
+from lightning_omni.strategy import _private
+from lightning_omni.strategy.schedulers import Pacer
+
+Spans = tuple[tuple[int, int], ...]
+
+
+class EpochDriver:
+    """The epochs of one strategy.
+
+    Args:
+        data: ``"dynamic"`` or ``"static"``.
+        say: tells the user something, on rank 0.
+
+    Attributes:
+        leases: this rank's view of the data, if it is leased.
+        is_open: whether a training epoch is under way.
+        resume: what a checkpoint said of an epoch that it interrupted.
+    """
+
+    def __init__(self, data: Literal["dynamic", "static"], say: Callable[[str], None]) -> None:
+        self._data = data
+        self._say = say
+        self.leases: Leases | None = None
+        self.is_open = False
+        self.resume: dict[str, Any] = {}
+        self._new_leases: list[Leases] = []
+        self._trainer: Any = None
+        self._world: World | None = None
+        self._pacer: Pacer | None = None
+        self._plan: EpochPlan | None = None
+        self._begun = -1
+        self._max_steps = -1
+        self._nominal_batches = 0
+        self._val_check_batch: float = float("inf")
+        self._started = self._stopping = self._open_ended = False
+
+    # --- The run -----------------------------------------------------------------------------------------------------
+
+    def connect(self, trainer: Any, world: World) -> None:
+        """A run is being set up."""
+        self._trainer, self._world = trainer, world
+        self._started, self._begun = False, -1
+
+    def start(self) -> None:
+        """The groups stand; the first epoch is about to begin."""
+        self._started, self._stopping = True, False
+        self._max_steps = self._trainer.max_steps
+        self.world.trained = self._trained
+        self._adopt()
+        self._pace()
+
+    def finish(self) -> None:
+        """The run has ended: the trainer is given back as it was."""
+        self._trainer.fit_loop.epoch_loop.max_steps = self._max_steps
+        self._unpace()
+        self.is_open = self._started = False
+
+    def forget(self) -> None:
+        """The run is torn down."""
+        self.leases, self._new_leases, self._plan = None, [], None
+        self.is_open = self._started = False
+
+    @property
+    def world(self) -> World:
+        """This rank's place in the run."""
+        assert self._world is not None
+        return self._world
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether samples are drawn from the server's book."""
+        return self.leases is not None and not self.leases.is_local
+
+    # --- Loaders -----------------------------------------------------------------------------------------------------
+
+    def process(self, loader: object, rank: int, is_ours: Callable[[DataLoader[Any]], bool]) -> object:
+        """Turns a training DataLoader into one with leased batches, if it is one whose samples may be dealt out.
+
+        Args:
+            loader: what Lightning is about to iterate.
+            rank: this rank.
+            is_ours: tells a sampler of Lightning's from a user's own.
+        """
+        if self._data == "static" or self._world is None or not self._trainer.training:
+            return loader
+        if not isinstance(loader, DataLoader) or not can_lease(loader) or not is_ours(loader):
+            if not self.world.is_synchronous:
+                self._say(
+                    'OmniStrategy: the training data is dealt out beforehand (as with data="static"), because it has a'
+                    " sampler of its own, is iterable, or is no plain DataLoader; a slow group delays an epoch's end"
+                )
+            return loader
+        leased = lease(loader, rank=rank, before_epoch=self.begin, is_local=self.world.is_synchronous)
+        self._new_leases.append(leased.leases)  # type: ignore[attr-defined]
+        return leased
+
+    def _adopt(self) -> None:
+        """New loaders were made: at the start, or because they are reloaded every few epochs."""
+        if len(self._new_leases) == 1:
+            self.leases = self._new_leases[0]
+            if not self.world.is_synchronous:
+                self.assign()
+        elif self._new_leases:
+            # Several loaders advance together; each deals its samples out as DistributedSampler does.
+            for each in self._new_leases:
+                each.is_local = True
+            self.leases = None
+        self._new_leases = []
+
+    def assign(self) -> None:
+        """Tells the leases of this rank's place in its group."""
+        world = self.world
+        if self.leases is not None:
+            control = None if world.is_synchronous else world.control
+            self.leases.assign(world.members.index(world.rank), len(world.members), control, world.generation)
+
+    def _trained(self) -> tuple[int, int]:
+        if self.leases is None or self.leases.is_local:
+            return (-1, 0)
+        return self.leases.epoch, self.leases.trained
+
+    # --- An epoch ----------------------------------------------------------------------------------------------------
+
+    def begin(self, epoch: int) -> None:
+        """An epoch begins: the groups part, and its samples are laid out to be drawn. Called again, does nothing."""
+        if epoch == self._begun or not self._started:
+            return
+        self._begun = epoch
+        self._adopt()
+        self.world.enter_compute()
+        self.is_open, self._open_ended = True, self.is_dynamic
+        self._plan = None
+        if self.leases is not None:
+            self._plan = self._make_plan(epoch)
+            if self.is_dynamic:
+                self.leases.begin(self._plan)
+                self._count_steps_together()
+
+    def begin_batch(self) -> None:
+        """A batch begins."""
+        self.begin(self._trainer.current_epoch)  # a resumed epoch starts without its first hook
+        if self.leases is not None:
+            self.leases.begin_batch()
+            if self._open_ended:
+                # Perhaps the last: then an accumulation window ends here. `end_batch` knows for certain.
+                self._set_last_batch(self.leases.peek() is None)
+
+    def end_batch(self) -> None:
+        """A batch has ended: finds out, together with the other groups, whether to go on, validate or stop."""
+        if self.world.is_synchronous and not self._open_ended:
+            return
+        verdict = self._what_next()
+        if self._open_ended:
+            self._set_last_batch(verdict == "over")
+            at_end = verdict == "over" and self._validates_at_end()
+            if verdict == "over" and self._reaches_max_steps():
+                self._stop_at_max_steps()
+            self._let_validate(verdict in ("validate", "stop:validate") or at_end)
+        if verdict.startswith("stop:"):
+            self._stopping = True
+            if verdict == "stop:validate":
+                self._trainer.should_stop = True
+            else:
+                self._let_validate(False)
+                self._trainer.fit_loop.epoch_loop.max_steps = self._trainer.global_step
+
+    def end(self, buffers: Any) -> None:
+        """An epoch has ended, in good order or before its time: the groups meet."""
+        trainer = self._trainer
+        if self.world.is_computing and not trainer.is_last_batch and not self._stopping:
+            stops = trainer.should_stop or -1 < trainer.max_steps <= trainer.global_step
+            self.leave("end" if stops else "")
+        self.world.enter_world(buffers)
+        if self._pacer is not None:
+            self._pacer.catch_up()
+        if self._plan is not None and self._open_ended:
+            trainer.fit_loop.max_batches = self._nominal_batches
+            trainer.val_check_batch = self._val_check_batch
+        self.is_open = self._open_ended = False
+
+    def leave(self, stop: str) -> None:
+        """This group ends the epoch early; ``stop`` ends the run for all."""
+        control = self.world.control
+        if control is None:
+            return
+        if self.leases is not None and self.is_dynamic:
+            self.leases.leave(stop)
+        elif stop:
+            control.request(m.Leave(epoch=-1, generation=self.world.generation, trained=0, stop=stop), m.Left)
+        self._stopping = self._stopping or bool(stop)
+
+    def before_validation(self, buffers: Any) -> None:
+        """Validation is for all groups together. One that comes on its own (a callback said stop) brings the others."""
+        if self.world.is_computing and self._trainer.should_stop and not self._stopping:
+            self.leave("validate")
+        self.world.enter_world(buffers)
+
+    def after_validation(self) -> None:
+        """Back into the epoch, if it goes on."""
+        if self.is_open and not self._trainer.is_last_batch:
+            self.world.enter_compute()
+
+    def _what_next(self) -> str:
+        leases = self.leases
+        if self.world.last.stop:
+            return f"stop:{self.world.last.stop}"
+        if not self._open_ended or leases is None:
+            return ""
+        coming = leases.peek()
+        if coming is not None and coming.stretch <= leases.stretch:
+            return ""
+        return leases.ask()
+
+    def _set_last_batch(self, is_last: bool) -> None:
+        trainer = self._trainer
+        _private.be_open_ended(trainer)
+        _private.set_last_batch(trainer, is_last)
+        if not is_last:
+            # Never the very number of the current batch: Lightning would take it for the last.
+            trainer.fit_loop.max_batches = max(self._nominal_batches, trainer.fit_loop.batch_idx + 2)
+
+    def _make_plan(self, epoch: int) -> EpochPlan:
+        """The epoch's data: what Lightning's limits mean for all ranks together."""
+        trainer, leases = self._trainer, self.leases
+        assert leases is not None
+        limit = trainer.num_training_batches
+        self._nominal_batches = int(limit) if limit != float("inf") else -(-leases.total // self._step_positions)
+        self._val_check_batch = trainer.val_check_batch
+        every, offset = 0, 0
+        if _private.validates_this_epoch(trainer) and self._val_check_batch != float("inf"):
+            # Without check_val_every_n_epoch, the batches of earlier epochs count, too.
+            done = epoch * self._nominal_batches if trainer.check_val_every_n_epoch is None else 0
+            every = int(self._val_check_batch) * self._step_positions
+            offset = done % int(self._val_check_batch) * self._step_positions
+        budget = min(leases.total, self._nominal_batches * self._step_positions)
+        if self._max_steps != -1:
+            left = max(0, self._max_steps - epoch * self._steps_an_epoch)
+            budget = min(budget, left * trainer.accumulate_grad_batches * self._step_positions)
+        fits = self.resume.get("epoch") == epoch and self.resume.get("total") == leases.total
+        return EpochPlan(
+            epoch=epoch,
+            total=leases.total,
+            batch_size=leases.batch_size,
+            budget=budget,
+            validate_every=every,
+            validate_offset=offset,
+            trained=tuple((start, stop) for start, stop in self.resume["trained"]) if fits else (),
+        )
+
+    # --- Validation and steps ----------------------------------------------------------------------------------------
+
+    def _validates_at_end(self) -> bool:
+        """Whether the end of the epoch is one of the points at which val_check_interval asks for a validation."""
+        plan = self._plan
+        if plan is None or self._val_check_batch == float("inf"):
+            return True
+        if not plan.validate_every:
+            return False
+        end = self._nominal_batches * self._step_positions + plan.validate_offset
+        return end % plan.validate_every == 0
+
+    def _let_validate(self, now: bool) -> None:
+        """Lightning validates when the number of batches is a multiple of this: the current one is, or is not."""
+        trainer = self._trainer
+        loop = trainer.fit_loop
+        number = (loop.total_batch_idx if trainer.check_val_every_n_epoch is None else loop.batch_idx) + 1
+        trainer.val_check_batch = number if now else number + 1
+
+    def _count_steps_together(self) -> None:
+        """max_steps counts the steps that DDP would take. A group's own count must not end the run for it alone."""
+        if self._max_steps == -1:
+            return
+        assert self._plan is not None
+        reached = self._max_steps <= self._plan.epoch * self._steps_an_epoch
+        self._trainer.fit_loop.epoch_loop.max_steps = self._trainer.global_step if reached else sys.maxsize
+
+    def _reaches_max_steps(self) -> bool:
+        if self._max_steps == -1 or self._plan is None:
+            return False
+        return (self._plan.epoch + 1) * self._steps_an_epoch >= self._max_steps
+
+    def _stop_at_max_steps(self) -> None:
+        trainer = self._trainer
+        trainer.fit_loop.epoch_loop.max_steps = trainer.global_step
+        self._say(
+            f"OmniStrategy: max_steps={self._max_steps} reached: as many samples as {self._max_steps} steps of all"
+            f" {self.world.size} ranks; this group took {trainer.global_step} steps of its own"
+        )
+
+    @property
+    def _step_positions(self) -> int:
+        """Samples that all ranks together train in one batch of DDP."""
+        assert self.leases is not None
+        return self.leases.world_size * self.leases.batch_size
+
+    @property
+    def _steps_an_epoch(self) -> int:
+        """Optimizer steps in an epoch of DDP."""
+        return -(-self._nominal_batches // int(self._trainer.accumulate_grad_batches))
+
+    def _nominal_steps(self) -> int:
+        """The run's progress in optimizer steps as DDP would count them."""
+        epoch, steps = int(self._trainer.current_epoch), self._steps_an_epoch
+        if self._plan is None or self.leases is None:
+            return 0
+        if not self.is_open:
+            return (epoch + 1) * steps
+        if self.is_dynamic:
+            trained = self.world.last.progress
+        else:
+            trained = sum(stop - start for start, stop in self.leases.trained_spans)
+        window = self._step_positions * int(self._trainer.accumulate_grad_batches)
+        return epoch * steps + min(steps, trained // window)
+
+    def _pace(self) -> None:
+        """Schedulers follow the run's common progress, where groups differ in speed."""
+        if self.is_dynamic:
+            trainer = self._trainer
+            configs = trainer.lr_scheduler_configs
+            self._pacer = Pacer(configs, self._nominal_steps, lambda: trainer.current_epoch + 1)
+
+    def _unpace(self) -> None:
+        if self._pacer is not None:
+            self._pacer.release()
+            self._pacer = None
+
+    # --- Regrouping --------------------------------------------------------------------------------------------------
+
+    def before_regroup(self) -> Spans:
+        """The groups are about to change: what is drawn and not trained goes back.
+
+        Returns:
+            The ranges that are trained, as far as this rank knows.
+        """
+        spans = self.leases.trained_spans if self.leases is not None else ()
+        if self.is_dynamic and self.is_open:
+            self.leave("")
+        return spans
+
+    def after_regroup(self, spans: Spans, was_synchronous: bool) -> None:
+        """The groups have changed: the epoch goes on with the samples that are left."""
+        self.assign()
+        if self.is_open and self.leases is not None and self._plan is not None and self._data == "dynamic":
+            self._open_ended = True
+            rest = msgspec.structs.replace(self._plan, trained=spans)
+            if self.world.is_synchronous:
+                self.leases.begin_local(rest, goes_on=True)
+            elif was_synchronous:
+                self.leases.begin(rest)
+            else:
+                self.leases.go_on(rest.epoch)
+        self._align_progress()
+        self._unpace()
+        self._pace()
+
+    def _align_progress(self) -> None:
+        """Ranks that come from different groups must count alike, or they would validate and save apart."""
+        mine = _private.progress_counters(self._trainer)
+        theirs = self.world.agree(mine)
+        if mine != theirs:
+            _private.set_progress_counters(self._trainer, theirs)
