@@ -53,9 +53,12 @@ class Groups:
         self.sizes = dict(sizes)
         self.told: dict[int, list[Batch]] = {group: [] for group in sizes}
         self.trained = dict.fromkeys(sizes, 0)
+        self.repeats: set[int] = set()
 
     def draw(self, group: int, number: int) -> None:
         told = self.told[group]
+        if not told and self.book.is_drained:
+            self.repeats.add(group)
         answer = self.book.draw(group, number)
         assert answer[: len(told) - number] == told[number:], "an answer never changes"
         assert len(answer) <= len(told) - number + MOST_AHEAD
@@ -64,12 +67,14 @@ class Groups:
 
     def train(self, group: int, batches: int) -> None:
         self.book.train(group, batches)
-        self.done += self.told[group][self.trained[group] : batches]
+        first = max(self.trained[group], int(group in self.repeats))
+        self.done += self.told[group][first:batches]
         self.trained[group] = max(self.trained[group], batches)
 
     def retire(self, group: int) -> None:
         self.book.retire(group)
         del self.sizes[group], self.told[group], self.trained[group]
+        self.repeats.discard(group)
 
     def regroup(self, sizes: dict[int, int]) -> None:
         self.book.regroup(sizes)
@@ -103,9 +108,20 @@ def test_every_position_is_trained_exactly_once_whoever_dies(
         assert groups.book.trained == sum(stop - start for start, stop in spans)
         assert list(spans) == sorted(spans)
     groups.finish()
-    assert covered(groups.done) == to_train(plan)
+    assert covered(groups.done) == to_train(plan), "but for what a group that came too late repeats"
     assert groups.book.is_drained
     assert sum(stop - start for start, stop in groups.book.trained_spans) == groups.book.trained
+
+
+def test_a_group_that_comes_too_late_repeats_the_first_batch() -> None:
+    book = LeaseBook(EpochPlan(epoch=0, total=4, batch_size=2, budget=4), {0: 2, 1: 1})
+    book.draw(0, 0)
+    assert book.draw(1, 0) == [Batch(0, 2, 0)]
+    assert book.draw(1, 1) == []
+    book.train(0, 1)
+    assert not book.is_finished
+    book.retire(1)
+    assert book.is_finished, "a repeated batch does not come back"
 
 
 def test_what_a_dead_group_held_goes_out_again_first() -> None:

@@ -78,6 +78,7 @@ class LeaseBook:
         self._sizes = dict(group_sizes)
         self._drawn: dict[int, list[Batch]] = {group: [] for group in group_sizes}
         self._trained: dict[int, int] = dict.fromkeys(group_sizes, 0)
+        self._repeats: set[int] = set()  # groups whose first batch is somebody else's
 
     @property
     def trained(self) -> int:
@@ -124,6 +125,9 @@ class LeaseBook:
     def draw(self, group: int, number: int) -> list[Batch]:
         """Batches of a group from the given batch number on: those drawn before, or else a few new ones.
 
+        A group that comes too late for any gets the epoch's first batch once more: every group needs at least one
+        batch, to come to the end of the epoch together with the others.
+
         Returns:
             At least one batch, or none if the pool is empty at the moment.
 
@@ -140,6 +144,9 @@ class LeaseBook:
             for _ in range(max(1, min(MOST_AHEAD, ahead))):
                 if self._free:
                     drawn.append(self._take(size))
+            if not drawn and self.plan.budget:
+                drawn.append(Batch(0, min(size, self.plan.budget), self.stretch))
+                self._repeats.add(group)
         return drawn[number:]
 
     def train(self, group: int, batches: int) -> None:
@@ -164,7 +171,8 @@ class LeaseBook:
     def release(self, group: int) -> None:
         """A group is gone, or goes on to something else: what it drew and did not train is free again."""
         drawn = self._known(group)
-        back = [(batch.start, batch.stop) for batch in drawn[self._trained[group] :]]
+        first = max(self._trained[group], int(group in self._repeats))
+        back = [(batch.start, batch.stop) for batch in drawn[first:]]
         del drawn[self._trained[group] :]
         self._free = _merge([*back, *self._free])
 
@@ -172,6 +180,7 @@ class LeaseBook:
         """Like `release`, and the group draws no more."""
         self.release(group)
         del self._sizes[group], self._drawn[group], self._trained[group]
+        self._repeats.discard(group)
 
     def regroup(self, group_sizes: dict[int, int]) -> None:
         """All that is out goes back; from now on other groups draw, from their batch number 0."""
