@@ -19,7 +19,7 @@ from lightning_omni.optimizer.data import Leases, can_lease, lease
 from lightning_omni.protocol import EpochPlan
 from lightning_omni.protocol import messages as m
 from lightning_omni.strategy import _private
-from lightning_omni.strategy.schedulers import Pacer
+from lightning_omni.strategy.schedulers import Bases, Pacer
 
 Spans = tuple[tuple[int, int], ...]
 
@@ -48,6 +48,8 @@ class EpochDriver:
         self._world: World | None = None
         self._pacer: Pacer | None = None
         self._plan: EpochPlan | None = None
+        self._paced_from: Bases = {}
+        self._epochs_done = self._epoch_trained = 0
         self._begun = -1
         self._max_steps = -1
         self._nominal_batches = 0
@@ -63,16 +65,24 @@ class EpochDriver:
 
     def start(self) -> None:
         """The groups stand; the first epoch is about to begin."""
+        trainer = self._trainer
         self._started, self._stopping = True, False
-        self._max_steps = self._trainer.max_steps
+        self._max_steps = trainer.max_steps
         self.world.trained = self._trained
         self._adopt()
+        if self.leases is not None:
+            self._nominal_batches = self._count_nominal_batches()
+            self._epochs_done, self._epoch_trained = (
+                trainer.current_epoch,
+                _size(self._resumed_spans(trainer.current_epoch)),
+            )
         self._pace()
 
     def finish(self) -> None:
         """The run has ended: the trainer is given back as it was."""
         self._trainer.fit_loop.epoch_loop.max_steps = self._max_steps
         self._unpace()
+        self._paced_from.clear()
         self.is_open = self._started = False
 
     def forget(self) -> None:
@@ -152,6 +162,8 @@ class EpochDriver:
         self._plan = None
         if self.leases is not None:
             self._plan = self._make_plan(epoch)
+            self._epochs_done, self._epoch_trained = epoch, _size(self._plan.trained)
+            self.world.last.progress = self._epoch_trained
             if self.is_dynamic:
                 self.leases.begin(self._plan)
                 self._count_steps_together()
@@ -191,12 +203,13 @@ class EpochDriver:
             stops = trainer.should_stop or -1 < trainer.max_steps <= trainer.global_step
             self.leave("end" if stops else "")
         self.world.enter_world(buffers)
+        self.is_open, self._epochs_done, self._epoch_trained = False, self._begun + 1, 0
         if self._pacer is not None:
             self._pacer.catch_up()
         if self._plan is not None and self._open_ended:
             trainer.fit_loop.max_batches = self._nominal_batches
             trainer.val_check_batch = self._val_check_batch
-        self.is_open = self._open_ended = False
+        self._open_ended = False
 
     def leave(self, stop: str) -> None:
         """This group ends the epoch early; ``stop`` ends the run for all."""
@@ -243,8 +256,7 @@ class EpochDriver:
         """The epoch's data: what Lightning's limits mean for all ranks together."""
         trainer, leases = self._trainer, self.leases
         assert leases is not None
-        limit = trainer.num_training_batches
-        self._nominal_batches = int(limit) if limit != float("inf") else -(-leases.total // self._step_positions)
+        self._nominal_batches = self._count_nominal_batches()
         self._val_check_batch = trainer.val_check_batch
         every, offset = 0, 0
         if _private.validates_this_epoch(trainer) and self._val_check_batch != float("inf"):
@@ -256,7 +268,6 @@ class EpochDriver:
         if self._max_steps != -1:
             left = max(0, self._max_steps - epoch * self._steps_an_epoch)
             budget = min(budget, left * trainer.accumulate_grad_batches * self._step_positions)
-        fits = self.resume.get("epoch") == epoch and self.resume.get("total") == leases.total
         return EpochPlan(
             epoch=epoch,
             total=leases.total,
@@ -264,8 +275,21 @@ class EpochDriver:
             budget=budget,
             validate_every=every,
             validate_offset=offset,
-            trained=tuple((start, stop) for start, stop in self.resume["trained"]) if fits else (),
+            trained=self._resumed_spans(epoch),
         )
+
+    def _resumed_spans(self, epoch: int) -> Spans:
+        """What a checkpoint says is trained of an epoch."""
+        fits = self.leases is not None and self.resume.get("total") == self.leases.total
+        if not fits or self.resume.get("epoch") != epoch:
+            return ()
+        return tuple((start, stop) for start, stop in self.resume["trained"])
+
+    def _count_nominal_batches(self) -> int:
+        """Batches that each rank would train in an epoch of DDP."""
+        assert self.leases is not None
+        limit = self._trainer.num_training_batches
+        return int(limit) if limit != float("inf") else -(-self.leases.total // self._step_positions)
 
     # --- Validation and steps ----------------------------------------------------------------------------------------
 
@@ -320,24 +344,23 @@ class EpochDriver:
 
     def _nominal_steps(self) -> int:
         """The run's progress in optimizer steps as DDP would count them."""
-        epoch, steps = int(self._trainer.current_epoch), self._steps_an_epoch
-        if self._plan is None or self.leases is None:
-            return 0
-        if not self.is_open:
-            return (epoch + 1) * steps
-        if self.is_dynamic:
-            trained = self.world.last.progress
-        else:
-            trained = sum(stop - start for start, stop in self.leases.trained_spans)
+        assert self.leases is not None
+        if self.is_open:
+            seen = self.world.last.progress if self.is_dynamic else _size(self.leases.trained_spans)
+            self._epoch_trained = max(self._epoch_trained, seen)
         window = self._step_positions * int(self._trainer.accumulate_grad_batches)
-        return epoch * steps + min(steps, trained // window)
+        steps = self._steps_an_epoch
+        return self._epochs_done * steps + min(steps, self._epoch_trained // window)
 
     def _pace(self) -> None:
         """Schedulers follow the run's common progress, where groups differ in speed."""
-        if self.is_dynamic:
+        if self.leases is not None and self._data == "dynamic":
             trainer = self._trainer
-            configs = trainer.lr_scheduler_configs
-            self._pacer = Pacer(configs, self._nominal_steps, lambda: trainer.current_epoch + 1)
+            pacer = Pacer(trainer.lr_scheduler_configs, self._nominal_steps, lambda: trainer.current_epoch + 1)
+            pacer.remember(self._paced_from)
+            if self.is_dynamic or self._open_ended:
+                pacer.pace()
+                self._pacer = pacer
 
     def _unpace(self) -> None:
         if self._pacer is not None:
@@ -363,6 +386,7 @@ class EpochDriver:
         if self.is_open and self.leases is not None and self._plan is not None and self._data == "dynamic":
             self._open_ended = True
             rest = msgspec.structs.replace(self._plan, trained=spans)
+            self._epoch_trained = max(self._epoch_trained, _size(spans))
             if self.world.is_synchronous:
                 self.leases.begin_local(rest, goes_on=True)
             elif was_synchronous:
@@ -379,3 +403,7 @@ class EpochDriver:
         theirs = self.world.agree(mine)
         if mine != theirs:
             _private.set_progress_counters(self._trainer, theirs)
+
+
+def _size(spans: Spans) -> int:
+    return sum(stop - start for start, stop in spans)

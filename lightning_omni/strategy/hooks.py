@@ -98,6 +98,7 @@ class OmniStrategyHooks(_Base):
         self._last_status: m.Status | None = None
         self.stopwatch = Stopwatch()
         self._synchronous_steps = 0
+        self._own_steps: dict[Optimizer, Callable[..., Any] | None] = {}
 
     # --- Processes ---------------------------------------------------------------------------------------------------
 
@@ -193,18 +194,18 @@ class OmniStrategyHooks(_Base):
     def _guard_optimizers(self) -> None:
         """Among several groups, a raw ``optimizer.step()`` would move one rank's weights behind the server's back."""
         for optimizer in self.optimizers:
-            if not hasattr(optimizer, "_omni_own_step"):
-                optimizer._omni_own_step = vars(optimizer).get("step")  # type: ignore[attr-defined]
+            if optimizer not in self._own_steps:
+                # A scheduler may have put a step of its own on the instance.
+                self._own_steps[optimizer] = vars(optimizer).get("step")
                 optimizer.step = types.MethodType(_refuse_raw_step, optimizer)  # type: ignore[method-assign]
                 _private.ignore_missing_step(optimizer)
 
     def _unguard_optimizers(self) -> None:
-        for optimizer in self.optimizers:
-            if hasattr(optimizer, "_omni_own_step"):
-                own = vars(optimizer).pop("_omni_own_step")
-                del optimizer.step
-                if own is not None:
-                    optimizer.step = own  # type: ignore[method-assign]
+        for optimizer, own in self._own_steps.items():
+            del optimizer.step
+            if own is not None:
+                optimizer.step = own  # type: ignore[method-assign]
+        self._own_steps.clear()
 
     # --- Training ----------------------------------------------------------------------------------------------------
 
@@ -285,7 +286,6 @@ class OmniStrategyHooks(_Base):
             ConfigurationError: wrong number, or not at a batch boundary.
         """
         world, trainer = self._world, self._trainer
-        check_groups(groups, len(world.live_ranks))
         if not self._is_fitting(trainer) or not self._proxies:
             raise ConfigurationError("regroup() forms groups while trainer.fit runs; before that, pass groups=")
         if trainer.fit_loop.batch_idx >= 0 and self.epochs.is_open and not _private.will_step(trainer):
@@ -293,6 +293,7 @@ class OmniStrategyHooks(_Base):
                 "regroup() inside an accumulation window would mix gradients of different groups; call it when"
                 " accumulate_grad_batches batches are complete"
             )
+        check_groups(groups, len(world.live_ranks))
         if groups > 1:
             for optimizer in self.optimizers:
                 check_servable(optimizer)

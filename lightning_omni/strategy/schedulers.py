@@ -28,6 +28,10 @@ class _Paced:
                 return
 
 
+Bases = dict[LRScheduler, tuple[int, int]]
+"""For each scheduler, its count and the run's progress at one and the same moment."""
+
+
 class Pacer:
     """Paces the schedulers of a run, and gives them back as they were.
 
@@ -38,24 +42,39 @@ class Pacer:
     """
 
     def __init__(self, configs: list[Any], steps: Callable[[], int], epochs: Callable[[], int]) -> None:
+        self._configs = [
+            config
+            for config in configs
+            if isinstance(config.scheduler, LRScheduler) and not isinstance(config.scheduler, ReduceLROnPlateau)
+        ]
+        self._steps, self._epochs = steps, epochs
+        self._bases: Bases = {}
         self._paced: list[tuple[LRScheduler, type[LRScheduler], str]] = []
-        for config in configs:
-            scheduler = config.scheduler
-            if isinstance(scheduler, LRScheduler) and not isinstance(scheduler, ReduceLROnPlateau):
-                self._pace(scheduler, config.interval, config.frequency, steps if config.interval == "step" else epochs)
 
-    def _pace(self, scheduler: LRScheduler, interval: str, frequency: int, progress: Callable[[], int]) -> None:
-        done, began = scheduler.last_epoch, progress() if interval == "step" else progress() - 1
+    def remember(self, bases: Bases) -> None:
+        """Counts from the bases that are given; those that are missing are taken now, and added."""
+        for config in self._configs:
+            now = self._steps() if config.interval == "step" else self._epochs() - 1
+            bases.setdefault(config.scheduler, (config.scheduler.last_epoch, now))
+        self._bases = bases
+
+    def pace(self) -> None:
+        """From now on the schedulers keep pace."""
+        for config in self._configs:
+            self._pace(config.scheduler, config.interval, config.frequency)
+
+    def _pace(self, scheduler: LRScheduler, interval: str, frequency: int) -> None:
+        count, began = self._bases[scheduler]
+        progress = self._steps if interval == "step" else self._epochs
 
         def target() -> int:
-            return done + (progress() - began) // frequency
+            return count + (progress() - began) // frequency
 
         own = type(scheduler)
         self._paced.append((scheduler, own, interval))
         # A class of its own, not an attribute: what hangs on a scheduler goes into its state_dict.
-        scheduler.__class__ = type(
-            own.__name__, (_Paced, own), {"target": staticmethod(target), "__module__": own.__module__}
-        )
+        fields = {"target": staticmethod(target), "__module__": own.__module__}
+        scheduler.__class__ = type(own.__name__, (_Paced, own), fields)
 
     def catch_up(self) -> None:
         """At the end of an epoch: schedulers that count steps arrive where the epoch ends."""

@@ -1,0 +1,65 @@
+"""Interrupts and resumes runs, within the strategy and across to plain DDP and back."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from common import FOLDER, Net, digest, loaders, omni, pl, report, trainer
+
+RANK = int(os.environ.get("LOCAL_RANK", 0))
+
+
+class AdamNet(Net):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        return [optimizer], [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)]
+
+
+def fit(strategy: Any, epochs: int, save: str = "", resume: str = "", devices: int = 2) -> dict[str, Any]:
+    pl.seed_everything(1, verbose=False)
+    module = AdamNet(norm=False)
+    callbacks = []
+    if save:
+        callbacks = [pl.callbacks.ModelCheckpoint(FOLDER, filename=save, save_top_k=-1, every_n_epochs=epochs)]
+    run = trainer(strategy, devices, max_epochs=epochs, callbacks=callbacks, enable_checkpointing=bool(save))
+    run.fit(module, *loaders(), ckpt_path=f"{FOLDER}/{resume}.ckpt" if resume else None)
+    saved = FOLDER / f"{save}.ckpt"
+    checkpoint = torch.load(saved, weights_only=True) if save and RANK == 0 else {}
+    state = checkpoint.get("optimizer_states", [{}])[0].get("state", {})
+    return {
+        "weights": digest(module),
+        "saved": {name: value.double().sum().item() for name, value in checkpoint.get("state_dict", {}).items()},
+        "own": {name: value.double().sum().item() for name, value in module.state_dict().items()},
+        "state": {str(index): float(each["exp_avg"].double().sum()) for index, each in state.items()},
+        "adam_steps": [float(each["step"]) for each in state.values()],
+        "omni": checkpoint.get("omni"),
+        "keys": sorted(checkpoint),
+        "step": run.global_step,
+        "lr": run.optimizers[0].param_groups[0]["lr"],
+        "val_loss": float(run.callback_metrics.get("val_loss", -1.0)),
+        "after_fit_state": len(run.optimizers[0].state),
+    }
+
+
+def main() -> None:
+    ddp = pl.strategies.DDPStrategy
+    results = {
+        # one group: everything is DDP's
+        "ddp whole": fit(ddp(), 2),
+        "ddp half": fit(ddp(), 1, save="ddp"),
+        "omni from ddp": fit(omni.OmniStrategy(groups=1), 2, resume="ddp"),
+        "omni half": fit(omni.OmniStrategy(groups=1), 1, save="one"),
+        "ddp from omni": fit(ddp(), 2, resume="one"),
+        # two groups: the server's weights and states
+        "groups half": fit(omni.OmniStrategy(groups=2), 1, save="groups"),
+        "ddp from groups": fit(ddp(), 1, resume="groups"),
+        "groups from groups": fit(omni.OmniStrategy(groups=2), 2, resume="groups", save="later"),
+        "groups from ddp": fit(omni.OmniStrategy(groups=2), 2, resume="ddp"),
+    }
+    report(RANK, results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""A checkpoint is one moment of the server, and loads in plain DDP; the other way round, too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from runs import Run, run
+
+
+@pytest.fixture(scope="module")
+def saved() -> Run:
+    return run("checkpoints.py", timeout=115)
+
+
+def rank0(saved: Run, name: str) -> Any:
+    return saved.results[0][name]
+
+
+@pytest.mark.parametrize("resumed", ["omni from ddp", "ddp from omni"])
+def test_with_one_group_resuming_across_strategies_is_exact(saved: Run, resumed: str) -> None:
+    for rank in (0, 1):
+        assert saved.results[rank][resumed]["weights"] == saved.results[rank]["ddp whole"]["weights"]
+        assert saved.results[rank][resumed]["lr"] == saved.results[rank]["ddp whole"]["lr"]
+
+
+def test_the_file_holds_the_masters_weights_and_optimizer_state(saved: Run) -> None:
+    half = rank0(saved, "groups half")
+    assert half["saved"] == pytest.approx(half["own"], abs=0.0)
+    assert half["adam_steps"] == [half["omni"]["clocks"][0]] * 4
+    assert any(half["state"].values())
+
+
+def test_the_extra_key_is_plain_and_the_rest_is_lightnings(saved: Run) -> None:
+    assert set(rank0(saved, "groups half")["keys"]) - set(rank0(saved, "ddp half")["keys"]) == {"omni"}
+    assert rank0(saved, "groups half")["omni"]["groups"] == 2
+
+
+def test_a_groups_checkpoint_loads_in_plain_ddp(saved: Run) -> None:
+    # max_epochs is reached already: what DDP holds is what was saved
+    assert rank0(saved, "ddp from groups")["own"] == pytest.approx(rank0(saved, "groups half")["own"], abs=0.0)
+
+
+def test_groups_resume_with_the_servers_clock_state_and_schedule(saved: Run) -> None:
+    later = rank0(saved, "groups from groups")
+    assert later["adam_steps"] == [later["omni"]["clocks"][0]] * 4
+    assert later["adam_steps"][0] == 2 * rank0(saved, "groups half")["adam_steps"][0]
+    assert later["lr"] == rank0(saved, "ddp whole")["lr"]
+    assert later["val_loss"] < rank0(saved, "groups half")["val_loss"]
+
+
+def test_groups_resume_from_a_ddp_checkpoint(saved: Run) -> None:
+    resumed = rank0(saved, "groups from ddp")
+    assert resumed["lr"] == rank0(saved, "ddp whole")["lr"]
+    assert resumed["val_loss"] < rank0(saved, "ddp half")["val_loss"]
+
+
+def test_after_fit_rank_zero_has_the_servers_state_for_a_last_save(saved: Run) -> None:
+    assert rank0(saved, "groups half")["after_fit_state"] == 4
