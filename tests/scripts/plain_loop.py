@@ -1,0 +1,50 @@
+"""A training loop without Lightning, as torchrun starts it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from lightning_omni import OmniOptimizer, World
+
+
+def main() -> None:
+    assert "pytorch_lightning" not in sys.modules
+    dist.init_process_group("gloo")
+    world = World(groups=int(sys.argv[1]))
+    torch.manual_seed(world.rank)  # the weights are rank 0's all the same
+    model = world.wrap(torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)))
+    optimizer = OmniOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.2), world)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 20, 0.5)
+    target = torch.linspace(-1, 1, 8)
+    first = last = 0.0
+    staleness = -1
+    with world.training():
+        for step in range(40):
+            x = torch.randn(32, 8)
+            optimizer.zero_grad()
+            loss = ((model(x).squeeze(1) - x @ target) ** 2).mean()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            staleness = world.last.staleness
+            first, last = (loss.item() if step == 0 else first), loss.item()
+    weights = sum(parameter.double().sum().item() for parameter in model.parameters())
+    result = {
+        "first": first,
+        "last": last,
+        "weights": weights,
+        "staleness": staleness,
+        "lr": schedule.get_last_lr(),
+    }
+    Path(os.environ["OMNI_TEST_FOLDER"], f"rank{world.rank}.json").write_text(json.dumps(result))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

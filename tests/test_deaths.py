@@ -1,0 +1,88 @@
+"""A dead worker costs its own group only; a dead run leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+from benchmarks.kills import children, trained_samples
+from runs import Run, Running
+
+FIT = {
+    "data": {"samples": 384},
+    "sleep": {str(rank): 0.02 for rank in range(4)},
+    "trainer": {"max_epochs": 2, "val_check_interval": 0.5},
+}
+
+
+def finish(running: Running, timeout: float = 90) -> Run:
+    finished = running.wait(timeout)
+    until(lambda: not running.survivors, 15, "processes are left behind")
+    return finished
+
+
+def until(condition: Any, timeout: float, otherwise: str) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, otherwise
+        time.sleep(0.05)
+
+
+def begun(running: Running, rank: int, word: str = "batch") -> bool:
+    events = running.folder / f"events{rank}"
+    return events.exists() and word in events.read_text()
+
+
+@pytest.mark.parametrize(("way", "victim"), [({"die_at": {"2": 5}}, 2), ({"die_in_validation": 3}, 3)])
+def test_the_run_outlives_a_worker_outside_the_first_group(way: dict[str, Any], victim: int) -> None:
+    with Running("groups.py", {"fits": [{**FIT, **way}]}) as running:
+        finished = finish(running)
+        assert finished.code == 0, finished.output[-4000:]
+        assert all(len(seen) == 384 for seen in trained_samples(running.folder, (2, 3)))
+    for rank in (0, 1):
+        each = finished.results[rank][0]
+        assert each["report"]["ranks_lost"] == [2, 3]
+        assert len(each["validations"]) == 4
+    assert "its group is retired" in finished.output
+    assert 2 not in finished.results
+    assert 3 not in finished.results
+
+
+def test_an_exception_in_one_group_is_told_to_the_others_who_go_on() -> None:
+    with Running("groups.py", {"fits": [{**FIT, "raise_at": {"3": 4}}]}) as running:
+        finished = finish(running)
+    assert finished.code == 0, finished.output[-4000:]
+    assert "something is wrong with this batch" in finished.output
+    assert finished.results[0][0]["report"]["ranks_lost"] == [2, 3]
+
+
+def test_a_death_in_the_first_group_ends_the_run_and_says_why() -> None:
+    with Running("groups.py", {"fits": [{**FIT, "die_at": {"1": 5}}]}) as running:
+        finished = finish(running, timeout=60)
+    assert finished.code != 0
+    assert "the run cannot go on without it" in finished.output
+    assert not finished.results
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_the_end_of_the_main_process_leaves_nothing_running(number: signal.Signals) -> None:
+    with Running("groups.py", {"fits": [{**FIT, "trainer": {"max_epochs": 200}}]}) as running:
+        until(lambda: all(begun(running, rank) for rank in range(4)), 60, "training never began")
+        server = [
+            pid
+            for pid in running.survivors
+            if pid not in (running.process.pid, *children(running.process.pid).values())
+        ]
+        assert len(server) == 1, "the server has a process of its own"
+        if number == signal.SIGINT:
+            os.killpg(running.process.pid, signal.SIGINT)  # as a terminal's Ctrl-C does
+        else:
+            running.process.kill()
+        running.process.wait(60)
+        until(lambda: not running.survivors, 30, "processes are left behind")
+        assert running.process.returncode != 0
+        if number == signal.SIGINT:
+            assert "Detected KeyboardInterrupt" in running.output

@@ -1,0 +1,69 @@
+"""The faces of the package: both of Lightning's namespaces, start methods, and the loop without Lightning."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from runs import SCRIPTS, run
+
+import lightning_omni as omni
+
+
+def test_the_strategy_works_with_the_other_namespace_too() -> None:
+    options = {"fits": [{"devices": 2}]}
+    finished = run("groups.py", options, timeout=60, env={"OMNI_TEST_NAMESPACE": "lightning.pytorch"})
+    for each in finished.results.values():
+        assert each[0]["report"]["updates"] == 256 // 8
+        assert each[0]["report"]["groups"] == 2
+
+
+@pytest.mark.parametrize("order", ["lightning_omni, {0}", "{0}, lightning_omni"])
+@pytest.mark.parametrize("namespace", ["pytorch_lightning", "lightning.pytorch"])
+def test_the_name_is_registered_in_whatever_order_things_are_imported(order: str, namespace: str) -> None:
+    code = (
+        f"import {order.format(namespace)}, warnings; warnings.simplefilter('ignore'); import sys;"
+        f"trainer = sys.modules['{namespace}'].Trainer(strategy='omni', accelerator='cpu', devices=2, logger=False);"
+        "print(type(trainer.strategy).__name__, isinstance(trainer.strategy, lightning_omni.OmniStrategy))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "OmniStrategy True", done.stderr[-2000:]
+
+
+def test_importing_the_package_imports_no_lightning() -> None:
+    names = "[n for n in sys.modules if n.partition('.')[0] in ('lightning', 'pytorch_lightning')]"
+    code = f"import lightning_omni, sys; print({names})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[]", done.stderr[-2000:]
+
+
+def test_every_public_name_is_there_and_an_unknown_one_is_not() -> None:
+    for name in omni.__all__:
+        assert getattr(omni, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'Tuner'"):
+        omni.Tuner  # noqa: B018
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_loop_without_lightning_trains_under_torchrun(groups: int, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"),
+            *(sys.executable, str(SCRIPTS / "plain_loop.py"), str(groups)),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "OMNI_TEST_FOLDER": str(tmp_path), "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    results = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+    assert results[0]["weights"] == results[1]["weights"]
+    for each in results:
+        assert each["last"] < 0.2 * each["first"]
+        assert each["lr"] == [0.025]
+        assert (each["staleness"] >= 0) == (groups > 1)

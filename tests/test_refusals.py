@@ -1,0 +1,70 @@
+"""Bad input gives a clear error that names the argument and the remedy, and leaves nothing running."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from pytorch_lightning import Trainer
+from runs import Running
+
+import lightning_omni as omni
+from lightning_omni.errors import ConfigurationError
+from lightning_omni.strategy.pytorch_lightning import OmniStrategy
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"groups": 0}, ["groups=0", "groups=1"]),
+        ({"groups": -2}, ["groups=-2"]),
+        ({"groups": 1.5}, ["groups=1.5"]),
+        ({"method": "magic"}, ["method='magic'", "'async_sgd'"]),
+        ({"server": "localhost:80"}, ["server='localhost:80'", "tcp://host:port"]),
+        ({"data": "some"}, ["data='some'", '"dynamic" or "static"']),
+        ({"heartbeat_timeout": 0.1}, ["heartbeat_timeout=0.1", "at least 2"]),
+        ({"refusals": 0}, ["refusals=0"]),
+    ],
+)
+def test_wrong_arguments_are_refused_at_construction(options: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        OmniStrategy(**options)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_more_groups_than_ranks_are_refused_before_any_process_starts() -> None:
+    with pytest.raises(ConfigurationError, match=r"groups=3, but there are only 2 ranks.*groups<=2"):
+        Trainer(accelerator="cpu", devices=2, strategy=OmniStrategy(groups=3), logger=False)
+
+
+def test_configuration_errors_are_value_errors_and_omni_errors() -> None:
+    assert issubclass(ConfigurationError, ValueError)
+    assert issubclass(ConfigurationError, omni.OmniError)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"net": "lbfgs"}, ["LBFGS", "groups=1", "SGD or AdamW"]),
+        ({"net": "raw"}, ["raw optimizer.step()", "self.optimizers()"]),
+        (
+            {"net": "nan", "strategy": {"groups": 2, "refusals": 4}},
+            ["NaN or infinite", "lower the learning rate", "refusals="],
+        ),
+        ({"trainer": {"val_check_interval": "00:00:01:00"}}, ["val_check_interval", "fraction of the epoch"]),
+    ],
+    ids=["LBFGS", "raw step", "always NaN", "validation by time"],
+)
+def test_what_cannot_be_served_is_refused_with_the_way_out(options: dict[str, Any], words: list[str]) -> None:
+    fit = {"devices": 2, "data": {"samples": 256}, **options}
+    with Running("groups.py", {"fits": [fit], "always_nan": options.get("net") == "nan"}) as running:
+        finished = running.wait(60)
+        deadline = time.monotonic() + 15
+        while running.survivors:
+            assert time.monotonic() < deadline, "processes are left behind"
+            time.sleep(0.05)
+    assert finished.code != 0
+    for word in words:
+        assert word in finished.output
