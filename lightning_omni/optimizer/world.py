@@ -170,9 +170,8 @@ class World:
         self.parts: list[Part] = []
         self.last = Exchanged()
         self.trained: Callable[[], tuple[int, int]] = lambda: (-1, 0)
-        self._original = dist.group.WORLD
         self._live_world: LiveWorld | None = None
-        self._compute_groups: dict[tuple[int, ...], Any] = {self.topology.ranks: self._original}
+        self._groups: dict[tuple[int, ...], Any] = {}
         self._in_compute = False
         self._data: DataConnection | None = None
         self._process: ServerProcess | None = None
@@ -291,6 +290,15 @@ class World:
         if self.control is not None:
             self.control.close(reason="")
         self._close_connections()
+        self._give_groups_up()
+
+    def _give_groups_up(self) -> None:
+        """Keeps no process group alive beyond the run: torch must be able to end them before the interpreter does."""
+        kept = dist.group.WORLD
+        for group in self._groups.values():
+            if group is not kept and group is not self._original:
+                dist.destroy_process_group(group)
+        self._groups = {}
 
     def _close_connections(self) -> None:
         if self._data is not None:
@@ -326,6 +334,13 @@ class World:
         dist.barrier()
         self.pull()
         self._average(buffers)
+
+    @property
+    def _original(self) -> Any:
+        """The default process group as we found it."""
+        if not self._groups:
+            self._groups[tuple(range(dist.get_world_size()))] = dist.group.WORLD
+        return next(iter(self._groups.values()))
 
     def use_default_group(self, group: Any) -> None:
         """Makes a process group the default of torch.distributed. The one place that does."""
@@ -631,14 +646,15 @@ class World:
 
     def _compute_group(self, ranks: tuple[int, ...]) -> Any:
         """The process group of some ranks; made when first needed, then kept."""
-        if ranks not in self._compute_groups:
+        original = self._original
+        if ranks not in self._groups:
             before = dist.group.WORLD
-            dist.GroupMember.WORLD = self._original
-            self._compute_groups[ranks] = dist.new_group(
+            dist.GroupMember.WORLD = original
+            self._groups[ranks] = dist.new_group(
                 ranks, timeout=self.options.timeout, use_local_synchronization=True
             )
             dist.GroupMember.WORLD = before
-        return self._compute_groups[ranks]
+        return self._groups[ranks]
 
     def _meet(self, what: str, payload: bytes) -> list[tuple[int, bytes]]:
         assert self.control is not None
