@@ -11,6 +11,7 @@ from runs import Run, run
 
 SLOW = {"2": 0.02, "3": 0.02}
 FITS: dict[str, dict[str, Any]] = {
+    "no arguments": {"strategy": {}},
     "plain": {"trainer": {"max_epochs": 2}, "test": True},
     "slow group, one-cycle schedule": {
         "sleep": SLOW,
@@ -111,6 +112,12 @@ def test_a_padded_epoch_holds_every_sample(trained: Run) -> None:
 def test_inside_the_epoch_the_default_process_group_is_the_compute_group(trained: Run) -> None:
     assert {tuple(each["training_worlds"]) for each in result(trained, "plain")} == {(2,)}
     assert [each["training_worlds"] for each in result(trained, "uneven groups")] == [[2], [2], [1], [1]]
+
+
+def test_without_arguments_one_node_is_one_group_and_says_so(trained: Run) -> None:
+    assert {each["report"]["groups"] for each in result(trained, "no arguments")} == {1}
+    assert {each["report"]["updates"] for each in result(trained, "no arguments")} == {256 // 32}
+    assert trained.output.count("1 group, which is DistributedDataParallel") == 1
 
 
 def test_updates_are_counted_over_all_groups(trained: Run) -> None:

@@ -650,9 +650,7 @@ class World:
         if ranks not in self._groups:
             before = dist.group.WORLD
             dist.GroupMember.WORLD = original
-            self._groups[ranks] = dist.new_group(
-                ranks, timeout=self.options.timeout, use_local_synchronization=True
-            )
+            self._groups[ranks] = dist.new_group(ranks, timeout=self.options.timeout, use_local_synchronization=True)
             dist.GroupMember.WORLD = before
         return self._groups[ranks]
 

@@ -87,7 +87,7 @@ class EpochDriver:
 
     def forget(self) -> None:
         """The run is torn down."""
-        self.leases, self._new_leases, self._plan = None, [], None
+        self.leases, self._new_leases, self._plan, self.resume = None, [], None, {}
         self.is_open = self._started = False
 
     @property
