@@ -43,6 +43,17 @@ FITS: dict[str, dict[str, Any]] = {
     "uneven groups": {"strategy": {"groups": 3}},
     "groups of one": {"strategy": {"groups": 4}, "data": {"batch_size": 7}},
     "gradients that are not finite": {"net": "nan", "data": {"samples": 512}},
+    "awkward buffers": {"net": "buffers", "validate_first": True, "trainer": {"val_check_interval": 0.5}},
+    "stop put off by min_epochs": {
+        "early": {"monitor": "val_loss", "min_delta": 10.0, "patience": 0},
+        "trainer": {"val_check_interval": 0.5, "min_epochs": 3, "max_epochs": 9},
+    },
+    "one group skips the rest of its epoch": {"skip_at": {"0": 2, "1": 2}, "sleep": SLOW, "trainer": {"max_epochs": 2}},
+    "one group stops at its last batch": {
+        "stop_at": {"0": 1, "1": 1},
+        "trainer": {"max_epochs": 9},
+        "data": {"samples": 64},
+    },
     "limited batches": {"trainer": {"limit_train_batches": 3, "max_epochs": 2}},
     "fast dev run": {"trainer": {"fast_dev_run": True}},
     "wide loader, short last batch": {"data": {"samples": 250, "batch_size": 16}},
@@ -175,7 +186,26 @@ def test_max_steps_trains_as_many_samples_as_ddp_would(trained: Run) -> None:
     assert sum(len(epoch) for each in ranks for epoch in each["samples"]) == 12 * 4 * 8
 
 
-@pytest.mark.parametrize("name", ["max_time", "one group says stop"])
+def test_infinities_and_complex_numbers_in_buffers_survive_a_meeting(trained: Run) -> None:
+    for each in result(trained, "awkward buffers"):
+        assert each["mask"] == [True, False]
+        assert each["rotation"] == ["(1+2j)", "(3-4j)"]
+
+
+def test_min_epochs_puts_a_stop_off(trained: Run) -> None:
+    assert {each["epoch"] for each in result(trained, "stop put off by min_epochs")} == {3}
+
+
+def test_a_group_that_skips_the_rest_of_its_epoch_ends_the_epoch_for_all(trained: Run) -> None:
+    ranks = result(trained, "one group skips the rest of its epoch")
+    assert {each["epoch"] for each in ranks} == {2}
+    assert {len(each["validations"]) for each in ranks} == {0}
+    for epoch in range(2):
+        assert len(ranks[0]["rates"][epoch]) == 2
+        assert sum(samples_of_epoch(ranks, epoch).values()) < 256
+
+
+@pytest.mark.parametrize("name", ["max_time", "one group says stop", "one group stops at its last batch"])
 def test_a_stop_in_one_group_ends_the_run_for_all(trained: Run, name: str) -> None:
     ranks = result(trained, name)
     assert len({each["epoch"] for each in ranks}) == 1

@@ -164,7 +164,7 @@ class Leases:
             self.stretch = max(self.stretch, coming.stretch)
 
     def leave(self, stop: str) -> None:
-        """This rank's group leaves the epoch early; ``stop`` ends the run for all."""
+        """This rank's group leaves the epoch early; for ``stop`` see `lightning_omni.protocol.messages.Leave`."""
         if self._control is not None:
             message = Leave(epoch=self.epoch, generation=self._server_generation, trained=self.trained, stop=stop)
             self._control.request(message, Left)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -25,11 +26,15 @@ class ModelReplica:
 
     def __init__(self, parameters: Mapping[str, Parameter]) -> None:
         self.parameters = dict(parameters)
-        self.layout = Layout.of({name: parameter.detach() for name, parameter in parameters.items()})
         self.clock = 0
         self._ordered = list(self.parameters.values())
         self._out: Tensor | None = None
         self._subsets: dict[tuple[bool, ...], Layout] = {}
+
+    @cached_property
+    def layout(self) -> Layout:
+        """How the parameters lie in flat memory."""
+        return Layout.of({name: parameter.detach() for name, parameter in self.parameters.items()})
 
     def load(self, master: MasterWeights) -> None:
         """Overwrites the weights and remembers their clock."""

@@ -48,7 +48,7 @@ HEAD = 64
 """Bytes in front of the weights that a leader broadcasts to its group: what else the answer said."""
 GRACE = 10.0
 """Seconds that a rank which must stop is given to find out by itself."""
-_STOPS = ("", "validate", "end")
+_STOPS = ("", "validate", "end", "skip")
 
 
 @dataclass(frozen=True)
@@ -171,12 +171,14 @@ class World:
         self.last = Exchanged()
         self.trained: Callable[[], tuple[int, int]] = lambda: (-1, 0)
         self._live_world: LiveWorld | None = None
-        self._groups: dict[tuple[int, ...], Any] = {}
+        self._original_group: Any = None
+        self._groups: dict[tuple[tuple[int, ...], ...], Any] = {}
         self._in_compute = False
         self._data: DataConnection | None = None
         self._process: ServerProcess | None = None
         self._meetings = 0
         self._closed = threading.Event()
+        self.ever_lost: set[int] = set()
 
     # --- Who is where ------------------------------------------------------------------------------------------------
 
@@ -218,7 +220,7 @@ class World:
     @property
     def compute_group(self) -> Any:
         """The process group of this rank's compute group."""
-        return self._compute_group(self.members)
+        return self._compute_group(self.topology)
 
     # --- Life --------------------------------------------------------------------------------------------------------
 
@@ -247,15 +249,20 @@ class World:
         Raises:
             UnsupportedError: a parameter is in another optimizer already.
         """
-        taken = {id(p): name for part in self.parts for name, p in part.replica.parameters.items()}
-        for name, parameter in parameters.items():
-            if id(parameter) in taken:
-                raise UnsupportedError(
-                    f"the parameter {name} is in two optimizers; the server keeps one master copy of it, moved by one"
-                    " optimizer: give it to one of them, or use groups=1"
-                )
         self.parts.append(Part(optimizer, ModelReplica(parameters)))
+        self._check_not_shared()
         return len(self.parts) - 1
+
+    def _check_not_shared(self) -> None:
+        seen: set[int] = set()
+        for part in () if self.is_synchronous else self.parts:
+            for name, parameter in part.replica.parameters.items():
+                if id(parameter) in seen:
+                    raise UnsupportedError(
+                        f"the parameter {name} is in two optimizers; the server keeps one master copy of it, moved by"
+                        " one optimizer: give it to one of them, or use groups=1"
+                    )
+                seen.add(id(parameter))
 
     def detach_all(self) -> None:
         """Forgets the optimizers; others may be attached."""
@@ -264,6 +271,8 @@ class World:
     def begin(self) -> None:
         """Training begins on every rank: with several groups the server is joined and given the weights of rank 0."""
         self._closed.clear()
+        self.last = Exchanged()
+        self._check_not_shared()
         if not self.is_synchronous:
             self._join()
             self._form()
@@ -286,7 +295,7 @@ class World:
             self._world_barrier()  # nobody stops the server while others still need it
         self._closed.set()
         # Those who lost somebody go on, if at all, without.
-        self.use_default_group(self._compute_group(self.live_ranks) if self.lost else self._original)
+        self.use_default_group(self._compute_group(Topology((self.live_ranks,))) if self.lost else self._original)
         if self.control is not None:
             self.control.close(reason="")
         self._close_connections()
@@ -296,13 +305,14 @@ class World:
         """Keeps no process group alive beyond the run: torch must be able to end them before the interpreter does."""
         kept = dist.group.WORLD
         for group in self._groups.values():
-            if group is not kept and group is not self._original:
+            if group is not kept:
                 dist.destroy_process_group(group)
-        self._groups = {}
+        self._groups, self._original_group = {}, None
 
     def _close_connections(self) -> None:
         if self._data is not None:
             self._data.close()
+        self.ever_lost.update(self.lost)
         self.control = self._data = None
         if self._process is not None:
             self._process.stop()
@@ -338,9 +348,9 @@ class World:
     @property
     def _original(self) -> Any:
         """The default process group as we found it."""
-        if not self._groups:
-            self._groups[tuple(range(dist.get_world_size()))] = dist.group.WORLD
-        return next(iter(self._groups.values()))
+        if self._original_group is None:
+            self._original_group = dist.group.WORLD
+        return self._original_group
 
     def use_default_group(self, group: Any) -> None:
         """Makes a process group the default of torch.distributed. The one place that does."""
@@ -494,6 +504,7 @@ class World:
                 return spans
             self._join()
         self._form(groups)
+        self._check_not_shared()
         if was_synchronous:
             self._seed()
         elif self.is_synchronous:
@@ -558,7 +569,7 @@ class World:
 
     def _broadcast_bytes(self, text: str, payload: Tensor) -> tuple[str, Tensor]:
         """Text and bytes from rank 0 to every rank, over torch.distributed's own group."""
-        group = self._compute_group(self.topology.ranks) if self.is_synchronous else self._original
+        group = self.compute_group if self.is_synchronous else self._original
         data = (
             torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
         )
@@ -644,15 +655,24 @@ class World:
         assert self._live_world is not None
         return self._live_world
 
-    def _compute_group(self, ranks: tuple[int, ...]) -> Any:
-        """The process group of some ranks; made when first needed, then kept."""
+    def _compute_group(self, topology: Topology) -> Any:
+        """The process group of this rank's group in a topology; made when first needed, then kept.
+
+        Every rank makes one for each topology, even if it has one of the same ranks: torch names a group by its ranks
+        and by the number of groups that the rank has, and mates must arrive at the same name.
+        """
+        members = topology.members(topology.group_of(self.rank))
         original = self._original
-        if ranks not in self._groups:
+        if len(members) == self.size:
+            return original
+        if topology.groups not in self._groups:
             before = dist.group.WORLD
             dist.GroupMember.WORLD = original
-            self._groups[ranks] = dist.new_group(ranks, timeout=self.options.timeout, use_local_synchronization=True)
+            self._groups[topology.groups] = dist.new_group(
+                members, timeout=self.options.timeout, use_local_synchronization=True
+            )
             dist.GroupMember.WORLD = before
-        return self._groups[ranks]
+        return self._groups[topology.groups]
 
     def _meet(self, what: str, payload: bytes) -> list[tuple[int, bytes]]:
         assert self.control is not None
@@ -665,13 +685,14 @@ class World:
 
     def _average(self, buffers: Iterable[Tensor]) -> None:
         """The mean over groups of every floating-point buffer; of whole numbers (they count things) the largest."""
-        everything = list(buffers)
+        everything = [torch.view_as_real(b) if b.is_complex() else b for b in buffers]
         floating = [b for b in everything if b.is_floating_point()]
         counting = [b for b in everything if not b.is_floating_point() and b.dtype != torch.bool]
         if floating:
             # The last number counts the leaders that spoke, so that all ranks divide by the same.
             flat = torch.cat([*(b.detach().double().cpu().flatten() for b in floating), torch.ones(1).double()])
-            flat *= self.is_leader
+            if not self.is_leader:
+                flat.zero_()  # not multiplied: a mask may hold infinities
             dist.all_reduce(flat)
             _scatter(flat[:-1] / flat[-1], floating)
         if counting:
@@ -749,4 +770,6 @@ class _Training:
             self._world.fail(f"{type(error).__name__}: {error}")
             return
         self._world.enter_world()
+        if self._world.rank == 0 and not self._world.is_synchronous:
+            self._world.take_states_back()
         self._world.close()

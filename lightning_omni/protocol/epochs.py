@@ -73,6 +73,7 @@ class Epochs:
                 f"epoch {plan.epoch} cannot begin: ranks {sorted(self._waiting)} wait for another's end"
             )
         self.book = LeaseBook(plan, self._sizes)
+        self.stop = "" if self.stop == "skip" else self.stop
         self._begin()
 
     def book_of(self, epoch: int, generation: int) -> LeaseBook:

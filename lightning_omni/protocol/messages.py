@@ -101,11 +101,12 @@ class Await(Message, frozen=True, kw_only=True):
 
 
 class Leave(Message, frozen=True, kw_only=True):
-    """My group leaves the epoch early; what it drew goes back. ``stop`` ends the epoch and the run for all.
+    """My group leaves the epoch early; what it drew goes back.
 
     Attributes:
-        stop: ``""``, or how the others are to end: ``"validate"`` (with a validation, as when a callback asks to
-            stop) or ``"end"`` (without, as when max_steps is reached).
+        stop: ``""``, and the others go on; or how they are to end, too: the run, ``"validate"`` (with a validation,
+            as when a callback asks to stop) or ``"end"`` (without, as when max_steps is reached); or just the epoch,
+            ``"skip"`` (without).
     """
 
     epoch: int
@@ -234,7 +235,7 @@ class Verdict(Message, frozen=True, kw_only=True):
 
     Attributes:
         next: ``"more"`` (samples came back, draw again), ``"validate"`` (all groups are here: validate, then go on),
-            ``"over"`` (the epoch is complete), ``"stop:validate"`` or ``"stop:end"`` (another group ended the run).
+            ``"over"`` (the epoch is complete), or ``"stop:..."`` (another group ended epoch or run, see `Leave`).
     """
 
     next: str

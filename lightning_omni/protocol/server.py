@@ -94,6 +94,11 @@ class ServerCore:
         return self.roster.is_over
 
     @property
+    def attached(self) -> set[Peer]:
+        """Data connections of ranks that are still here."""
+        return {peer for peer, rank in self._attached.items() if rank not in self.roster.gone}
+
+    @property
     def clock(self) -> int:
         """Updates applied so far, over all optimizers."""
         return sum(shard.master.clock for shard in self.shards)

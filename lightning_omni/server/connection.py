@@ -310,6 +310,10 @@ class DataConnection:
                 self._wire.send_multipart([CHUNK_MARK, chunk], copy=False)
         answer = m.decode(self._receive()[0].buffer, at="rank", channel=m.DATA)
         if isinstance(answer, m.RefusedMessage):
+            if answer.code == "over":
+                raise RankLost(f"the run is over: {answer.reason}")
+            if answer.code == "lost":
+                raise RankLost(f"this rank's group is out of the run: {answer.reason}")
             raise Refused(answer.code, answer.reason)
         if not isinstance(answer, expect):
             raise MalformedMessage(f"{expect.__name__} was expected, {type(answer).__name__} came")

@@ -94,6 +94,7 @@ class Server:
             if time.monotonic() >= due:
                 self._knock()
                 self._send(self.core.tick(time.monotonic()))
+                self._forget_strangers()
                 due = time.monotonic() + TICK
 
     def close(self) -> None:
@@ -165,6 +166,11 @@ class Server:
                 raise
             return False
         return True
+
+    def _forget_strangers(self) -> None:
+        for peer in self._buffers.keys() - self.core.attached:
+            del self._buffers[peer]
+            self._assemblies.pop(peer, None)
 
     def _send(self, out: list[Out]) -> None:
         for item in out:

@@ -61,6 +61,11 @@ def validates_by_time(trainer: Any) -> bool:
     return getattr(trainer, "_val_check_time_interval", None) is not None
 
 
+def stops_now(trainer: Any) -> bool:
+    """Whether ``should_stop`` is set, and not put off by min_epochs."""
+    return bool(trainer.should_stop and trainer.fit_loop._can_stop_early)
+
+
 def progress_counters(trainer: Any) -> list[int]:
     """How far this rank's loops are, in numbers that ranks of one group must agree on."""
     loop = trainer.fit_loop.epoch_loop

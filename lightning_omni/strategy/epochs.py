@@ -54,7 +54,7 @@ class EpochDriver:
         self._max_steps = -1
         self._nominal_batches = 0
         self._val_check_batch: float = float("inf")
-        self._started = self._stopping = self._open_ended = False
+        self._started = self._stopping = self._open_ended = self._over = False
 
     # --- The run -----------------------------------------------------------------------------------------------------
 
@@ -158,12 +158,12 @@ class EpochDriver:
         self._begun = epoch
         self._adopt()
         self.world.enter_compute()
-        self.is_open, self._open_ended = True, self.is_dynamic
+        self.is_open, self._open_ended, self._over = True, self.is_dynamic, False
         self._plan = None
         if self.leases is not None:
             self._plan = self._make_plan(epoch)
             self._epochs_done, self._epoch_trained = epoch, _size(self._plan.trained)
-            self.world.last.progress = self._epoch_trained
+            self.world.last.progress, self.world.last.stop = self._epoch_trained, ""
             if self.is_dynamic:
                 self.leases.begin(self._plan)
                 self._count_steps_together()
@@ -182,13 +182,17 @@ class EpochDriver:
         if self.world.is_synchronous and not self._open_ended:
             return
         verdict = self._what_next()
+        self._over = verdict == "over"
         if self._open_ended:
             self._set_last_batch(verdict == "over")
             at_end = verdict == "over" and self._validates_at_end()
             if verdict == "over" and self._reaches_max_steps():
                 self._stop_at_max_steps()
             self._let_validate(verdict in ("validate", "stop:validate") or at_end)
-        if verdict.startswith("stop:"):
+        if verdict == "stop:skip":
+            self._over = True
+            self._set_last_batch(True)
+        elif verdict.startswith("stop:"):
             self._stopping = True
             if verdict == "stop:validate":
                 self._trainer.should_stop = True
@@ -199,10 +203,13 @@ class EpochDriver:
     def end(self, buffers: Any) -> None:
         """An epoch has ended, in good order or before its time: the groups meet."""
         trainer = self._trainer
-        if self.world.is_computing and not trainer.is_last_batch and not self._stopping:
-            stops = trainer.should_stop or -1 < trainer.max_steps <= trainer.global_step
-            self.leave("end" if stops else "")
+        complete = self._over if self._open_ended else trainer.is_last_batch
+        stops = _private.stops_now(trainer) or -1 < trainer.max_steps <= trainer.global_step
+        if self.world.is_computing and not self._stopping and (stops or not complete):
+            self.leave("end" if stops else "skip" if self._open_ended else "")
         self.world.enter_world(buffers)
+        if not self.world.is_synchronous and any(self.world.agree([int(stops or self._stopping)])):
+            trainer.should_stop = True  # whoever said so, and however late
         self.is_open, self._epochs_done, self._epoch_trained = False, self._begun + 1, 0
         if self._pacer is not None:
             self._pacer.catch_up()
@@ -212,7 +219,7 @@ class EpochDriver:
         self._open_ended = False
 
     def leave(self, stop: str) -> None:
-        """This group ends the epoch early; ``stop`` ends the run for all."""
+        """This group ends the epoch early; ``stop`` says how the others end it, or the run."""
         control = self.world.control
         if control is None:
             return
@@ -220,11 +227,13 @@ class EpochDriver:
             self.leases.leave(stop)
         elif stop:
             control.request(m.Leave(epoch=-1, generation=self.world.generation, trained=0, stop=stop), m.Left)
-        self._stopping = self._stopping or bool(stop)
+        self._stopping = self._stopping or stop in ("validate", "end")
 
     def before_validation(self, buffers: Any) -> None:
         """Validation is for all groups together. One that comes on its own (a callback said stop) brings the others."""
-        if self.world.is_computing and self._trainer.should_stop and not self._stopping:
+        if self._world is None or not self.is_open:
+            return  # no training is under way: validation after the fit, or without one
+        if self.world.is_computing and _private.stops_now(self._trainer) and not self._stopping:
             self.leave("validate")
         self.world.enter_world(buffers)
 

@@ -116,13 +116,13 @@ class OmniStrategyHooks(_Base):
 
     def _on_child_death(self, local_rank: int, code: int) -> bool:
         """A process that this rank started has ended badly. Called from the launcher's thread."""
-        world = self.world
-        if world is None or world.is_synchronous or world.control is None:
-            return False
-        rank = self.node_rank * self.num_processes + local_rank
-        if rank in world.lost:
+        world, rank = self.world, self.node_rank * self.num_processes + local_rank
+        control = world.control if world is not None else None  # read once: the run may end meanwhile
+        if world is not None and (rank in world.lost or rank in world.ever_lost):
             return True
-        world.control.post(m.Lost(rank=rank, reason=f"the process of rank {rank} ended with {say_exit(code)}"))
+        if world is None or control is None or world.is_synchronous:
+            return False
+        control.post(m.Lost(rank=rank, reason=f"the process of rank {rank} ended with {say_exit(code)}"))
         return 0 not in world.topology.members(world.topology.group_of(rank))
 
     def setup_environment(self) -> None:
@@ -297,7 +297,9 @@ class OmniStrategyHooks(_Base):
         if groups > 1:
             for optimizer in self.optimizers:
                 check_servable(optimizer)
-        if groups == len([members for members in world.topology.groups if members]):
+        if groups == len(
+            [members for members in world.topology.groups if members and not set(members) & set(world.lost)]
+        ):
             return
         was_synchronous, spans = world.is_synchronous, self.epochs.before_regroup()
         self._unguard_optimizers()
@@ -337,9 +339,20 @@ class OmniStrategyHooks(_Base):
         state = super().lightning_module_state_dict()
         if self._server_holds_weights:
             self._snapshot = self._world.snapshot()
-            for part in self._snapshot["parts"]:
-                state.update({name: value for name, value in part["weights"].items() if name in state})
+            self._overlay(state, self._snapshot)
         return state
+
+    def _overlay(self, state: dict[str, Any], snapshot: dict[str, Any]) -> None:
+        """Puts master weights in the place of own ones, under every name that a tied parameter has."""
+        assert self.lightning_module is not None
+        masters = {
+            id(part.replica.parameters[name]): value
+            for part, theirs in zip(self._world.parts, snapshot["parts"], strict=True)
+            for name, value in theirs["weights"].items()
+        }
+        for name, own in self.lightning_module.state_dict(keep_vars=True).items():
+            if id(own) in masters and name in state:
+                state[name] = masters[id(own)]
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The server's optimizer state, of the same moment, with this rank's hyperparameters.
@@ -451,6 +464,10 @@ class OmniStrategyHooks(_Base):
             raise UnsupportedError(
                 "val_check_interval as a duration: groups would come to validation at different times and wait for each"
                 " other; pass a number of batches or a fraction of the epoch"
+            )
+        if trainer.min_steps:
+            raise UnsupportedError(
+                "min_steps: groups count their own steps, and would disagree on when they may stop; use min_epochs"
             )
         if _private.averages_models(self):
             raise UnsupportedError("model_averaging_period averages over all ranks; use it with groups=1 only")

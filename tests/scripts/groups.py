@@ -94,7 +94,19 @@ class RawStepNet(GroupNet):
         return super().training_step(batch, batch_idx)
 
 
+class BufferNet(GroupNet):
+    """Buffers that cannot be averaged blindly, and a weight with two names."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.register_buffer("mask", torch.full((3, 3), float("-inf")).triu(1))
+        self.register_buffer("rotation", torch.tensor([1 + 2j, 3 - 4j]))
+        self.twin = torch.nn.Linear(32, 3, bias=False)
+        self.twin.weight = self.net[-1].weight
+
+
 NETS = {
+    "buffers": BufferNet,
     "": GroupNet,
     "adam": AdamNet,
     "lbfgs": LbfgsNet,
@@ -124,6 +136,9 @@ class Notes(pl.Callback):
         self.say(f"epoch {trainer.current_epoch}")
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        # as a LightningModule's own hook does that returns -1
+        skips = batch_idx == self.options.get("skip_at", {}).get(str(RANK))
+        pl_module.on_train_batch_start = lambda *_: -1 if skips else None
         self.say(f"begin {batch_idx} {batch[2].tolist()}")
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -183,6 +198,15 @@ def make_loader(kind: str, options: dict[str, Any]) -> DataLoader[Any]:
     return loaders(**options)[0]
 
 
+def odd_buffers(module: Any) -> dict[str, Any]:
+    if not isinstance(module, BufferNet):
+        return {}
+    return {
+        "mask": [bool(module.mask[0, 2].isneginf()), bool(module.mask.isnan().any())],
+        "rotation": [str(value) for value in module.rotation.tolist()],
+    }
+
+
 def fit(options: dict[str, Any]) -> dict[str, Any]:
     pl.seed_everything(options.pop("seed", 3), verbose=False)
     strategy = omni.OmniStrategy(**options.pop("strategy", {"groups": 2}))
@@ -203,6 +227,10 @@ def fit(options: dict[str, Any]) -> dict[str, Any]:
     run = trainer(strategy, options.pop("devices", 4), callbacks=callbacks, **settings)
     error = ""
     try:
+        if options.get("validate_first"):
+            run.validate(module, loaders()[1], verbose=False)
+            notes.validations.clear()
+            notes.validation_worlds.clear()
         run.fit(module, train, loaders()[1], ckpt_path=resume)
     except Exception as problem:
         if not options.get("expect_error"):
@@ -223,6 +251,7 @@ def fit(options: dict[str, Any]) -> dict[str, Any]:
         "regroup_times": notes.regroup_times,
         "threads": notes.threads,
         "files": notes.files,
+        **odd_buffers(module),
         "best": getattr(run.checkpoint_callback, "best_model_path", "") if checkpoint else "",
         "children": len(strategy.launcher.procs) if strategy.launcher and RANK == 0 else 0,
     }

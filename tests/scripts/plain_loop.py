@@ -43,6 +43,7 @@ def main() -> None:
         "lr": schedule.get_last_lr(),
     }
     Path(os.environ["OMNI_TEST_FOLDER"], f"rank{world.rank}.json").write_text(json.dumps(result))
+    dist.barrier()
     dist.destroy_process_group()
 
 
