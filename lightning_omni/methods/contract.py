@@ -1,8 +1,8 @@
 """What every method is: a frozen value with a group side and a server side. No sockets, clocks or threads here.
 
 The *group side* is a generator that reads as the paper's pseudo-code of a worker. It yields what it needs (the next
-gradient, an exchange with the server) and is sent the answer by whoever drives it: the optimizer in real time, a
-simulator in virtual time. Every rank of a group runs the same generator on the same answers.
+gradient, an exchange with the server) and is sent the answer by whoever drives it, in real time or in any other. Every
+rank of a group runs the same generator on the same answers.
 
 The *server side* is a plain object: a push goes in, and the groups that now get the master weights come out.
 """
