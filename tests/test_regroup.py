@@ -32,10 +32,10 @@ def test_regrouping_from_any_count_to_any_count_loses_no_sample_and_repeats_none
 
 def test_a_hundred_regroupings_leak_neither_threads_nor_files() -> None:
     counts = [2, 4, 1, 3]
-    steps = {str(2 * number): counts[number % 4] for number in range(1, 101)}
-    options = {"groups": 2, "regroup": steps, "data": {"samples": 8192}}
+    steps = {str(number): counts[number % 4] for number in range(1, 101)}
+    options = {"groups": 2, "regroup": steps, "data": {"samples": 4096}}
     finished = run("regroup.py", options, timeout=110)
-    assert everything(finished.results, 1) == [Counter(range(8192))]
+    assert everything(finished.results, 1) == [Counter(range(4096))]
     for each in finished.results.values():
         assert len(each["times"]) == 100
         # After each count has been seen twice, all process groups that will ever be needed are there.

@@ -213,6 +213,7 @@ class OmniStrategyHooks(_Base):
         """The last hook before the first batch: the server gets the weights, and groups go their own ways."""
         super().on_train_start()
         world = self._world
+        self._synchronous_steps, self._last_status = 0, None
         for part, clock in zip(world.parts, self.epochs.resume.get("clocks", ()), strict=False):
             part.replica.clock = clock
         world.begin()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -43,8 +44,14 @@ def main() -> None:
         "lr": schedule.get_last_lr(),
     }
     Path(os.environ["OMNI_TEST_FOLDER"], f"rank{world.rank}.json").write_text(json.dumps(result))
+    # DistributedDataParallel is part of reference cycles; collected by the dying interpreter only, it would take the
+    # process group down with it, and torch aborts now and then.
+    del model, optimizer, schedule
+    gc.collect()
     dist.barrier()
     dist.destroy_process_group()
+    if sys.argv[1] == "1":
+        os._exit(0)  # plain torch by now: what its own exit does is not for us to test
 
 
 if __name__ == "__main__":
