@@ -59,11 +59,6 @@ class Leases:
         self._server_generation = 0
 
     @property
-    def current(self) -> Batch:
-        """The batch that is being trained."""
-        return self._batches[self.trained - 1]
-
-    @property
     def trained_spans(self) -> tuple[tuple[int, int], ...]:
         """Ranges of the epoch that this rank knows to be trained (all of them, if the leases are local)."""
         if self._book is None:

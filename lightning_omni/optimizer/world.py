@@ -559,31 +559,23 @@ class World:
             except Exception as error:
                 failure, said = error, {"error": str(error)}
             said["run"] = secrets.token_hex(8)
-        text, _ = self._broadcast_bytes(json.dumps(said), torch.empty(0, dtype=torch.uint8))
-        said = json.loads(text)
+        said = json.loads(self._broadcast_text(json.dumps(said)))
         if failure is not None:
             raise failure
         if "error" in said:
             raise ConfigurationError(f"rank 0 could not start the parameter server: {said['error']}")
         return said["address"], bytes.fromhex(said["key"]) if said["key"] else load_key(), said["run"]
 
-    def _broadcast_bytes(self, text: str, payload: Tensor) -> tuple[str, Tensor]:
-        """Text and bytes from rank 0 to every rank, over torch.distributed's own group."""
+    def _broadcast_text(self, text: str) -> str:
+        """Text from rank 0 to every rank, over torch.distributed's own group."""
         group = self.compute_group if self.is_synchronous else self._original
-        data = (
-            torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
-        )
-        sizes = torch.tensor([data.numel(), payload.numel()], device=self.device)
-        dist.broadcast(sizes, src=0, group=group)
-        both = torch.empty(int(sizes.sum()), dtype=torch.uint8)
-        if self.rank == 0:
-            both = torch.cat([data, payload])
-        both = both.to(self.device)
-        dist.broadcast(both, src=0, group=group)
-        both = both.cpu()
-        cut = int(sizes[0])
-        # cloned, so that tensors viewed into the payload start aligned
-        return bytes(both[:cut].numpy()).decode(), both[cut:].clone()
+        data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(self.device)
+        size = torch.tensor(data.numel(), device=self.device)
+        dist.broadcast(size, src=0, group=group)
+        if self.rank != 0:
+            data = torch.empty(int(size), dtype=torch.uint8, device=self.device)
+        dist.broadcast(data, src=0, group=group)
+        return bytes(data.cpu().numpy()).decode()
 
     def _form(self, groups: int | None = None) -> None:
         """Rank 0 forms the groups at the server, out of whoever is alive there, and tells the others.

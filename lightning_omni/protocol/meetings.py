@@ -6,7 +6,7 @@ Rule 2: all ranks must come for the same purpose; two purposes at one meeting en
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 from torch import Tensor
 
@@ -57,7 +57,3 @@ class Meetings:
                 del self._open[number]
                 ready.append((number, [(rank, present[rank][1]) for rank in sorted(present) if rank in live]))
         return ready
-
-    def missing(self, live: Sequence[int]) -> dict[int, list[int]]:
-        """Live ranks that each open meeting still waits for."""
-        return {number: [r for r in live if r not in present] for number, present in self._open.items()}

@@ -18,9 +18,6 @@ from lightning_omni.protocol.leases import Batch, EpochPlan
 VERSION = 1
 """Protocol version. Both sides must have the same."""
 
-LARGEST_CONTROL = 32 << 20
-"""Bytes of one control message, at most."""
-
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Base of all messages."""

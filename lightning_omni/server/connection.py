@@ -66,7 +66,6 @@ class ControlConnection:
         self.address, self.rank = address, rank
         self.status: m.Status | None = None
         self.lost: tuple[int, ...] = ()
-        self.round_trip = 0.0
         self._timings = (0.0, 0.0, 0.0)
         self._posted: deque[m.Message] = deque()
         self._ended: OmniError | None = None
@@ -211,7 +210,7 @@ class ControlConnection:
             if self._wire in ready:
                 heard = now
                 try:
-                    self._on_message(self._wire.recv_multipart(), now)
+                    self._on_message(self._wire.recv_multipart())
                 except MalformedMessage as error:
                     self._end(error)
             if self._monitor in ready:
@@ -228,15 +227,13 @@ class ControlConnection:
                 )
                 beat = now + HEARTBEAT
 
-    def _on_message(self, frames: list[bytes], now: float) -> None:
+    def _on_message(self, frames: list[bytes]) -> None:
         if frames[0] == KNOCK:
             return
         message = m.decode(frames[0], at="rank", channel=m.CONTROL)
         if isinstance(message, m.Status):
             self.status, self.lost = message, message.lost
-            if message.sent:
-                self.round_trip = now - message.sent
-            else:
+            if not message.sent:
                 self._inside.send_multipart(frames)  # the answer to AskStatus; the others answer heartbeats
         elif isinstance(message, m.Notice):
             self._on_notice(message)

@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_omni.errors import ConfigurationError, MalformedMessage, ProtocolError, Refused
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.server import Out, ServerCore
-from lightning_omni.server.frames import CHUNK, CHUNK_MARK, KNOCK, Assembly, chunks, configure
+from lightning_omni.server.frames import CHUNK_MARK, KNOCK, Assembly, chunks, configure
 
 _log = logging.getLogger(__name__)
 
@@ -196,6 +196,3 @@ class Server:
         if len(self._refusals) > 4096:
             self._refusals.clear()
         return self._refusals[item.peer] <= ANSWERED_STRANGERS or item.message.code not in ("malformed", "stranger")
-
-
-__all__ = ["CHUNK", "Server"]
