@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from lightning_omni.errors import ConfigurationError
 
@@ -83,12 +84,16 @@ class Topology:
             start += size
         return cls(tuple(members for members in cut if members))
 
-    @property
+    @cached_property
     def ranks(self) -> tuple[int, ...]:
         """All ranks, ascending."""
-        return tuple(sorted(rank for members in self.groups for rank in members))
+        return tuple(sorted(self._homes))
 
-    @property
+    @cached_property
+    def _homes(self) -> dict[int, int]:
+        return {rank: group for group, members in enumerate(self.groups) for rank in members}
+
+    @cached_property
     def alive(self) -> tuple[int, ...]:
         """Numbers of the groups that have members."""
         return tuple(group for group, members in enumerate(self.groups) if members)
@@ -104,10 +109,13 @@ class Topology:
         Raises:
             KeyError: the rank is in no group.
         """
-        for group, members in enumerate(self.groups):
-            if rank in members:
-                return group
-        raise KeyError(f"rank {rank} is in no group of {self.groups}")
+        if rank not in self._homes:
+            raise KeyError(f"rank {rank} is in no group of {self.groups}")
+        return self._homes[rank]
+
+    def holds(self, rank: int) -> bool:
+        """Whether ``rank`` is in one of the groups."""
+        return rank in self._homes
 
     def members(self, group: int) -> tuple[int, ...]:
         """Ranks of a group, ascending; empty if it was retired."""

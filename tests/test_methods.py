@@ -24,10 +24,11 @@ from lightning_omni.methods import (
     Exchange,
     Gradient,
     Master,
-    MasterWeights,
     Method,
     NextGradient,
+    Pulled,
     Push,
+    Replica,
     Reply,
 )
 from lightning_omni.methods.master import class_path, describe, hyperparameters_of, rebuild, resolver
@@ -52,16 +53,10 @@ def gradients_at(weights: Sequence[Tensor], seed: int) -> list[Tensor]:
     return [weight * 0.3 + torch.randn(weight.shape, generator=generator) for weight in weights]
 
 
-class Copy:
-    """A group's own weights, in memory."""
-
-    def __init__(self, weights: Sequence[Tensor], clock: int = 0) -> None:
-        self.weights = [weight.clone() for weight in weights]
-        self.clock = clock
-
-    def load(self, master: MasterWeights) -> None:
-        self.weights = [weight.clone() for weight in master.tensors]
-        self.clock = master.clock
+def replica_of(weights: Sequence[Tensor], group: int = 0, make: Make | None = None) -> Replica:
+    """A group's own weights, with an optimizer of its own."""
+    parameters = [Parameter(weight.detach().clone()) for weight in weights]
+    return Replica(parameters, make(parameters) if make else torch.optim.SGD(parameters, lr=0.1), group)
 
 
 RULES: dict[str, Make] = {
@@ -76,8 +71,8 @@ RULES: dict[str, Make] = {
 @given(order=st.lists(st.integers(0, 3), min_size=1, max_size=25))
 def test_async_sgd_is_sequential_steps_on_delayed_gradients(make: Make, order: list[int]) -> None:
     master = Master(parameters := new_parameters(), make(parameters.values()))
-    server = AsyncSGD().server_side(master)
-    copies = [Copy(master.weights()) for _ in range(4)]
+    server = AsyncSGD().server_side(master, range(4))
+    copies = [replica_of(master.weights(), group) for group in range(4)]
     sides = [AsyncSGD().group_side(copy) for copy in copies]
     needs: list[Any] = [next(side) for side in sides]
 
@@ -89,11 +84,11 @@ def test_async_sgd_is_sequential_steps_on_delayed_gradients(make: Make, order: l
     for tick, group in enumerate(order):
         assert needs[group] == NextGradient()
         exchange = sides[group].send(
-            Gradient(gradients_at(copies[group].weights, tick), hyperparameters_of(master.optimizer))
+            Gradient(gradients_at(copies[group].weights(), tick), hyperparameters_of(master.optimizer))
         )
         assert isinstance(exchange, Exchange)
-        replies = server.receive(Push(group, exchange.read_at, exchange.gradient))
-        needs[group] = sides[group].send(MasterWeights(master.weights(), master.clock))
+        replies = server.receive(Push(group, exchange.read_at, exchange.tensors, exchange.hyperparameters))
+        needs[group] = sides[group].send(Pulled(master.weights(), master.clock))
 
         for parameter, gradient in zip(expected.values(), gradients_at(read[group], tick), strict=True):
             parameter.grad = gradient
@@ -108,15 +103,16 @@ def test_async_sgd_is_sequential_steps_on_delayed_gradients(make: Make, order: l
 
 
 def test_the_group_side_computes_exchanges_and_loads() -> None:
-    copy = Copy([torch.zeros(2)], clock=7)
+    copy = replica_of([torch.zeros(2)])
+    copy.clock = 7
     side = AsyncSGD().group_side(copy)
     gradient = Gradient([torch.ones(2)], [{"lr": 0.1}])
     assert next(side) == NextGradient()
-    assert side.send(gradient) == Exchange(gradient, read_at=7)
-    assert side.send(MasterWeights([torch.full((2,), 3.0)], clock=11)) == NextGradient()
+    assert side.send(gradient) == Exchange(gradient.tensors, 7, gradient.hyperparameters)
+    assert side.send(Pulled([torch.full((2,), 3.0)], clock=11)) == NextGradient()
     assert copy.clock == 11
-    assert torch.equal(copy.weights[0], torch.full((2,), 3.0))
-    assert side.send(gradient) == Exchange(gradient, read_at=11)
+    assert torch.equal(copy.weights()[0], torch.full((2,), 3.0))
+    assert side.send(gradient) == Exchange(gradient.tensors, 11, gradient.hyperparameters)
 
 
 # --- Master ------------------------------------------------------------------------------------------------------
@@ -429,7 +425,7 @@ def test_a_method_travels_as_plain_data(kind: type[Method]) -> None:
 
 @every_method
 def test_a_group_side_asks_for_a_gradient_first(kind: type[Method]) -> None:
-    assert next(kind().group_side(Copy([torch.zeros(2)]))) == NextGradient()
+    assert next(kind().group_side(replica_of([torch.zeros(2)]))) == NextGradient()
 
 
 @every_method

@@ -1,33 +1,132 @@
 """What is exchanged and how it is merged: one file for each method, no sockets, clocks or Lightning."""
 
+from __future__ import annotations
+
+from lightning_omni.errors import ConfigurationError
+from lightning_omni.methods.async_diloco import AsyncDiLoCo
 from lightning_omni.methods.async_sgd import AsyncSGD
 from lightning_omni.methods.contract import (
+    Answer,
     Exchange,
+    Fetch,
     Gradient,
-    MasterWeights,
+    GroupSide,
+    Inbox,
     Method,
+    Need,
     NextGradient,
+    Publish,
     Push,
-    Replica,
+    ReadInbox,
+    ReadPeer,
     Reply,
+    SendPeer,
     ServerSide,
+    Step,
+    StepTime,
 )
+from lightning_omni.methods.delay_compensated import DelayCompensated
+from lightning_omni.methods.diloco import DiLoCo
+from lightning_omni.methods.downpour import Downpour
+from lightning_omni.methods.elastic_averaging import ElasticAveraging
+from lightning_omni.methods.gossip import Gossip
+from lightning_omni.methods.hardsync import HardSync
+from lightning_omni.methods.local_sgd import LocalSGD
 from lightning_omni.methods.master import Master
+from lightning_omni.methods.replica import Hyperparameters, Pulled, Replica
+from lightning_omni.methods.softsync import SoftSync
 
-METHODS: dict[str, type[Method]] = {"async_sgd": AsyncSGD}
-"""Every method by the name that ``OmniStrategy(method=...)`` takes."""
+METHODS: dict[str, type[Method]] = {
+    "async_sgd": AsyncSGD,
+    "hardsync": HardSync,
+    "softsync": SoftSync,
+    "downpour": Downpour,
+    "elastic_averaging": ElasticAveraging,
+    "gossip": Gossip,
+    "local_sgd": LocalSGD,
+    "diloco": DiLoCo,
+    "async_diloco": AsyncDiLoCo,
+    "delay_compensated": DelayCompensated,
+}
+"""Every method by the name under which it travels."""
+
+PRESETS: dict[str, Method] = {
+    "staleness_aware": AsyncSGD(staleness_aware=True),
+    "stale_synchronous": AsyncSGD(bound=3),
+    "gpu_asgd": Downpour(n_push=10, n_fetch=10, send="updates"),
+    "pull_gossip": Gossip(kind="pull"),
+    "push_gossip": Gossip(kind="push"),
+}
+"""Systems of the literature that are settings of a method."""
+
+
+def method_named(name: str) -> Method:
+    """The method, or preset, of that name with its default settings.
+
+    Raises:
+        ConfigurationError: there is none.
+
+    Example:
+        >>> method_named("gpu_asgd")
+        Downpour(n_push=10, n_fetch=10, send='updates', warm_start=0)
+    """
+    if name in PRESETS:
+        return PRESETS[name]
+    if name not in METHODS:
+        raise ConfigurationError(
+            f"method={name!r} is not known; pass one of {', '.join(map(repr, [*METHODS, *PRESETS]))}"
+        )
+    return METHODS[name]()
+
+
+def register(kind: type[Method]) -> type[Method]:
+    """Makes a method of your own known by its tag, here and at a server that imports its module. A class decorator.
+
+    Raises:
+        ConfigurationError: the name is taken.
+    """
+    name = str(kind.__struct_config__.tag)
+    if METHODS.get(name, kind) is not kind:
+        raise ConfigurationError(f"the name {name!r} belongs to {METHODS[name].__name__}; give the method another tag=")
+    METHODS[name] = kind
+    return kind
+
 
 __all__ = [
     "METHODS",
+    "PRESETS",
+    "Answer",
+    "AsyncDiLoCo",
     "AsyncSGD",
+    "DelayCompensated",
+    "DiLoCo",
+    "Downpour",
+    "ElasticAveraging",
     "Exchange",
+    "Fetch",
+    "Gossip",
     "Gradient",
+    "GroupSide",
+    "HardSync",
+    "Hyperparameters",
+    "Inbox",
+    "LocalSGD",
     "Master",
-    "MasterWeights",
     "Method",
+    "Need",
     "NextGradient",
+    "Publish",
+    "Pulled",
     "Push",
+    "ReadInbox",
+    "ReadPeer",
     "Replica",
     "Reply",
+    "SendPeer",
     "ServerSide",
+    "SoftSync",
+    "Step",
+    "StepTime",
+    "method_named",
+    "register",
 ]

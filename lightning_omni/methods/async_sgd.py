@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from lightning_omni.methods.contract import (
-    Exchange,
-    Gradient,
-    MasterWeights,
-    Method,
-    Need,
-    NextGradient,
-    Push,
-    Replica,
-    Reply,
-    ServerSide,
-)
+from lightning_omni.errors import ConfigurationError
+from lightning_omni.methods.contract import Exchange, GroupSide, Method, NextGradient, Push, Reply, ServerSide
 from lightning_omni.methods.master import Master
+from lightning_omni.methods.replica import Replica
 
 
 class AsyncSGD(Method, frozen=True, kw_only=True, tag="async_sgd"):
@@ -30,29 +22,87 @@ class AsyncSGD(Method, frozen=True, kw_only=True, tag="async_sgd"):
     updates that other groups made between this group's read and its write. With random step times and g groups, the
     mean of :math:`\tau` is g-1 and asynchrony adds momentum of about 1 - 1/g.
 
+    Args:
+        staleness_aware: divide the learning rate of every step by :math:`\max(1, \tau)`, so that stale gradients
+            weigh less.
+        bound: number of pushes by which a group may be ahead of the slowest one; a group that is further ahead waits
+            for its answer (stale-synchronous parallel). 0 is bulk-synchronous; None is unbounded.
+
+    The model that is evaluated is the server's.
+
+    Raises:
+        ConfigurationError: ``bound`` is negative.
+
     Example:
-        >>> AsyncSGD()
-        AsyncSGD()
+        >>> AsyncSGD(bound=3)
+        AsyncSGD(staleness_aware=False, bound=3)
 
     References:
         Dean et al. 2012, "Large Scale Distributed Deep Networks" (Downpour SGD, n_push = n_fetch = 1);
-        Hadjis et al. 2016, "Omnivore" (compute groups; one momentum buffer at the server).
+        Hadjis et al. 2016, "Omnivore" (compute groups; one momentum buffer at the server);
+        Zhang et al. 2016, "Staleness-aware Async-SGD", arXiv:1511.05950 (learning rate over staleness);
+        Ho et al. 2013, "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server" (bound).
     """
 
-    def group_side(self, replica: Replica) -> Generator[Need, Any, None]:
+    staleness_aware: bool = False
+    bound: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.bound is not None and self.bound < 0:
+            raise ConfigurationError(
+                f"bound={self.bound}: a group cannot be fewer than 0 pushes ahead of the slowest; pass 0 for lock-step,"
+                " more for looser coupling, or None for no bound"
+            )
+
+    def group_side(self, replica: Replica) -> GroupSide:
         """Gradient at the weights last read; push it; read the master weights; repeat."""
         while True:
-            gradient: Gradient = yield NextGradient()
-            master: MasterWeights = yield Exchange(gradient, read_at=replica.clock)
-            replica.load(master)
+            gradient = yield NextGradient()
+            replica.load((yield Exchange(gradient.tensors, replica.clock, gradient.hyperparameters)))
 
-    def server_side(self, master: Master) -> ServerSide:
-        """One update for each push."""
-        return _ApplyAtOnce(master)
+    def server_side(self, master: Master, groups: Iterable[int]) -> ServerSide:
+        """One update for each push; the answer waits while the group is too far ahead."""
+        return _ApplyAtOnce(self, master, groups)
 
 
 class _ApplyAtOnce(ServerSide):
+    def __init__(self, method: AsyncSGD, master: Master, groups: Iterable[int]) -> None:
+        super().__init__(master, groups)
+        self._method = method
+        self._pushes: Counter[int] = Counter()
+        self._held: dict[int, int] = {}  # group: staleness
+
     def receive(self, push: Push) -> list[Reply]:
-        staleness = self.master.clock - push.read_at
-        self.master.update(push.gradient.tensors, push.gradient.hyperparameters)
-        return [Reply(push.group, staleness)]
+        staleness = self.staleness_of(push)
+        scale = 1 / max(1, staleness) if self._method.staleness_aware else 1.0
+        self.master.update(push.tensors, push.hyperparameters, scale)
+        self._pushes[push.group] += 1
+        self._held[push.group] = staleness
+        return self.released()
+
+    def released(self) -> list[Reply]:
+        free = [group for group in self._held if self._may_go_on(group)]
+        return [Reply(group, self._held.pop(group)) for group in free]
+
+    def resume(self, group: int) -> None:
+        # While it rested the others went on without it: it does not hold them up for what it missed.
+        self._pushes[group] = max(self._pushes[group], self._slowest)
+        super().resume(group)
+
+    def retire(self, group: int) -> list[Reply]:
+        self._held.pop(group, None)
+        return super().retire(group)
+
+    def state(self) -> dict[str, Any]:
+        return {"pushes": dict(self._pushes)}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self._pushes = Counter(state["pushes"])
+
+    @property
+    def _slowest(self) -> int:
+        return min((self._pushes[group] for group in self.working), default=0)
+
+    def _may_go_on(self, group: int) -> bool:
+        bound = self._method.bound
+        return bound is None or self._pushes[group] - self._slowest <= bound

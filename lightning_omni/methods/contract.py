@@ -1,26 +1,35 @@
 """What every method is: a frozen value with a group side and a server side. No sockets, clocks or threads here.
 
 The *group side* is a generator that reads as the paper's pseudo-code of a worker. It yields what it needs (the next
-gradient, an exchange with the server) and is sent the answer by whoever drives it, in real time or in any other. Every
-rank of a group runs the same generator on the same answers.
+gradient, an exchange with the server, a peer's weights) and is sent the answer by whoever drives it, in real time or in
+any other. Every rank of a group runs the same generator on the same answers.
 
-The *server side* is a plain object: a push goes in, and the groups that now get the master weights come out.
+The *server side* is a plain object: a push goes in, and the groups that now get an answer come out.
+
+Rule 1: whatever either side remembers between two calls lies in `Replica.memory` or comes out of `ServerSide.state`,
+so that checkpoint, copy and simulation come for free; a generator may be thrown away and made anew at any need.
+Rule 2: staleness is counted by the server side when a push arrives, against `Master.clock`, and nowhere else.
+Rule 3: weights are never changed behind the replica's or the master's back: both sides hand tensors over, and whoever
+keeps one keeps a copy.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Literal
 
 import msgspec
 from torch import Tensor
 
 from lightning_omni.methods.master import Master
+from lightning_omni.methods.replica import Hyperparameters, Pulled, Replica
 
-Hyperparameters = Sequence[Mapping[str, Any]]
-"""One mapping for each parameter group of the optimizer: lr, momentum, betas, ... without ``params``."""
+Tensors = Sequence[Tensor | None]
+"""One tensor for each parameter, shaped like it; ``None`` where the parameter took no part in the loss."""
+
+# --- What a group side needs -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -33,50 +42,95 @@ class Gradient:
     """A group's gradient: the mean over the group's batch, after clipping, unscaling and accumulation.
 
     Attributes:
-        tensors: one for each parameter, shaped like it; ``None`` where the parameter took no part in the loss.
+        tensors: one for each parameter.
         hyperparameters: the worker's hyperparameters at this step.
     """
 
-    tensors: Sequence[Tensor | None]
+    tensors: Tensors
     hyperparameters: Hyperparameters
 
 
 @dataclass(frozen=True)
-class Exchange:
-    """Need: push ``gradient``, computed on weights of clock ``read_at``, and pull. Answer: `MasterWeights`."""
+class Step:
+    """Need: one step of the worker's own optimizer along ``gradient``, on every rank of the group. Answer: None."""
 
     gradient: Gradient
-    read_at: int
 
 
 @dataclass(frozen=True)
-class MasterWeights:
-    """The master weights at one tick of the server's clock.
+class Exchange:
+    """Need: push ``tensors`` to the server and hear its answer. Answer: `Pulled`.
 
     Attributes:
-        tensors: one for each parameter, in the optimizer's order.
-        clock: number of updates that they contain.
+        tensors: a gradient, weights or a difference of weights, as the method has it.
+        read_at: clock of the weights that they were computed from.
+        hyperparameters: what the server's optimizer is to step with; empty if it has none.
+        note: one number for the server side.
+        pull: whether the answer is to bring tensors.
     """
 
+    tensors: Tensors
+    read_at: int
+    hyperparameters: Hyperparameters = ()
+    note: float = 0.0
+    pull: bool = True
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """Need: the server's weights, without pushing anything. Answer: `Pulled`."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Need: seconds that one local step takes this group, lately, exchanges left out. Answer: float."""
+
+
+@dataclass(frozen=True)
+class Publish:
+    """Need: other groups may read these weights from now on, until the next ones. Answer: None."""
+
     tensors: Sequence[Tensor]
-    clock: int
 
 
-Need = NextGradient | Exchange
-Answer = Gradient | MasterWeights
+@dataclass(frozen=True)
+class ReadPeer:
+    """Need: what ``group`` has published. Answer: its tensors, or None if there is nothing (it is gone, say)."""
+
+    group: int
 
 
-class Replica(Protocol):
-    """A group's own copy of the weights, as the group side sees it."""
+@dataclass(frozen=True)
+class SendPeer:
+    """Need: put these weights into the inbox of ``group``, which does not wait for them. Answer: None."""
 
-    @property
-    def clock(self) -> int:
-        """The server's clock when these weights were read."""
-        ...
+    group: int
+    tensors: Sequence[Tensor]
 
-    def load(self, master: MasterWeights) -> None:
-        """Overwrites the weights and remembers their clock."""
-        ...
+
+@dataclass(frozen=True)
+class ReadInbox:
+    """Need: empty this group's inbox. Answer: `Inbox`."""
+
+
+@dataclass(frozen=True)
+class Inbox:
+    """What peers have sent since the inbox was last read.
+
+    Attributes:
+        total: the sum of it all, tensor by tensor; None if there was nothing.
+        count: number of messages.
+    """
+
+    total: Sequence[Tensor] | None
+    count: int
+
+
+Need = NextGradient | Step | Exchange | Fetch | StepTime | Publish | ReadPeer | SendPeer | ReadInbox
+Answer = Gradient | Pulled | Inbox | Sequence[Tensor] | float | None
+GroupSide = Generator[Need, Any, None]
+
+# --- The server's half -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -85,41 +139,98 @@ class Push:
 
     Attributes:
         group: number of the group.
-        read_at: clock of the weights that the gradient was computed on.
-        gradient: the gradient and the hyperparameters to apply it with.
+        read_at: clock of the weights that ``tensors`` were computed from.
+        tensors: as in `Exchange`; they are only valid until `ServerSide.receive` returns.
+        hyperparameters: as in `Exchange`.
+        note: as in `Exchange`.
     """
 
     group: int
     read_at: int
-    gradient: Gradient
+    tensors: Tensors
+    hyperparameters: Hyperparameters = ()
+    note: float = 0.0
 
 
 @dataclass(frozen=True)
 class Reply:
-    """The server side's answer: send the master weights to ``group``.
+    """The server side's answer to a group.
 
     Attributes:
         group: number of the group.
-        staleness: updates between the read and the application of the gradient that this answers.
+        staleness: updates between the read that its push was computed from and the push's arrival.
+        tensors: what to send; None sends the master weights as they are now.
+        note: one number for the group side.
     """
 
     group: int
     staleness: int
+    tensors: Sequence[Tensor] | None = None
+    note: float = 0.0
 
 
 class ServerSide(ABC):
-    """The server's half of a method, for one optimizer. Its whole state is here and in its `Master`."""
+    """The server's half of a method, for one optimizer. Its whole state is here and in its `Master`.
 
-    def __init__(self, master: Master) -> None:
+    Args:
+        master: the master weights.
+        groups: numbers of the groups that take part.
+
+    Attributes:
+        groups: the groups that are alive.
+        resting: those among them that have nothing to push for now: they wait for others at the end of an epoch, or
+            at a meeting of all ranks. Nobody must wait for a push of theirs.
+    """
+
+    def __init__(self, master: Master, groups: Iterable[int]) -> None:
         self.master = master
+        self.groups = set(groups)
+        self.resting: set[int] = set()
+
+    @property
+    def working(self) -> set[int]:
+        """Groups that will push again before long."""
+        return self.groups - self.resting
 
     @abstractmethod
     def receive(self, push: Push) -> list[Reply]:
-        """Merges a push and says which groups now read the master weights."""
+        """Merges a push and says which groups now get an answer."""
+
+    def released(self) -> list[Reply]:
+        """Groups that need not wait any more, now that somebody is gone or rests. Nobody waits unless a method does."""
+        return []
+
+    def rest(self, group: int) -> list[Reply]:
+        """A group has nothing to push for now."""
+        self.resting.add(group)
+        return self.released()
+
+    def resume(self, group: int) -> None:
+        """A group that rested computes again."""
+        self.resting.discard(group)
 
     def retire(self, group: int) -> list[Reply]:
-        """A group is gone for good. A method that waits for groups says here who need not wait any more."""
-        return []
+        """A group is gone for good."""
+        self.groups.discard(group)
+        self.resting.discard(group)
+        return self.released()
+
+    def fetched(self, group: int) -> None:  # noqa: B027  # most methods need not know
+        """A group reads the master weights without a push."""
+
+    def staleness_of(self, push: Push) -> int:
+        """Updates between the push's read and now."""
+        return self.master.clock - push.read_at
+
+    def state(self) -> dict[str, Any]:
+        """What the side remembers, beyond the master: plain values and tensors. The tensors are the live ones."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:  # noqa: B027  # nothing remembered, nothing to load
+        """Goes on from a `state`; called before the first push."""
+
+
+# --- A method --------------------------------------------------------------------------------------------------------
 
 
 class Method(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
@@ -127,12 +238,27 @@ class Method(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
 
     A method is a value: frozen, comparable, and it travels to the server as plain numbers. (A msgspec struct cannot
     be an abstract base class, hence the two errors.)
+
+    Attributes:
+        evaluated: which model is validated, tested and saved: ``"server"``, the weights that the server holds;
+            ``"centre"``, the same where the groups' own weights circle around them; ``"mean"``, the mean of all
+            groups' own weights.
     """
 
-    def group_side(self, replica: Replica) -> Generator[Need, Any, None]:
+    evaluated: ClassVar[Literal["server", "centre", "mean"]] = "server"
+
+    @property
+    def steps_at(self) -> Literal["server", "worker"]:
+        """Where the user's optimizer runs: at the server, once for all groups, or on every rank."""
+        return "server"
+
+    def check(self, groups: int) -> None:
+        """Raises `ConfigurationError` if the method cannot work with that many groups."""
+
+    def group_side(self, replica: Replica) -> GroupSide:
         """The worker's half: an endless generator of needs."""
         raise NotImplementedError(f"{type(self).__name__} has no group side")
 
-    def server_side(self, master: Master) -> ServerSide:
-        """The server's half."""
+    def server_side(self, master: Master, groups: Iterable[int]) -> ServerSide:
+        """The server's half, for the groups of these numbers."""
         raise NotImplementedError(f"{type(self).__name__} has no server side")

@@ -31,32 +31,59 @@ class Master:
     Args:
         parameters: name and initial value of every parameter that the optimizer moves; the values are used in
             place, not copied.
-        optimizer: the user's optimizer over exactly these parameters.
+        optimizer: the user's optimizer over exactly these parameters; None if the workers' own optimizers step.
         clock: number of updates that the values already contain.
     """
 
-    def __init__(self, parameters: Mapping[str, Parameter], optimizer: Optimizer, clock: int = 0) -> None:
+    def __init__(self, parameters: Mapping[str, Parameter], optimizer: Optimizer | None, clock: int = 0) -> None:
         self.parameters = dict(parameters)
         self.optimizer = optimizer
         self.clock = clock
         self._ordered = list(self.parameters.values())
 
-    def update(self, gradients: Sequence[Tensor | None], hyperparameters: Sequence[Mapping[str, Any]]) -> None:
-        """One step of the optimizer: ``weights, clock = step(weights, gradients), clock + 1``.
+    def update(
+        self,
+        gradients: Sequence[Tensor | None],
+        hyperparameters: Sequence[Mapping[str, Any]],
+        step_scale: float = 1.0,
+    ) -> None:
+        """One step of the user's optimizer: ``weights, clock = step(weights, gradients), clock + 1``.
 
         Args:
             gradients: one for each parameter in order, or ``None``, which skips the parameter as torch does (no
                 weight decay, no momentum).
             hyperparameters: one mapping for each parameter group; they replace the optimizer's own.
+            step_scale: multiplies the learning rate of this one step.
         """
+        assert self.optimizer is not None, "this method's optimizer runs at the workers"
         for group, values in zip(self.optimizer.param_groups, hyperparameters, strict=True):
             kept = ("params", *_IMPLEMENTATION_FLAGS)
             group.update((key, value) for key, value in values.items() if key not in kept)
+            if step_scale != 1.0:
+                group["lr"] = group["lr"] * step_scale
+        self.step(self.optimizer, gradients)
+
+    def step(self, optimizer: Optimizer, gradients: Sequence[Tensor | None]) -> None:
+        """One step of any optimizer over the parameters, a method's own perhaps; the clock ticks."""
         for parameter, gradient in zip(self._ordered, gradients, strict=True):
             parameter.grad = gradient
-        self.optimizer.step()
+        optimizer.step()
         for parameter in self._ordered:
             parameter.grad = None
+        self.clock += 1
+
+    def overwrite(self, values: Sequence[Tensor | None]) -> None:
+        """``weights, clock = values, clock + 1``; a weight whose value is None stays."""
+        for weight, value in zip(self.weights(), values, strict=True):
+            if value is not None:
+                weight.copy_(value)
+        self.clock += 1
+
+    def add(self, changes: Sequence[Tensor | None], factor: float = 1.0) -> None:
+        """``weights, clock = weights + factor * changes, clock + 1``."""
+        for weight, change in zip(self.weights(), changes, strict=True):
+            if change is not None:
+                weight.add_(change, alpha=factor)
         self.clock += 1
 
     def weights(self) -> list[Tensor]:
@@ -67,7 +94,7 @@ class Master:
         """Weights, optimizer state and clock, of one and the same moment. The tensors are the live ones."""
         return {
             "weights": {name: parameter.detach() for name, parameter in self.parameters.items()},
-            "state": self.optimizer.state_dict()["state"],
+            "state": self.optimizer.state_dict()["state"] if self.optimizer is not None else {},
             "clock": self.clock,
         }
 

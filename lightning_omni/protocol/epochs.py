@@ -104,6 +104,12 @@ class Epochs:
         book.train(group, question.trained)
         self._waiting[rank] = (group, question)
 
+    def new_spans(self, group: int, epoch: int, batches: int) -> tuple[tuple[int, int], ...]:
+        """The batches of a group, one range each, that `train` would now add."""
+        if self.book is None or self.book.plan.epoch != epoch:
+            return ()
+        return self.book.untrained_spans(group, batches)
+
     def leave(self, group: int, message: Leave) -> None:
         """A group leaves the epoch early, and perhaps ends the run for all."""
         if message.stop:
@@ -125,6 +131,8 @@ class Epochs:
 
     def settle(self) -> list[tuple[int, str]]:
         """Verdicts that can now be given: rank and verdict."""
+        if not self._waiting:
+            return []
         given: list[tuple[int, str]] = []
         # A verdict can make another possible (a stretch closes), so go on until nothing moves.
         while ready := next(filter(None, map(self._answer, sorted(self._waiting))), None):

@@ -19,6 +19,9 @@ from lightning_omni.errors import MalformedMessage
 ALIGNMENT = 64
 """Bytes; every tensor starts at a multiple, so that any dtype can be viewed in place."""
 
+SUBSETS = 64
+"""Subsets of a layout that are remembered."""
+
 DTYPES: dict[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -82,8 +85,19 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
         return hashlib.sha256(msgspec.msgpack.encode(self.specs)).hexdigest()
 
     def subset(self, present: Sequence[bool]) -> Layout:
-        """The layout of just those tensors whose flag is set."""
-        return Layout(tuple(spec for spec, there in zip(self.specs, present, strict=True) if there))
+        """The layout of just those tensors whose flag is set. The last few are remembered."""
+        if all(present):
+            return self
+        flags = tuple(present)
+        if flags not in self._subsets:
+            while len(self._subsets) >= SUBSETS:  # which parameters are used may change at random
+                del self._subsets[next(iter(self._subsets))]
+            self._subsets[flags] = Layout(tuple(spec for spec, there in zip(self.specs, flags, strict=True) if there))
+        return self._subsets[flags]
+
+    @cached_property
+    def _subsets(self) -> dict[tuple[bool, ...], Layout]:
+        return {}
 
     def empty(self) -> Tensor:
         """A new buffer: uint8, ``(nbytes,)``. Zeros, because the gaps between tensors travel, too."""

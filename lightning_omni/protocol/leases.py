@@ -162,6 +162,10 @@ class LeaseBook:
         self._done = _merge(self._done)
         self._trained[group] = max(batches, self._trained[group])
 
+    def untrained_spans(self, group: int, batches: int) -> tuple[tuple[int, int], ...]:
+        """Of a group's first ``batches`` batches, those that are not trained yet, as ranges."""
+        return tuple((batch.start, batch.stop) for batch in self._known(group)[self._trained[group] : batches])
+
     def check_trained(self, group: int, batches: int) -> None:
         """Raises `ProtocolError` unless the group has drawn that many batches."""
         drawn = self._known(group)

@@ -42,6 +42,11 @@ class Meetings:
                 )
         present[rank] = (what, payload)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no meeting is under way."""
+        return not self._open
+
     def forget(self, ranks: Collection[int]) -> None:
         """What the dead brought does not count, nor what they came for."""
         for present in self._open.values():

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from lightning_omni.errors import MalformedMessage
+from lightning_omni.errors import ConfigurationError, MalformedMessage
 from lightning_omni.methods import METHODS
 from lightning_omni.protocol.codec import Packed
 from lightning_omni.protocol.leases import Batch, EpochPlan
@@ -81,11 +81,12 @@ class OpenEpoch(Message, frozen=True, kw_only=True):
 
 
 class Draw(Message, frozen=True, kw_only=True):
-    """Which samples are in my group's batches from ``number`` on?"""
+    """Which samples are in my group's batches from ``number`` on? Of those before, ``trained`` are trained."""
 
     epoch: int
     generation: int
     number: int
+    trained: int = 0
 
 
 class Await(Message, frozen=True, kw_only=True):
@@ -290,13 +291,15 @@ class Seed(Message, frozen=True, kw_only=True):
 
 
 class PushMessage(Message, tag="Push", frozen=True, kw_only=True):
-    """A group's gradient. The payload holds the tensors that are present.
+    """What a group pushes: a gradient, weights or a change of weights. The payload holds the tensors that are present.
 
     Attributes:
         optimizer: which of the model's optimizers.
-        read_at: clock of the weights that the gradient was computed on.
-        present: one flag for each parameter; the others' gradient is None.
-        hyperparameters: one mapping for each parameter group.
+        read_at: clock of the weights that it was computed from.
+        present: one flag for each parameter; the others' tensor is None.
+        hyperparameters: one mapping for each parameter group; none if the optimizer steps at the workers.
+        note: one number, for the method.
+        pull: whether the answer is to bring tensors.
         epoch: the epoch, -1 if its data is not leased.
         trained: group batches of the epoch that are trained with this push.
     """
@@ -307,6 +310,22 @@ class PushMessage(Message, tag="Push", frozen=True, kw_only=True):
     hyperparameters: tuple[dict[str, Any], ...]
     epoch: int
     trained: int
+    nbytes: int
+    note: float = 0.0
+    pull: bool = True
+
+
+class Average(Message, frozen=True, kw_only=True):
+    """A group's own weights, for the mean of all groups'; answered with it when all have come. Payload follows."""
+
+    optimizer: int
+    nbytes: int
+
+
+class Deposit(Message, frozen=True, kw_only=True):
+    """What a group alone knows, to be part of the next snapshot. The tensors follow as payload."""
+
+    packed: Packed
     nbytes: int
 
 
@@ -333,13 +352,17 @@ class Seeded(Message, frozen=True, kw_only=True):
     """The server holds the master weights."""
 
 
+class Deposited(Message, frozen=True, kw_only=True):
+    """The server keeps it."""
+
+
 class Weights(Message, frozen=True, kw_only=True):
-    """Master weights; the payload follows.
+    """Master weights, or what else the method answers; the payload follows.
 
     Attributes:
         clock: of this optimizer.
         staleness: of the push that this answers; -1 if it answers a fetch.
-        applied: False if the gradient was not finite and was refused.
+        applied: False if the push was not finite and was refused; then these are the master weights.
         refused_in_row: pushes of this group refused in a row.
         progress: positions of the epoch trained by all groups.
         stop: as in `Leave`.
@@ -353,6 +376,7 @@ class Weights(Message, frozen=True, kw_only=True):
     progress: int
     stop: str
     nbytes: int
+    note: float = 0.0
 
 
 class Snapshot(Message, frozen=True, kw_only=True):
@@ -365,12 +389,12 @@ class Snapshot(Message, frozen=True, kw_only=True):
 FromControl = (
     Hello | Proof | Heartbeat | Form | OpenEpoch | Draw | Await | Leave | Contribute | Lost | Goodbye | AskStatus
 )
-FromData = Attach | Seed | PushMessage | Fetch | TakeSnapshot
+FromData = Attach | Seed | PushMessage | Average | Deposit | Fetch | TakeSnapshot
 ToControl = (
     Challenge | Welcome | RefusedMessage | Status | Formed | EpochOpened | Drawn | Verdict | Left | Gathered | Notice
     | Acknowledged
 )  # fmt: skip
-ToData = Attached | Seeded | Weights | Snapshot | RefusedMessage
+ToData = Attached | Seeded | Deposited | Weights | Snapshot | RefusedMessage
 
 Channel = str
 CONTROL: Channel = "control"
@@ -424,5 +448,5 @@ def method_from_wire(plain: dict[str, Any]) -> Any:
         raise MalformedMessage(f"unknown method {plain.get('name')!r}; known are {', '.join(METHODS)}")
     try:
         return msgspec.convert(plain, kind)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, ConfigurationError) as error:
         raise MalformedMessage(f"method {plain['name']}: {error}") from error

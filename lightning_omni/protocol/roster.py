@@ -40,6 +40,7 @@ class Roster:
         self.lost: dict[int, str] = {}
         self.gone: set[int] = set()
         self.topology: Topology | None = None
+        self._ranks: dict[bytes, int] = {}
 
     @property
     def world_size(self) -> int:
@@ -94,11 +95,12 @@ class Roster:
         if self._first is None:
             self._first, self._began = hello, now
         self.members[hello.rank] = Member(hello.rank, peer, ticket, now)
+        self._ranks[peer] = hello.rank
         return hello, challenge
 
     def by_peer(self, peer: bytes) -> Member | None:
         """The admitted rank behind a control connection."""
-        return next((member for member in self.members.values() if member.peer == peer), None)
+        return self.members.get(self._ranks.get(peer, -1))
 
     def by_ticket(self, ticket: bytes) -> Member | None:
         """The admitted rank that holds a ticket."""

@@ -10,19 +10,20 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from lightning_omni.errors import CollectiveMismatch, MalformedMessage, OmniError, ProtocolError, Refused
-from lightning_omni.methods import Method
+from lightning_omni.methods import Method, Reply
 from lightning_omni.methods.master import Resolve, resolver
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.codec import check_specs, pack, unpack
 from lightning_omni.protocol.epochs import Epochs
 from lightning_omni.protocol.handshake import NONCE_BYTES, server_mac
 from lightning_omni.protocol.meetings import Meetings
+from lightning_omni.protocol.record import Event, Kind, Recorder
 from lightning_omni.protocol.roster import Member, Roster
 from lightning_omni.protocol.shard import Shard
 from lightning_omni.topology import Topology
@@ -52,6 +53,7 @@ class ServerCore:
         heartbeat_timeout: seconds of silence after which a rank counts as dead.
         join_timeout: seconds that a rank may take to join after the first.
         resolve: turns an optimizer's class path into the class.
+        record: told of everything that happens to the weights, in order.
 
     Attributes:
         data_port: told to every admitted rank; whoever drives the machine sets it.
@@ -66,12 +68,14 @@ class ServerCore:
         heartbeat_timeout: float = 30.0,
         join_timeout: float = 300.0,
         resolve: Resolve | None = None,
+        record: Recorder | None = None,
     ) -> None:
         self._key = key
         self._random = random
         self._heartbeat_timeout = heartbeat_timeout
         self._join_timeout = join_timeout
         self._resolve = resolve or resolver(())
+        self._record = record
         self.strangers = 0
         self.data_port = 0
         self.reset()
@@ -86,6 +90,9 @@ class ServerCore:
         self.over = ""
         self._method: Method | None = None
         self._attached: dict[Peer, int] = {}
+        self._data_peers: dict[int, Peer] = {}
+        self._deposits: dict[int, Any] = {}
+        self._now = 0.0
         self._rate: deque[tuple[float, int]] = deque()
 
     @property
@@ -115,6 +122,7 @@ class ServerCore:
             payload: the bytes behind it.
             now: seconds, on any clock that only goes forward.
         """
+        self._now = now
         try:
             if channel == m.CONTROL:
                 return self._on_control(peer, message, payload, now)
@@ -140,8 +148,17 @@ class ServerCore:
         if isinstance(message, m.PushMessage):
             self._member_of(peer)
             return self._shard(message.optimizer).payload_layout(message).nbytes
-        if isinstance(message, m.Seed):
-            if self._member_of(peer).rank != 0:
+        if isinstance(message, m.Average):
+            self._leads(self._member_of(peer))
+            expected = self._shard(message.optimizer).layout.nbytes
+            if message.nbytes != expected:
+                raise MalformedMessage(f"the weights have {message.nbytes} bytes, {expected} were expected")
+            return message.nbytes
+        if isinstance(message, (m.Seed, m.Deposit)):
+            member = self._member_of(peer)
+            if isinstance(message, m.Deposit):
+                self._leads(member)
+            elif member.rank != 0:
                 raise ProtocolError("only rank 0 hands weights over")
             check_specs(message.packed.specs, message.nbytes)
             return message.nbytes
@@ -153,6 +170,7 @@ class ServerCore:
 
     def tick(self, now: float) -> list[Out]:
         """Time passes: ranks that were silent for too long are lost."""
+        self._now = now
         self._rate.append((now, self.clock))
         while now - self._rate[0][0] > RATE_WINDOW:
             self._rate.popleft()
@@ -187,9 +205,9 @@ class ServerCore:
         assert group is not None
         self.epochs.retire(group)
         self.meetings.forget(self.roster.lost)
-        for shard in self.shards:
-            shard.method_side.retire(group)
-        return self._tell_everyone(m.Notice(lost=self._lost, reason=reason)) + self._settle()
+        self._deposits.pop(group, None)
+        out = self._tell_everyone(m.Notice(lost=self._lost, reason=reason))
+        return out + self._retire(group) + self._settle()
 
     # --- Control -----------------------------------------------------------------------------------------------------
 
@@ -243,8 +261,10 @@ class ServerCore:
         self._method = m.method_from_wire(message.method)
         self.generation = message.generation
         self.roster.topology = topology
-        for shard in self.shards:
-            shard.change_method(self._method)
+        for number, shard in enumerate(self.shards):
+            shard.change_method(self._method, topology.alive)
+            self._note("form", -1, number, groups=topology.groups, method=message.method)
+        self._deposits.clear()
         sizes = {group: len(topology.members(group)) for group in topology.alive}
         self.epochs.form(sizes, message.generation, message.keep_epoch)
         return [Out(member.peer, m.CONTROL, m.Formed(generation=message.generation))]
@@ -255,13 +275,14 @@ class ServerCore:
         return [Out(member.peer, m.CONTROL, m.EpochOpened(epoch=message.plan.epoch))]
 
     def _draw(self, member: Member, message: m.Draw, payload: Payload) -> list[Out]:
-        book = self.epochs.book_of(message.epoch, message.generation)
-        batches = book.draw(self._group_of(member), message.number)
+        book, group = self.epochs.book_of(message.epoch, message.generation), self._group_of(member)
+        book.train(group, message.trained)
+        batches = book.draw(group, message.number)
         return [Out(member.peer, m.CONTROL, m.Drawn(number=message.number, batches=tuple(batches)))]
 
     def _await(self, member: Member, message: m.Await, payload: Payload) -> list[Out]:
         self.epochs.wait(self._group_of(member), member.rank, message)
-        return self._settle()
+        return self._rest(member) + self._settle()
 
     def _leave(self, member: Member, message: m.Leave, payload: Payload) -> list[Out]:
         self.epochs.leave(self._group_of(member), message)
@@ -269,7 +290,7 @@ class ServerCore:
 
     def _contribute(self, member: Member, message: m.Contribute, payload: Payload) -> list[Out]:
         self.meetings.contribute(message.number, member.rank, message.what, payload)
-        return self._settle()
+        return self._rest(member) + self._settle()
 
     def _report_lost(self, member: Member, message: m.Lost, payload: Payload) -> list[Out]:
         if not 0 <= message.rank < self.roster.world_size:
@@ -282,6 +303,7 @@ class ServerCore:
             out += self.lose(member.rank, message.reason)
         elif self._grouped(member.rank):
             self.epochs.retire(self._group_of(member))
+            out += self._retire(self._group_of(member))
         self.roster.gone.add(member.rank)
         return out + self._settle()
 
@@ -306,15 +328,23 @@ class ServerCore:
             if member is None:
                 self.strangers += 1
                 raise Refused("stranger", "this ticket opens nothing")
-            self._attached = {p: rank for p, rank in self._attached.items() if rank != member.rank}
+            self._attached.pop(self._data_peers.get(member.rank, b""), None)
             self._attached[peer] = member.rank
+            self._data_peers[member.rank] = peer
             return [Out(peer, m.DATA, m.Attached())]
         member = self._member_of(peer)
         member.last_seen = now
         if isinstance(message, m.PushMessage):
             return self._push(peer, member, message, _as_tensor(payload))
         if isinstance(message, m.Fetch):
-            return [self._weights(peer, message.optimizer, self._shard(message.optimizer))]
+            return self._fetch(peer, member, message)
+        if isinstance(message, m.Average):
+            self._shard(message.optimizer).average(self._leads(member), _as_tensor(payload))
+            return self._settle()
+        if isinstance(message, m.Deposit):
+            # Taken apart and packed again for the snapshot, so that it cannot hold what no snapshot may.
+            self._deposits[self._leads(member)] = unpack(message.packed, _as_tensor(payload).clone())
+            return [Out(peer, m.DATA, m.Deposited())]
         if isinstance(message, m.TakeSnapshot):
             return self._snapshot(peer, message)
         if isinstance(message, m.Seed):
@@ -327,36 +357,72 @@ class ServerCore:
         if self._method is None:
             raise ProtocolError("form groups first")
         tree = unpack(message.packed, payload)
+        groups = self.roster.topology.alive if self.roster.topology is not None else ()
         try:
             self.shards = [
-                Shard(part["optimizer"], part["weights"], int(part["clock"]), self._method, self._resolve)
+                Shard(
+                    part["optimizer"],
+                    part["weights"],
+                    int(part["clock"]),
+                    self._method,
+                    groups,
+                    self._resolve,
+                    part.get("method"),
+                )
                 for part in tree["parts"]
             ]
         except OmniError:
             raise
         except Exception as error:  # torch raises what it likes on states that are none
             raise MalformedMessage(f"not a seed: {type(error).__name__}: {error}") from error
+        formed, method = self.roster.topology, m.method_to_wire(self._method)
+        for number in range(len(self.shards)):
+            self._note("form", -1, number, groups=formed.groups if formed else (), method=method)
         return [Out(peer, m.DATA, m.Seeded())]
 
     def _push(self, peer: Peer, member: Member, message: m.PushMessage, payload: Tensor) -> list[Out]:
-        group = self._group_of(member)
-        if self.roster.topology is None or self.roster.topology.leader(group) != member.rank:
-            raise ProtocolError(f"rank {member.rank} does not lead group {group}; only leaders push")
-        shard = self._shard(message.optimizer)
+        group, number = self._leads(member), message.optimizer
+        shard = self._shard(number)
         if message.epoch >= 0:
             self.epochs.check_trained(group, message.epoch, message.trained)
         replies = shard.push(group, message, payload)
+        if self._record is not None:
+            self._note_push(group, message, refused=replies is None)
         if message.epoch >= 0:
             self.epochs.train(group, message.epoch, message.trained)
         if replies is None:
-            return [self._weights(peer, message.optimizer, shard, applied=False, group=group), *self._settle()]
-        return [
-            self._weights(self._leader_peer(reply.group), message.optimizer, shard, reply.staleness, group=reply.group)
-            for reply in replies
-        ] + self._settle()
+            return [self._weights(peer, number, shard, applied=False, group=group), *self._settle()]
+        return self._answers(number, replies, pull=message.pull) + self._settle()
+
+    def _fetch(self, peer: Peer, member: Member, message: m.Fetch) -> list[Out]:
+        shard = self._shard(message.optimizer)
+        if self._grouped(member.rank):
+            group = self._group_of(member)
+            shard.method_side.fetched(group)
+            self._note("fetch", group, message.optimizer)
+        return [self._weights(peer, message.optimizer, shard)]
+
+    def _answers(self, number: int, replies: list[Reply], pull: bool = True) -> list[Out]:
+        return [self._answer(number, reply, pull) for reply in replies]
+
+    def _answer(self, number: int, reply: Reply, pull: bool) -> Out:
+        shard, peer = self._shard(number), self._leader_peer(reply.group)
+        payload = shard.payload_of(reply) if pull else None
+        return self._weights(
+            peer, number, shard, reply.staleness, group=reply.group, payload=payload, note=reply.note, pull=pull
+        )
 
     def _weights(
-        self, peer: Peer, optimizer: int, shard: Shard, staleness: int = -1, applied: bool = True, group: int = -1
+        self,
+        peer: Peer,
+        optimizer: int,
+        shard: Shard,
+        staleness: int = -1,
+        applied: bool = True,
+        group: int = -1,
+        payload: Tensor | None = None,
+        note: float = 0.0,
+        pull: bool = True,
     ) -> Out:
         message = m.Weights(
             optimizer=optimizer,
@@ -366,16 +432,69 @@ class ServerCore:
             refused_in_row=shard.refused_in_row[group],
             progress=self.epochs.progress,
             stop=self.epochs.stop,
-            nbytes=shard.layout.nbytes,
+            nbytes=shard.layout.nbytes if pull else 0,
+            note=note,
         )
-        return Out(peer, m.DATA, message, (shard.buffer,))
+        if not pull:
+            return Out(peer, m.DATA, message)
+        return Out(peer, m.DATA, message, (shard.buffer if payload is None else payload,))
 
     def _snapshot(self, peer: Peer, message: m.TakeSnapshot) -> list[Out]:
         parts: list[dict[str, Any]] = [shard.master.snapshot() for shard in self.shards]
         if not message.with_state:
             parts = [{**part, "state": {}} for part in parts]
-        packed, buffer = pack({"parts": parts, "epoch": self.epochs.plan_fields, "trained": self.epochs.trained_spans})
+        tree = {"parts": parts, "epoch": self.epochs.plan_fields, "trained": self.epochs.trained_spans}
+        if message.with_state:
+            for part, shard in zip(parts, self.shards, strict=True):
+                part["method"] = shard.method_side.state()
+            tree["groups"] = self._deposits
+        packed, buffer = pack(tree)
         return [Out(peer, m.DATA, m.Snapshot(packed=packed, nbytes=buffer.numel()), (buffer,))]
+
+    # --- Who waits for whom ------------------------------------------------------------------------------------------
+
+    def _rest(self, member: Member) -> list[Out]:
+        """A leader waits for others: nobody waits for a push of its group meanwhile."""
+        if not self._is_leader(member.rank):
+            return []
+        return self._each_side("rest", self._group_of(member))
+
+    def _resume(self, rank: int) -> None:
+        if self._is_leader(rank):
+            group = self._group_of(self.roster.members[rank])
+            for number, shard in enumerate(self.shards):
+                shard.method_side.resume(group)
+                self._note("resume", group, number)
+
+    def _retire(self, group: int) -> list[Out]:
+        return self._each_side("retire", group)
+
+    def _each_side(self, what: Literal["rest", "retire"], group: int) -> list[Out]:
+        out = []
+        for number, shard in enumerate(self.shards):
+            with torch.no_grad():
+                replies: list[Reply] = getattr(shard.method_side, what)(group)
+            self._note(what, group, number)
+            out += self._answers(number, replies)
+        return out
+
+    def _note(self, kind: Kind, group: int, optimizer: int, **more: Any) -> None:
+        if self._record is not None:
+            clock = self.shards[optimizer].master.clock
+            self._record(Event(kind=kind, time=self._now, group=group, optimizer=optimizer, clock=clock, **more))
+
+    def _note_push(self, group: int, message: m.PushMessage, refused: bool) -> None:
+        self._note(
+            "push",
+            group,
+            message.optimizer,
+            read_at=message.read_at,
+            refused=refused,
+            epoch=message.epoch,
+            spans=self.epochs.new_spans(group, message.epoch, message.trained),
+            hyperparameters=message.hyperparameters,
+            note=message.note,
+        )
 
     # --- Shared ------------------------------------------------------------------------------------------------------
 
@@ -427,9 +546,8 @@ class ServerCore:
 
     def _settle(self) -> list[Out]:
         """Answers whoever waited for something that has come true."""
-        out = []
-        live = self.roster.live
-        for number, parts in self.meetings.complete(live):
+        out: list[Out] = []
+        for number, parts in self.meetings.complete(self.roster.live) if not self.meetings.is_idle else ():
             gathered = m.Gathered(
                 number=number,
                 ranks=tuple(rank for rank, _ in parts),
@@ -437,8 +555,14 @@ class ServerCore:
             )
             payloads = tuple(payload for _, payload in parts)
             out += [Out(self.roster.members[rank].peer, m.CONTROL, gathered, payloads) for rank, _ in parts]
+            for rank, _ in parts:
+                self._resume(rank)
         for rank, verdict in self.epochs.settle():
             out.append(Out(self.roster.members[rank].peer, m.CONTROL, m.Verdict(next=verdict)))
+            self._resume(rank)
+        for number, shard in enumerate(self.shards):
+            for group in shard.averaged(self.roster.topology.alive if self.roster.topology else ()):
+                out.append(self._weights(self._leader_peer(group), number, shard))
         return out
 
     def _end(self, reason: str) -> list[Out]:
@@ -464,7 +588,7 @@ class ServerCore:
         return member
 
     def _grouped(self, rank: int) -> bool:
-        return self.roster.topology is not None and rank in self.roster.topology.ranks
+        return self.roster.topology is not None and self.roster.topology.holds(rank)
 
     def _group_of(self, member: Member) -> int:
         if not self._grouped(member.rank):
@@ -472,10 +596,20 @@ class ServerCore:
         assert self.roster.topology is not None
         return self.roster.topology.group_of(member.rank)
 
+    def _is_leader(self, rank: int) -> bool:
+        topology = self.roster.topology
+        return topology is not None and self._grouped(rank) and topology.leader(topology.group_of(rank)) == rank
+
+    def _leads(self, member: Member) -> int:
+        """The group that a rank speaks for."""
+        group = self._group_of(member)
+        if not self._is_leader(member.rank):
+            raise ProtocolError(f"rank {member.rank} does not lead group {group}; only leaders push")
+        return group
+
     def _leader_peer(self, group: int) -> Peer:
         assert self.roster.topology is not None
-        leader = self.roster.topology.leader(group)
-        return next(peer for peer, rank in self._attached.items() if rank == leader)
+        return self._data_peers[self.roster.topology.leader(group)]
 
     def _shard(self, optimizer: int) -> Shard:
         if not 0 <= optimizer < len(self.shards):

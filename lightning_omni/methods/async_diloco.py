@@ -1,0 +1,174 @@
+"""Asynchronous DiLoCo: no barrier, momentum that waits for a full buffer, and fewer local steps for slow groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lightning_omni.errors import ConfigurationError
+from lightning_omni.methods.contract import (
+    Exchange,
+    GroupSide,
+    Method,
+    NextGradient,
+    Push,
+    Reply,
+    ServerSide,
+    Step,
+    StepTime,
+)
+from lightning_omni.methods.diloco import check_outer
+from lightning_omni.methods.elastic_averaging import check_period
+from lightning_omni.methods.master import Master
+from lightning_omni.methods.replica import Replica, copies, minus
+from lightning_omni.methods.totals import Total
+
+
+class AsyncDiLoCo(Method, frozen=True, kw_only=True, tag="async_diloco"):
+    r"""Asynchronous local SGD with delayed Nesterov momentum (DN) and dynamic local updates (DyLU).
+
+    Each group makes :math:`H_w` steps of the user's optimizer from the outer weights :math:`\theta` that it last read
+    and pushes :math:`\Delta_t = \theta_{read} - x`. The server applies the t-th arrival at once, momentum only with
+    every N-th, from the mean of the last N:
+
+    .. math:: B \leftarrow B + \Delta_t; \quad \text{if } N | t: \; m \leftarrow \beta m + B/N, \;
+        \theta \leftarrow \theta - \epsilon\bigl[(1 - cN + c)\beta m + \Delta_t/N\bigr], \; B \leftarrow 0;
+        \quad \text{else } \theta \leftarrow \theta - \epsilon\bigl[c\beta m + \Delta_t/N\bigr]
+
+    With c = 0, N arrivals from one :math:`\theta` make one Nesterov step along their mean. Slow groups make fewer local
+    steps, :math:`H_w = \lfloor H v_w / \max_{w'} v_{w'} \rfloor` for speeds v in steps per second, so that all arrive
+    at about the same time.
+
+    Args:
+        period: H, local steps of the fastest group between two exchanges, in steps.
+        outer_lr: :math:`\epsilon`, above 0. One arrival moves the weights by 1/N of it.
+        outer_momentum: :math:`\beta`, 0 to 1.
+        buffer: N, arrivals in one block, in pushes; None takes the number of groups.
+        activation: c, 0 to 1/N: the part of the momentum that is applied with every arrival.
+        dynamic_steps: whether slow groups make fewer steps.
+        min_steps: the fewest local steps of any group, in steps.
+
+    The model that is evaluated is the server's outer weights.
+
+    Raises:
+        ConfigurationError: an argument is out of range.
+
+    Example:
+        >>> AsyncDiLoCo(period=50, dynamic_steps=False).outer_lr
+        0.7
+
+    References:
+        Liu et al. 2024, "Asynchronous Local-SGD Training for Language Modeling", arXiv:2401.09135 (algorithm 3;
+        equation 6).
+    """
+
+    period: int = 50
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
+    buffer: int | None = None
+    activation: float = 0.0
+    dynamic_steps: bool = True
+    min_steps: int = 1
+
+    def __post_init__(self) -> None:
+        check_period(self.period)
+        check_outer(self.outer_lr, self.outer_momentum)
+        if self.buffer is not None and self.buffer < 1:
+            raise ConfigurationError(f"buffer={self.buffer}: pass 1 or more arrivals, or None for the number of groups")
+        if not 0 <= self.activation <= 1 / (self.buffer or 1):
+            raise ConfigurationError(
+                f"activation={self.activation}: momentum is shared out over the {self.buffer or 'N'} arrivals of a"
+                f" block; pass 0 to {1 / (self.buffer or 1):g}"
+            )
+        if not 1 <= self.min_steps <= self.period:
+            raise ConfigurationError(f"min_steps={self.min_steps}: pass 1 to period={self.period}")
+
+    @property
+    def steps_at(self) -> Literal["server", "worker"]:
+        """At the worker; the outer optimizer is the method's own."""
+        return "worker"
+
+    def check(self, groups: int) -> None:
+        """The activation's bound depends on the number of groups if the buffer does."""
+        size = self.buffer or groups
+        if self.activation > 1 / size:
+            raise ConfigurationError(
+                f"activation={self.activation}: with a buffer of {size} arrivals (the number of groups) pass 0 to"
+                f" {1 / size:g}"
+            )
+
+    def group_side(self, replica: Replica) -> GroupSide:
+        """Local steps, as many as the server said; push what they changed; go on from the outer weights."""
+        memory = replica.memory
+        while True:
+            gradient = yield NextGradient()
+            outer = memory.setdefault("outer", copies(replica.weights()))
+            yield Step(gradient)
+            memory["steps"] = memory.get("steps", 0) + 1
+            if memory["steps"] >= memory.get("period", self.period):
+                step_time = yield StepTime()
+                pulled = yield Exchange(minus(outer, replica.weights()), replica.clock, note=step_time)
+                replica.restart(pulled) if pulled.refused else replica.load(pulled)
+                memory.clear()
+                if pulled.note:
+                    memory["period"] = int(pulled.note)
+
+    def server_side(self, master: Master, groups: Iterable[int]) -> ServerSide:
+        """Delayed Nesterov at every arrival."""
+        return _DelayedNesterov(self, master, groups)
+
+
+class _DelayedNesterov(ServerSide):
+    def __init__(self, method: AsyncDiLoCo, master: Master, groups: Iterable[int]) -> None:
+        super().__init__(master, groups)
+        self._method = method
+        self._size = method.buffer or max(1, len(self.groups))
+        self._block = Total()
+        self._momentum = [torch.zeros_like(weight) for weight in master.weights()]
+        self._step_times: dict[int, float] = {}
+
+    def receive(self, push: Push) -> list[Reply]:
+        staleness = self.staleness_of(push)
+        self._block.add(push.tensors)
+        share = self._method.activation
+        if self._block.count >= self._size:
+            share = 1 - self._method.activation * self._size + self._method.activation
+            self._fold(self._block.take(1 / self._size))
+        method = self._method
+        self.master.add(push.tensors, -method.outer_lr / self._size)
+        if share and method.outer_momentum:
+            for weight, velocity in zip(self.master.weights(), self._momentum, strict=True):
+                weight.sub_(velocity, alpha=method.outer_lr * share * method.outer_momentum)
+        return [Reply(push.group, staleness, note=float(self._local_steps(push)))]
+
+    def _fold(self, mean: list[Tensor | None]) -> None:
+        """The block is full: ``m <- beta m + B/N``."""
+        for velocity, change in zip(self._momentum, mean, strict=True):
+            velocity.mul_(self._method.outer_momentum)
+            if change is not None:
+                velocity.add_(change)
+
+    def _local_steps(self, push: Push) -> int:
+        """The steps that this group is to make now (DyLU)."""
+        method = self._method
+        if push.note > 0:
+            self._step_times[push.group] = push.note
+        if not method.dynamic_steps or push.group not in self._step_times:
+            return method.period
+        ratio = min(self._step_times.values()) / self._step_times[push.group]
+        return max(method.min_steps, int(method.period * ratio))
+
+    def retire(self, group: int) -> list[Reply]:
+        self._step_times.pop(group, None)
+        return super().retire(group)
+
+    def state(self) -> dict[str, Any]:
+        return {"block": self._block.state(), "momentum": self._momentum, "step_times": dict(self._step_times)}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self._block.load_state(state["block"])
+        self._momentum = [velocity.clone() for velocity in state["momentum"]]
+        self._step_times = {int(group): float(seconds) for group, seconds in state["step_times"].items()}

@@ -1,0 +1,104 @@
+"""DiLoCo: many local steps, then one outer step along the mean of what they changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+import torch
+
+from lightning_omni.errors import ConfigurationError
+from lightning_omni.methods.barrier import Barrier
+from lightning_omni.methods.contract import Exchange, GroupSide, Method, NextGradient, Push, ServerSide, Step
+from lightning_omni.methods.elastic_averaging import check_period
+from lightning_omni.methods.master import Master
+from lightning_omni.methods.replica import Replica, copies, minus
+from lightning_omni.methods.totals import Total
+
+
+class DiLoCo(Method, frozen=True, kw_only=True, tag="diloco"):
+    r"""DiLoCo: local training with an outer Nesterov optimizer at the server.
+
+    Each group makes H steps of the user's optimizer from the outer weights :math:`\theta`; then, at a barrier,
+
+    .. math:: \Delta = \tfrac1p \sum_i (\theta - x_i), \qquad m \leftarrow \beta m + \Delta, \qquad
+        \theta \leftarrow \theta - \eta_o (\Delta + \beta m), \qquad x_i \leftarrow \theta
+
+    The inner optimizer's state stays at the worker and is neither reset nor averaged.
+
+    Args:
+        period: H, inner steps between two outer ones, in steps.
+        outer_lr: :math:`\eta_o`, above 0.
+        outer_momentum: :math:`\beta`, 0 to 1.
+
+    The model that is evaluated is the server's outer weights.
+
+    Raises:
+        ConfigurationError: an argument is out of range.
+
+    Example:
+        >>> DiLoCo(period=50)
+        DiLoCo(period=50, outer_lr=0.7, outer_momentum=0.9)
+
+    References:
+        Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language Models", arXiv:2311.08105.
+    """
+
+    period: int = 500
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
+
+    def __post_init__(self) -> None:
+        check_period(self.period)
+        check_outer(self.outer_lr, self.outer_momentum)
+
+    @property
+    def steps_at(self) -> Literal["server", "worker"]:
+        """At the worker; the outer optimizer is the method's own."""
+        return "worker"
+
+    def group_side(self, replica: Replica) -> GroupSide:
+        """``period`` inner steps; push what they changed; go on from the outer weights."""
+        memory = replica.memory
+        while True:
+            gradient = yield NextGradient()
+            outer = memory.setdefault("outer", copies(replica.weights()))
+            yield Step(gradient)
+            memory["steps"] = memory.get("steps", 0) + 1
+            if memory["steps"] == self.period:
+                pulled = yield Exchange(minus(outer, replica.weights()), replica.clock)
+                replica.restart(pulled) if pulled.refused else replica.load(pulled)
+                memory.clear()
+
+    def server_side(self, master: Master, groups: Iterable[int]) -> ServerSide:
+        """One outer step when all working groups have pushed."""
+        return _OuterStep(self, master, groups)
+
+
+class _OuterStep(Barrier):
+    def __init__(self, method: DiLoCo, master: Master, groups: Iterable[int]) -> None:
+        super().__init__(master, groups)
+        self._outer = torch.optim.SGD(
+            list(master.parameters.values()),
+            lr=method.outer_lr,
+            momentum=method.outer_momentum,
+            nesterov=method.outer_momentum > 0,
+        )
+
+    def merge(self, total: Total, last: Push) -> None:
+        self.master.step(self._outer, total.scaled(1 / total.count))
+
+    def state(self) -> dict[str, Any]:
+        return {**super().state(), "outer": self._outer.state_dict()["state"]}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        super().load_state(state)
+        self._outer.load_state_dict({**self._outer.state_dict(), "state": state["outer"]})
+
+
+def check_outer(outer_lr: float, outer_momentum: float) -> None:
+    """Raises `ConfigurationError` unless these make an outer optimizer."""
+    if not 0 < outer_lr < float("inf"):
+        raise ConfigurationError(f"outer_lr={outer_lr}: pass a number above 0; 0.7 is usual")
+    if not 0 <= outer_momentum < 1:
+        raise ConfigurationError(f"outer_momentum={outer_momentum}: pass 0 <= outer_momentum < 1; 0.9 is usual")

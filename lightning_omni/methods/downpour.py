@@ -1,0 +1,148 @@
+"""Downpour SGD and GPU A-SGD: groups train on alone for some steps between pushes and fetches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+from lightning_omni.errors import ConfigurationError
+from lightning_omni.methods.barrier import Barrier
+from lightning_omni.methods.contract import (
+    Exchange,
+    Fetch,
+    GroupSide,
+    Method,
+    NextGradient,
+    Push,
+    Reply,
+    ServerSide,
+    Step,
+)
+from lightning_omni.methods.master import Master
+from lightning_omni.methods.replica import Replica, copies, minus
+from lightning_omni.methods.totals import Total
+
+
+class Downpour(Method, frozen=True, kw_only=True, tag="downpour"):
+    r"""Downpour SGD; with ``send="updates"`` and n_push = n_fetch, GPU A-SGD.
+
+    Every group descends alone, and remembers what it did:
+
+    .. math:: x \leftarrow x - \eta g(x), \qquad a \leftarrow a + g(x)
+
+    Every ``n_push`` steps it pushes a and forgets it; every ``n_fetch`` steps the master weights *overwrite* x. The
+    server applies each a at once. With ``send="gradients"`` the user's optimizer steps at the server along a, and the
+    steps in between are plain SGD with its learning rate. With ``send="updates"`` it steps at the worker, its state
+    (velocity) stays there, and the server *adds* the accumulated change of x.
+
+    Args:
+        n_push: steps between two pushes.
+        n_fetch: steps between two fetches.
+        send: ``"gradients"`` or ``"updates"``.
+        warm_start: server updates that are made in lock-step, with the mean of all groups' gradients or updates,
+            before asynchrony begins: from random weights, asynchronous steps are often of no use. (To start from a
+            partly trained model, as the GPU A-SGD paper does, train it with one group and load its checkpoint.)
+
+    ``n_push = n_fetch = 1`` with gradients is `AsyncSGD`. The model that is evaluated is the server's.
+
+    Raises:
+        ConfigurationError: an argument is out of range, or updates are sent with n_push other than n_fetch.
+
+    Example:
+        >>> Downpour(n_push=10, n_fetch=10, send="updates")  # GPU A-SGD with n_sync = 10
+        Downpour(n_push=10, n_fetch=10, send='updates', warm_start=0)
+
+    References:
+        Dean et al. 2012, "Large Scale Distributed Deep Networks";
+        Paine et al. 2013, "GPU Asynchronous Stochastic Gradient Descent", arXiv:1312.6186.
+    """
+
+    n_push: int = 1
+    n_fetch: int = 1
+    send: Literal["gradients", "updates"] = "gradients"
+    warm_start: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("n_push", "n_fetch"):
+            if getattr(self, name) < 1:
+                raise ConfigurationError(f"{name}={getattr(self, name)}: steps between exchanges are at least 1")
+        if self.warm_start < 0:
+            raise ConfigurationError(
+                f"warm_start={self.warm_start}: pass a number of server updates, 0 for a cold start"
+            )
+        if self.send not in ("gradients", "updates"):
+            raise ConfigurationError(f'send={self.send!r}: pass "gradients" or "updates"')
+        if self.send == "updates" and self.n_push != self.n_fetch:
+            raise ConfigurationError(
+                f"n_push={self.n_push}, n_fetch={self.n_fetch}: a fetch overwrites what was not pushed, so updates are"
+                ' pushed and fetched together: pass n_push=n_fetch, or send="gradients"'
+            )
+
+    @property
+    def steps_at(self) -> Literal["server", "worker"]:
+        """At the server for gradients, at the worker for updates."""
+        return "server" if self.send == "gradients" else "worker"
+
+    def group_side(self, replica: Replica) -> GroupSide:
+        """Descend; push every n_push steps; fetch every n_fetch."""
+        return self._gradients(replica) if self.send == "gradients" else self._updates(replica)
+
+    def _gradients(self, replica: Replica) -> GroupSide:
+        total, memory = Total(), replica.memory
+        if "total" in memory:
+            total.load_state(memory["total"])
+        while True:
+            gradient = yield NextGradient()
+            memory["steps"] = step = memory.get("steps", 0) + 1
+            total.add(gradient.tensors)
+            lockstep = replica.clock < self.warm_start
+            fetch = lockstep or step % self.n_fetch == 0
+            if lockstep or step % self.n_push == 0:
+                pulled = yield Exchange(total.take(), replica.clock, gradient.hyperparameters, pull=fetch)
+                if fetch:
+                    replica.load(pulled)
+            elif fetch:
+                replica.load((yield Fetch()))
+            if not fetch:
+                replica.descend(gradient.tensors)
+            memory["total"] = total.state()
+
+    def _updates(self, replica: Replica) -> GroupSide:
+        memory = replica.memory
+        while True:
+            gradient = yield NextGradient()
+            memory["steps"] = step = memory.get("steps", 0) + 1
+            before = memory.setdefault("fetched", copies(replica.weights()))
+            yield Step(gradient)
+            if replica.clock < self.warm_start or step % self.n_push == 0:
+                pulled = yield Exchange(minus(replica.weights(), before), replica.clock)
+                replica.restart(pulled) if pulled.refused else replica.load(pulled)
+                del memory["fetched"]
+
+    def server_side(self, master: Master, groups: Iterable[int]) -> ServerSide:
+        """Applies each push at once, after the warm start."""
+        return _ApplyOrAdd(self, master, groups)
+
+
+class _ApplyOrAdd(Barrier):
+    """In lock-step during the warm start, at once after it."""
+
+    def __init__(self, method: Downpour, master: Master, groups: Iterable[int]) -> None:
+        super().__init__(master, groups)
+        self._method = method
+
+    def receive(self, push: Push) -> list[Reply]:
+        if self.master.clock < self._method.warm_start:
+            return super().receive(push)
+        staleness = self.staleness_of(push)
+        self._apply(push.tensors, push)
+        return [Reply(push.group, staleness)]
+
+    def merge(self, total: Total, last: Push) -> None:
+        self._apply(total.scaled(1 / total.count), last)
+
+    def _apply(self, tensors: object, push: Push) -> None:
+        if self._method.send == "gradients":
+            self.master.update(tensors, push.hyperparameters)  # type: ignore[arg-type]
+        else:
+            self.master.add(tensors)  # type: ignore[arg-type]

@@ -1,0 +1,102 @@
+"""Elastic averaging: groups train on their own, tied to a centre by a spring."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import ClassVar, Literal
+
+from lightning_omni.errors import ConfigurationError, ProtocolError
+from lightning_omni.methods.contract import Exchange, GroupSide, Method, NextGradient, Push, Reply, ServerSide, Step
+from lightning_omni.methods.master import Master
+from lightning_omni.methods.replica import Replica
+
+_BETA = 0.9
+
+
+class ElasticAveraging(Method, frozen=True, kw_only=True, tag="elastic_averaging"):
+    r"""Asynchronous EASGD; EAMSGD where the user's optimizer is SGD with Nesterov momentum.
+
+    Every ``period`` steps, with both differences taken from the *old* values of x (the group's) and c (the centre):
+
+    .. math:: x \leftarrow x + u(x) - \alpha (x - c), \qquad c \leftarrow c + \alpha (x - c)
+
+    where u(x) is the step of the user's optimizer, at the worker, with the gradient taken *before* the elastic move. In
+    the other steps :math:`x \leftarrow x + u(x)`. What one side gains the other loses: x + c changes by u alone. With
+    ``torch.optim.SGD(momentum=δ, nesterov=True)`` this is EAMSGD: the spring pulls at the weights without their
+    look-ahead.
+
+    Args:
+        period: local steps between two exchanges, in steps.
+        moving_rate: :math:`\alpha`, 0 to 1; None takes 0.9 divided by the number of groups.
+
+    The model that is evaluated is the centre.
+
+    Raises:
+        ConfigurationError: an argument is out of range.
+
+    Example:
+        >>> ElasticAveraging(period=4, moving_rate=0.2)
+        ElasticAveraging(period=4, moving_rate=0.2)
+
+    References:
+        Zhang, Choromanska, LeCun 2015, "Deep learning with Elastic Averaging SGD", arXiv:1412.6651.
+    """
+
+    evaluated: ClassVar[Literal["server", "centre", "mean"]] = "centre"
+
+    period: int = 10
+    moving_rate: float | None = None
+
+    def __post_init__(self) -> None:
+        check_period(self.period)
+        if self.moving_rate is not None and not 0 <= self.moving_rate <= 1:
+            raise ConfigurationError(
+                f"moving_rate={self.moving_rate}: the spring is stable from 0 to (4 - 2h) / (4 - h) for a learning rate"
+                " times curvature of h, so to 1 at most; pass a number from 0 to 1, or None for 0.9 over the number of"
+                " groups"
+            )
+
+    @property
+    def steps_at(self) -> Literal["server", "worker"]:
+        """At the worker."""
+        return "worker"
+
+    def group_side(self, replica: Replica) -> GroupSide:
+        """Local steps; every ``period``-th, move towards the centre."""
+        memory = replica.memory
+        while True:
+            gradient = yield NextGradient()
+            memory["steps"] = memory.get("steps", 0) + 1
+            if memory["steps"] % self.period == 0:
+                pulled = yield Exchange(replica.base(), replica.clock)
+                if pulled.refused:
+                    replica.restart(pulled)
+                    continue
+                replica.move(pulled.tensors, -1.0)
+                replica.clock = pulled.clock
+            yield Step(gradient)
+
+    def server_side(self, master: Master, groups: Iterable[int]) -> ServerSide:
+        """Moves the centre at every push, and answers with the move."""
+        return _Centre(self, master, groups)
+
+
+class _Centre(ServerSide):
+    def __init__(self, method: ElasticAveraging, master: Master, groups: Iterable[int]) -> None:
+        super().__init__(master, groups)
+        self._rate = method.moving_rate if method.moving_rate is not None else _BETA / max(1, len(self.groups))
+
+    def receive(self, push: Push) -> list[Reply]:
+        staleness, moves = self.staleness_of(push), []
+        for weight, centre in zip(push.tensors, self.master.weights(), strict=True):
+            if weight is None:
+                raise ProtocolError("elastic averaging pushes every weight")
+            moves.append((weight - centre) * self._rate)
+        self.master.add(moves)
+        return [Reply(push.group, staleness, moves)]
+
+
+def check_period(period: int) -> None:
+    """Raises `ConfigurationError` unless there is a step between two exchanges."""
+    if period < 1:
+        raise ConfigurationError(f"period={period}: pass the local steps between two exchanges, 1 or more")

@@ -1,0 +1,140 @@
+"""Gossip: groups average their weights with one another, two at a time, and no server sees them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from lightning_omni.errors import ConfigurationError, ProtocolError
+from lightning_omni.methods.contract import (
+    GroupSide,
+    Inbox,
+    Method,
+    NextGradient,
+    Publish,
+    Push,
+    ReadInbox,
+    ReadPeer,
+    Reply,
+    SendPeer,
+    ServerSide,
+    Step,
+)
+from lightning_omni.methods.elastic_averaging import check_period
+from lightning_omni.methods.master import Master
+from lightning_omni.methods.replica import Replica, minus
+
+
+class Gossip(Method, frozen=True, kw_only=True, tag="gossip"):
+    r"""Gossip SGD, pull or push, from group to group.
+
+    Every ``period`` steps of the user's optimizer at the worker, group i draws a peer j uniformly from all p groups,
+    itself included.
+
+    - *pull*: i publishes its weights :math:`x_i`; if j is another group,
+      :math:`x_i \leftarrow \tfrac12 (x_i + x_j)` with what j has last published.
+    - *push*: if j is another group, i puts :math:`x_i` into the inbox of j. Then
+      :math:`x_i \leftarrow (w x_i + \sum \text{inbox}) / (w + |\text{inbox}|)` with w = 2 if j = i, else 1.
+
+    Pushing conserves the mean of all weights far better than pulling, and brings them together somewhat more slowly.
+    Nobody waits for anybody. Velocities are not exchanged, and Nesterov's look-ahead is taken off before weights are
+    sent and put on again after.
+
+    Args:
+        kind: ``"pull"`` or ``"push"``.
+        period: local steps between two exchanges, in steps.
+        seed: of the draws.
+
+    The model that is evaluated is the exact mean of all groups' weights.
+
+    Raises:
+        ConfigurationError: an argument is out of range, or there is just one group to gossip.
+
+    Example:
+        >>> Gossip(kind="push")
+        Gossip(kind='push', period=1, seed=0)
+
+    References:
+        Jin, Yuan, Iandola, Keutzer 2016, "How to scale distributed deep learning?", arXiv:1611.04581.
+    """
+
+    evaluated: ClassVar[Literal["server", "centre", "mean"]] = "mean"
+
+    kind: Literal["pull", "push"] = "pull"
+    period: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_period(self.period)
+        if self.kind not in ("pull", "push"):
+            raise ConfigurationError(f'kind={self.kind!r}: pass "pull" or "push"')
+
+    @property
+    def steps_at(self) -> Literal["server", "worker"]:
+        """At the worker."""
+        return "worker"
+
+    def check(self, groups: int) -> None:
+        """One group has nobody to talk to."""
+        if groups < 2:
+            raise ConfigurationError(
+                f"gossip goes from group to group, and there is just {groups}; pass groups=2 or more, or another method"
+            )
+
+    def group_side(self, replica: Replica) -> GroupSide:
+        """Local steps; after every ``period``-th, gossip."""
+        memory = replica.memory
+        while True:
+            gradient = yield NextGradient()
+            yield Step(gradient)
+            memory["steps"] = memory.get("steps", 0) + 1
+            if memory["steps"] % self.period:
+                continue
+            peer = self._draw(replica)
+            mine = replica.base()
+            yield from self._pull(replica, peer, mine) if self.kind == "pull" else self._push(replica, peer, mine)
+
+    def _draw(self, replica: Replica) -> int:
+        # A generator of its own for each draw: nothing to be saved, and a group made anew draws on as before.
+        draw = random.Random(f"{self.seed} {replica.group} {replica.memory['steps']}")
+        return draw.choice(replica.peers)
+
+    def _pull(self, replica: Replica, peer: int, mine: list[Tensor]) -> GroupSide:
+        yield Publish(mine)
+        if peer == replica.group:
+            return
+        theirs = yield ReadPeer(peer)
+        if _is_sound(theirs):
+            replica.move(minus(_on(mine, theirs), mine), 0.5)
+
+    def _push(self, replica: Replica, peer: int, mine: list[Tensor]) -> GroupSide:
+        own_weight = 2 if peer == replica.group else 1
+        if peer != replica.group:
+            yield SendPeer(peer, mine)
+        inbox: Inbox = yield ReadInbox()
+        if inbox.total is not None and _is_sound(inbox.total):
+            # (w x + total) / (w + count) - x = (total - count x) / (w + count)
+            surplus = [total - inbox.count * x for total, x in zip(_on(mine, inbox.total), mine, strict=True)]
+            replica.move(surplus, 1 / (own_weight + inbox.count))
+
+    def server_side(self, master: Master, groups: Iterable[int]) -> ServerSide:
+        """The server is for meetings only."""
+        return _Bystander(master, groups)
+
+
+class _Bystander(ServerSide):
+    def receive(self, push: Push) -> list[Reply]:
+        raise ProtocolError("with gossip no group pushes to the server")
+
+
+def _is_sound(tensors: Sequence[Tensor] | None) -> bool:
+    """Whether there is something, and all of it finite: a peer that diverged must not take the others along."""
+    return tensors is not None and all(bool(torch.isfinite(tensor.sum())) for tensor in tensors)
+
+
+def _on(like: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor.to(x.device) for x, tensor in zip(like, tensors, strict=True)]

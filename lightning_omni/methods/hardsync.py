@@ -1,0 +1,49 @@
+"""Hardsync: all groups push, one step is made with the mean of their gradients, all go on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from lightning_omni.methods.barrier import Barrier
+from lightning_omni.methods.contract import Exchange, GroupSide, Method, NextGradient, Push, ServerSide
+from lightning_omni.methods.master import Master
+from lightning_omni.methods.replica import Replica
+from lightning_omni.methods.totals import Total
+
+
+class HardSync(Method, frozen=True, kw_only=True, tag="hardsync"):
+    r"""Synchronous SGD across groups, through the parameter server.
+
+    .. math:: w_{t+1} = \mathrm{step}\Bigl(w_t,\; \tfrac1\lambda \sum_{l=1}^{\lambda} g_l(w_t)\Bigr)
+
+    for :math:`\lambda` groups. Staleness is always 0, and the result is that of one synchronous group with the batch
+    of them all; so it is the yardstick for the asynchronous methods on the same wires. For speed rather than for
+    comparison take ``groups=1``, which all-reduces and needs no server.
+
+    The model that is evaluated is the server's.
+
+    Example:
+        >>> HardSync()
+        HardSync()
+
+    References:
+        Gupta, Zhang, Wang 2016, "Model Accuracy and Runtime Tradeoff in Distributed Deep Learning" (Rudra),
+        arXiv:1509.04210.
+    """
+
+    def group_side(self, replica: Replica) -> GroupSide:
+        """Gradient; push it; wait for the master weights that all groups get."""
+        while True:
+            gradient = yield NextGradient()
+            replica.load((yield Exchange(gradient.tensors, replica.clock, gradient.hyperparameters)))
+
+    def server_side(self, master: Master, groups: Iterable[int]) -> ServerSide:
+        """One update when all working groups have pushed."""
+        return MeanGradient(master, groups)
+
+
+class MeanGradient(Barrier):
+    """The barrier that steps the user's optimizer with the mean gradient."""
+
+    def merge(self, total: Total, last: Push) -> None:
+        self.master.update(total.scaled(1 / total.count), last.hyperparameters)

@@ -1,0 +1,77 @@
+"""Local SGD: groups train on their own and average their weights every so many steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import ClassVar, Literal
+
+from lightning_omni.errors import ConfigurationError
+from lightning_omni.methods.barrier import Barrier
+from lightning_omni.methods.contract import Exchange, GroupSide, Method, NextGradient, Push, ServerSide, Step
+from lightning_omni.methods.elastic_averaging import check_period
+from lightning_omni.methods.master import Master
+from lightning_omni.methods.replica import Replica
+from lightning_omni.methods.totals import Total
+
+
+class LocalSGD(Method, frozen=True, kw_only=True, tag="local_sgd"):
+    r"""Local SGD and post-local SGD: parameter averaging at a barrier.
+
+    .. math:: x_i \leftarrow \mathrm{step}(x_i, g_i) \quad\text{at every step}, \qquad
+        x_i \leftarrow \tfrac1p \sum_j x_j \quad\text{at every } H\text{-th}
+
+    The user's optimizer runs at the worker, and its state (velocity) is not averaged. All groups wait for the slowest
+    at every average, but H times less often than in synchronous training.
+
+    Args:
+        period: H, local steps between two averages, in steps.
+        warmup_steps: steps in the beginning that are averaged one by one (post-local SGD), in steps.
+
+    The model that is evaluated is the exact mean of all groups' weights.
+
+    Raises:
+        ConfigurationError: an argument is out of range.
+
+    Example:
+        >>> LocalSGD(period=8, warmup_steps=100)
+        LocalSGD(period=8, warmup_steps=100)
+
+    References:
+        Stich 2019, "Local SGD Converges Fast and Communicates Little", arXiv:1805.09767;
+        Lin et al. 2020, "Don't Use Large Mini-batches, Use Local SGD", arXiv:1808.07217 (post-local).
+    """
+
+    evaluated: ClassVar[Literal["server", "centre", "mean"]] = "mean"
+
+    period: int = 4
+    warmup_steps: int = 0
+
+    def __post_init__(self) -> None:
+        check_period(self.period)
+        if self.warmup_steps < 0:
+            raise ConfigurationError(f"warmup_steps={self.warmup_steps}: pass a number of steps, 0 for none")
+
+    @property
+    def steps_at(self) -> Literal["server", "worker"]:
+        """At the worker."""
+        return "worker"
+
+    def group_side(self, replica: Replica) -> GroupSide:
+        """Local steps; after every ``period``-th, everybody's mean."""
+        memory = replica.memory
+        while True:
+            gradient = yield NextGradient()
+            yield Step(gradient)
+            memory["steps"] = step = memory.get("steps", 0) + 1
+            if step <= self.warmup_steps or (step - self.warmup_steps) % self.period == 0:
+                pulled = yield Exchange(replica.weights(), replica.clock)
+                replica.restart(pulled) if pulled.refused else replica.load(pulled)
+
+    def server_side(self, master: Master, groups: Iterable[int]) -> ServerSide:
+        """Averages when all working groups have pushed."""
+        return _Mean(master, groups)
+
+
+class _Mean(Barrier):
+    def merge(self, total: Total, last: Push) -> None:
+        self.master.overwrite(total.scaled(1 / total.count))

@@ -1,0 +1,130 @@
+"""A group's own copy of one optimizer's weights, as the group side of a method sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+Hyperparameters = Sequence[Mapping[str, Any]]
+"""One mapping for each parameter group of the optimizer: lr, momentum, betas, ... without ``params``."""
+
+
+@dataclass(frozen=True)
+class Pulled:
+    """What the server answers.
+
+    Attributes:
+        tensors: one for each parameter, in the optimizer's order; empty if none were asked for. They are only valid
+            until the group side's next need.
+        clock: number of updates that the master weights contain.
+        note: one number from the server side.
+        refused: the push was not finite and was not applied; ``tensors`` are the master weights.
+    """
+
+    tensors: Sequence[Tensor]
+    clock: int
+    note: float = 0.0
+    refused: bool = False
+
+
+class Replica:
+    """The parameters of one optimizer on one rank.
+
+    Args:
+        parameters: the parameters, in the optimizer's order; moved in place.
+        optimizer: the worker's own optimizer over them.
+        group: number of this rank's group.
+
+    Attributes:
+        clock: the server's clock when the weights were read.
+        peers: numbers of the groups that are alive, this one included.
+        memory: what the method's group side remembers: plain values, tensors and lists of them.
+    """
+
+    def __init__(self, parameters: Sequence[Parameter], optimizer: Optimizer, group: int = 0) -> None:
+        self.ordered = list(parameters)
+        self.optimizer = optimizer
+        self.group = group
+        self.clock = 0
+        self.peers: tuple[int, ...] = (group,)
+        self.memory: dict[str, Any] = {}
+
+    def weights(self) -> list[Tensor]:
+        """The live weights."""
+        return [parameter.detach() for parameter in self.ordered]
+
+    def load(self, pulled: Pulled) -> None:
+        """Overwrites the weights and remembers their clock."""
+        for weight, value in zip(self.weights(), pulled.tensors, strict=True):
+            weight.copy_(value, non_blocking=True)
+        self.clock = pulled.clock
+
+    def restart(self, pulled: Pulled) -> None:
+        """Begins anew from the master weights: own weights and optimizer state have diverged."""
+        self.load(pulled)
+        self.optimizer.state.clear()
+
+    def move(self, by: Sequence[Tensor], factor: float = 1.0) -> None:
+        """``weights += factor * by``."""
+        for weight, change in zip(self.weights(), by, strict=True):
+            weight.add_(change.to(weight.device), alpha=factor)
+
+    def descend(self, gradient: Sequence[Tensor | None]) -> None:
+        """A step of plain SGD: ``weights -= lr * gradient``, with the lr of each parameter group."""
+        rates = {
+            id(parameter): float(group["lr"]) for group in self.optimizer.param_groups for parameter in group["params"]
+        }
+        for parameter, direction in zip(self.ordered, gradient, strict=True):
+            if direction is not None:
+                parameter.detach().add_(direction, alpha=-rates[id(parameter)])
+
+    def base(self) -> list[Tensor]:
+        r"""The weights without Nesterov's look-ahead: what momentum methods send to each other.
+
+        ``torch.optim.SGD(nesterov=True)`` keeps the point :math:`\tilde x = x + \delta v` at which the next gradient is
+        taken; with :math:`v = -\eta b` for its buffer b, this returns :math:`x = \tilde x + \eta\delta b`. For any
+        other optimizer it returns copies of the weights.
+        """
+        bases = [weight.clone() for weight in self.weights()]
+        where = {id(parameter): base for parameter, base in zip(self.ordered, bases, strict=True)}
+        for group in self.optimizer.param_groups:
+            if not group.get("nesterov"):
+                continue
+            for parameter in group["params"]:
+                buffer = self.optimizer.state.get(parameter, {}).get("momentum_buffer")
+                if buffer is not None:
+                    sign = -1.0 if group.get("maximize") else 1.0
+                    where[id(parameter)].add_(buffer, alpha=sign * float(group["lr"]) * float(group["momentum"]))
+        return bases
+
+    def state(self) -> dict[str, Any]:
+        """Weights, clock, memory and optimizer state, to be gone on from by `load_state`. The tensors are live."""
+        return {
+            "weights": self.weights(),
+            "clock": self.clock,
+            "memory": self.memory,
+            "optimizer": self.optimizer.state_dict()["state"],
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a `state`."""
+        self.load(Pulled(state["weights"], int(state["clock"])))
+        self.memory = dict(state["memory"])
+        plain = self.optimizer.state_dict()
+        self.optimizer.load_state_dict({**plain, "state": state["optimizer"]})
+
+
+def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies that nobody else changes."""
+    return [tensor.detach().clone() for tensor in tensors]
+
+
+def minus(first: Sequence[Tensor], second: Sequence[Tensor]) -> list[Tensor]:
+    """The differences, tensor by tensor."""
+    return list(torch._foreach_sub(list(first), list(second))) if len(first) else []

@@ -1,0 +1,121 @@
+"""n-softsync: the server steps with the mean of so many gradients, from whichever groups they come."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+from lightning_omni.errors import ConfigurationError
+from lightning_omni.methods.contract import Exchange, GroupSide, Method, NextGradient, Push, Reply, ServerSide
+from lightning_omni.methods.master import Master
+from lightning_omni.methods.replica import Replica
+from lightning_omni.methods.totals import Total
+
+
+class SoftSync(Method, frozen=True, kw_only=True, tag="softsync"):
+    r"""n-softsync: one update for every :math:`c = \lfloor\lambda/n\rfloor` gradients of :math:`\lambda` groups.
+
+    .. math:: w_{t+1} = \mathrm{step}\Bigl(w_t,\; \tfrac1c \sum_{k=1}^{c} g_k(w_{t-\tau_k})\Bigr), \qquad
+        \alpha_k = \begin{cases} \alpha & \text{modulation "none"} \\
+            \alpha / \max(1, \tfrac1c \sum_k \tau_k) & \text{"average"} \\
+            \alpha / \max(1, \tau_k) & \text{"each"} \end{cases}
+
+    A fast group may appear twice in a sum, and no group waits: each is answered at once with the weights as they are.
+    Staleness has mean :math:`(\lambda-1)/c`, whatever the groups' speeds; n = 1 is no barrier and n = :math:`\lambda`
+    is asynchronous SGD. With "each", the sum is weighted by :math:`1/\max(1,\tau_k)` and the learning rate multiplied
+    by the mean weight, which for plain SGD is the paper's :math:`\tfrac1c\sum\alpha_k g_k` and for adaptive optimizers
+    keeps the step smaller, too.
+
+    Args:
+        n: 1 to the number of groups.
+        modulation: what becomes of the learning rate.
+
+    When all groups rest (before a validation, say) what has come in is applied even if it is less than c gradients,
+    so that no sample is lost. The model that is evaluated is the server's.
+
+    Raises:
+        ConfigurationError: ``n`` is out of range.
+
+    Example:
+        >>> SoftSync(n=2)
+        SoftSync(n=2, modulation='each')
+
+    References:
+        Gupta, Zhang, Wang 2016 (Rudra), arXiv:1509.04210 (n-softsync, "average");
+        Zhang et al. 2016, "Staleness-aware Async-SGD", arXiv:1511.05950 ("each").
+    """
+
+    n: int = 1
+    modulation: Literal["none", "average", "each"] = "each"
+
+    def __post_init__(self) -> None:
+        if self.n < 1:
+            raise ConfigurationError(f"n={self.n}: softsync splits the groups into n parts; pass 1 or more")
+        if self.modulation not in ("none", "average", "each"):
+            raise ConfigurationError(f'modulation={self.modulation!r}: pass "none", "average" or "each"')
+
+    def check(self, groups: int) -> None:
+        """The server cannot wait for less than one gradient."""
+        if self.n > groups:
+            raise ConfigurationError(
+                f"n={self.n}, but there are only {groups} groups: an update needs floor(groups / n) >= 1 gradients;"
+                f" pass n<={groups} or more groups"
+            )
+
+    def group_side(self, replica: Replica) -> GroupSide:
+        """Gradient at the weights last read; push it; read the master weights; repeat."""
+        while True:
+            gradient = yield NextGradient()
+            replica.load((yield Exchange(gradient.tensors, replica.clock, gradient.hyperparameters)))
+
+    def server_side(self, master: Master, groups: Iterable[int]) -> ServerSide:
+        """One update for every c pushes."""
+        return _EveryC(self, master, groups)
+
+
+class _EveryC(ServerSide):
+    def __init__(self, method: SoftSync, master: Master, groups: Iterable[int]) -> None:
+        super().__init__(master, groups)
+        self._method = method
+        self._total = Total()
+        self._staleness = 0
+        self._hyperparameters: Any = ()
+
+    @property
+    def c(self) -> int:
+        """Gradients in one update."""
+        return max(1, len(self.groups) // self._method.n)
+
+    def receive(self, push: Push) -> list[Reply]:
+        staleness = self.staleness_of(push)
+        self._total.add(push.tensors, 1 / max(1, staleness) if self._method.modulation == "each" else 1.0)
+        self._staleness += staleness
+        self._hyperparameters = push.hyperparameters
+        if self._total.count >= self.c:
+            self._update()
+        return [Reply(push.group, staleness)]
+
+    def released(self) -> list[Reply]:
+        enough = 1 if not self.working else self.c
+        if self._total.count >= enough:
+            self._update()
+        return []
+
+    def _update(self) -> None:
+        total, mean_staleness = self._total, self._staleness / self._total.count
+        scale = {"none": 1.0, "average": 1 / max(1.0, mean_staleness), "each": total.weight / total.count}
+        self.master.update(total.scaled(1 / total.weight), self._hyperparameters, scale[self._method.modulation])
+        total.clear()
+        self._staleness = 0
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "total": self._total.state(),
+            "staleness": self._staleness,
+            "hyperparameters": [dict(group) for group in self._hyperparameters],
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self._total.load_state(state["total"])
+        self._staleness = int(state["staleness"])
+        self._hyperparameters = state["hyperparameters"]

@@ -1,0 +1,70 @@
+"""Sums of what groups push, tensor by tensor, where any tensor may be missing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+
+class Total:
+    """A running weighted sum of pushes.
+
+    A parameter that took no part in any of them stays ``None``; one that took part in some counts as zero in the rest.
+
+    Example:
+        >>> import torch
+        >>> total = Total()
+        >>> total.add([torch.ones(2), None])
+        >>> total.add([torch.ones(2), None], weight=3.0)
+        >>> total.count, total.weight, total.scaled(1 / total.weight)
+        (2, 4.0, [tensor([1., 1.]), None])
+    """
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Nothing any more."""
+        self.count = 0
+        self.weight = 0.0
+        self._sum: list[Tensor | None] = []
+
+    def add(self, tensors: Sequence[Tensor | None], weight: float = 1.0) -> None:
+        """``sum += weight * tensors``; copies what it keeps."""
+        if not self._sum:
+            self._sum = [None] * len(tensors)
+        for index, tensor in enumerate(tensors):
+            if tensor is None:
+                continue
+            mine = self._sum[index]
+            if mine is None:
+                self._sum[index] = tensor.detach().clone() if weight == 1.0 else tensor.detach() * weight
+            else:
+                mine.add_(tensor, alpha=weight)
+        self.count += 1
+        self.weight += weight
+
+    def scaled(self, factor: float) -> list[Tensor | None]:
+        """The sum times a factor, in place: the total is as good as cleared."""
+        if factor != 1.0:  # times one is no change, and one pass less
+            for tensor in self._sum:
+                if tensor is not None:
+                    tensor.mul_(factor)
+        return self._sum
+
+    def take(self, factor: float = 1.0) -> list[Tensor | None]:
+        """Like `scaled`, and clears the total."""
+        scaled = self.scaled(factor)
+        self.clear()
+        return scaled
+
+    def state(self) -> dict[str, Any]:
+        """Everything, as plain values and live tensors."""
+        return {"count": self.count, "weight": self.weight, "sum": list(self._sum)}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a `state`."""
+        self.count, self.weight = int(state["count"]), float(state["weight"])
+        self._sum = [None if tensor is None else tensor.clone() for tensor in state["sum"]]

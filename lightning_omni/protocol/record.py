@@ -1,0 +1,101 @@
+"""What happened at the server, in order: enough to go through a run once more, step by step, without its devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from lightning_omni.errors import ConfigurationError
+
+Kind = Literal["form", "push", "fetch", "rest", "resume", "retire"]
+Spans = tuple[tuple[int, int], ...]
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One thing that happened to one optimizer's shard.
+
+    Attributes:
+        kind: ``"form"``: groups were formed (and shards are as new); ``"push"``; ``"fetch"``: a group read the master
+            weights outside an exchange; ``"rest"``, ``"resume"``, ``"retire"``: see
+            `lightning_omni.methods.ServerSide`.
+        time: seconds on the server's clock.
+        group: number of the group.
+        optimizer: number of the optimizer.
+        read_at: of a push, the clock that it was computed at.
+        clock: updates that the master weights contain after the event.
+        refused: a push that was not finite.
+        epoch: of a push, the epoch; -1 if its data is not leased.
+        spans: of a push, the epoch's positions that were trained since the group's last one, a batch each.
+        hyperparameters: of a push, those that it travelled with.
+        note: of a push, the number that it travelled with.
+        groups: of a form, the ranks of each group.
+        method: of a form, the method as plain data.
+    """
+
+    kind: Kind
+    time: float
+    group: int = -1
+    optimizer: int = 0
+    read_at: int = -1
+    clock: int = 0
+    refused: bool = False
+    epoch: int = -1
+    spans: Spans = ()
+    hyperparameters: tuple[dict[str, Any], ...] = ()
+    note: float = 0.0
+    groups: tuple[tuple[int, ...], ...] = ()
+    method: dict[str, Any] = {}
+
+    @property
+    def staleness(self) -> int:
+        """Of a push that was applied at once: updates between its read and its write."""
+        return max(0, self.clock - 1 - self.read_at)
+
+
+Recorder = Callable[[Event], None]
+
+
+class RecordFile:
+    """A record on disk: one event in a line of JSON.
+
+    Args:
+        path: the file; anew if it exists.
+
+    Raises:
+        ConfigurationError: it cannot be written.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        try:
+            self._file = Path(path).open("wb")
+        except OSError as error:
+            raise ConfigurationError(
+                f"record={str(path)!r}: {error.strerror}; pass a file that can be written"
+            ) from error
+
+    def __call__(self, event: Event) -> None:
+        """Writes an event down; flushed, for the process may be killed."""
+        self._file.write(msgspec.json.encode(event) + b"\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+def read_record(path: str | Path) -> Iterator[Event]:
+    """The events of a record, in order.
+
+    Raises:
+        ConfigurationError: the file is no record.
+    """
+    decoder = msgspec.json.Decoder(Event)
+    with Path(path).open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                yield decoder.decode(line)
+            except msgspec.MsgspecError as error:
+                raise ConfigurationError(f"{path}, line {number}: not a record of a run: {error}") from error
