@@ -16,6 +16,7 @@ from rich.text import Text
 
 from lightning_omni.errors import OmniError
 from lightning_omni.methods.master import resolver
+from lightning_omni.protocol.record import RecordFile
 from lightning_omni.protocol.server import ServerCore
 from lightning_omni.server import Server
 from lightning_omni.server.keys import load_or_create
@@ -30,6 +31,7 @@ def serve(
     heartbeat_timeout: float = 30.0,
     threads: int = 1,
     once: bool = False,
+    record: Path | None = None,
 ) -> None:
     """Runs a parameter server that trainings join with OmniStrategy(server="tcp://host:port").
 
@@ -44,6 +46,7 @@ def serve(
         heartbeat_timeout: Seconds of silence after which a rank counts as dead.
         threads: Threads for the optimizer's arithmetic.
         once: End after the first run.
+        record: File for a record of everything that moves the weights, to be gone through again in the simulator.
     """
     console = Console(stderr=True)
     key, where = load_or_create(key_file)
@@ -53,6 +56,7 @@ def serve(
         secrets.token_bytes,
         heartbeat_timeout=heartbeat_timeout,
         resolve=resolver(allow_optimizer.split(",") if allow_optimizer else ()),
+        record=RecordFile(record) if record is not None else None,
     )
     server = Server(core, host=host, port=port, data_port=data_port)
     stopped = threading.Event()

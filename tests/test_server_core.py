@@ -864,6 +864,8 @@ SAMPLES: dict[type[m.Message], m.Message] = {
         m.Attach(ticket=b"ticket"),
         seed_of({"parts": [torch.ones(2)]})[0],
         push_of(gradient(0))[0],
+        m.Average(optimizer=0, nbytes=LAYOUT.nbytes),
+        m.Deposit(packed=pack([torch.ones(2)])[0], nbytes=8),
         m.Fetch(optimizer=0),
         m.TakeSnapshot(),
     )

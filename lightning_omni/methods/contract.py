@@ -243,9 +243,11 @@ class Method(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
         evaluated: which model is validated, tested and saved: ``"server"``, the weights that the server holds;
             ``"centre"``, the same where the groups' own weights circle around them; ``"mean"``, the mean of all
             groups' own weights.
+        talks_to_peers: whether group sides need `Publish`, `ReadPeer`, `SendPeer` or `ReadInbox`.
     """
 
     evaluated: ClassVar[Literal["server", "centre", "mean"]] = "server"
+    talks_to_peers: ClassVar[bool] = False
 
     @property
     def steps_at(self) -> Literal["server", "worker"]:

@@ -63,6 +63,7 @@ class Gossip(Method, frozen=True, kw_only=True, tag="gossip"):
     """
 
     evaluated: ClassVar[Literal["server", "centre", "mean"]] = "mean"
+    talks_to_peers: ClassVar[bool] = True
 
     kind: Literal["pull", "push"] = "pull"
     period: int = 1

@@ -80,9 +80,9 @@ class Replica:
         rates = {
             id(parameter): float(group["lr"]) for group in self.optimizer.param_groups for parameter in group["params"]
         }
-        for parameter, direction in zip(self.ordered, gradient, strict=True):
+        for parameter, weight, direction in zip(self.ordered, self.weights(), gradient, strict=True):
             if direction is not None:
-                parameter.detach().add_(direction, alpha=-rates[id(parameter)])
+                weight.add_(direction, alpha=-rates[id(parameter)])
 
     def base(self) -> list[Tensor]:
         r"""The weights without Nesterov's look-ahead: what momentum methods send to each other.

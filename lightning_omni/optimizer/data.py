@@ -59,6 +59,14 @@ class Leases:
         self._server_generation = 0
 
     @property
+    def position(self) -> int:
+        """Where in the epoch's permutation the batch ends that was trained last: about the progress of all groups.
+
+        The same for all members of a group, without asking anybody.
+        """
+        return self._batches[self.trained - 1].stop if 0 < self.trained <= len(self._batches) else 0
+
+    @property
     def trained_spans(self) -> tuple[tuple[int, int], ...]:
         """Ranges of the epoch that this rank knows to be trained (all of them, if the leases are local)."""
         if self._book is None:
@@ -175,7 +183,12 @@ class Leases:
             assert self._book is not None
             self._batches += self._book.draw(0, number)
         else:
-            question = Draw(epoch=self.epoch, generation=self._server_generation, number=number)
+            question = Draw(
+                epoch=self.epoch,
+                generation=self._server_generation,
+                number=number,
+                trained=max(0, self.trained - 1),  # the current one may not be done
+            )
             self._batches += self._control.request(question, Drawn).batches
         return number < len(self._batches)
 

@@ -1,8 +1,9 @@
-"""`OmniOptimizer`: a torch optimizer whose ``step()`` is an exchange with the parameter server."""
+"""`OmniOptimizer`: a torch optimizer whose ``step()`` is one step of a distributed method."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -10,17 +11,32 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_omni.errors import UnsupportedError
-from lightning_omni.methods import Exchange, Gradient, NextGradient
-from lightning_omni.methods.contract import Answer, Need
-from lightning_omni.methods.master import check_servable, hyperparameters_of
+from lightning_omni.methods import (
+    Answer,
+    Exchange,
+    Fetch,
+    Gradient,
+    GroupSide,
+    Need,
+    NextGradient,
+    Publish,
+    ReadInbox,
+    ReadPeer,
+    SendPeer,
+    Step,
+    StepTime,
+)
+from lightning_omni.methods.master import hyperparameters_of
 from lightning_omni.optimizer.world import World
 
 
 class OmniOptimizer(Optimizer):
-    """Wraps any torch optimizer so that it steps at the parameter server, across compute groups.
+    """Wraps any torch optimizer so that it steps across compute groups, as the world's method has it.
 
-    The wrapped optimizer stays the place where hyperparameters are read and edited (by schedulers, say); they travel
-    with every push. With one group nothing is exchanged and the wrapped optimizer steps itself, bit for bit.
+    The wrapped optimizer stays the place where hyperparameters are read and edited (by schedulers, say). Where the
+    method steps at the parameter server they travel with every push; where it steps at the workers the wrapped
+    optimizer itself does, and the groups exchange weights. With one group nothing is exchanged and the wrapped
+    optimizer steps itself, bit for bit.
 
     Args:
         optimizer: the optimizer to wrap, over parameters that live on this rank.
@@ -37,7 +53,7 @@ class OmniOptimizer(Optimizer):
     def __init__(self, optimizer: Optimizer, world: World, names: Mapping[Parameter, str] | None = None) -> None:
         # Optimizer.__init__ is left out on purpose: parameter groups, state and defaults are the wrapped optimizer's.
         if not world.is_synchronous:
-            check_servable(optimizer)
+            world.check_optimizer(optimizer)
         self.optimizer = optimizer
         self.world = world
         parameters = {
@@ -47,8 +63,9 @@ class OmniOptimizer(Optimizer):
         }
         self._index = world.attach(optimizer, parameters)
         self._replica = world.parts[self._index].replica
-        self._group_side: Generator[Need, Any, None] | None = None
+        self._group_side: GroupSide | None = None
         self._generation = -1
+        self._local = _LocalSteps()
 
     # --- What makes it a torch optimizer ------------------------------------------------------------------------------
 
@@ -73,7 +90,8 @@ class OmniOptimizer(Optimizer):
         Rank 0 has to ask the server, so call it there; other ranks return their (empty) own.
         """
         own: dict[str, Any] = self.optimizer.state_dict()
-        if self.world.control is not None and not self.world.is_synchronous and self.world.rank == 0:
+        at_server = self.world.control is not None and not self.world.steps_at_worker
+        if at_server and not self.world.is_synchronous and self.world.rank == 0:
             own["state"] = self.world.snapshot()["parts"][self._index]["state"]
         return own
 
@@ -109,27 +127,78 @@ class OmniOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._advance(Gradient(self._replica.gradients(), hyperparameters_of(self.optimizer)))
+        with torch.no_grad():
+            self._advance(Gradient(self._replica.gradients(), hyperparameters_of(self.optimizer)))
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # else schedulers warn of a missing step
         return loss
 
     def _advance(self, gradient: Gradient) -> None:
         """Drives the group side of the method from this gradient to the next."""
+        self._replica.peers = self.world.live_groups
+        elsewhere = self.world.last.seconds
         need = self._side().send(gradient)
         while not isinstance(need, NextGradient):
             need = self._side().send(self._supply(need))
+        self._local.step_done(self.world.last.seconds - elsewhere)
 
     def _supply(self, need: Need) -> Answer:
-        assert isinstance(need, Exchange)
-        given = need.gradient
-        return self.world.exchange(self._index, given.tensors, given.hyperparameters, need.read_at)
+        world, index = self.world, self._index
+        match need:
+            case Publish():
+                world.publish(index, need.tensors)
+                return None
+            case SendPeer():
+                world.send_peer(index, need.group, need.tensors)
+                return None
+            case Exchange():
+                return world.exchange(index, need)
+            case Step():
+                # The class's own: strategies and schedulers hang steps of theirs on the instance.
+                with torch.enable_grad():
+                    type(self.optimizer).step(self.optimizer)
+                return None
+            case Fetch():
+                return world.fetch(index)
+            case StepTime():
+                return self._local.mean()
+            case ReadPeer():
+                return world.read_peer(index, need.group)
+            case ReadInbox():
+                return world.read_inbox(index)
+        raise TypeError(f"{type(world.method).__name__} needs {need!r}, and nobody knows what that is")
 
-    def _side(self) -> Generator[Need, Any, None]:
+    def _side(self) -> GroupSide:
         if self._group_side is None or self._generation != self.world.generation:
             self._generation = self.world.generation
             self._group_side = self.world.method.group_side(self._replica)
             next(self._group_side)
         return self._group_side
+
+
+class _LocalSteps:
+    """How long a local step takes: from one step's end to the next one's, exchanges left out.
+
+    The mean is over the steps since it was last asked for.
+    """
+
+    def __init__(self) -> None:
+        self._last: float | None = None
+        self._seconds = 0.0
+        self._steps = 0
+
+    def step_done(self, elsewhere: float) -> None:
+        """A step has ended, of which ``elsewhere`` seconds were spent in exchanges."""
+        now = time.perf_counter()
+        if self._last is not None:
+            self._seconds += max(0.0, now - self._last - elsewhere)
+            self._steps += 1
+        self._last = now
+
+    def mean(self) -> float:
+        """Seconds per step; 0 if none is known. What is counted starts anew."""
+        mean = self._seconds / self._steps if self._steps else 0.0
+        self._seconds, self._steps = 0.0, 0
+        return mean
 
 
 def names_of(module: torch.nn.Module) -> dict[Parameter, str]:

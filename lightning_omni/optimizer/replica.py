@@ -4,44 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
 from lightning_omni.errors import UnsupportedError
-from lightning_omni.methods import MasterWeights
+from lightning_omni.methods import Pulled, Replica
+from lightning_omni.methods.replica import copies
 from lightning_omni.protocol.layout import Layout
 
 
-class ModelReplica:
+class ModelReplica(Replica):
     """The parameters of one optimizer on this rank.
 
     Args:
         parameters: name and parameter, in the optimizer's order.
-
-    Attributes:
-        clock: the server's clock when the weights were read.
+        optimizer: the worker's own optimizer over them.
     """
 
-    def __init__(self, parameters: Mapping[str, Parameter]) -> None:
+    def __init__(self, parameters: Mapping[str, Parameter], optimizer: Optimizer) -> None:
+        super().__init__(list(parameters.values()), optimizer)
         self.parameters = dict(parameters)
-        self.clock = 0
-        self._ordered = list(self.parameters.values())
         self._out: Tensor | None = None
-        self._subsets: dict[tuple[bool, ...], Layout] = {}
+        self._aside: Pulled | None = None
 
     @cached_property
     def layout(self) -> Layout:
         """How the parameters lie in flat memory."""
         return Layout.of({name: parameter.detach() for name, parameter in self.parameters.items()})
-
-    def load(self, master: MasterWeights) -> None:
-        """Overwrites the weights and remembers their clock."""
-        with torch.no_grad():
-            for parameter, value in zip(self._ordered, master.tensors, strict=True):
-                parameter.copy_(value, non_blocking=True)
-        self.clock = master.clock
 
     def gradients(self) -> list[Tensor | None]:
         """The gradients, in order; None where a parameter took no part in the loss.
@@ -49,7 +42,7 @@ class ModelReplica:
         Raises:
             UnsupportedError: a gradient is sparse.
         """
-        gradients = [parameter.grad for parameter in self._ordered]
+        gradients = [parameter.grad for parameter in self.ordered]
         for name, gradient in zip(self.parameters, gradients, strict=True):
             if gradient is not None and gradient.layout != torch.strided:
                 raise UnsupportedError(
@@ -58,19 +51,52 @@ class ModelReplica:
                 )
         return gradients
 
-    def flatten(self, gradients: Sequence[Tensor | None]) -> tuple[tuple[bool, ...], Tensor]:
-        """Copies gradients into flat memory on the CPU.
+    def flatten(self, tensors: Sequence[Tensor | None]) -> tuple[tuple[bool, ...], Tensor]:
+        """Copies tensors into flat memory on the CPU.
 
         Returns:
             Which are present, and those one after the other: uint8. Valid until the next call.
         """
-        present = tuple(gradient is not None for gradient in gradients)
-        if present not in self._subsets:
-            self._subsets[present] = self.layout.subset(present)
-        layout = self._subsets[present]
+        present = tuple(tensor is not None for tensor in tensors)
+        layout = self.layout.subset(present)
         if self._out is None:
             self._out = self.layout.empty()
-        there = [gradient for gradient in gradients if gradient is not None]
-        for view, gradient in zip(layout.views(self._out), there, strict=True):
-            view.copy_(gradient)
+        there = [tensor for tensor in tensors if tensor is not None]
+        for view, tensor in zip(layout.views(self._out), there, strict=True):
+            view.copy_(tensor)
         return present, self._out[: layout.nbytes]
+
+    # --- Meetings: a group's own weights make way for those that are evaluated --------------------------------------
+
+    def put_aside(self) -> None:
+        """Keeps the own weights while others are evaluated in their place."""
+        if self._aside is None:
+            self._aside = Pulled(copies(self.weights()), self.clock)
+
+    def take_up(self) -> None:
+        """The own weights come back, if they were put aside."""
+        if self._aside is not None:
+            self.load(self._aside)
+            self._aside = None
+
+    def abandon(self) -> None:
+        """The own weights do not come back: training goes on, or ends, with those that were evaluated."""
+        self._aside = None
+        self.memory.clear()
+
+    def own_state(self, whole: bool) -> dict[str, Any]:
+        """What this group alone knows: its memory, and if ``whole`` its own weights and optimizer state."""
+        if not whole:
+            return {"memory": self.memory}
+        state = self.state()
+        if self._aside is not None:
+            state.update(weights=list(self._aside.tensors), clock=self._aside.clock)
+        return state
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Goes on from an `own_state` when training begins."""
+        self.memory = dict(state["memory"])
+        if "weights" in state:
+            self._aside = Pulled(copies(state["weights"]), int(state["clock"]))
+            plain = self.optimizer.state_dict()
+            self.optimizer.load_state_dict({**plain, "state": state["optimizer"]})

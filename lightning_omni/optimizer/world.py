@@ -15,11 +15,14 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import zip_longest
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -28,15 +31,22 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_omni.errors import ConfigurationError, NonFiniteGradients, OmniError, Refused, UnsupportedError
-from lightning_omni.methods import METHODS, MasterWeights, Method
-from lightning_omni.methods.master import class_path, describe
+from lightning_omni.methods import Exchange, Inbox, Method, Pulled, method_named
+from lightning_omni.methods.master import check_servable, class_path, describe
 from lightning_omni.optimizer.process_group import BACKEND, LiveWorld, register
 from lightning_omni.optimizer.replica import ModelReplica
 from lightning_omni.protocol import messages as m
-from lightning_omni.protocol.codec import pack, unpack
+from lightning_omni.protocol.codec import Packed, pack, unpack
 from lightning_omni.protocol.layout import Layout
-from lightning_omni.server import ControlConnection, DataConnection, ServerProcess
-from lightning_omni.server.connection import check_address
+from lightning_omni.server import (
+    Address,
+    ControlConnection,
+    DataConnection,
+    PeerConnections,
+    PeerSocket,
+    ServerProcess,
+)
+from lightning_omni.server.connection import check_address, own_host
 from lightning_omni.server.keys import load as load_key
 from lightning_omni.server.keys import new_key
 from lightning_omni.server.process import Settings
@@ -44,8 +54,10 @@ from lightning_omni.topology import Topology, check_groups
 
 _log = logging.getLogger(__name__)
 
-HEAD = 64
+HEAD = 128
 """Bytes in front of the weights that a leader broadcasts to its group: what else the answer said."""
+_NUMBERS = 64
+"""Where in the head the note lies, in bytes; whole numbers come before it."""
 GRACE = 10.0
 """Seconds that a rank which must stop is given to find out by itself."""
 _STOPS = ("", "validate", "end", "skip")
@@ -65,6 +77,8 @@ class WorldOptions:
         refusals: pushes with NaN or infinite gradients that a group may make in a row before the run ends.
         timeout: seconds after which a collective that does not complete is an error.
         server_threads: threads of the embedded server's arithmetic.
+        record: file for a record of everything that moves the weights, written by the embedded server; see
+            `lightning_omni.simulator.replay`.
     """
 
     groups: int | None = None
@@ -75,6 +89,7 @@ class WorldOptions:
     refusals: int = 50
     timeout: timedelta = timedelta(minutes=30)
     server_threads: int = 1
+    record: str | None = None
 
     def __post_init__(self) -> None:
         if self.groups is not None:
@@ -89,17 +104,18 @@ class WorldOptions:
         for name in ("refusals", "server_threads"):
             if getattr(self, name) < 1:
                 raise ConfigurationError(f"{name}={getattr(self, name)}: pass a positive number")
-        self.resolved_method()
+        if self.record is not None and self.server is not None:
+            raise ConfigurationError(
+                f"record={self.record!r}: the server at {self.server} runs already; start it with"
+                " lightning-omni serve --record FILE"
+            )
+        method = self.resolved_method()
+        if self.groups is not None:
+            method.check(self.groups)
 
     def resolved_method(self) -> Method:
         """The method as a value."""
-        if isinstance(self.method, Method):
-            return self.method
-        if self.method not in METHODS:
-            raise ConfigurationError(
-                f"method={self.method!r} is not known; pass one of {', '.join(map(repr, METHODS))}"
-            )
-        return METHODS[self.method]()
+        return self.method if isinstance(self.method, Method) else method_named(self.method)
 
 
 @dataclass
@@ -121,6 +137,19 @@ class Part:
     replica: ModelReplica
     into: Tensor | None = None
     staleness: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Peers:
+    """A leader's way to the other leaders."""
+
+    socket: PeerSocket
+    connections: PeerConnections
+
+    def close(self) -> None:
+        """Ends both directions."""
+        self.connections.close()
+        self.socket.close()
 
 
 class World:
@@ -165,6 +194,7 @@ class World:
         self._ranks_per_node = list(ranks_per_node or _count_ranks_per_node(self.size))
         wanted = groups if groups is not None else self.options.groups
         self.topology = Topology.by_node(self._ranks_per_node) if wanted is None else Topology.even(self.size, wanted)
+        self.method.check(len(self.topology.alive))
         self.generation = 0
         self.control: ControlConnection | None = None
         self.parts: list[Part] = []
@@ -176,6 +206,8 @@ class World:
         self._in_compute = False
         self._data: DataConnection | None = None
         self._process: ServerProcess | None = None
+        self._peers: Peers | None = None
+        self._resumed: Mapping[str, Any] = {}
         self._meetings = 0
         self._closed = threading.Event()
         self.ever_lost: set[int] = set()
@@ -213,6 +245,17 @@ class World:
         return tuple(rank for rank in range(self.size) if rank not in self.lost)
 
     @property
+    def live_groups(self) -> tuple[int, ...]:
+        """Numbers of the groups that have lost nobody."""
+        lost = set(self.lost)
+        return tuple(g for g in self.topology.alive if not lost.intersection(self.topology.members(g)))
+
+    @property
+    def steps_at_worker(self) -> bool:
+        """Whether the user's optimizer steps on every rank, and groups have weights of their own."""
+        return self.method.steps_at == "worker"
+
+    @property
     def server_address(self) -> str:
         """Address of the parameter server, or an empty string while there is none."""
         return self.control.address if self.control else ""
@@ -237,6 +280,7 @@ class World:
                     join_timeout=self.options.timeout.total_seconds(),
                     threads=self.options.server_threads,
                     allow_optimizers=tuple({class_path(type(part.optimizer)) for part in self.parts}),
+                    record=os.path.abspath(self.options.record) if self.options.record else "",
                 )
             )
 
@@ -249,9 +293,19 @@ class World:
         Raises:
             UnsupportedError: a parameter is in another optimizer already.
         """
-        self.parts.append(Part(optimizer, ModelReplica(parameters)))
+        self.parts.append(Part(optimizer, ModelReplica(parameters, optimizer)))
         self._check_not_shared()
         return len(self.parts) - 1
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Raises `UnsupportedError` if the method cannot step this optimizer across groups."""
+        if not self.steps_at_worker:
+            check_servable(optimizer)
+        elif isinstance(optimizer, torch.optim.LBFGS):
+            raise UnsupportedError(
+                "LBFGS evaluates the loss several times in one step, between which no group may exchange weights; use"
+                " groups=1, or a first-order optimizer such as SGD or AdamW"
+            )
 
     def _check_not_shared(self) -> None:
         seen: set[int] = set()
@@ -277,6 +331,23 @@ class World:
             self._join()
             self._form()
             self._seed()
+            for part, state in zip(self.parts, self._states_to_resume(), strict=False):
+                part.replica.resume(state)
+        self._resumed = {}
+
+    def resume(self, saved: Mapping[str, Any]) -> None:
+        """When training begins, go on from what `snapshot` and `deposit` said at a meeting.
+
+        Args:
+            saved: ``{"method": {...}, "groups": n, "server": [...], "states": {group: [...]}}``. What the groups knew
+                by themselves counts only if method and number of groups are the same again.
+        """
+        same = saved.get("method") == m.method_to_wire(self.method) and saved.get("groups") == len(self.topology.alive)
+        self._resumed = saved if same else {}
+
+    def _states_to_resume(self) -> list[Any]:
+        states = self._resumed.get("states", {})
+        return list(states.get(self.group, states.get(str(self.group), ())))
 
     def training(self) -> _Training:
         """A context in which to train without Lightning: begins, and ends with the master weights on every rank."""
@@ -312,6 +383,9 @@ class World:
     def _close_connections(self) -> None:
         if self._data is not None:
             self._data.close()
+        if self._peers is not None:
+            self._peers.close()
+            self._peers = None
         self.ever_lost.update(self.lost)
         self.control = self._data = None
         if self._process is not None:
@@ -330,9 +404,13 @@ class World:
         if not self.is_synchronous:
             self.use_default_group(self.compute_group)
             self._in_compute = True
+            for part in self.parts:
+                part.replica.take_up()
 
     def enter_world(self, buffers: Iterable[Tensor] = ()) -> None:
-        """The groups meet: every rank gets the master weights, and the mean of all groups' floating-point buffers.
+        """The groups meet: every rank gets the weights to evaluate, and the mean of all groups' floating-point buffers.
+
+        Weights of their own, if the method has groups keep any, come back with `enter_compute`.
 
         Args:
             buffers: the model's buffers (running statistics of BatchNorm, say), in one order on all ranks.
@@ -375,93 +453,183 @@ class World:
 
     # --- Exchange ----------------------------------------------------------------------------------------------------
 
-    def exchange(
-        self, index: int, gradients: Sequence[Tensor | None], hyperparameters: Any, read_at: int
-    ) -> MasterWeights:
-        """Pushes the group's gradient and pulls the master weights. Every rank of the group calls it.
+    def exchange(self, index: int, need: Exchange) -> Pulled:
+        """Pushes for this group and hears the server's answer. Every rank of the group calls it.
 
         Raises:
             NonFiniteGradients: the server refused too many pushes in a row.
         """
-        began = time.perf_counter()
         part = self.parts[index]
 
-        def push() -> tuple[m.Weights, Tensor]:
+        def push() -> m.Weights:
             epoch, trained = self.trained()
-            present, payload = part.replica.flatten(gradients)
+            present, payload = part.replica.flatten(need.tensors)
             message = m.PushMessage(
                 optimizer=index,
-                read_at=read_at,
+                read_at=need.read_at,
                 present=present,
-                hyperparameters=tuple(hyperparameters),
+                hyperparameters=tuple(dict(group) for group in need.hyperparameters),
                 epoch=epoch,
                 trained=trained,
                 nbytes=payload.numel(),
+                note=need.note,
+                pull=need.pull,
             )
-            return self._leader_data().exchange(message, m.Weights, payload, self._memory(part)[HEAD:])
+            return self._ask(part, message, payload)
 
-        master = self._share(part, push)
-        self.last.seconds += time.perf_counter() - began
-        return master
+        return self._share(part, push, need.pull)
+
+    def fetch(self, index: int) -> Pulled:
+        """The server's weights for this group. Every rank of the group calls it."""
+        part = self.parts[index]
+        return self._share(part, lambda: self._ask(part, m.Fetch(optimizer=index)))
 
     def pull(self) -> None:
-        """Every rank gets the master weights of all optimizers."""
+        """Every rank gets the weights to evaluate, of all optimizers."""
         for index, part in enumerate(self.parts):
+            if self.steps_at_worker:
+                part.replica.put_aside()
+            part.replica.load(self._mean(index) if self.method.evaluated == "mean" else self.fetch(index))
 
-            def fetch(index: int = index, part: Part = part) -> tuple[m.Weights, Tensor]:
-                return self._leader_data().exchange(
-                    m.Fetch(optimizer=index), m.Weights, None, self._memory(part)[HEAD:]
-                )
+    def _mean(self, index: int) -> Pulled:
+        """The mean of all groups' own weights."""
+        part = self.parts[index]
 
-            part.replica.load(self._share(part, fetch))
+        def contribute() -> m.Weights:
+            _, payload = part.replica.flatten(part.replica.weights())
+            return self._ask(part, m.Average(optimizer=index, nbytes=payload.numel()), payload)
+
+        return self._share(part, contribute)
+
+    # --- Peers -------------------------------------------------------------------------------------------------------
+
+    def publish(self, index: int, tensors: Sequence[Tensor]) -> None:
+        """Other groups may read these weights."""
+        if self._peers is not None:
+            self._peers.socket.publish(index, tensors)
+
+    def send_peer(self, index: int, group: int, tensors: Sequence[Tensor]) -> None:
+        """Weights for another group's inbox."""
+        if self._peers is not None:
+            with self._timed():
+                self._peers.connections.send(group, index, tensors)
+
+    def read_peer(self, index: int, group: int) -> Sequence[Tensor] | None:
+        """What another group has published. Every rank of the group calls it."""
+
+        def read() -> tuple[Sequence[Tensor] | None, int]:
+            assert self._peers is not None
+            theirs = self._peers.connections.read(group, index)
+            return theirs, int(theirs is not None)
+
+        return self._share_tensors(self.parts[index], read)[0]
+
+    def read_inbox(self, index: int) -> Inbox:
+        """What other groups have sent. Every rank of the group calls it."""
+
+        def read() -> tuple[Sequence[Tensor] | None, int]:
+            assert self._peers is not None
+            inbox = self._peers.socket.read_inbox(index)
+            return inbox.total, inbox.count
+
+        return Inbox(*self._share_tensors(self.parts[index], read))
+
+    def _share_tensors(
+        self, part: Part, read: Callable[[], tuple[Sequence[Tensor] | None, int]]
+    ) -> tuple[Sequence[Tensor] | None, int]:
+        """The leader reads something, and a count; its group gets both."""
+        with self._timed():
+            tensors, count = read() if self.is_leader else (None, 0)
+            if len(self.members) == 1:
+                return tensors, count
+            memory = self._memory(part)
+            head, views = memory[:_NUMBERS].view(torch.int64), part.replica.layout.views(memory[HEAD:])
+            if self.is_leader:
+                head[0] = count
+                for view, tensor in zip(views, tensors or (), strict=False):
+                    view.copy_(tensor)
+            self._broadcast(memory[:HEAD])
+            count = int(head[0])
+            if count:
+                self._broadcast(memory)
+            return (views if count else None), count
 
     def snapshot(self, with_state: bool = True) -> dict[str, Any]:
         """Weights, optimizer states and clocks of all optimizers, as of one moment. For leaders.
 
         Returns:
-            ``{"parts": [{"weights": {name: tensor}, "state": {...}, "clock": 0}], "epoch": {...}, "trained": []}``
+            ``{"parts": [{"weights": {name: tensor}, "state": {...}, "clock": 0, "method": {...}}], "epoch": {...},
+            "trained": [], "groups": {group: what it deposited}}``
         """
         answer, payload = self._leader_data().exchange(m.TakeSnapshot(with_state=with_state), m.Snapshot)
         tree: dict[str, Any] = unpack(answer.packed, payload)
         return tree
 
-    def _share(self, part: Part, ask: Callable[[], tuple[m.Weights, Tensor]]) -> MasterWeights:
-        """The leader asks the server; its group gets the answer."""
-        memory = self._memory(part)
-        head = memory[:HEAD].view(torch.int64)
+    def deposit(self) -> None:
+        """At a meeting, on every rank: what each group alone knows becomes part of the next `snapshot`."""
         if self.is_leader:
-            answer, _ = ask()
-            head[:6] = torch.tensor(
-                [
-                    answer.clock,
-                    answer.staleness,
-                    int(answer.applied),
-                    answer.refused_in_row,
-                    answer.progress,
-                    _STOPS.index(answer.stop),
-                ]
-            )
-        if len(self.members) > 1:
-            shared = memory.to(self.device) if self.device.type != "cpu" else memory
-            dist.broadcast(shared, src=self._source(), group=self.compute_group)
-            if shared is not memory:
-                memory.copy_(shared)
+            states = [part.replica.own_state(whole=self.steps_at_worker) for part in self.parts]
+            packed, buffer = pack(states)
+            self._leader_data().exchange(m.Deposit(packed=packed, nbytes=buffer.numel()), m.Deposited, buffer)
+        self._world_barrier()
+
+    def _ask(self, part: Part, message: m.Message, payload: Tensor | None = None) -> m.Weights:
+        return self._leader_data().exchange(message, m.Weights, payload, self._memory(part)[HEAD:])[0]
+
+    def _share(self, part: Part, ask: Callable[[], m.Weights], pull: bool = True) -> Pulled:
+        """The leader asks the server; its group gets the answer."""
+        memory = self._memory(part) if pull else self._memory(part)[:HEAD]
+        head, numbers = memory[:_NUMBERS].view(torch.int64), memory[_NUMBERS:HEAD].view(torch.float64)
+        with self._timed():
+            if self.is_leader:
+                answer = ask()
+                head[:6] = torch.tensor(
+                    [
+                        answer.clock,
+                        answer.staleness,
+                        int(answer.applied),
+                        answer.refused_in_row,
+                        answer.progress,
+                        _STOPS.index(answer.stop),
+                    ]
+                )
+                numbers[0] = answer.note
+            self._broadcast(memory)
         clock, staleness, applied, refused, progress, stop = head[:6].tolist()
         self.last.staleness, self.last.applied = staleness, bool(applied)
         self.last.progress, self.last.stop = progress, _STOPS[stop]
         if staleness >= 0:
             part.staleness.append(staleness)
-        if refused >= self.options.refusals:
+        self._watch_refusals(bool(applied), refused)
+        tensors = part.replica.layout.views(memory[HEAD:]) if pull else ()
+        return Pulled(tensors, clock, float(numbers[0]), refused=not applied)
+
+    def _watch_refusals(self, applied: bool, in_row: int) -> None:
+        if in_row >= self.options.refusals:
             raise NonFiniteGradients(
-                f"the gradients of group {self.group} were NaN or infinite {refused} times in a row, and none of them"
-                " was applied: lower the learning rate, clip gradients (gradient_clip_val), or use precision='16-mixed'"
+                f"what group {self.group} pushed was NaN or infinite {in_row} times in a row, and none of it was"
+                " applied: lower the learning rate, clip gradients (gradient_clip_val), or use precision='16-mixed'"
                 " with its loss scaling; more groups need less momentum; refusals= sets how many are borne"
             )
-        if not applied and refused == 1:
+        if not applied and in_row == 1:
             _log.warning(
-                "group %d pushed a gradient that is not finite; it was refused and the weights did not move", self.group
+                "group %d pushed something that is not finite; it was refused and the weights did not move", self.group
             )
-        return MasterWeights(part.replica.layout.views(memory[HEAD:]), clock)
+
+    def _broadcast(self, memory: Tensor) -> None:
+        """From the leader to its group."""
+        if len(self.members) == 1:
+            return
+        shared = memory.to(self.device) if self.device.type != "cpu" else memory
+        dist.broadcast(shared, src=self._source(), group=self.compute_group)
+        if shared is not memory:
+            memory.copy_(shared)
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.last.seconds += time.perf_counter() - began
 
     def _memory(self, part: Part) -> Tensor:
         if part.into is None:
@@ -496,6 +664,8 @@ class World:
             The ranges of the epoch that the server knows to be trained, if there is one group from here on.
         """
         check_groups(groups, len(self.live_ranks))
+        if groups > 1:
+            self.method.check(groups)
         spans: tuple[tuple[int, int], ...] = ()
         computing, was_synchronous = self._in_compute, self.is_synchronous
         self.enter_world(buffers)
@@ -505,8 +675,14 @@ class World:
             self._join()
         self._form(groups)
         self._check_not_shared()
+        for part in self.parts:
+            part.replica.abandon()
         if was_synchronous:
             self._seed()
+        elif self.steps_at_worker:
+            self._share_states()
+            if self.is_synchronous:
+                spans = self._trained_spans(self.snapshot(with_state=False))
         elif self.is_synchronous:
             spans = self.take_states_back()
         if self.is_synchronous:
@@ -522,9 +698,33 @@ class World:
             The ranges of the epoch that are trained.
         """
         tree = self.snapshot()
-        for part, theirs in zip(self.parts, tree["parts"], strict=True):
-            part.optimizer.load_state_dict({**part.optimizer.state_dict(), "state": theirs["state"]})
+        if not self.steps_at_worker:
+            for part, theirs in zip(self.parts, tree["parts"], strict=True):
+                part.optimizer.load_state_dict({**part.optimizer.state_dict(), "state": theirs["state"]})
+        return self._trained_spans(tree)
+
+    @staticmethod
+    def _trained_spans(tree: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
         return tuple((start, stop) for start, stop in tree["trained"])
+
+    def _share_states(self) -> None:
+        """Members of a new group may come from different ones: they take up their leader's optimizer state."""
+        if len(self.members) == 1:
+            return
+        for part in self.parts:
+            packed, buffer = pack(part.optimizer.state_dict()["state"] if self.is_leader else {})
+            head = msgspec.msgpack.encode(packed)
+            sizes = torch.tensor([len(head), buffer.numel()], device=self.device)
+            dist.broadcast(sizes, src=self._source(), group=self.compute_group)
+            flat = torch.empty(int(sizes.sum()), dtype=torch.uint8)
+            if self.is_leader:
+                flat.copy_(torch.cat([torch.frombuffer(bytearray(head), dtype=torch.uint8), buffer]))
+            self._broadcast(flat)
+            if not self.is_leader:
+                cut = int(sizes[0])
+                theirs = msgspec.msgpack.decode(flat[:cut].numpy().tobytes(), type=Packed)
+                state = unpack(theirs, flat[cut:].clone())
+                part.optimizer.load_state_dict({**part.optimizer.state_dict(), "state": state})
 
     # --- How ---------------------------------------------------------------------------------------------------------
 
@@ -593,6 +793,33 @@ class World:
         if self.rank not in self.topology.ranks:
             self.control.check()
         _ = self.compute_group  # made now, while all its members are here
+        for part in self.parts:
+            part.replica.group = self.group
+        self._meet_peers()
+
+    def _meet_peers(self) -> None:
+        """Where the method has groups talk to each other, leaders tell each other where they listen."""
+        if self._peers is not None:
+            self._peers.close()
+            self._peers = None
+        if not self.method.talks_to_peers or self.is_synchronous:
+            return
+        assert self.control is not None
+        layouts = [part.replica.layout for part in self.parts]
+        socket = PeerSocket(own_host(self.control.address), layouts) if self.is_leader else None
+        mine = Address(self.group, socket.address, socket.ticket) if socket is not None else None
+        said = self._meet("peers", msgspec.json.encode(mine) if mine else b"")
+        if socket is not None:
+            others = [msgspec.json.decode(payload, type=Address) for _, payload in said if payload]
+            self._peers = Peers(
+                socket,
+                PeerConnections(
+                    {other.group: other for other in others if other.group != self.group},
+                    layouts,
+                    lambda group: group not in self.live_groups,
+                    self.control.check,
+                ),
+            )
 
     def _form_until_accepted(self, groups: int | None) -> Topology:
         assert self.control is not None
@@ -617,17 +844,22 @@ class World:
         if self.rank == 0:
             parts = [
                 {
-                    "optimizer": describe(part.optimizer, {p: name for name, p in part.replica.parameters.items()}),
+                    "optimizer": None if self.steps_at_worker else self._describe(part),
                     "weights": {name: p.detach() for name, p in part.replica.parameters.items()},
                     "clock": part.replica.clock,
+                    "method": state,
                 }
-                for part in self.parts
+                for part, state in zip_longest(self.parts, self._resumed.get("server", ()))
             ]
             packed, buffer = pack({"parts": parts})
             self._leader_data().exchange(m.Seed(packed=packed, nbytes=buffer.numel()), m.Seeded, buffer)
-        for part in self.parts:
+        for part in () if self.steps_at_worker else self.parts:
             part.optimizer.state.clear()
         self._world_barrier()
+
+    @staticmethod
+    def _describe(part: Part) -> dict[str, Any]:
+        return describe(part.optimizer, {p: name for name, p in part.replica.parameters.items()})
 
     def agree(self, numbers: Sequence[int]) -> list[int]:
         """The largest of each number over all live ranks."""
@@ -762,6 +994,8 @@ class _Training:
             self._world.fail(f"{type(error).__name__}: {error}")
             return
         self._world.enter_world()
+        for part in self._world.parts:
+            part.replica.abandon()
         if self._world.rank == 0 and not self._world.is_synchronous:
             self._world.take_states_back()
         self._world.close()

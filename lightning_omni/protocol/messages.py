@@ -386,6 +386,34 @@ class Snapshot(Message, frozen=True, kw_only=True):
     nbytes: int
 
 
+# --- From leader to leader -------------------------------------------------------------------------------------------
+
+
+class ReadWindow(Message, frozen=True, kw_only=True):
+    """Show me what you have published for one optimizer."""
+
+    ticket: str
+    optimizer: int
+
+
+class Gift(Message, frozen=True, kw_only=True):
+    """Weights for your inbox. The payload follows."""
+
+    ticket: str
+    optimizer: int
+    nbytes: int
+
+
+class Window(Message, frozen=True, kw_only=True):
+    """What I have published; the payload follows. No bytes if there is nothing yet."""
+
+    nbytes: int
+
+
+class Taken(Message, frozen=True, kw_only=True):
+    """The gift is in the inbox."""
+
+
 FromControl = (
     Hello | Proof | Heartbeat | Form | OpenEpoch | Draw | Await | Leave | Contribute | Lost | Goodbye | AskStatus
 )
@@ -399,6 +427,7 @@ ToData = Attached | Seeded | Deposited | Weights | Snapshot | RefusedMessage
 Channel = str
 CONTROL: Channel = "control"
 DATA: Channel = "data"
+PEER: Channel = "peer"
 
 _encoder = msgspec.msgpack.Encoder()
 _decoders = {
@@ -406,6 +435,8 @@ _decoders = {
     ("server", DATA): msgspec.msgpack.Decoder(FromData),
     ("rank", CONTROL): msgspec.msgpack.Decoder(ToControl),
     ("rank", DATA): msgspec.msgpack.Decoder(ToData),
+    ("server", PEER): msgspec.msgpack.Decoder(ReadWindow | Gift),
+    ("rank", PEER): msgspec.msgpack.Decoder(Window | Taken | RefusedMessage),
 }
 
 
@@ -420,7 +451,7 @@ def decode(data: bytes | memoryview, *, at: str, channel: Channel) -> Any:
     Args:
         data: one encoded message.
         at: who reads it, ``"server"`` or ``"rank"``.
-        channel: ``"control"`` or ``"data"``.
+        channel: ``"control"``, ``"data"`` or ``"peer"`` (where the one who is asked reads as the server).
 
     Raises:
         MalformedMessage: the bytes are no message that may arrive there.

@@ -70,7 +70,7 @@ class RecordFile:
 
     def __init__(self, path: str | Path) -> None:
         try:
-            self._file = Path(path).open("wb")
+            self._file = Path(path).open("wb")  # noqa: SIM115  # it stays open for as long as the server runs
         except OSError as error:
             raise ConfigurationError(
                 f"record={str(path)!r}: {error.strerror}; pass a file that can be written"
@@ -97,5 +97,5 @@ def read_record(path: str | Path) -> Iterator[Event]:
         for number, line in enumerate(lines, 1):
             try:
                 yield decoder.decode(line)
-            except msgspec.MsgspecError as error:
+            except msgspec.MsgspecError as error:  # noqa: PERF203  # the line's number belongs into the error
                 raise ConfigurationError(f"{path}, line {number}: not a record of a run: {error}") from error

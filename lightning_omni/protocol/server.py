@@ -443,11 +443,15 @@ class ServerCore:
         parts: list[dict[str, Any]] = [shard.master.snapshot() for shard in self.shards]
         if not message.with_state:
             parts = [{**part, "state": {}} for part in parts]
-        tree = {"parts": parts, "epoch": self.epochs.plan_fields, "trained": self.epochs.trained_spans}
+        tree: dict[str, Any] = {
+            "parts": parts,
+            "epoch": self.epochs.plan_fields,
+            "trained": self.epochs.trained_spans,
+        }
         if message.with_state:
             for part, shard in zip(parts, self.shards, strict=True):
                 part["method"] = shard.method_side.state()
-            tree["groups"] = self._deposits
+            tree["groups"], self._deposits = self._deposits, {}  # once: later they are of another moment
         packed, buffer = pack(tree)
         return [Out(peer, m.DATA, m.Snapshot(packed=packed, nbytes=buffer.numel()), (buffer,))]
 

@@ -2,6 +2,15 @@
 
 from lightning_omni.server.connection import ControlConnection, DataConnection
 from lightning_omni.server.loop import Server
+from lightning_omni.server.peers import Address, PeerConnections, PeerSocket
 from lightning_omni.server.process import ServerProcess
 
-__all__ = ["ControlConnection", "DataConnection", "Server", "ServerProcess"]
+__all__ = [
+    "Address",
+    "ControlConnection",
+    "DataConnection",
+    "PeerConnections",
+    "PeerSocket",
+    "Server",
+    "ServerProcess",
+]

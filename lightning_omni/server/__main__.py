@@ -18,6 +18,7 @@ import msgspec
 import torch
 
 from lightning_omni.methods.master import resolver
+from lightning_omni.protocol.record import RecordFile
 from lightning_omni.protocol.server import ServerCore
 from lightning_omni.server.loop import Server
 from lightning_omni.server.process import Ready, Settings
@@ -33,14 +34,15 @@ def main() -> int:
     logging.basicConfig(format="lightning-omni server: %(message)s", level=logging.WARNING)
     settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=Settings)
     torch.set_num_threads(settings.threads)
-    core = ServerCore(
-        bytes.fromhex(settings.key),
-        secrets.token_bytes,
-        heartbeat_timeout=settings.heartbeat_timeout,
-        join_timeout=settings.join_timeout,
-        resolve=resolver(settings.allow_optimizers),
-    )
     try:
+        core = ServerCore(
+            bytes.fromhex(settings.key),
+            secrets.token_bytes,
+            heartbeat_timeout=settings.heartbeat_timeout,
+            join_timeout=settings.join_timeout,
+            resolve=resolver(settings.allow_optimizers),
+            record=RecordFile(settings.record) if settings.record else None,
+        )
         server = Server(core, host=settings.host, port=settings.port)
     except Exception as error:
         _say(Ready(address="", error=str(error)))

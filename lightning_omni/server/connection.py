@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
+import socket
 import threading
 import time
 from collections import deque
@@ -76,8 +77,8 @@ class ControlConnection:
         self._monitor = self._wire.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         inbox = f"inproc://{id(self)}"
         self._inside, self._outside = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
-        for socket in (self._inside, self._outside):
-            socket.setsockopt(zmq.LINGER, 0)
+        for wire in (self._inside, self._outside):
+            wire.setsockopt(zmq.LINGER, 0)
         self._inside.bind(inbox)
         self._outside.connect(inbox)
         self._closing = False
@@ -155,8 +156,8 @@ class ControlConnection:
             self._outside.send(b"")
             self._thread.join(timeout=5.0)
         self._wire.disable_monitor()
-        for socket in (self._wire, self._monitor, self._inside, self._outside):
-            socket.close(0)
+        for wire in (self._wire, self._monitor, self._inside, self._outside):
+            wire.close(0)
         self._context.term()
 
     # --- Admission ---------------------------------------------------------------------------------------------------
@@ -197,8 +198,8 @@ class ControlConnection:
 
     def _keep_alive(self) -> None:
         poller = zmq.Poller()
-        for socket in (self._inside, self._wire, self._monitor):
-            poller.register(socket, zmq.POLLIN)
+        for wire in (self._inside, self._wire, self._monitor):
+            poller.register(wire, zmq.POLLIN)
         heard = beat = time.monotonic()
         while not self._closing:
             ready = dict(poller.poll(int(max(0.0, beat - time.monotonic()) * 1000) + 1))
@@ -334,6 +335,19 @@ class DataConnection:
             if time.monotonic() > deadline:
                 raise ConnectionLost(f"the parameter server sent no tensors for {self._timeout:.0f} s")
         return self._wire.recv_multipart(copy=False)
+
+
+def own_host(server: str) -> str:
+    """The address by which this machine is known on the way to a server: loopback if that runs here.
+
+    Args:
+        server: ``tcp://host:port``.
+    """
+    parts = urlsplit(server)
+    kind, _, _, _, target = socket.getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(kind, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)  # a datagram socket: nothing is sent, but the system picks the route
+        return str(probe.getsockname()[0])
 
 
 def check_address(address: str) -> None:

@@ -24,6 +24,7 @@ class Settings(msgspec.Struct, frozen=True):
     join_timeout: float
     threads: int
     allow_optimizers: tuple[str, ...]
+    record: str = ""
 
 
 class Ready(msgspec.Struct, frozen=True):

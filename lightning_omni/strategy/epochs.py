@@ -355,11 +355,19 @@ class EpochDriver:
         """The run's progress in optimizer steps as DDP would count them."""
         assert self.leases is not None
         if self.is_open:
-            seen = self.world.last.progress if self.is_dynamic else _size(self.leases.trained_spans)
+            seen = self._seen()
             self._epoch_trained = max(self._epoch_trained, seen)
         window = self._step_positions * int(self._trainer.accumulate_grad_batches)
         steps = self._steps_an_epoch
         return self._epochs_done * steps + min(steps, self._epoch_trained // window)
+
+    def _seen(self) -> int:
+        """Positions of this epoch that are trained, as far as this rank knows. All members of a group know alike."""
+        assert self.leases is not None
+        if not self.is_dynamic:
+            return _size(self.leases.trained_spans)
+        # Groups that exchange weights now and then, or never, hear too seldom of the others.
+        return self.leases.position if self.world.steps_at_worker else self.world.last.progress
 
     def _pace(self) -> None:
         """Schedulers follow the run's common progress, where groups differ in speed."""

@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader
 
 from lightning_omni.errors import ConfigurationError, OmniError, UnsupportedError
 from lightning_omni.methods import Method
-from lightning_omni.methods.master import check_servable
 from lightning_omni.metrics import RunReport, Staleness
 from lightning_omni.optimizer import OmniOptimizer, World, WorldOptions, names_of
 from lightning_omni.protocol import messages as m
@@ -52,6 +51,8 @@ class OmniStrategyHooks(_Base):
         host: address that the embedded server binds. None takes loopback on one node, and otherwise MASTER_ADDR.
         heartbeat_timeout: seconds of silence after which a rank counts as dead.
         refusals: pushes with NaN or infinite gradients that a group may make in a row before the run ends.
+        record: file for a record of everything that moves the weights, written by the embedded server; the simulator
+            can go through it once more, see `lightning_omni.simulator.replay`.
         **ddp: DDPStrategy's own arguments.
 
     Raises:
@@ -75,6 +76,7 @@ class OmniStrategyHooks(_Base):
         host: str | None = None,
         heartbeat_timeout: float = 30.0,
         refusals: int = 50,
+        record: str | None = None,
         **ddp: Any,
     ) -> None:
         if data not in ("dynamic", "static"):
@@ -86,6 +88,7 @@ class OmniStrategyHooks(_Base):
             "host": host,
             "heartbeat_timeout": heartbeat_timeout,
             "refusals": refusals,
+            "record": record,
         }
         WorldOptions(**self._omni_options)
         self._groups = groups
@@ -175,7 +178,7 @@ class OmniStrategyHooks(_Base):
         super().setup_optimizers(trainer)
         if not self._world.is_synchronous:
             for optimizer in self.optimizers:
-                check_servable(optimizer)
+                self._world.check_optimizer(optimizer)
 
     def _attach_optimizers(self) -> None:
         assert self.lightning_module is not None
@@ -216,6 +219,7 @@ class OmniStrategyHooks(_Base):
         self._synchronous_steps, self._last_status = 0, None
         for part, clock in zip(world.parts, self.epochs.resume.get("clocks", ()), strict=False):
             part.replica.clock = clock
+        world.resume(self.epochs.resume)
         world.begin()
         self.epochs.start()
         if not world.is_synchronous:
@@ -254,6 +258,8 @@ class OmniStrategyHooks(_Base):
         if world.control is not None and not world.is_synchronous:
             if self.is_global_zero:
                 world.take_states_back()
+            for part in world.parts:
+                part.replica.abandon()
             self._unguard_optimizers()
 
     def on_exception(self, exception: BaseException) -> None:
@@ -296,8 +302,9 @@ class OmniStrategyHooks(_Base):
             )
         check_groups(groups, len(world.live_ranks))
         if groups > 1:
+            world.method.check(groups)
             for optimizer in self.optimizers:
-                check_servable(optimizer)
+                world.check_optimizer(optimizer)
         if groups == len(
             [members for members in world.topology.groups if members and not set(members) & set(world.lost)]
         ):
@@ -331,16 +338,27 @@ class OmniStrategyHooks(_Base):
     # --- Checkpoints -------------------------------------------------------------------------------------------------
 
     @property
-    def _server_holds_weights(self) -> bool:
-        world = self.world
-        return world is not None and world.control is not None and not world.is_synchronous and self.is_global_zero
+    def _is_asynchronous(self) -> bool:
+        """Whether groups train apart at the moment, so that no rank knows everything that belongs in a checkpoint."""
+        return self.world is not None and self.world.control is not None and not self.world.is_synchronous
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The module's state, with the master weights of one moment in the place of this group's own."""
+        """The module's state, with the weights that the method evaluates in the place of this group's own.
+
+        At a meeting of all groups (after a validation, at an epoch's end) every rank takes part, and what the groups
+        know each for itself is collected. In between rank 0 speaks for itself and the server; where the mean of all
+        groups' weights would count, the checkpoint then has those of rank 0's group.
+        """
         state = super().lightning_module_state_dict()
-        if self._server_holds_weights:
-            self._snapshot = self._world.snapshot()
-            self._overlay(state, self._snapshot)
+        if not self._is_asynchronous:
+            return state
+        world = self._world
+        if not world.is_computing:
+            world.deposit()
+        if self.is_global_zero:
+            self._snapshot = world.snapshot()
+            if world.method.evaluated != "mean":
+                self._overlay(state, self._snapshot)
         return state
 
     def _overlay(self, state: dict[str, Any], snapshot: dict[str, Any]) -> None:
@@ -356,12 +374,12 @@ class OmniStrategyHooks(_Base):
                 state[name] = masters[id(own)]
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The server's optimizer state, of the same moment, with this rank's hyperparameters.
+        """The optimizer state of the same moment: the server's, with this rank's hyperparameters, if it steps there.
 
         (The server's own are those of the last push, one scheduler step behind.)
         """
         own: dict[str, Any] = super().optimizer_state(optimizer)
-        if not self._server_holds_weights:
+        if not self._is_asynchronous or not self.is_global_zero or self._world.steps_at_worker:
             return own
         if self._snapshot is None:
             self._snapshot = self._world.snapshot()
@@ -370,8 +388,8 @@ class OmniStrategyHooks(_Base):
         return {"state": self._snapshot["parts"][index]["state"], "param_groups": own["param_groups"]}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Adds what the server knows beyond Lightning: clocks, and which samples of the epoch are trained."""
-        if self._server_holds_weights and self._snapshot is not None:
+        """Adds what server and groups know beyond Lightning: clocks, samples trained, and the method's own state."""
+        if self._snapshot is not None:
             plan = self._snapshot["epoch"] or {}
             checkpoint["omni"] = {
                 "groups": len(self._world.topology.alive),
@@ -379,6 +397,9 @@ class OmniStrategyHooks(_Base):
                 "epoch": plan.get("epoch", -1),
                 "total": plan.get("total", 0),
                 "trained": [list(span) for span in self._snapshot["trained"]],
+                "method": m.method_to_wire(self._world.method),
+                "server": [part["method"] for part in self._snapshot["parts"]],
+                "states": dict(self._snapshot["groups"]),
             }
         super().save_checkpoint(checkpoint, filepath, storage_options)
         self._snapshot = None

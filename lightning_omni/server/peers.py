@@ -1,0 +1,261 @@
+"""From leader to leader, with no server between: a window that others read, and an inbox that they fill.
+
+Each leader has one socket that a thread of its own serves, so that a peer is answered while this leader computes or
+validates. What comes in is summed up where it lands; however many peers push, the memory is that of one model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+import torch
+import zmq
+from torch import Tensor
+
+from lightning_omni.errors import MalformedMessage, ProtocolError, Refused
+from lightning_omni.methods import Inbox
+from lightning_omni.methods.totals import Total
+from lightning_omni.protocol import messages as m
+from lightning_omni.protocol.handshake import is_equal
+from lightning_omni.protocol.layout import Layout
+from lightning_omni.server.frames import CHUNK_MARK, Assembly, chunks, configure
+
+_log = logging.getLogger(__name__)
+
+_SLICE = 100
+"""Milliseconds after which a waiting thread looks whether there is still something to wait for."""
+UNREAD = 2
+"""Gifts to one peer that may be on their way; further ones are dropped, for the peer is too slow to take them."""
+
+
+class Address(msgspec.Struct, frozen=True):
+    """Where a group's leader listens, and what opens the door. All leaders learn it through the control channel."""
+
+    group: int
+    address: str
+    ticket: str
+
+
+class PeerSocket:
+    """A leader's own side: publishes weights, takes gifts in.
+
+    Args:
+        host: address to bind.
+        layouts: of each optimizer's parameters.
+    """
+
+    def __init__(self, host: str, layouts: Sequence[Layout]) -> None:
+        self.ticket = secrets.token_hex(16)
+        self.strangers = 0
+        self._layouts = list(layouts)
+        self._windows: dict[int, Tensor] = {}
+        self._inboxes = [Total() for _ in layouts]
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._assemblies: dict[bytes, Assembly] = {}
+        self._context = zmq.Context()
+        self._wire = self._context.socket(zmq.ROUTER)
+        configure(self._wire)
+        self._wire.setsockopt(zmq.IPV6, int(":" in host))
+        self._wire.bind(f"tcp://{f'[{host}]' if ':' in host else host}:*")
+        self.address = self._wire.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._thread = threading.Thread(target=self._serve, name="omni-peers", daemon=True)
+        self._thread.start()
+
+    def publish(self, optimizer: int, tensors: Sequence[Tensor]) -> None:
+        """Others read these weights from now on; copied."""
+        layout = self._layouts[optimizer]
+        window = layout.empty()  # new memory: the old window may still be on its way to somebody
+        for view, tensor in zip(layout.views(window), tensors, strict=True):
+            view.copy_(tensor)
+        self._windows[optimizer] = window
+
+    def read_inbox(self, optimizer: int) -> Inbox:
+        """Empties the inbox."""
+        with self._lock:
+            inbox, self._inboxes[optimizer] = self._inboxes[optimizer], Total()
+        count = inbox.count
+        return Inbox(inbox.take() if count else None, count)  # type: ignore[arg-type]  # gifts are whole
+
+    def close(self) -> None:
+        """Nobody is answered any more."""
+        self._closing.set()
+        self._thread.join()
+        self._wire.close(0)
+        self._context.term()
+
+    # --- The thread --------------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        while not self._closing.is_set():
+            if not self._wire.poll(_SLICE):
+                continue
+            peer, *frames = self._wire.recv_multipart(copy=False)
+            try:
+                self._take(peer.bytes, frames)
+            except ProtocolError as error:
+                self.strangers += 1
+                self._assemblies.pop(peer.bytes, None)
+                code = error.code if isinstance(error, Refused) else "malformed"
+                self._say(peer.bytes, m.RefusedMessage(code=code, reason=str(error)))
+
+    def _take(self, peer: bytes, frames: list[Any]) -> None:
+        if len(frames) == 2 and len(frames[0]) == len(CHUNK_MARK):
+            if peer in self._assemblies:
+                self._assemblies[peer].add(frames[1].buffer)
+        elif len(frames) == 1:
+            message = m.decode(frames[0].buffer, at="server", channel=m.PEER)
+            if not is_equal(message.ticket.encode(), self.ticket.encode()):
+                raise Refused("stranger", "this ticket opens nothing")
+            if not 0 <= message.optimizer < len(self._layouts):
+                raise ProtocolError(f"there is no optimizer {message.optimizer}")
+            if isinstance(message, m.ReadWindow):
+                self._show(peer, message.optimizer)
+                return
+            self._assemblies[peer] = self._begin(message)
+        else:
+            raise MalformedMessage(f"{len(frames)} frames between peers")
+        if peer in self._assemblies and self._assemblies[peer].is_complete:
+            self._keep(self._assemblies.pop(peer))
+            self._say(peer, m.Taken())
+
+    def _begin(self, gift: m.Gift) -> Assembly:
+        expected = self._layouts[gift.optimizer].nbytes
+        if gift.nbytes != expected:
+            raise MalformedMessage(f"the weights have {gift.nbytes} bytes, {expected} were expected")
+        return Assembly(gift, torch.empty(expected, dtype=torch.uint8))
+
+    def _keep(self, assembly: Assembly) -> None:
+        optimizer: int = assembly.message.optimizer  # type: ignore[attr-defined]
+        with self._lock:
+            self._inboxes[optimizer].add(self._layouts[optimizer].views(assembly.buffer))
+
+    def _show(self, peer: bytes, optimizer: int) -> None:
+        window = self._windows.get(optimizer)
+        self._say(peer, m.Window(nbytes=window.numel() if window is not None else 0))
+        for chunk in chunks(window) if window is not None else ():
+            self._wire.send_multipart([peer, CHUNK_MARK, chunk], copy=False)
+
+    def _say(self, peer: bytes, message: m.Message) -> None:
+        with contextlib.suppress(zmq.ZMQError):  # whoever asked is gone
+            self._wire.send_multipart([peer, m.encode(message)])
+
+
+class PeerConnections:
+    """A leader's connections to the other leaders. Used from one thread.
+
+    Args:
+        addresses: of the other groups' leaders.
+        layouts: of each optimizer's parameters.
+        is_lost: whether a group is gone, so that waiting for it is pointless.
+        check: called while waiting; raises what makes waiting pointless.
+        timeout: seconds to wait for a peer that is not known to be gone.
+    """
+
+    def __init__(
+        self,
+        addresses: Mapping[int, Address],
+        layouts: Sequence[Layout],
+        is_lost: Callable[[int], bool],
+        check: Callable[[], None],
+        timeout: float = 30.0,
+    ) -> None:
+        self._addresses = dict(addresses)
+        self._layouts = list(layouts)
+        self._is_lost, self._check, self._timeout = is_lost, check, timeout
+        self._context = zmq.Context()
+        self._wires: dict[int, zmq.Socket[bytes]] = {}
+        self._unread: Counter[int] = Counter()
+        self.dropped = 0
+
+    def read(self, group: int, optimizer: int) -> list[Tensor] | None:
+        """What a group has published: CPU tensors; None if there is nothing or nobody."""
+        if group not in self._addresses or self._is_lost(group):
+            return None
+        self._wire(group).send(m.encode(m.ReadWindow(ticket=self._addresses[group].ticket, optimizer=optimizer)))
+        window = self._answer(group)
+        layout = self._layouts[optimizer]
+        if not isinstance(window, m.Window) or window.nbytes != layout.nbytes:
+            return None
+        assembly = Assembly(window, torch.empty(layout.nbytes, dtype=torch.uint8))
+        while not assembly.is_complete:
+            frames = self._receive(group)
+            if frames is None:
+                return None
+            assembly.add(frames[-1].buffer)
+        return layout.views(assembly.buffer)
+
+    def send(self, group: int, optimizer: int, tensors: Sequence[Tensor]) -> None:
+        """Puts weights into a group's inbox, unless it has not taken the last ones yet."""
+        if group not in self._addresses or self._is_lost(group):
+            return
+        wire = self._wire(group)
+        while self._unread[group] and wire.poll(0):
+            wire.recv_multipart()
+            self._unread[group] -= 1
+        if self._unread[group] >= UNREAD:
+            self.dropped += 1
+            return
+        layout = self._layouts[optimizer]
+        buffer = layout.empty()
+        for view, tensor in zip(layout.views(buffer), tensors, strict=True):
+            view.copy_(tensor)
+        gift = m.Gift(ticket=self._addresses[group].ticket, optimizer=optimizer, nbytes=buffer.numel())
+        wire.send(m.encode(gift))
+        for chunk in chunks(buffer):
+            wire.send_multipart([CHUNK_MARK, chunk], copy=False)
+        self._unread[group] += 1
+
+    def close(self) -> None:
+        """Closes all connections at once."""
+        for wire in self._wires.values():
+            wire.close(0)
+        self._context.term()
+
+    def _wire(self, group: int) -> zmq.Socket[bytes]:
+        if group not in self._wires:
+            wire = self._context.socket(zmq.DEALER)
+            configure(wire)
+            wire.setsockopt(zmq.SNDHWM, 0)  # bounded by UNREAD
+            wire.setsockopt(zmq.RCVHWM, 0)
+            wire.setsockopt(zmq.IPV6, int("[" in urlsplit(self._addresses[group].address).netloc))
+            wire.connect(self._addresses[group].address)
+            self._wires[group] = wire
+        return self._wires[group]
+
+    def _answer(self, group: int) -> m.Message | None:
+        answer: m.Message = m.Taken()
+        while isinstance(answer, m.Taken):  # of an earlier gift
+            frames = self._receive(group)
+            if frames is None:
+                return None
+            answer = m.decode(frames[0].buffer, at="rank", channel=m.PEER)
+        if isinstance(answer, m.RefusedMessage):
+            raise Refused(answer.code, f"group {group} refused: {answer.reason}")
+        return answer
+
+    def _receive(self, group: int) -> list[Any] | None:
+        deadline = time.monotonic() + self._timeout
+        wire = self._wire(group)
+        while not wire.poll(_SLICE):
+            self._check()
+            if self._is_lost(group) or time.monotonic() > deadline:
+                self._give_up(group)
+                return None
+        return wire.recv_multipart(copy=False)
+
+    def _give_up(self, group: int) -> None:
+        # A new connection next time: a late answer must not be taken for that to another question.
+        self._wires.pop(group).close(0)
+        self._unread[group] = 0
+        if not self._is_lost(group):
+            _log.warning("group %d did not answer within %.0f s; gossip goes on without it", group, self._timeout)

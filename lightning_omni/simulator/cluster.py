@@ -1,0 +1,289 @@
+"""The machines of a simulated run: how long devices compute, how long links take, and what goes wrong when.
+
+All times are seconds of virtual time, all sizes bytes. Everything here is a frozen value of plain numbers, so that a
+cluster can be written in YAML.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from lightning_omni.errors import ConfigurationError
+
+_SLOWEST_NORMAL = 0.05
+"""A normal factor is cut off here: nothing takes no time."""
+
+
+@dataclass(frozen=True)
+class Jitter:
+    """By what factor a device's times scatter. The mean of the factor is 1.
+
+    Args:
+        kind: distribution of the factor; ``"exponential"`` makes the whole time exponential.
+        cv: standard deviation over mean, 0 or more; the exponential's is 1 and needs none. A normal factor is cut off
+            at 0.05, so that its mean is 1 for a ``cv`` of up to about 0.4.
+
+    Raises:
+        ConfigurationError: an argument is out of range.
+
+    Example:
+        >>> Jitter("lognormal", cv=0.5).factors(np.random.default_rng(0), 2).round(3)
+        array([0.95 , 0.841])
+    """
+
+    kind: Literal["none", "normal", "lognormal", "exponential", "gamma"] = "none"
+    cv: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("none", "normal", "lognormal", "exponential", "gamma"):
+            raise ConfigurationError(
+                f'kind={self.kind!r}: pass "none", "normal", "lognormal", "exponential" or "gamma"'
+            )
+        if not 0 <= self.cv < math.inf:
+            raise ConfigurationError(f"cv={self.cv}: pass the standard deviation over the mean, 0 or more")
+
+    def factors(self, random: np.random.Generator, count: int) -> np.ndarray[Any, Any]:
+        """That many factors: float64, ``(count,)``."""
+        if self.kind == "exponential":
+            return random.standard_exponential(count)
+        if self.kind == "none" or self.cv == 0:
+            return np.ones(count)
+        if self.kind == "normal":
+            return np.maximum(_SLOWEST_NORMAL, 1 + self.cv * random.standard_normal(count))
+        if self.kind == "gamma":
+            return random.standard_gamma(1 / self.cv**2, count) * self.cv**2
+        sigma = math.sqrt(math.log1p(self.cv**2))
+        return np.exp(sigma * random.standard_normal(count) - sigma**2 / 2)
+
+
+@dataclass(frozen=True)
+class Device:
+    """How long one rank computes: a batch of b samples takes ``(overhead + b * seconds_per_sample) * jitter``.
+
+    Args:
+        seconds_per_sample: of forward and backward, in seconds.
+        overhead: of every batch, in seconds.
+        jitter: how these times scatter.
+
+    Raises:
+        ConfigurationError: a time is negative, or both are 0.
+
+    Example:
+        >>> Device(0.001, overhead=0.01).seconds(32)
+        0.042
+    """
+
+    seconds_per_sample: float
+    overhead: float = 0.0
+    jitter: Jitter = field(default_factory=Jitter)
+
+    def __post_init__(self) -> None:
+        for name in ("seconds_per_sample", "overhead"):
+            _check_time(name, getattr(self, name))
+        if not self.seconds_per_sample + self.overhead:
+            raise ConfigurationError(
+                "seconds_per_sample=0 and overhead=0: time would never pass; pass one of them above 0"
+            )
+
+    def seconds(self, samples: int) -> float:
+        """Mean time of a batch, in seconds."""
+        return self.overhead + samples * self.seconds_per_sample
+
+
+@dataclass(frozen=True)
+class Link:
+    """A network link.
+
+    Args:
+        bandwidth: in bytes per second, above 0.
+        latency: in seconds.
+
+    Raises:
+        ConfigurationError: an argument is out of range.
+
+    Example:
+        >>> Link(bandwidth=1e9, latency=1e-4).seconds(10**6)
+        0.0011
+    """
+
+    bandwidth: float = math.inf
+    latency: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.bandwidth > 0:
+            raise ConfigurationError(f"bandwidth={self.bandwidth}: pass bytes per second, above 0")
+        _check_time("latency", self.latency)
+
+    def seconds(self, nbytes: int) -> float:
+        """Time of one message, in seconds."""
+        return self.latency + nbytes / self.bandwidth
+
+    def ring_seconds(self, nbytes: int, members: int) -> float:
+        """Time of a ring all-reduce among that many members, in seconds."""
+        rounds = 2 * (members - 1)
+        return rounds * (nbytes / members / self.bandwidth + self.latency)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A rank dies, and its group with it.
+
+    Args:
+        rank: number of the rank.
+        time: when, in seconds.
+    """
+
+    rank: int
+    time: float
+
+    def __post_init__(self) -> None:
+        _check_time("time", self.time)
+
+
+@dataclass(frozen=True)
+class Slowdown:
+    """A rank computes slower for a while: every batch that it begins between ``start`` and ``stop``.
+
+    Args:
+        rank: number of the rank.
+        start: first moment, in seconds.
+        stop: first moment after it, in seconds.
+        factor: by which its times are longer, above 0.
+    """
+
+    rank: int
+    start: float
+    stop: float
+    factor: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start <= self.stop:
+            raise ConfigurationError(f"start={self.start}, stop={self.stop}: pass 0 <= start <= stop, in seconds")
+        if not 0 < self.factor < math.inf:
+            raise ConfigurationError(f"factor={self.factor}: pass a number above 0; 2 takes twice as long")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Devices, the network between them, and the events of a run.
+
+    Args:
+        devices: one for each rank.
+        link: from each group to the server, and from group to group.
+        server: the server's network card, which all transfers share: one at a time inwards, one at a time outwards.
+        group_link: between neighbours in a group's ring all-reduce.
+        update_seconds: time that the server takes for one push, in seconds; one at a time.
+        failures: ranks that die.
+        slowdowns: ranks that are slow for a while.
+
+    Raises:
+        ConfigurationError: there is no device, or an event is about a rank that is none.
+
+    Example:
+        >>> Cluster.of_speeds([1, 2], seconds_per_sample=0.01).devices[1].seconds_per_sample
+        0.005
+    """
+
+    devices: tuple[Device, ...]
+    link: Link = field(default_factory=Link)
+    server: Link = field(default_factory=Link)
+    group_link: Link = field(default_factory=Link)
+    update_seconds: float = 0.0
+    failures: tuple[Failure, ...] = ()
+    slowdowns: tuple[Slowdown, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.devices:
+            raise ConfigurationError("devices=(): a cluster needs at least one device")
+        _check_time("update_seconds", self.update_seconds)
+        for name in ("devices", "failures", "slowdowns"):  # a list from YAML is as good
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        for name, events in (("failures", self.failures), ("slowdowns", self.slowdowns)):
+            for event in events:
+                if not 0 <= event.rank < len(self.devices):  # type: ignore[attr-defined]
+                    raise ConfigurationError(
+                        f"{name}: there is no rank {event.rank}; ranks are"  # type: ignore[attr-defined]
+                        f" 0 to {len(self.devices) - 1}"
+                    )
+
+    @classmethod
+    def even(
+        cls,
+        size: int,
+        seconds_per_sample: float = 1e-3,
+        overhead: float = 0.0,
+        jitter: Jitter | None = None,
+        **network: Any,
+    ) -> Cluster:
+        """Equal devices.
+
+        Args:
+            size: number of devices.
+            seconds_per_sample: see `Device`.
+            overhead: see `Device`.
+            jitter: see `Device`; None for none.
+            network: other arguments of the cluster.
+        """
+        return cls.of_speeds([1.0] * size, seconds_per_sample, overhead, jitter, **network)
+
+    @classmethod
+    def of_speeds(
+        cls,
+        speeds: Sequence[float],
+        seconds_per_sample: float = 1e-3,
+        overhead: float = 0.0,
+        jitter: Jitter | None = None,
+        **network: Any,
+    ) -> Cluster:
+        """Devices of different speeds.
+
+        Args:
+            speeds: one for each device, above 0; a device of speed 2 takes half the times.
+            seconds_per_sample: of a device of speed 1, see `Device`.
+            overhead: of a device of speed 1, see `Device`.
+            jitter: see `Device`; None for none.
+            network: other arguments of the cluster.
+        """
+        for speed in speeds:
+            if not 0 < speed < math.inf:
+                raise ConfigurationError(f"speeds={list(speeds)}: pass numbers above 0")
+        scatter = jitter or Jitter()
+        return cls(tuple(Device(seconds_per_sample / s, overhead / s, scatter) for s in speeds), **network)
+
+    @classmethod
+    def with_straggler(
+        cls,
+        size: int,
+        factor: float = 4.0,
+        seconds_per_sample: float = 1e-3,
+        overhead: float = 0.0,
+        jitter: Jitter | None = None,
+        **network: Any,
+    ) -> Cluster:
+        """Equal devices but for the last, which takes ``factor`` times as long."""
+        if not 0 < factor < math.inf:
+            raise ConfigurationError(f"factor={factor}: pass a number above 0; 4 takes four times as long")
+        return cls.of_speeds([1.0] * (size - 1) + [1 / factor], seconds_per_sample, overhead, jitter, **network)
+
+    def slowness(self, rank: int, time: float) -> float:
+        """The factor by which slowdowns lengthen what the rank begins at ``time``."""
+        return math.prod(s.factor for s in self.slowdowns if s.rank == rank and s.start <= time < s.stop)
+
+    def summary(self) -> dict[str, Any]:
+        """The cluster in plain values, equal devices counted instead of repeated."""
+        counted: dict[Device, int] = {}
+        for device in self.devices:
+            counted[device] = counted.get(device, 0) + 1
+        plain = asdict(self)
+        plain["devices"] = [{"count": count, **asdict(device)} for device, count in counted.items()]
+        return plain
+
+
+def _check_time(name: str, seconds: float) -> None:
+    if not 0 <= seconds < math.inf:
+        raise ConfigurationError(f"{name}={seconds}: pass seconds, 0 or more")

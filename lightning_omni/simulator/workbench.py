@@ -1,0 +1,233 @@
+"""Where the gradients of all simulated groups are computed: real ones, as late as possible, several at a time."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad_and_value, vmap
+from torch.nn import Parameter
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils._pytree import tree_map
+from torch.utils.data import TensorDataset, default_collate
+
+from lightning_omni.errors import ConfigurationError
+
+Loss = Callable[[Any, Any], Tensor]
+
+MOST_TOGETHER = 32
+"""Gradients computed at a time, at most."""
+MOST_SAMPLES = 512
+"""Samples in them together, at most: more fall out of the processor's cache."""
+MOST_NUMBERS = 2_000_000
+"""Weights in them together, at most, for the same reason."""
+FEWEST_TOGETHER = 8
+"""Fewer than that are as fast one by one."""
+
+
+class Samples:
+    """A map-style dataset, batch by batch, in the order of a seeded permutation for each epoch.
+
+    Args:
+        data: the dataset; the tensors of a `TensorDataset` are indexed directly.
+        seed: of the permutations, which are those of torch's DistributedSampler.
+    """
+
+    def __init__(self, data: Any, seed: int) -> None:
+        if not hasattr(data, "__getitem__") or not hasattr(data, "__len__") or not len(data):
+            raise ConfigurationError("data: pass a map-style dataset (with __len__ and __getitem__) that is not empty")
+        self._data, self._seed = data, seed
+        self._tensors = data.tensors if type(data) is TensorDataset else None
+        self._epoch, self._order = -1, torch.empty(0, dtype=torch.int64)
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def at(self, epoch: int, positions: range) -> Tensor:
+        """Indices of the samples at these positions of an epoch's permutation."""
+        if epoch != self._epoch:
+            generator = torch.Generator().manual_seed(self._seed + epoch)
+            self._epoch, self._order = epoch, torch.randperm(len(self), generator=generator)
+        return self._order[positions.start : positions.stop : positions.step]
+
+    def batch(self, indices: Tensor) -> Any:
+        """The samples as one batch."""
+        if self._tensors is not None:
+            return tuple(tensor[indices] for tensor in self._tensors)
+        return default_collate([self._data[index] for index in indices.tolist()])
+
+    def batches(self, indices: Sequence[Tensor]) -> Any:
+        """Several batches of one size, stacked."""
+        if self._tensors is not None:
+            return self.batch(torch.stack(list(indices)))
+        return tree_map(lambda *parts: torch.stack(parts), *map(self.batch, indices))
+
+
+@dataclass(frozen=True)
+class Result:
+    """A gradient, tensor by tensor, and the mean loss of its samples."""
+
+    gradient: list[Tensor | None]
+    loss: float
+
+
+@dataclass
+class _Job:
+    group: int
+    due: float
+    weights: list[Tensor]
+    parts: list[Tensor]
+    result: Result | None = None
+
+
+class Workbench:
+    """Computes the gradients that are under way.
+
+    A computation is put down when a group begins it and done when its result is fetched, together with others that
+    are under way by then, should that be faster. Buffers of the model (BatchNorm's running statistics) are one for all
+    groups; every forward pass changes them, in the order in which results are fetched.
+
+    Args:
+        model: works with any weights that are put into it; used up.
+        parameters: name and parameter of those that are trained.
+        loss: see `simulate`.
+        samples: the data.
+        batched: see `simulate`.
+        group_batch: samples in a group's usual batch.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Mapping[str, Parameter],
+        loss: Loss,
+        samples: Samples,
+        batched: bool | Literal["auto"],
+        group_batch: int,
+    ) -> None:
+        if batched not in (True, False, "auto"):
+            raise ConfigurationError(f'batched={batched!r}: pass True, False or "auto"')
+        self.model, self.samples = model, samples
+        self._parameters, self._loss = list(parameters.values()), loss
+        self._jobs: dict[int, _Job] = {}
+        size = sum(parameter.numel() for parameter in self._parameters)
+        self._width = min(MOST_TOGETHER, MOST_SAMPLES // group_batch, MOST_NUMBERS // max(1, size))
+        self._fewest = FEWEST_TOGETHER
+        if batched is True:
+            self._width, self._fewest = max(2, self._width), 2
+        elif batched == "auto" and not _suits(model):
+            self._width = 0
+        if not batched:
+            self._width = 0
+        self._objective = _Objective(model, loss)
+        self._names = [f"model.{name}" for name in parameters]
+        self._several = vmap(grad_and_value(self._value), randomness="different")
+        self._several_at_one = vmap(grad_and_value(self._value), in_dims=(None, 0), randomness="different")
+
+    def begin(self, group: int, due: float, weights: list[Tensor], parts: list[Tensor]) -> None:
+        """A group begins a computation.
+
+        Args:
+            group: number of the group.
+            due: when it will want the result, in seconds.
+            weights: not changed by anybody until then.
+            parts: indices of each member's samples; gradients of several members are averaged as DDP does.
+        """
+        self._jobs[group] = _Job(group, due, weights, parts)
+
+    def drop(self, group: int) -> None:
+        """Nobody wants the group's result any more."""
+        self._jobs.pop(group, None)
+
+    def result(self, group: int) -> Result:
+        """The result of what the group began."""
+        job = self._jobs[group]
+        if job.result is None:
+            together = self._neighbours(job) if self._width >= self._fewest else [job]
+            if len(together) < self._fewest or not self._compute_together(together):
+                job.result = self.compute(job.weights, [self.samples.batch(part) for part in job.parts])
+                if None in job.result.gradient:
+                    self._width = 0  # vmap would give zeros for it, and torch's optimizers skip it
+        del self._jobs[group]
+        assert job.result is not None
+        return job.result
+
+    def compute(self, weights: Sequence[Tensor], batches: Sequence[Any]) -> Result:
+        """One gradient: of one batch, or the mean over members, each divided first and then added, as DDP does."""
+        for parameter, weight in zip(self._parameters, weights, strict=True):
+            parameter.data = weight
+        total: list[Tensor | None] = []
+        losses = 0.0
+        for batch in batches:
+            with torch.enable_grad():
+                loss = self._loss(self.model, batch)
+            gradient = torch.autograd.grad(loss, self._parameters, allow_unused=True)
+            losses += float(loss.detach())
+            total = _added(total, gradient, len(batches)) if len(batches) > 1 else list(gradient)
+        return Result(total, losses / len(batches))
+
+    def _neighbours(self, job: _Job) -> list[_Job]:
+        """The job, and others of its kind that are wanted soon."""
+        size = len(job.parts[0])
+        alike = (
+            (other.due, other.group)
+            for other in self._jobs.values()
+            if other.result is None and len(other.parts) == 1 and len(other.parts[0]) == size and other is not job
+        )
+        return [job, *(self._jobs[group] for _, group in heapq.nsmallest(self._width - 1, alike))]
+
+    def _compute_together(self, jobs: list[_Job]) -> bool:
+        """Computes them all, if the model can be batched."""
+        if len(jobs[0].parts) > 1:
+            return False
+        first = jobs[0].weights
+        try:
+            batch = self.samples.batches([job.parts[0] for job in jobs])
+            if all(job.weights is first for job in jobs):
+                gradients, losses = self._several_at_one(tuple(first), batch)
+            else:
+                stacked = tuple(torch.stack(column) for column in zip(*(job.weights for job in jobs), strict=True))
+                gradients, losses = self._several(stacked, batch)
+        except (RuntimeError, TypeError, ValueError):
+            self._width = 0  # vmap cannot take this model; an error of its own shows when it is called plainly
+            return False
+        rows = zip(*(gradient.unbind() for gradient in gradients), strict=True)
+        for job, row, loss in zip(jobs, rows, losses.tolist(), strict=True):
+            job.result = Result(list(row), loss)
+        return True
+
+    def _value(self, weights: tuple[Tensor, ...], batch: Any) -> Tensor:
+        named = dict(zip(self._names, weights, strict=True))
+        return cast(Tensor, functional_call(self._objective, named, (batch,)))
+
+
+class _Objective(nn.Module):
+    """The loss as a module, so that ``functional_call`` can put weights into the model inside."""
+
+    def __init__(self, model: nn.Module, loss: Loss) -> None:
+        super().__init__()
+        self.model = model
+        self._loss = loss
+
+    def forward(self, batch: Any) -> Tensor:
+        return self._loss(self.model, batch)
+
+
+def _suits(model: nn.Module) -> bool:
+    """Whether gradients do not depend on the order in which they are computed: no running statistics, no chance."""
+    return not any(True for _ in model.buffers()) and not any(isinstance(m, _DropoutNd) for m in model.modules())
+
+
+def _added(total: list[Tensor | None], gradient: Sequence[Tensor | None], members: int) -> list[Tensor | None]:
+    """``total + gradient / members``, where a missing tensor counts as zero unless it is missing everywhere."""
+    parts = [None if tensor is None else tensor / members for tensor in gradient]
+    if not total:
+        return list(parts)
+    return [
+        mine if part is None else part if mine is None else mine.add_(part)
+        for mine, part in zip(total, parts, strict=True)
+    ]

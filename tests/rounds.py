@@ -1,0 +1,292 @@
+"""A cluster in memory: one method's group sides, its server side and the peers' windows, driven event by event."""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lightning_omni.methods import (
+    Exchange,
+    Fetch,
+    Gradient,
+    Inbox,
+    Master,
+    Method,
+    Need,
+    NextGradient,
+    Publish,
+    Pulled,
+    Push,
+    ReadInbox,
+    ReadPeer,
+    Replica,
+    Reply,
+    SendPeer,
+    Step,
+    StepTime,
+)
+from lightning_omni.methods.master import hyperparameters_of
+from lightning_omni.methods.totals import Total
+from lightning_omni.protocol.codec import pack, unpack
+
+Make = Callable[[Iterable[Any]], Optimizer]
+GradientOf = Callable[[Sequence[Tensor], int, int], list[Any]]
+"""From weights, group and the number of the group's step."""
+
+
+def noisy(weights: Sequence[Tensor], group: int, step: int) -> list[Tensor]:
+    """A gradient of its own for each group and step, which depends on the weights, so that stale ones are told."""
+    generator = torch.Generator().manual_seed(1000 * group + step)
+    return [0.3 * weight + torch.randn(weight.shape, generator=generator, dtype=weight.dtype) for weight in weights]
+
+
+def zero(weights: Sequence[Tensor], group: int, step: int) -> list[Tensor]:
+    return [torch.zeros_like(weight) for weight in weights]
+
+
+def start(seed: int = 0, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator, dtype=dtype) for shape in ((3, 2), (4,))]
+
+
+def sgd(lr: float = 0.1, **settings: Any) -> Make:
+    return lambda parameters: torch.optim.SGD(parameters, lr=lr, **settings)
+
+
+@contextmanager
+def lent(tensors: Sequence[Tensor | None]) -> Iterator[list[Any]]:
+    """Tensors that turn into NaN when they are given back: whoever kept one without copying it is found out."""
+    given = [None if tensor is None else tensor.detach().clone() for tensor in tensors]
+    yield given
+    for tensor in given:
+        if tensor is not None:
+            tensor.fill_(torch.nan)
+
+
+class Cluster:
+    """All groups and the server of a run.
+
+    Args:
+        method: the method.
+        groups: number of groups.
+        weights: the initial weights, or those of ``state``.
+        make: makes the user's optimizer.
+        gradient: computes gradients.
+        state: of another cluster, to go on from.
+
+    Attributes:
+        waiting: groups whose push has not been answered.
+        staleness: of every answered push, by group.
+    """
+
+    def __init__(
+        self,
+        method: Method,
+        groups: int,
+        weights: Sequence[Tensor] = (),
+        make: Make | None = None,
+        gradient: GradientOf = noisy,
+        state: dict[str, Any] | None = None,
+    ) -> None:
+        self.method, self.gradient, self.make = method, gradient, make or sgd()
+        weights = state["weights"] if state else weights or start()
+        parameters = {str(index): Parameter(weight.detach().clone()) for index, weight in enumerate(weights)}
+        optimizer = self.make(parameters.values()) if method.steps_at == "server" else None
+        if optimizer is not None and state:
+            optimizer.load_state_dict({**optimizer.state_dict(), "state": state["optimizer"]})
+        self.master = Master(parameters, optimizer, state["clock"] if state else 0)
+        self.side = method.server_side(self.master, range(groups))
+        self.replicas: list[Replica] = []
+        for group in range(groups):
+            own = [Parameter(weight.detach().clone()) for weight in weights]
+            self.replicas.append(Replica(own, self.make(own), group))
+        self.windows: dict[int, list[Tensor]] = {}
+        self.inboxes = [Total() for _ in range(groups)]
+        self.steps = [0] * groups
+        self.step_time = [1.0] * groups
+        self.alive = set(range(groups))
+        self.waiting: set[int] = set()
+        self.staleness: dict[int, list[int]] = defaultdict(list)
+        if state:
+            self._load(state)
+        self._meet()
+        self.sides = [method.group_side(replica) for replica in self.replicas]
+        self.needs: list[Need] = [next(side) for side in self.sides]
+
+    # --- What happens ------------------------------------------------------------------------------------------------
+
+    def compute(self, group: int) -> None:
+        """A group computes its next gradient and does all that follows, until it wants another one or must wait."""
+        self.begin(group)
+        self.drive(group)
+
+    def run(self, order: Iterable[int]) -> None:
+        """Groups compute in this order; those that must wait are passed over."""
+        for group in order:
+            if group not in self.waiting:
+                self.compute(group)
+
+    def begin(self, group: int) -> None:
+        assert self.needs[group] == NextGradient()
+        replica = self.replicas[group]
+        tensors = self.gradient(replica.weights(), group, self.steps[group])
+        self.steps[group] += 1
+        self._send(group, Gradient(tensors, hyperparameters_of(replica.optimizer)))
+
+    def drive(self, group: int, until: type[Any] | tuple[type[Any], ...] = NextGradient) -> None:
+        while group not in self.waiting and not isinstance(self.needs[group], (NextGradient, until)):  # type: ignore[arg-type]
+            self.supply(group)
+
+    def supply(self, group: int) -> None:
+        """Answers one need."""
+        need, replica = self.needs[group], self.replicas[group]
+        if isinstance(need, Step):
+            for parameter, gradient in zip(replica.ordered, need.gradient.tensors, strict=True):
+                parameter.grad = gradient
+            replica.optimizer.step()
+            self._send(group, None)
+        elif isinstance(need, Exchange):
+            self.waiting.add(group)
+            with torch.no_grad(), lent(need.tensors) as tensors:
+                replies = self.side.receive(Push(group, need.read_at, tensors, need.hyperparameters, need.note))
+            self.deliver(replies)
+        elif isinstance(need, Fetch):
+            self.side.fetched(group)
+            with lent(self.master.weights()) as tensors:
+                self._send(group, Pulled(tensors, self.master.clock))
+        elif isinstance(need, StepTime):
+            self._send(group, self.step_time[group])
+        elif isinstance(need, Publish):
+            self.windows[group] = [tensor.clone() for tensor in need.tensors]
+            self._send(group, None)
+        elif isinstance(need, ReadPeer):
+            with lent(self.windows.get(need.group, [])) as tensors:
+                self._send(group, tensors or None)
+        elif isinstance(need, SendPeer):
+            self.inboxes[need.group].add(need.tensors)
+            self._send(group, None)
+        elif isinstance(need, ReadInbox):
+            count = self.inboxes[group].count
+            total = self.inboxes[group].take()
+            self._send(group, Inbox(total or None, count))  # type: ignore[arg-type]
+
+    def deliver(self, replies: Iterable[Reply]) -> None:
+        for reply in replies:
+            assert reply.group in self.alive, "answered a group that is gone"
+            assert reply.group in self.waiting, "answered a group that did not ask, or twice"
+            self.waiting.discard(reply.group)
+            self.staleness[reply.group].append(reply.staleness)
+            need = self.needs[reply.group]
+            assert isinstance(need, Exchange)
+            tensors = self.master.weights() if reply.tensors is None else reply.tensors
+            with lent(tensors if need.pull else []) as given:
+                self._send(reply.group, Pulled(given, self.master.clock, reply.note))
+            self.drive(reply.group)
+
+    def rest(self, group: int) -> None:
+        assert group not in self.waiting
+        with torch.no_grad():
+            replies = self.side.rest(group)
+        self.deliver(replies)
+
+    def resume(self, group: int) -> None:
+        self.side.resume(group)
+
+    def retire(self, group: int) -> None:
+        self.alive.discard(group)
+        self.waiting.discard(group)
+        self._meet()
+        with torch.no_grad():
+            replies = self.side.retire(group)
+        self.deliver(replies)
+
+    def meet(self, order: Iterable[int]) -> None:
+        """All groups rest, one after the other as they come to it."""
+        for group in order:
+            self.rest(group)
+        assert not self.waiting
+
+    def remake(self, group: int) -> None:
+        """The group's generator is thrown away and made anew."""
+        self.sides[group].close()
+        self.sides[group] = self.method.group_side(self.replicas[group])
+        self.needs[group] = next(self.sides[group])
+
+    # --- What is the case --------------------------------------------------------------------------------------------
+
+    @property
+    def all_staleness(self) -> list[int]:
+        return [staleness for group in sorted(self.staleness) for staleness in self.staleness[group]]
+
+    def weights(self, group: int | None = None) -> list[Tensor]:
+        """Copies of a group's weights, or of the server's."""
+        live = self.master.weights() if group is None else self.replicas[group].weights()
+        return [weight.clone() for weight in live]
+
+    def mean(self) -> list[Tensor]:
+        """The mean of all groups' own weights."""
+        own = [self.weights(group) for group in range(len(self.replicas))]
+        return [torch.stack(column).mean(0) for column in zip(*own, strict=True)]
+
+    def everything(self) -> list[Tensor]:
+        return [weight for group in (None, *sorted(self.alive)) for weight in self.weights(group)]
+
+    def state(self) -> dict[str, Any]:
+        """All that a new cluster needs, as it comes out at the other end of a wire."""
+        snapshot = self.master.snapshot()
+        packed, buffer = pack(
+            {
+                "weights": list(snapshot["weights"].values()),
+                "optimizer": snapshot["state"],
+                "clock": snapshot["clock"],
+                "side": self.side.state(),
+                "replicas": [replica.state() for replica in self.replicas],
+                "windows": self.windows,
+                "inboxes": [inbox.state() for inbox in self.inboxes],
+                "steps": self.steps,
+            }
+        )
+        tree: dict[str, Any] = unpack(
+            msgspec.msgpack.decode(msgspec.msgpack.encode(packed), type=type(packed)), buffer.clone()
+        )
+        return tree
+
+    def _load(self, state: dict[str, Any]) -> None:
+        self.side.load_state(state["side"])
+        for replica, theirs in zip(self.replicas, state["replicas"], strict=True):
+            replica.load_state(theirs)
+        self.windows = dict(state["windows"])
+        for inbox, theirs in zip(self.inboxes, state["inboxes"], strict=True):
+            inbox.load_state(theirs)
+        self.steps = list(state["steps"])
+
+    def _send(self, group: int, answer: Any) -> None:
+        with torch.no_grad():
+            self.needs[group] = self.sides[group].send(answer)
+
+    def _meet(self) -> None:
+        for replica in self.replicas:
+            replica.peers = tuple(sorted(self.alive))
+
+
+def by_speed(cluster: Cluster, seconds: Callable[[int], float], pushes: int) -> None:
+    """Groups compute at their own speeds, a step of a group taking ``seconds``, until so many pushes are answered."""
+    heap = [(seconds(group), group) for group in sorted(cluster.alive)]
+    heapq.heapify(heap)
+    away: set[int] = set()
+    while sum(map(len, cluster.staleness.values())) < pushes:
+        now, group = heapq.heappop(heap)
+        cluster.compute(group)
+        away.add(group)
+        for free in sorted(away - cluster.waiting):
+            heapq.heappush(heap, (now + seconds(free), free))
+            away.discard(free)
