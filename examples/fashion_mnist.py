@@ -129,7 +129,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--lr", type=float, default=0.03, help="learning rate of the first epoch")
     add("--momentum", type=float, help="explicit momentum; by default what suits the number of groups")
     add("--data", choices=("dynamic", "static"), default="dynamic", help="how samples are dealt out")
-    add("--method", help="what groups exchange and how it is merged; by default the strategy's choice")
+    add("--method", help="what groups exchange, for instance hardsync or local_sgd:period=8; by default async_sgd")
     add("--accelerator", default="cpu", help="where the workers compute")
     add("--limit-train-batches", type=int, help="batches per worker and epoch; by default all")
     add("--seed", type=int, default=0, help="of the initial weights and of the order of the samples")

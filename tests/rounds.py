@@ -210,10 +210,12 @@ class Cluster:
         self.deliver(replies)
 
     def meet(self, order: Iterable[int]) -> None:
-        """All groups rest, one after the other as they come to it."""
-        for group in order:
+        """All groups rest, in this order as far as they are free to."""
+        left = list(order)
+        while left:
+            group = next(group for group in left if group not in self.waiting)
+            left.remove(group)
             self.rest(group)
-        assert not self.waiting
 
     def remake(self, group: int) -> None:
         """The group's generator is thrown away and made anew."""

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import msgspec
+
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods.async_diloco import AsyncDiLoCo
 from lightning_omni.methods.async_sgd import AsyncSGD
@@ -60,23 +64,39 @@ PRESETS: dict[str, Method] = {
 """Systems of the literature that are settings of a method."""
 
 
-def method_named(name: str) -> Method:
-    """The method, or preset, of that name with its default settings.
+def method_named(text: str) -> Method:
+    """The method, or preset, of that name, with other settings than its own after a colon.
 
     Raises:
-        ConfigurationError: there is none.
+        ConfigurationError: there is none, or it has no such setting.
 
     Example:
         >>> method_named("gpu_asgd")
         Downpour(n_push=10, n_fetch=10, send='updates', warm_start=0)
+        >>> method_named("diloco:period=50,outer_lr=1.0")
+        DiLoCo(period=50, outer_lr=1.0, outer_momentum=0.9)
     """
-    if name in PRESETS:
-        return PRESETS[name]
-    if name not in METHODS:
+    name, _, settings = text.partition(":")
+    if name not in METHODS and name not in PRESETS:
         raise ConfigurationError(
             f"method={name!r} is not known; pass one of {', '.join(map(repr, [*METHODS, *PRESETS]))}"
         )
-    return METHODS[name]()
+    method = PRESETS[name] if name in PRESETS else METHODS[name]()
+    return _with_settings(method, settings) if settings else method
+
+
+def _with_settings(method: Method, settings: str) -> Method:
+    changes = {name.strip(): value for name, _, value in (part.partition("=") for part in settings.split(","))}
+    if unknown := changes.keys() - set(method.__struct_fields__):
+        raise ConfigurationError(
+            f"{type(method).__name__} has no setting {', '.join(sorted(unknown))}; it has"
+            f" {', '.join(method.__struct_fields__) or 'none'}"
+        )
+    plain: dict[str, Any] = {**msgspec.to_builtins(method), **changes}
+    try:
+        return msgspec.convert(plain, type(method), strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigurationError(f"{type(method).__name__}: {error}") from error
 
 
 def register(kind: type[Method]) -> type[Method]:

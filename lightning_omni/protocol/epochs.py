@@ -8,6 +8,7 @@ is drawn already.
 from __future__ import annotations
 
 from collections import Counter
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -135,7 +136,7 @@ class Epochs:
             return []
         given: list[tuple[int, str]] = []
         # A verdict can make another possible (a stretch closes), so go on until nothing moves.
-        while ready := next(filter(None, map(self._answer, sorted(self._waiting))), None):
+        while ready := self._next_verdict():
             del self._waiting[ready[0]]
             given.append(ready)
         return given
@@ -145,11 +146,13 @@ class Epochs:
         self._validations = 0
         self._validated.clear()
 
-    def _answer(self, rank: int) -> tuple[int, str] | None:
-        verdict = self._verdict(rank)
-        return (rank, verdict) if verdict else None
+    def _next_verdict(self) -> tuple[int, str] | None:
+        """The first verdict that can be given."""
+        state = _Standstill(self)
+        verdicts = ((rank, self._verdict(rank, state)) for rank in sorted(self._waiting))
+        return next((given for given in verdicts if given[1]), None)
 
-    def _verdict(self, rank: int) -> str:
+    def _verdict(self, rank: int, state: _Standstill) -> str:
         assert self.book is not None
         group, question = self._waiting[rank]
         if self._validated[rank] == self._validations:
@@ -158,9 +161,9 @@ class Epochs:
                 return "more"
             if self.stop:
                 return f"stop:{self.stop}"
-            if self.book.is_finished:
+            if state.is_finished:
                 return "over"
-            if not self._all_met():
+            if not state.all_met:
                 return ""
             self.book.advance()
             self._validations += 1
@@ -177,10 +180,28 @@ class Epochs:
             return held.stretch <= stretch
         return not self.book.is_drained and self.book.next_stretch <= stretch
 
-    def _all_met(self) -> bool:
+    def all_met(self) -> bool:
         """Whether every group waits, and none has anything to train before the next validation."""
         assert self.book is not None
         here = [asked for rank, asked in self._waiting.items() if self._validated[rank] == self._validations]
         if any(self._has_more(*asked) for asked in here):
             return False
         return {group for group, _ in here} >= set(self.book.groups)
+
+
+class _Standstill:
+    """What is the same for all who wait until the next verdict is given: looked at once, not once for each."""
+
+    def __init__(self, epochs: Epochs) -> None:
+        self._epochs = epochs
+
+    @cached_property
+    def is_finished(self) -> bool:
+        """Whether the epoch is trained."""
+        assert self._epochs.book is not None
+        return self._epochs.book.is_finished
+
+    @cached_property
+    def all_met(self) -> bool:
+        """Whether every group waits."""
+        return self._epochs.all_met()

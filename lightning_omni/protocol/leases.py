@@ -8,7 +8,9 @@ Rule 3: the answer to (group, batch number) never changes, so the members of a g
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from operator import itemgetter
 
 import msgspec
 
@@ -73,6 +75,7 @@ class LeaseBook:
         self.stretch = 0
         self._free = _complement(plan.trained, plan.budget)
         self._done = _merge(plan.trained)
+        self._done_size = sum(stop - start for start, stop in self._done)
         if self._free:
             self.stretch = self.next_stretch
         self._sizes = dict(group_sizes)
@@ -83,12 +86,12 @@ class LeaseBook:
     @property
     def trained(self) -> int:
         """Positions trained so far."""
-        return sum(stop - start for start, stop in self._done)
+        return self._done_size
 
     @property
     def trained_spans(self) -> tuple[tuple[int, int], ...]:
         """Ranges trained so far, merged and in order."""
-        return tuple(_merge(self._done))
+        return tuple(self._done)
 
     @property
     def groups(self) -> tuple[int, ...]:
@@ -158,8 +161,7 @@ class LeaseBook:
         self.check_trained(group, batches)
         drawn = self._drawn[group]
         for batch in drawn[self._trained[group] : batches]:
-            self._done.append((batch.start, batch.stop))
-        self._done = _merge(self._done)
+            self._done_size += _insert(self._done, batch.start, batch.stop)
         self._trained[group] = max(batches, self._trained[group])
 
     def untrained_spans(self, group: int, batches: int) -> tuple[tuple[int, int], ...]:
@@ -250,6 +252,21 @@ def _merge(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         else:
             merged.append((start, stop))
     return merged
+
+
+def _insert(merged: list[tuple[int, int]], start: int, stop: int) -> int:
+    """Adds a range to merged ones, in place; a run of many groups cannot merge them all at every push.
+
+    Returns:
+        By how many positions they have grown.
+    """
+    first = bisect_left(merged, start, key=itemgetter(1))  # the first range that ends at ``start`` or later
+    last = bisect_right(merged, stop, lo=first, key=itemgetter(0))
+    known = merged[first:last]
+    if known:
+        start, stop = min(start, known[0][0]), max(stop, known[-1][1])
+    merged[first:last] = [(start, stop)]
+    return stop - start - sum(end - begin for begin, end in known)
 
 
 def _complement(spans: Sequence[tuple[int, int]], total: int) -> list[tuple[int, int]]:

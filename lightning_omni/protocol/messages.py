@@ -330,9 +330,11 @@ class Deposit(Message, frozen=True, kw_only=True):
 
 
 class Fetch(Message, frozen=True, kw_only=True):
-    """Send the master weights of one optimizer."""
+    """Send the master weights of one optimizer. By now my group has trained that much, as in `PushMessage`."""
 
     optimizer: int
+    epoch: int = -1
+    trained: int = 0
 
 
 class TakeSnapshot(Message, frozen=True, kw_only=True):

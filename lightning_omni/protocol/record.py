@@ -10,7 +10,7 @@ import msgspec
 
 from lightning_omni.errors import ConfigurationError
 
-Kind = Literal["form", "push", "fetch", "rest", "resume", "retire"]
+Kind = Literal["form", "push", "train", "fetch", "rest", "resume", "retire"]
 Spans = tuple[tuple[int, int], ...]
 
 
@@ -18,8 +18,9 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One thing that happened to one optimizer's shard.
 
     Attributes:
-        kind: ``"form"``: groups were formed (and shards are as new); ``"push"``; ``"fetch"``: a group read the master
-            weights outside an exchange; ``"rest"``, ``"resume"``, ``"retire"``: see
+        kind: ``"form"``: groups were formed (and shards are as new); ``"push"``; ``"train"``: a group said, when it
+            drew or waited or left, that it has begun to train batches of which no push has told; ``"fetch"``: a group
+            read the master weights outside an exchange; ``"rest"``, ``"resume"``, ``"retire"``: see
             `lightning_omni.methods.ServerSide`.
         time: seconds on the server's clock.
         group: number of the group.
@@ -27,8 +28,9 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         read_at: of a push, the clock that it was computed at.
         clock: updates that the master weights contain after the event.
         refused: a push that was not finite.
-        epoch: of a push, the epoch; -1 if its data is not leased.
-        spans: of a push, the epoch's positions that were trained since the group's last one, a batch each.
+        epoch: of a push or a training, the epoch; -1 if its data is not leased.
+        spans: of the same, the epoch's positions that were trained since the last event that told of any, a batch
+            each.
         hyperparameters: of a push, those that it travelled with.
         note: of a push, the number that it travelled with.
         groups: of a form, the ranks of each group.

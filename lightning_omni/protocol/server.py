@@ -23,7 +23,7 @@ from lightning_omni.protocol.codec import check_specs, pack, unpack
 from lightning_omni.protocol.epochs import Epochs
 from lightning_omni.protocol.handshake import NONCE_BYTES, server_mac
 from lightning_omni.protocol.meetings import Meetings
-from lightning_omni.protocol.record import Event, Kind, Recorder
+from lightning_omni.protocol.record import Event, Kind, Recorder, Spans
 from lightning_omni.protocol.roster import Member, Roster
 from lightning_omni.protocol.shard import Shard
 from lightning_omni.topology import Topology
@@ -276,16 +276,24 @@ class ServerCore:
 
     def _draw(self, member: Member, message: m.Draw, payload: Payload) -> list[Out]:
         book, group = self.epochs.book_of(message.epoch, message.generation), self._group_of(member)
+        spans = self._new_spans(group, message)
         book.train(group, message.trained)
+        self._note_training(group, message.epoch, spans)
         batches = book.draw(group, message.number)
         return [Out(member.peer, m.CONTROL, m.Drawn(number=message.number, batches=tuple(batches)))]
 
     def _await(self, member: Member, message: m.Await, payload: Payload) -> list[Out]:
-        self.epochs.wait(self._group_of(member), member.rank, message)
+        group = self._group_of(member)
+        spans = self._new_spans(group, message)
+        self.epochs.wait(group, member.rank, message)
+        self._note_training(group, message.epoch, spans)
         return self._rest(member) + self._settle()
 
     def _leave(self, member: Member, message: m.Leave, payload: Payload) -> list[Out]:
-        self.epochs.leave(self._group_of(member), message)
+        group = self._group_of(member)
+        spans = self._new_spans(group, message)
+        self.epochs.leave(group, message)
+        self._note_training(group, message.epoch, spans)
         return [Out(member.peer, m.CONTROL, m.Left()), *self._settle()]
 
     def _contribute(self, member: Member, message: m.Contribute, payload: Payload) -> list[Out]:
@@ -398,8 +406,12 @@ class ServerCore:
         shard = self._shard(message.optimizer)
         if self._grouped(member.rank):
             group = self._group_of(member)
+            if message.epoch >= 0:
+                self.epochs.check_trained(group, message.epoch, message.trained)
+            spans = self._new_spans(group, message)
+            self.epochs.train(group, message.epoch, message.trained)
             shard.method_side.fetched(group)
-            self._note("fetch", group, message.optimizer)
+            self._note("fetch", group, message.optimizer, epoch=message.epoch, spans=spans)
         return [self._weights(peer, message.optimizer, shard)]
 
     def _answers(self, number: int, replies: list[Reply], pull: bool = True) -> list[Out]:
@@ -486,6 +498,17 @@ class ServerCore:
         if self._record is not None:
             clock = self.shards[optimizer].master.clock
             self._record(Event(kind=kind, time=self._now, group=group, optimizer=optimizer, clock=clock, **more))
+
+    def _new_spans(self, group: int, message: m.Draw | m.Await | m.Leave | m.Fetch) -> Spans:
+        """The batches that a message brings news of; none if nobody wants to know."""
+        if self._record is None or self.epochs.book is None or group not in self.epochs.book.groups:
+            return ()
+        return self.epochs.new_spans(group, message.epoch, message.trained)
+
+    def _note_training(self, group: int, epoch: int, spans: Spans) -> None:
+        if spans:
+            for number in range(len(self.shards)):
+                self._note("train", group, number, epoch=epoch, spans=spans)
 
     def _note_push(self, group: int, message: m.PushMessage, refused: bool) -> None:
         self._note(

@@ -178,8 +178,7 @@ class Cluster:
         server: the server's network card, which all transfers share: one at a time inwards, one at a time outwards.
         group_link: between neighbours in a group's ring all-reduce.
         update_seconds: time that the server takes for one push, in seconds; one at a time.
-        failures: ranks that die.
-        slowdowns: ranks that are slow for a while.
+        events: ranks that die, or are slow for a while.
 
     Raises:
         ConfigurationError: there is no device, or an event is about a rank that is none.
@@ -194,22 +193,19 @@ class Cluster:
     server: Link = field(default_factory=Link)
     group_link: Link = field(default_factory=Link)
     update_seconds: float = 0.0
-    failures: tuple[Failure, ...] = ()
-    slowdowns: tuple[Slowdown, ...] = ()
+    events: tuple[Failure | Slowdown, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.devices:
             raise ConfigurationError("devices=(): a cluster needs at least one device")
         _check_time("update_seconds", self.update_seconds)
-        for name in ("devices", "failures", "slowdowns"):  # a list from YAML is as good
+        for name in ("devices", "events"):  # a list from YAML is as good
             object.__setattr__(self, name, tuple(getattr(self, name)))
-        for name, events in (("failures", self.failures), ("slowdowns", self.slowdowns)):
-            for event in events:
-                if not 0 <= event.rank < len(self.devices):  # type: ignore[attr-defined]
-                    raise ConfigurationError(
-                        f"{name}: there is no rank {event.rank}; ranks are"  # type: ignore[attr-defined]
-                        f" 0 to {len(self.devices) - 1}"
-                    )
+        for event in self.events:
+            if not 0 <= event.rank < len(self.devices):
+                raise ConfigurationError(
+                    f"events: there is no rank {event.rank}; ranks are 0 to {len(self.devices) - 1}"
+                )
 
     @classmethod
     def even(
@@ -272,7 +268,8 @@ class Cluster:
 
     def slowness(self, rank: int, time: float) -> float:
         """The factor by which slowdowns lengthen what the rank begins at ``time``."""
-        return math.prod(s.factor for s in self.slowdowns if s.rank == rank and s.start <= time < s.stop)
+        slow = (event for event in self.events if isinstance(event, Slowdown) and event.rank == rank)
+        return math.prod(event.factor for event in slow if event.start <= time < event.stop)
 
     def summary(self) -> dict[str, Any]:
         """The cluster in plain values, equal devices counted instead of repeated."""

@@ -43,7 +43,8 @@ class OmniStrategyHooks(_Base):
     Args:
         groups: number of compute groups, from 1 (plain DDP, bit for bit, with no server in the path) to the number
             of ranks. None makes one group for each node. Groups differ in size by at most one rank.
-        method: how groups exchange, by name or as a value: see `lightning_omni.methods`.
+        method: how groups exchange: a name (``"hardsync"``), a name with settings (``"diloco:period=50"``) or a value
+            (``DiLoCo(period=50)``): see `lightning_omni.methods`.
         server: ``"tcp://host:port"`` of a parameter server that runs already (``lightning-omni serve``); None starts
             one for this run, in a process of its own beside rank 0.
         data: ``"dynamic"`` deals the samples of an epoch out to whoever is free, so that a slow group delays nobody;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from typing import Any
 
@@ -35,32 +36,41 @@ class MethodNet(Net):
         self.spread.append(digest(self))
 
 
-class Regroup(pl.Callback):
-    """Forms other groups after so many batches."""
+class AfterBatches(pl.Callback):
+    """Forms other groups after so many batches, or dies."""
 
-    def __init__(self, at: dict[str, int]) -> None:
-        self.at = at
+    def __init__(self, regroup: dict[str, int], die: dict[str, int]) -> None:
+        self.regroup, self.die = regroup, die
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        if groups := self.at.get(str(trainer.fit_loop.total_batch_idx + 1)):
+        number = trainer.fit_loop.total_batch_idx + 1
+        if groups := self.regroup.get(str(number)):
             trainer.strategy.regroup(groups)
+        if number == self.die.get(str(RANK)):
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def fit(options: dict[str, Any]) -> dict[str, Any]:
     pl.seed_everything(3, verbose=False)
     method = m.method_from_wire(options["method"])
     record = str(FOLDER / options["record"]) if "record" in options else None
-    strategy = omni.OmniStrategy(groups=options.get("groups", 2), method=method, record=record)
+    strategy = omni.OmniStrategy(
+        groups=options.get("groups", 2), method=method, record=record, **options.get("strategy", {})
+    )
     net = MethodNet(options.get("optimizer", {}), options.get("sleep", {}).get(str(RANK), 0.0))
-    start = digest(net)
-    callbacks: list[Any] = [Regroup(options.get("regroup", {}))]
+    start, initial = digest(net), plain_weights(net)
+    callbacks: list[Any] = [AfterBatches(options.get("regroup", {}), options.get("die", {}))]
     if "checkpoint" in options:
-        callbacks.append(pl.callbacks.ModelCheckpoint(FOLDER / options["checkpoint"], save_last=True, save_top_k=0))
+        callbacks.append(pl.callbacks.ModelCheckpoint(FOLDER / options["checkpoint"], save_top_k=-1))
     settings = {"enable_checkpointing": "checkpoint" in options, **options.get("trainer", {})}
     run = trainer(strategy, options.get("devices", 4), callbacks=callbacks, **settings)
     error = ""
     try:
-        run.fit(net, *loaders(**options.get("data", {})), ckpt_path=options.get("resume"))
+        run.fit(
+            net,
+            *loaders(**options.get("data", {})),
+            ckpt_path=FOLDER / options["resume"] if "resume" in options else None,
+        )
     except Exception as problem:
         if not options.get("expect_error"):
             raise
@@ -72,12 +82,19 @@ def fit(options: dict[str, Any]) -> dict[str, Any]:
         "evaluated": net.spread,
         "state": digest_of_states(run),
         "metrics": {name: float(value) for name, value in run.callback_metrics.items()},
-        "weights": {name: value.tolist() for name, value in net.state_dict().items()} if RANK == 0 else {},
+        "initial": initial,
+        "weights": plain_weights(net),
+        "record": record,
     }
     if not error:
         summary = strategy.report()
         result["report"] = {name: getattr(summary, name) for name in summary.__dataclass_fields__}
     return result
+
+
+def plain_weights(net: Any) -> dict[str, Any]:
+    """The weights as numbers, on rank 0."""
+    return {name: value.tolist() for name, value in net.state_dict().items()} if RANK == 0 else {}
 
 
 def digest_of_states(run: Any) -> str:

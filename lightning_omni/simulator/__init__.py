@@ -1,0 +1,18 @@
+"""The protocol in virtual time: simulated devices and links, the real server and methods, real gradients."""
+
+from lightning_omni.simulator.cluster import Cluster, Device, Failure, Jitter, Link, Slowdown
+from lightning_omni.simulator.replay import Replayed, replay, trace_of
+from lightning_omni.simulator.run import simulate
+
+__all__ = [
+    "Cluster",
+    "Device",
+    "Failure",
+    "Jitter",
+    "Link",
+    "Replayed",
+    "Slowdown",
+    "replay",
+    "simulate",
+    "trace_of",
+]

@@ -1,0 +1,178 @@
+"""The real server's state machine, spoken to directly: what sockets carry in a run is handed over as objects here."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_omni.errors import ProtocolError
+from lightning_omni.methods import Method
+from lightning_omni.methods.contract import Exchange, Push
+from lightning_omni.methods.master import Resolve, class_path, describe, resolver
+from lightning_omni.protocol import EpochPlan, Out, ServerCore
+from lightning_omni.protocol import messages as m
+from lightning_omni.protocol.codec import pack
+from lightning_omni.protocol.handshake import NONCE_BYTES, rank_mac
+from lightning_omni.protocol.layout import Layout
+from lightning_omni.protocol.record import Recorder
+from lightning_omni.protocol.shard import Shard
+from lightning_omni.topology import Topology
+
+_GENERATION = 1
+_NOTHING = b""
+
+
+class Desk:
+    """Speaks to a `ServerCore` for all ranks.
+
+    Args:
+        layout: of the trained parameters.
+        world_size: number of ranks.
+        seed: of nonces and tickets.
+        optimizer: the user's.
+        record: told of everything that happens to the weights.
+
+    Attributes:
+        core: the server.
+        now: virtual time, in seconds; whoever drives this sets it.
+    """
+
+    def __init__(
+        self, layout: Layout, world_size: int, seed: int, optimizer: Optimizer, record: Recorder | None
+    ) -> None:
+        chance = random.Random(seed)
+        self._key = chance.randbytes(NONCE_BYTES)
+        # Silence means nothing here: a rank dies when the cluster says so.
+        self.core = ServerCore(
+            self._key, chance.randbytes, math.inf, math.inf, resolve=resolve_also(optimizer), record=record
+        )
+        self.now = 0.0
+        self._layout, self._world_size = layout, world_size
+        self._buffer = layout.empty()
+        self._views = layout.views(self._buffer)
+        for rank in range(world_size):
+            self._join(rank)
+
+    @property
+    def shard(self) -> Shard:
+        """The master weights."""
+        return self.core.shards[0]
+
+    def form(
+        self, topology: Topology, method: Method, weights: Mapping[str, Tensor], optimizer: Optimizer | None
+    ) -> None:
+        """Rank 0 forms the groups and hands weights and optimizer over; no optimizer if it steps at the workers."""
+        form = m.Form(generation=_GENERATION, groups=topology.groups, method=m.method_to_wire(method))
+        self._control(0, form)
+        packed, buffer = pack({"parts": [part_of(weights, optimizer)]})
+        self._data(0, m.Seed(packed=packed, nbytes=buffer.numel()), buffer)
+
+    def open_epoch(self, leader: int, plan: EpochPlan) -> None:
+        """A leader says that an epoch begins."""
+        self._control(leader, m.OpenEpoch(plan=plan))
+
+    def draw(self, leader: int, epoch: int, number: int, trained: int) -> m.Drawn:
+        """A group's batches from ``number`` on, and whoever got an answer by what it trained."""
+        message = m.Draw(epoch=epoch, generation=_GENERATION, number=number, trained=trained)
+        (out,) = self._control(leader, message)
+        return cast(m.Drawn, out.message)
+
+    def wait(self, leader: int, epoch: int, trained: int, stretch: int) -> list[Out]:
+        """A group asks what is next."""
+        return self._control(leader, m.Await(epoch=epoch, generation=_GENERATION, trained=trained, stretch=stretch))
+
+    def push(self, leader: int, need: Exchange, epoch: int, trained: int) -> list[Out]:
+        """A push arrives."""
+        present = tuple(tensor is not None for tensor in need.tensors)
+        payload = self._flatten(need.tensors, present)
+        message = m.PushMessage(
+            optimizer=0,
+            read_at=need.read_at,
+            present=present,
+            hyperparameters=tuple(dict(group) for group in need.hyperparameters),
+            epoch=epoch,
+            trained=trained,
+            nbytes=payload.numel(),
+            note=need.note,
+            pull=need.pull,
+        )
+        return self._data(leader, message, payload)
+
+    def fetch(self, leader: int, epoch: int, trained: int) -> list[Out]:
+        """A group fetches the master weights."""
+        return self._data(leader, m.Fetch(optimizer=0, epoch=epoch, trained=trained))
+
+    def lose(self, rank: int, reason: str) -> list[Out]:
+        """A rank dies."""
+        return self.core.tick(self.now) + self.core.lose(rank, reason)
+
+    def staleness(self, group: int, read_at: int) -> int:
+        """What the method would say of a push that arrives now."""
+        return self.shard.method_side.staleness_of(Push(group, read_at, ()))
+
+    def nbytes(self, tensors: Sequence[Tensor | None]) -> int:
+        """Size of a push, in bytes."""
+        return self._layout.subset([tensor is not None for tensor in tensors]).nbytes
+
+    def rank_of(self, out: Out) -> int:
+        """To which rank an answer goes."""
+        return int(out.peer[1:])
+
+    def _flatten(self, tensors: Sequence[Tensor | None], present: tuple[bool, ...]) -> Tensor:
+        if all(present):
+            torch._foreach_copy_(self._views, list(tensors))  # type: ignore[arg-type]
+            return self._buffer
+        layout = self._layout.subset(present)
+        there = [tensor for tensor in tensors if tensor is not None]
+        for view, tensor in zip(layout.views(self._buffer), there, strict=True):
+            view.copy_(tensor)
+        return self._buffer[: layout.nbytes]
+
+    def _join(self, rank: int) -> None:
+        hello = m.Hello(
+            version=m.VERSION,
+            run="simulated",
+            rank=rank,
+            world_size=self._world_size,
+            fingerprint=self._layout.fingerprint,
+            tensors=len(self._layout.specs),
+            numbers=self._layout.numel,
+            nonce=bytes(NONCE_BYTES),
+        )
+        challenge = cast(m.Challenge, self._control(rank, hello)[0].message)
+        proof = m.Proof(mac=rank_mac(self._key, hello, challenge.nonce))
+        welcome = cast(m.Welcome, self._control(rank, proof)[0].message)
+        self._data(rank, m.Attach(ticket=welcome.ticket))
+
+    def _control(self, rank: int, message: m.Message) -> list[Out]:
+        return _sound(self.core.receive(m.CONTROL, b"c%d" % rank, message, _NOTHING, self.now))
+
+    def _data(self, rank: int, message: m.Message, payload: bytes | Tensor = _NOTHING) -> list[Out]:
+        return _sound(self.core.receive(m.DATA, b"d%d" % rank, message, payload, self.now))
+
+
+def part_of(weights: Mapping[str, Tensor], optimizer: Optimizer | None) -> dict[str, Any]:
+    """Weights and optimizer as a server takes them; no optimizer if it steps at the workers."""
+    description = None
+    if optimizer is not None:
+        ordered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        description = describe(optimizer, dict(zip(ordered, weights, strict=True)))
+    return {"optimizer": description, "weights": dict(weights), "clock": 0}
+
+
+def resolve_also(optimizer: Optimizer) -> Resolve:
+    """A resolver that admits the user's own class, too: here nobody sends any other."""
+    return resolver([class_path(type(optimizer))])
+
+
+def _sound(out: list[Out]) -> list[Out]:
+    for item in out:
+        if isinstance(item.message, m.RefusedMessage):
+            raise ProtocolError(f"the server refused a simulated message: {item.message.reason}")
+    return out

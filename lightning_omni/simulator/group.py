@@ -1,0 +1,127 @@
+"""One simulated compute group: its place in the data, its half of the method, and its devices' times."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+from torch import Tensor
+
+from lightning_omni.methods.contract import GroupSide, Inbox, Need, NextGradient
+from lightning_omni.methods.replica import Replica
+from lightning_omni.methods.totals import Total
+from lightning_omni.protocol import Batch
+from lightning_omni.protocol.leases import positions
+from lightning_omni.simulator.cluster import Cluster
+
+_DRAWN_AT_ONCE = 64
+
+
+class Clockwork:
+    """How long one rank's batches take.
+
+    Args:
+        cluster: the devices.
+        rank: number of the rank.
+        seed: of the jitter, together with the rank.
+    """
+
+    def __init__(self, cluster: Cluster, rank: int, seed: int) -> None:
+        self._cluster, self._rank, self._device = cluster, rank, cluster.devices[rank]
+        self._random = np.random.default_rng((seed, rank))
+        self._factors: list[float] = []
+
+    def seconds(self, samples: int, now: float) -> float:
+        """Time of the next batch if it begins now, in seconds."""
+        if not self._factors:
+            self._factors = self._device.jitter.factors(self._random, _DRAWN_AT_ONCE).tolist()
+        time = self._device.seconds(samples) * self._factors.pop()
+        return time * self._cluster.slowness(self._rank, now) if self._cluster.events else time
+
+
+class Group:
+    """One compute group.
+
+    Args:
+        number: of the group.
+        ranks: of its members; the first leads.
+        replica: its weights.
+        side: its half of the method.
+        clocks: of its members.
+
+    Attributes:
+        need: what the method's half waits for.
+        alive: False once a member has died.
+        is_done: whether it has come to the end of the last epoch.
+        epoch: number of the epoch.
+        drawn: batches drawn in this epoch.
+        trained: batches trained in this epoch.
+        batches: those drawn and not begun.
+        steps: local steps since the last push.
+        published: what peers may read.
+    """
+
+    def __init__(
+        self, number: int, ranks: tuple[int, ...], replica: Replica, side: GroupSide, clocks: list[Clockwork]
+    ) -> None:
+        self.number, self.ranks, self.leader = number, ranks, ranks[0]
+        self.replica, self.side, self._clocks = replica, side, clocks
+        self.need: Need = NextGradient()
+        self.alive, self.is_done = True, False
+        self.epoch = self.stretch = 0
+        self.drawn = self.trained = 0
+        self.batches: deque[Batch] = deque()
+        self.batch: Batch | None = None
+        self.published: list[Tensor] | None = None
+        self._inbox = Total()
+        self.began_step = 0.0
+        self._step_seconds, self._timed_steps = 0.0, 0
+        self.start_afresh()
+
+    def begin_epoch(self, epoch: int) -> None:
+        """A new epoch: batches are counted anew."""
+        self.epoch, self.stretch = epoch, 0
+        self.drawn = self.trained = 0
+        self.batches.clear()
+
+    def positions(self, batch: Batch) -> list[range]:
+        """Each member's positions of a group batch."""
+        return [positions(batch, member, len(self.ranks)) for member in range(len(self.ranks))]
+
+    def seconds(self, batch: Batch, now: float) -> float:
+        """Time of the slowest member for its part of the batch, in seconds."""
+        parts = self.positions(batch)
+        return max(clock.seconds(len(part), now) for clock, part in zip(self._clocks, parts, strict=True))
+
+    def start_afresh(self) -> None:
+        """A push went out: what was trained since counts for the next."""
+        self.steps = self.samples = 0
+        self.losses = 0.0
+
+    def count(self, samples: int, loss: float) -> None:
+        """A gradient is there."""
+        self.steps += 1
+        self.samples += samples
+        self.losses += loss
+
+    def time_step(self, seconds: float) -> None:
+        """A local step took that long."""
+        self._step_seconds += seconds
+        self._timed_steps += 1
+
+    def take_step_time(self) -> float:
+        """Mean seconds of a local step since this was last asked."""
+        mean = self._step_seconds / max(1, self._timed_steps)
+        self._step_seconds, self._timed_steps = 0.0, 0
+        return mean
+
+    def take_in(self, tensors: Sequence[Tensor]) -> None:
+        """A peer's weights arrive."""
+        self._inbox.add(tensors)
+
+    def empty_inbox(self) -> Inbox:
+        """What peers have sent."""
+        count = self._inbox.count
+        total = self._inbox.take()
+        return Inbox([tensor for tensor in total if tensor is not None] if count else None, count)

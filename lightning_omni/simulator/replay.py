@@ -1,0 +1,292 @@
+"""Goes through a recorded run once more, without its devices: the same pushes in the same order, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_omni.errors import ConfigurationError, ProtocolError
+from lightning_omni.methods import Method
+from lightning_omni.methods.contract import Exchange, Fetch, Gradient, GroupSide, Need, NextGradient, Step, StepTime
+from lightning_omni.methods.master import hyperparameters_of
+from lightning_omni.methods.replica import Hyperparameters, Pulled, Replica, copies
+from lightning_omni.protocol import Batch, positions
+from lightning_omni.protocol import messages as m
+from lightning_omni.protocol.record import Event, Spans
+from lightning_omni.protocol.shard import Shard
+from lightning_omni.simulator.desk import part_of, resolve_also
+from lightning_omni.simulator.run import named_parameters, own_optimizer, own_parameters, take_step
+from lightning_omni.simulator.workbench import Loss, Samples, Workbench
+from lightning_omni.topology import Topology
+from lightning_omni.trace import Trace
+
+Batches = Callable[[int, range], Any]
+"""The batch of an epoch's positions: ``batches(epoch, positions)``."""
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What a replay ends with.
+
+    Attributes:
+        weights: the master weights by name.
+        clock: updates that they contain.
+        groups: each living group's own weights, by the group's number.
+    """
+
+    weights: dict[str, Tensor]
+    clock: int
+    groups: dict[int, list[Tensor]]
+
+
+def replay(
+    events: Iterable[Event],
+    model: nn.Module,
+    loss: Loss,
+    batches: Batches,
+    optimizer: Callable[[Any], Optimizer],
+) -> Replayed:
+    """Repeats a recorded run of one optimizer.
+
+    Members of a group compute one after the other; their gradients are averaged as DDP does. Hyperparameters of an
+    optimizer at the server are those that were recorded; an optimizer at the workers keeps those that it is made with.
+
+    Args:
+        events: from `lightning_omni.protocol.record.read_record`, or as a recorder was told them.
+        model: as it was when groups were first formed; it stays as it is.
+        loss: the mean loss of a batch, from the model and the batch.
+        batches: gives the batch of an epoch's positions.
+        optimizer: makes the torch optimizer from parameters.
+
+    Raises:
+        ConfigurationError: the run has several optimizers, or was not recorded from its beginning.
+        ProtocolError: the record contradicts the method.
+
+    Example:
+        >>> from lightning_omni.simulator import Cluster, simulate
+        >>> data = torch.utils.data.TensorDataset(torch.ones(64, 2), torch.ones(64, 1))
+        >>> run = dict(
+        ...     loss=lambda model, batch: (model(batch[0]) - batch[1]).square().mean(),
+        ...     optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+        ... )
+        >>> model, events = nn.Linear(2, 1), []
+        >>> trace = simulate("async_sgd", 2, Cluster.even(2), model, data, max_updates=5, batch_size=4,
+        ...     batched=False, record=events.append, **run)
+        >>> samples = Samples(data, seed=0)
+        >>> again = replay(events, model, batches=lambda *where: samples.batch(samples.at(*where)), **run)
+        >>> bool((again.weights["weight"].numpy() == trace.weights["weight"]).all())
+        True
+    """
+    with torch.no_grad():
+        run = _Replay(model, loss, batches, optimizer)
+        for event in events:
+            run.take(event)
+    return run.result()
+
+
+def trace_of(events: Iterable[Event]) -> Trace:
+    """The trace of a recorded run. A record knows no losses: they are NaN.
+
+    Args:
+        events: from `lightning_omni.protocol.record.read_record`.
+
+    Example:
+        >>> trace_of([Event(kind="push", time=2.5, group=1, read_at=0, clock=1)]).columns()["time"]
+        array([0.])
+    """
+    rows: list[tuple[float, int, int, int, int, float, int, int, int]] = []
+    untold: dict[int, list[tuple[int, int]]] = {}
+    clock, began, now, meta = 0, None, 0.0, {}
+    for event in events:
+        began = event.time if began is None else began
+        now = event.time - began
+        if event.kind == "form":
+            meta = {"method": event.method, "groups": [list(ranks) for ranks in event.groups]}
+        spans = untold.setdefault(event.group, [])
+        spans.extend(event.spans)
+        if event.kind == "push" and not event.refused:
+            size = sum(stop - start for start, stop in spans)
+            staleness = clock - event.read_at
+            rows.append((now, event.group, event.read_at, clock + 1, staleness, np.nan, size, event.epoch, len(spans)))
+        if event.kind == "push":
+            spans.clear()
+        clock = event.clock
+    columns = zip(*rows, strict=True) if rows else ((),) * len(Trace.COLUMNS)
+    return Trace(
+        rows={
+            name: np.array(column, dtype) for (name, dtype), column in zip(Trace.COLUMNS.items(), columns, strict=True)
+        },
+        updates=clock,
+        seconds=now,
+        ended="recorded",
+        meta=meta,
+    )
+
+
+@dataclass
+class _Group:
+    ranks: tuple[int, ...]
+    replica: Replica
+    side: GroupSide
+    need: Need
+
+
+class _Replay:
+    """The state of a replay; see `replay`."""
+
+    def __init__(self, model: nn.Module, loss: Loss, batches: Batches, optimizer: Callable[[Any], Optimizer]) -> None:
+        self._model = copy.deepcopy(model).train()
+        self._make, self._batches = optimizer, batches
+        self._optimizer = optimizer(list(self._model.parameters()))
+        self._parameters = named_parameters(self._model, self._optimizer)
+        self._start = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
+        nothing = Samples([0], 0)
+        self._bench = Workbench(self._model, self._parameters, loss, nothing, False, 1)
+        self._shard: Shard | None = None
+        self._method: Method | None = None
+        self._groups: dict[int, _Group] = {}
+        self._step_time = 0.0
+
+    def take(self, event: Event) -> None:
+        """One event."""
+        if event.optimizer:
+            raise ConfigurationError("events: the run has several optimizers, and only runs of one can be replayed")
+        if event.kind == "form":
+            self._form(event)
+            return
+        if self._shard is None or self._method is None:
+            raise ConfigurationError(
+                "events: the record does not begin with the forming of groups; pass the whole of it"
+            )
+        group = self._groups.get(event.group)
+        if group is None:
+            return
+        self._step_time = event.note
+        self._train(group, event.epoch, event.spans, event.hyperparameters)
+        if event.kind == "push":
+            self._push(group, event)
+        elif event.kind == "fetch":
+            self._fetch(group)
+        elif event.kind == "rest":
+            self._deliver(self._shard.method_side.rest(event.group))
+        elif event.kind == "resume":
+            self._shard.method_side.resume(event.group)
+        elif event.kind == "retire":
+            del self._groups[event.group]
+            self._deliver(self._shard.method_side.retire(event.group))
+        if self._shard.master.clock != event.clock:
+            raise ProtocolError(f"the record says {event}, but after it the clock is {self._shard.master.clock}")
+
+    def result(self) -> Replayed:
+        """What it has come to."""
+        if self._shard is None:
+            raise ConfigurationError("events: the record is empty")
+        weights = dict(zip(self._parameters, copies(self._shard.master.weights()), strict=True))
+        groups = {number: copies(group.replica.weights()) for number, group in self._groups.items()}
+        return Replayed(weights, self._shard.master.clock, groups)
+
+    def _form(self, event: Event) -> None:
+        topology, method = Topology(event.groups), m.method_from_wire(event.method)
+        self._method = method
+        if self._shard is None:
+            part = part_of(self._start, self._optimizer if method.steps_at == "server" else None)
+            resolve = resolve_also(self._optimizer)
+            self._shard = Shard(part["optimizer"], part["weights"], event.clock, method, topology.alive, resolve)
+        else:
+            self._shard.change_method(method, topology.alive)
+        self._groups = {number: self._new_group(number, topology) for number in topology.alive}
+
+    def _new_group(self, number: int, topology: Topology) -> _Group:
+        assert self._shard is not None
+        assert self._method is not None
+        parameters = own_parameters(self._model, self._parameters, self._shard.master.weights())
+        optimizer = own_optimizer(self._make, self._model, parameters)
+        replica = Replica(list(parameters.values()), optimizer, number)
+        replica.clock, replica.peers = self._shard.master.clock, topology.alive
+        side = self._method.group_side(replica)
+        return _Group(topology.members(number), replica, side, next(side))
+
+    def _train(self, group: _Group, epoch: int, spans: Spans, hyperparameters: Hyperparameters) -> None:
+        """The group computes the gradients of these batches and goes on with each."""
+        for start, stop in spans:
+            if not isinstance(group.need, NextGradient):
+                raise ProtocolError(f"the record has {group.ranks} train {start} to {stop}, but they want {group.need}")
+            members = len(group.ranks)
+            parts = [positions(Batch(start, stop, 0), member, members) for member in range(members)]
+            result = self._bench.compute(group.replica.weights(), [self._batches(epoch, part) for part in parts])
+            used = hyperparameters or hyperparameters_of(group.replica.optimizer)
+            self._answer(group, Gradient(result.gradient, used))
+
+    def _answer(self, group: _Group, answer: Any) -> None:
+        """The group goes on to the next need that the record answers."""
+        group.need = group.side.send(answer)
+        while not isinstance(group.need, (NextGradient, Exchange, Fetch)):
+            result = None
+            if isinstance(group.need, Step):
+                take_step(group.replica, group.need.gradient)
+            elif isinstance(group.need, StepTime):
+                result = self._step_time
+            else:
+                raise ConfigurationError(f"{type(self._method).__name__} goes from group to group, past any record")
+            group.need = group.side.send(result)
+
+    def _push(self, group: _Group, event: Event) -> None:
+        need, shard = group.need, self._shard
+        if not isinstance(need, Exchange) or need.read_at != event.read_at:
+            raise ProtocolError(f"the record says {event}, but the group wants {type(need).__name__}: {need}")
+        assert shard is not None
+        present = tuple(tensor is not None for tensor in need.tensors)
+        layout = shard.layout.subset(present)
+        payload = layout.empty()
+        there = [tensor for tensor in need.tensors if tensor is not None]
+        for view, tensor in zip(layout.views(payload), there, strict=True):
+            view.copy_(tensor)
+        message = m.PushMessage(
+            optimizer=0,
+            read_at=event.read_at,
+            present=present,
+            hyperparameters=event.hyperparameters,
+            epoch=event.epoch,
+            trained=0,
+            nbytes=payload.numel(),
+            note=event.note,
+            pull=need.pull,
+        )
+        replies = shard.push(event.group, message, payload)
+        if (replies is None) != event.refused:
+            raise ProtocolError(f"the record says {event}, but the push was {'taken' if event.refused else 'refused'}")
+        if replies is None:
+            self._answer(group, Pulled(copies(shard.master.weights()), shard.master.clock, refused=True))
+        else:
+            self._deliver(replies)
+
+    def _deliver(self, replies: Sequence[Any]) -> None:
+        shard = self._shard
+        assert shard is not None
+        for reply in replies:
+            if (group := self._groups.get(reply.group)) is None:
+                continue
+            need = group.need
+            if not isinstance(need, Exchange):
+                raise ProtocolError(f"group {reply.group} gets an answer, but wants {type(need).__name__}")
+            tensors = shard.layout.views(shard.payload_of(reply).clone()) if need.pull else []
+            self._answer(group, Pulled(tensors, shard.master.clock, reply.note))
+
+    def _fetch(self, group: _Group) -> None:
+        """The group asked for the master weights in the midst of its steps, or came back from a meeting."""
+        assert self._shard is not None
+        assert self._method is not None
+        side = self._shard.method_side
+        side.fetched(group.replica.group)
+        pulled = Pulled(copies(self._shard.master.weights()), self._shard.master.clock)
+        if isinstance(group.need, Fetch):
+            self._answer(group, pulled)
+        elif self._method.steps_at == "server":
+            group.replica.load(pulled)

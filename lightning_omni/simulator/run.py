@@ -1,0 +1,675 @@
+"""A run in virtual time with real gradients, by the server's and the methods' own objects."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lightning_omni.errors import ConfigurationError, OmniError
+from lightning_omni.methods import Method, method_named
+from lightning_omni.methods.contract import (
+    Exchange,
+    Fetch,
+    Gradient,
+    NextGradient,
+    Publish,
+    ReadInbox,
+    ReadPeer,
+    SendPeer,
+    Step,
+    StepTime,
+)
+from lightning_omni.methods.master import hyperparameters_of
+from lightning_omni.methods.replica import Pulled, Replica, copies
+from lightning_omni.methods.totals import Total
+from lightning_omni.protocol import EpochPlan, Out
+from lightning_omni.protocol import messages as m
+from lightning_omni.protocol.layout import Layout
+from lightning_omni.protocol.record import Recorder
+from lightning_omni.simulator.agenda import Agenda, Queue
+from lightning_omni.simulator.cluster import Cluster, Failure, Link
+from lightning_omni.simulator.desk import Desk
+from lightning_omni.simulator.group import Clockwork, Group
+from lightning_omni.simulator.progress import Progress, progress_of
+from lightning_omni.simulator.replicas import SharingReplica, Snapshots
+from lightning_omni.simulator.workbench import Loss, Samples, Workbench
+from lightning_omni.topology import Topology
+from lightning_omni.trace import Trace, reaches
+
+MakeOptimizer = Callable[[Any], Optimizer]
+Evaluate = Callable[[nn.Module], Mapping[str, float]]
+
+MOST_REFUSED = 10
+"""Pushes of one group that may be refused in a row before the run counts as diverged."""
+
+
+def simulate(
+    method: str | Method,
+    topology: int | Topology,
+    cluster: Cluster,
+    model: nn.Module,
+    data: Any,
+    *,
+    optimizer: MakeOptimizer,
+    loss: Loss,
+    batch_size: int = 32,
+    evaluate: Evaluate | None = None,
+    evaluate_every: int | None = None,
+    evaluate_every_seconds: float | None = None,
+    max_updates: int | None = None,
+    max_epochs: int | None = None,
+    max_seconds: float | None = None,
+    target: tuple[str, float] | None = None,
+    seed: int = 0,
+    batched: bool | Literal["auto"] = "auto",
+    members_apart: bool = False,
+    record: Recorder | None = None,
+    progress: bool | Progress = False,
+) -> Trace:
+    """Trains a model on a cluster that does not exist: virtual time, real gradients.
+
+    Time passes as devices, links and the server's queues have it; nothing waits for anything in real time. Server,
+    leases, epochs and both halves of the method are the objects of a real run. A push travels over the group's link,
+    queues at the server's network card, then for the server itself; when it is served it counts as arrived, and the
+    order of arrivals decides staleness. The answer goes back the same way. Control messages and evaluations take no
+    time. With one group no server is in the path, as in a real run: exchanges take no time.
+
+    Args:
+        method: a name, or a method.
+        topology: which rank is in which group; or a number of groups, split evenly.
+        cluster: the devices and links.
+        model: a copy of it is trained; it stays as it is.
+        data: a map-style dataset. The tensors of a ``TensorDataset`` are indexed directly, anything else is collated.
+        optimizer: makes a torch optimizer from parameters; it runs where the method has it.
+        loss: the mean loss of a batch, from the model and the batch (a tuple of tensors for a ``TensorDataset``).
+        batch_size: samples in one device's batch; a group of k devices trains on k times as many.
+        evaluate: figures of a model in evaluation mode, by name. The model is the one that the method would validate.
+        evaluate_every: updates between two evaluations; there is always one at the end.
+        evaluate_every_seconds: seconds of virtual time between two evaluations.
+        max_updates: updates after which the run ends. An update is a tick of the server's clock or, where groups
+            talk to one another only (gossip), one local step of one group.
+        max_epochs: passes over the data after which the run ends.
+        max_seconds: virtual time at which the run ends, in seconds.
+        target: name and value of a figure; the run ends with the evaluation that reaches it (from above if the name
+            contains "loss" or "error").
+        seed: of data order, jitter and whatever chance there is in the model; same seed, same trace, to the bit.
+        batched: compute gradients of several groups at a time with ``torch.func.vmap``; ``"auto"`` where that is
+            faster and cannot change the outcome beyond rounding (no buffers, no dropout, few weights and samples).
+        members_apart: compute each member's gradient by itself and average them as DDP does; for bit-equality with a
+            real run of groups of several ranks.
+        record: told of every event at the server, as by `lightning_omni.protocol.ServerCore`.
+        progress: True shows a progress bar, and Ctrl-C then returns the trace so far (``ended == "interrupted"``)
+            instead of raising KeyboardInterrupt; or a function, called with the fraction done and a text.
+
+    Returns:
+        The trace. Its ``ended`` says why the run ended, ``weights`` are those of the model last evaluated.
+
+    Raises:
+        ConfigurationError: an argument is wrong.
+
+    Example:
+        >>> data = torch.utils.data.TensorDataset(torch.ones(64, 2), torch.ones(64, 1))
+        >>> trace = simulate(
+        ...     "async_sgd", 4, Cluster.even(4), nn.Linear(2, 1), data,
+        ...     optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+        ...     loss=lambda model, batch: (model(batch[0]) - batch[1]).square().mean(),
+        ...     batch_size=4, max_updates=20,
+        ... )
+        >>> trace.updates, trace.ended
+        (20, 'max_updates')
+    """
+    limits = _Limits(max_updates, max_epochs, max_seconds, target, evaluate, evaluate_every, evaluate_every_seconds)
+    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+        raise ConfigurationError(f"batch_size={batch_size!r}: pass the samples in one device's batch, 1 or more")
+    if isinstance(topology, int):
+        topology = Topology.even(len(cluster.devices), topology)
+    if topology.ranks != tuple(range(len(cluster.devices))):
+        raise ConfigurationError(
+            f"topology: it has {len(topology.ranks)} ranks, but the cluster {len(cluster.devices)} devices; every device"
+            " belongs to one group"
+        )
+    chosen = method_named(method) if isinstance(method, str) else method
+    chosen.check(len(topology.alive))
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        run = Simulation(
+            chosen,
+            topology,
+            cluster,
+            model,
+            data,
+            optimizer,
+            loss,
+            batch_size,
+            limits,
+            seed,
+            batched,
+            members_apart,
+            record,
+        )
+        with progress_of(progress) as shown:
+            return run.run(shown, returns_if_interrupted=progress is True)
+
+
+class _Limits:
+    """When the run ends, and when it is evaluated."""
+
+    def __init__(
+        self,
+        updates: int | None,
+        epochs: int | None,
+        seconds: float | None,
+        target: tuple[str, float] | None,
+        evaluate: Evaluate | None,
+        every: int | None,
+        every_seconds: float | None,
+    ) -> None:
+        if updates is None and epochs is None and seconds is None:
+            raise ConfigurationError("when is the run to end? pass max_updates=, max_epochs= or max_seconds=")
+        limits = {"max_updates": updates, "max_epochs": epochs, "max_seconds": seconds}
+        periods = {"evaluate_every": every, "evaluate_every_seconds": every_seconds}
+        for name, value in {**limits, **periods}.items():
+            if value is not None and not value > 0:
+                raise ConfigurationError(f"{name}={value}: pass a number above 0, or None")
+        if evaluate is None and (every is not None or every_seconds is not None or target is not None):
+            raise ConfigurationError(
+                "evaluate=None: pass a function that evaluates a model, or neither period nor target"
+            )
+        if target is not None and every is None and every_seconds is None:
+            raise ConfigurationError(
+                "target= is looked for at evaluations; pass evaluate_every= or evaluate_every_seconds="
+            )
+        self.updates = math.inf if updates is None else updates
+        self.epochs = math.inf if epochs is None else epochs
+        self.seconds = math.inf if seconds is None else seconds
+        self.target, self.evaluate = target, evaluate
+        self.every = math.inf if every is None else every
+        self.every_seconds = every_seconds
+
+
+class Simulation:
+    """One simulated run; see `simulate` for the arguments."""
+
+    def __init__(
+        self,
+        method: Method,
+        topology: Topology,
+        cluster: Cluster,
+        model: nn.Module,
+        data: Any,
+        optimizer: MakeOptimizer,
+        loss: Loss,
+        batch_size: int,
+        limits: _Limits,
+        seed: int,
+        batched: bool | Literal["auto"],
+        members_apart: bool,
+        record: Recorder | None,
+    ) -> None:
+        self.method, self.topology, self.cluster, self.limits = method, topology, cluster, limits
+        self.seed, self.batch_size, self.members_apart = seed, batch_size, members_apart
+        self.agenda, self.now, self.ended = Agenda(), 0.0, ""
+        self._last_event = 0.0
+        self._model = copy.deepcopy(model).train()
+        self._evaluated = copy.deepcopy(model).eval()
+        master = optimizer(list(self._model.parameters()))
+        self._parameters = named_parameters(self._model, master)
+        start = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
+        samples = Samples(data, seed)
+        members = len(topology.ranks) // len(topology.alive)
+        self._bench = Workbench(
+            self._model,
+            self._parameters,
+            loss,
+            samples,
+            False if members_apart else batched,
+            batch_size * members,
+        )
+        self._samples = samples
+        self._desk = Desk(Layout.of(start), len(topology.ranks), seed, master, record)
+        self._snapshots = Snapshots(self._desk._layout)
+        self._steps_at_server = method.steps_at == "server"
+        self._desk.form(topology, method, start, master if self._steps_at_server else None)
+        self._inwards, self._outwards, self._service = Queue(), Queue(), Queue()
+        instant = topology.is_synchronous
+        self._link = Link() if instant else cluster.link
+        self._card = Link() if instant else cluster.server
+        self._service_seconds = 0.0 if instant else cluster.update_seconds
+        self._groups = {number: self._new_group(number, master, optimizer) for number in topology.alive}
+        self._tell_peers()
+        self._over: list[Group] = []  # who is through with the epoch and waits for the others
+        self._steps = 0
+        self._samples_trained = 0
+        self._next_evaluation = limits.every
+        self._rows = Rows()
+        self._evaluations = Evaluations()
+
+    # --- The run -----------------------------------------------------------------------------------------------------
+
+    def run(self, progress: Progress, returns_if_interrupted: bool) -> Trace:
+        """Runs to the end."""
+        for event in self.cluster.events:
+            if isinstance(event, Failure):
+                self.agenda.add(event.time, partial(self._fail, event.rank))
+        if self.limits.every_seconds:
+            self.agenda.add(self.limits.every_seconds, partial(self._evaluate_at, 1))
+        try:
+            for group in self._groups.values():
+                self._desk.open_epoch(group.leader, self._plan(0))
+            for group in list(self._groups.values()):
+                group.need = next(group.side)
+                self._next_gradient(group)
+            self._go_through(progress)
+        except KeyboardInterrupt:
+            if not returns_if_interrupted:
+                raise
+            self.ended = "interrupted"
+        if self.limits.evaluate is not None and self._evaluations.last_update != self.updates:
+            self._evaluate()
+        return self._trace()
+
+    def _go_through(self, progress: Progress) -> None:
+        shown = 0.0
+        while not self.ended:
+            if all(group.is_done for group in self._groups.values()):
+                self.ended = "max_epochs"
+            elif not len(self.agenda):
+                raise OmniError("every simulated group waits for another; the method never answers them")
+            elif self.agenda.next_time > self.limits.seconds:
+                self.now, self.ended = self.limits.seconds, "max_seconds"
+            else:
+                self.now = self._desk.now = self.agenda.next_time
+                self.agenda.pop()()
+                if (done := self._fraction) >= shown + 0.01:
+                    shown = done
+                    progress(done, f"{self.updates} updates, {self.now:.4g} s")
+
+    @property
+    def updates(self) -> int:
+        """Updates so far."""
+        return self._steps if self.method.talks_to_peers else self._desk.core.clock
+
+    @property
+    def _fraction(self) -> float:
+        limits = self.limits
+        epochs = self._samples_trained / len(self._samples)
+        return min(1.0, max(self.updates / limits.updates, self.now / limits.seconds, epochs / limits.epochs))
+
+    def _plan(self, epoch: int) -> EpochPlan:
+        total = len(self._samples)
+        return EpochPlan(epoch=epoch, total=total, batch_size=self.batch_size, budget=total)
+
+    def _new_group(self, number: int, master: Optimizer, make: MakeOptimizer) -> Group:
+        ranks = self.topology.members(number)
+        replica = self._sharing_replica(number, master) if self._steps_at_server else self._own_replica(number, make)
+        clocks = [Clockwork(self.cluster, rank, self.seed) for rank in ranks]
+        return Group(number, ranks, replica, self.method.group_side(replica), clocks)
+
+    def _sharing_replica(self, number: int, master: Optimizer) -> Replica:
+        start = self._snapshots.at(0, self._desk.shard.buffer)
+        return SharingReplica(list(self._parameters.values()), master, number, start)
+
+    def _own_replica(self, number: int, make: MakeOptimizer) -> Replica:
+        parameters = own_parameters(self._model, self._parameters, self._desk.shard.master.weights())
+        return Replica(list(parameters.values()), own_optimizer(make, self._model, parameters), number)
+
+    def _tell_peers(self) -> None:
+        peers = tuple(self._groups)
+        for group in self._groups.values():
+            group.replica.peers = peers
+
+    # --- A group computes --------------------------------------------------------------------------------------------
+
+    def _next_gradient(self, group: Group) -> None:
+        """The group begins its next batch, or asks what is next if it has none."""
+        if not group.batches:
+            drawn = self._desk.draw(group.leader, group.epoch, group.drawn, group.trained).batches
+            group.batches.extend(drawn)
+            group.drawn += len(drawn)
+        if not group.batches:
+            self._take(self._desk.wait(group.leader, group.epoch, group.trained, group.stretch))
+            return
+        group.batch = batch = group.batches.popleft()
+        group.stretch = batch.stretch
+        nbytes, members = self._desk.shard.layout.nbytes, len(group.ranks)
+        seconds = group.seconds(batch, self.now) + self.cluster.group_link.ring_seconds(nbytes, members)
+        due = self.now + seconds
+        parts = group.positions(batch) if self.members_apart else [range(batch.start, batch.stop)]
+        indices = [self._samples.at(group.epoch, part) for part in parts]
+        self._bench.begin(group.number, due, group.replica.weights(), indices)
+        group.time_step(seconds)
+        self.agenda.add(due, partial(self._computed, group))
+
+    def _computed(self, group: Group) -> None:
+        if not group.alive:
+            return
+        result = self._bench.result(group.number)
+        assert group.batch is not None
+        size = group.batch.stop - group.batch.start
+        group.trained += 1
+        group.count(size, result.loss)
+        self._samples_trained += size
+        self._steps += 1
+        hyperparameters = hyperparameters_of(group.replica.optimizer)
+        if self.method.talks_to_peers:
+            self._rows.add(self.now, group, self._steps, self._steps, 0)
+            group.start_afresh()
+        self._answer(group, Gradient(result.gradient, hyperparameters))
+        if self.method.talks_to_peers:
+            self._look_at_limits()
+
+    def _answer(self, group: Group, answer: Any) -> None:
+        """The method's half goes on to the next need that takes time."""
+        while True:
+            group.need = need = group.side.send(answer)
+            answer = None
+            match need:
+                case NextGradient():
+                    return self._next_gradient(group)
+                case Exchange():
+                    return self._send(group, need)
+                case Fetch():
+                    return self._fetch(group)
+                case ReadPeer():
+                    return self._ask_peer(group, need.group)
+                case Step():
+                    take_step(group.replica, need.gradient)
+                case StepTime():
+                    answer = group.take_step_time()
+                case Publish():
+                    group.published = copies(need.tensors)
+                case SendPeer():
+                    self._send_peer(need)
+                case ReadInbox():
+                    answer = group.empty_inbox()
+
+    # --- To the server and back --------------------------------------------------------------------------------------
+
+    def _send(self, group: Group, need: Exchange) -> None:
+        nbytes = self._desk.nbytes(need.tensors)
+        arrival = self.now + self._link.seconds(nbytes) + self._card.latency
+        self.agenda.add(arrival, partial(self._queue, group, need, nbytes))
+
+    def _queue(self, group: Group, need: Exchange, nbytes: int) -> None:
+        received = self._inwards.serve(self.now, nbytes / self._card.bandwidth)
+        served = self._service.serve(received, self._service_seconds)
+        self.agenda.add(served, partial(self._arrive, group, need))
+
+    def _arrive(self, group: Group, need: Exchange) -> None:
+        if not group.alive:
+            return
+        clock = self._desk.shard.master.clock
+        staleness = self._desk.staleness(group.number, need.read_at)
+        refused = self._desk.shard.refused
+        self._take(self._desk.push(group.leader, need, group.epoch, group.trained))
+        if self._desk.shard.refused == refused:
+            self._rows.add(self.now, group, need.read_at, clock + 1, staleness)
+        elif self._desk.shard.refused_in_row[group.number] >= MOST_REFUSED:
+            self.ended = f"diverged: {MOST_REFUSED} pushes of group {group.number} in a row were not finite"
+        group.start_afresh()
+        self._look_at_limits()
+
+    def _fetch(self, group: Group) -> None:
+        self.agenda.add(self.now + self._link.latency + self._card.latency, partial(self._fetch_arrives, group))
+
+    def _fetch_arrives(self, group: Group) -> None:
+        if group.alive:
+            self._take(self._desk.fetch(group.leader, group.epoch, group.trained))
+
+    def _take(self, out: list[Out]) -> None:
+        """Delivers what the server sends."""
+        for item in out:
+            if isinstance(item.message, m.Weights):
+                group = self._groups[self.topology.group_of(self._desk.rank_of(item))]
+                sent = self._outwards.serve(self.now, item.message.nbytes / self._card.bandwidth)
+                delay = self._link.seconds(item.message.nbytes) + self._card.latency
+                # Copied now: the server's answer is only valid until the next message.
+                self.agenda.add(sent + delay, partial(self._pulled, group, self._copy(item)))
+            elif isinstance(item.message, m.Verdict):
+                group = self._groups[self.topology.group_of(self._desk.rank_of(item))]
+                self.agenda.add(self.now, partial(self._decided, group, item.message.next))
+
+    def _copy(self, out: Out) -> Pulled:
+        message, shard = out.message, self._desk.shard
+        assert isinstance(message, m.Weights)
+        tensors: list[Tensor] = []
+        if out.payload and out.payload[0] is shard.buffer:
+            tensors = self._snapshots.at(message.clock, shard.buffer)
+        elif out.payload:
+            assert isinstance(out.payload[0], Tensor)
+            tensors = shard.layout.views(out.payload[0].clone())
+        return Pulled(tensors, message.clock, message.note, refused=not message.applied)
+
+    def _pulled(self, group: Group, pulled: Pulled) -> None:
+        if not group.alive:
+            return
+        if isinstance(group.need, NextGradient):  # fetched at the beginning of an epoch
+            group.replica.load(pulled)
+            self._next_gradient(group)
+        else:
+            self._answer(group, pulled)
+
+    # --- From group to group -----------------------------------------------------------------------------------------
+
+    def _ask_peer(self, group: Group, peer: int) -> None:
+        self.agenda.add(self.now + self.cluster.link.latency, partial(self._peer_answers, group, peer))
+
+    def _peer_answers(self, group: Group, peer: int) -> None:
+        theirs = self._groups[peer].published if peer in self._groups else None
+        nbytes = self._desk.shard.layout.nbytes if theirs is not None else 0
+        self.agenda.add(self.now + self.cluster.link.seconds(nbytes), partial(self._peer_read, group, theirs))
+
+    def _peer_read(self, group: Group, theirs: list[Tensor] | None) -> None:
+        if group.alive:
+            self._answer(group, theirs)
+
+    def _send_peer(self, need: SendPeer) -> None:
+        arrival = self.now + self.cluster.link.seconds(self._desk.shard.layout.nbytes)
+        self.agenda.add(arrival, partial(self._gift, need.group, copies(need.tensors)))
+
+    def _gift(self, peer: int, tensors: list[Tensor]) -> None:
+        if peer in self._groups:
+            self._groups[peer].take_in(tensors)
+
+    # --- Epochs and failures -----------------------------------------------------------------------------------------
+
+    def _decided(self, group: Group, verdict: str) -> None:
+        if not group.alive:
+            return
+        if verdict == "more":
+            self._next_gradient(group)
+            return
+        if group.epoch + 1 >= self.limits.epochs:
+            group.is_done = True
+            return
+        self._over.append(group)
+        self._begin_epoch_together()
+
+    def _begin_epoch_together(self) -> None:
+        """All groups meet between two epochs, as in a real run: the last push of one may not be answered yet."""
+        if len(self._over) < len(self._groups):
+            return
+        met, self._over = self._over, []
+        for group in met:
+            group.begin_epoch(group.epoch + 1)
+            self._desk.open_epoch(group.leader, self._plan(group.epoch))
+            if self._steps_at_server:
+                self._fetch(group)  # while it waited for the others, the master weights moved on
+            else:
+                self._next_gradient(group)
+
+    def _fail(self, rank: int) -> None:
+        group = self._groups.get(self.topology.group_of(rank))
+        if group is None:
+            return
+        out = self._desk.lose(rank, f"rank {rank} failed at {self.now:g} s")
+        if self._desk.core.over:
+            self.ended = f"lost: {self._desk.core.over}"
+            return
+        group.alive = False
+        del self._groups[group.number]
+        self._bench.drop(group.number)
+        self._tell_peers()
+        self._take(out)
+        if group in self._over:
+            self._over.remove(group)
+        if self._over:
+            self._begin_epoch_together()
+
+    # --- What is measured --------------------------------------------------------------------------------------------
+
+    def _look_at_limits(self) -> None:
+        if self.updates >= self._next_evaluation:
+            self._evaluate()
+            while self._next_evaluation <= self.updates:
+                self._next_evaluation += self.limits.every
+        if self.updates >= self.limits.updates:
+            self.ended = self.ended or "max_updates"
+
+    def _evaluate_at(self, number: int) -> None:
+        self._evaluate()
+        if len(self.agenda) and self.limits.every_seconds:
+            self.agenda.add((number + 1) * self.limits.every_seconds, partial(self._evaluate_at, number + 1))
+
+    def _evaluate(self) -> None:
+        assert self.limits.evaluate is not None
+        parameters = dict(self._evaluated.named_parameters())
+        for name, weight in self._weights().items():
+            parameters[name].copy_(weight)
+        for mine, theirs in zip(self._evaluated.buffers(), self._model.buffers(), strict=True):
+            mine.copy_(theirs)
+        figures = {name: float(value) for name, value in self.limits.evaluate(self._evaluated).items()}
+        self._evaluations.add(self.now, self.updates, self._samples_trained, figures)
+        if self.limits.target is not None:
+            name, value = self.limits.target
+            if name not in figures:
+                raise ConfigurationError(
+                    f"target={name!r}: evaluate returns {', '.join(map(repr, figures)) or 'nothing'}"
+                )
+            if reaches(name, figures[name], value):
+                self.ended = self.ended or "target"
+
+    def _weights(self) -> dict[str, Tensor]:
+        """The weights that the method would evaluate."""
+        weights = self._desk.shard.master.weights()
+        if self.method.evaluated == "mean" and self._groups:
+            total = Total()
+            for group in self._groups.values():
+                total.add(group.replica.weights())
+            weights = [mean for mean in total.scaled(1 / total.count) if mean is not None]
+        return dict(zip(self._parameters, weights, strict=True))
+
+    def _trace(self) -> Trace:
+        meta = {
+            "method": m.method_to_wire(self.method),
+            "groups": [list(members) for members in self.topology.groups],
+            "cluster": self.cluster.summary(),
+            "seed": self.seed,
+            "batch_size": self.batch_size,
+            "samples_per_epoch": len(self._samples),
+            "refused": self._desk.shard.refused,
+            "most_snapshots": self._snapshots.most,
+        }
+        return Trace(
+            rows=self._rows.arrays(),
+            evaluated=self._evaluations.arrays(),
+            updates=self.updates,
+            seconds=self.now,
+            ended=self.ended,
+            meta=meta,
+            weights={name: weight.detach().clone().numpy() for name, weight in self._weights().items()},
+        )
+
+
+class Rows:
+    """The trace's rows while they come in."""
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[float, int, int, int, int, float, int, int, int]] = []
+
+    def add(self, time: float, group: Group, read: int, write: int, staleness: int) -> None:
+        """A push arrived; or, where nobody pushes, a step was made."""
+        loss = group.losses / max(1, group.steps)
+        self._rows.append((time, group.number, read, write, staleness, loss, group.samples, group.epoch, group.steps))
+
+    def arrays(self) -> dict[str, np.ndarray[Any, Any]]:
+        """One array for each column."""
+        columns = zip(*self._rows, strict=True) if self._rows else ((),) * len(Trace.COLUMNS)
+        return {
+            name: np.array(column, dtype) for (name, dtype), column in zip(Trace.COLUMNS.items(), columns, strict=True)
+        }
+
+
+class Evaluations:
+    """The trace's evaluations while they come in."""
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[float, int, int, dict[str, float]]] = []
+
+    @property
+    def last_update(self) -> int:
+        """Updates at the last evaluation; -1 if there was none."""
+        return self._rows[-1][1] if self._rows else -1
+
+    def add(self, time: float, update: int, samples: int, figures: dict[str, float]) -> None:
+        """An evaluation."""
+        self._rows.append((time, update, samples, figures))
+
+    def arrays(self) -> dict[str, np.ndarray[Any, Any]]:
+        """One array for each column; a figure that was missing is NaN."""
+        names = list(dict.fromkeys(name for row in self._rows for name in row[3]))
+        return {
+            "time": np.array([row[0] for row in self._rows], np.float64),
+            "update": np.array([row[1] for row in self._rows], np.int64),
+            "samples": np.array([row[2] for row in self._rows], np.int64),
+            **{name: np.array([row[3].get(name, math.nan) for row in self._rows], np.float64) for name in names},
+        }
+
+
+# --- Parameters and optimizers ---------------------------------------------------------------------------------------
+
+
+def named_parameters(model: nn.Module, optimizer: Optimizer) -> dict[str, Parameter]:
+    """The parameters of an optimizer by name, in its order.
+
+    Raises:
+        ConfigurationError: it holds something that is no parameter of the model.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    ordered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if any(id(parameter) not in names for parameter in ordered):
+        raise ConfigurationError("optimizer: it must be made from the parameters that it is called with")
+    return {names[id(parameter)]: parameter for parameter in ordered}
+
+
+def own_parameters(
+    model: nn.Module, parameters: Mapping[str, Parameter], weights: list[Tensor]
+) -> dict[str, Parameter]:
+    """Parameters of a group's own, with these values, by name in the optimizer's order."""
+    return {
+        name: Parameter(weight.clone(), requires_grad=parameter.requires_grad)
+        for (name, parameter), weight in zip(parameters.items(), weights, strict=True)
+    }
+
+
+def own_optimizer(make: MakeOptimizer, model: nn.Module, parameters: Mapping[str, Parameter]) -> Optimizer:
+    """The user's optimizer over a group's own parameters, which it gets in the model's order."""
+    return make([parameters.get(name, other) for name, other in model.named_parameters()])
+
+
+def take_step(replica: Replica, gradient: Gradient) -> None:
+    """One step of a group's own optimizer."""
+    for parameter, direction in zip(replica.ordered, gradient.tensors, strict=True):
+        parameter.grad = direction
+    replica.optimizer.step()
+    for parameter in replica.ordered:
+        parameter.grad = None

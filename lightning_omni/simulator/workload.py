@@ -1,0 +1,155 @@
+"""What a simulated cluster trains: a model with its data, loss, figures and optimizer, made by a function."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.optim import SGD, Optimizer
+from torch.utils.data import TensorDataset
+
+from lightning_omni.errors import ConfigurationError
+
+BUILT_IN = "synthetic"
+"""Name of the workload that needs no file and no download."""
+
+
+def sgd(parameters: Any) -> Optimizer:
+    """SGD with a learning rate of 0.05 and no momentum."""
+    return SGD(parameters, lr=0.05)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model and how it is trained.
+
+    Args:
+        model: what is trained.
+        data: a map-style dataset; the tensors of a ``TensorDataset`` are indexed directly.
+        loss: the mean loss of a batch, from the model and the batch.
+        evaluate: figures of a model in evaluation mode, by name; None for none.
+        optimizer: makes a torch optimizer from parameters.
+    """
+
+    model: nn.Module
+    data: Any
+    loss: Callable[[Any, Any], Tensor]
+    evaluate: Callable[[nn.Module], Mapping[str, float]] | None = None
+    optimizer: Callable[[Any], Optimizer] = sgd
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the weights, in bytes."""
+        return sum(parameter.numel() * parameter.element_size() for parameter in self.model.parameters())
+
+
+def synthetic() -> Workload:
+    """Ten classes of points in 24 dimensions, three overlapping clusters each, and a perceptron with 64 hidden units.
+
+    There are 4096 points to train on and 2048 others to evaluate, always the same ones.
+    """
+    random = torch.Generator().manual_seed(0)
+    centres = 1.6 * torch.randn(30, 24, generator=random)
+    clusters = torch.randint(0, 30, (6144,), generator=random)
+    points = centres[clusters] + 1.5 * torch.randn(6144, 24, generator=random)
+    labels = clusters % 10
+    return Workload(
+        model=nn.Sequential(nn.Linear(24, 64), nn.ReLU(), nn.Linear(64, 10)),
+        data=TensorDataset(points[:4096], labels[:4096]),
+        loss=classification_loss,
+        evaluate=partial(classification_figures, inputs=points[4096:], labels=labels[4096:]),
+    )
+
+
+def classification_loss(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Mean cross entropy of a batch of inputs and labels."""
+    return cross_entropy(model(batch[0]), batch[1])
+
+
+def classification_figures(model: nn.Module, inputs: Tensor, labels: Tensor) -> dict[str, float]:
+    """Mean cross entropy, and the fraction of samples that are put into the right class."""
+    outputs = model(inputs)
+    return {
+        "loss": float(cross_entropy(outputs, labels)),
+        "accuracy": float((outputs.argmax(1) == labels).float().mean()),
+    }
+
+
+def workload_named(text: str, seed: int = 0) -> Workload:
+    """The built-in workload, or what a function of yours returns.
+
+    Args:
+        text: ``"synthetic"``, ``"file.py:function"`` or ``"package.module:function"``. The function takes nothing and
+            returns a `Workload`.
+        seed: of torch's chance while the function runs, so of the weights that the model begins with.
+
+    Raises:
+        ConfigurationError: there is no such function, or it returns something else.
+
+    Example:
+        >>> workload_named("synthetic").nbytes
+        9000
+    """
+    make = synthetic if text == BUILT_IN else _function(text)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        workload = make()
+    if not isinstance(workload, Workload):
+        raise ConfigurationError(
+            f"workload={text!r} returns {type(workload).__name__}; let it return lightning_omni.simulator.Workload"
+        )
+    return workload
+
+
+def _function(text: str) -> Callable[[], Any]:
+    place, colon, name = text.rpartition(":")
+    if not colon or not place or not name:
+        raise ConfigurationError(
+            f"workload={text!r}: pass {BUILT_IN!r}, 'file.py:function' or 'package.module:function'"
+        )
+    module = _module_of_file(Path(place)) if place.endswith(".py") else _module(place)
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ConfigurationError(f"workload={text!r}: there is no function {name!r} in {place}")
+    return function  # type: ignore[no-any-return]
+
+
+def _module_of_file(path: Path) -> ModuleType:
+    """A file as a module; like a script's, its folder is where it imports from."""
+    if not path.is_file():
+        raise ConfigurationError(f"workload: there is no file {str(path)!r}; pass its path before the colon")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    _import_from(path.parent.resolve())
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def _module(name: str) -> ModuleType:
+    _import_from(Path.cwd())
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise  # an import inside it
+        raise ConfigurationError(
+            f"workload: there is no module {error.name!r}; pass 'file.py:function', or a module that can be imported"
+        ) from error
+
+
+def _import_from(folder: Path) -> None:
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))

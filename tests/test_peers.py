@@ -1,0 +1,176 @@
+"""Leaders that talk to each other over real sockets: windows, inboxes, strangers, the slow and the dead."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import pytest
+import torch
+import zmq
+from torch import Tensor
+
+from lightning_omni.errors import RankLost, Refused
+from lightning_omni.protocol import messages as m
+from lightning_omni.protocol.layout import Layout
+from lightning_omni.server import Address, PeerConnections, PeerSocket
+from lightning_omni.server.connection import own_host
+
+SHAPES = {"w": (300, 1000), "b": (7,)}  # more than one chunk
+LAYOUT = Layout.of({name: torch.zeros(shape) for name, shape in SHAPES.items()})
+
+
+def weights(value: float) -> list[Tensor]:
+    return [torch.full(shape, value) for shape in SHAPES.values()]
+
+
+def wait_for(what: Callable[[], bool]) -> None:
+    """Until something is so, or the test's time is over."""
+    deadline = time.monotonic() + 20
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+class Peers:
+    """Some leaders on loopback."""
+
+    def __init__(self, count: int) -> None:
+        self.lost: set[int] = set()
+        self.ended = False
+        self._stack = ExitStack()
+        self.sockets = [PeerSocket("127.0.0.1", [LAYOUT]) for _ in range(count)]
+        addresses = {group: Address(group, socket.address, socket.ticket) for group, socket in enumerate(self.sockets)}
+        self.addresses = addresses
+        self.connections = [
+            PeerConnections(
+                {other: address for other, address in addresses.items() if other != group},
+                [LAYOUT],
+                lambda other: other in self.lost,
+                self.check,
+                timeout=0.5,
+            )
+            for group in range(count)
+        ]
+
+    def check(self) -> None:
+        if self.ended:
+            raise RankLost("the run is over")
+
+    def close(self) -> None:
+        for each in (*self.connections, *self.sockets):
+            each.close()
+
+
+@pytest.fixture
+def peers() -> Iterator[Peers]:
+    made = Peers(3)
+    yield made
+    made.close()
+
+
+def test_a_window_shows_what_was_published_last(peers: Peers) -> None:
+    assert peers.connections[0].read(1, 0) is None
+    for value in (1.0, 2.0):
+        source = weights(value)
+        peers.sockets[1].publish(0, source)
+        source[0].zero_()  # published is a copy
+        read = peers.connections[0].read(1, 0)
+        assert read is not None
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(read, weights(value), strict=True))
+
+
+def test_an_inbox_holds_the_sum_of_all_gifts_until_it_is_read(peers: Peers) -> None:
+    peers.connections[1].send(0, 0, weights(1.0))
+    peers.connections[2].send(0, 0, weights(10.0))
+    peers.connections[2].send(0, 0, weights(100.0))
+    wait_for(lambda: peers.sockets[0]._inboxes[0].count == 3)
+    inbox = peers.sockets[0].read_inbox(0)
+    assert inbox.count == 3
+    assert inbox.total is not None
+    assert all(torch.equal(total, one) for total, one in zip(inbox.total, weights(111.0), strict=True))
+    assert (peers.sockets[0].read_inbox(0).count, peers.sockets[0].read_inbox(0).total) == (0, None)
+
+
+def test_a_window_can_be_read_after_gifts_on_the_same_connection(peers: Peers) -> None:
+    peers.sockets[1].publish(0, weights(5.0))
+    peers.connections[0].send(1, 0, weights(1.0))
+    read = peers.connections[0].read(1, 0)
+    assert read is not None
+    assert torch.equal(read[0], weights(5.0)[0])
+
+
+def test_a_peer_that_does_not_take_its_gifts_gets_no_more(peers: Peers) -> None:
+    peers.sockets[1].close()  # nobody answers any more
+    for _ in range(5):
+        peers.connections[0].send(1, 0, weights(1.0))
+    assert peers.connections[0].dropped == 3
+    peers.sockets[1] = PeerSocket("127.0.0.1", [LAYOUT])
+
+
+def test_nobody_waits_for_a_dead_peer(peers: Peers) -> None:
+    peers.sockets[1].close()
+    peers.lost.add(1)
+    assert peers.connections[0].read(1, 0) is None
+    peers.lost.clear()
+    assert peers.connections[0].read(1, 0) is None  # nor for ever for a silent one
+    peers.ended = True
+    with pytest.raises(RankLost):
+        peers.connections[0].read(1, 0)
+    peers.sockets[1] = PeerSocket("127.0.0.1", [LAYOUT])
+
+
+def test_a_stranger_without_the_ticket_is_refused_and_counted(peers: Peers) -> None:
+    peers.sockets[1].publish(0, weights(1.0))
+    peers.connections[0]._addresses[1] = Address(1, peers.sockets[1].address, "wrong")
+    with pytest.raises(Refused, match="this ticket opens nothing"):
+        peers.connections[0].read(1, 0)
+    peers.connections[0].send(1, 0, weights(1.0))
+    wait_for(lambda: peers.sockets[1].strangers == 2)
+    assert peers.sockets[1].read_inbox(0).count == 0
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [b"not a message"],
+        [b"a", b"b", b"c"],
+        [m.encode(m.Taken())],
+        [b"", b"a chunk of nothing"],
+    ],
+    ids=["noise", "frames", "answer", "chunk"],
+)
+def test_noise_between_peers_harms_nobody(peers: Peers, frames: list[bytes]) -> None:
+    context = zmq.Context()
+    stranger = context.socket(zmq.DEALER)
+    stranger.setsockopt(zmq.LINGER, 0)
+    stranger.connect(peers.sockets[1].address)
+    stranger.send_multipart(frames)
+    peers.sockets[1].publish(0, weights(4.0))
+    read = peers.connections[0].read(1, 0)
+    assert read is not None
+    assert torch.equal(read[0], weights(4.0)[0])
+    stranger.close(0)
+    context.term()
+
+
+@pytest.mark.parametrize("change", [{"nbytes": LAYOUT.nbytes + 1}, {"nbytes": -1}, {"optimizer": 1}])
+def test_a_gift_of_another_size_or_for_nobody_is_refused(peers: Peers, change: dict[str, int]) -> None:
+    socket = peers.sockets[1]
+    context = zmq.Context()
+    mate = context.socket(zmq.DEALER)
+    mate.setsockopt(zmq.LINGER, 0)
+    mate.connect(socket.address)
+    fields = {"optimizer": 0, "nbytes": LAYOUT.nbytes, **change}
+    mate.send(m.encode(m.Gift(ticket=socket.ticket, **fields)))
+    assert mate.poll(20_000)
+    answer = m.decode(mate.recv(), at="rank", channel=m.PEER)
+    assert isinstance(answer, m.RefusedMessage)
+    assert socket.read_inbox(0).count == 0
+    mate.close(0)
+    context.term()
+
+
+def test_a_leader_listens_where_the_server_can_be_reached() -> None:
+    assert own_host("tcp://127.0.0.1:5555") == "127.0.0.1"

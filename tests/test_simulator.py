@@ -1,0 +1,522 @@
+"""The simulator: its clockwork against what can be said beforehand, its gradients against plain torch, its replays."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, TensorDataset
+
+from lightning_omni.errors import ConfigurationError, ProtocolError
+from lightning_omni.methods import METHODS, AsyncSGD, DiLoCo, Downpour, Gossip, LocalSGD, Method, SoftSync
+from lightning_omni.protocol.layout import Layout
+from lightning_omni.protocol.record import Event, RecordFile, read_record
+from lightning_omni.simulator import (
+    Cluster,
+    Device,
+    Failure,
+    Jitter,
+    Link,
+    Slowdown,
+    replay,
+    simulate,
+    trace_of,
+)
+from lightning_omni.simulator.workbench import Samples
+from lightning_omni.topology import Topology
+from lightning_omni.trace import Trace
+
+GENERATOR = torch.Generator().manual_seed(0)
+INPUTS = torch.randn(240, 6, generator=GENERATOR)
+LABELS = (INPUTS @ torch.randn(6, 3, generator=GENERATOR)).argmax(1)
+DATA = TensorDataset(INPUTS, LABELS)
+RANDOM_TIMES = Jitter("exponential")
+
+
+def new_model(seed: int = 0) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def loss(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, fused=True)
+
+
+def accuracy(model: nn.Module) -> dict[str, float]:
+    return {
+        "accuracy": float((model(INPUTS).argmax(1) == LABELS).float().mean()),
+        "loss": float(loss(model, (INPUTS, LABELS))),
+    }
+
+
+def run(
+    method: str | Method = "async_sgd", groups: int | Topology = 4, cluster: Cluster | None = None, **options: Any
+) -> Trace:
+    size = groups if isinstance(groups, int) else len(groups.ranks)
+    options = {"optimizer": sgd, "loss": loss, "batch_size": 4, **options}
+    if not {"max_updates", "max_epochs", "max_seconds"} & options.keys():
+        options["max_updates"] = 60
+    chosen = cluster or Cluster.even(size, jitter=RANDOM_TIMES)
+    return simulate(
+        method, groups, chosen, options.pop("model", None) or new_model(), options.pop("data", DATA), **options
+    )
+
+
+def assert_same_arrays(one: Trace, other: Trace) -> None:
+    for part in ("rows", "evaluated", "weights"):
+        mine, theirs = getattr(one, part), getattr(other, part)
+        assert mine.keys() == theirs.keys()
+        for name in mine:
+            assert mine[name].dtype == theirs[name].dtype
+            assert mine[name].tobytes() == theirs[name].tobytes(), (part, name)
+
+
+# --- One seed, one trace -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batched", [True, False])
+@pytest.mark.parametrize("method", ["async_sgd", "softsync", "push_gossip", "async_diloco"])
+def test_one_seed_gives_one_trace_to_the_bit(method: str, batched: bool) -> None:
+    options = {"batched": batched, "evaluate": accuracy, "evaluate_every": 20, "max_updates": 40, "max_epochs": 30}
+    torch.manual_seed(1)
+    first = run(method, 10, **options)
+    torch.manual_seed(2)
+    assert_same_arrays(first, run(method, 10, **options))
+    assert not np.array_equal(first.rows["time"], run(method, 10, seed=1, **options).rows["time"])
+
+
+def test_a_saved_trace_loads_to_the_bit(tmp_path: Path) -> None:
+    trace = run(evaluate=accuracy, evaluate_every=20)
+    trace.save(tmp_path / "trace.npz")
+    again = Trace.load(tmp_path / "trace.npz")
+    assert_same_arrays(trace, again)
+    assert (again.updates, again.seconds, again.ended) == (trace.updates, trace.seconds, trace.ended)
+    assert again.meta["method"] == {"name": "async_sgd", "staleness_aware": False, "bound": None}
+
+
+def test_a_model_with_dropout_is_deterministic_and_leaves_the_callers_chance_alone() -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3))
+    torch.manual_seed(3)
+    before = torch.random.get_rng_state()
+    first = run(model=model)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert_same_arrays(first, run(model=model))
+
+
+# --- Staleness -----------------------------------------------------------------------------------------------------
+
+SPEEDS = {
+    "equal": Cluster.even(8, jitter=RANDOM_TIMES),
+    "unequal": Cluster.of_speeds([1, 1, 1, 2, 2, 3, 5, 8], jitter=Jitter("lognormal", 0.3)),
+    "straggler": Cluster.with_straggler(8, 10.0, jitter=Jitter("gamma", 0.5)),
+}
+
+
+@pytest.mark.parametrize("cluster", SPEEDS.values(), ids=SPEEDS.keys())
+@pytest.mark.parametrize(("method", "per_update"), [(AsyncSGD(), 1), (SoftSync(n=4), 2), (SoftSync(n=1), 8)])
+def test_mean_staleness_is_groups_less_one_over_gradients_in_an_update(
+    cluster: Cluster, method: Method, per_update: int
+) -> None:
+    updates = 800 // per_update
+    trace = run(method, 8, cluster, max_updates=updates, data=many(8000))
+    assert trace.mean_staleness == pytest.approx(7 / per_update, rel=0.05)
+
+
+def many(count: int) -> TensorDataset:
+    """So many samples that nothing comes to the end of an epoch."""
+    index = torch.arange(count) % len(INPUTS)
+    return TensorDataset(INPUTS[index], LABELS[index])
+
+
+def test_hardsync_is_never_stale_and_goes_at_the_pace_of_the_slowest() -> None:
+    trace = run("hardsync", 3, Cluster.of_speeds([1, 2, 4], seconds_per_sample=0.01), max_updates=10)
+    assert trace.staleness_histogram().tolist() == [30]
+    assert trace.seconds == pytest.approx(10 * 4 * 0.01)
+    assert trace.rows["write"].tolist() == [update for update in range(1, 11) for _ in range(3)]
+
+
+def test_a_fast_group_makes_its_updates_whatever_the_slow_one_does() -> None:
+    trace = run("async_sgd", 2, Cluster.of_speeds([1, 4], seconds_per_sample=0.01), max_seconds=0.401, data=many(2000))
+    assert Counter(trace.rows["group"].tolist()) == {0: 10, 1: 40}
+
+
+# --- Failures and slowdowns ----------------------------------------------------------------------------------------
+
+
+def test_a_failure_costs_its_group_only_and_every_sample_is_used() -> None:
+    events: list[Event] = []
+    cluster = Cluster.even(6, jitter=RANDOM_TIMES, events=(Failure(rank=5, time=0.05),))
+    trace = run("async_sgd", 3, cluster, max_epochs=1, record=events.append)
+    assert trace.ended == "max_epochs"
+    assert trace.rows["time"][trace.rows["group"] == 2].max(initial=0) <= 0.05 < trace.seconds
+    trained = [span for event in events for span in event.spans]
+    assert sorted(place for start, stop in trained for place in range(start, stop)) == list(range(len(DATA)))
+
+
+@pytest.mark.parametrize("method", ["hardsync", "local_sgd", "stale_synchronous", "push_gossip", "pull_gossip"])
+def test_nobody_waits_for_the_dead(method: str) -> None:
+    cluster = Cluster.even(4, jitter=RANDOM_TIMES, events=(Failure(2, 0.03), Failure(3, 0.1)))
+    assert run(method, 4, cluster, max_epochs=2).ended == "max_epochs"
+
+
+def test_the_failure_of_the_first_group_ends_the_run_with_the_reason() -> None:
+    trace = run("async_sgd", 2, Cluster.even(2, events=(Failure(0, 0.05),)))
+    assert trace.ended.startswith("lost: rank 0 failed at 0.05 s")
+    assert 0 < trace.updates < 60
+
+
+def test_a_slowdown_slows_for_as_long_as_it_lasts() -> None:
+    cluster = Cluster.even(2, 0.01, events=(Slowdown(1, start=0.4, stop=0.8, factor=4),))
+    times = run("async_sgd", 2, cluster, max_seconds=1.201, data=many(2000)).rows
+    mine = times["time"][times["group"] == 1]
+    assert np.allclose(np.diff(mine[mine <= 0.401]), 0.04)
+    assert np.allclose(np.diff(mine[(mine >= 0.399) & (mine <= 0.8)]), 0.16)
+    assert np.allclose(np.diff(mine[mine > 0.9]), 0.04)
+
+
+# --- Links ---------------------------------------------------------------------------------------------------------
+
+NBYTES = Layout.of({name: value.detach() for name, value in new_model().named_parameters()}).nbytes
+
+
+@pytest.mark.parametrize("network", [{"server": Link(bandwidth=NBYTES / 0.02)}, {"update_seconds": 0.02}])
+def test_a_saturated_server_takes_one_transfer_or_one_service_per_update(network: dict[str, Any]) -> None:
+    trace = run("async_sgd", 16, Cluster.even(16, 1e-3, jitter=RANDOM_TIMES, **network), max_updates=120)
+    assert trace.seconds_per_update == pytest.approx(0.02, rel=0.02)
+
+
+def test_one_group_alone_takes_compute_and_both_ways_per_update() -> None:
+    link, server = Link(bandwidth=NBYTES / 0.01, latency=0.001), Link(bandwidth=NBYTES / 0.005, latency=0.002)
+    # The second group computes for ever.
+    cluster = Cluster((Device(0.01), Device(1e9)), link=link, server=server, update_seconds=0.003)
+    trace = run("async_sgd", 2, cluster, max_updates=10)
+    assert trace.seconds_per_update == pytest.approx(0.04 + 2 * (0.011 + 0.007) + 0.003)
+
+
+def test_a_group_takes_the_slowest_members_time_and_a_ring_all_reduce() -> None:
+    cluster = Cluster.of_speeds([1, 2, 1, 2], 0.01, group_link=Link(bandwidth=NBYTES / 0.1, latency=0.001))
+    trace = run("async_sgd", 1, cluster, max_updates=5, data=many(1000))
+    assert trace.seconds / 5 == pytest.approx(0.04 + 2 * 3 / 4 * 0.1 + 2 * 3 * 0.001)
+
+
+def test_with_one_group_no_server_is_in_the_path() -> None:
+    network = {"link": Link(1.0), "server": Link(1.0), "update_seconds": 100.0}
+    assert run("async_sgd", 1, Cluster.even(1, 0.01, **network), max_updates=5).seconds == pytest.approx(0.2)
+
+
+def test_a_peers_weights_take_their_time() -> None:
+    alone = run(Gossip(), 2, Cluster.even(2, 0.01), max_updates=8)
+    apart = run(Gossip(), 2, Cluster.even(2, 0.01, link=Link(latency=0.5)), max_updates=8)
+    assert alone.seconds == pytest.approx(0.16)
+    assert apart.seconds > 1.0
+
+
+@pytest.mark.parametrize("kind", ["normal", "lognormal", "exponential", "gamma"])
+def test_the_mean_of_jitter_is_one(kind: Any) -> None:
+    factors = Jitter(kind, cv=0.3).factors(np.random.default_rng(0), 40_000)
+    assert factors.mean() == pytest.approx(1, abs=0.02)
+    assert factors.std() == pytest.approx(1 if kind == "exponential" else 0.3, rel=0.05)
+    assert factors.min() > 0
+
+
+# --- Gradients and weights -----------------------------------------------------------------------------------------
+
+
+def plain_training(make: Any, updates: int) -> list[Tensor]:
+    """Sequential training in plain torch, on the same batches."""
+    model, samples = new_model(), Samples(DATA, seed=0)
+    optimizer = make(model.parameters())
+    for step in range(updates):
+        epoch, start = divmod(4 * step, len(DATA))
+        optimizer.zero_grad()
+        loss(model, samples.batch(samples.at(epoch, range(start, start + 4)))).backward()
+        optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("make", [sgd, lambda p: torch.optim.AdamW(p, lr=0.01, fused=True)])
+@pytest.mark.parametrize("method", ["async_sgd", "hardsync", LocalSGD(period=1), Downpour(n_push=1, send="updates")])
+def test_one_group_is_plain_sequential_training_bit_for_bit(method: str | Method, make: Any) -> None:
+    trace = run(method, 1, max_updates=70, optimizer=make)
+    expected = plain_training(make, 70)
+    if isinstance(method, Downpour):  # it pushes x' - x, and x + (x' - x) is rounded
+        assert all(np.allclose(w, e, atol=1e-5) for w, e in zip(trace.weights.values(), expected, strict=True))
+    else:
+        assert all(np.array_equal(w, e) for w, e in zip(trace.weights.values(), expected, strict=True))
+
+
+def convolutions() -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Unflatten(1, (1, 6)), nn.Conv1d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3))
+
+
+@pytest.mark.parametrize("model", [new_model(), convolutions()], ids=["linear", "convolutions"])
+@pytest.mark.parametrize("method", ["async_sgd", "elastic_averaging", "push_gossip"])
+def test_batched_gradients_are_those_computed_one_by_one(method: str, model: nn.Module) -> None:
+    options = {"model": model, "max_updates": 60, "max_epochs": 10, "optimizer": lambda p: torch.optim.SGD(p, lr=0.02)}
+    together, alone = run(method, 12, batched=True, **options), run(method, 12, batched=False, **options)
+    assert np.allclose(together.rows["loss"], alone.rows["loss"], atol=1e-5)
+    assert not np.array_equal(together.rows["loss"], alone.rows["loss"]), "nothing was batched"
+    assert all(np.allclose(together.weights[name], alone.weights[name], atol=1e-5) for name in alone.weights)
+
+
+def test_what_cannot_be_batched_is_computed_one_by_one() -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    together, alone = run(groups=12, model=model, batched=True), run(groups=12, model=model, batched=False)
+    assert_same_arrays(together, alone)
+
+
+def test_a_parameter_that_takes_no_part_stays_even_where_weights_decay() -> None:
+    class Partial(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = new_model(), nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.used(x)  # type: ignore[no-any-return]
+
+    model = Partial()
+    trace = run(groups=12, model=model, optimizer=lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1), batched=True)
+    assert np.array_equal(trace.weights["unused.weight"], model.unused.weight.detach())
+    assert not np.array_equal(trace.weights["used.0.weight"], model.used[0].weight.detach())
+
+
+def test_any_map_style_dataset_trains_like_its_tensors() -> None:
+    class Items(Dataset[tuple[Tensor, Tensor]]):
+        def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+            return INPUTS[index], LABELS[index]
+
+        def __len__(self) -> int:
+            return len(INPUTS)
+
+    assert_same_arrays(run(data=Items()), run())
+
+
+@pytest.mark.parametrize("method", ["async_sgd", "hardsync", "softsync"])
+def test_groups_share_the_snapshots_of_the_weights_that_they_read(method: str) -> None:
+    trace = run(method, 16, max_updates=100, data=many(8000))
+    assert trace.meta["most_snapshots"] <= (2 if method == "hardsync" else 18)
+
+
+def test_the_callers_model_and_optimizer_are_left_alone() -> None:
+    model = new_model().eval()
+    before = copy.deepcopy(model.state_dict())
+    run(model=model, evaluate=accuracy, evaluate_every=10)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not model.training
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+# --- What is evaluated ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", [Gossip(), LocalSGD(period=7)])
+def test_the_evaluated_model_is_the_exact_mean_of_all_groups(method: Method, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning_omni.simulator import run as room
+
+    seen: list[room.Simulation] = []
+    start = room.Simulation.run
+    monkeypatch.setattr(
+        room.Simulation, "run", lambda self, *rest, **more: (seen.append(self), start(self, *rest, **more))[1]
+    )
+    trace = run(method, 3, max_epochs=1)
+    own = [group.replica.weights() for group in seen[0]._groups.values()]
+    assert not torch.equal(own[0][0], own[1][0])
+    for name, column in zip(trace.weights, zip(*own, strict=True), strict=True):
+        total = column[0] + column[1] + column[2]
+        assert np.array_equal(trace.weights[name], total * (1 / 3))
+
+
+def test_evaluations_come_when_they_are_due_and_at_the_end() -> None:
+    trace = run(evaluate=accuracy, evaluate_every=25)
+    assert trace.evaluations()["update"].tolist() == [25, 50, 60]
+    timed = run(evaluate=accuracy, evaluate_every_seconds=0.02, max_updates=None, max_seconds=0.05)
+    assert timed.evaluations()["time"].tolist() == [0.02, 0.04, 0.05]
+
+
+def test_a_run_ends_with_the_evaluation_that_reaches_the_target() -> None:
+    trace = run(evaluate=accuracy, evaluate_every=10, max_updates=2000, target=("accuracy", 0.8))
+    figures = trace.evaluations()
+    assert trace.ended == "target"
+    assert figures["accuracy"][-1] >= 0.8 > figures["accuracy"][:-1].max(initial=0)
+    assert trace.updates_to("accuracy", 0.8) == trace.updates
+    assert trace.time_to("accuracy", 0.8) == trace.seconds
+    assert math.isnan(trace.time_to("loss", 0.0))
+    assert trace.time_to("loss", 10.0) == figures["time"][0]
+
+
+def test_a_run_that_diverges_ends_and_says_so() -> None:
+    trace = run(optimizer=lambda p: torch.optim.SGD(p, lr=1e30), max_updates=1000)
+    assert trace.ended.startswith("diverged: 10 pushes of group")
+    assert trace.meta["refused"] >= 10
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_learns(method: str) -> None:
+    chosen = DiLoCo(period=5) if method == "diloco" else METHODS[method]()
+    trace = run(chosen, 4, max_epochs=12, evaluate=accuracy)
+    assert trace.ended == "max_epochs"
+    assert trace.evaluations()["accuracy"][-1] > 0.6
+    assert np.all(np.diff(trace.rows["time"]) >= 0)
+    assert np.all(trace.rows["staleness"] >= 0)
+
+
+# --- Replay --------------------------------------------------------------------------------------------------------
+
+RECORDED: dict[str, Method] = {name: kind() for name, kind in METHODS.items() if name != "gossip"} | {
+    "diloco": DiLoCo(period=3),
+    "stale_synchronous": AsyncSGD(bound=1),
+    "downpour, apart": Downpour(n_push=2, n_fetch=3),
+    "downpour, updates": Downpour(n_push=3, n_fetch=3, send="updates", warm_start=2),
+    "post-local": LocalSGD(period=3, warmup_steps=5),
+}
+
+
+def replayed(events: Any) -> Any:
+    samples = Samples(DATA, seed=0)
+    return replay(events, new_model(), loss, lambda epoch, place: samples.batch(samples.at(epoch, place)), sgd)
+
+
+@pytest.mark.parametrize("method", RECORDED.values(), ids=RECORDED.keys())
+def test_a_recorded_run_replays_bit_for_bit(method: Method, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning_omni.simulator import run as room
+
+    seen: list[room.Simulation] = []
+    start = room.Simulation.run
+    monkeypatch.setattr(
+        room.Simulation, "run", lambda self, *rest, **more: (seen.append(self), start(self, *rest, **more))[1]
+    )
+    record = RecordFile(tmp_path / "record")
+    topology = Topology(((0, 1), (2,), (3, 4)))
+    cluster = Cluster.even(5, jitter=RANDOM_TIMES, link=Link(latency=0.001), events=(Failure(4, 0.15),))
+    run(method, topology, cluster, max_epochs=3, members_apart=True, record=record)
+    record.close()
+    result = replayed(read_record(tmp_path / "record"))
+    expected = seen[0]._desk.shard.master
+    assert result.clock == expected.clock > 0
+    for mine, theirs in zip(result.weights.values(), expected.weights(), strict=True):
+        assert torch.equal(mine, theirs)
+    assert set(result.groups) == {0, 1}
+    if method.steps_at == "worker":
+        for number, weights in result.groups.items():
+            own = seen[0]._groups[number].replica.weights()
+            assert all(torch.equal(mine, theirs) for mine, theirs in zip(weights, own, strict=True))
+
+
+def test_a_record_gives_the_trace_that_was_simulated_but_for_losses() -> None:
+    events: list[Event] = []
+    trace = run("softsync", 4, max_epochs=2, record=events.append)
+    again = trace_of(events)
+    for name in ("group", "read", "write", "staleness", "samples", "epoch", "steps", "time"):
+        assert np.array_equal(again.rows[name], trace.rows[name]), name
+    assert (again.updates, again.meta["method"]) == (trace.updates, trace.meta["method"])
+
+
+def test_a_record_that_contradicts_the_method_is_refused() -> None:
+    events: list[Event] = []
+    run("async_sgd", 4, max_updates=20, record=events.append)
+    pushes = [index for index, event in enumerate(events) if event.kind == "push"]
+    with pytest.raises(ProtocolError, match="the record says"):
+        replayed(events[: pushes[5]] + events[pushes[6] :])
+    with pytest.raises(ConfigurationError, match="does not begin"):
+        replayed(events[1:])
+    with pytest.raises(ConfigurationError, match="empty"):
+        replayed([])
+
+
+# --- Errors, progress, pictures ------------------------------------------------------------------------------------
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"method": "no_such"}, "method='no_such' is not known"),
+    ({"method": SoftSync(n=9)}, "n=9"),
+    ({"groups": 9, "cluster": Cluster.even(4)}, "groups=9"),
+    ({"groups": Topology(((0,), (1,))), "cluster": Cluster.even(4)}, "2 ranks, but the cluster 4 devices"),
+    ({"batch_size": 0}, "batch_size=0"),
+    ({"max_updates": 0}, "max_updates=0"),
+    ({"max_updates": None}, "when is the run to end"),
+    ({"max_seconds": math.nan}, "max_seconds=nan"),
+    ({"evaluate_every": 5}, "evaluate=None"),
+    ({"evaluate": accuracy, "target": ("accuracy", 0.5)}, "pass evaluate_every="),
+    ({"evaluate": accuracy, "evaluate_every": 1, "target": ("recall", 0.5)}, "target='recall'"),
+    ({"batched": "yes"}, "batched='yes'"),
+    ({"progress": 3}, "progress=3"),
+    ({"data": []}, "data: pass a map-style dataset"),
+    ({"optimizer": lambda p: torch.optim.SGD(new_model().parameters(), lr=1)}, "optimizer: it must be made from"),
+]
+
+
+@pytest.mark.parametrize(("options", "says"), WRONG, ids=[says for _, says in WRONG])
+def test_a_wrong_argument_is_named(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigurationError, match=says.replace("(", r"\(")):
+        run(**options)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: Device(0.0), "seconds_per_sample=0 and overhead=0"),
+        (lambda: Device(-1.0), "seconds_per_sample=-1"),
+        (lambda: Jitter("uniform"), "kind='uniform'"),  # type: ignore[arg-type]
+        (lambda: Jitter("normal", -1), "cv=-1"),
+        (lambda: Link(0), "bandwidth=0"),
+        (lambda: Link(latency=-1), "latency=-1"),
+        (lambda: Cluster(()), "at least one device"),
+        (lambda: Cluster.even(2, events=(Failure(2, 0.0),)), "no rank 2"),
+        (lambda: Cluster.of_speeds([1, 0]), "speeds"),
+        (lambda: Slowdown(0, 2, 1, 3), "start=2, stop=1"),
+        (lambda: Slowdown(0, 1, 2, 0), "factor=0"),
+    ],
+)
+def test_an_impossible_cluster_is_refused(make: Any, says: str) -> None:
+    with pytest.raises(ConfigurationError, match=says):
+        make()
+
+
+def test_progress_goes_from_little_to_one() -> None:
+    seen: list[float] = []
+    run(progress=lambda done, text: seen.append(done))
+    assert seen == sorted(seen)
+    assert seen[-1] == 1
+
+
+def test_an_interrupted_run_with_a_progress_bar_returns_what_it_has() -> None:
+    def interrupting(model: Any, batch: Any) -> Tensor:
+        interrupting.left -= 1  # type: ignore[attr-defined]
+        if interrupting.left < 0:  # type: ignore[attr-defined]
+            raise KeyboardInterrupt
+        return loss(model, batch)
+
+    interrupting.left = 10  # type: ignore[attr-defined]
+    trace = run(loss=interrupting, progress=True, batched=False)
+    assert (trace.ended, trace.updates) == ("interrupted", 10)
+    interrupting.left = 10  # type: ignore[attr-defined]
+    with pytest.raises(KeyboardInterrupt):
+        run(loss=interrupting, batched=False)
+
+
+def test_a_trace_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    run(evaluate=accuracy, evaluate_every=20).plot(tmp_path / "trace.png")
+    assert (tmp_path / "trace.png").stat().st_size > 10_000
+
+
+def test_a_file_that_is_no_trace_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "other").write_text("hello")
+    for path in ("other", "missing"):
+        with pytest.raises(ConfigurationError, match="not a trace"):
+            Trace.load(tmp_path / path)
+    with pytest.raises(ConfigurationError, match="metric='recall'"):
+        run(evaluate=accuracy).time_to("recall", 1)
