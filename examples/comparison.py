@@ -11,9 +11,9 @@ import multiprocessing
 import signal
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from multiprocessing.pool import Pool
 from pathlib import Path
@@ -34,6 +34,9 @@ from lightning_omni.trace import Trace
 
 EVALUATED_ON = 2_000
 """Test images that every evaluation uses, always the same ones."""
+
+STEADY_OVER = 4
+"""Evaluations over which the steady accuracy is the mean."""
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -71,11 +74,11 @@ def load_images() -> Images:
 
 
 def network(seed: int = 0) -> nn.Sequential:
-    """A multilayer perceptron of 24,058 weights; a few epochs of well-tuned SGD bring it to more than 87 %."""
+    """A multilayer perceptron of 26,010 weights; six to ten epochs of well-tuned SGD bring it past 87 %."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return nn.Sequential(
-            nn.Flatten(), nn.Linear(196, 96), nn.ReLU(), nn.Linear(96, 48), nn.ReLU(), nn.Linear(48, 10)
+            nn.Flatten(), nn.Linear(196, 112), nn.ReLU(), nn.Linear(112, 32), nn.ReLU(), nn.Linear(32, 10)
         )
 
 
@@ -85,14 +88,28 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return cross_entropy(model(images), labels)
 
 
-def evaluate(model: nn.Module, images: Images) -> dict[str, float]:
-    """Test accuracy, error (one minus it) and loss; 1, the worst, for the error of a model that is not finite."""
-    inputs, labels = images.test
-    logits = model(inputs)
-    if not logits.isfinite().all():
-        return {"accuracy": 0.0, "error": 1.0, "loss": float("inf")}
-    accuracy = float((logits.argmax(1) == labels).float().mean())
-    return {"accuracy": accuracy, "error": 1 - accuracy, "loss": float(cross_entropy(logits, labels))}
+class Evaluator:
+    """Figures of a model on the test images.
+
+    ``accuracy``, ``error`` (one minus it) and ``loss``; and ``steady``, the mean accuracy of the last
+    `STEADY_OVER` evaluations, which does not reach a target by chance. A model that is not finite is right nowhere.
+    """
+
+    def __init__(self, images: Images) -> None:
+        self._inputs, self._labels = images.test
+        self._last: deque[float] = deque(maxlen=STEADY_OVER)
+
+    def __call__(self, model: nn.Module) -> dict[str, float]:
+        logits = model(self._inputs)
+        finite = bool(logits.isfinite().all())
+        accuracy = float((logits.argmax(1) == self._labels).float().mean()) if finite else 0.0
+        self._last.append(accuracy)
+        return {
+            "accuracy": accuracy,
+            "error": 1 - accuracy,
+            "loss": float(cross_entropy(logits, self._labels)) if finite else float("inf"),
+            "steady": sum(self._last) / len(self._last),
+        }
 
 
 def sgd(parameters: Any, lr: float, momentum: float = 0.0, weight_decay: float = 0.0) -> torch.optim.SGD:
@@ -119,7 +136,7 @@ class Run:
         batch_size: samples in one device's batch.
         updates: most updates, None for no limit; likewise ``epochs`` and ``seconds``. One of them is needed.
         evaluate_every: updates between two evaluations; None for one at the end only.
-        target: test accuracy at which the run ends early.
+        target: steady test accuracy (see `Evaluator`) at which the run ends early.
         seed: of everything that is random, the initial weights included.
     """
 
@@ -146,12 +163,12 @@ class Run:
             optimizer=self.optimizer,
             loss=loss,
             batch_size=self.batch_size,
-            evaluate=partial(evaluate, images=images),
+            evaluate=Evaluator(images),
             evaluate_every=self.evaluate_every,
             max_updates=self.updates,
             max_epochs=self.epochs,
             max_seconds=self.seconds,
-            target=None if self.target is None else ("accuracy", self.target),
+            target=None if self.target is None else ("steady", self.target),
             seed=self.seed,
         )
 

@@ -228,3 +228,60 @@ def _draw_course(axes: Any, trace: Trace, row: str, evaluated: str, unit: str) -
     for name in figures:
         right.plot(trace.evaluated[evaluated], trace.evaluated[name], marker=".", label=name)
     right.legend(loc="best", fontsize="small")
+
+
+# --- A picture of several ---------------------------------------------------------------------------------------------
+
+_MOST_FIGURES = 4
+
+
+def plot_comparison(traces: Mapping[str, Trace], path: str | Path) -> None:
+    """Draws several runs into one picture: each figure, or else the training loss, over time and over updates.
+
+    Args:
+        traces: the runs by name.
+        path: the image file; its suffix says which kind.
+
+    Raises:
+        ConfigurationError: there is no run, matplotlib is missing, or the file cannot be written.
+    """
+    if not traces:
+        raise ConfigurationError("traces: there is nothing to draw; pass at least one")
+    try:
+        comparison_of(traces).savefig(path, dpi=120)
+    except OSError as error:
+        raise ConfigurationError(f"path={str(path)!r}: {error.strerror}; pass a file that can be written") from error
+
+
+def comparison_of(traces: Mapping[str, Trace]) -> Any:
+    """The picture of several runs, as a matplotlib figure."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigurationError(
+            "pictures need matplotlib; install it with: pip install lightning-omni[plot]"
+        ) from error
+    names = dict.fromkeys(name for trace in traces.values() for name in trace.evaluated)
+    figures = [name for name in names if name not in ("time", "update", "samples")][:_MOST_FIGURES]
+    shown = figures if "loss" in figures else ["training loss", *figures]
+    figure = Figure(figsize=(11, 1 + 3.2 * len(shown)), layout="constrained")
+    for name, (over_time, over_updates) in zip(shown, figure.subplots(len(shown), 2, squeeze=False), strict=True):
+        for label, trace in traces.items():
+            over_time.plot(*_course(trace, name, "time"), marker=".", markersize=4, linewidth=1, label=label)
+            over_updates.plot(*_course(trace, name, "update"), marker=".", markersize=4, linewidth=1, label=label)
+        over_time.set(xlabel="time / seconds", ylabel=name)
+        over_updates.set(xlabel="updates", ylabel=name)
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=min(4, len(labels)), fontsize="small")
+    return figure
+
+
+def _course(trace: Trace, name: str, over: str) -> tuple[Array, Array]:
+    """A figure over ``"time"`` or ``"update"``; the training loss is averaged over a hundredth of the pushes."""
+    if name != "training loss":
+        moments = trace.evaluated.get(over, np.empty(0))
+        return moments, trace.evaluated.get(name, np.full(len(moments), np.nan))
+    moments = trace.rows["time" if over == "time" else "write"]
+    window = max(1, len(moments) // 100)
+    count = len(moments) // window
+    return moments[window - 1 :: window][:count], trace.rows["loss"][: count * window].reshape(count, window).mean(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import msgspec
@@ -99,8 +100,34 @@ def _with_settings(method: Method, settings: str) -> Method:
         raise ConfigurationError(f"{type(method).__name__}: {error}") from error
 
 
+def load(path: str) -> type[Method]:
+    """Imports and registers a method, from its path ``module:Class``. A server is told the paths of what it serves.
+
+    Raises:
+        ConfigurationError: it cannot be imported, or is no method.
+
+    Example:
+        >>> load("lightning_omni.methods.gossip:Gossip").__name__
+        'Gossip'
+    """
+    module, _, name = path.partition(":")
+    try:
+        kind = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigurationError(
+            f"the method {path} cannot be imported ({error}); it must be module:Class, in an installed module or on"
+            " PYTHONPATH"
+        ) from error
+    if not (isinstance(kind, type) and issubclass(kind, Method)):
+        raise ConfigurationError(f"{path} is not a lightning_omni.methods.Method")
+    return register(kind)
+
+
 def register(kind: type[Method]) -> type[Method]:
-    """Makes a method of your own known by its tag, here and at a server that imports its module. A class decorator.
+    """Makes a method of your own known by its tag. A class decorator.
+
+    The embedded server imports the module that a run's method comes from; a server of its own is told with
+    ``lightning-omni serve --method module:Class``.
 
     Raises:
         ConfigurationError: the name is taken.
@@ -147,6 +174,7 @@ __all__ = [
     "SoftSync",
     "Step",
     "StepTime",
+    "load",
     "method_named",
     "register",
 ]

@@ -6,8 +6,8 @@ any other. Every rank of a group runs the same generator on the same answers.
 
 The *server side* is a plain object: a push goes in, and the groups that now get an answer come out.
 
-Rule 1: whatever either side remembers between two calls lies in `Replica.memory` or comes out of `ServerSide.state`,
-so that checkpoint, copy and simulation come for free; a generator may be thrown away and made anew at any need.
+Rule 1: whatever either side remembers lies in `Replica.memory` or comes out of `ServerSide.state`, so that checkpoint,
+copy and simulation come for free; a generator may be thrown away and made anew whenever it needs the next gradient.
 Rule 2: staleness is counted by the server side when a push arrives, against `Master.clock`, and nowhere else.
 Rule 3: weights are never changed behind the replica's or the master's back: both sides hand tensors over, and whoever
 keeps one keeps a copy.

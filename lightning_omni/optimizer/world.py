@@ -194,7 +194,7 @@ class World:
         self._ranks_per_node = list(ranks_per_node or _count_ranks_per_node(self.size))
         wanted = groups if groups is not None else self.options.groups
         self.topology = Topology.by_node(self._ranks_per_node) if wanted is None else Topology.even(self.size, wanted)
-        self.method.check(len(self.topology.alive))
+        self._check_method()
         self.generation = 0
         self.control: ControlConnection | None = None
         self.parts: list[Part] = []
@@ -280,8 +280,24 @@ class World:
                     join_timeout=self.options.timeout.total_seconds(),
                     threads=self.options.server_threads,
                     allow_optimizers=tuple({class_path(type(part.optimizer)) for part in self.parts}),
+                    methods=self._foreign_method,
                     record=os.path.abspath(self.options.record) if self.options.record else "",
                 )
+            )
+
+    @property
+    def _foreign_method(self) -> tuple[str, ...]:
+        """The path of a method that is not ours, for the server to import."""
+        kind = type(self.method)
+        return () if kind.__module__.startswith("lightning_omni.") else (class_path(kind),)
+
+    def _check_method(self) -> None:
+        kind = type(self.method)
+        self.method.check(len(self.topology.alive))
+        if kind.__module__ == "__main__" or "<locals>" in kind.__qualname__:
+            raise UnsupportedError(
+                f"method={kind.__qualname__}: it is defined in the script itself, where the parameter server cannot"
+                " import it; move it to a module of its own"
             )
 
     def attach(self, optimizer: Optimizer, parameters: Mapping[str, Parameter]) -> int:
@@ -482,7 +498,12 @@ class World:
     def fetch(self, index: int) -> Pulled:
         """The server's weights for this group. Every rank of the group calls it."""
         part = self.parts[index]
-        return self._share(part, lambda: self._ask(part, m.Fetch(optimizer=index)))
+
+        def ask() -> m.Weights:
+            epoch, trained = self.trained()
+            return self._ask(part, m.Fetch(optimizer=index, epoch=epoch, trained=trained))
+
+        return self._share(part, ask)
 
     def pull(self) -> None:
         """Every rank gets the weights to evaluate, of all optimizers."""

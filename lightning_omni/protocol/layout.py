@@ -43,6 +43,11 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
         """Size in bytes."""
         return prod(self.shape) * DTYPES[self.dtype].itemsize
 
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Of a contiguous tensor, in numbers."""
+        return tuple(prod(self.shape[axis + 1 :]) for axis in range(len(self.shape)))
+
 
 class Layout(msgspec.Struct, frozen=True, dict=True):
     """Tensors one after the other in a flat buffer of bytes.
@@ -109,10 +114,16 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
         Args:
             buffer: uint8, at least ``(nbytes,)``, contiguous.
         """
-        return [
-            buffer[start : start + spec.nbytes].view(DTYPES[spec.dtype]).view(spec.shape)
-            for spec, start in zip(self.specs, self.offsets, strict=True)
-        ]
+        # One call for each tensor: with many small ones, views are what a push costs.
+        flat, views = {}, []
+        for spec, start in zip(self.specs, self.offsets, strict=True):
+            if spec.dtype not in flat:
+                dtype = DTYPES[spec.dtype]
+                flat[spec.dtype] = buffer[: self.nbytes // dtype.itemsize * dtype.itemsize].view(dtype)
+            typed = flat[spec.dtype]
+            offset = typed.storage_offset() + start // typed.itemsize
+            views.append(typed.as_strided(spec.shape, spec.strides, offset))
+        return views
 
 
 def spec_of(name: str, tensor: Tensor) -> TensorSpec:

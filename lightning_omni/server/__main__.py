@@ -17,6 +17,7 @@ import threading
 import msgspec
 import torch
 
+from lightning_omni import methods
 from lightning_omni.methods.master import resolver
 from lightning_omni.protocol.record import RecordFile
 from lightning_omni.protocol.server import ServerCore
@@ -35,6 +36,8 @@ def main() -> int:
     settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=Settings)
     torch.set_num_threads(settings.threads)
     try:
+        for path in settings.methods:
+            methods.load(path)
         core = ServerCore(
             bytes.fromhex(settings.key),
             secrets.token_bytes,

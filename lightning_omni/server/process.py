@@ -25,6 +25,7 @@ class Settings(msgspec.Struct, frozen=True):
     threads: int
     allow_optimizers: tuple[str, ...]
     record: str = ""
+    methods: tuple[str, ...] = ()
 
 
 class Ready(msgspec.Struct, frozen=True):

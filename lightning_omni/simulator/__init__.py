@@ -3,6 +3,7 @@
 from lightning_omni.simulator.cluster import Cluster, Device, Failure, Jitter, Link, Slowdown
 from lightning_omni.simulator.replay import Replayed, replay, trace_of
 from lightning_omni.simulator.run import simulate
+from lightning_omni.simulator.workload import Workload, workload_named
 
 __all__ = [
     "Cluster",
@@ -12,7 +13,9 @@ __all__ = [
     "Link",
     "Replayed",
     "Slowdown",
+    "Workload",
     "replay",
     "simulate",
     "trace_of",
+    "workload_named",
 ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -33,7 +33,7 @@ class Jitter:
 
     Example:
         >>> Jitter("lognormal", cv=0.5).factors(np.random.default_rng(0), 2).round(3)
-        array([0.95 , 0.841])
+        array([0.949, 0.84 ])
     """
 
     kind: Literal["none", "normal", "lognormal", "exponential", "gamma"] = "none"
@@ -276,7 +276,8 @@ class Cluster:
         counted: dict[Device, int] = {}
         for device in self.devices:
             counted[device] = counted.get(device, 0) + 1
-        plain = asdict(self)
+        plain = asdict(replace(self, devices=self.devices[:1], events=()))
+        plain["events"] = [{"kind": type(event).__name__, **asdict(event)} for event in self.events]
         plain["devices"] = [{"count": count, **asdict(device)} for device, count in counted.items()]
         return plain
 

@@ -107,8 +107,8 @@ def simulate(
         members_apart: compute each member's gradient by itself and average them as DDP does; for bit-equality with a
             real run of groups of several ranks.
         record: told of every event at the server, as by `lightning_omni.protocol.ServerCore`.
-        progress: True shows a progress bar, and Ctrl-C then returns the trace so far (``ended == "interrupted"``)
-            instead of raising KeyboardInterrupt; or a function, called with the fraction done and a text.
+        progress: True shows a progress bar; or a function, called with the fraction done and a text. With either,
+            Ctrl-C returns the trace so far (``ended == "interrupted"``) instead of raising KeyboardInterrupt.
 
     Returns:
         The trace. Its ``ended`` says why the run ended, ``weights`` are those of the model last evaluated.
@@ -134,8 +134,8 @@ def simulate(
         topology = Topology.even(len(cluster.devices), topology)
     if topology.ranks != tuple(range(len(cluster.devices))):
         raise ConfigurationError(
-            f"topology: it has {len(topology.ranks)} ranks, but the cluster {len(cluster.devices)} devices; every device"
-            " belongs to one group"
+            f"topology: it has {len(topology.ranks)} ranks, but the cluster {len(cluster.devices)} devices;"
+            " every device belongs to one group"
         )
     chosen = method_named(method) if isinstance(method, str) else method
     chosen.check(len(topology.alive))
@@ -157,7 +157,7 @@ def simulate(
             record,
         )
         with progress_of(progress) as shown:
-            return run.run(shown, returns_if_interrupted=progress is True)
+            return run.run(shown, returns_if_interrupted=progress is not False)
 
 
 class _Limits:

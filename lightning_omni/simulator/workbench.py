@@ -121,8 +121,10 @@ class Workbench:
             self._width, self._fewest = max(2, self._width), 2
         elif batched == "auto" and not _suits(model):
             self._width = 0
-        if not batched:
+        frozen = any(not parameter.requires_grad for parameter in self._parameters)
+        if not batched or frozen:  # vmap would give frozen parameters a gradient
             self._width = 0
+        self._is_probed = False
         self._objective = _Objective(model, loss)
         self._names = [f"model.{name}" for name in parameters]
         self._several = vmap(grad_and_value(self._value), randomness="different")
@@ -147,11 +149,13 @@ class Workbench:
         """The result of what the group began."""
         job = self._jobs[group]
         if job.result is None:
-            together = self._neighbours(job) if self._width >= self._fewest else [job]
+            together = self._neighbours(job) if self._is_probed and self._width >= self._fewest else [job]
             if len(together) < self._fewest or not self._compute_together(together):
                 job.result = self.compute(job.weights, [self.samples.batch(part) for part in job.parts])
-                if None in job.result.gradient:
-                    self._width = 0  # vmap would give zeros for it, and torch's optimizers skip it
+                # Where a parameter takes no part, vmap gives zeros; torch gives None, and its optimizers skip that.
+                self._is_probed = True
+                if any(tensor is None for tensor in job.result.gradient):
+                    self._width = 0
         del self._jobs[group]
         assert job.result is not None
         return job.result
@@ -165,10 +169,16 @@ class Workbench:
         for batch in batches:
             with torch.enable_grad():
                 loss = self._loss(self.model, batch)
-            gradient = torch.autograd.grad(loss, self._parameters, allow_unused=True)
+            gradient = self._differentiate(loss)
             losses += float(loss.detach())
             total = _added(total, gradient, len(batches)) if len(batches) > 1 else list(gradient)
         return Result(total, losses / len(batches))
+
+    def _differentiate(self, loss: Tensor) -> list[Tensor | None]:
+        """One gradient for each parameter; None where it is frozen, or took no part in the loss."""
+        moving = [parameter for parameter in self._parameters if parameter.requires_grad]
+        found = iter(torch.autograd.grad(loss, moving, allow_unused=True))
+        return [next(found) if parameter.requires_grad else None for parameter in self._parameters]
 
     def _neighbours(self, job: _Job) -> list[_Job]:
         """The job, and others of its kind that are wanted soon."""

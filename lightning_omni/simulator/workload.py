@@ -25,8 +25,8 @@ BUILT_IN = "synthetic"
 
 
 def sgd(parameters: Any) -> Optimizer:
-    """SGD with a learning rate of 0.05 and no momentum."""
-    return SGD(parameters, lr=0.05)
+    """SGD with a learning rate of 0.1 and no momentum."""
+    return SGD(parameters, lr=0.1)
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def synthetic() -> Workload:
     random = torch.Generator().manual_seed(0)
     centres = 1.6 * torch.randn(30, 24, generator=random)
     clusters = torch.randint(0, 30, (6144,), generator=random)
-    points = centres[clusters] + 1.5 * torch.randn(6144, 24, generator=random)
+    points = centres[clusters] + 1.8 * torch.randn(6144, 24, generator=random)
     labels = clusters % 10
     return Workload(
         model=nn.Sequential(nn.Linear(24, 64), nn.ReLU(), nn.Linear(64, 10)),

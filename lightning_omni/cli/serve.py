@@ -1,4 +1,4 @@
-"""The ``lightning-omni`` command."""
+"""``lightning-omni serve``: a parameter server that stands by itself."""
 
 from __future__ import annotations
 
@@ -7,14 +7,11 @@ import signal
 import threading
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import torch
-from jsonargparse import ActionYesNo, ArgumentParser, auto_cli
 from rich.console import Console
-from rich.text import Text
 
-from lightning_omni.errors import OmniError
+from lightning_omni import methods
 from lightning_omni.methods.master import resolver
 from lightning_omni.protocol.record import RecordFile
 from lightning_omni.protocol.server import ServerCore
@@ -32,6 +29,7 @@ def serve(
     threads: int = 1,
     once: bool = False,
     record: Path | None = None,
+    method: str = "",
 ) -> None:
     """Runs a parameter server that trainings join with OmniStrategy(server="tcp://host:port").
 
@@ -47,10 +45,13 @@ def serve(
         threads: Threads for the optimizer's arithmetic.
         once: End after the first run.
         record: File for a record of everything that moves the weights, to be gone through again in the simulator.
+        method: Methods of your own that runs may use, as module:Class, separated by commas.
     """
     console = Console(stderr=True)
     key, where = load_or_create(key_file)
     torch.set_num_threads(threads)
+    for path in method.split(",") if method else ():
+        methods.load(path)
     core = ServerCore(
         key,
         secrets.token_bytes,
@@ -84,28 +85,3 @@ def serve(
     finally:
         server.close()
     console.print("parameter server stopped")
-
-
-class _Parser(ArgumentParser):
-    """Spells options as shells do: ``--key-file`` and ``--once``, not ``--key_file`` and ``--once true``."""
-
-    def add_argument(self, *names: str, **options: Any) -> Any:
-        if options.get("type") is bool:
-            del options["type"]
-            options["action"] = ActionYesNo(no_prefix="no-")
-        names = tuple(name.replace("_", "-") if name.startswith("--") else name for name in names)
-        return super().add_argument(*names, **options)
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Entry point.
-
-    Args:
-        arguments: the command line; None takes the process's own.
-    """
-    try:
-        auto_cli({"serve": serve}, args=arguments, as_positional=False, prog="lightning-omni", parser_class=_Parser)
-    except OmniError as error:
-        Console(stderr=True).print("[red]lightning-omni:[/red]", Text(str(error)), highlight=False, soft_wrap=True)
-        return 2
-    return 0

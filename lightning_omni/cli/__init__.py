@@ -1,0 +1,5 @@
+"""The ``lightning-omni`` command: one module for each subcommand, and the settings that they share."""
+
+from lightning_omni.cli.command import main
+
+__all__ = ["main"]

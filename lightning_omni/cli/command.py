@@ -1,0 +1,57 @@
+"""The entry point: which subcommands there are, how options are spelled, and how errors are told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jsonargparse import ActionYesNo, ArgumentParser, auto_cli
+from rich.console import Console
+from rich.text import Text
+
+from lightning_omni.cli.serve import serve
+from lightning_omni.cli.simulate import INTERRUPTED, compare, simulate
+from lightning_omni.errors import OmniError
+
+
+class _Parser(ArgumentParser):
+    """Spells options as shells do: ``--key-file`` and ``--once``, not ``--key_file`` and ``--once true``."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **{"print_config": "--print-config", **options})
+
+    def add_argument(self, *names: str, **options: Any) -> Any:
+        if options.get("type") is bool:
+            del options["type"]
+            options["action"] = ActionYesNo(no_prefix="no-")
+        names = tuple(name.replace("_", "-") if name.startswith("--") else name for name in names)
+        return super().add_argument(*names, **options)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point.
+
+    Args:
+        arguments: the command line; None takes the process's own.
+
+    Returns:
+        The exit code: 0, 2 if a setting is wrong, or 130 after Ctrl-C.
+    """
+    commands: dict[str, Any] = {"serve": serve, "simulate": simulate, "compare": compare}
+    try:
+        code = auto_cli(commands, args=arguments, as_positional=False, prog="lightning-omni", parser_class=_Parser)
+    except (OmniError, ValueError) as error:
+        own = _own(error)
+        if own is None:
+            raise
+        Console(stderr=True).print("[red]lightning-omni:[/red]", Text(str(own)), highlight=False, soft_wrap=True)
+        return 2
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return code or 0
+
+
+def _own(error: BaseException | None) -> OmniError | None:
+    """The error of this package's that is behind another: the parser wraps those of a cluster's parts."""
+    while error is not None and not isinstance(error, OmniError):
+        error = error.__cause__
+    return error

@@ -1,0 +1,304 @@
+"""``lightning-omni simulate`` and ``compare``: tables, pictures, traces, YAML, interruptions, and wrong settings."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from processes import Process
+
+from lightning_omni import simulator
+from lightning_omni.cli import main
+from lightning_omni.errors import ConfigurationError
+from lightning_omni.trace import Trace, plot_comparison
+
+ROOT = Path(__file__).parent.parent
+SHORT = ("--devices", "4", "--batch-size", "8", "--updates", "24")
+START = 60.0
+"""Seconds for a process to import what it needs, on a busy machine."""
+
+WORKLOAD = """
+import torch
+from torch import nn
+from lightning_omni.simulator import Workload
+
+def error(model, batch):
+    return (model(batch[0]) - batch[1]).square().mean()
+
+def made():
+    x = torch.arange(64.0)[:, None] / 64
+    data = torch.utils.data.TensorDataset(x, 2 * x)
+    return Workload(nn.Linear(1, 1), data, error, lambda model: {"error": float(error(model, (x, 2 * x)))}, adam)
+
+def adam(parameters):
+    return torch.optim.Adam(parameters, lr=0.1)
+
+def blind():
+    return Workload(nn.Linear(1, 1), made().data, error)
+
+def nothing():
+    return None
+"""
+
+
+@pytest.fixture(autouse=True)
+def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The commands set the number of threads of their process; and tables are not squeezed."""
+    monkeypatch.setenv("COLUMNS", "200")
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def workload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A user's file."""
+    path = tmp_path / "my_own_workload.py"
+    path.write_text(WORKLOAD)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, path.stem, raising=False)
+    return str(path)
+
+
+def rows(output: str) -> list[dict[str, str]]:
+    """The table's rows by column."""
+    lines = [re.split("[│┃|]", line) for line in output.splitlines() if line[:1] in "│┃|" and line]
+    heads, *body = [[cell.strip() for cell in line[1:-1]] for line in lines]
+    return [dict(zip(heads, cells, strict=True)) for cells in body]
+
+
+def assert_is_picture(path: Path) -> None:
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert path.stat().st_size > 10_000
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line with which the command refuses."""
+    assert main([*arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    [line] = captured.err.splitlines()
+    return line
+
+
+def test_simulate_writes_a_table_a_picture_and_the_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--method", "softsync:n=2", *SHORT, "--straggler", "4", "--out", str(tmp_path)]) == 0
+    output = capsys.readouterr().out
+    [row] = rows(output)
+    trace = Trace.load(tmp_path / "softsync-n=2.npz")
+    assert row["method"] == "softsync:n=2"
+    assert (row["groups"], row["updates"], row["ended"]) == ("4", "24", "updates")
+    assert float(row["virtual s"]) == pytest.approx(trace.seconds, rel=1e-3)
+    assert float(row["staleness"]) == pytest.approx(trace.mean_staleness, rel=1e-3)
+    assert float(row["accuracy"]) == pytest.approx(trace.evaluated["accuracy"][-1], rel=1e-3)
+    assert {"s/update", "loss", "real s"} <= row.keys()
+    assert trace.updates == 24
+    assert [kind["count"] for kind in trace.meta["cluster"]["devices"]] == [3, 1]
+    assert_is_picture(tmp_path / "softsync-n=2.png")
+    assert f"picture: {tmp_path / 'softsync-n=2.png'}" in output
+    assert f"trace: {tmp_path / 'softsync-n=2.npz'}" in output
+
+
+def test_the_built_in_workload_is_learned_and_a_target_ends_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = str(tmp_path / "deep" / "run.png")
+    assert main(["simulate", "--target", "accuracy=0.8", "--lr", "0.2", "--out", out]) == 0
+    [row] = rows(capsys.readouterr().out)
+    assert row["ended"] == "target"
+    assert row["groups"] == "8"
+    assert row["s to accuracy 0.8"] == row["virtual s"]
+    assert float(row["accuracy"]) >= 0.8
+    assert_is_picture(tmp_path / "deep" / "run.png")
+    assert Trace.load(tmp_path / "deep" / "run.npz").ended == "target"
+
+
+def test_one_seed_gives_one_file(tmp_path: Path) -> None:
+    for folder, seed in (("one", "3"), ("same", "3"), ("other", "4")):
+        command = ["simulate", *SHORT, "--jitter", "exponential", "--seed", seed, "--no-picture"]
+        assert main([*command, "--out", str(tmp_path / folder)]) == 0
+    one, same, other = ((tmp_path / name / "async_sgd.npz").read_bytes() for name in ("one", "same", "other"))
+    assert one == same
+    assert one != other
+    assert not list(tmp_path.rglob("*.png"))
+
+
+@pytest.mark.parametrize(
+    "methods",
+    [
+        "async_sgd@1,hardsync,diloco:period=2,outer_lr=0.7",
+        "async_sgd@1; hardsync; diloco:period=2,outer_lr=0.7",
+        "async_sgd@1  hardsync diloco:period=2,outer_lr=0.7 hardsync",
+    ],
+)
+def test_compare_has_one_row_a_method_and_one_picture(
+    methods: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["compare", "--methods", methods, *SHORT, "--updates", "6", "--out", str(tmp_path)]) == 0
+    found = rows(capsys.readouterr().out)
+    assert [row["method"] for row in found] == ["async_sgd@1", "hardsync", "diloco:period=2,outer_lr=0.7"]
+    assert [row["groups"] for row in found] == ["1", "4", "4"]
+    assert_is_picture(tmp_path / "comparison.png")
+    names = ("async_sgd@1", "hardsync", "diloco-period=2-outer_lr=0.7")
+    assert [Trace.load(tmp_path / f"{name}.npz").updates for name in names] == [6, 6, 6]
+
+
+def test_yaml_describes_all_and_flags_win(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = ROOT / "examples" / "simulate.yaml"
+    out = tmp_path / "two.png"
+    arguments = ["compare", "--config", str(config), "--epochs", "1", "--out", str(out)]
+    assert main([*arguments, "--methods", "async_sgd,softsync:n=2"]) == 0
+    assert [row["method"] for row in rows(capsys.readouterr().out)] == ["async_sgd", "softsync:n=2"]
+    assert_is_picture(out)
+    cluster = Trace.load(tmp_path / "two-async_sgd.npz").meta["cluster"]
+    assert [kind["count"] for kind in cluster["devices"]] == [4, 4]
+    assert cluster["devices"][1]["jitter"]["kind"] == "exponential"
+    assert cluster["link"] == {"bandwidth": 1.25e7, "latency": 1e-4}
+    assert cluster["events"][1]["time"] == 3.0
+
+
+def test_a_printed_configuration_gives_the_same_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["simulate", *SHORT, "--latency", "1e-3", "--no-picture", "--out", str(tmp_path)]
+    with pytest.raises(SystemExit) as ended:
+        main([*flags, "--print-config"])
+    assert ended.value.code == 0
+    config = tmp_path / "printed.yaml"
+    config.write_text(capsys.readouterr().out)
+    assert "latency: 0.001" in config.read_text()
+    assert main(flags) == 0
+    first = (tmp_path / "async_sgd.npz").read_bytes()
+    assert main(["simulate", "--config", str(config)]) == 0
+    assert (tmp_path / "async_sgd.npz").read_bytes() == first
+
+
+def test_a_workload_of_ones_own(workload: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["simulate", "--workload", f"{workload}:made", *SHORT, "--target", "error=1e-9", "--out", str(tmp_path)]
+    assert main(command) == 0
+    [row] = rows(capsys.readouterr().out)
+    assert row["s to error 1e-09"] == "-"
+    assert float(row["error"]) < 2
+    assert "accuracy" not in row
+    assert main([*command, "--lr", "0"]) == 0
+    assert len(set(Trace.load(tmp_path / "async_sgd.npz").evaluated["error"])) == 1
+
+
+def test_a_workload_without_figures_is_drawn_by_its_training_loss(workload: str, tmp_path: Path) -> None:
+    command = ["compare", "--workload", f"{workload}:blind", "--methods", "async_sgd,hardsync", *SHORT]
+    assert main([*command, "--out", str(tmp_path)]) == 0
+    assert_is_picture(tmp_path / "comparison.png")
+    assert not len(Trace.load(tmp_path / "hardsync.npz").evaluated["time"])
+
+
+def test_wrong_workloads_are_told(workload: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def said(*arguments: str) -> str:
+        return refusal(capsys, "simulate", *arguments)
+
+    assert "there is no function 'absent'" in said("--workload", f"{workload}:absent")
+    assert "returns NoneType" in said("--workload", f"{workload}:nothing")
+    assert "there is no file" in said("--workload", "absent.py:made")
+    assert "there is no module 'absent'" in said("--workload", "absent.module:made")
+    assert "'file.py:function'" in said("--workload", "absent")
+    assert "--target error=1: the workload evaluates nothing" in said(
+        "--workload", f"{workload}:blind", "--target", "error=1"
+    )
+    assert "--momentum: Adam has none" in said("--workload", f"{workload}:made", "--momentum", "0.5", "--no-picture")
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (("--method", "softsync:n=4", "--groups", "2"), "pass n<=2 or more groups"),
+        (("--method", "gossip", "--groups", "1"), "pass groups=2 or more, or another method"),
+        (("--method", "gossip@1"), "pass groups=2 or more, or another method"),
+        (("--method", "hardsync@many"), "the number of groups, as in hardsync@4"),
+        (("--method", "sotfsync"), "method='sotfsync' is not known; pass one of 'async_sgd'"),
+        (("--method", "softsync:m=4"), "SoftSync has no setting m; it has n"),
+        (("--groups", "9"), "pass groups<=8 or more devices"),
+        (("--target", "accuracy"), "--target accuracy: pass a figure and its value, as in accuracy=0.9"),
+        (("--target", "acc=0.9"), "--target acc=0.9: the workload evaluates loss, accuracy"),
+        (("--batch-size", "0"), "--batch-size 0: pass a number above 0"),
+        (("--straggler", "0"), "--straggler 0.0: pass a number above 0"),
+        (("--evaluate-every", "0"), "--evaluate-every 0: pass a number above 0"),
+        (("--lr", "-1"), "--lr -1.0: pass a number, 0 or more"),
+        (("--bandwidth", "0"), "pass bytes per second, above 0"),
+        (("--jitter", "lognormal"), "pass lognormal:0.2"),
+        (("--jitter", "much"), "--jitter much: pass none, exponential"),
+        (("--cluster.devices", '[{"count": 2}]', "--devices", "4"), "move --devices into it"),
+        (("--cluster.devices", '[{"count": 2}]', "--cluster.link.latency", "-1"), "latency=-1.0: pass seconds"),
+        (("--out", f"{__file__}/folder"), "pass a folder that can be written"),
+    ],
+)
+def test_wrong_settings_are_one_line_with_the_remedy(
+    flags: tuple[str, ...], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert text in refusal(capsys, "simulate", *flags)
+
+
+def test_compare_refuses_before_it_simulates_anything(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "softsync:n=9: n=9" in refusal(capsys, "compare", "--methods", "async_sgd,softsync:n=9")
+    assert "--methods: pass at least one" in refusal(capsys, "compare", "--methods", " ")
+
+
+def test_without_matplotlib_nothing_starts_but_without_pictures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
+    command = ["simulate", *SHORT, "--out", str(tmp_path)]
+    assert "pip install 'lightning-omni[plot]'" in refusal(capsys, *command)
+    assert main([*command, "--no-picture"]) == 0
+
+
+def test_ctrl_c_reports_what_was_simulated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = simulator.simulate
+
+    def interrupted(method: Any, *arguments: Any, progress: Any, **options: Any) -> Trace:
+        def show(done: float, text: str) -> None:
+            progress(done, text)
+            if type(method).__name__ == "HardSync" and done > 0.5:
+                raise KeyboardInterrupt
+
+        return real(method, *arguments, progress=show, **options)
+
+    monkeypatch.setattr(simulator, "simulate", interrupted)
+    assert main(["compare", "--methods", "async_sgd,hardsync,gossip", *SHORT, "--out", str(tmp_path)]) == 130
+    whole, half = rows(capsys.readouterr().out)
+    assert (whole["method"], whole["ended"], whole["updates"]) == ("async_sgd", "updates", "24")
+    assert (half["method"], half["ended"]) == ("hardsync", "interrupted")
+    assert 12 <= int(half["updates"]) < 24
+    assert_is_picture(tmp_path / "comparison.png")
+    assert Trace.load(tmp_path / "hardsync.npz").ended == "interrupted"
+
+
+def test_nothing_can_not_be_compared(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="there is nothing to draw"):
+        plot_comparison({}, tmp_path / "empty.png")
+    trace = Trace(rows={name: np.empty(0, kind) for name, kind in Trace.COLUMNS.items()})
+    plot_comparison({"empty": trace}, tmp_path / "empty.png")
+    with pytest.raises(ConfigurationError, match="pass a file that can be written"):
+        plot_comparison({"empty": trace}, tmp_path / "absent" / "empty.png")
+
+
+@pytest.mark.processes
+def test_the_command_runs_without_lightning(tmp_path: Path) -> None:
+    program = (
+        "import sys; from lightning_omni.cli import main; code = main();"
+        " assert not {'lightning', 'pytorch_lightning', 'skopt'} & set(sys.modules); raise SystemExit(code)"
+    )
+    command = ["simulate", *SHORT, "--out", str(tmp_path)]
+    process = Process([sys.executable, "-c", program, *command], {"OMP_NUM_THREADS": "1"})
+    try:
+        assert process.end(timeout=START) == 0, process.output
+    finally:
+        process.kill()
+    assert rows(process.output)[0]["updates"] == "24"
+    assert_is_picture(tmp_path / "async_sgd.png")
