@@ -279,6 +279,19 @@ def test_ctrl_c_reports_what_was_simulated(
     assert Trace.load(tmp_path / "hardsync.npz").ended == "interrupted"
 
 
+def test_a_narrow_table_stands_upright(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("lightning_omni.cli.simulate._WIDTH", 60)
+    command = ["compare", "--methods", "async_sgd,hardsync", *SHORT, "--no-picture", "--out", str(tmp_path)]
+    assert main(command) == 0
+    output = capsys.readouterr().out
+    upright = {row.pop("method"): row for row in rows(output)}
+    assert upright["updates"] == {"async_sgd": "24", "hardsync": "24"}
+    assert upright["ended"] == {"async_sgd": "updates", "hardsync": "updates"}
+    assert "…" not in output.split("trace:")[0]
+
+
 def test_nothing_can_not_be_compared(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="there is nothing to draw"):
         plot_comparison({}, tmp_path / "empty.png")

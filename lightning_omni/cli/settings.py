@@ -62,7 +62,7 @@ class Devices:
 
 @dataclass(frozen=True)
 class Machines:
-    """A whole cluster, as a trace's ``meta["cluster"]`` has it.
+    """A whole cluster.
 
     Args:
         devices: One entry for each kind, in the order of ranks.

@@ -210,7 +210,10 @@ def _file_name(method: str) -> str:
 def _report(runs: Sequence[Run], target: tuple[str, float] | None, files: _Files, picture: bool) -> None:
     """A table of the runs and the paths of the files, on standard output."""
     console = Console() if sys.stdout.isatty() else Console(width=_WIDTH)
-    console.print(_table(runs, target))
+    rows = [_row(run, target) for run in runs]
+    table = _table(rows)
+    fits = console.measure(table, options=console.options.update(max_width=10 * _WIDTH)).maximum <= console.width
+    console.print(table if fits else _tall_table(rows))
     for kind, path in (
         *((("picture", files.picture),) if picture else ()),
         *(("trace", files.trace(run.entrant.name)) for run in runs),
@@ -218,14 +221,26 @@ def _report(runs: Sequence[Run], target: tuple[str, float] | None, files: _Files
         console.print(Text(f"{kind}: {path}"), soft_wrap=True)
 
 
-def _table(runs: Sequence[Run], target: tuple[str, float] | None) -> Table:
-    rows = [_row(run, target) for run in runs]
+def _table(rows: Sequence[Mapping[str, str]]) -> Table:
+    """One row for each run."""
     heads = list(dict.fromkeys(head for row in rows for head in row))
     table = Table()
     for head in heads:
-        table.add_column(head, justify="left" if head in ("method", "ended") else "right", no_wrap=head == "method")
+        table.add_column(head, justify="left" if head in ("method", "ended") else "right", no_wrap=True)
     for row in rows:
         table.add_row(*(Text(row.get(head, "-")) for head in heads))
+    return table
+
+
+def _tall_table(rows: Sequence[Mapping[str, str]]) -> Table:
+    """One column for each run, for narrow terminals."""
+    first, *heads = dict.fromkeys(head for row in rows for head in row)
+    table = Table()
+    table.add_column(first, no_wrap=True)
+    for row in rows:
+        table.add_column(Text(row[first]), justify="right", overflow="fold")
+    for head in heads:
+        table.add_row(head, *(Text(row.get(head, "-")) for row in rows))
     return table
 
 

@@ -1,0 +1,288 @@
+"""All-reduce, elastic averaging or gossip at 8 to 128 workers: who is faster where?
+
+python examples/how_to_scale.py            # about 6 minutes on two cores
+python examples/how_to_scale.py --quick    # a minute
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from comparison import (
+    Finding,
+    Images,
+    Run,
+    Stopwatch,
+    best,
+    caption,
+    command_line,
+    console,
+    final,
+    load_images,
+    network,
+    new_figure,
+    save_figure,
+    show_findings,
+    show_table,
+    simulate_all,
+)
+
+from lightning_omni.methods import ElasticAveraging, Gossip, LocalSGD, Method
+from lightning_omni.simulator import Cluster, Jitter, Link
+from lightning_omni.trace import Trace
+
+METHODS = ("all-reduce", "elastic", "elastic, every 10", "pull-gossip", "push-gossip")
+BATCH_SIZE = 16
+RATES = (0.03, 0.1, 0.3)
+FEW, MANY = 32, 64
+"""Up to so many workers the paper finds asynchronous training faster; from so many on, synchronous training better."""
+
+STEP_SECONDS, JITTER = 0.2, 0.2
+MODEL_SECONDS, LATENCY = 0.016, 50e-6
+
+Key = tuple[str, int, float]
+"""Method, workers, learning rate."""
+
+
+class CutOnce(torch.optim.SGD):
+    """Nesterov's SGD, its learning rate divided by ten after ``cut_after`` steps."""
+
+    def __init__(self, parameters: Any, lr: float, cut_after: int) -> None:
+        super().__init__(parameters, lr=lr, momentum=0.9, nesterov=True)
+        self._left = cut_after
+
+    def step(self, closure: Any = None) -> Any:
+        self._left -= 1
+        if self._left == 0:
+            for group in self.param_groups:
+                group["lr"] /= 10
+        return super().step(closure)
+
+
+def method_of(name: str, workers: int) -> Method:
+    """The method; the elastic moving rate is that of the authors' code."""
+    if name == "all-reduce":
+        return LocalSGD(period=1)  # in one group of all workers, where gradients are averaged and nothing else is left
+    if name.startswith("elastic"):
+        return ElasticAveraging(period=10 if name.endswith("10") else 1, moving_rate=0.8 / workers)
+    return Gossip(kind="pull" if name == "pull-gossip" else "push")
+
+
+def cluster_of(name: str, workers: int) -> Cluster:
+    """Equal GPUs whose steps scatter by a fifth, and one network for whatever is sent."""
+    nbytes = 4 * sum(parameter.numel() for parameter in network().parameters())
+    wire = Link(nbytes / MODEL_SECONDS, LATENCY)
+    elastic = name.startswith("elastic")
+    return Cluster.even(
+        workers,
+        STEP_SECONDS / BATCH_SIZE,
+        jitter=Jitter("lognormal", cv=JITTER),
+        # All elastic messages pass the server's card, one after the other; that is where their bytes are counted.
+        link=Link(latency=LATENCY) if elastic else wire,
+        server=Link(wire.bandwidth) if elastic else Link(),
+        group_link=wire,
+    )
+
+
+def run_of(name: str, workers: int, lr: float, epochs: int, samples: int) -> Run:
+    """One simulation, evaluated some eighty times."""
+    steps = samples * epochs // (workers * BATCH_SIZE)
+    every = max(1, steps // 80)  # steps of each worker; an update is one of them all, of one, or one exchange
+    if name != "all-reduce":
+        every *= workers
+    if name.endswith("10"):
+        every = max(1, every // 10)
+    return Run(
+        method_of(name, workers),
+        1 if name == "all-reduce" else workers,
+        cluster_of(name, workers),
+        partial(CutOnce, lr=lr, cut_after=steps * 2 // 3),
+        batch_size=BATCH_SIZE,
+        epochs=epochs,
+        evaluate_every=every,
+    )
+
+
+# --- What came out ---------------------------------------------------------------------------------------------------
+
+
+class Outcome:
+    """The runs, and for each method and number of workers the one that got to the target first."""
+
+    def __init__(self, traces: Mapping[Key, Trace], target: float, samples: int) -> None:
+        self.target, self.samples = target, samples
+        self.workers = tuple(dict.fromkeys(key[1] for key in traces))
+        self.fastest: dict[tuple[str, int], Trace] = {}
+        self.rate: dict[tuple[str, int], float] = {}
+        self.accuracy: dict[tuple[str, int], float] = {}
+        for name in METHODS:
+            for workers in self.workers:
+                at_hand = {key: trace for key, trace in traces.items() if key[:2] == (name, workers)}
+                key = best(at_hand, self._seconds)
+                self.fastest[name, workers], self.rate[name, workers] = traces[key], key[2]
+                self.accuracy[name, workers] = max(map(final, at_hand.values()))
+
+    def seconds(self, name: str, workers: int) -> float:
+        """Seconds to the target, infinite if it was never reached."""
+        return self._seconds(self.fastest[name, workers])
+
+    def step_seconds(self, name: str, workers: int) -> float:
+        """Seconds of one step of all workers."""
+        trace = self.fastest[name, workers]
+        return trace.seconds * workers * BATCH_SIZE / float(trace.evaluated["samples"][-1])
+
+    def speedup(self, name: str) -> float:
+        """How much sooner the most workers reach the target than the fewest; 0 if they never do."""
+        seconds = self.seconds(name, self.workers[0]), self.seconds(name, self.workers[-1])
+        return seconds[0] / seconds[1] if np.isfinite(seconds[0]) else 0.0
+
+    def first(self, workers: int) -> str:
+        """Who reaches the target first."""
+        return min(METHODS, key=lambda name: self.seconds(name, workers))
+
+    def best_asynchronous(self, workers: int) -> float:
+        """Best final accuracy without all-reduce."""
+        return max(self.accuracy[name, workers] for name in METHODS[1:])
+
+    def lead(self, workers: int) -> float:
+        """In how much of the time before anybody's step size is cut an asynchronous method is ahead of all-reduce."""
+        rival = min(METHODS[1:], key=lambda name: self.seconds(name, workers))
+        ours, theirs = (self.fastest[name, workers].evaluated for name in (rival, METHODS[0]))
+        cut = min(self.cut(rival, workers), self.cut(METHODS[0], workers))
+        begin = max(ours["time"][0], theirs["time"][0])
+        times = np.linspace(min(begin, cut), cut, 200)
+        accuracies = (np.interp(times, course["time"], course["accuracy"]) for course in (ours, theirs))
+        return float(np.mean(np.greater(*accuracies)))
+
+    def cut(self, name: str, workers: int) -> float:
+        """When the step size is cut."""
+        course = self.fastest[name, workers].evaluated
+        return float(np.interp(self.samples * 2 / 3, course["samples"], course["time"]))
+
+    def _seconds(self, trace: Trace) -> float:
+        seconds = trace.time_to("accuracy", self.target)
+        return seconds if np.isfinite(seconds) else float("inf")
+
+
+def findings(out: Outcome) -> list[Finding]:
+    """The paper's findings beside what came out."""
+    few = [workers for workers in out.workers if workers <= FEW]
+    many = [workers for workers in out.workers if workers >= MANY]
+    most = out.workers[-1]
+    speedups = {name: out.speedup(name) for name in METHODS}
+    return [
+        Finding(
+            f"time to {out.target:.0%} accuracy, up to {FEW} workers",
+            "asynchronous SGD, elastic averaging and gossip alike, converges faster at fewer nodes (up to about 32)"
+            " [Jin et al. 2016, abstract]",
+            "\n".join(
+                f"{workers}: {out.first(workers)} is first, {out.seconds(out.first(workers), workers):.0f} s;"
+                f" all-reduce {_told(out.seconds('all-reduce', workers))}"
+                for workers in few
+            ),
+            [out.seconds(name, w) < out.seconds("all-reduce", w) for w in few for name in METHODS[1:]],
+        ),
+        Finding(
+            f"speed-up from {out.workers[0]} to {most} workers",
+            "synchronous SGD scales better to more nodes (up to about 100) [Jin et al. 2016, abstract]",
+            "\n".join(
+                f"{name}: {speedup:.1f} times as fast" if speedup else f"{name}: never there"
+                for name, speedup in speedups.items()
+            )
+            + f"\nfirst at {most}: {out.first(most)}",
+            [
+                *(speedups["all-reduce"] > speedup for name, speedup in speedups.items() if name != "all-reduce"),
+                out.first(most) == "all-reduce",
+            ],
+        ),
+        Finding(
+            f"large step size, then small, up to {FEW} workers",
+            "asynchronous SGD is ahead while the step size is large; all-reduce converges most consistently"
+            " [Jin et al. 2016]",
+            "\n".join(
+                f"{w}: ahead {out.lead(w):.0%} of the time before the cut; at the end"
+                f" {out.best_asynchronous(w):.1%}, all-reduce {out.accuracy['all-reduce', w]:.1%}"
+                for w in few
+            ),
+            [
+                *(out.lead(w) > 0.5 for w in few),
+                *(out.accuracy["all-reduce", w] >= out.best_asynchronous(w) for w in few),
+            ],
+        ),
+        Finding(
+            f"final accuracy, {MANY} workers and more",
+            "at about 100 nodes all-reduce reaches the higher accuracy [Jin et al. 2016]",
+            "\n".join(
+                f"{w}: all-reduce {out.accuracy['all-reduce', w]:.1%}, best other {out.best_asynchronous(w):.1%}"
+                for w in many
+            ),
+            [out.accuracy["all-reduce", w] > out.best_asynchronous(w) for w in many],
+        ),
+    ]
+
+
+def draw(out: Outcome, found: list[Finding], images: Images, path: Path) -> None:
+    """Time to the target, speed-up, and two courses."""
+    figure, ((times, speedups), (few, many)) = new_figure(2, 2)
+    for name in METHODS:
+        seconds = np.array([out.seconds(name, workers) for workers in out.workers])
+        times.plot(out.workers, seconds, marker="o", label=name)
+        speedups.plot(out.workers, seconds[0] / seconds, marker="o", label=name)
+        for axes, workers in ((few, out.workers[0]), (many, out.workers[-1])):
+            course = out.fastest[name, workers].evaluated
+            axes.plot(course["time"], 1 - course["accuracy"], label=f"{name}, lr {out.rate[name, workers]:g}")
+            axes.set(xlabel="time / seconds", ylabel="test error", yscale="log")
+            axes.set(xlim=(0, 1.5 * max(out.fastest[name, workers].seconds for name in ("all-reduce", "pull-gossip"))))
+    times.set(xscale="log", yscale="log", xlabel="workers", ylabel=f"seconds to {out.target:.0%} accuracy")
+    speedups.set(xscale="log", yscale="log", xlabel="workers", ylabel=f"speed-up over {out.workers[0]} workers")
+    for axes, finding in zip((times, speedups, few, many), found, strict=True):
+        caption(axes, finding)
+        axes.legend(fontsize="x-small")
+    for axes, workers in ((few, out.workers[0]), (many, out.workers[-1])):
+        axes.set_title(f"{axes.get_title()} (drawn: {workers})", fontsize="medium")
+    save_figure(figure, f"All-reduce, elastic averaging, gossip ({images.source})", path)
+
+
+def _told(seconds: float) -> str:
+    return f"{seconds:.1f} s" if np.isfinite(seconds) else "never"
+
+
+def main() -> None:
+    """Simulate, show, and draw."""
+    arguments = command_line(__doc__, "how_to_scale.png").parse_args()
+    stopwatch, images = Stopwatch(), load_images()
+    samples = len(images.train[0])
+    sizes, rates, epochs, target = (8, 16, 32, 64, 128), RATES, 6, 0.8
+    if arguments.quick:
+        sizes, rates, epochs, target = (8, 32, 128), RATES[1:2], 3, 0.75
+    keys = [(name, workers, lr) for workers in sizes for name in METHODS for lr in rates]
+    # Longest first, so that both processes are busy to the end.
+    runs = {key: run_of(*key, epochs, samples) for key in sorted(keys, key=lambda key: key[0] == "all-reduce")}
+    out = Outcome(simulate_all(runs, images, "how to scale", arguments.processes), target, samples * epochs)
+    rows = [
+        (
+            str(workers),
+            name,
+            f"{out.step_seconds(name, workers):.2f}",
+            _told(out.seconds(name, workers)),
+            f"{out.rate[name, workers]:g}",
+            f"{out.accuracy[name, workers]:.1%}",
+        )
+        for workers in out.workers
+        for name in METHODS
+    ]
+    columns = ("workers", "method", "seconds a step", f"time to {target:.0%}", "its learning rate", "final accuracy")
+    show_table(f"{images.source}, {epochs} epochs", columns, rows)
+    found = findings(out)
+    show_findings("How to scale distributed deep learning?", found)
+    draw(out, found, images, arguments.out)
+    console.print(f"{len(runs)} simulations in {stopwatch}")
+
+
+if __name__ == "__main__":
+    main()
