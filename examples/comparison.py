@@ -10,6 +10,7 @@ import argparse
 import multiprocessing
 import signal
 import sys
+import textwrap
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -40,7 +41,7 @@ STEADY_OVER = 4
 
 Key = TypeVar("Key", bound=Hashable)
 
-console = Console()
+console = Console(width=None if sys.stdout.isatty() else 132)
 
 
 # --- Data and model --------------------------------------------------------------------------------------------------
@@ -92,7 +93,7 @@ class Evaluator:
     """Figures of a model on the test images.
 
     ``accuracy``, ``error`` (one minus it) and ``loss``; and ``steady``, the mean accuracy of the last
-    `STEADY_OVER` evaluations, which does not reach a target by chance. A model that is not finite is right nowhere.
+    `STEADY_OVER` evaluations, which does not reach a target by chance.
     """
 
     def __init__(self, images: Images) -> None:
@@ -101,13 +102,12 @@ class Evaluator:
 
     def __call__(self, model: nn.Module) -> dict[str, float]:
         logits = model(self._inputs)
-        finite = bool(logits.isfinite().all())
-        accuracy = float((logits.argmax(1) == self._labels).float().mean()) if finite else 0.0
+        accuracy = float((logits.argmax(1) == self._labels).float().mean())
         self._last.append(accuracy)
         return {
             "accuracy": accuracy,
             "error": 1 - accuracy,
-            "loss": float(cross_entropy(logits, self._labels)) if finite else float("inf"),
+            "loss": float(cross_entropy(logits, self._labels)),
             "steady": sum(self._last) / len(self._last),
         }
 
@@ -307,8 +307,9 @@ def new_figure(rows: int, columns: int) -> tuple[Any, Any]:
 
 
 def caption(axes: Any, finding: Finding) -> None:
-    """Writes over a panel what it shows, and under that whether the finding was reproduced."""
-    axes.set_title(f"{finding.figure}\nreproduced: {finding.reproduced}", fontsize="medium")
+    """Writes over a panel what it shows, the published finding, and whether it was reproduced."""
+    published = textwrap.fill(finding.published, 76)
+    axes.set_title(f"{finding.figure}\n{published}\nreproduced here: {finding.reproduced}", fontsize="small")
 
 
 def save_figure(figure: Any, title: str, path: Path) -> None:

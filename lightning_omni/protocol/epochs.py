@@ -173,7 +173,7 @@ class Epochs:
     def _has_more(self, group: int, question: Await) -> bool:
         """Whether the group has something to train before the next validation."""
         assert self.book is not None
-        if group not in self.book.groups:
+        if not self.book.has(group):
             return False
         stretch = max(self.book.stretch, question.stretch)
         if held := self.book.drawn(group, question.trained):
@@ -184,6 +184,8 @@ class Epochs:
         """Whether every group waits, and none has anything to train before the next validation."""
         assert self.book is not None
         here = [asked for rank, asked in self._waiting.items() if self._validated[rank] == self._validations]
+        if len(here) < len(self.book.groups):
+            return False  # asked at every turn, so the cheap answer first
         if any(self._has_more(*asked) for asked in here):
             return False
         return {group for group, _ in here} >= set(self.book.groups)

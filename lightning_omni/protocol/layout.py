@@ -75,6 +75,14 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
         return tuple(starts)
 
     @cached_property
+    def _places(self) -> tuple[tuple[str, tuple[int, ...], tuple[int, ...], int], ...]:
+        """Dtype, shape, strides and offset of each tensor, the last two in numbers."""
+        return tuple(
+            (spec.dtype, spec.shape, spec.strides, start // DTYPES[spec.dtype].itemsize)
+            for spec, start in zip(self.specs, self.offsets, strict=True)
+        )
+
+    @cached_property
     def nbytes(self) -> int:
         """Size of the whole buffer in bytes."""
         return self.offsets[-1] + self.specs[-1].nbytes if self.specs else 0
@@ -115,14 +123,15 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
             buffer: uint8, at least ``(nbytes,)``, contiguous.
         """
         # One call for each tensor: with many small ones, views are what a push costs.
-        flat, views = {}, []
-        for spec, start in zip(self.specs, self.offsets, strict=True):
-            if spec.dtype not in flat:
-                dtype = DTYPES[spec.dtype]
-                flat[spec.dtype] = buffer[: self.nbytes // dtype.itemsize * dtype.itemsize].view(dtype)
-            typed = flat[spec.dtype]
-            offset = typed.storage_offset() + start // typed.itemsize
-            views.append(typed.as_strided(spec.shape, spec.strides, offset))
+        flat: dict[str, tuple[Tensor, int]] = {}
+        views = []
+        for dtype, shape, strides, offset in self._places:
+            if dtype not in flat:
+                size = DTYPES[dtype].itemsize
+                typed = buffer[: self.nbytes // size * size].view(DTYPES[dtype])
+                flat[dtype] = typed, int(typed.storage_offset())
+            typed, first = flat[dtype]
+            views.append(typed.as_strided(shape, strides, first + offset))
         return views
 
 

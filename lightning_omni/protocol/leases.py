@@ -98,6 +98,10 @@ class LeaseBook:
         """Groups that draw."""
         return tuple(self._sizes)
 
+    def has(self, group: int) -> bool:
+        """Whether a group draws."""
+        return group in self._sizes
+
     @property
     def next_stretch(self) -> int:
         """The stretch of what is drawn next.

@@ -41,6 +41,7 @@ class Roster:
         self.gone: set[int] = set()
         self.topology: Topology | None = None
         self._ranks: dict[bytes, int] = {}
+        self._tickets: dict[bytes, int] = {}
 
     @property
     def world_size(self) -> int:
@@ -95,7 +96,7 @@ class Roster:
         if self._first is None:
             self._first, self._began = hello, now
         self.members[hello.rank] = Member(hello.rank, peer, ticket, now)
-        self._ranks[peer] = hello.rank
+        self._ranks[peer] = self._tickets[ticket] = hello.rank
         return hello, challenge
 
     def by_peer(self, peer: bytes) -> Member | None:
@@ -104,7 +105,8 @@ class Roster:
 
     def by_ticket(self, ticket: bytes) -> Member | None:
         """The admitted rank that holds a ticket."""
-        return next((member for member in self.members.values() if is_equal(member.ticket, ticket)), None)
+        member = self.members.get(self._tickets.get(ticket, -1))
+        return member if member is not None and is_equal(member.ticket, ticket) else None
 
     def silent(self, now: float, timeout: float, join_timeout: float) -> list[tuple[int, str]]:
         """Live ranks that were silent for too long, and how to say so."""

@@ -236,7 +236,7 @@ class Simulation:
         )
         self._samples = samples
         self._desk = Desk(Layout.of(start), len(topology.ranks), seed, master, record)
-        self._snapshots = Snapshots(self._desk._layout)
+        self._snapshots = Snapshots(Layout.of(start))
         self._steps_at_server = method.steps_at == "server"
         self._desk.form(topology, method, start, master if self._steps_at_server else None)
         self._inwards, self._outwards, self._service = Queue(), Queue(), Queue()
