@@ -42,7 +42,7 @@ RATES = (0.01, 0.03, 0.1)
 FEW, MANY = 32, 64
 """Up to so many workers the paper finds asynchronous training faster; from so many on, synchronous training better."""
 
-STEP_SECONDS, JITTER = 0.2, 0.2
+STEP_SECONDS = 0.2
 MODEL_SECONDS, LATENCY = 0.016, 50e-6
 
 Key = tuple[str, int, float]
@@ -73,15 +73,15 @@ def method_of(name: str, workers: int) -> Method:
     return Gossip(kind="pull" if name == "pull-gossip" else "push")
 
 
-def cluster_of(name: str, workers: int) -> Cluster:
-    """Equal GPUs whose steps scatter by a fifth, and one network for whatever is sent."""
+def cluster_of(name: str, workers: int, jitter: float) -> Cluster:
+    """Equal GPUs whose steps scatter, and one network for whatever is sent."""
     nbytes = 4 * sum(parameter.numel() for parameter in network().parameters())
     wire = Link(nbytes / MODEL_SECONDS, LATENCY)
     elastic = name.startswith("elastic")
     return Cluster.even(
         workers,
         STEP_SECONDS / BATCH_SIZE,
-        jitter=Jitter("lognormal", cv=JITTER),
+        jitter=Jitter("lognormal", cv=jitter),
         # All elastic messages pass the server's card, one after the other; that is where their bytes are counted.
         link=Link(latency=LATENCY) if elastic else wire,
         server=Link(wire.bandwidth) if elastic else Link(),
@@ -89,7 +89,7 @@ def cluster_of(name: str, workers: int) -> Cluster:
     )
 
 
-def run_of(name: str, workers: int, lr: float, epochs: int, samples: int) -> Run:
+def run_of(name: str, workers: int, lr: float, epochs: int, samples: int, jitter: float) -> Run:
     """One simulation, evaluated 250 times or at every step."""
     steps = samples * epochs // (workers * BATCH_SIZE)
     every = max(1, steps // 250)  # steps of each worker; an update is one of them all, of one, or one exchange
@@ -100,7 +100,7 @@ def run_of(name: str, workers: int, lr: float, epochs: int, samples: int) -> Run
     return Run(
         method_of(name, workers),
         1 if name == "all-reduce" else workers,
-        cluster_of(name, workers),
+        cluster_of(name, workers, jitter),
         partial(CutOnce, lr=lr, cut_after=steps * 2 // 3),
         batch_size=BATCH_SIZE,
         epochs=epochs,
@@ -141,9 +141,9 @@ class Outcome:
         seconds = self.seconds(name, self.workers[0]), self.seconds(name, self.workers[-1])
         return seconds[0] / seconds[1] if np.isfinite(seconds[0]) else 0.0
 
-    def first(self, workers: int) -> str:
-        """Who reaches the target first."""
-        return min(METHODS, key=lambda name: self.seconds(name, workers))
+    def ranking(self, workers: int) -> list[str]:
+        """The methods, the first to reach the target first."""
+        return sorted(METHODS, key=lambda name: self.seconds(name, workers))
 
     def best_asynchronous(self, workers: int) -> float:
         """Best final accuracy without all-reduce."""
@@ -181,8 +181,8 @@ def findings(out: Outcome) -> list[Finding]:
             "asynchronous SGD, elastic averaging and gossip alike, converges faster at fewer nodes (up to about 32)"
             " [Jin et al. 2016, abstract]",
             "\n".join(
-                f"{workers}: {out.first(workers)} is first, {out.seconds(out.first(workers), workers):.0f} s;"
-                f" all-reduce {_told(out.seconds('all-reduce', workers))}"
+                f"{workers}: "
+                + ", ".join(f"{name} {_told(out.seconds(name, workers))}" for name in out.ranking(workers))
                 for workers in few
             ),
             [out.seconds(name, w) < out.seconds("all-reduce", w) for w in few for name in METHODS[1:]],
@@ -194,10 +194,10 @@ def findings(out: Outcome) -> list[Finding]:
                 f"{name}: {speedup:.1f} times as fast" if speedup else f"{name}: never there"
                 for name, speedup in speedups.items()
             )
-            + f"\nfirst at {most}: {out.first(most)}",
+            + f"\nfirst at {most}: {out.ranking(most)[0]}",
             [
                 *(speedups["all-reduce"] > speedup for name, speedup in speedups.items() if name != "all-reduce"),
-                out.first(most) == "all-reduce",
+                out.ranking(most)[0] == "all-reduce",
             ],
         ),
         Finding(
@@ -254,7 +254,9 @@ def _told(seconds: float) -> str:
 
 def main() -> None:
     """Simulate, show, and draw."""
-    arguments = command_line(__doc__, "how_to_scale.png").parse_args()
+    parser = command_line(__doc__, "how_to_scale.png")
+    parser.add_argument("--jitter", type=float, default=0.2, help="how steps scatter: standard deviation over mean")
+    arguments = parser.parse_args()
     stopwatch, images = Stopwatch(), load_images()
     samples = len(images.train[0])
     sizes, rates, epochs, target = (8, 16, 32, 64, 128), RATES, 6, 0.8
@@ -262,7 +264,10 @@ def main() -> None:
         sizes, rates, epochs, target = (8, 32, 128), RATES[1:], 2, 0.75
     keys = [(name, workers, lr) for workers in sizes for name in METHODS for lr in rates]
     # Longest first, so that both processes are busy to the end.
-    runs = {key: run_of(*key, epochs, samples) for key in sorted(keys, key=lambda key: key[0] == "all-reduce")}
+    runs = {
+        key: run_of(*key, epochs, samples, arguments.jitter)
+        for key in sorted(keys, key=lambda key: key[0] == "all-reduce")
+    }
     out = Outcome(simulate_all(runs, images, "how to scale", arguments.processes), target, samples * epochs)
     rows = [
         (

@@ -127,9 +127,8 @@ def test_a_recorded_run_replayed_in_the_simulator_ends_with_the_same_bits(number
     real = in_groups(groups)[0][number]
     model = Net()
     model.load_state_dict({name: torch.tensor(value) for name, value in real["initial"].items()})
-    events = [event for event in read_record(real["record"]) if event.kind != "retire"]  # the goodbyes at the end
     again = replay(
-        events,
+        read_record(real["record"]),
         model,
         loss_of,
         batch_of,

@@ -86,8 +86,24 @@ def method_named(text: str) -> Method:
     return _with_settings(method, settings) if settings else method
 
 
+_NOTHING = ("None", "none", "null")
+
+
+def checked(method: Method) -> Method:
+    """The same method, if all its settings are of the right type.
+
+    Raises:
+        ConfigurationError: one is not; a msgspec struct finds out no sooner.
+    """
+    try:
+        return msgspec.convert(msgspec.to_builtins(method), type(method))
+    except msgspec.ValidationError as error:
+        raise ConfigurationError(f"method={method!r}: {error}") from error
+
+
 def _with_settings(method: Method, settings: str) -> Method:
-    changes = {name.strip(): value for name, _, value in (part.partition("=") for part in settings.split(","))}
+    parts = (part.partition("=") for part in settings.split(",") if part.strip())
+    changes = {name.strip(): None if value.strip() in _NOTHING else value.strip() for name, _, value in parts}
     if unknown := changes.keys() - set(method.__struct_fields__):
         raise ConfigurationError(
             f"{type(method).__name__} has no setting {', '.join(sorted(unknown))}; it has"
@@ -174,6 +190,7 @@ __all__ = [
     "SoftSync",
     "Step",
     "StepTime",
+    "checked",
     "load",
     "method_named",
     "register",

@@ -45,7 +45,7 @@ class AsyncDiLoCo(Method, frozen=True, kw_only=True, tag="async_diloco"):
     Args:
         period: H, local steps of the fastest group between two exchanges, in steps.
         outer_lr: :math:`\epsilon`, above 0. One arrival moves the weights by 1/N of it.
-        outer_momentum: :math:`\beta`, 0 to 1.
+        outer_momentum: :math:`\beta`, from 0 to less than 1.
         buffer: N, arrivals in one block, in pushes; None takes the number of groups.
         activation: c, 0 to 1/N: the part of the momentum that is applied with every arrival.
         dynamic_steps: whether slow groups make fewer steps.

@@ -29,7 +29,7 @@ class DelayCompensated(Method, frozen=True, kw_only=True, tag="delay_compensated
     Args:
         strength: :math:`\lambda`, 0 or more; 0 is `AsyncSGD`. Usual are 0.04 (constant) and 2 (adaptive).
         adaptive: whether to scale by the gradients' running mean square.
-        decay: :math:`\mu`, 0 to 1.
+        decay: :math:`\mu`, from 0 to less than 1.
 
     The model that is evaluated is the server's.
 

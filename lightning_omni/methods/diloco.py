@@ -29,7 +29,7 @@ class DiLoCo(Method, frozen=True, kw_only=True, tag="diloco"):
     Args:
         period: H, inner steps between two outer ones, in steps.
         outer_lr: :math:`\eta_o`, above 0.
-        outer_momentum: :math:`\beta`, 0 to 1.
+        outer_momentum: :math:`\beta`, from 0 to less than 1.
 
     The model that is evaluated is the server's outer weights.
 

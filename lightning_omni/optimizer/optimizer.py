@@ -134,7 +134,6 @@ class OmniOptimizer(Optimizer):
 
     def _advance(self, gradient: Gradient) -> None:
         """Drives the group side of the method from this gradient to the next."""
-        self._replica.peers = self.world.live_groups
         elsewhere = self.world.last.seconds
         need = self._side().send(gradient)
         while not isinstance(need, NextGradient):

@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_omni.errors import ConfigurationError, NonFiniteGradients, OmniError, Refused, UnsupportedError
-from lightning_omni.methods import Exchange, Inbox, Method, Pulled, method_named
+from lightning_omni.methods import Exchange, Inbox, Method, Pulled, checked, method_named
 from lightning_omni.methods.master import check_servable, class_path, describe
 from lightning_omni.optimizer.process_group import BACKEND, LiveWorld, register
 from lightning_omni.optimizer.replica import ModelReplica
@@ -115,7 +115,7 @@ class WorldOptions:
 
     def resolved_method(self) -> Method:
         """The method as a value."""
-        return self.method if isinstance(self.method, Method) else method_named(self.method)
+        return method_named(self.method) if isinstance(self.method, str) else checked(self.method)
 
 
 @dataclass
@@ -194,7 +194,7 @@ class World:
         self._ranks_per_node = list(ranks_per_node or _count_ranks_per_node(self.size))
         wanted = groups if groups is not None else self.options.groups
         self.topology = Topology.by_node(self._ranks_per_node) if wanted is None else Topology.even(self.size, wanted)
-        self._check_method()
+        self.method.check(len(self.topology.alive))
         self.generation = 0
         self.control: ControlConnection | None = None
         self.parts: list[Part] = []
@@ -291,9 +291,9 @@ class World:
         kind = type(self.method)
         return () if kind.__module__.startswith("lightning_omni.") else (class_path(kind),)
 
-    def _check_method(self) -> None:
+    def _check_method(self, groups: int) -> None:
+        self.method.check(groups)
         kind = type(self.method)
-        self.method.check(len(self.topology.alive))
         if kind.__module__ == "__main__" or "<locals>" in kind.__qualname__:
             raise UnsupportedError(
                 f"method={kind.__qualname__}: it is defined in the script itself, where the parameter server cannot"
@@ -315,7 +315,7 @@ class World:
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Raises `UnsupportedError` if the method cannot step this optimizer across groups."""
-        if not self.steps_at_worker:
+        if not self.steps_at_worker or isinstance(optimizer, torch.optim.SparseAdam):
             check_servable(optimizer)
         elif isinstance(optimizer, torch.optim.LBFGS):
             raise UnsupportedError(
@@ -344,6 +344,7 @@ class World:
         self.last = Exchanged()
         self._check_not_shared()
         if not self.is_synchronous:
+            self._check_method(len(self.topology.alive))
             self._join()
             self._form()
             self._seed()
@@ -510,7 +511,12 @@ class World:
         for index, part in enumerate(self.parts):
             if self.steps_at_worker:
                 part.replica.put_aside()
-            part.replica.load(self._mean(index) if self.method.evaluated == "mean" else self.fetch(index))
+            pulled = self._mean(index) if self.method.evaluated == "mean" else self.fetch(index)
+            if pulled.refused:  # the own weights are not finite, and not in the mean: they do not come back
+                part.replica.restart(pulled)
+                part.replica.abandon()
+            else:
+                part.replica.load(pulled)
 
     def _mean(self, index: int) -> Pulled:
         """The mean of all groups' own weights."""
@@ -686,7 +692,7 @@ class World:
         """
         check_groups(groups, len(self.live_ranks))
         if groups > 1:
-            self.method.check(groups)
+            self._check_method(groups)
         spans: tuple[tuple[int, int], ...] = ()
         computing, was_synchronous = self._in_compute, self.is_synchronous
         self.enter_world(buffers)
@@ -815,7 +821,8 @@ class World:
             self.control.check()
         _ = self.compute_group  # made now, while all its members are here
         for part in self.parts:
-            part.replica.group = self.group
+            # As formed, not as alive: mates hear of a loss at different moments, and must draw the same peer.
+            part.replica.group, part.replica.peers = self.group, self.topology.alive
         self._meet_peers()
 
     def _meet_peers(self) -> None:

@@ -478,7 +478,10 @@ def method_from_wire(plain: dict[str, Any]) -> Any:
     """
     kind = METHODS.get(str(plain.get("name")))
     if kind is None:
-        raise MalformedMessage(f"unknown method {plain.get('name')!r}; known are {', '.join(METHODS)}")
+        raise MalformedMessage(
+            f"unknown method {plain.get('name')!r}; known are {', '.join(METHODS)}; a server of its own is told of"
+            " others with: lightning-omni serve --method module:Class"
+        )
     try:
         return msgspec.convert(plain, kind)
     except (msgspec.ValidationError, ConfigurationError) as error:

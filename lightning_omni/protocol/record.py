@@ -10,7 +10,7 @@ import msgspec
 
 from lightning_omni.errors import ConfigurationError
 
-Kind = Literal["form", "push", "train", "fetch", "rest", "resume", "retire"]
+Kind = Literal["seed", "form", "push", "train", "fetch", "rest", "resume", "retire", "leave"]
 Spans = tuple[tuple[int, int], ...]
 
 
@@ -18,10 +18,11 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One thing that happened to one optimizer's shard.
 
     Attributes:
-        kind: ``"form"``: groups were formed (and shards are as new); ``"push"``; ``"train"``: a group said, when it
+        kind: ``"seed"``: the server was given weights, for groups that stand; ``"form"``: other groups were formed on
+            the same weights; ``"push"``; ``"train"``: a group said, when it
             drew or waited or left, that it has begun to train batches of which no push has told; ``"fetch"``: a group
             read the master weights outside an exchange; ``"rest"``, ``"resume"``, ``"retire"``: see
-            `lightning_omni.methods.ServerSide`.
+            `lightning_omni.methods.ServerSide`; ``"leave"``: a group retired in good order, at the end of its run.
         time: seconds on the server's clock.
         group: number of the group.
         optimizer: number of the optimizer.
@@ -33,8 +34,8 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             each.
         hyperparameters: of a push, those that it travelled with.
         note: of a push, the number that it travelled with.
-        groups: of a form, the ranks of each group.
-        method: of a form, the method as plain data.
+        groups: of a seed or form, the ranks of each group.
+        method: of a seed or form, the method as plain data.
     """
 
     kind: Kind
@@ -95,6 +96,8 @@ def read_record(path: str | Path) -> Iterator[Event]:
         ConfigurationError: the file is no record.
     """
     decoder = msgspec.json.Decoder(Event)
+    if not Path(path).is_file():
+        raise ConfigurationError(f"{path}: there is no such record; pass the file that record= was given")
     with Path(path).open("rb") as lines:
         for number, line in enumerate(lines, 1):
             try:

@@ -311,7 +311,7 @@ class ServerCore:
             out += self.lose(member.rank, message.reason)
         elif self._grouped(member.rank):
             self.epochs.retire(self._group_of(member))
-            out += self._retire(self._group_of(member))
+            out += self._each_side("retire", self._group_of(member), note="leave")
         self.roster.gone.add(member.rank)
         return out + self._settle()
 
@@ -385,7 +385,7 @@ class ServerCore:
             raise MalformedMessage(f"not a seed: {type(error).__name__}: {error}") from error
         formed, method = self.roster.topology, m.method_to_wire(self._method)
         for number in range(len(self.shards)):
-            self._note("form", -1, number, groups=formed.groups if formed else (), method=method)
+            self._note("seed", -1, number, groups=formed.groups if formed else (), method=method)
         return [Out(peer, m.DATA, m.Seeded())]
 
     def _push(self, peer: Peer, member: Member, message: m.PushMessage, payload: Tensor) -> list[Out]:
@@ -485,12 +485,12 @@ class ServerCore:
     def _retire(self, group: int) -> list[Out]:
         return self._each_side("retire", group)
 
-    def _each_side(self, what: Literal["rest", "retire"], group: int) -> list[Out]:
+    def _each_side(self, what: Literal["rest", "retire"], group: int, note: Kind | None = None) -> list[Out]:
         out = []
         for number, shard in enumerate(self.shards):
             with torch.no_grad():
                 replies: list[Reply] = getattr(shard.method_side, what)(group)
-            self._note(what, group, number)
+            self._note(note or what, group, number)
             out += self._answers(number, replies)
         return out
 
@@ -588,8 +588,8 @@ class ServerCore:
             out.append(Out(self.roster.members[rank].peer, m.CONTROL, m.Verdict(next=verdict)))
             self._resume(rank)
         for number, shard in enumerate(self.shards):
-            for group in shard.averaged(self.roster.topology.alive if self.roster.topology else ()):
-                out.append(self._weights(self._leader_peer(group), number, shard))
+            for group, good in shard.averaged(self.roster.topology.alive if self.roster.topology else ()):
+                out.append(self._weights(self._leader_peer(group), number, shard, applied=good, group=group))
         return out
 
     def _end(self, reason: str) -> list[Out]:

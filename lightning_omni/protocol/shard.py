@@ -67,7 +67,7 @@ class Shard:
         self.refused = 0
         self._answer: Tensor | None = None
         self._mean = Total()
-        self._averaging: list[int] = []
+        self._averaging: dict[int, bool] = {}
 
     def change_method(self, method: Method, groups: Iterable[int]) -> None:
         """New groups, or another method: its server side starts afresh on the same weights."""
@@ -75,7 +75,7 @@ class Shard:
         self.by_group.clear()
         self.refused_in_row.clear()
         self._mean.clear()
-        self._averaging = []
+        self._averaging = {}
 
     # --- Pushes ------------------------------------------------------------------------------------------------------
 
@@ -156,23 +156,28 @@ class Shard:
         if group in self._averaging:
             raise ProtocolError(f"group {group} has handed its weights in already")
         weights = self.layout.views(payload)
-        if _is_finite(weights):
+        if good := _is_finite(weights):
             self._mean.add(weights)
+            self.refused_in_row[group] = 0
         else:
             self._refuse(group)
-        self._averaging.append(group)
+        self._averaging[group] = good
 
-    def averaged(self, live: Iterable[int]) -> list[int]:
-        """Once all live groups have come: the master weights are their mean. Returns whom to send them to."""
-        if not self._averaging or not set(live) <= set(self._averaging):
+    def averaged(self, live: Iterable[int]) -> list[tuple[int, bool]]:
+        """Once all live groups have come: the master weights are their mean.
+
+        Returns:
+            Whom to send them to, and whether their own weights are in it.
+        """
+        if not self._averaging or not set(live) <= self._averaging.keys():
             return []
         if self._mean.count:
             mean = self._mean.scaled(1 / self._mean.count)
             for weight, value in zip(self.master.weights(), mean, strict=True):
                 weight.copy_(value)  # type: ignore[arg-type]  # all are there
         self._mean.clear()
-        answered, self._averaging = self._averaging, []
-        return [group for group in answered if group in live]
+        answered, self._averaging = self._averaging, {}
+        return [(group, good) for group, good in answered.items() if group in live]
 
 
 def _fits(value: Any, present: Any) -> bool:

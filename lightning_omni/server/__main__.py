@@ -36,8 +36,9 @@ def main() -> int:
     settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=Settings)
     torch.set_num_threads(settings.threads)
     try:
-        for path in settings.methods:
-            methods.load(path)
+        with contextlib.redirect_stdout(sys.stderr):  # the first line on standard output is ours
+            for path in settings.methods:
+                methods.load(path)
         core = ServerCore(
             bytes.fromhex(settings.key),
             secrets.token_bytes,

@@ -66,7 +66,8 @@ def replay(
         optimizer: makes the torch optimizer from parameters.
 
     Raises:
-        ConfigurationError: the run has several optimizers, or was not recorded from its beginning.
+        ConfigurationError: the run has several optimizers, was not recorded from its beginning, or formed other groups
+            whose weights no server knew.
         ProtocolError: the record contradicts the method.
 
     Example:
@@ -107,7 +108,7 @@ def trace_of(events: Iterable[Event]) -> Trace:
     for event in events:
         began = event.time if began is None else began
         now = event.time - began
-        if event.kind == "form":
+        if event.kind in ("seed", "form"):
             meta = {"method": event.method, "groups": [list(ranks) for ranks in event.groups]}
         spans = untold.setdefault(event.group, [])
         spans.extend(event.spans)
@@ -158,7 +159,7 @@ class _Replay:
         """One event."""
         if event.optimizer:
             raise ConfigurationError("events: the run has several optimizers, and only runs of one can be replayed")
-        if event.kind == "form":
+        if event.kind in ("seed", "form"):
             self._form(event)
             return
         if self._shard is None or self._method is None:
@@ -178,6 +179,8 @@ class _Replay:
             self._deliver(self._shard.method_side.rest(event.group))
         elif event.kind == "resume":
             self._shard.method_side.resume(event.group)
+        elif event.kind == "leave":
+            self._deliver(self._shard.method_side.retire(event.group))
         elif event.kind == "retire":
             del self._groups[event.group]
             self._deliver(self._shard.method_side.retire(event.group))
@@ -194,6 +197,13 @@ class _Replay:
 
     def _form(self, event: Event) -> None:
         topology, method = Topology(event.groups), m.method_from_wire(event.method)
+        if self._shard is not None and event.kind == "seed":
+            raise ConfigurationError("events: the run went through one group, whose steps no server saw")
+        if self._shard is not None and method.steps_at == "worker":
+            raise ConfigurationError(
+                f"events: other groups were formed in mid-run, and what these begin with is not on record with"
+                f" {type(method).__name__}"
+            )
         self._method = method
         if self._shard is None:
             part = part_of(self._start, self._optimizer if method.steps_at == "server" else None)

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_omni.errors import ConfigurationError, OmniError
-from lightning_omni.methods import Method, method_named
+from lightning_omni.methods import Method, checked, method_named
 from lightning_omni.methods.contract import (
     Exchange,
     Fetch,
@@ -137,7 +137,7 @@ def simulate(
             f"topology: it has {len(topology.ranks)} ranks, but the cluster {len(cluster.devices)} devices;"
             " every device belongs to one group"
         )
-    chosen = method_named(method) if isinstance(method, str) else method
+    chosen = method_named(method) if isinstance(method, str) else checked(method)
     chosen.check(len(topology.alive))
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
@@ -218,7 +218,6 @@ class Simulation:
         self.method, self.topology, self.cluster, self.limits = method, topology, cluster, limits
         self.seed, self.batch_size, self.members_apart = seed, batch_size, members_apart
         self.agenda, self.now, self.ended = Agenda(), 0.0, ""
-        self._last_event = 0.0
         self._model = copy.deepcopy(model).train()
         self._evaluated = copy.deepcopy(model).eval()
         master = optimizer(list(self._model.parameters()))
@@ -518,7 +517,6 @@ class Simulation:
         group.alive = False
         del self._groups[group.number]
         self._bench.drop(group.number)
-        self._tell_peers()
         self._take(out)
         if group in self._over:
             self._over.remove(group)

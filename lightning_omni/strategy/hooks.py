@@ -257,6 +257,7 @@ class OmniStrategyHooks(_Base):
         self._remember_status()
         self.epochs.finish()
         if world.control is not None and not world.is_synchronous:
+            self._warn_if_nothing_was_exchanged()
             if self.is_global_zero:
                 world.take_states_back()
             for part in world.parts:
@@ -446,6 +447,15 @@ class OmniStrategyHooks(_Base):
             self._last_status = control.request(m.AskStatus(), m.Status, timeout=5.0)
         except OmniError:
             self._last_status = control.status
+
+    def _warn_if_nothing_was_exchanged(self) -> None:
+        """Groups that never came to the end of a period have trained for nothing."""
+        method, status = self._world.method, self._last_status
+        if status is not None and not status.clock and self._world.steps_at_worker and method.evaluated != "mean":
+            self.rank_zero_info(
+                f"OmniStrategy: no group has exchanged anything with {method!r}, so the weights are those of the"
+                " beginning: its period is longer than the run"
+            )
 
     def _say_hello(self) -> None:
         world = self._world
