@@ -18,7 +18,6 @@ from comparison import (
     Images,
     Run,
     Stopwatch,
-    best,
     caption,
     command_line,
     console,
@@ -123,7 +122,7 @@ class Outcome:
         for name in METHODS:
             for workers in self.workers:
                 at_hand = {key: trace for key, trace in traces.items() if key[:2] == (name, workers)}
-                key = best(at_hand, self._seconds)
+                key = min(at_hand, key=lambda key: (self._seconds(at_hand[key]), -final(at_hand[key])))
                 self.fastest[name, workers], self.rate[name, workers] = traces[key], key[2]
                 self.accuracy[name, workers] = max(map(final, at_hand.values()))
 
@@ -181,9 +180,7 @@ def findings(out: Outcome) -> list[Finding]:
             "asynchronous SGD, elastic averaging and gossip alike, converges faster at fewer nodes (up to about 32)"
             " [Jin et al. 2016, abstract]",
             "\n".join(
-                f"{workers}: "
-                + ", ".join(f"{name} {_told(out.seconds(name, workers))}" for name in out.ranking(workers))
-                for workers in few
+                f"{w}: " + ", ".join(f"{name} {_told(out.seconds(name, w))}" for name in out.ranking(w)) for w in few
             ),
             [out.seconds(name, w) < out.seconds("all-reduce", w) for w in few for name in METHODS[1:]],
         ),
@@ -231,6 +228,7 @@ def draw(out: Outcome, found: list[Finding], images: Images, path: Path) -> None
     figure, ((times, speedups), (few, many)) = new_figure(2, 2)
     for name in METHODS:
         seconds = np.array([out.seconds(name, workers) for workers in out.workers])
+        seconds[np.isinf(seconds)] = np.nan
         times.plot(out.workers, seconds, marker="o", label=name)
         speedups.plot(out.workers, seconds[0] / seconds, marker="o", label=name)
         for axes, workers in ((few, out.workers[0]), (many, out.workers[-1])):
@@ -263,11 +261,8 @@ def main() -> None:
     if arguments.quick:
         sizes, rates, epochs, target = (8, 32, 128), RATES[1:], 2, 0.75
     keys = [(name, workers, lr) for workers in sizes for name in METHODS for lr in rates]
-    # Longest first, so that both processes are busy to the end.
-    runs = {
-        key: run_of(*key, epochs, samples, arguments.jitter)
-        for key in sorted(keys, key=lambda key: key[0] == "all-reduce")
-    }
+    keys.sort(key=lambda key: key[0] == "all-reduce")  # longest first, so that both processes are busy to the end
+    runs = {key: run_of(*key, epochs, samples, arguments.jitter) for key in keys}
     out = Outcome(simulate_all(runs, images, "how to scale", arguments.processes), target, samples * epochs)
     rows = [
         (

@@ -12,7 +12,8 @@ Measured against the number of groups g:
 - hardware efficiency (HE): seconds per update in the steady part of a run;
 - statistical efficiency (SE): updates to a test accuracy;
 - the time to this accuracy, and HE x SE beside it;
-- the best explicit momentum, and what momentum 0.9 costs instead;
+- the best explicit momentum (several are often as good as one another: it is the mean of those within a tenth of the
+  fewest updates), and what momentum 0.9 costs instead;
 - staleness, and how much its randomness matters: groups with exponential work times have geometric staleness, groups
   of equal devices nearly constant staleness of the same mean, g - 1.
 
@@ -31,6 +32,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -43,6 +45,7 @@ from comparison import (
     caption,
     command_line,
     falls,
+    final,
     load_images,
     new_figure,
     save_figure,
@@ -97,12 +100,12 @@ class Plan:
     groups: tuple[int, ...] = (1, 2, 4, 8, 16)
     rates: tuple[float, ...] = (0.01, 0.03, 0.1, 0.3)
     momenta: tuple[float, ...] = (-0.3, 0.0, 0.3, 0.6, 0.9)
-    target: float = 0.82
+    target: float = 0.80
     updates: int = 3000
     seeds: tuple[int, ...] = (1, 2, 3)
 
 
-QUICK = Plan(("homogeneous", "random"), (1, 4, 16), (0.03, 0.1), (0.0, 0.6, 0.9), 0.80, 900, (1,))
+QUICK = Plan(("homogeneous", "random"), (1, 4, 16), (0.03, 0.1), (0.0, 0.6, 0.9), 0.78, 900, (1,))
 
 Setting = tuple[str, int, float, float]
 """Cluster, groups, learning rate, momentum."""
@@ -119,7 +122,7 @@ def make_run(plan: Plan, setting: Setting, seed: int = 0) -> Run:
         partial(sgd, lr=lr, momentum=momentum),
         batch_size=GROUP_BATCH * groups // len(cluster.devices),
         updates=plan.updates,
-        evaluate_every=25,
+        evaluate_every=20,
         target=plan.target,
         seed=seed,
     )
@@ -174,12 +177,23 @@ class Results:
 
     def _best(self, kind: str, groups: int) -> Setting:
         tried = {setting: trace for setting, trace in self._grid.items() if setting[:2] == (kind, groups)}
-        return best(tried, self.updates)
+        return best(tried, self._score)
+
+    def _score(self, trace: Trace) -> float:
+        """Updates to the target; if it was not reached, more than any number of updates, and more the further off."""
+        updates = self.updates(trace)
+        return 1e9 * (2 - final(trace)) if math.isnan(updates) else updates
 
     def fewest(self, kind: str, groups: int, momentum: float) -> float:
         """Updates with this momentum and the learning rate that is best for it; infinite if none got there."""
         updates = [self.updates(self._grid[kind, groups, lr, momentum]) for lr in self.plan.rates]
         return min((value for value in updates if not math.isnan(value)), default=math.inf)
+
+    def best_momentum(self, kind: str, groups: int) -> float:
+        """Mean of the momenta that come within a tenth of the fewest updates; NaN if none got there."""
+        fewest = {momentum: self.fewest(kind, groups, momentum) for momentum in self.plan.momenta}
+        least = min(fewest.values())
+        return float(np.mean([m for m, updates in fewest.items() if updates <= 1.1 * least < math.inf] or [math.nan]))
 
     def _point(self, kind: str, groups: int) -> Point:
         setting = self._best(kind, groups)
@@ -276,13 +290,14 @@ def spread(results: Results) -> Finding:
 
 
 def momentum_falls(results: Results, kind: str, name: str) -> Finding:
-    points = results.points[kind]
-    momenta = [point.momentum for point in points]
+    momenta = {groups: results.best_momentum(kind, groups) for groups in results.plan.groups}
+    reached = {groups: momentum for groups, momentum in momenta.items() if not math.isnan(momentum)}
+    values, step = list(reached.values()), float(np.diff(results.plan.momenta).max())
     return Finding(
         f"best explicit momentum, {name}",
         "Asynchrony acts as momentum 1 - 1/g, so the best explicit momentum falls as g grows (Mitliagkas et al.).",
-        ", ".join(f"g = {point.groups}: {point.momentum:g}" for point in points),
-        [falls([value + 1 for value in momenta]), momenta[-1] < momenta[0]],
+        ", ".join(f"g = {groups}: {momentum:.2g}" for groups, momentum in reached.items()),
+        [values[-1] <= values[0] - step, all(b < a + step for a, b in pairwise(values))],
     )
 
 
@@ -291,6 +306,8 @@ def retuning(results: Results) -> Finding:
     ratios, texts = [], []
     for kind, name in (("random", "random staleness"), ("homogeneous", "nearly constant")):
         tuned = min(results.fewest(kind, groups, momentum) for momentum in momenta if momentum >= 0)
+        if math.isinf(tuned):
+            continue
         fixed = results.fewest(kind, groups, 0.9)
         least = min(fixed, results.plan.updates)  # where 0.9 never got there it costs at least that many
         ratios.append(least / tuned)
@@ -364,7 +381,8 @@ def draw(results: Results, findings: dict[str, Finding]) -> Any:
             predicted = [point.predicted for point in points]
             panels["product"].plot(groups, predicted, "x:", color=line[0].get_color(), label=f"{kind}, HE x SE")
         panels["trap"].plot(groups, [point.updates for point in points], "o-", label=kind)
-        panels["random"].plot(groups, [point.momentum for point in points], "o-", label=kind)
+        momenta = [results.best_momentum(kind, g) for g in groups]
+        panels["random"].plot(groups, momenta, "o-", label=kind)
         if kind != "straggling":
             panels["spread"].plot(points[-1].histogram, drawstyle="steps-mid", label=f"{kind}, g = {groups[-1]}")
     panels["random"].plot(groups, [1 - 1 / g for g in groups], "k:", label="implicit, 1 - 1/g")

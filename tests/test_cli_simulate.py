@@ -120,6 +120,18 @@ def test_the_built_in_workload_is_learned_and_a_target_ends_the_run(
     assert Trace.load(tmp_path / "deep" / "run.npz").ended == "target"
 
 
+def test_of_several_learning_rates_each_method_is_shown_with_its_best(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    both = ["compare", "--methods", "hardsync async_sgd", *SHORT, "--no-picture", "--out", str(tmp_path)]
+    assert main([*both, "--lr", "[0.0001, 0.1]"]) == 0
+    best = rows(capsys.readouterr().out)
+    assert [row["lr"] for row in best] == ["0.1", "0.1"]
+    assert main([*both, "--lr", "0.1"]) == 0
+    alone = rows(capsys.readouterr().out)
+    assert [row["loss"] for row in best] == [row["loss"] for row in alone]
+
+
 def test_one_seed_gives_one_file(tmp_path: Path) -> None:
     for folder, seed in (("one", "3"), ("same", "3"), ("other", "4")):
         command = ["simulate", *SHORT, "--jitter", "exponential", "--seed", seed, "--no-picture"]

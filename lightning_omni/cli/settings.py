@@ -111,7 +111,8 @@ class Settings:
         workload: What is trained: synthetic, or file.py:function or package.module:function that returns a
             lightning_omni.simulator.Workload.
         batch_size: Samples in one device's batch.
-        lr: Learning rate. None for the workload's.
+        lr: Learning rate, or several as in [0.03, 0.1]: then each method is shown with the one that suits it best, the
+            target reached soonest or else the lowest last loss. None for the workload's.
         momentum: Momentum. None for the workload's.
         epochs: Passes over the data after which a run ends; 10 if nothing else ends it.
         updates: Updates after which a run ends.
@@ -138,7 +139,7 @@ class Settings:
     cluster: Machines | None = None
     workload: str = "synthetic"
     batch_size: int = 32
-    lr: float | None = None
+    lr: float | list[float] | None = None
     momentum: float | None = None
     epochs: int | None = None
     updates: int | None = None
@@ -160,12 +161,14 @@ class Task:
         cluster: the simulated machines.
         workload: what is trained on them.
         target: name and value of the figure that ends a run, or None.
+        optimizers: makes the workload's optimizer with each of the learning rates to try; None for its own.
         options: the rest of what `lightning_omni.simulator.simulate` takes by keyword.
     """
 
     cluster: Cluster
     workload: Workload
     target: tuple[str, float] | None
+    optimizers: dict[float | None, Callable[[Any], Optimizer]]
     options: dict[str, Any]
 
     @classmethod
@@ -182,7 +185,6 @@ class Task:
         cluster = cluster_of(settings)
         workload = workload_named(settings.workload, settings.seed)
         options = {
-            "optimizer": optimizer_of(workload, {"lr": settings.lr, "momentum": settings.momentum}),
             "batch_size": settings.batch_size,
             "evaluate": workload.evaluate,
             "max_updates": settings.updates,
@@ -191,7 +193,11 @@ class Task:
             "seed": settings.seed,
             **(periods_of(settings, cluster, workload) if workload.evaluate is not None else {}),
         }
-        return cls(cluster, workload, target_of(settings.target, workload), options)
+        rates = settings.lr if isinstance(settings.lr, list) else [settings.lr]
+        if not rates:
+            raise ConfigurationError("--lr []: pass at least one learning rate")
+        optimizers = {lr: optimizer_of(workload, {"lr": lr, "momentum": settings.momentum}) for lr in rates}
+        return cls(cluster, workload, target_of(settings.target, workload), optimizers, options)
 
 
 def cluster_of(settings: Settings) -> Cluster:

@@ -100,10 +100,11 @@ class Entrant:
 
 @dataclass(frozen=True)
 class Run:
-    """A run that is over, and the real seconds that it took."""
+    """A run that is over, the learning rate that was asked for, and the real seconds that it took."""
 
     entrant: Entrant
     trace: Trace
+    lr: float | None
     real_seconds: float
 
 
@@ -137,9 +138,12 @@ def _runs(entrants: Sequence[Entrant], task: Task) -> tuple[list[Run], int]:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
         try:
             for entrant in entrants:
-                runs.append(_run_one(entrant, task, bars))
-                if runs[-1].trace.ended == "interrupted":
-                    return runs, INTERRUPTED
+                tried: list[Run] = []
+                for lr in task.optimizers:
+                    tried.append(_run_one(entrant, lr, task, bars))
+                    if tried[-1].trace.ended == "interrupted":
+                        return [*runs, _best(tried, task.target)], INTERRUPTED
+                runs.append(_best(tried, task.target))
         except KeyboardInterrupt:
             if not runs:
                 raise
@@ -147,11 +151,24 @@ def _runs(entrants: Sequence[Entrant], task: Task) -> tuple[list[Run], int]:
     return runs, 0
 
 
-def _run_one(entrant: Entrant, task: Task, bars: Progress) -> Run:
-    bar = bars.add_task(entrant.name, total=1.0)
+def _best(runs: Sequence[Run], target: tuple[str, float] | None) -> Run:
+    """Of runs of one method, the one that reaches the target soonest, or else the one that ends at the lowest loss."""
+
+    def merit(run: Run) -> tuple[float, float]:
+        reached = run.trace.time_to(*target) if target is not None else math.nan
+        losses = run.trace.evaluated.get("loss", run.trace.columns()["loss"])
+        last = float(losses[-1]) if len(losses) else math.nan
+        return (math.inf if math.isnan(reached) else reached, math.inf if math.isnan(last) else last)
+
+    return min(runs, key=merit)
+
+
+def _run_one(entrant: Entrant, lr: float | None, task: Task, bars: Progress) -> Run:
+    name = entrant.name if len(task.optimizers) == 1 else f"{entrant.name} lr={lr:g}"
+    bar = bars.add_task(name, total=1.0)
 
     def show(done: float, text: str) -> None:
-        bars.update(bar, completed=done, description=f"{entrant.name}: {text}")
+        bars.update(bar, completed=done, description=f"{name}: {text}")
 
     began = time.perf_counter()
     trace = simulator.simulate(
@@ -160,13 +177,15 @@ def _run_one(entrant: Entrant, task: Task, bars: Progress) -> Run:
         task.cluster,
         task.workload.model,
         task.workload.data,
+        optimizer=task.optimizers[lr],
         loss=task.workload.loss,
         target=task.target,
         progress=show,
         **task.options,
     )
     bars.update(bar, completed=1.0)
-    return Run(entrant, replace(trace, meta={**trace.meta, "name": entrant.name}), time.perf_counter() - began)
+    meta = {**trace.meta, "name": entrant.name, "lr": lr}
+    return Run(entrant, replace(trace, meta=meta), lr, time.perf_counter() - began)
 
 
 # --- Results ---------------------------------------------------------------------------------------------------------
@@ -255,6 +274,7 @@ def _row(run: Run, target: tuple[str, float] | None) -> Mapping[str, str]:
     return {
         "method": run.entrant.name,
         "groups": str(len(run.entrant.topology.alive)),
+        **({"lr": _number(run.lr)} if run.lr is not None else {}),
         "updates": str(trace.updates),
         "virtual s": _number(trace.seconds),
         "s/update": _number(trace.seconds_per_update),
