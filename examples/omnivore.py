@@ -1,11 +1,12 @@
 """Compute groups: time = hardware efficiency x statistical efficiency, and how asynchrony acts as momentum.
 
-python examples/omnivore.py            # on two cores about five minutes; writes omnivore.png
+python examples/omnivore.py            # on two cores about six minutes; writes omnivore.png
 python examples/omnivore.py --quick    # about a minute, with fewer settings
 
 Sixteen simulated devices train in g compute groups. A group of k = 16/g devices splits a batch of 128 images evenly,
 averages its gradient by ring all-reduce and pushes it to a parameter server, which has the only momentum buffer. For
-every g, learning rate and explicit momentum are chosen from one grid; then the choice runs again with other seeds.
+every g, learning rate and explicit momentum are chosen from one grid, as those that need the fewest updates to 80 %
+test accuracy; then the choice runs to 86 % with other seeds.
 
 Measured against the number of groups g:
 
@@ -19,7 +20,13 @@ Measured against the number of groups g:
 
 What differs from the papers: a small perceptron from a cold start instead of convolutional networks, and a gradient
 that is stale in all its weights (Omnivore keeps fully connected layers free of staleness). Therefore staleness costs
-more updates here than on ImageNet, where the second paper saw no penalty up to 8 groups, from a warm start.
+more updates here than on ImageNet, where the second paper saw no penalty up to 8 groups, from a warm start; on both
+clusters of sixteen devices one group takes the least time here. The times of the random cluster are not to be compared
+over g: it has g devices, so it grows with g.
+
+Not quite reproduced: where staleness is nearly constant, the best momentum is lower than with one group, but does not
+fall steadily. The theorem does not cover this case; also, with 16 groups any momentum from -0.3 to 0.6 is as good, and
+the grid has one seed. What 0.9 costs there is known from below only: it does not get there within the run.
 
 References:
     Hadjis et al. 2016, "Omnivore: An Optimizer for Multi-device Deep Learning on CPUs and GPUs", arXiv:1606.04487;
@@ -100,12 +107,15 @@ class Plan:
     groups: tuple[int, ...] = (1, 2, 4, 8, 16)
     rates: tuple[float, ...] = (0.01, 0.03, 0.1, 0.3)
     momenta: tuple[float, ...] = (-0.3, 0.0, 0.3, 0.6, 0.9)
-    target: float = 0.80
+    chosen_at: float = 0.80
     updates: int = 3000
+    """Of a run that chooses, at most; the runs of the table may take `LONGER` as many."""
+    target: float = 0.86
     seeds: tuple[int, ...] = (1, 2, 3)
 
 
-QUICK = Plan(("homogeneous", "random"), (1, 4, 16), (0.03, 0.1), (0.0, 0.6, 0.9), 0.78, 900, (1,))
+LONGER = 5
+QUICK = Plan(("homogeneous", "random"), (1, 4, 16), (0.03, 0.1), (0.0, 0.6, 0.9), 0.78, 900, 0.80, (1,))
 
 Setting = tuple[str, int, float, float]
 """Cluster, groups, learning rate, momentum."""
@@ -123,7 +133,7 @@ def make_run(plan: Plan, setting: Setting, seed: int = 0) -> Run:
         batch_size=GROUP_BATCH * groups // len(cluster.devices),
         updates=plan.updates,
         evaluate_every=20,
-        target=plan.target,
+        target=plan.chosen_at,
         seed=seed,
     )
 
@@ -167,13 +177,14 @@ class Results:
         self._grid = simulate_all(grid, images, "choosing learning rate and momentum", processes)
         chosen = [self._best(kind, groups) for kind in plan.clusters for groups in plan.groups]
         again = {(setting, seed): make_run(plan, setting, seed) for setting in chosen for seed in plan.seeds}
-        again = {key: replace(run, updates=2 * plan.updates) for key, run in again.items()}
+        longer = {"updates": LONGER * plan.updates, "target": plan.target}
+        again = {key: replace(run, **longer) for key, run in again.items()}
         self._again = simulate_all(again, images, "the best ones with other seeds", processes)
         self.points = {kind: [self._point(kind, groups) for groups in plan.groups] for kind in plan.clusters}
 
     def updates(self, trace: Trace) -> float:
-        """Updates to the target; NaN if it was not reached."""
-        return trace.updates_to("steady", self.plan.target)
+        """Updates to the accuracy at which settings are chosen; NaN if it was not reached."""
+        return trace.updates_to("steady", self.plan.chosen_at)
 
     def _best(self, kind: str, groups: int) -> Setting:
         tried = {setting: trace for setting, trace in self._grid.items() if setting[:2] == (kind, groups)}
@@ -204,7 +215,7 @@ class Results:
             setting[2],
             setting[3],
             float(np.mean([trace.seconds_per_update for trace in traces])),
-            float(np.mean([self.updates(trace) for trace in traces])),
+            float(np.mean([trace.updates_to("steady", self.plan.target) for trace in traces])),
             float(np.mean([trace.time_to("steady", self.plan.target) for trace in traces])),
             float(staleness.mean()),
             float(staleness.std()),
@@ -326,14 +337,14 @@ def trap(results: Results) -> Finding:
     for even, random in zip(results.points["homogeneous"], results.points["random"], strict=True):
         if even.groups < 4 or math.isnan(random.updates):
             continue
-        least = 2 * results.plan.updates if math.isnan(even.updates) else even.updates  # that many were simulated
+        least = LONGER * results.plan.updates if math.isnan(even.updates) else even.updates  # that many were simulated
         holds.append(least / random.updates > 1.1)
         more = "more than " if math.isnan(even.updates) else ""
         texts.append(f"g = {even.groups}: {more}{least / random.updates:.2f} x")
     return Finding(
         "updates, nearly constant over geometric staleness",
         "Implicit momentum 1 - 1/g is proved for exponential work times, that is for random staleness (Mitliagkas et"
-        " al., Theorem 5). Where it is nearly constant, staleness of the same mean is only a delay and costs more.",
+        " al., Theorem 5). Looked for here: constant staleness of the same mean costs more.",
         ", ".join(texts),
         holds,
     )
@@ -366,7 +377,10 @@ def show(results: Results, source: str) -> None:
         for kind in results.plan.clusters
         for groups in results.plan.groups
     ]
-    title = f"Updates at the best learning rate, by momentum (inf: not within {results.plan.updates})"
+    title = (
+        f"Updates to {results.plan.chosen_at:.0%} at the best learning rate, by momentum (inf: not within"
+        f" {results.plan.updates})"
+    )
     show_table(title, ("cluster", "g", *(f"{momentum:g}" for momentum in momenta)), rows)
 
 

@@ -255,7 +255,7 @@ def staleness_law(results: Results) -> Finding:
         texts.append(f"n = {n}: {staleness.mean():.2f} (law: {law:.2f})")
     return Finding(
         "mean staleness of equal learners",
-        "About n for n-softsync (Zhang et al.). Exactly, (λ-1)/c, as each learner has one gradient under way.",
+        "About n for n-softsync (Zhang et al.). Looked for here: (λ-1)/c, as each learner has one gradient under way.",
         ", ".join(texts),
         holds,
     )
