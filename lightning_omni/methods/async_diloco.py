@@ -158,7 +158,8 @@ class _DelayedNesterov(ServerSide):
             self._step_times[push.group] = push.note
         if not method.dynamic_steps or push.group not in self._step_times:
             return method.period
-        ratio = min(self._step_times.values()) / self._step_times[push.group]
+        fastest = min(seconds for group, seconds in self._step_times.items() if group in self.groups)
+        ratio = fastest / self._step_times[push.group]
         return max(method.min_steps, int(method.period * ratio))
 
     def retire(self, group: int) -> list[Reply]:

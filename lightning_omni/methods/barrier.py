@@ -47,13 +47,8 @@ class Barrier(ServerSide):
         return super().retire(group)
 
     def state(self) -> dict[str, Any]:
-        last = self._last
-        return {
-            "total": self._total.state(),
-            "hyperparameters": [dict(group) for group in last.hyperparameters] if last else None,
-        }
+        return {"total": self._total.state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
+        # What had come in waits for the next push: groups have read the weights as they are without it.
         self._total.load_state(state["total"])
-        if state["hyperparameters"] is not None:
-            self._last = Push(-1, self.master.clock, (), state["hyperparameters"])

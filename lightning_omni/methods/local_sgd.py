@@ -62,10 +62,12 @@ class LocalSGD(Method, frozen=True, kw_only=True, tag="local_sgd"):
         while True:
             gradient = yield NextGradient()
             yield Step(gradient)
-            memory["steps"] = step = memory.get("steps", 0) + 1
-            if step <= self.warmup_steps or (step - self.warmup_steps) % self.period == 0:
+            memory["steps"] = memory.get("steps", 0) + 1
+            # In the warm-up every step is averaged, so the clock counts the steps.
+            if memory["steps"] >= self.period or replica.clock < self.warmup_steps:
                 pulled = yield Exchange(replica.weights(), replica.clock)
                 replica.restart(pulled) if pulled.refused else replica.load(pulled)
+                memory["steps"] = 0
 
     def server_side(self, master: Master, groups: Iterable[int]) -> ServerSide:
         """Averages when all working groups have pushed."""

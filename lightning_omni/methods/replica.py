@@ -84,6 +84,15 @@ class Replica:
             if direction is not None:
                 weight.add_(direction, alpha=-rates[id(parameter)])
 
+    def step(self, gradient: Sequence[Tensor | None]) -> None:
+        """A step of the worker's own optimizer along this gradient."""
+        for parameter, direction in zip(self.ordered, gradient, strict=True):
+            if parameter.grad is not direction:
+                parameter.grad = direction
+        # The class's own: strategies and schedulers hang steps of theirs on the instance.
+        with torch.enable_grad():
+            type(self.optimizer).step(self.optimizer)
+
     def base(self) -> list[Tensor]:
         r"""The weights without Nesterov's look-ahead: what momentum methods send to each other.
 

@@ -135,6 +135,7 @@ class OmniOptimizer(Optimizer):
     def _advance(self, gradient: Gradient) -> None:
         """Drives the group side of the method from this gradient to the next."""
         elsewhere = self.world.last.seconds
+        self._local.look_at_phase(self.world.phase)
         need = self._side().send(gradient)
         while not isinstance(need, NextGradient):
             need = self._side().send(self._supply(need))
@@ -152,9 +153,7 @@ class OmniOptimizer(Optimizer):
             case Exchange():
                 return world.exchange(index, need)
             case Step():
-                # The class's own: strategies and schedulers hang steps of theirs on the instance.
-                with torch.enable_grad():
-                    type(self.optimizer).step(self.optimizer)
+                self._replica.step(need.gradient.tensors)
                 return None
             case Fetch():
                 return world.fetch(index)
@@ -184,6 +183,12 @@ class _LocalSteps:
         self._last: float | None = None
         self._seconds = 0.0
         self._steps = 0
+        self._phase = 0
+
+    def look_at_phase(self, phase: int) -> None:
+        """After a meeting, the time since the last step is none of a step's."""
+        if phase != self._phase:
+            self._phase, self._last = phase, None
 
     def step_done(self, elsewhere: float) -> None:
         """A step has ended, of which ``elsewhere`` seconds were spent in exchanges."""

@@ -95,8 +95,19 @@ class ModelReplica(Replica):
 
     def resume(self, state: Mapping[str, Any]) -> None:
         """Goes on from an `own_state` when training begins."""
-        self.memory = dict(state["memory"])
+        self.memory = _on(state["memory"], self.ordered[0].device)
         if "weights" in state:
             self._aside = Pulled(copies(state["weights"]), int(state["clock"]))
             plain = self.optimizer.state_dict()
             self.optimizer.load_state_dict({**plain, "state": state["optimizer"]})
+
+
+def _on(tree: Any, device: torch.device) -> Any:
+    """The tree with its tensors on a device."""
+    if isinstance(tree, Tensor):
+        return tree.to(device)
+    if isinstance(tree, Mapping):
+        return {key: _on(value, device) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(_on(value, device) for value in tree)
+    return tree

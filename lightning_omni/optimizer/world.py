@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from lightning_omni.errors import ConfigurationError, NonFiniteGradients, OmniError, Refused, UnsupportedError
 from lightning_omni.methods import Exchange, Inbox, Method, Pulled, checked, method_named
@@ -204,6 +205,7 @@ class World:
         self._original_group: Any = None
         self._groups: dict[tuple[tuple[int, ...], ...], Any] = {}
         self._in_compute = False
+        self.phase = 0
         self._data: DataConnection | None = None
         self._process: ServerProcess | None = None
         self._peers: Peers | None = None
@@ -359,12 +361,17 @@ class World:
             saved: ``{"method": {...}, "groups": n, "server": [...], "states": {group: [...]}}``. What the groups knew
                 by themselves counts only if method and number of groups are the same again.
         """
-        same = saved.get("method") == m.method_to_wire(self.method) and saved.get("groups") == len(self.topology.alive)
+        same = (
+            saved.get("method") == m.method_to_wire(self.method)
+            and saved.get("groups") == len(self.topology.alive)
+            and len(saved.get("server", ())) == len(self.parts)
+        )
         self._resumed = saved if same else {}
 
     def _states_to_resume(self) -> list[Any]:
         states = self._resumed.get("states", {})
-        return list(states.get(self.group, states.get(str(self.group), ())))
+        in_order = [states[group] for group in sorted(states)]  # numbers may have had gaps, where groups had died
+        return list(in_order[self.group]) if self.group < len(in_order) else []
 
     def training(self) -> _Training:
         """A context in which to train without Lightning: begins, and ends with the master weights on every rank."""
@@ -421,6 +428,7 @@ class World:
         if not self.is_synchronous:
             self.use_default_group(self.compute_group)
             self._in_compute = True
+            self.phase += 1
             for part in self.parts:
                 part.replica.take_up()
 
@@ -589,7 +597,10 @@ class World:
             "trained": [], "groups": {group: what it deposited}}``
         """
         answer, payload = self._leader_data().exchange(m.TakeSnapshot(with_state=with_state), m.Snapshot)
-        tree: dict[str, Any] = unpack(answer.packed, payload)
+        # Copies: what is unpacked shares one memory, which torch.save refuses if there is more than one dtype.
+        tree: dict[str, Any] = tree_map(
+            lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, unpack(answer.packed, payload)
+        )
         return tree
 
     def deposit(self) -> None:
@@ -834,8 +845,11 @@ class World:
             return
         assert self.control is not None
         layouts = [part.replica.layout for part in self.parts]
-        socket = PeerSocket(own_host(self.control.address), layouts) if self.is_leader else None
-        mine = Address(self.group, socket.address, socket.ticket) if socket is not None else None
+        host = own_host(self.control.address)
+        if host.startswith("127.") and len(self._ranks_per_node) > 1:
+            host = "0.0.0.0"  # the server is on this machine, and the other nodes know it by another address
+        socket = PeerSocket(host, layouts) if self.is_leader else None
+        mine = Address(self.group, self._published(socket.address), socket.ticket) if socket is not None else None
         said = self._meet("peers", msgspec.json.encode(mine) if mine else b"")
         if socket is not None:
             others = [msgspec.json.decode(payload, type=Address) for _, payload in said if payload]

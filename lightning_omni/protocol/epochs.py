@@ -89,6 +89,10 @@ class Epochs:
             raise ProtocolError(f"epoch {epoch} is not under way")
         return self.book
 
+    def holds(self, group: int, epoch: int) -> bool:
+        """Whether that epoch is under way and the group draws from it."""
+        return self.book is not None and self.book.plan.epoch == epoch and self.book.has(group)
+
     def check_trained(self, group: int, epoch: int, batches: int) -> None:
         """Raises `ProtocolError` unless `train` would accept this."""
         if self.book is not None and self.book.plan.epoch == epoch:
@@ -117,7 +121,7 @@ class Epochs:
             self.stop = self.stop or message.stop
         if self.book is None or message.epoch != self.book.plan.epoch:
             return
-        if group in self.book.groups:
+        if self.book.has(group):
             self.book.train(group, message.trained)
             self.book.retire(group)
         if self.stop:
@@ -127,7 +131,7 @@ class Epochs:
         """A group is dead."""
         self._sizes.pop(group, None)
         self._waiting = {rank: asked for rank, asked in self._waiting.items() if asked[0] != group}
-        if self.book is not None and group in self.book.groups:
+        if self.book is not None and self.book.has(group):
             self.book.retire(group)
 
     def settle(self) -> list[tuple[int, str]]:

@@ -15,7 +15,7 @@ from lightning_omni.methods import METHODS
 from lightning_omni.protocol.codec import Packed
 from lightning_omni.protocol.leases import Batch, EpochPlan
 
-VERSION = 1
+VERSION = 2
 """Protocol version. Both sides must have the same."""
 
 

@@ -92,6 +92,8 @@ class ServerCore:
         self._attached: dict[Peer, int] = {}
         self._data_peers: dict[int, Peer] = {}
         self._deposits: dict[int, Any] = {}
+        self._pending: dict[int, tuple[int, bool]] = {}  # group: optimizer of the push that waits, and whether it pulls
+        self._resting_elsewhere: set[int] = set()
         self._now = 0.0
         self._rate: deque[tuple[float, int]] = deque()
 
@@ -265,6 +267,8 @@ class ServerCore:
             shard.change_method(self._method, topology.alive)
             self._note("form", -1, number, groups=topology.groups, method=message.method)
         self._deposits.clear()
+        self._pending.clear()
+        self._resting_elsewhere.clear()
         sizes = {group: len(topology.members(group)) for group in topology.alive}
         self.epochs.form(sizes, message.generation, message.keep_epoch)
         return [Out(member.peer, m.CONTROL, m.Formed(generation=message.generation))]
@@ -399,27 +403,39 @@ class ServerCore:
         if message.epoch >= 0:
             self.epochs.train(group, message.epoch, message.trained)
         if replies is None:
-            return [self._weights(peer, number, shard, applied=False, group=group), *self._settle()]
-        return self._answers(number, replies, pull=message.pull) + self._settle()
+            if message.pull:
+                shard.method_side.fetched(group)
+            return [self._weights(peer, number, shard, applied=False, group=group, pull=message.pull), *self._settle()]
+        self._pending[group] = (number, message.pull)
+        out = self._answers(number, replies)
+        if group in self._pending:
+            out += self._rest_elsewhere(group, number)
+        return out + self._settle()
 
     def _fetch(self, peer: Peer, member: Member, message: m.Fetch) -> list[Out]:
         shard = self._shard(message.optimizer)
         if self._grouped(member.rank):
             group = self._group_of(member)
-            if message.epoch >= 0:
-                self.epochs.check_trained(group, message.epoch, message.trained)
             spans = self._new_spans(group, message)
-            self.epochs.train(group, message.epoch, message.trained)
+            if self.epochs.holds(group, message.epoch):  # at a meeting after it has left, it has nothing to tell
+                self.epochs.train(group, message.epoch, message.trained)
             shard.method_side.fetched(group)
             self._note("fetch", group, message.optimizer, epoch=message.epoch, spans=spans)
         return [self._weights(peer, message.optimizer, shard)]
 
-    def _answers(self, number: int, replies: list[Reply], pull: bool = True) -> list[Out]:
-        return [self._answer(number, reply, pull) for reply in replies]
+    def _answers(self, number: int, replies: list[Reply]) -> list[Out]:
+        return [self._answer(number, reply, only=len(replies) == 1) for reply in replies]
 
-    def _answer(self, number: int, reply: Reply, pull: bool) -> Out:
+    def _answer(self, number: int, reply: Reply, only: bool) -> Out:
+        """The answer to the push that a group is waiting with."""
         shard, peer = self._shard(number), self._leader_peer(reply.group)
+        _, pull = self._pending.pop(reply.group, (number, True))
+        if reply.group in self._resting_elsewhere:
+            self._resting_elsewhere.discard(reply.group)
+            self._resume_group(reply.group, but=number)
         payload = shard.payload_of(reply) if pull else None
+        if payload is not None and reply.tensors is not None and not only:
+            payload = payload.clone()  # the next one is written into the same memory
         return self._weights(
             peer, number, shard, reply.staleness, group=reply.group, payload=payload, note=reply.note, pull=pull
         )
@@ -477,17 +493,35 @@ class ServerCore:
 
     def _resume(self, rank: int) -> None:
         if self._is_leader(rank):
-            group = self._group_of(self.roster.members[rank])
-            for number, shard in enumerate(self.shards):
+            self._resume_group(self._group_of(self.roster.members[rank]))
+
+    def _resume_group(self, group: int, but: int = -1) -> None:
+        for number, shard in enumerate(self.shards):
+            if number != but:
                 shard.method_side.resume(group)
                 self._note("resume", group, number)
+
+    def _rest_elsewhere(self, group: int, number: int) -> list[Out]:
+        """A group waits with one optimizer's push: for those of its other optimizers nobody must wait meanwhile.
+
+        Groups need not step their optimizers alike; two that waited for each other at two optimizers would do so for
+        ever.
+        """
+        if len(self.shards) == 1:
+            return []
+        self._resting_elsewhere.add(group)
+        return self._each_side("rest", group, but=number)
 
     def _retire(self, group: int) -> list[Out]:
         return self._each_side("retire", group)
 
-    def _each_side(self, what: Literal["rest", "retire"], group: int, note: Kind | None = None) -> list[Out]:
-        out = []
+    def _each_side(
+        self, what: Literal["rest", "retire"], group: int, note: Kind | None = None, but: int = -1
+    ) -> list[Out]:
+        out: list[Out] = []
         for number, shard in enumerate(self.shards):
+            if number == but:
+                continue
             with torch.no_grad():
                 replies: list[Reply] = getattr(shard.method_side, what)(group)
             self._note(note or what, group, number)
@@ -501,7 +535,7 @@ class ServerCore:
 
     def _new_spans(self, group: int, message: m.Draw | m.Await | m.Leave | m.Fetch) -> Spans:
         """The batches that a message brings news of; none if nobody wants to know."""
-        if self._record is None or self.epochs.book is None or group not in self.epochs.book.groups:
+        if self._record is None or not self.epochs.holds(group, message.epoch):
             return ()
         return self.epochs.new_spans(group, message.epoch, message.trained)
 

@@ -333,7 +333,10 @@ class DataConnection:
         while not self._wire.poll(_SLICE):
             self._check()
             if time.monotonic() > deadline:
-                raise ConnectionLost(f"the parameter server sent no tensors for {self._timeout:.0f} s")
+                raise ConnectionLost(
+                    f"the parameter server sent no tensors for {self._timeout:.0f} s; if the method has groups wait for"
+                    " each other, perhaps one of them needs longer than that: raise timeout="
+                )
         return self._wire.recv_multipart(copy=False)
 
 

@@ -1,7 +1,7 @@
 """From leader to leader, with no server between: a window that others read, and an inbox that they fill.
 
 Each leader has one socket that a thread of its own serves, so that a peer is answered while this leader computes or
-validates. What comes in is summed up where it lands; however many peers push, the memory is that of one model.
+validates. What comes in is summed up where it lands: one model for the inbox, and one for each gift that is on its way.
 """
 
 from __future__ import annotations
@@ -65,6 +65,8 @@ class PeerSocket:
         self._context = zmq.Context()
         self._wire = self._context.socket(zmq.ROUTER)
         configure(self._wire)
+        # A window is queued whole; each peer asks for one at a time, so there is nothing to bound.
+        self._wire.setsockopt(zmq.SNDHWM, 0)
         self._wire.setsockopt(zmq.IPV6, int(":" in host))
         self._wire.bind(f"tcp://{f'[{host}]' if ':' in host else host}:*")
         self.address = self._wire.getsockopt_string(zmq.LAST_ENDPOINT)
@@ -107,6 +109,9 @@ class PeerSocket:
                 self._assemblies.pop(peer.bytes, None)
                 code = error.code if isinstance(error, Refused) else "malformed"
                 self._say(peer.bytes, m.RefusedMessage(code=code, reason=str(error)))
+            except Exception:  # no memory, say: one question is not answered, the next one may be
+                self._assemblies.pop(peer.bytes, None)
+                _log.exception("a message of another group could not be dealt with")
 
     def _take(self, peer: bytes, frames: list[Any]) -> None:
         if len(frames) == 2 and len(frames[0]) == len(CHUNK_MARK):
@@ -136,8 +141,11 @@ class PeerSocket:
 
     def _keep(self, assembly: Assembly) -> None:
         optimizer: int = assembly.message.optimizer  # type: ignore[attr-defined]
+        weights = self._layouts[optimizer].views(assembly.buffer)
+        if not all(bool(torch.isfinite(weight).all()) for weight in weights):
+            return  # a group that has diverged must not take the others along
         with self._lock:
-            self._inboxes[optimizer].add(self._layouts[optimizer].views(assembly.buffer))
+            self._inboxes[optimizer].add(weights)
 
     def _show(self, peer: bytes, optimizer: int) -> None:
         window = self._windows.get(optimizer)
@@ -204,6 +212,8 @@ class PeerConnections:
             self._unread[group] -= 1
         if self._unread[group] >= UNREAD:
             self.dropped += 1
+            if self.dropped == 1:
+                _log.warning("group %d does not take weights as fast as they are sent to it; some are dropped", group)
             return
         layout = self._layouts[optimizer]
         buffer = layout.empty()

@@ -106,6 +106,10 @@ def trace_of(events: Iterable[Event]) -> Trace:
     untold: dict[int, list[tuple[int, int]]] = {}
     clock, began, now, meta = 0, None, 0.0, {}
     for event in events:
+        if event.optimizer:
+            raise ConfigurationError("events: the run has several optimizers, and a trace is of one")
+        if event.kind == "seed" and began is not None:
+            raise ConfigurationError("events: the record holds more than one run; pass the events of one")
         began = event.time if began is None else began
         now = event.time - began
         if event.kind in ("seed", "form"):
@@ -198,7 +202,10 @@ class _Replay:
     def _form(self, event: Event) -> None:
         topology, method = Topology(event.groups), m.method_from_wire(event.method)
         if self._shard is not None and event.kind == "seed":
-            raise ConfigurationError("events: the run went through one group, whose steps no server saw")
+            raise ConfigurationError(
+                "events: the record holds more than one run, or the run went through one group, whose steps no server"
+                " saw"
+            )
         if self._shard is not None and method.steps_at == "worker":
             raise ConfigurationError(
                 f"events: other groups were formed in mid-run, and what these begin with is not on record with"
@@ -273,6 +280,8 @@ class _Replay:
         if (replies is None) != event.refused:
             raise ProtocolError(f"the record says {event}, but the push was {'taken' if event.refused else 'refused'}")
         if replies is None:
+            if need.pull:
+                shard.method_side.fetched(event.group)
             self._answer(group, Pulled(copies(shard.master.weights()), shard.master.clock, refused=True))
         else:
             self._deliver(replies)

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_omni.errors import ConfigurationError, OmniError
-from lightning_omni.methods import Method, checked, method_named
+from lightning_omni.methods import HardSync, Method, checked, method_named
 from lightning_omni.methods.contract import (
     Exchange,
     Fetch,
@@ -81,7 +81,7 @@ def simulate(
     leases, epochs and both halves of the method are the objects of a real run. A push travels over the group's link,
     queues at the server's network card, then for the server itself; when it is served it counts as arrived, and the
     order of arrivals decides staleness. The answer goes back the same way. Control messages and evaluations take no
-    time. With one group no server is in the path, as in a real run: exchanges take no time.
+    time. One group trains synchronously whatever the method, and exchanges take it no time, as in a real run.
 
     Args:
         method: a name, or a method.
@@ -139,6 +139,8 @@ def simulate(
         )
     chosen = method_named(method) if isinstance(method, str) else checked(method)
     chosen.check(len(topology.alive))
+    if topology.is_synchronous:
+        chosen = HardSync()  # whatever the method, one group is plain synchronous training
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         run = Simulation(
@@ -666,8 +668,6 @@ def own_optimizer(make: MakeOptimizer, model: nn.Module, parameters: Mapping[str
 
 def take_step(replica: Replica, gradient: Gradient) -> None:
     """One step of a group's own optimizer."""
-    for parameter, direction in zip(replica.ordered, gradient.tensors, strict=True):
-        parameter.grad = direction
-    replica.optimizer.step()
+    replica.step(gradient.tensors)
     for parameter in replica.ordered:
         parameter.grad = None

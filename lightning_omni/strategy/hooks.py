@@ -399,10 +399,13 @@ class OmniStrategyHooks(_Base):
                 "epoch": plan.get("epoch", -1),
                 "total": plan.get("total", 0),
                 "trained": [list(span) for span in self._snapshot["trained"]],
-                "method": m.method_to_wire(self._world.method),
-                "server": [part["method"] for part in self._snapshot["parts"]],
-                "states": dict(self._snapshot["groups"]),
             }
+            if "optimizer_states" in checkpoint:  # save_weights_only means it
+                checkpoint["omni"] |= {
+                    "method": m.method_to_wire(self._world.method),
+                    "server": [part["method"] for part in self._snapshot["parts"]],
+                    "states": dict(self._snapshot["groups"]),
+                }
         super().save_checkpoint(checkpoint, filepath, storage_options)
         self._snapshot = None
 

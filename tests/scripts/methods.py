@@ -21,11 +21,13 @@ class MethodNet(Net):
 
     def __init__(self, optimizer: dict[str, Any], sleep: float) -> None:
         super().__init__(norm=False)
+        self.batches = 0
         self.choice, self.sleep = dict(optimizer), sleep
         self.spread: list[str] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         time.sleep(self.sleep)
+        self.batches += 1
         return super().training_step(batch, batch_idx)
 
     def configure_optimizers(self) -> Any:
@@ -37,15 +39,18 @@ class MethodNet(Net):
 
 
 class AfterBatches(pl.Callback):
-    """Forms other groups after so many batches, or dies."""
+    """Forms other groups after so many batches, or stops the run, or dies."""
 
-    def __init__(self, regroup: dict[str, int], die: dict[str, int]) -> None:
-        self.regroup, self.die = regroup, die
+    def __init__(self, options: dict[str, Any]) -> None:
+        self.regroup, self.die = options.get("regroup", {}), options.get("die", {})
+        self.stop = options.get("stop", {})
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         number = trainer.fit_loop.total_batch_idx + 1
         if groups := self.regroup.get(str(number)):
             trainer.strategy.regroup(groups)
+        if number == self.stop.get(str(RANK)):
+            trainer.should_stop = True
         if number == self.die.get(str(RANK)):
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -59,7 +64,7 @@ def fit(options: dict[str, Any]) -> dict[str, Any]:
     )
     net = MethodNet(options.get("optimizer", {}), options.get("sleep", {}).get(str(RANK), 0.0))
     start, initial = digest(net), plain_weights(net)
-    callbacks: list[Any] = [AfterBatches(options.get("regroup", {}), options.get("die", {}))]
+    callbacks: list[Any] = [AfterBatches(options)]
     if "checkpoint" in options:
         callbacks.append(pl.callbacks.ModelCheckpoint(FOLDER / options["checkpoint"], save_top_k=-1))
     settings = {"enable_checkpointing": "checkpoint" in options, **options.get("trainer", {})}
@@ -80,6 +85,7 @@ def fit(options: dict[str, Any]) -> dict[str, Any]:
         "start": start,
         "end": digest(net),
         "evaluated": net.spread,
+        "batches": net.batches,
         "state": digest_of_states(run),
         "metrics": {name: float(value) for name, value in run.callback_metrics.items()},
         "initial": initial,
