@@ -120,6 +120,29 @@ def sgd(parameters: Any, lr: float, momentum: float = 0.0, weight_decay: float =
     return optimizer
 
 
+class CutOnce(torch.optim.SGD):
+    """Nesterov's SGD; from step number ``cut_at`` on, its steps are a tenth as large.
+
+    The learning rate itself stays, so it makes no difference whether the optimizer steps at the server or at workers.
+    """
+
+    def __init__(self, parameters: Any, lr: float, cut_at: int, momentum: float = 0.9) -> None:
+        super().__init__(parameters, lr=lr, momentum=momentum, nesterov=True)
+        self._cut_at, self._steps = cut_at, 0
+
+    def step(self, closure: Any = None) -> Any:
+        self._steps += 1
+        if self._steps < self._cut_at:
+            return super().step(closure)
+        rates = [group["lr"] for group in self.param_groups]
+        for group, lr in zip(self.param_groups, rates, strict=True):
+            group["lr"] = lr / 10
+        outcome = super().step(closure)
+        for group, lr in zip(self.param_groups, rates, strict=True):
+            group["lr"] = lr
+        return outcome
+
+
 # --- Simulations -----------------------------------------------------------------------------------------------------
 
 

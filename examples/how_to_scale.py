@@ -26,11 +26,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import torch
 from comparison import (
+    CutOnce,
     Finding,
     Images,
     Run,
@@ -48,7 +47,7 @@ from comparison import (
     simulate_all,
 )
 
-from lightning_omni.methods import ElasticAveraging, Gossip, LocalSGD, Method
+from lightning_omni.methods import ElasticAveraging, Gossip, HardSync, Method
 from lightning_omni.simulator import Cluster, Jitter, Link
 from lightning_omni.trace import Trace
 
@@ -65,25 +64,10 @@ Key = tuple[str, int, float]
 """Method, workers, learning rate."""
 
 
-class CutOnce(torch.optim.SGD):
-    """Nesterov's SGD, its learning rate divided by ten after ``cut_after`` steps."""
-
-    def __init__(self, parameters: Any, lr: float, cut_after: int) -> None:
-        super().__init__(parameters, lr=lr, momentum=0.9, nesterov=True)
-        self._left = cut_after
-
-    def step(self, closure: Any = None) -> Any:
-        self._left -= 1
-        if self._left == 0:
-            for group in self.param_groups:
-                group["lr"] /= 10
-        return super().step(closure)
-
-
 def method_of(name: str, workers: int) -> Method:
     """The method; the elastic moving rate is that of the authors' code."""
     if name == "all-reduce":
-        return LocalSGD(period=1)  # in one group of all workers, where gradients are averaged and nothing else is left
+        return HardSync()  # in one group of all workers, where gradients are averaged in a ring
     if name.startswith("elastic"):
         return ElasticAveraging(period=10 if name.endswith("10") else 1, moving_rate=0.8 / workers)
     return Gossip(kind="pull" if name == "pull-gossip" else "push")
@@ -117,7 +101,7 @@ def run_of(name: str, workers: int, lr: float, epochs: int, samples: int, jitter
         method_of(name, workers),
         1 if name == "all-reduce" else workers,
         cluster_of(name, workers, jitter),
-        partial(CutOnce, lr=lr, cut_after=steps * 2 // 3),
+        partial(CutOnce, lr=lr, cut_at=steps * 2 // 3),
         batch_size=BATCH_SIZE,
         epochs=epochs,
         evaluate_every=every,

@@ -37,6 +37,7 @@ every_point = pytest.mark.parametrize("number", range(len(POINTS)), ids=NAMES)
 
 # Deterministic methods on data that is dealt out beforehand, saved where groups are in the middle of a period.
 RESUMED = [{"name": "hardsync"}, {"name": "local_sgd", "period": 3}, {"name": "diloco", "period": 3}]
+STOPPED = [{"name": "hardsync"}, {"name": "diloco", "period": 3}, {"name": "gossip"}]
 REGROUPED = [{"name": "local_sgd", "period": 3}, {"name": "gossip"}, {"name": "elastic_averaging", "period": 2}]
 
 
@@ -157,28 +158,44 @@ def test_a_resumed_run_ends_as_the_uninterrupted_one_on_every_rank(number: int) 
         assert second_half["evaluated"] == whole["evaluated"][2:]
 
 
-def test_groups_with_weights_of_their_own_are_formed_anew_and_go_on() -> None:
-    fits = [
-        {
-            "method": method,
-            "groups": 4,
-            "optimizer": MOMENTUM,
-            "trainer": TRAINER,
-            "regroup": {"3": 2, "6": 1, "9": 4},
-        }
-        for method in REGROUPED
+@cache
+def interrupted() -> dict[int, list[Any]]:
+    """Runs that are regrouped, then runs that one group stops in the midst of an epoch."""
+    common = {"groups": 4, "optimizer": MOMENTUM}
+    regrouped = [
+        {**common, "method": method, "trainer": TRAINER, "regroup": {"3": 2, "6": 1, "9": 4}} for method in REGROUPED
     ]
-    results = run("methods.py", {"fits": fits}, timeout=110).results
-    for number in range(len(REGROUPED)):
-        assert len({results[rank][number]["end"] for rank in range(4)}) == 1
-        assert results[0][number]["metrics"]["val_loss"] < math.log(3)
-        assert results[0][number]["report"]["groups"] == 4
+    stopped = [
+        {**common, "method": method, "trainer": {"max_epochs": 20}, "data": {"samples": 1024}, "stop": {"1": 3}}
+        for method in STOPPED
+    ]
+    return run("methods.py", {"fits": [*regrouped, *stopped]}, timeout=110).results
 
 
-@pytest.mark.parametrize("name", ["local_sgd", "gossip"])
-def test_nobody_waits_for_a_dead_group(name: str) -> None:
-    fits = [{"method": {"name": name}, "groups": 4, "die": {"2": 3}, "trainer": {"max_epochs": 3}}]
+@pytest.mark.parametrize("number", range(len(REGROUPED)), ids=[method["name"] for method in REGROUPED])
+def test_groups_with_weights_of_their_own_are_formed_anew_and_go_on(number: int) -> None:
+    results = {rank: results[number] for rank, results in interrupted().items()}
+    assert len({result["end"] for result in results.values()}) == 1
+    assert results[0]["metrics"]["val_loss"] < math.log(3)
+    assert results[0]["report"]["groups"] == 4
+
+
+@pytest.mark.parametrize("number", range(len(STOPPED)), ids=[method["name"] for method in STOPPED])
+def test_a_stop_of_one_group_in_mid_epoch_ends_the_run_of_all(number: int) -> None:
+    results = {rank: results[len(REGROUPED) + number] for rank, results in interrupted().items()}
+    assert len({result["end"] for result in results.values()}) == 1
+    assert results[1]["batches"] == 3
+    # The others hear of it with their next answer, or when they have trained what they hold.
+    assert all(result["batches"] <= 16 for result in results.values())
+
+
+@pytest.mark.parametrize(("name", "groups"), [("local_sgd", 4), ("gossip", 2)])
+def test_nobody_waits_for_a_dead_group_and_mates_stay_together(name: str, groups: int) -> None:
+    fits = [{"method": {"name": name}, "groups": groups, "die": {"3": 3}, "trainer": {"max_epochs": 3}}]
     results = run("methods.py", {"fits": fits}, timeout=60).results
-    assert sorted(results) == [0, 1, 3]
-    assert len({results[rank][0]["end"] for rank in results}) == 1
-    assert results[0][0]["report"]["ranks_lost"] == [2]
+    alive = [0, 1, 2] if groups == 4 else [0, 1]
+    assert sorted(results) == alive
+    assert len({results[rank][0]["end"] for rank in alive}) == 1
+    assert results[0][0]["report"]["ranks_lost"] == [rank for rank in range(4) if rank not in alive]
+    if groups == 2:
+        assert results[0][0]["state"] == results[1][0]["state"]

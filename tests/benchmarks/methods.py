@@ -29,7 +29,8 @@ POINTS: dict[str, dict[str, float]] = {
     "push_gossip": {"momentum": 0.9},
     "local_sgd:period=8": {"momentum": 0.9},
     "diloco:period=50": {"momentum": 0.9},
-    "async_diloco:period=20": {"momentum": 0.9},
+    # With outer momentum 0.9, as in lock-step, asynchronous arrivals of four groups end at 81 to 84 %.
+    "async_diloco:period=20,outer_momentum=0.5": {"momentum": 0.9},
     "delay_compensated": {"momentum": 0.2},
 }
 
