@@ -121,26 +121,21 @@ def sgd(parameters: Any, lr: float, momentum: float = 0.0, weight_decay: float =
 
 
 class CutOnce(torch.optim.SGD):
-    """Nesterov's SGD; from step number ``cut_at`` on, its steps are a tenth as large.
+    """Nesterov's SGD; from step number ``cut_at`` on, its learning rate is a tenth.
 
-    The learning rate itself stays, so it makes no difference whether the optimizer steps at the server or at workers.
+    It is set anew at every step: where the optimizer steps at the server, the workers always send the first rate along.
     """
 
     def __init__(self, parameters: Any, lr: float, cut_at: int, momentum: float = 0.9) -> None:
         super().__init__(parameters, lr=lr, momentum=momentum, nesterov=True)
-        self._cut_at, self._steps = cut_at, 0
+        self._cut_at, self._steps, self._rate_after = cut_at, 0, lr / 10
 
     def step(self, closure: Any = None) -> Any:
         self._steps += 1
-        if self._steps < self._cut_at:
-            return super().step(closure)
-        rates = [group["lr"] for group in self.param_groups]
-        for group, lr in zip(self.param_groups, rates, strict=True):
-            group["lr"] = lr / 10
-        outcome = super().step(closure)
-        for group, lr in zip(self.param_groups, rates, strict=True):
-            group["lr"] = lr
-        return outcome
+        if self._steps >= self._cut_at:
+            for group in self.param_groups:
+                group["lr"] = self._rate_after
+        return super().step(closure)
 
 
 # --- Simulations -----------------------------------------------------------------------------------------------------

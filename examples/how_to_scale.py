@@ -243,7 +243,7 @@ def draw(out: Outcome, found: list[Finding], images: Images, path: Path) -> None
         caption(axes, finding)
         axes.legend(fontsize="x-small")
     for axes, workers in ((few, out.workers[0]), (many, out.workers[-1])):
-        axes.set_title(f"{axes.get_title()} (drawn: {workers})", fontsize="medium")
+        axes.set_title(f"{axes.get_title()} (drawn: {workers})", fontsize="small")
     save_figure(figure, f"All-reduce, elastic averaging, gossip ({images.source})", path)
 
 
