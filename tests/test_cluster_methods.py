@@ -33,6 +33,7 @@ NAMES = ["-".join(map(str, point.values())) for point in POINTS]
 TRAINER = {"max_epochs": 2}
 MOMENTUM = {"momentum": 0.5, "nesterov": True}
 
+pytestmark = pytest.mark.timeout(240)  # the first test that asks for a launch waits for it
 every_point = pytest.mark.parametrize("number", range(len(POINTS)), ids=NAMES)
 
 # Deterministic methods on data that is dealt out beforehand, saved where groups are in the middle of a period.
@@ -48,7 +49,7 @@ def in_groups(groups: int) -> dict[int, list[Any]]:
         {"method": point, "groups": groups, "optimizer": MOMENTUM, "trainer": TRAINER, "record": f"{number}.jsonl"}
         for number, point in enumerate(POINTS)
     ]
-    return run("methods.py", {"fits": fits}, timeout=110).results
+    return run("methods.py", {"fits": fits}, timeout=220).results
 
 
 @cache
@@ -62,7 +63,7 @@ def resumed() -> dict[int, list[Any]]:
             {**common, "trainer": {"max_epochs": 4}, "checkpoint": folder},
             {**common, "trainer": {"max_epochs": 4}, "resume": f"{folder}/epoch=1-step=16.ckpt"},
         ]
-    return run("methods.py", {"fits": fits}, timeout=110).results
+    return run("methods.py", {"fits": fits}, timeout=220).results
 
 
 def test_every_method_is_tried() -> None:
@@ -169,7 +170,7 @@ def interrupted() -> dict[int, list[Any]]:
         {**common, "method": method, "trainer": {"max_epochs": 20}, "data": {"samples": 1024}, "stop": {"1": 3}}
         for method in STOPPED
     ]
-    return run("methods.py", {"fits": [*regrouped, *stopped]}, timeout=110).results
+    return run("methods.py", {"fits": [*regrouped, *stopped]}, timeout=220).results
 
 
 @pytest.mark.parametrize("number", range(len(REGROUPED)), ids=[method["name"] for method in REGROUPED])

@@ -280,6 +280,8 @@ class ServerCore:
 
     def _draw(self, member: Member, message: m.Draw, payload: Payload) -> list[Out]:
         book, group = self.epochs.book_of(message.epoch, message.generation), self._group_of(member)
+        if not book.has(group):  # a mate was faster to say that the group leaves the epoch
+            return [Out(member.peer, m.CONTROL, m.Drawn(number=message.number, batches=()))]
         spans = self._new_spans(group, message)
         book.train(group, message.trained)
         self._note_training(group, message.epoch, spans)
