@@ -106,7 +106,7 @@ class Epochs:
     def wait(self, group: int, rank: int, question: Await) -> None:
         """A rank has trained what its group holds of the stretch, and asks what is next."""
         book = self.book_of(question.epoch, question.generation)
-        if book.has(group):  # else a mate was faster to say that the group leaves
+        if book.has(group) or group not in self._sizes:  # else a mate was faster to say that the group leaves
             book.train(group, question.trained)
         self._waiting[rank] = (group, question)
 
