@@ -81,6 +81,14 @@ def test_a_window_shows_what_was_published_last(peers: Peers) -> None:
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(read, weights(value), strict=True))
 
 
+def test_a_window_of_very_many_chunks_arrives_whole(peers: Peers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_omni.server.frames.CHUNK", 64)
+    peers.sockets[1].publish(0, weights(3.0))
+    read = peers.connections[0].read(1, 0)
+    assert read is not None
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(read, weights(3.0), strict=True))
+
+
 def test_an_inbox_holds_the_sum_of_all_gifts_until_it_is_read(peers: Peers) -> None:
     peers.connections[1].send(0, 0, weights(1.0))
     peers.connections[2].send(0, 0, weights(10.0))
@@ -119,6 +127,13 @@ def test_nobody_waits_for_a_dead_peer(peers: Peers) -> None:
     with pytest.raises(RankLost):
         peers.connections[0].read(1, 0)
     peers.sockets[1] = PeerSocket("127.0.0.1", [LAYOUT])
+
+
+def test_gifts_that_are_not_finite_are_thrown_away(peers: Peers) -> None:
+    peers.connections[1].send(0, 0, weights(float("inf")))
+    peers.connections[1].send(0, 0, weights(1.0))
+    wait_for(lambda: peers.sockets[0]._inboxes[0].count == 1)
+    assert torch.equal(peers.sockets[0].read_inbox(0).total[0], weights(1.0)[0])  # type: ignore[index]
 
 
 def test_a_stranger_without_the_ticket_is_refused_and_counted(peers: Peers) -> None:

@@ -24,7 +24,16 @@ from test_server_core import (
     seed_of,
 )
 
-from lightning_omni.methods import AsyncSGD, DiLoCo, ElasticAveraging, Gossip, HardSync, LocalSGD, Method
+from lightning_omni.methods import (
+    AsyncSGD,
+    DelayCompensated,
+    DiLoCo,
+    ElasticAveraging,
+    Gossip,
+    HardSync,
+    LocalSGD,
+    Method,
+)
 from lightning_omni.protocol import EpochPlan
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.codec import pack, unpack
@@ -122,6 +131,42 @@ def test_a_dead_group_frees_those_who_wait_for_it_and_so_does_one_that_leaves() 
             link.say(control_peer(1), last_words)
         assert [len(answers(link, rank)) for rank in (0, 2)] == [1, 1]
         assert events[-1].kind == ("retire" if last_words is None else "leave")
+
+
+def test_groups_that_step_their_optimizers_differently_do_not_wait_for_each_other_for_ever() -> None:
+    link = Link(2)
+    for rank in range(2):
+        link.join(rank)
+    link.control(0, m.Form(generation=1, groups=((0,), (1,)), method=m.method_to_wire(HardSync())))
+    message, payload = seed_of({"parts": [part_of(new_parameters()), part_of(new_parameters())]})
+    assert link.data(0, message, payload)[0] == m.Seeded()
+    link.inbox.clear()
+    assert push(link, 0, gradient(0), optimizer=0) == []
+    assert len(push(link, 1, gradient(1), optimizer=1)) == 1  # group 0 waits at the other: not here
+    assert answers(link, 0) == []
+    assert len(push(link, 1, gradient(2), optimizer=0)) == 1
+    assert [answer.optimizer for answer in answers(link, 0)] == [0]
+    assert push(link, 1, gradient(3), optimizer=1, read_at=1) == []  # and group 0 is waited for there again
+    assert len(push(link, 0, gradient(4), optimizer=1)) == 1
+
+
+def test_a_mate_that_asks_after_its_group_has_left_hears_that_there_is_nothing() -> None:
+    link, _ = link_with(AsyncSGD(), (0, 1), (2,))
+    for rank in range(3):
+        link.control(rank, m.OpenEpoch(plan=EpochPlan(epoch=0, total=32, batch_size=2, budget=32)))
+    link.control(0, m.Draw(epoch=0, generation=1, number=0))
+    link.control(0, m.Leave(epoch=0, generation=1, trained=1, stop="skip"))
+    assert link.control(1, m.Draw(epoch=0, generation=1, number=1)).batches == ()
+    answer, _ = link.data(0, m.Fetch(optimizer=0, epoch=0, trained=1))
+    assert isinstance(answer, m.Weights)
+
+
+def test_a_refused_group_is_compensated_from_what_it_was_sent() -> None:
+    link, _ = link_with(DelayCompensated(strength=1.0), (0,), (1,))
+    push(link, 1, gradient(1))
+    push(link, 0, own(float("nan")))
+    now = link.weights()
+    assert_same(link.core.shards[0].method_side._read[0], now)  # type: ignore[attr-defined]
 
 
 def test_elastic_averaging_answers_with_the_move_and_not_with_the_weights() -> None:

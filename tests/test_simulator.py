@@ -165,6 +165,25 @@ def test_a_failure_costs_its_group_only_and_every_sample_is_used() -> None:
     assert sorted(place for start, stop in trained for place in range(start, stop)) == list(range(len(DATA)))
 
 
+@pytest.mark.parametrize(
+    "method", ["async_sgd", "hardsync", "softsync", "elastic_averaging:period=2", "local_sgd:period=3", "push_gossip"]
+)
+def test_an_epoch_begins_for_all_groups_together_however_slow_the_links_are(method: str) -> None:
+    slow = Link(bandwidth=1e5, latency=0.01)
+    events: list[Event] = []
+    trace = run(method, 8, Cluster.even(8, jitter=RANDOM_TIMES, link=slow), max_epochs=3, record=events.append)
+    assert trace.ended == "max_epochs"
+    trained = [(event.epoch, span) for event in events for span in event.spans]
+    places = [(epoch, place) for epoch, (start, stop) in trained for place in range(start, stop)]
+    assert sorted(places) == [(epoch, place) for epoch in range(3) for place in range(len(DATA))]
+
+
+@pytest.mark.parametrize("method", ["diloco:period=3", "elastic_averaging:period=3", "softsync"])
+def test_one_group_is_plain_synchronous_training_whatever_the_method(method: str) -> None:
+    one, plain = (run(name, Topology(((0, 1),)), Cluster.even(2)) for name in (method, "hardsync"))
+    assert all((one.weights[name] == plain.weights[name]).all() for name in plain.weights)
+
+
 @pytest.mark.parametrize("method", ["hardsync", "local_sgd", "stale_synchronous", "push_gossip", "pull_gossip"])
 def test_nobody_waits_for_the_dead(method: str) -> None:
     cluster = Cluster.even(4, jitter=RANDOM_TIMES, events=(Failure(2, 0.03), Failure(3, 0.1)))
