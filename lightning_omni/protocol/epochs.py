@@ -27,6 +27,8 @@ class Epochs:
         self.generation = 0
         self._sizes: dict[int, int] = {}
         self._waiting: dict[int, tuple[int, Await]] = {}
+        self._asked: set[int] = set()  # ranks whose questions have not been looked at yet
+        self._stirred = True  # whether something has changed for those whose questions have been
         self._validations = 0
         self._validated: Counter[int] = Counter()
 
@@ -109,6 +111,7 @@ class Epochs:
         if book.has(group) or group not in self._sizes:  # else a mate was faster to say that the group leaves
             book.train(group, question.trained)
         self._waiting[rank] = (group, question)
+        self._asked.add(rank)
 
     def new_spans(self, group: int, epoch: int, batches: int) -> tuple[tuple[int, int], ...]:
         """The batches of a group, one range each, that `train` would now add."""
@@ -118,6 +121,7 @@ class Epochs:
 
     def leave(self, group: int, message: Leave) -> None:
         """A group leaves the epoch early, and perhaps ends the run for all."""
+        self._stirred = True
         if message.stop:
             self.stop = self.stop or message.stop
         if self.book is None or message.epoch != self.book.plan.epoch:
@@ -130,6 +134,7 @@ class Epochs:
 
     def retire(self, group: int) -> None:
         """A group is dead."""
+        self._stirred = True
         self._sizes.pop(group, None)
         self._waiting = {rank: asked for rank, asked in self._waiting.items() if asked[0] != group}
         if self.book is not None and self.book.has(group):
@@ -144,17 +149,24 @@ class Epochs:
         while ready := self._next_verdict():
             del self._waiting[ready[0]]
             given.append(ready)
+            self._stirred = True
+        self._stirred = False
+        self._asked.clear()
         return given
 
     def _begin(self) -> None:
         self._waiting.clear()
+        self._stirred = True
         self._validations = 0
         self._validated.clear()
 
     def _next_verdict(self) -> tuple[int, str] | None:
         """The first verdict that can be given."""
         state = _Standstill(self)
-        verdicts = ((rank, self._verdict(rank, state)) for rank in sorted(self._waiting))
+        # With a thousand groups, most questions at an epoch's end change nothing for those who wait already.
+        all_again = self._stirred or self.stop or state.is_finished or state.all_met
+        ranks = sorted(self._waiting if all_again else self._asked & self._waiting.keys())
+        verdicts = ((rank, self._verdict(rank, state)) for rank in ranks)
         return next((given for given in verdicts if given[1]), None)
 
     def _verdict(self, rank: int, state: _Standstill) -> str:

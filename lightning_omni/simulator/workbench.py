@@ -67,6 +67,10 @@ class Samples:
         return tree_map(lambda *parts: torch.stack(parts), *map(self.batch, indices))
 
 
+_FEW_SAMPLES = 8
+"""Up to so many samples in a batch, batched convolutions gain more than they lose."""
+
+
 @dataclass(frozen=True)
 class Result:
     """A gradient, tensor by tensor, and the mean loss of its samples."""
@@ -119,7 +123,7 @@ class Workbench:
         self._fewest = FEWEST_TOGETHER
         if batched is True:
             self._width, self._fewest = max(2, self._width), 2
-        elif batched == "auto" and not _suits(model):
+        elif batched == "auto" and not _suits(model, group_batch):
             self._width = 0
         frozen = any(not parameter.requires_grad for parameter in self._parameters)
         if not batched or frozen:  # vmap would give frozen parameters a gradient
@@ -227,8 +231,10 @@ class _Objective(nn.Module):
         return self._loss(self.model, batch)
 
 
-def _suits(model: nn.Module) -> bool:
-    """Whether gradients do not depend on the order in which they are computed: no running statistics, no chance."""
+def _suits(model: nn.Module, group_batch: int) -> bool:
+    """Whether batching is faster, and gradients do not depend on their order: no running statistics, no chance."""
+    if group_batch > _FEW_SAMPLES and any(parameter.dim() > 2 for parameter in model.parameters()):
+        return False  # convolutions with weights of their own for every sample group are slow
     return not any(True for _ in model.buffers()) and not any(isinstance(m, _DropoutNd) for m in model.modules())
 
 
