@@ -57,6 +57,7 @@ def main() -> int:
     parent = os.getppid()
     # A forked data loader may hold the other end of the pipe after the parent's death, so look at both.
     server.run(until=lambda: orphaned.is_set() or os.getppid() != parent)
+    server.farewell("rank 0 has ended, and the parameter server with it")
     server.close()
     return 0
 

@@ -20,6 +20,8 @@ from lightning_omni.server.frames import CHUNK_MARK, KNOCK, Assembly, chunks, co
 
 _log = logging.getLogger(__name__)
 
+LAST_WORDS = 500
+"""Milliseconds for which a closing server may still send what it has said."""
 TICK = 0.25
 """Seconds between two looks at the clock."""
 BURST = 64
@@ -97,10 +99,14 @@ class Server:
                 self._forget_strangers()
                 due = time.monotonic() + TICK
 
+    def farewell(self, reason: str) -> None:
+        """The rank that this server belongs to has ended: if the run has not, the others are told."""
+        self._send(self.core.lose(0, reason))
+
     def close(self) -> None:
-        """Closes both sockets at once."""
+        """Closes both sockets, as soon as the last words are out."""
         for socket in self._sockets.values():
-            socket.close(0)
+            socket.close(LAST_WORDS)
         self._context.term()
 
     def _drain(self, channel: m.Channel) -> None:
