@@ -615,5 +615,5 @@ def test_the_server_process_does_not_outlive_a_parent_that_was_killed() -> None:
             rank.begin((0,))
             parent.send_signal(signal.SIGKILL)
             assert eventually(lambda: not is_running(int(pid)))
-            with pytest.raises(ConnectionLost):
+            with pytest.raises(RankLost, match="rank 0 has ended"):
                 rank.push(0, read_at=0)
