@@ -170,13 +170,17 @@ class Run:
     target: float | None = None
     seed: int = 0
 
+    def model(self) -> nn.Module:
+        """The network that the run begins with."""
+        return network(self.seed)
+
     def simulate(self, images: Images) -> Trace:
         """Simulates it, in this process."""
         return simulate(
             self.method,
             self.groups,
             self.cluster,
-            network(self.seed),
+            self.model(),
             TensorDataset(*images.train),
             optimizer=self.optimizer,
             loss=loss,

@@ -32,7 +32,6 @@ from typing import Any
 import numpy as np
 import torch
 from comparison import (
-    Evaluator,
     Finding,
     Images,
     Run,
@@ -43,7 +42,6 @@ from comparison import (
     console,
     falls,
     load_images,
-    loss,
     network,
     new_figure,
     save_figure,
@@ -52,10 +50,10 @@ from comparison import (
     show_table,
     simulate_all,
 )
-from torch.utils.data import TensorDataset
+from torch import nn
 
 from lightning_omni.methods import Downpour
-from lightning_omni.simulator import Cluster, Jitter, Link, simulate
+from lightning_omni.simulator import Cluster, Jitter, Link
 from lightning_omni.trace import Trace
 
 N_SYNC = (1, 5, 25)
@@ -86,27 +84,12 @@ class Started(Run):
 
     weights: Mapping[str, Any] = field(default_factory=dict)
 
-    def simulate(self, images: Images) -> Trace:
-        """Simulates it, in this process."""
-        model = network(self.seed)
+    def model(self) -> nn.Module:
+        """The network that the run begins with."""
+        model = super().model()
         if self.weights:
             model.load_state_dict({name: torch.tensor(weight) for name, weight in self.weights.items()})
-        return simulate(
-            self.method,
-            self.groups,
-            self.cluster,
-            model,
-            TensorDataset(*images.train),
-            optimizer=self.optimizer,
-            loss=loss,
-            batch_size=self.batch_size,
-            evaluate=Evaluator(images),
-            evaluate_every=self.evaluate_every,
-            max_updates=self.updates,
-            max_epochs=self.epochs,
-            target=None if self.target is None else ("steady", self.target),
-            seed=self.seed,
-        )
+        return model
 
 
 def cluster_of(clients: int) -> Cluster:

@@ -111,7 +111,7 @@ class AsyncDiLoCo(Method, frozen=True, kw_only=True, tag="async_diloco"):
             if memory["steps"] >= memory.get("period", self.period):
                 step_time = yield StepTime()
                 pulled = yield Exchange(minus(outer, replica.weights()), replica.clock, note=step_time)
-                replica.restart(pulled) if pulled.refused else replica.load(pulled)
+                replica.go_on_from(pulled)
                 memory.clear()
                 if pulled.note:
                     memory["period"] = int(pulled.note)

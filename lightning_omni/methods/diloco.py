@@ -67,7 +67,7 @@ class DiLoCo(Method, frozen=True, kw_only=True, tag="diloco"):
             memory["steps"] = memory.get("steps", 0) + 1
             if memory["steps"] == self.period:
                 pulled = yield Exchange(minus(outer, replica.weights()), replica.clock)
-                replica.restart(pulled) if pulled.refused else replica.load(pulled)
+                replica.go_on_from(pulled)
                 memory.clear()
 
     def server_side(self, master: Master, groups: Iterable[int]) -> ServerSide:

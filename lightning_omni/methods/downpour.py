@@ -116,7 +116,7 @@ class Downpour(Method, frozen=True, kw_only=True, tag="downpour"):
             yield Step(gradient)
             if replica.clock < self.warm_start or step % self.n_push == 0:
                 pulled = yield Exchange(minus(replica.weights(), before), replica.clock)
-                replica.restart(pulled) if pulled.refused else replica.load(pulled)
+                replica.go_on_from(pulled)
                 del memory["fetched"]
 
     def server_side(self, master: Master, groups: Iterable[int]) -> ServerSide:

@@ -66,7 +66,7 @@ class LocalSGD(Method, frozen=True, kw_only=True, tag="local_sgd"):
             # In the warm-up every step is averaged, so the clock counts the steps.
             if memory["steps"] >= self.period or replica.clock < self.warmup_steps:
                 pulled = yield Exchange(replica.weights(), replica.clock)
-                replica.restart(pulled) if pulled.refused else replica.load(pulled)
+                replica.go_on_from(pulled)
                 memory["steps"] = 0
 
     def server_side(self, master: Master, groups: Iterable[int]) -> ServerSide:

@@ -70,6 +70,13 @@ class Replica:
         self.load(pulled)
         self.optimizer.state.clear()
 
+    def go_on_from(self, pulled: Pulled) -> None:
+        """Goes on from the server's answer; begins anew from it if the push was refused."""
+        if pulled.refused:
+            self.restart(pulled)
+        else:
+            self.load(pulled)
+
     def move(self, by: Sequence[Tensor], factor: float = 1.0) -> None:
         """``weights += factor * by``."""
         for weight, change in zip(self.weights(), by, strict=True):

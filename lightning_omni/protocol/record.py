@@ -52,11 +52,6 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     groups: tuple[tuple[int, ...], ...] = ()
     method: dict[str, Any] = {}
 
-    @property
-    def staleness(self) -> int:
-        """Of a push that was applied at once: updates between its read and its write."""
-        return max(0, self.clock - 1 - self.read_at)
-
 
 Recorder = Callable[[Event], None]
 

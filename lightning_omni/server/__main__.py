@@ -24,9 +24,6 @@ from lightning_omni.protocol.server import ServerCore
 from lightning_omni.server.loop import Server
 from lightning_omni.server.process import Ready, Settings
 
-AFTER_THE_END = 10.0
-"""Seconds for which the server goes on telling ranks that the run is over."""
-
 
 def main() -> int:
     """Serves one parent process."""

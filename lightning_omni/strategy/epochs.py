@@ -18,10 +18,9 @@ from lightning_omni.optimizer import World
 from lightning_omni.optimizer.data import Leases, can_lease, lease
 from lightning_omni.protocol import EpochPlan
 from lightning_omni.protocol import messages as m
+from lightning_omni.protocol.record import Spans
 from lightning_omni.strategy import _private
 from lightning_omni.strategy.schedulers import Bases, Pacer
-
-Spans = tuple[tuple[int, int], ...]
 
 
 class EpochDriver:
