@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
+from math import inf
 
 from lightning_omni.errors import ConfigurationError
 
@@ -55,16 +57,33 @@ class Topology:
     @classmethod
     def of(cls, ranks: Iterable[int], groups: int) -> Topology:
         """Like :meth:`even`, for any set of ranks (those that are still alive, say)."""
-        ordered = sorted(ranks)
-        check_groups(groups, len(ordered))
-        small, larger = divmod(len(ordered), groups)
-        cut: list[tuple[int, ...]] = []
-        start = 0
-        for group in range(groups):
-            stop = start + small + (1 if group < larger else 0)
-            cut.append(tuple(ordered[start:stop]))
-            start = stop
-        return cls(tuple(cut))
+        return cls(_cut(sorted(ranks), groups))
+
+    @classmethod
+    def by_speed(cls, speeds: Mapping[int, float] | Sequence[float], groups: int) -> Topology:
+        """Like with like: the fastest ranks make the first group, so that no slow rank delays a fast group.
+
+        Sizes differ by at most one. Ranks of equal speed stay in order, so that equal speeds give :meth:`even`.
+
+        Args:
+            speeds: each rank's speed, in samples per second or any other unit.
+            groups: number of compute groups.
+
+        Raises:
+            ConfigurationError: ``groups`` is out of range, or a speed is not a positive number.
+
+        Example:
+            >>> Topology.by_speed([10.0, 40.0, 11.0, 39.0], groups=2)
+            Topology(groups=((1, 3), (0, 2)))
+        """
+        known = dict(speeds) if isinstance(speeds, Mapping) else dict(enumerate(speeds))
+        for rank, speed in known.items():
+            if not 0 < speed < inf:
+                raise ConfigurationError(
+                    f"speeds: that of rank {rank} is {speed}; pass a positive number for each rank"
+                )
+        fastest_first = sorted(known, key=lambda rank: (-known[rank], rank))
+        return cls(tuple(tuple(sorted(members)) for members in _cut(fastest_first, groups)))
 
     @classmethod
     def by_node(cls, ranks_per_node: Sequence[int]) -> Topology:
@@ -128,6 +147,14 @@ class Topology:
     def without(self, group: int) -> Topology:
         """The same topology with one group retired. The numbers of the others do not change."""
         return Topology(tuple(() if index == group else members for index, members in enumerate(self.groups)))
+
+
+def _cut(ranks: Sequence[int], groups: int) -> tuple[tuple[int, ...], ...]:
+    """Pieces of a row of ranks, in that order, whose lengths differ by at most one."""
+    check_groups(groups, len(ranks))
+    small, larger = divmod(len(ranks), groups)
+    starts = [group * small + min(group, larger) for group in range(groups + 1)]
+    return tuple(tuple(ranks[start:stop]) for start, stop in pairwise(starts))
 
 
 def check_groups(groups: int, world_size: int) -> None:

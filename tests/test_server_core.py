@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 import pytest
@@ -323,6 +323,8 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
         if rest == [...]:
             return st.lists(values(first), max_size=4).map(tuple)
         return st.tuples(values(first), *map(values, rest))
+    if get_origin(hint) is Literal:
+        return st.sampled_from(get_args(hint))
     if get_origin(hint) is dict:
         return st.dictionaries(st.sampled_from(["lr", "params", "name", "momentum"]) | text, plain, max_size=3)
     kinds: dict[Any, st.SearchStrategy[Any]] = {
@@ -866,6 +868,9 @@ SAMPLES: dict[type[m.Message], m.Message] = {
         push_of(gradient(0))[0],
         m.Average(optimizer=0, nbytes=LAYOUT.nbytes),
         m.Deposit(packed=pack([torch.ones(2)])[0], nbytes=8),
+        m.HeadForward(optimizer=1, packed=pack([[torch.ones(2)], {}])[0], nbytes=8),
+        m.HeadBackward(optimizer=1, packed=pack([torch.ones(2)])[0], nbytes=8, hyperparameters=({"lr": 0.1},)),
+        m.HeadRelease(optimizer=1),
         m.Fetch(optimizer=0),
         m.TakeSnapshot(),
     )

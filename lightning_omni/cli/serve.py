@@ -13,6 +13,7 @@ from rich.console import Console
 
 from lightning_omni import methods
 from lightning_omni.methods.master import resolver
+from lightning_omni.methods.modules import module_resolver
 from lightning_omni.protocol.record import RecordFile
 from lightning_omni.protocol.server import ServerCore
 from lightning_omni.server import Server
@@ -25,6 +26,7 @@ def serve(
     data_port: int = 0,
     key_file: Path | None = None,
     allow_optimizer: str = "",
+    allow_module: str = "",
     heartbeat_timeout: float = 30.0,
     threads: int = 1,
     once: bool = False,
@@ -41,6 +43,7 @@ def serve(
         data_port: Port of the data socket; 0 takes a free one.
         key_file: File with the shared key, made on first use. Copy it to the machines that train.
         allow_optimizer: Optimizers outside torch.optim that ranks may ask for, as module:Class, separated by commas.
+        allow_module: Modules outside torch.nn that a merged head may consist of, as module:Class, separated by commas.
         heartbeat_timeout: Seconds of silence after which a rank counts as dead.
         threads: Threads for the optimizer's arithmetic.
         once: End after the first run.
@@ -57,6 +60,7 @@ def serve(
         secrets.token_bytes,
         heartbeat_timeout=heartbeat_timeout,
         resolve=resolver(allow_optimizer.split(",") if allow_optimizer else ()),
+        resolve_module=module_resolver(allow_module.split(",") if allow_module else ()),
         record=RecordFile(record) if record is not None else None,
     )
     server = Server(core, host=host, port=port, data_port=data_port)

@@ -7,7 +7,7 @@ It is never pickled, so nothing that comes over the wire can run code of its own
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import numpy
@@ -99,8 +99,12 @@ class Master:
         }
 
 
-def hyperparameters_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+def hyperparameters_of(optimizer: Optimizer, of: Container[Tensor] | None = None) -> list[dict[str, Any]]:
     """The optimizer's hyperparameters as plain numbers, one mapping for each parameter group.
+
+    Args:
+        optimizer: the optimizer.
+        of: only of groups that hold some of these parameters; None takes all groups.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.zeros(2))
@@ -110,6 +114,7 @@ def hyperparameters_of(optimizer: Optimizer) -> list[dict[str, Any]]:
     return [
         {key: _plain(value) for key, value in group.items() if key != "params" and key not in _IMPLEMENTATION_FLAGS}
         for group in optimizer.param_groups
+        if of is None or _holds(group, of)
     ]
 
 
@@ -118,7 +123,7 @@ def describe(optimizer: Optimizer, names: Mapping[Tensor, str], with_state: bool
 
     Args:
         optimizer: any optimizer whose ``step`` needs no closure.
-        names: the name of every parameter that it holds.
+        names: the name of every parameter that the twin is to move; the others are left out.
         with_state: whether to include its state (momentum buffers and the like).
 
     Raises:
@@ -131,11 +136,29 @@ def describe(optimizer: Optimizer, names: Mapping[Tensor, str], with_state: bool
         "defaults": {key: _plain(value) for key, value in optimizer.defaults.items()},
         "attributes": {key: _plain(value) for key, value in own.items()},
         "groups": [
-            {**values, "params": [names[parameter] for parameter in group["params"]]}
+            {**values, "params": [names[parameter] for parameter in group["params"] if parameter in names]}
             for group, values in zip(optimizer.param_groups, hyperparameters_of(optimizer), strict=True)
+            if _holds(group, names)
         ],
-        "state": optimizer.state_dict()["state"] if with_state else {},
+        "state": state_of(optimizer, names) if with_state else {},
     }
+
+
+def _holds(group: Mapping[str, Any], of: Container[Tensor]) -> bool:
+    """Whether a parameter group holds some of these parameters; one that is empty belongs to everybody."""
+    return not group["params"] or any(parameter in of for parameter in group["params"])
+
+
+def state_of(optimizer: Optimizer, of: Container[Tensor]) -> dict[int, Any]:
+    """The optimizer's state of these parameters, by their places among them, as in a ``state_dict``."""
+    everything = optimizer.state_dict()["state"]
+    return {place: everything[whole] for place, whole in enumerate(places_of(optimizer, of)) if whole in everything}
+
+
+def places_of(optimizer: Optimizer, of: Container[Tensor]) -> list[int]:
+    """The places of these parameters among all that the optimizer holds, in its order."""
+    every = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return [place for place, parameter in enumerate(every) if parameter in of]
 
 
 def rebuild(

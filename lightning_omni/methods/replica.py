@@ -112,7 +112,7 @@ class Replica:
         for group in self.optimizer.param_groups:
             if not group.get("nesterov"):
                 continue
-            for parameter in group["params"]:
+            for parameter in (each for each in group["params"] if id(each) in where):
                 buffer = self.optimizer.state.get(parameter, {}).get("momentum_buffer")
                 if buffer is not None:
                     sign = -1.0 if group.get("maximize") else 1.0

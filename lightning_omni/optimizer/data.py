@@ -6,14 +6,14 @@ groups they come from the server's book. Either way the members of a group agree
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
-from lightning_omni.protocol.leases import Batch, EpochPlan, LeaseBook, positions
+from lightning_omni.protocol.leases import Batch, EpochPlan, LeaseBook, positions, weight
 from lightning_omni.protocol.messages import Await, Draw, Drawn, EpochOpened, Leave, Left, OpenEpoch, Verdict
 from lightning_omni.server import ControlConnection
 
@@ -28,6 +28,7 @@ class Leases:
         rank: this rank, dealt to as by DistributedSampler until `assign` says otherwise.
         before_epoch: called with the epoch's number before samples are drawn from the server's book.
         is_local: whether nobody needs to be asked: one group, or samples that are dealt out beforehand.
+        shares: what each member of the group gets of a whole batch, if not the same; see `share_out`.
 
     Attributes:
         generation: grows by one with every regrouping; what was drawn before is void.
@@ -43,6 +44,7 @@ class Leases:
         rank: int,
         before_epoch: Callable[[int], None],
         is_local: bool,
+        shares: Sequence[int] = (),
     ) -> None:
         self.world_size, self.batch_size, self.total = world_size, batch_size, total
         self.is_local = is_local
@@ -57,6 +59,7 @@ class Leases:
         self._handed = 0
         self._goes_on = False
         self._server_generation = 0
+        self._shares = [(0, tuple(shares))]  # from which batch number on, in ascending order; never empty
 
     @property
     def position(self) -> int:
@@ -64,7 +67,7 @@ class Leases:
 
         The same for all members of a group, without asking anybody.
         """
-        return self._batches[self.trained - 1].stop if 0 < self.trained <= len(self._batches) else 0
+        return self.current.stop if self.current is not None else 0
 
     @property
     def trained_spans(self) -> tuple[tuple[int, int], ...]:
@@ -74,7 +77,14 @@ class Leases:
         self._book.train(0, self.trained)
         return self._book.trained_spans
 
-    def assign(self, member: int, members: int, control: ControlConnection | None, generation: int) -> None:
+    def assign(
+        self,
+        member: int,
+        members: int,
+        control: ControlConnection | None,
+        generation: int,
+        shares: Sequence[int] = (),
+    ) -> None:
         """This rank is now ``member`` of a group of ``members``. What it held and has not trained goes back.
 
         Args:
@@ -82,8 +92,10 @@ class Leases:
             members: size of the group.
             control: where leases are drawn; None if there is one group.
             generation: the server's number for these groups.
+            shares: as in `share_out`, from the first batch on.
         """
         self._member, self._members = member, members
+        self._shares = [(0, tuple(shares))]
         self._control, self._server_generation = control, generation
         self.is_local = control is None
         self._restart()
@@ -122,6 +134,7 @@ class Leases:
     def _restart(self) -> None:
         self._batches = []
         self._handed = self.trained = self.stretch = 0
+        self._shares = [(0, self.shares)]
 
     def hand_out(self) -> Batch | None:
         """The next batch for the loader, or None if the pool is empty at the moment."""
@@ -172,9 +185,65 @@ class Leases:
             message = Leave(epoch=self.epoch, generation=self._server_generation, trained=self.trained, stop=stop)
             self._control.request(message, Left)
 
-    def indices(self, batch: Batch) -> range:
-        """Positions of a group batch that are this rank's."""
-        return positions(batch, self._member, self._members)
+    def indices(self, number: int) -> range:
+        """Positions of a batch that are this rank's, by the batch's number among those handed out."""
+        return positions(self._batches[number], self._member, self._members, self._shares_of(number))
+
+    def is_whole(self, batch: Batch) -> bool:
+        """Whether the group batch is as large as a group batch can be."""
+        return batch.stop - batch.start == self._members * self.batch_size
+
+    # --- Shares ------------------------------------------------------------------------------------------------------
+
+    @property
+    def handed(self) -> int:
+        """Batches of this epoch that the loader has taken: those of the next number can still be split otherwise."""
+        return self._handed
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """What each member of the group gets of a whole batch, as of the latest decision; empty if all get the same."""
+        return self._shares[-1][1]
+
+    @property
+    def split(self) -> tuple[int, ...]:
+        """What each member of the group gets of a whole batch, also if it is the same for all."""
+        return self.shares or (self.batch_size,) * self._members
+
+    def share_out(self, shares: Sequence[int], from_number: int) -> None:
+        """From a batch number on, members of the group get unequal parts of each batch. All must say so alike.
+
+        Args:
+            shares: what each member gets of a whole batch; equal ones are the same as none.
+            from_number: the first batch that is split this way; no member's loader may have taken it.
+
+        Raises:
+            ValueError: the shares are not the group's, or this rank's loader has taken that batch.
+        """
+        if from_number < self._handed or len(shares) != self._members or min(shares) < 1:
+            raise ValueError(f"cannot share out {shares} among {self._members} from batch {from_number} on")
+        self._shares.append((from_number, tuple(shares) if len(set(shares)) > 1 else ()))
+
+    @property
+    def current(self) -> Batch | None:
+        """The group's batch that is being trained."""
+        return self._batches[self.trained - 1] if 0 < self.trained <= len(self._batches) else None
+
+    @property
+    def samples(self) -> int:
+        """This rank's samples in the batch that is being trained."""
+        return len(self.indices(self.trained - 1)) if self.current is not None else 0
+
+    @property
+    def weight(self) -> float:
+        """This rank's weight in the gradient of the batch that is being trained; see `protocol.leases.weight`."""
+        batch = self.current
+        if batch is None:
+            return 1.0
+        return weight(batch, self._member, self._members, self._shares_of(self.trained - 1))
+
+    def _shares_of(self, number: int) -> tuple[int, ...]:
+        return next(shares for start, shares in reversed(self._shares) if start <= number)
 
     def _have(self, number: int) -> bool:
         if number < len(self._batches):
@@ -214,8 +283,8 @@ class LeasedBatchSampler:
         leases.iterate(self.sampler.epoch)
         order = permutation(self.sampler)
         while (batch := leases.hand_out()) is not None:
-            chosen = leases.indices(batch)
-            if self.drop_last and leases.is_local and len(chosen) < self.batch_size:
+            chosen = leases.indices(leases.handed - 1)
+            if self.drop_last and leases.is_local and not leases.is_whole(batch):
                 return
             yield order[chosen.start : chosen.stop : chosen.step].tolist()
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_omni.errors import UnsupportedError
+from lightning_omni.errors import ConfigurationError, UnsupportedError
 from lightning_omni.methods import (
     Answer,
     Exchange,
@@ -42,6 +42,7 @@ class OmniOptimizer(Optimizer):
         optimizer: the optimizer to wrap, over parameters that live on this rank.
         world: this rank's place in the run.
         names: a name for every parameter; by default their places, ``"0.3"`` for the fourth of the first group.
+        merged: parameters that belong to a merged head, which the server steps by itself: see `World.attach_head`.
 
     Raises:
         UnsupportedError: the optimizer cannot run at a server; the message says what to do instead.
@@ -50,7 +51,13 @@ class OmniOptimizer(Optimizer):
         >>> from lightning_omni import OmniOptimizer  # see World for a whole training loop
     """
 
-    def __init__(self, optimizer: Optimizer, world: World, names: Mapping[Parameter, str] | None = None) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        world: World,
+        names: Mapping[Parameter, str] | None = None,
+        merged: Container[Parameter] = (),
+    ) -> None:
         # Optimizer.__init__ is left out on purpose: parameter groups, state and defaults are the wrapped optimizer's.
         if not world.is_synchronous:
             world.check_optimizer(optimizer)
@@ -60,7 +67,13 @@ class OmniOptimizer(Optimizer):
             (names or {}).get(parameter, f"{number}.{place}"): parameter
             for number, group in enumerate(optimizer.param_groups)
             for place, parameter in enumerate(group["params"])
+            if parameter not in merged
         }
+        if merged and not parameters:
+            raise ConfigurationError(
+                "merged= names all that this optimizer moves, and nothing is left for the groups to train; merge a part"
+            )
+        self._own = set(parameters.values())
         self._index = world.attach(optimizer, parameters)
         self._replica = world.parts[self._index].replica
         self._group_side: GroupSide | None = None
@@ -92,7 +105,7 @@ class OmniOptimizer(Optimizer):
         own: dict[str, Any] = self.optimizer.state_dict()
         at_server = self.world.control is not None and not self.world.steps_at_worker
         if at_server and not self.world.is_synchronous and self.world.rank == 0:
-            own["state"] = self.world.snapshot()["parts"][self._index]["state"]
+            own["state"] = self.world.whole_state(self.optimizer, self.world.snapshot())
         return own
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -128,7 +141,7 @@ class OmniOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
-            self._advance(Gradient(self._replica.gradients(), hyperparameters_of(self.optimizer)))
+            self._advance(Gradient(self._replica.gradients(), hyperparameters_of(self.optimizer, self._own)))
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # else schedulers warn of a missing step
         return loss
 

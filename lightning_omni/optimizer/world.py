@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import zip_longest
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -33,7 +33,9 @@ from torch.utils._pytree import tree_map
 
 from lightning_omni.errors import ConfigurationError, NonFiniteGradients, OmniError, Refused, UnsupportedError
 from lightning_omni.methods import Exchange, Inbox, Method, Pulled, checked, method_named
-from lightning_omni.methods.master import check_servable, class_path, describe
+from lightning_omni.methods.master import check_servable, class_path, describe, places_of
+from lightning_omni.methods.modules import class_paths, describe_module
+from lightning_omni.optimizer.head import RemoteHead, check_mergeable
 from lightning_omni.optimizer.process_group import BACKEND, LiveWorld, register
 from lightning_omni.optimizer.replica import ModelReplica
 from lightning_omni.protocol import messages as m
@@ -62,6 +64,7 @@ _NUMBERS = 64
 GRACE = 10.0
 """Seconds that a rank which must stop is given to find out by itself."""
 _STOPS = ("", "validate", "end", "skip")
+_Answer = TypeVar("_Answer", bound=m.Message)
 
 
 @dataclass(frozen=True)
@@ -138,6 +141,8 @@ class Part:
     replica: ModelReplica
     into: Tensor | None = None
     staleness: list[int] = field(default_factory=list)
+    head: tuple[str, Module] | None = None
+    """Name and submodule, if this is a merged head: it lives at the server, and nothing of it is pushed."""
 
 
 @dataclass
@@ -283,6 +288,9 @@ class World:
                     threads=self.options.server_threads,
                     allow_optimizers=tuple({class_path(type(part.optimizer)) for part in self.parts}),
                     methods=self._foreign_method,
+                    allow_modules=tuple(
+                        path for part in self.parts if part.head for path in class_paths(describe_module(part.head[1]))
+                    ),
                     record=os.path.abspath(self.options.record) if self.options.record else "",
                 )
             )
@@ -314,6 +322,45 @@ class World:
         self.parts.append(Part(optimizer, ModelReplica(parameters, optimizer)))
         self._check_not_shared()
         return len(self.parts) - 1
+
+    def attach_head(self, name: str, model: Module, optimizers: Sequence[Optimizer]) -> RemoteHead:
+        """Takes a submodule in as a merged head, before training begins: see `lightning_omni.protocol.head`.
+
+        The optimizer that holds its parameters is attached for the others by `attach`, with these left out.
+
+        Args:
+            name: the submodule's name in the model.
+            model: the whole model.
+            optimizers: all optimizers; one of them holds all parameters of the submodule.
+
+        Raises:
+            ConfigurationError: the submodule cannot be merged; the message says why.
+        """
+        module = check_mergeable(name, model)
+        parameters = {f"{name}.{local}": parameter for local, parameter in module.named_parameters()}
+        for optimizer in optimizers:
+            held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            found = [each for each, parameter in parameters.items() if id(parameter) in held]
+            if found:
+                break
+        else:
+            raise ConfigurationError(f"merged={name!r}: no optimizer holds its parameters; give them to one")
+        if len(found) < len(parameters):
+            missing = next(each for each in parameters if each not in found)
+            raise UnsupportedError(
+                f"merged={name!r}: its parameter {missing} is not in the optimizer that holds {found[0]}; give all of"
+                " them to one optimizer (those with requires_grad=False, too: they stay as they are)"
+            )
+        in_order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        places = {id(parameter): place for place, parameter in enumerate(in_order)}
+        ordered = dict(sorted(parameters.items(), key=lambda item: places[id(item[1])]))
+        part = Part(optimizer, ModelReplica(ordered, optimizer), head=(name, module))
+        self.parts.append(part)
+        return RemoteHead(self, part, len(self.parts) - 1, name, module)
+
+    def steps_here(self, part: Part) -> bool:
+        """Whether the user's optimizer steps this part on every rank."""
+        return self.steps_at_worker and part.head is None
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Raises `UnsupportedError` if the method cannot step this optimizer across groups."""
@@ -517,9 +564,10 @@ class World:
     def pull(self) -> None:
         """Every rank gets the weights to evaluate, of all optimizers."""
         for index, part in enumerate(self.parts):
-            if self.steps_at_worker:
+            if self.steps_here(part):
                 part.replica.put_aside()
-            pulled = self._mean(index) if self.method.evaluated == "mean" else self.fetch(index)
+            is_mean = self.method.evaluated == "mean" and part.head is None
+            pulled = self._mean(index) if is_mean else self.fetch(index)
             if pulled.refused:  # the own weights are not finite, and not in the mean: they do not come back
                 part.replica.restart(pulled)
                 part.replica.abandon()
@@ -546,7 +594,7 @@ class World:
     def send_peer(self, index: int, group: int, tensors: Sequence[Tensor]) -> None:
         """Weights for another group's inbox."""
         if self._peers is not None:
-            with self._timed():
+            with self.timed():
                 self._peers.connections.send(group, index, tensors)
 
     def read_peer(self, index: int, group: int) -> Sequence[Tensor] | None:
@@ -573,7 +621,7 @@ class World:
         self, part: Part, read: Callable[[], tuple[Sequence[Tensor] | None, int]]
     ) -> tuple[Sequence[Tensor] | None, int]:
         """The leader reads something, and a count; its group gets both."""
-        with self._timed():
+        with self.timed():
             tensors, count = read() if self.is_leader else (None, 0)
             if len(self.members) == 1:
                 return tensors, count
@@ -583,10 +631,10 @@ class World:
                 head[0] = count
                 for view, tensor in zip(views, tensors or (), strict=False):
                     view.copy_(tensor)
-            self._broadcast(memory[:HEAD])
+            self.broadcast_in_group(memory[:HEAD])
             count = int(head[0])
             if count:
-                self._broadcast(memory)
+                self.broadcast_in_group(memory)
             return (views if count else None), count
 
     def snapshot(self, with_state: bool = True) -> dict[str, Any]:
@@ -606,10 +654,14 @@ class World:
     def deposit(self) -> None:
         """At a meeting, on every rank: what each group alone knows becomes part of the next `snapshot`."""
         if self.is_leader:
-            states = [part.replica.own_state(whole=self.steps_at_worker) for part in self.parts]
+            states = [part.replica.own_state(whole=self.steps_here(part)) for part in self.parts]
             packed, buffer = pack(states)
             self._leader_data().exchange(m.Deposit(packed=packed, nbytes=buffer.numel()), m.Deposited, buffer)
         self._world_barrier()
+
+    def ask(self, message: m.Message, expect: type[_Answer], payload: Tensor | None = None) -> tuple[_Answer, Tensor]:
+        """Asks the server on the data channel; for leaders. Returns the answer and its payload, uint8."""
+        return self._leader_data().exchange(message, expect, payload)
 
     def _ask(self, part: Part, message: m.Message, payload: Tensor | None = None) -> m.Weights:
         return self._leader_data().exchange(message, m.Weights, payload, self._memory(part)[HEAD:])[0]
@@ -618,7 +670,7 @@ class World:
         """The leader asks the server; its group gets the answer."""
         memory = self._memory(part) if pull else self._memory(part)[:HEAD]
         head, numbers = memory[:_NUMBERS].view(torch.int64), memory[_NUMBERS:HEAD].view(torch.float64)
-        with self._timed():
+        with self.timed():
             if self.is_leader:
                 answer = ask()
                 head[:6] = torch.tensor(
@@ -632,17 +684,22 @@ class World:
                     ]
                 )
                 numbers[0] = answer.note
-            self._broadcast(memory)
+            self.broadcast_in_group(memory)
         clock, staleness, applied, refused, progress, stop = head[:6].tolist()
         self.last.staleness, self.last.applied = staleness, bool(applied)
         self.last.progress, self.last.stop = progress, _STOPS[stop]
         if staleness >= 0:
             part.staleness.append(staleness)
-        self._watch_refusals(bool(applied), refused)
+        self.watch_refusals(bool(applied), refused)
         tensors = part.replica.layout.views(memory[HEAD:]) if pull else ()
         return Pulled(tensors, clock, float(numbers[0]), refused=not applied)
 
-    def _watch_refusals(self, applied: bool, in_row: int) -> None:
+    def watch_refusals(self, applied: bool, in_row: int) -> None:
+        """Warns of what was not finite, and gives up when there is no end to it.
+
+        Raises:
+            NonFiniteGradients: the server refused too many pushes in a row.
+        """
         if in_row >= self.options.refusals:
             raise NonFiniteGradients(
                 f"what group {self.group} pushed was NaN or infinite {in_row} times in a row, and none of it was"
@@ -654,7 +711,7 @@ class World:
                 "group %d pushed something that is not finite; it was refused and the weights did not move", self.group
             )
 
-    def _broadcast(self, memory: Tensor) -> None:
+    def broadcast_in_group(self, memory: Tensor) -> None:
         """From the leader to its group."""
         if len(self.members) == 1:
             return
@@ -664,7 +721,8 @@ class World:
             memory.copy_(shared)
 
     @contextmanager
-    def _timed(self) -> Iterator[None]:
+    def timed(self) -> Iterator[None]:
+        """Counts the time as time spent in exchanges."""
         began = time.perf_counter()
         yield
         self.last.seconds += time.perf_counter() - began
@@ -691,12 +749,16 @@ class World:
 
     # --- Regrouping --------------------------------------------------------------------------------------------------
 
-    def regroup(self, groups: int, buffers: Iterable[Tensor] = ()) -> tuple[tuple[int, int], ...]:
+    def regroup(
+        self, groups: int, buffers: Iterable[Tensor] = (), speeds: Mapping[int, float] | None = None
+    ) -> tuple[tuple[int, int], ...]:
         """All live ranks form other groups, at one point of their programs. Weights and optimizer state carry on.
 
         Args:
             groups: the new number of groups.
             buffers: as in `enter_world`.
+            speeds: each live rank's samples per second, the same on all ranks: groups are formed by them, like with
+                like. None forms them in the order of ranks.
 
         Returns:
             The ranges of the epoch that the server knows to be trained, if there is one group from here on.
@@ -711,7 +773,7 @@ class World:
             if groups == 1:
                 return spans
             self._join()
-        self._form(groups)
+        self._form(groups, speeds)
         self._check_not_shared()
         for part in self.parts:
             part.replica.abandon()
@@ -720,7 +782,7 @@ class World:
         elif self.steps_at_worker:
             self._share_states()
             if self.is_synchronous:
-                spans = self._trained_spans(self.snapshot(with_state=False))
+                spans = self.take_states_back()
         elif self.is_synchronous:
             spans = self.take_states_back()
         if self.is_synchronous:
@@ -735,11 +797,29 @@ class World:
         Returns:
             The ranges of the epoch that are trained.
         """
-        tree = self.snapshot()
-        if not self.steps_at_worker:
-            for part, theirs in zip(self.parts, tree["parts"], strict=True):
-                part.optimizer.load_state_dict({**part.optimizer.state_dict(), "state": theirs["state"]})
+        tree = self.snapshot(with_state=not all(map(self.steps_here, self.parts)))
+        for optimizer in dict.fromkeys(part.optimizer for part in self.parts):
+            if any(part.optimizer is optimizer and not self.steps_here(part) for part in self.parts):
+                plain = optimizer.state_dict()
+                optimizer.load_state_dict({**plain, "state": self.whole_state(optimizer, tree)})
         return self._trained_spans(tree)
+
+    def whole_state(self, optimizer: Optimizer, tree: Mapping[str, Any]) -> dict[int, Any]:
+        """An optimizer's state as in its ``state_dict``: the server's, and this rank's own for what steps here.
+
+        Args:
+            optimizer: one that was attached.
+            tree: from `snapshot`.
+        """
+        state = dict(optimizer.state_dict()["state"])
+        for part, theirs in zip(self.parts, tree["parts"], strict=True):
+            if part.optimizer is optimizer and not self.steps_here(part):
+                places = places_of(optimizer, set(part.replica.ordered))
+                for place, whole in enumerate(places):
+                    state.pop(whole, None)
+                    if place in theirs["state"]:
+                        state[whole] = theirs["state"][place]
+        return state
 
     @staticmethod
     def _trained_spans(tree: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
@@ -749,7 +829,7 @@ class World:
         """Members of a new group may come from different ones: they take up their leader's optimizer state."""
         if len(self.members) == 1:
             return
-        for part in self.parts:
+        for part in (part for part in self.parts if self.steps_here(part)):
             packed, buffer = pack(part.optimizer.state_dict()["state"] if self.is_leader else {})
             head = msgspec.msgpack.encode(packed)
             sizes = torch.tensor([len(head), buffer.numel()], device=self.device)
@@ -757,7 +837,7 @@ class World:
             flat = torch.empty(int(sizes.sum()), dtype=torch.uint8)
             if self.is_leader:
                 flat.copy_(torch.cat([torch.frombuffer(bytearray(head), dtype=torch.uint8), buffer]))
-            self._broadcast(flat)
+            self.broadcast_in_group(flat)
             if not self.is_leader:
                 cut = int(sizes[0])
                 theirs = msgspec.msgpack.decode(flat[:cut].numpy().tobytes(), type=Packed)
@@ -815,16 +895,17 @@ class World:
         dist.broadcast(data, src=0, group=group)
         return bytes(data.cpu().numpy()).decode()
 
-    def _form(self, groups: int | None = None) -> None:
+    def _form(self, groups: int | None = None, speeds: Mapping[int, float] | None = None) -> None:
         """Rank 0 forms the groups at the server, out of whoever is alive there, and tells the others.
 
         Args:
             groups: the new number of groups; None forms the groups of ``topology``.
+            speeds: as in `regroup`.
         """
         assert self.control is not None
         self._world_barrier()
         if self.rank == 0:
-            topology = self._form_until_accepted(groups)
+            topology = self._form_until_accepted(groups, speeds)
         said = self._meet("topology", json.dumps(topology.groups).encode() if self.rank == 0 else b"")
         self.topology = Topology(tuple(tuple(members) for members in json.loads(said[0][1])))
         self.generation += 1
@@ -863,10 +944,10 @@ class World:
                 ),
             )
 
-    def _form_until_accepted(self, groups: int | None) -> Topology:
+    def _form_until_accepted(self, groups: int | None, speeds: Mapping[int, float] | None) -> Topology:
         assert self.control is not None
         while True:
-            topology = self.topology if groups is None else Topology.of(self.live_ranks, groups)
+            topology = self.topology if groups is None else self._topology_of_the_living(groups, speeds)
             form = m.Form(
                 generation=self.generation + 1,
                 groups=topology.groups,
@@ -881,27 +962,43 @@ class World:
                 if groups is None or topology.ranks == self.live_ranks:
                     raise
 
+    def _topology_of_the_living(self, groups: int, speeds: Mapping[int, float] | None) -> Topology:
+        if speeds is None:
+            return Topology.of(self.live_ranks, groups)
+        return Topology.by_speed({rank: speeds[rank] for rank in self.live_ranks}, groups)
+
     def _seed(self) -> None:
         """Rank 0 hands weights and optimizer states to the server; every rank's own state is given up."""
         if self.rank == 0:
             parts = [
                 {
-                    "optimizer": None if self.steps_at_worker else self._describe(part),
+                    "optimizer": None if self.steps_here(part) else self._describe(part),
                     "weights": {name: p.detach() for name, p in part.replica.parameters.items()},
                     "clock": part.replica.clock,
                     "method": state,
+                    "head": self._describe_head(part),
                 }
                 for part, state in zip_longest(self.parts, self._resumed.get("server", ()))
             ]
             packed, buffer = pack({"parts": parts})
             self._leader_data().exchange(m.Seed(packed=packed, nbytes=buffer.numel()), m.Seeded, buffer)
-        for part in () if self.steps_at_worker else self.parts:
-            part.optimizer.state.clear()
+        for part in self.parts:
+            for parameter in () if self.steps_here(part) else part.replica.ordered:
+                part.optimizer.state.pop(parameter, None)
         self._world_barrier()
 
     @staticmethod
     def _describe(part: Part) -> dict[str, Any]:
         return describe(part.optimizer, {p: name for name, p in part.replica.parameters.items()})
+
+    @staticmethod
+    def _describe_head(part: Part) -> dict[str, Any] | None:
+        if part.head is None:
+            return None
+        name, module = part.head
+        frozen = [each for each, parameter in part.replica.parameters.items() if not parameter.requires_grad]
+        seed = int(torch.randint(1 << 62, (), generator=torch.Generator().manual_seed(torch.initial_seed())))
+        return {"name": name, "module": describe_module(module), "frozen": frozen, "seed": seed}
 
     def agree(self, numbers: Sequence[int]) -> list[int]:
         """The largest of each number over all live ranks."""

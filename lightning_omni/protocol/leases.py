@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from math import inf
 from operator import itemgetter
 
 import msgspec
@@ -231,21 +232,93 @@ class LeaseBook:
         return max(own, self.stretch)
 
 
-def positions(batch: Batch, member: int, members: int) -> range:
+def apportion(total: int, speeds: Sequence[float]) -> tuple[int, ...]:
+    """Whole samples for each member of a group, so that the slowest of them is done as early as can be.
+
+    In proportion to the speeds, but for rounding; everybody gets at least one sample if there are enough for that.
+
+    Args:
+        total: samples to split.
+        speeds: what each member manages: samples per second, or in any other unit. Its own shares, say: what was split
+            once is split the same way again.
+
+    Returns:
+        Each member's samples, whose sum is ``total``.
+
+    Raises:
+        ValueError: nothing to split among nobody, or a speed is not a positive number.
+
+    Example:
+        >>> apportion(64, [1.0, 2.0, 4.0])
+        (9, 18, 37)
+    """
+    if total < 0 or not speeds or not all(0 < speed < inf for speed in speeds):
+        raise ValueError(f"cannot split {total} samples by the speeds {tuple(speeds)}")
+    least, whole = int(total >= len(speeds)), sum(speeds)
+    parts = [max(least, int(total * speed / whole)) for speed in speeds]
+    members = range(len(parts))
+    # Rounded down, a few samples are left; where the least was more than its part, a few are too many.
+    while sum(parts) < total:
+        parts[min(members, key=lambda member: (parts[member] + 1) / speeds[member])] += 1
+    while sum(parts) > total:
+        spare = (member for member in members if parts[member] > least)
+        parts[max(spare, key=lambda member: parts[member] / speeds[member])] -= 1
+    return tuple(parts)
+
+
+def positions(batch: Batch, member: int, members: int, shares: Sequence[int] = ()) -> range:
     """The positions of a group batch that fall to one member: every ``members``-th, as DistributedSampler deals.
 
     With one group this is exactly what DistributedSampler and BatchSampler would give that rank. A batch with fewer
     positions than members gives some of them twice, because every member of a group needs at least one sample.
 
+    Args:
+        batch: the group's batch.
+        member: place in the group, from 0.
+        members: size of the group.
+        shares: what each member gets of a whole batch, if that is not the same for all: then each gets a range without
+            gaps, and of a shorter batch in proportion.
+
     Example:
         >>> list(positions(Batch(10, 16, 0), member=1, members=2))
         [11, 13, 15]
+        >>> list(positions(Batch(10, 16, 0), member=1, members=2, shares=(2, 4)))
+        [12, 13, 14, 15]
     """
+    size = batch.stop - batch.start
+    if shares and size >= members:
+        parts = apportion(size, shares)
+        first = batch.start + sum(parts[:member])
+        return range(first, first + parts[member])
     first = batch.start + member
     if first >= batch.stop:
-        first = batch.start + member % (batch.stop - batch.start)
+        first = batch.start + member % size
         return range(first, first + 1)
     return range(first, batch.stop, members)
+
+
+def weight(batch: Batch, member: int, members: int, shares: Sequence[int] = ()) -> float:
+    """By what a member multiplies its mean gradient, so that DDP's mean over members is the mean over the batch.
+
+    That is ``members * own samples / all samples``, and less for a sample that several members hold.
+
+    Args:
+        batch: the group's batch.
+        member: place in the group, from 0.
+        members: size of the group.
+        shares: as in `positions`. Without any it is 1.0, whatever the batch: members count alike, as under DDP.
+
+    Example:
+        >>> [weight(Batch(0, 6, 0), member, 2, shares=(2, 4)) for member in (0, 1)]
+        [0.6666666666666666, 1.3333333333333333]
+    """
+    if not shares:
+        return 1.0
+    size = batch.stop - batch.start
+    if size >= members:
+        return members * apportion(size, shares)[member] / size
+    holders = len(range(member % size, members, size))
+    return members / (size * holders)
 
 
 def _merge(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

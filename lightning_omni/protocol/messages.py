@@ -6,7 +6,7 @@ Rule 2: tensors never stand in a message; it says how many bytes of payload trav
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -15,7 +15,7 @@ from lightning_omni.methods import METHODS
 from lightning_omni.protocol.codec import Packed
 from lightning_omni.protocol.leases import Batch, EpochPlan
 
-VERSION = 2
+VERSION = 3
 """Protocol version. Both sides must have the same."""
 
 
@@ -197,6 +197,7 @@ class Status(Message, frozen=True, kw_only=True):
         refused: pushes refused because their gradients were not finite.
         strangers: messages refused because they were malformed or their sender had not been admitted.
         staleness: count of updates by staleness 0, 1, 2, ...
+        head_time: seconds that a turn at the merged head takes lately, on average; 0 if there is none.
     """
 
     sent: float
@@ -207,6 +208,7 @@ class Status(Message, frozen=True, kw_only=True):
     groups: tuple[GroupStatus, ...]
     staleness: tuple[int, ...]
     lost: tuple[int, ...]
+    head_time: float = 0.0
 
 
 class Formed(Message, frozen=True, kw_only=True):
@@ -337,6 +339,52 @@ class Fetch(Message, frozen=True, kw_only=True):
     trained: int = 0
 
 
+class HeadForward(Message, frozen=True, kw_only=True):
+    """A group's batch arrives at a merged head. Answered when it is the group's turn. The tensors follow as payload.
+
+    Attributes:
+        optimizer: number of the head, among the optimizers.
+        packed: ``[arguments, keyword arguments]`` of the submodule.
+        training: whether the submodule is in training mode.
+        autocast: dtype of automatic mixed precision, if any.
+        turn: whether a `HeadBackward` will follow; else the answer is all, and nobody has to wait for it.
+    """
+
+    optimizer: int
+    packed: Packed
+    nbytes: int
+    training: bool = True
+    autocast: str = ""
+    turn: bool = True
+
+
+class HeadBackward(Message, frozen=True, kw_only=True):
+    """The gradients of what the head gave; it is stepped, and the turn is over. The tensors follow as payload.
+
+    Attributes:
+        optimizer: as in `HeadForward`.
+        packed: a list with one gradient for each tensor of the output; None where it took no part in the loss.
+        hyperparameters: as in `PushMessage`, of the parameter groups that hold weights of the head.
+        scale: multiplies the gradients of the head's weights.
+        clip: largest norm or magnitude of these; 0 clips nothing.
+        clip_algorithm: ``"norm"`` or ``"value"``.
+    """
+
+    optimizer: int
+    packed: Packed
+    nbytes: int
+    hyperparameters: tuple[dict[str, Any], ...]
+    scale: float = 1.0
+    clip: float = 0.0
+    clip_algorithm: Literal["norm", "value"] = "norm"
+
+
+class HeadRelease(Message, frozen=True, kw_only=True):
+    """No backward pass follows: the turn is over, and the head stays as it is."""
+
+    optimizer: int
+
+
 class TakeSnapshot(Message, frozen=True, kw_only=True):
     """Send everything: weights, optimizer states, clocks, as of one moment."""
 
@@ -381,6 +429,33 @@ class Weights(Message, frozen=True, kw_only=True):
     note: float = 0.0
 
 
+class HeadOutput(Message, frozen=True, kw_only=True):
+    """It is the group's turn, and this is the head's output; the tensors follow as payload."""
+
+    packed: Packed
+    nbytes: int
+
+
+class HeadGradients(Message, frozen=True, kw_only=True):
+    """The gradients of what came into the head, one or None for each tensor; they follow as payload.
+
+    Attributes:
+        clock: updates of the head so far.
+        applied: False if the gradients were not finite and the head was not stepped.
+        refused_in_row: gradients of this group refused in a row.
+    """
+
+    packed: Packed
+    nbytes: int
+    clock: int
+    applied: bool
+    refused_in_row: int
+
+
+class HeadReleased(Message, frozen=True, kw_only=True):
+    """The turn is over."""
+
+
 class Snapshot(Message, frozen=True, kw_only=True):
     """Everything of one moment; the tensors follow as payload."""
 
@@ -419,12 +494,14 @@ class Taken(Message, frozen=True, kw_only=True):
 FromControl = (
     Hello | Proof | Heartbeat | Form | OpenEpoch | Draw | Await | Leave | Contribute | Lost | Goodbye | AskStatus
 )
-FromData = Attach | Seed | PushMessage | Average | Deposit | Fetch | TakeSnapshot
+FromData = (
+    Attach | Seed | PushMessage | Average | Deposit | Fetch | TakeSnapshot | HeadForward | HeadBackward | HeadRelease
+)
 ToControl = (
     Challenge | Welcome | RefusedMessage | Status | Formed | EpochOpened | Drawn | Verdict | Left | Gathered | Notice
     | Acknowledged
 )  # fmt: skip
-ToData = Attached | Seeded | Deposited | Weights | Snapshot | RefusedMessage
+ToData = Attached | Seeded | Deposited | Weights | Snapshot | HeadOutput | HeadGradients | HeadReleased | RefusedMessage
 
 Channel = str
 CONTROL: Channel = "control"

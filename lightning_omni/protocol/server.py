@@ -8,7 +8,7 @@ Rule 3: the outgoing weights are the live ones: whoever drives this sends (or co
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,10 +18,12 @@ from torch import Tensor
 from lightning_omni.errors import CollectiveMismatch, MalformedMessage, OmniError, ProtocolError, Refused
 from lightning_omni.methods import Method, Reply
 from lightning_omni.methods.master import Resolve, resolver
+from lightning_omni.methods.modules import ResolveModule, module_resolver
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.codec import check_specs, pack, unpack
 from lightning_omni.protocol.epochs import Epochs
 from lightning_omni.protocol.handshake import NONCE_BYTES, server_mac
+from lightning_omni.protocol.head import Arrival, HeadShard
 from lightning_omni.protocol.meetings import Meetings
 from lightning_omni.protocol.record import Event, Kind, Recorder, Spans
 from lightning_omni.protocol.roster import Member, Roster
@@ -53,6 +55,7 @@ class ServerCore:
         heartbeat_timeout: seconds of silence after which a rank counts as dead.
         join_timeout: seconds that a rank may take to join after the first.
         resolve: turns an optimizer's class path into the class.
+        resolve_module: turns the class path of a merged head's module into the class.
         record: told of everything that happens to the weights, in order.
 
     Attributes:
@@ -69,12 +72,14 @@ class ServerCore:
         join_timeout: float = 300.0,
         resolve: Resolve | None = None,
         record: Recorder | None = None,
+        resolve_module: ResolveModule | None = None,
     ) -> None:
         self._key = key
         self._random = random
         self._heartbeat_timeout = heartbeat_timeout
         self._join_timeout = join_timeout
         self._resolve = resolve or resolver(())
+        self._resolve_module = resolve_module or module_resolver(())
         self._record = record
         self.strangers = 0
         self.data_port = 0
@@ -85,7 +90,7 @@ class ServerCore:
         self.roster = Roster(self._key)
         self.meetings = Meetings()
         self.epochs = Epochs()
-        self.shards: list[Shard] = []
+        self._hold([])
         self.generation = 0
         self.over = ""
         self._method: Method | None = None
@@ -109,8 +114,8 @@ class ServerCore:
 
     @property
     def clock(self) -> int:
-        """Updates applied so far, over all optimizers."""
-        return sum(shard.master.clock for shard in self.shards)
+        """Updates applied so far, over all optimizers. Those of a merged head belong to updates of the body."""
+        return sum(shard.master.clock for _, shard in self._pushed)
 
     # --- What drives the machine -------------------------------------------------------------------------------------
 
@@ -164,6 +169,11 @@ class ServerCore:
                 raise ProtocolError("only rank 0 hands weights over")
             check_specs(message.packed.specs, message.nbytes)
             return message.nbytes
+        if isinstance(message, (m.HeadForward, m.HeadBackward)):
+            self._leads(self._member_of(peer))
+            self._head(message.optimizer)
+            check_specs(message.packed.specs, message.nbytes)
+            return message.nbytes
         return 0
 
     def fail(self, reason: str) -> list[Out]:
@@ -209,7 +219,7 @@ class ServerCore:
         self.meetings.forget(self.roster.lost)
         self._deposits.pop(group, None)
         out = self._tell_everyone(m.Notice(lost=self._lost, reason=reason))
-        return out + self._retire(group) + self._settle()
+        return out + self._retire(group) + self._release_heads(group) + self._settle()
 
     # --- Control -----------------------------------------------------------------------------------------------------
 
@@ -263,8 +273,9 @@ class ServerCore:
         self._method = m.method_from_wire(message.method)
         self.generation = message.generation
         self.roster.topology = topology
-        for number, shard in enumerate(self.shards):
+        for shard in self.shards:
             shard.change_method(self._method, topology.alive)
+        for number, _ in self._pushed:
             self._note("form", -1, number, groups=topology.groups, method=message.method)
         self._deposits.clear()
         self._pending.clear()
@@ -318,6 +329,7 @@ class ServerCore:
         elif self._grouped(member.rank):
             self.epochs.retire(self._group_of(member))
             out += self._each_side("retire", self._group_of(member), note="leave")
+            out += self._release_heads(self._group_of(member))
         self.roster.gone.add(member.rank)
         return out + self._settle()
 
@@ -361,6 +373,13 @@ class ServerCore:
             return [Out(peer, m.DATA, m.Deposited())]
         if isinstance(message, m.TakeSnapshot):
             return self._snapshot(peer, message)
+        if isinstance(message, m.HeadForward):
+            return self._head_forward(peer, member, message, _as_tensor(payload))
+        if isinstance(message, m.HeadBackward):
+            return self._head_backward(peer, member, message, _as_tensor(payload))
+        if isinstance(message, m.HeadRelease):
+            self._head(message.optimizer).forget(self._leads(member))
+            return [Out(peer, m.DATA, m.HeadReleased()), *self._serve_head(message.optimizer)]
         if isinstance(message, m.Seed):
             return self._seed(peer, member, message, _as_tensor(payload))
         raise ProtocolError(f"{type(message).__name__} does not belong on the data channel")
@@ -373,18 +392,7 @@ class ServerCore:
         tree = unpack(message.packed, payload)
         groups = self.roster.topology.alive if self.roster.topology is not None else ()
         try:
-            self.shards = [
-                Shard(
-                    part["optimizer"],
-                    part["weights"],
-                    int(part["clock"]),
-                    self._method,
-                    groups,
-                    self._resolve,
-                    part.get("method"),
-                )
-                for part in tree["parts"]
-            ]
+            self._hold([self._shard_of(part, self._method, groups) for part in tree["parts"]])
         except OmniError:
             raise
         except Exception as error:  # torch raises what it likes on states that are none
@@ -394,9 +402,23 @@ class ServerCore:
             self._note("seed", -1, number, groups=formed.groups if formed else (), method=method)
         return [Out(peer, m.DATA, m.Seeded())]
 
+    def _hold(self, shards: list[Shard]) -> None:
+        """These are the run's optimizers; groups push to some, and to merged heads nobody does."""
+        self.shards = shards
+        self._pushed = [(number, shard) for number, shard in enumerate(shards) if not shard.is_head]
+        self._heads = [(number, shard) for number, shard in enumerate(shards) if isinstance(shard, HeadShard)]
+
+    def _shard_of(self, part: Any, method: Method, groups: Iterable[int]) -> Shard:
+        optimizer, weights, clock = part["optimizer"], part["weights"], int(part["clock"])
+        if part.get("head") is not None:
+            return HeadShard(optimizer, weights, clock, part["head"], groups, self._resolve, self._resolve_module)
+        return Shard(optimizer, weights, clock, method, groups, self._resolve, part.get("method"))
+
     def _push(self, peer: Peer, member: Member, message: m.PushMessage, payload: Tensor) -> list[Out]:
         group, number = self._leads(member), message.optimizer
         shard = self._shard(number)
+        if shard.is_head:
+            raise ProtocolError(f"optimizer {number} is a merged head; nothing is pushed to it")
         if message.epoch >= 0:
             self.epochs.check_trained(group, message.epoch, message.trained)
         replies = shard.push(group, message, payload)
@@ -485,6 +507,70 @@ class ServerCore:
         packed, buffer = pack(tree)
         return [Out(peer, m.DATA, m.Snapshot(packed=packed, nbytes=buffer.numel()), (buffer,))]
 
+    # --- Merged heads ------------------------------------------------------------------------------------------------
+
+    def _head_forward(self, peer: Peer, member: Member, message: m.HeadForward, payload: Tensor) -> list[Out]:
+        head, group = self._head(message.optimizer), self._leads(member)
+        # A copy: the memory is the connection's, and the backward pass wants the inputs once more.
+        arrival = Arrival(group, peer, message, unpack(message.packed, payload.clone()))
+        if not message.turn:
+            return [self._head_output(head, arrival)]
+        head.arrive(arrival)
+        return self._serve_head(message.optimizer)
+
+    def _serve_head(self, number: int) -> list[Out]:
+        """The next group in line has its turn; one whose batch the head cannot take hears why, and the next has it."""
+        head, out = self._head(number), []
+        while (arrival := head.next_turn(self._now)) is not None:
+            out.append(self._head_output(head, arrival))
+        return out
+
+    @staticmethod
+    def _head_output(head: HeadShard, arrival: Arrival) -> Out:
+        try:
+            packed, buffer = pack(head.forward(arrival))
+        except OmniError as error:
+            head.forget(arrival.group)
+            code = error.code if isinstance(error, Refused) else "protocol"
+            return Out(arrival.peer, m.DATA, m.RefusedMessage(code=code, reason=str(error)))
+        return Out(arrival.peer, m.DATA, m.HeadOutput(packed=packed, nbytes=buffer.numel()), (buffer,))
+
+    def _head_backward(self, peer: Peer, member: Member, message: m.HeadBackward, payload: Tensor) -> list[Out]:
+        head, group, number = self._head(message.optimizer), self._leads(member), message.optimizer
+        read_at = head.master.clock
+        try:
+            gradients = unpack(message.packed, payload)
+            inputs, applied = head.backward(group, message, gradients, number, self._now)
+        except ProtocolError as error:
+            head.forget(group)
+            refused = m.RefusedMessage(code="protocol", reason=str(error))
+            return [Out(peer, m.DATA, refused), *self._serve_head(number)]
+        self._note(
+            "push",
+            group,
+            number,
+            read_at=read_at,
+            refused=not applied,
+            hyperparameters=message.hyperparameters,
+        )
+        packed, buffer = pack(inputs)
+        answer = m.HeadGradients(
+            packed=packed,
+            nbytes=buffer.numel(),
+            clock=head.master.clock,
+            applied=applied,
+            refused_in_row=head.refused_in_row[group],
+        )
+        return [Out(peer, m.DATA, answer, (buffer,)), *self._serve_head(number)]
+
+    def _release_heads(self, group: int) -> list[Out]:
+        """A group is gone: it has no turn, and waits for none."""
+        out: list[Out] = []
+        for number, head in self._heads:
+            head.forget(group)
+            out += self._serve_head(number)
+        return out
+
     # --- Who waits for whom ------------------------------------------------------------------------------------------
 
     def _rest(self, member: Member) -> list[Out]:
@@ -498,7 +584,7 @@ class ServerCore:
             self._resume_group(self._group_of(self.roster.members[rank]))
 
     def _resume_group(self, group: int, but: int = -1) -> None:
-        for number, shard in enumerate(self.shards):
+        for number, shard in self._pushed:
             if number != but:
                 shard.method_side.resume(group)
                 self._note("resume", group, number)
@@ -509,7 +595,7 @@ class ServerCore:
         Groups need not step their optimizers alike; two that waited for each other at two optimizers would do so for
         ever.
         """
-        if len(self.shards) == 1:
+        if len(self._pushed) == 1:
             return []
         self._resting_elsewhere.add(group)
         return self._each_side("rest", group, but=number)
@@ -521,7 +607,7 @@ class ServerCore:
         self, what: Literal["rest", "retire"], group: int, note: Kind | None = None, but: int = -1
     ) -> list[Out]:
         out: list[Out] = []
-        for number, shard in enumerate(self.shards):
+        for number, shard in self._pushed:
             if number == but:
                 continue
             with torch.no_grad():
@@ -543,7 +629,7 @@ class ServerCore:
 
     def _note_training(self, group: int, epoch: int, spans: Spans) -> None:
         if spans:
-            for number in range(len(self.shards)):
+            for number, _ in self._pushed:
                 self._note("train", group, number, epoch=epoch, spans=spans)
 
     def _note_push(self, group: int, message: m.PushMessage, refused: bool) -> None:
@@ -567,7 +653,7 @@ class ServerCore:
 
     def status(self, sent: float) -> m.Status:
         """How the run goes."""
-        staleness: Counter[int] = sum((shard.staleness for shard in self.shards), Counter())
+        staleness: Counter[int] = sum((shard.staleness for _, shard in self._pushed), Counter())
         rate = 0.0
         if len(self._rate) > 1 and self._rate[-1][0] > self._rate[0][0]:
             rate = (self._rate[-1][1] - self._rate[0][1]) / (self._rate[-1][0] - self._rate[0][0])
@@ -582,13 +668,14 @@ class ServerCore:
             ),
             staleness=tuple(staleness[t] for t in range(max(staleness, default=-1) + 1)),
             lost=self._lost,
+            head_time=sum(head.turn_time for _, head in self._heads),
         )
 
     def _group_status(self, group: int) -> m.GroupStatus:
         assert self.roster.topology is not None
         ranks = self.roster.topology.members(group)
         timings = {r: self.roster.members[r].timings for r in ranks if r in self.roster.members}
-        seen: Counter[int] = sum((shard.by_group.get(group, Counter()) for shard in self.shards), Counter())
+        seen: Counter[int] = sum((shard.by_group.get(group, Counter()) for _, shard in self._pushed), Counter())
         updates = sum(seen.values())
         slowest = max(timings, key=lambda r: timings[r].compute_time, default=ranks[0])
 
@@ -678,6 +765,12 @@ class ServerCore:
         if not 0 <= optimizer < len(self.shards):
             raise ProtocolError(f"there is no optimizer {optimizer}; the server holds {len(self.shards)}")
         return self.shards[optimizer]
+
+    def _head(self, optimizer: int) -> HeadShard:
+        shard = self._shard(optimizer)
+        if not isinstance(shard, HeadShard):
+            raise ProtocolError(f"optimizer {optimizer} is no merged head")
+        return shard
 
 
 def _nbytes(payload: Payload) -> int:

@@ -34,7 +34,12 @@ class Shard:
         groups: numbers of the groups that take part.
         resolve: turns the optimizer's class path into the class.
         state: of the method's server side, to go on from.
+
+    Attributes:
+        is_head: whether its gradients are computed here, and nobody pushes any.
     """
+
+    is_head = False
 
     def __init__(
         self,
@@ -107,7 +112,12 @@ class Shard:
         layout = self.payload_layout(message)
         views = iter(layout.views(payload))
         tensors = [next(views) if there else None for there in message.present]
-        if not (_sums_up(layout, payload) or _is_finite(tensors)):
+        return self._merge(group, message, tensors, finite=_sums_up(layout, payload))
+
+    def _merge(
+        self, group: int, message: PushMessage, tensors: Sequence[Tensor | None], finite: bool = False
+    ) -> list[Reply] | None:
+        if not (finite or _is_finite(tensors)):
             self._refuse(group)
             return None
         self.refused_in_row[group] = 0

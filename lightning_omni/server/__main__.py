@@ -19,6 +19,7 @@ import torch
 
 from lightning_omni import methods
 from lightning_omni.methods.master import resolver
+from lightning_omni.methods.modules import module_resolver
 from lightning_omni.protocol.record import RecordFile
 from lightning_omni.protocol.server import ServerCore
 from lightning_omni.server.loop import Server
@@ -42,6 +43,7 @@ def main() -> int:
             heartbeat_timeout=settings.heartbeat_timeout,
             join_timeout=settings.join_timeout,
             resolve=resolver(settings.allow_optimizers),
+            resolve_module=module_resolver(settings.allow_modules),
             record=RecordFile(settings.record) if settings.record else None,
         )
         server = Server(core, host=settings.host, port=settings.port)

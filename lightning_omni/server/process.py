@@ -26,6 +26,7 @@ class Settings(msgspec.Struct, frozen=True):
     allow_optimizers: tuple[str, ...]
     record: str = ""
     methods: tuple[str, ...] = ()
+    allow_modules: tuple[str, ...] = ()
 
 
 class Ready(msgspec.Struct, frozen=True):

@@ -92,11 +92,15 @@ def replay(
     return run.result()
 
 
-def trace_of(events: Iterable[Event]) -> Trace:
+def trace_of(events: Iterable[Event], optimizer: int | None = None) -> Trace:
     """The trace of a recorded run. A record knows no losses: they are NaN.
 
     Args:
         events: from `lightning_omni.protocol.record.read_record`.
+        optimizer: the one to trace, if there are several; a merged head comes after the others.
+
+    Raises:
+        ConfigurationError: the record holds several runs, or several optimizers and none was named.
 
     Example:
         >>> trace_of([Event(kind="push", time=2.5, group=1, read_at=0, clock=1)]).columns()["time"]
@@ -106,8 +110,13 @@ def trace_of(events: Iterable[Event]) -> Trace:
     untold: dict[int, list[tuple[int, int]]] = {}
     clock, began, now, meta = 0, None, 0.0, {}
     for event in events:
-        if event.optimizer:
-            raise ConfigurationError("events: the run has several optimizers, and a trace is of one")
+        if event.optimizer != (optimizer or 0):
+            if optimizer is None:
+                raise ConfigurationError(
+                    "events: the run has several optimizers, and a trace is of one; pass the number of one, optimizer=0"
+                    " for the first"
+                )
+            continue
         if event.kind == "seed" and began is not None:
             raise ConfigurationError("events: the record holds more than one run; pass the events of one")
         began = event.time if began is None else began

@@ -8,10 +8,11 @@ pace. With one group, and with static data, it leaves the loop alone.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import msgspec
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_omni.optimizer import World
@@ -119,7 +120,8 @@ class EpochDriver:
                     " sampler of its own, is iterable, or is no plain DataLoader; a slow group delays an epoch's end"
                 )
             return loader
-        leased = lease(loader, rank=rank, before_epoch=self.begin, is_local=self.world.is_synchronous)
+        shares = self.leases.shares if self.leases is not None else ()  # of the loader that this one replaces
+        leased = lease(loader, rank=rank, before_epoch=self.begin, is_local=self.world.is_synchronous, shares=shares)
         self._new_leases.append(leased.leases)  # type: ignore[attr-defined]
         return leased
 
@@ -128,7 +130,7 @@ class EpochDriver:
         if len(self._new_leases) == 1:
             self.leases = self._new_leases[0]
             if not self.world.is_synchronous:
-                self.assign()
+                self.assign(self.leases.shares)
         elif self._new_leases:
             # Several loaders advance together; each deals its samples out as DistributedSampler does.
             for each in self._new_leases:
@@ -136,12 +138,18 @@ class EpochDriver:
             self.leases = None
         self._new_leases = []
 
-    def assign(self) -> None:
-        """Tells the leases of this rank's place in its group."""
+    def assign(self, shares: Sequence[int] = ()) -> None:
+        """Tells the leases of this rank's place in its group, and of the group's ``shares``, if they are unequal."""
         world = self.world
         if self.leases is not None:
             control = None if world.is_synchronous else world.control
-            self.leases.assign(world.members.index(world.rank), len(world.members), control, world.generation)
+            place = world.members.index(world.rank)
+            self.leases.assign(place, len(world.members), control, world.generation, shares)
+
+    def weigh(self, loss: Tensor) -> Tensor:
+        """The loss whose gradient this rank contributes: more, if it has more of the group's batch than others."""
+        weight = self.leases.weight if self.leases is not None else 1.0
+        return loss if weight == 1.0 else loss * weight
 
     def _trained(self) -> tuple[int, int]:
         if self.leases is None or self.leases.is_local:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
@@ -21,6 +23,8 @@ from lightning_omni.errors import ConfigurationError, OmniError, UnsupportedErro
 from lightning_omni.methods import Method
 from lightning_omni.metrics import RunReport, Staleness
 from lightning_omni.optimizer import OmniOptimizer, World, WorldOptions, names_of
+from lightning_omni.optimizer.balance import Balance
+from lightning_omni.optimizer.head import RemoteHead, check_mergeable
 from lightning_omni.protocol import messages as m
 from lightning_omni.strategy import _private
 from lightning_omni.strategy.epochs import EpochDriver
@@ -49,9 +53,14 @@ class OmniStrategyHooks(_Base):
             one for this run, in a process of its own beside rank 0.
         data: ``"dynamic"`` deals the samples of an epoch out to whoever is free, so that a slow group delays nobody;
             ``"static"`` gives every rank its share beforehand, as DistributedSampler does.
+        rebalance: ``"auto"`` measures how fast ranks are and splits each group's batch in proportion, where that makes
+            the group more than 5 % faster; ``"off"`` gives all ranks the same. The loss must be a mean over the batch.
         host: address that the embedded server binds. None takes loopback on one node, and otherwise MASTER_ADDR.
         heartbeat_timeout: seconds of silence after which a rank counts as dead.
         refusals: pushes with NaN or infinite gradients that a group may make in a row before the run ends.
+        merged: name of a submodule, the last layers of a classifier, say, that stays at the server: each group's batch
+            passes through it there, one group at a time, so that its weights are never stale and never travel; only
+            activations and their gradients do. With one group it changes nothing.
         record: file for a record of everything that moves the weights, written by the embedded server; the simulator
             can go through it once more, see `lightning_omni.simulator.replay`.
         **ddp: DDPStrategy's own arguments.
@@ -77,11 +86,18 @@ class OmniStrategyHooks(_Base):
         host: str | None = None,
         heartbeat_timeout: float = 30.0,
         refusals: int = 50,
+        merged: str | None = None,
         record: str | None = None,
+        rebalance: Literal["off", "auto"] = "off",
         **ddp: Any,
     ) -> None:
         if data not in ("dynamic", "static"):
             raise ConfigurationError(f'data={data!r}: pass "dynamic" or "static"')
+        if data == "static" and rebalance == "auto":
+            raise ConfigurationError(
+                'rebalance="auto" with data="static": samples that are dealt out beforehand cannot be split by speed;'
+                ' pass data="dynamic", or rebalance="off"'
+            )
         self._omni_options: dict[str, Any] = {
             "groups": groups,
             "method": method,
@@ -92,11 +108,14 @@ class OmniStrategyHooks(_Base):
             "record": record,
         }
         WorldOptions(**self._omni_options)
+        self._merged = merged
+        self._head: RemoteHead | None = None
         self._groups = groups
         super().__init__(**ddp)
         self._ddp_options = dict(vars(self).get("_ddp_kwargs", {}))
         self.world: World | None = None
         self.epochs = EpochDriver(data, self.rank_zero_info)
+        self.balance = Balance(rebalance, self.rank_zero_info)
         self._proxies: dict[int, OmniOptimizer] = {}
         self._snapshot: dict[str, Any] | None = None
         self._last_status: m.Status | None = None
@@ -172,7 +191,24 @@ class OmniStrategyHooks(_Base):
         if len(world.members) > 1 or world.is_synchronous:
             options = {**self._ddp_options, "process_group": world.compute_group, "init_sync": False}
             _private.set_ddp_options(self, options)
-            super().configure_ddp()
+            with self._without_head():
+                super().configure_ddp()
+
+    @contextmanager
+    def _without_head(self) -> Iterator[None]:
+        """DDP waits for the gradient of every parameter that it finds trainable; those of a merged head do not come."""
+        head = [] if self._merged is None or self._world.is_synchronous else self._merged_parameters()
+        trainable = [parameter for parameter in head if parameter.requires_grad]
+        for parameter in trainable:
+            parameter.requires_grad_(False)
+        yield
+        for parameter in trainable:
+            parameter.requires_grad_(True)
+
+    def _merged_parameters(self) -> list[Parameter]:
+        assert self._merged is not None
+        assert self.lightning_module is not None
+        return list(check_mergeable(self._merged, self.lightning_module).parameters())
 
     def setup_optimizers(self, trainer: Any) -> None:
         """Makes the optimizers and refuses those that no server can run."""
@@ -185,7 +221,19 @@ class OmniStrategyHooks(_Base):
         assert self.lightning_module is not None
         names = names_of(self.lightning_module)
         self._world.detach_all()
-        self._proxies = {id(each): OmniOptimizer(each, self._world, names) for each in self.optimizers}
+        merged = set() if self._merged is None else set(self._merged_parameters())
+        self._proxies = {id(each): OmniOptimizer(each, self._world, names, merged) for each in self.optimizers}
+        if self._merged is not None:
+            self._head = self._world.attach_head(self._merged, self.lightning_module, self.optimizers)
+            self._head.clip = float(self._trainer.gradient_clip_val or 0.0)
+            self._head.clip_algorithm = str(self._trainer.gradient_clip_algorithm or "norm")
+
+    def _place_head(self) -> None:
+        """A merged head is the server's while several groups train."""
+        if self._head is not None and self._world.is_synchronous:
+            self._head.remove()
+        elif self._head is not None:
+            self._head.install()
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Hands the precision plugin an optimizer whose step is an exchange."""
@@ -223,8 +271,11 @@ class OmniStrategyHooks(_Base):
         world.resume(self.epochs.resume)
         world.begin()
         self.epochs.start()
+        assert self.lightning_module is not None
+        self.balance.begin(world, self.lightning_module, lambda: self.epochs.leases)
         if not world.is_synchronous:
             self._guard_optimizers()
+        self._place_head()
         self._say_hello()
 
     def pre_backward(self, closure_loss: Tensor) -> None:
@@ -232,27 +283,39 @@ class OmniStrategyHooks(_Base):
         self.stopwatch.forward_done()
         super().pre_backward(closure_loss)
 
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Back-propagates the loss, weighted by this rank's part of the group's batch."""
+        loss: Tensor = super().backward(self.epochs.weigh(closure_loss), optimizer, *args, **kwargs)
+        self.balance.backward_done()
+        return loss
+
     def begin_batch(self) -> None:
         """A batch begins."""
         self.stopwatch.begin()
+        self.balance.begin_batch()
         self.epochs.begin_batch()
 
     def end_batch(self) -> None:
         """A batch has ended."""
         world = self._world
+        if self._head is not None:
+            self._head.release()
         if world.control is not None:
             self.stopwatch.end(world.last.seconds)
             world.control.report_timings(*self.stopwatch.means)
+        self.balance.end_batch()
         self.epochs.end_batch()
 
     def on_validation_end(self) -> None:
         """After the last callback: back into the epoch, if it goes on."""
         super().on_validation_end()
         self.epochs.after_validation()
+        self.balance.after_validation()
 
     def on_train_end(self) -> None:
         """After the last callback: what the server knows comes home."""
         super().on_train_end()
+        self.balance.end()
         world = self._world
         self._remember_status()
         self.epochs.finish()
@@ -275,14 +338,17 @@ class OmniStrategyHooks(_Base):
     def teardown(self) -> None:
         """Leaves the run; the embedded server stops."""
         super().teardown()
+        self.balance.end()
         if self.world is not None:
             self.world.close()
         self.epochs.forget()
-        self._proxies = {}
+        if self._head is not None:
+            self._head.remove()
+        self._proxies, self._head = {}, None
 
     # --- Regrouping --------------------------------------------------------------------------------------------------
 
-    def regroup(self, groups: int) -> None:
+    def regroup(self, groups: int, by_speed: bool = False) -> None:
         """Forms other compute groups, in mid-fit. Weights, optimizer state and data carry on.
 
         Call it on every rank from a training hook at a batch boundary (``on_train_batch_end``, say), at the same
@@ -290,9 +356,11 @@ class OmniStrategyHooks(_Base):
 
         Args:
             groups: the new number of groups, 1 to the number of live ranks.
+            by_speed: puts like with like, so that no slow rank delays a fast group; ``rebalance="auto"`` must have
+                measured every rank.
 
         Raises:
-            ConfigurationError: wrong number, or not at a batch boundary.
+            ConfigurationError: wrong number, not at a batch boundary, or speeds are not known.
         """
         world, trainer = self._world, self._trainer
         if not self._is_fitting(trainer) or not self._proxies:
@@ -307,17 +375,21 @@ class OmniStrategyHooks(_Base):
             world.method.check(groups)
             for optimizer in self.optimizers:
                 world.check_optimizer(optimizer)
-        if groups == len(
+        unchanged = groups == len(
             [members for members in world.topology.groups if members and not set(members) & set(world.lost)]
-        ):
+        )
+        speeds = self.balance.speeds_of_all(world) if by_speed else None
+        if unchanged and (groups == 1 or not by_speed):
             return
         was_synchronous, spans = world.is_synchronous, self.epochs.before_regroup()
         self._unguard_optimizers()
-        spans = world.regroup(groups, self.buffers()) or spans
+        spans = world.regroup(groups, self.buffers(), speeds) or spans
         if not world.is_synchronous:
             self._guard_optimizers()
+        self._place_head()
         self._wrap_for_group()
         self.epochs.after_regroup(spans, was_synchronous)
+        self.balance.regrouped()
         self._say_hello()
 
     def buffers(self) -> Iterator[Tensor]:
@@ -359,8 +431,7 @@ class OmniStrategyHooks(_Base):
             world.deposit()
         if self.is_global_zero:
             self._snapshot = world.snapshot()
-            if world.method.evaluated != "mean":
-                self._overlay(state, self._snapshot)
+            self._overlay(state, self._snapshot)
         return state
 
     def _overlay(self, state: dict[str, Any], snapshot: dict[str, Any]) -> None:
@@ -369,6 +440,7 @@ class OmniStrategyHooks(_Base):
         masters = {
             id(part.replica.parameters[name]): value
             for part, theirs in zip(self._world.parts, snapshot["parts"], strict=True)
+            if self._world.method.evaluated != "mean" or part.head is not None
             for name, value in theirs["weights"].items()
         }
         for name, own in self.lightning_module.state_dict(keep_vars=True).items():
@@ -381,13 +453,15 @@ class OmniStrategyHooks(_Base):
         (The server's own are those of the last push, one scheduler step behind.)
         """
         own: dict[str, Any] = super().optimizer_state(optimizer)
-        if not self._is_asynchronous or not self.is_global_zero or self._world.steps_at_worker:
+        raw = getattr(optimizer, "optimizer", optimizer)
+        world = self._world
+        if not self._is_asynchronous or not self.is_global_zero:
+            return own
+        if all(world.steps_here(part) for part in world.parts if part.optimizer is raw):
             return own
         if self._snapshot is None:
-            self._snapshot = self._world.snapshot()
-        raw = getattr(optimizer, "optimizer", optimizer)
-        index = next(i for i, part in enumerate(self._world.parts) if part.optimizer is raw)
-        return {"state": self._snapshot["parts"][index]["state"], "param_groups": own["param_groups"]}
+            self._snapshot = world.snapshot()
+        return {"state": world.whole_state(raw, self._snapshot), "param_groups": own["param_groups"]}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Adds what server and groups know beyond Lightning: clocks, samples trained, and the method's own state."""
@@ -507,6 +581,23 @@ class OmniStrategyHooks(_Base):
             )
         if _private.averages_models(self):
             raise UnsupportedError("model_averaging_period averages over all ranks; use it with groups=1 only")
+        if self._merged is not None:
+            self._check_merged(trainer)
+
+    def _check_merged(self, trainer: Any) -> None:
+        """What a head that is stepped in its turn, with the backward pass, cannot do."""
+        refused = f"merged={self._merged!r}: the head is stepped at the server as soon as its gradients come"
+        if trainer.accumulate_grad_batches != 1:
+            raise UnsupportedError(
+                f"{refused}, and cannot wait for accumulate_grad_batches={trainer.accumulate_grad_batches}; use larger"
+                " batches, or merge nothing"
+            )
+        if not self.lightning_module.automatic_optimization:  # type: ignore[union-attr]
+            raise UnsupportedError(f"{refused}, and not when training_step says so; use automatic optimization")
+        if getattr(self.precision_plugin, "scaler", None) is not None:
+            raise UnsupportedError(
+                f"{refused}, before a loss scaler could undo its scaling; use precision='bf16-mixed'"
+            )
 
 
 class OmniCallbackHooks(_CallbackBase):
@@ -521,6 +612,7 @@ class OmniCallbackHooks(_CallbackBase):
         """Before anyone else: the groups part."""
         self._staleness.reset()
         self._strategy.epochs.begin(trainer.current_epoch)
+        self._strategy.balance.begin_epoch()
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """A batch is there."""
@@ -530,9 +622,11 @@ class OmniCallbackHooks(_CallbackBase):
         """A batch is done."""
         self._strategy.end_batch()
         control = self._strategy._world.control
-        if control is not None and _private.logs_now(trainer):
-            self._watch_staleness()
-            values = live_metrics(control.status, self._staleness, self._strategy.stopwatch)
+        if _private.logs_now(trainer):
+            values = self._strategy.balance.metrics()
+            if control is not None:
+                self._watch_staleness()
+                values |= live_metrics(control.status, self._staleness, self._strategy.stopwatch)
             for name, value in values.items():
                 pl_module.log(name, value, prog_bar=name in _ON_PROGRESS_BAR, rank_zero_only=False)
 
@@ -552,7 +646,8 @@ class OmniCallbackHooks(_CallbackBase):
             for name, value in self._staleness.compute().items():
                 if name in ("mean", "max"):
                     pl_module.log(f"omni/staleness_{name}", value.float(), sync_dist=True)
-        if control.status is not None and (sentence := straggler_sentence(control.status)):
+        can_rebalance = self._strategy.epochs.leases is not None and not self._strategy.balance.is_on
+        if control.status is not None and (sentence := straggler_sentence(control.status, can_rebalance)):
             self._strategy.rank_zero_info(f"OmniStrategy: {sentence}")
 
     def _watch_staleness(self) -> None:

@@ -65,6 +65,8 @@ def live_metrics(status: Status | None, staleness: Staleness, stopwatch: Stopwat
         "omni/groups_alive": float(len(status.groups)),
         "omni/refused": float(status.refused),
     }
+    if status.head_time:
+        values["omni/head_time"] = status.head_time
     for group in status.groups:
         values[f"omni/group_{group.group}/step_time"] = group.step_time
         values[f"omni/group_{group.group}/staleness_mean"] = group.staleness_mean
@@ -73,8 +75,13 @@ def live_metrics(status: Status | None, staleness: Staleness, stopwatch: Stopwat
     return values
 
 
-def straggler_sentence(status: Status) -> str:
-    """Names the rank that holds its group up most, if one does."""
+def straggler_sentence(status: Status, can_rebalance: bool = False) -> str:
+    """Names the rank that holds its group up most, if one does.
+
+    Args:
+        status: what the server says of all groups.
+        can_rebalance: whether the batch could be split by speed, and is not.
+    """
     worst, sentence = STRAGGLES, ""
     for group in status.groups:
         others = len(group.ranks) - 1
@@ -87,4 +94,6 @@ def straggler_sentence(status: Status) -> str:
                 f"rank {group.slowest_rank} holds group {group.group} up: {group.slowest_time * 1e3:.0f} ms to the end"
                 f" of its forward pass, against {rest * 1e3:.0f} ms on the others"
             )
+    if sentence and can_rebalance:
+        sentence += '; rebalance="auto" splits the batch in proportion to the speeds'
     return sentence

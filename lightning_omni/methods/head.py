@@ -1,0 +1,163 @@
+"""A merged head: the tail of a network at its one owner, where a group's whole batch passes through it in one turn.
+
+Hadjis et al. 2016 (Omnivore), "merged fully connected" servers: forward, backward and update of one group's batch
+happen under a lock, so that the head's weights are never stale and never travel; only activations and their gradients
+do. The body of the network stays asynchronous.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.nn.utils import get_total_norm
+
+from lightning_omni.errors import UnsupportedError
+from lightning_omni.methods.modules import tensors_of, with_tensors
+
+
+@dataclass(frozen=True)
+class Passed:
+    """What a backward pass through the head gives.
+
+    Attributes:
+        inputs: the gradient of each floating-point tensor that came in, None for the others.
+        parameters: the gradient of each parameter, None where it took no part.
+    """
+
+    inputs: list[Tensor | None]
+    parameters: list[Tensor | None]
+
+
+class MergedHead:
+    """A submodule at its owner. One turn is `forward`, then `backward` or `abandon`.
+
+    Args:
+        module: the submodule, over ``parameters``.
+        parameters: its parameters by name, in the order of gradients; whoever holds them steps them.
+        seed: of the random numbers that its forward pass draws (dropout, say).
+
+    Example:
+        >>> module = nn.Linear(2, 1)
+        >>> head = MergedHead(module, dict(module.named_parameters()))
+        >>> output = head.forward((torch.ones(3, 2),), {})
+        >>> passed = head.backward([torch.ones(3, 1)])
+        >>> passed.inputs[0].shape, [gradient.shape for gradient in passed.parameters]
+        (torch.Size([3, 2]), [torch.Size([1, 2]), torch.Size([1])])
+    """
+
+    def __init__(self, module: nn.Module, parameters: Mapping[str, Parameter], seed: int = 0) -> None:
+        self._module = module
+        self._ordered = list(parameters.values())
+        self._random = torch.Generator().manual_seed(seed).get_state()
+        self._inputs: list[Tensor] = []
+        self._outputs: list[Tensor] = []
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a turn has begun and not ended."""
+        return bool(self._outputs)
+
+    def forward(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        training: bool = True,
+        autocast: torch.dtype | None = None,
+        turn: bool = True,
+    ) -> Any:
+        """The head's output.
+
+        Args:
+            args: positional arguments of the submodule: trees of tensors and plain values.
+            kwargs: keyword arguments, likewise.
+            training: whether the submodule is in training mode.
+            autocast: the dtype of automatic mixed precision, if any.
+            turn: whether a backward pass will follow.
+
+        Raises:
+            UnsupportedError: the pass changed a buffer of the head.
+        """
+        tree = (tuple(args), dict(kwargs))
+        inputs = [tensor.detach() for tensor in tensors_of(tree)]
+        if turn:
+            inputs = [tensor.requires_grad_(tensor.is_floating_point()) for tensor in inputs]
+        positional, named = with_tensors(tree, inputs)
+        self._module.train(training)
+        before = self._buffer_versions()
+        with torch.set_grad_enabled(turn), torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(self._random)
+            with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
+                output = self._module(*positional, **named)
+            self._random = torch.get_rng_state()
+        self._check_buffers(before)
+        if turn:
+            self._inputs, self._outputs = inputs, tensors_of(output)
+        return with_tensors(output, [tensor.detach() for tensor in tensors_of(output)])
+
+    def backward(self, gradients: Sequence[Tensor | None], scale: float = 1.0) -> Passed:
+        """Ends the turn with the gradients of what `forward` gave.
+
+        Args:
+            gradients: one for each tensor of the output, in order; None where it took no part in the loss.
+            scale: multiplies the parameters' gradients, not those of the inputs.
+        """
+        inputs, outputs = self._inputs, self._outputs
+        self.abandon()
+        pairs = [
+            (output, gradient.to(output.dtype))
+            for output, gradient in zip(outputs, gradients, strict=True)
+            if gradient is not None and output.requires_grad
+        ]
+        asked = [tensor for tensor in inputs if tensor.requires_grad]
+        wanted = [*asked, *(parameter for parameter in self._ordered if parameter.requires_grad)]
+        found: Sequence[Tensor | None] = [None] * len(wanted)
+        if pairs and wanted:
+            ends, cotangents = zip(*pairs, strict=True)
+            found = torch.autograd.grad(ends, wanted, cotangents, allow_unused=True)
+        given = iter(found)
+        into = [next(given) if tensor.requires_grad else None for tensor in inputs]
+        own = [next(given) if parameter.requires_grad else None for parameter in self._ordered]
+        if scale != 1.0:
+            own = [None if gradient is None else gradient.mul_(scale) for gradient in own]
+        return Passed(into, own)
+
+    def abandon(self) -> None:
+        """Ends the turn without a gradient."""
+        self._inputs, self._outputs = [], []
+
+    def _buffer_versions(self) -> list[tuple[str, int, int]]:
+        return [(name, id(buffer), buffer._version) for name, buffer in self._module.named_buffers()]
+
+    def _check_buffers(self, before: Sequence[tuple[str, int, int]]) -> None:
+        changed = {name for name, *_ in set(before).symmetric_difference(self._buffer_versions())}
+        if changed:
+            raise UnsupportedError(
+                f"the merged head's buffer {sorted(changed)[0]} was changed by its forward pass; groups evaluate with"
+                " buffers of their own, which would not hear of it: leave what keeps such statistics (BatchNorm, say)"
+                " outside the merged submodule"
+            )
+
+
+def clip(gradients: Sequence[Tensor | None], value: float, algorithm: str) -> None:
+    """Clips gradients in place, as Lightning's ``gradient_clip_val`` and ``gradient_clip_algorithm`` have it.
+
+    Args:
+        gradients: of all parameters together.
+        value: largest norm, or largest magnitude; 0 clips nothing.
+        algorithm: ``"norm"`` or ``"value"``.
+    """
+    there = [gradient for gradient in gradients if gradient is not None]
+    if not value or not there:
+        return
+    if algorithm == "value":
+        for gradient in there:
+            gradient.clamp_(-value, value)
+        return
+    factor = torch.clamp(value / (get_total_norm(there) + 1e-6), max=1.0)
+    for gradient in there:
+        gradient.mul_(factor)

@@ -1,0 +1,291 @@
+"""Ranks of different speed in one group: how long each works by itself, and what part of the batch it gets.
+
+A rank's own time runs from the end of its last step (loading data is its work, too) to the moment its last gradient is
+there. It stands still where the rank waits for its group: while DDP shares buffers before the forward pass, and from
+the last gradient to the end of the backward pass.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.nn import Module, Parameter
+
+from lightning_omni.errors import ConfigurationError
+from lightning_omni.optimizer.data import Leases
+from lightning_omni.optimizer.world import World
+from lightning_omni.performance.balance import ENOUGH, WARM_UP, Balancer, Throughput
+
+FIRST = WARM_UP + ENOUGH
+"""Batches after which the members of a group tell each other their speeds for the first time."""
+EVERY = 10
+"""Batches between two such meetings."""
+
+
+class Balance:
+    """Measures this rank, and agrees with its group on who gets which part of the batch.
+
+    Args:
+        rebalance: ``"auto"`` does all this, ``"off"`` nothing.
+        say: tells the user something, on rank 0.
+
+    Raises:
+        ConfigurationError: ``rebalance`` is something else.
+    """
+
+    def __init__(self, rebalance: Literal["off", "auto"], say: Callable[[str], None]) -> None:
+        if rebalance not in ("off", "auto"):
+            raise ConfigurationError(
+                f'rebalance={rebalance!r}: pass "auto" to split a group\'s batch by the speeds of its ranks, or "off"'
+            )
+        self.is_on = rebalance == "auto"
+        self._say = say
+        self._world: World | None = None
+        self._leases: Callable[[], Leases | None] = lambda: None
+        self._module: Module | None = None
+        self._own = OwnTime(HostClock())
+        self._hooks: dict[object, Any] = {}
+        self._throughput = Throughput()
+        self._balancer = Balancer()
+        self._until_meeting = FIRST
+
+    @property
+    def speed(self) -> float:
+        """This rank's samples per second; 0.0 if they are not known."""
+        return self._throughput.speed
+
+    # --- The run -----------------------------------------------------------------------------------------------------
+
+    def begin(self, world: World, module: Module, leases: Callable[[], Leases | None]) -> None:
+        """Training begins.
+
+        Args:
+            world: this rank's place.
+            module: what is trained.
+            leases: gives this rank's view of the data, if it is leased.
+        """
+        if not self.is_on:
+            return
+        if leases() is None:
+            self._say(
+                'OmniStrategy: rebalance="auto" does nothing in this run: the training data has a sampler of its own,'
+                " is iterable, or comes from several loaders, so every rank's part of a batch is fixed"
+            )
+            return
+        self._world, self._module, self._leases = world, module, leases
+        self._own = OwnTime(EventClock() if world.device.type == "cuda" else HostClock())
+        self._throughput = Throughput()
+        self.regrouped()
+        self._until_meeting = FIRST
+
+    def end(self) -> None:
+        """Training is over: nothing is left behind in the module."""
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks.clear()
+        self._world = self._module = None
+
+    def regrouped(self) -> None:
+        """This rank has new mates. What is known of its speed remains."""
+        self._balancer, self._until_meeting = Balancer(), ENOUGH
+        self._own.skip()
+
+    def begin_epoch(self) -> None:
+        """An epoch begins: its first batch takes longer than others."""
+        self._own.skip()
+        self._watch()
+
+    # --- A batch -----------------------------------------------------------------------------------------------------
+
+    def begin_batch(self) -> None:
+        """A batch is loaded; before the module gets it, the group may share buffers."""
+        self._own.rest()
+
+    def backward_done(self) -> None:
+        """A backward pass has ended, with its wait for the group."""
+        self._own.rest_since_gradient()
+        self._own.work()
+
+    def end_batch(self) -> None:
+        """A batch has ended; every few, the members of the group tell each other what they manage."""
+        leases = self._leases()
+        if self._world is None or leases is None:
+            return
+        for samples, seconds in self._own.finish(leases.samples):
+            self._throughput.note(samples, seconds)
+        self._until_meeting -= 1
+        if self._until_meeting <= 0:
+            self._until_meeting = EVERY
+            if len(self._world.members) > 1:
+                self._meet(self._world, leases)
+        self._own.start()
+
+    def after_validation(self) -> None:
+        """What has been since the last batch was not this rank's training."""
+        self._own.start()
+
+    def metrics(self) -> dict[str, float]:
+        """What is logged while training: this rank's part of its group's batch."""
+        leases = self._leases()
+        if self._world is None or leases is None or leases.current is None:
+            return {}
+        return {"omni/share": leases.samples / (leases.current.stop - leases.current.start)}
+
+    # --- How ---------------------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Hooks to the module, and to all parameters that have become trainable since this was last called."""
+        if self._module is None:
+            return
+        if self._module not in self._hooks:
+            self._hooks[self._module] = self._module.register_forward_pre_hook(lambda *_: self._own.work())
+        for parameter in self._module.parameters():
+            if parameter.requires_grad and parameter not in self._hooks:
+                self._hooks[parameter] = self._hook_to(parameter)
+
+    def _hook_to(self, parameter: Parameter) -> Any:
+        def note(_: object) -> None:
+            self._own.gradient()
+
+        return parameter.register_hook(note)
+
+    def _meet(self, world: World, leases: Leases) -> None:
+        """Members agree on the split from a batch on that none of their loaders has taken yet."""
+        said = gather(world, (self.speed, leases.handed))
+        split = self._balancer.decide(leases.split, [speed for speed, _ in said])
+        if split is None:
+            return
+        leases.share_out(split.shares, from_number=int(max(handed for _, handed in said)))
+        self._say(
+            f"OmniStrategy: group {world.group} rebalanced: {' : '.join(map(str, split.shares))} of"
+            f" {sum(split.shares)} samples; expected {split.gain:.0%} faster"
+        )
+
+    def speeds_of_all(self, world: World) -> dict[int, float]:
+        """Samples per second of every live rank; all ranks ask at one point of their programs.
+
+        Raises:
+            ConfigurationError: nothing is measured, or not for long enough.
+        """
+        if not self.is_on:
+            raise ConfigurationError('by_speed=True: the speeds of ranks are measured with rebalance="auto" only')
+        slots = [0] * world.size
+        slots[world.rank] = round(self.speed * 1000)
+        speeds = {rank: speed / 1000 for rank, speed in enumerate(world.agree(slots)) if rank not in world.lost}
+        if not all(speeds.values()):
+            unknown = ", ".join(str(rank) for rank, speed in speeds.items() if not speed)
+            raise ConfigurationError(
+                f"by_speed=True: the speed of rank {unknown} is not known yet; call regroup() later, after {FIRST + 1}"
+                " batches or more"
+            )
+        return speeds
+
+
+def gather(world: World, numbers: Sequence[float]) -> list[list[float]]:
+    """The same few numbers of every member of this rank's group, in the order of ranks. All members call it."""
+    mine = torch.tensor(list(numbers), dtype=torch.float64, device=world.device)
+    places = [torch.empty_like(mine) for _ in world.members]
+    dist.all_gather(places, mine, group=world.compute_group)
+    return [place.tolist() for place in places]
+
+
+# --- Time ------------------------------------------------------------------------------------------------------------
+
+
+class HostClock:
+    """The processor's time, for devices that the host waits for."""
+
+    def mark(self, instead_of: Any = None) -> Any:
+        """This moment, which may take the place of one that nobody needs any more."""
+        return time.perf_counter()
+
+    def seconds(self, since: Any, until: Any) -> float | None:
+        """Time between two moments, in seconds; None if it is not known yet."""
+        return float(until - since)
+
+
+class EventClock:
+    """A CUDA stream's time: the host runs ahead of the device, so moments are read when the device has come to them."""
+
+    def mark(self, instead_of: Any = None) -> Any:
+        """The moment at which the device will have done what it was told so far."""
+        event = instead_of or torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, since: Any, until: Any) -> float | None:
+        """Time between two moments, in seconds; None if the device has not come to the later one."""
+        return float(since.elapsed_time(until)) / 1e3 if until.query() else None
+
+
+class OwnTime:
+    """A watch that runs while this rank works by itself, and stands still while it waits for others.
+
+    Args:
+        clock: where moments come from.
+    """
+
+    def __init__(self, clock: HostClock | EventClock) -> None:
+        self._clock = clock
+        self._stretches: list[tuple[Any, Any]] = []
+        self._since: Any = None
+        self._gradient: Any = None
+        self._is_whole = False
+        self._unread: deque[tuple[int, list[tuple[Any, Any]]]] = deque()
+
+    def start(self) -> None:
+        """The time of the next batch begins."""
+        self._stretches, self._since, self._gradient = [], None, None
+        self._is_whole = True
+        self.work()
+
+    def skip(self) -> None:
+        """The next batch does not count."""
+        self._is_whole = False
+
+    def work(self) -> None:
+        """From here on the rank works by itself, if it does not already."""
+        if self._since is None:
+            self._since = self._clock.mark()
+
+    def rest(self) -> None:
+        """From here on it waits."""
+        self._rest_from(self._clock.mark())
+
+    def gradient(self) -> None:
+        """A gradient is there, perhaps the last."""
+        self._gradient = self._clock.mark(instead_of=self._gradient)
+
+    def rest_since_gradient(self) -> None:
+        """It has been waiting since the last gradient."""
+        if self._gradient is not None:
+            self._rest_from(self._gradient)
+
+    def _rest_from(self, moment: Any) -> None:
+        if self._since is not None:
+            self._stretches.append((self._since, moment))
+        self._since = self._gradient = None
+
+    def finish(self, samples: int) -> list[tuple[int, float]]:
+        """A batch is done. What comes after its last gradient does not count.
+
+        Returns:
+            Samples and seconds of those batches whose time has become known.
+        """
+        if self._is_whole:
+            self._unread.append((samples, self._stretches))
+        self._stretches, self._since = [], None
+        known = []
+        while self._unread:
+            samples, stretches = self._unread[0]
+            seconds = [self._clock.seconds(*stretch) for stretch in stretches]
+            if None in seconds:
+                break
+            known.append((samples, sum(filter(None, seconds))))
+            self._unread.popleft()
+        return known

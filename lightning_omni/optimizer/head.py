@@ -1,0 +1,336 @@
+"""A rank's side of a merged head: activations go to the server, outputs come back, and so do their gradients.
+
+While groups train apart, `RemoteHead` stands in the place of the submodule's ``forward``; a loss's backward pass runs
+through it as through any function of torch. The members' rows form one batch: the leader brings it to the head, and
+everyone gets back the rows that are his.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from lightning_omni.errors import ConfigurationError, Refused, UnsupportedError
+from lightning_omni.methods.master import hyperparameters_of
+from lightning_omni.methods.modules import check_describable, describe_module, tensors_of, with_tensors
+from lightning_omni.protocol import messages as m
+from lightning_omni.protocol.codec import Packed, pack, unpack
+from lightning_omni.protocol.layout import DTYPES
+
+if TYPE_CHECKING:
+    from lightning_omni.optimizer.world import Part, World
+
+_LETTER = 1024
+"""Bytes of a leader's note to its group that travel in one broadcast; longer ones take two."""
+
+
+class RemoteHead:
+    """Stands in the place of a submodule's ``forward``.
+
+    Args:
+        world: this rank's place in the run.
+        part: the head's share of the exchange.
+        number: its number among the parts.
+        name: the submodule's name in the model.
+        module: the submodule.
+
+    Attributes:
+        clip: largest norm or magnitude of the head's gradient; 0 clips nothing.
+        clip_algorithm: ``"norm"`` or ``"value"``.
+    """
+
+    def __init__(self, world: World, part: Part, number: int, name: str, module: nn.Module) -> None:
+        self._world, self._part, self._number, self._name, self._module = world, part, number, name, module
+        self._parameters = set(part.replica.ordered)
+        self._own = module.forward
+        self._was_own = "forward" in vars(module)
+        self._is_open = False
+        self._rows: list[int] = []
+        self._output: Any = None
+        self._anchor = torch.zeros((), requires_grad=True)
+        self.clip = 0.0
+        self.clip_algorithm = "norm"
+
+    def install(self) -> None:
+        """From now on the submodule is the server's, while groups train apart. Done twice, it is done once."""
+        if self._module.forward is not self:
+            self._module.forward = self
+
+    def remove(self) -> None:
+        """The submodule is its own again."""
+        if self._module.forward is self:
+            if self._was_own:
+                self._module.forward = self._own
+            else:
+                del self._module.forward
+
+    def release(self) -> None:
+        """A step has ended: a turn whose loss was never taken backward is given up."""
+        if self._is_open:
+            self._is_open = False
+            if self._world.is_leader:
+                self._world.ask(m.HeadRelease(optimizer=self._number), m.HeadReleased)
+
+    # --- The submodule's forward -------------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The head's output for this rank's rows."""
+        if not self._world.is_computing:
+            return self._own(*args, **kwargs)
+        tensors = tensors_of((args, kwargs))
+        if not torch.is_grad_enabled():
+            outputs: Sequence[Tensor] = self._bring((args, kwargs), tensors, turn=False)
+        else:
+            if self._is_open:
+                raise UnsupportedError(
+                    f'merged="{self._name}": the submodule is used twice in one training step, and its turn at the'
+                    " server is one forward pass and one backward pass; use it once, on all inputs together"
+                )
+            outputs = _Pass.apply(self, (args, kwargs), self._anchor, *tensors)  # type: ignore[no-untyped-call]
+            self._is_open = True
+        return with_tensors(self._output, outputs)
+
+    def _bring(self, tree: Any, tensors: Sequence[Tensor], turn: bool) -> list[Tensor]:
+        """The batch to the head, and back what is this rank's. Remembers the output's shape as a tree."""
+        world = self._world
+        with world.timed():
+            self._rows = self._count_rows(tensors)
+            whole = self._gather(tensors)
+            packed, payload = Packed(b"", ()), torch.empty(0)
+            if world.is_leader:
+                message, batch = self._forward_message(with_tensors(tree, whole), turn)
+                try:
+                    answer, payload = world.ask(message, m.HeadOutput, batch)
+                except Refused as no:
+                    raise ConfigurationError(f'merged="{self._name}": {no}') from no
+                packed = answer.packed
+            packed = self._tell(packed)
+            views = packed.layout.views(payload) if world.is_leader else []
+            shapes = [(spec.shape, DTYPES[spec.dtype]) for spec in packed.specs]
+            self._output = unpack(packed, torch.zeros(packed.layout.nbytes, dtype=torch.uint8))
+            return self._scatter(views, shapes)
+
+    def _forward_message(self, tree: Any, turn: bool) -> tuple[m.HeadForward, Tensor]:
+        packed, buffer = pack(tree)
+        kind = self._world.device.type
+        mixed = torch.is_autocast_enabled(kind)
+        message = m.HeadForward(
+            optimizer=self._number,
+            packed=packed,
+            nbytes=buffer.numel(),
+            training=self._module.training,
+            autocast=str(torch.get_autocast_dtype(kind)).removeprefix("torch.") if mixed else "",
+            turn=turn,
+        )
+        return message, buffer
+
+    def take_back(self, gradients: Sequence[Tensor], inputs: Sequence[tuple[torch.Size, torch.dtype]]) -> list[Any]:
+        """The gradients of the output to the head, which is stepped; back those of this rank's inputs.
+
+        Args:
+            gradients: one for each tensor of the output.
+            inputs: shape and dtype of each tensor that went in.
+        """
+        world = self._world
+        self._is_open = False
+        with world.timed():
+            whole = self._gather(gradients)
+            there, payload = b"", torch.empty(0)
+            back: list[Any] = []
+            if world.is_leader:
+                answer, payload = world.ask(*self._backward_message(whole))
+                back = unpack(answer.packed, payload)
+                there = msgspec.msgpack.encode(
+                    ([gradient is not None for gradient in back], answer.applied, answer.refused_in_row)
+                )
+            present, applied, refused = msgspec.msgpack.decode(self._tell_bytes(there))
+            shapes = [
+                ((sum(self._rows), *shape[1:]) if self._is_shared else tuple(shape), dtype)
+                for (shape, dtype), is_there in zip(inputs, present, strict=True)
+                if is_there
+            ]
+            mine = iter(self._scatter([gradient for gradient in back if gradient is not None], shapes))
+        world.watch_refusals(applied, refused)
+        return [next(mine) if is_there else None for is_there in present]
+
+    def _backward_message(self, gradients: Sequence[Tensor]) -> tuple[m.HeadBackward, type[m.HeadGradients], Tensor]:
+        packed, buffer = pack(list(gradients))
+        message = m.HeadBackward(
+            optimizer=self._number,
+            packed=packed,
+            nbytes=buffer.numel(),
+            hyperparameters=tuple(hyperparameters_of(self._part.optimizer, self._parameters)),
+            scale=1 / len(self._world.members),  # as DDP takes the mean over ranks
+            clip=self.clip,
+            clip_algorithm=self.clip_algorithm,  # type: ignore[arg-type]
+        )
+        return message, m.HeadGradients, buffer
+
+    # --- Among the members of a group ------------------------------------------------------------------------------
+
+    @property
+    def _is_shared(self) -> bool:
+        return len(self._world.members) > 1
+
+    def _count_rows(self, tensors: Sequence[Tensor]) -> list[int]:
+        """Rows of each member's tensors."""
+        if not self._is_shared:
+            return []
+        sizes = {tensor.shape[0] if tensor.ndim else -1 for tensor in tensors}
+        if len(sizes) != 1 or -1 in sizes:
+            raise UnsupportedError(
+                f'merged="{self._name}": the batches of a group\'s members are put together, so every tensor that goes'
+                f" into the submodule must have the batch as its first dimension; their sizes are {sorted(sizes)}"
+            )
+        mine = torch.tensor([sizes.pop()], device=self._world.device)
+        everyone = [torch.zeros_like(mine) for _ in self._world.members]
+        dist.all_gather(everyone, mine, group=self._world.compute_group)
+        return [int(rows) for rows in everyone]
+
+    def _gather(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """At the leader: everyone's rows, one below the other."""
+        if not self._is_shared:
+            return list(tensors)
+        world, group = self._world, self._world.compute_group
+        own = [tensor.detach().to(world.device).contiguous() for tensor in tensors]
+        if not world.is_leader:
+            for tensor in own:
+                dist.send(tensor, group=group, group_dst=0)
+            return own
+        blocks = [[tensor] for tensor in own]
+        for member, rows in enumerate(self._rows[1:], 1):
+            for tensor, place in zip(own, blocks, strict=True):
+                place.append(tensor.new_empty((rows, *tensor.shape[1:])))
+                dist.recv(place[-1], group=group, group_src=member)
+        return [torch.cat(place) for place in blocks]
+
+    def _scatter(self, whole: Sequence[Tensor], shapes: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[Tensor]:
+        """From the leader: to everyone the rows that are his, on this rank's device.
+
+        Args:
+            whole: all rows; only the leader has them.
+            shapes: shape and dtype of each.
+        """
+        world, group = self._world, self._world.compute_group
+        if not self._is_shared:
+            return [tensor.to(world.device) for tensor in whole]
+        if any(not shape or shape[0] != sum(self._rows) for shape, _ in shapes):
+            raise UnsupportedError(
+                f'merged="{self._name}": what comes out of the submodule must have the batch as its first dimension, so'
+                f" that every member of the group can get its rows; the shapes are {[list(s) for s, _ in shapes]}"
+            )
+        if world.is_leader:
+            blocks = [tensor.to(world.device).split(self._rows) for tensor in whole]
+            for member in range(1, len(self._rows)):
+                for tensor in blocks:
+                    dist.send(tensor[member].contiguous(), group=group, group_dst=member)
+            return [tensor[0] for tensor in blocks]
+        rows = self._rows[world.members.index(world.rank)]
+        mine = [torch.empty((rows, *shape[1:]), dtype=dtype, device=world.device) for shape, dtype in shapes]
+        for tensor in mine:
+            dist.recv(tensor, group=group, group_src=0)
+        return mine
+
+    def _tell(self, packed: Packed) -> Packed:
+        """From the leader to its group: how the output is made up."""
+        if not self._is_shared:
+            return packed
+        return msgspec.msgpack.decode(self._tell_bytes(msgspec.msgpack.encode(packed)), type=Packed)
+
+    def _tell_bytes(self, data: bytes) -> bytes:
+        """A note from the leader to its group."""
+        if not self._is_shared:
+            return data
+        letter = torch.zeros(8 + _LETTER, dtype=torch.uint8)
+        if self._world.is_leader:
+            beginning = torch.frombuffer(bytearray(data[:_LETTER]), dtype=torch.uint8)
+            letter[:8].view(torch.int64)[0] = len(data)
+            letter[8 : 8 + beginning.numel()] = beginning
+        self._world.broadcast_in_group(letter)
+        size = int(letter[:8].view(torch.int64)[0])
+        if size <= _LETTER:
+            return letter[8 : 8 + size].numpy().tobytes()
+        long = torch.zeros(size, dtype=torch.uint8)
+        if self._world.is_leader:
+            long.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        self._world.broadcast_in_group(long)
+        return long.numpy().tobytes()
+
+
+class _Pass(torch.autograd.Function):
+    """The head as one function of torch; the anchor sees to it that a backward pass always comes this way."""
+
+    @staticmethod
+    def forward(ctx: Any, remote: RemoteHead, tree: Any, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.remote = remote
+        ctx.inputs = [(tensor.shape, tensor.dtype) for tensor in tensors]
+        outputs = tuple(remote._bring(tree, tensors, turn=True))
+        ctx.mark_non_differentiable(*(output for output in outputs if not output.is_floating_point()))
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return (None, None, None, *ctx.remote.take_back(gradients, ctx.inputs))
+
+
+def check_mergeable(name: str, model: nn.Module) -> nn.Module:
+    """The submodule of that name, if it can be merged.
+
+    Args:
+        name: as in ``model.named_modules()``.
+        model: the whole model.
+
+    Raises:
+        ConfigurationError: there is no such submodule, or it has no parameters.
+        UnsupportedError: it shares parameters with the rest, keeps running statistics, or cannot be described.
+    """
+    modules = dict(model.named_modules())
+    if not isinstance(name, str) or name not in modules or not name:
+        known = [child for child, module in modules.items() if child and any(True for _ in module.parameters())]
+        raise ConfigurationError(
+            f"merged={name!r}: the model has no such submodule; its submodules with parameters are"
+            f" {', '.join(known) or 'none'}"
+        )
+    module: nn.Module = modules[name]
+    own = {id(parameter) for parameter in module.parameters()}
+    if not own:
+        raise ConfigurationError(f"merged={name!r}: the submodule has no parameters, so there is nothing to keep fresh")
+    _check_not_tied(name, model, module, own)
+    for child_name, child in module.named_modules():
+        if getattr(child, "track_running_stats", False):
+            raise UnsupportedError(
+                f"merged={name!r}: its submodule {child_name or name} keeps running statistics, which groups evaluate"
+                " with and would not hear of; leave it outside the merged submodule"
+            )
+        if isinstance(child, (nn.RNNBase, nn.modules.lazy.LazyModuleMixin)):
+            raise UnsupportedError(
+                f"merged={name!r}: its submodule {child_name or name} is a {type(child).__name__}, which cannot be sent"
+                " to the parameter server as plain values; merge a part without it"
+            )
+    try:
+        for child_name, child in module.named_modules():
+            check_describable(child, child_name)
+        pack(describe_module(module))
+    except UnsupportedError as error:
+        raise UnsupportedError(f"merged={name!r}: {error}") from error
+    return module
+
+
+def _check_not_tied(name: str, model: nn.Module, module: nn.Module, own: set[int]) -> None:
+    inside = {id(child) for child in module.modules()}
+    for other_name, other in model.named_modules():
+        if id(other) in inside:
+            continue
+        for parameter_name, parameter in other.named_parameters(recurse=False):
+            if id(parameter) in own:
+                raise UnsupportedError(
+                    f"merged={name!r}: its weights are shared with {f'{other_name}.' if other_name else ''}"
+                    f"{parameter_name}, which stays with the groups; one owner cannot keep them: merge something else"
+                )

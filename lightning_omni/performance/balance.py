@@ -1,0 +1,123 @@
+"""How a group's batch is split among members of different speed: the measurements in, the decision out. No I/O.
+
+Rule 1: a split changes only if the group gets noticeably faster by it, so that ranks of one speed are left alone.
+Rule 2: what is noticed once may be chance; a small gain has to be seen twice in a row.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from lightning_omni.protocol.leases import apportion
+
+WARM_UP = 5
+"""Batches that are left out at first: memory is allocated, kernels are chosen, caches are filled."""
+WINDOW = 10
+"""Batches whose median counts."""
+ENOUGH = 3
+"""Batches that must be known before anything is said of a speed."""
+NOTICEABLE = 0.05
+"""A split is changed if the group's step would get faster by more than this part."""
+AT_ONCE = 0.25
+"""Beyond this part, it is changed without a second look."""
+
+
+class Throughput:
+    """One rank's samples per second: the median of its latest batches, without the very first ones.
+
+    Args:
+        warm_up: batches that do not count.
+        window: batches that the median is taken over.
+
+    Example:
+        >>> throughput = Throughput(warm_up=0)
+        >>> for seconds in (0.1, 0.1, 0.5):
+        ...     throughput.note(samples=8, seconds=seconds)
+        >>> throughput.speed
+        80.0
+    """
+
+    def __init__(self, warm_up: int = WARM_UP, window: int = WINDOW) -> None:
+        self._to_skip = warm_up
+        self._speeds: deque[float] = deque(maxlen=window)
+
+    def note(self, samples: int, seconds: float) -> None:
+        """A batch is done.
+
+        Args:
+            samples: this rank's part of it.
+            seconds: the time of its own work, without waiting for others.
+        """
+        if self._to_skip:
+            self._to_skip -= 1
+        elif samples and seconds > 0:
+            self._speeds.append(samples / seconds)
+
+    @property
+    def speed(self) -> float:
+        """Samples per second; 0.0 if too little is known."""
+        return median(self._speeds) if len(self._speeds) >= ENOUGH else 0.0
+
+
+@dataclass(frozen=True)
+class Split:
+    """A better split of a group's batch.
+
+    Attributes:
+        shares: whole samples for each member.
+        gain: by which part of its speed the group gets faster, as far as can be foreseen: 0.5 is half as fast again.
+    """
+
+    shares: tuple[int, ...]
+    gain: float
+
+
+class Balancer:
+    """Decides when a group's batch is to be split otherwise. The same numbers in, the same decision out.
+
+    Example:
+        >>> Balancer().decide(shares=(8, 8), speeds=(10.0, 30.0))
+        Split(shares=(4, 12), gain=1.0)
+        >>> Balancer().decide(shares=(8, 8), speeds=(100.0, 104.0)) is None
+        True
+    """
+
+    def __init__(self) -> None:
+        self._seen = False
+
+    def decide(self, shares: Sequence[int], speeds: Sequence[float]) -> Split | None:
+        """What would be better, if anything is.
+
+        Args:
+            shares: how the batch is split at present.
+            speeds: each member's samples per second; 0.0 for one that is not known yet.
+
+        Returns:
+            A split that makes the group noticeably faster, or None.
+        """
+        if not all(speeds):
+            return None
+        best = apportion(sum(shares), speeds)
+        gain = seconds(shares, speeds) / seconds(best, speeds) - 1
+        seen_before, self._seen = self._seen, gain > NOTICEABLE
+        if gain > AT_ONCE or (gain > NOTICEABLE and seen_before):
+            self._seen = False
+            return Split(best, gain)
+        return None
+
+
+def seconds(shares: Sequence[int], speeds: Sequence[float]) -> float:
+    """Time of the slowest member for its part of a batch, in seconds.
+
+    Args:
+        shares: samples of each member.
+        speeds: samples per second of each.
+
+    Example:
+        >>> seconds((8, 8), (10.0, 40.0))
+        0.8
+    """
+    return max(share / speed for share, speed in zip(shares, speeds, strict=True))

@@ -1,0 +1,541 @@
+"""`tune_device`: tries, one after the other, what may make training faster on this device, and keeps what does.
+
+The search is greedy: each candidate is timed against the best that is known, in turns, on copies. What changes the
+statistics of training (precision, batch size, workers) is only proposed unless it is allowed.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import platform
+import shutil
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_omni.errors import ConfigurationError
+from lightning_omni.performance import workers
+from lightning_omni.performance.agreement import FEWEST_STEPS, ROUNDING, STEPS, TOLERANCE, Agreement
+from lightning_omni.performance.allocator import can_keep_memory
+from lightning_omni.performance.report import DeviceReport, Finding, Verdict
+from lightning_omni.performance.setting import FUSABLE, DeviceSetting
+from lightning_omni.performance.timing import FEWEST, MARGIN, Comparison, compare
+from lightning_omni.performance.trial import Job, Loss, Trial, untouched
+
+ALLOWABLE = ("precision", "batch_size", "workers")
+"""What changes the statistics of training, and is only proposed unless it is allowed."""
+
+PROPOSED = ("precision", "batch_size")
+"""What is measured unless told otherwise."""
+
+Progress = Callable[[float, str], None]
+"""Called with the fraction that is done, 0 to 1, and a text."""
+
+_SAME_LOSS = 0.01
+"""What keeps the statistics may move the first loss by so much of itself: far more than rounding does."""
+
+_COMPILE_SECONDS = 15.0
+"""Compilation cannot be interrupted; it is begun only if so much of the budget is left."""
+
+_SHARE = 0.2
+"""Of what is left of the budget: a candidate that took so much is decided on what is known, if it can be."""
+
+_WORKER_SECONDS = 2.0
+_NEARLY_BEST = 0.95
+"""The knee: the smallest batch that reaches this share of the best throughput."""
+
+
+def tune_device(
+    model: nn.Module,
+    loss: Loss,
+    optimizer: Optimizer | Callable[[Any], Optimizer],
+    batches: Sequence[Any],
+    *,
+    allow: Iterable[str] = (),
+    propose: Iterable[str] = PROPOSED,
+    budget: float = 60.0,
+    tolerance: float = TOLERANCE,
+    cores: int | None = None,
+    skip: Mapping[str, str] | None = None,
+    progress: Progress | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> DeviceReport:
+    """Measures how this device trains this model fastest. Applies nothing: ``report.setting.apply(model, optimizer)``.
+
+    All is measured on copies: weights, buffers, optimizer, gradients, chance, threads and modes are afterwards what
+    they were. Device memory for two copies beside the model itself is needed.
+
+    Args:
+        model: in the mode in which it is to be trained.
+        loss: the mean loss, from model and batch.
+        optimizer: over the model's parameters; or a function that makes one from parameters.
+        batches: on the model's device, all of one size; used in turn.
+        allow: what may go into ``report.setting`` though it changes the statistics of training: ``"precision"``,
+            ``"batch_size"``, ``"workers"``.
+        propose: which of these are measured, to be proposed at least. What is allowed always is.
+        budget: seconds for all. A step that has begun is ended, and a compilation, too.
+        tolerance: how far apart loss curves of two precisions may be, as a fraction of the losses.
+        cores: that this process may use; None for all that it is allowed by the system.
+        skip: steps to leave out, with the reason for the table: ``{"compile": "no"}``.
+        progress: is told how far the search is.
+        clock: seconds.
+
+    Raises:
+        ConfigurationError: an argument is wrong, or the model cannot be trained as it comes.
+
+    Example:
+        >>> model = nn.Linear(4, 2)
+        >>> report = tune_device(
+        ...     model,
+        ...     lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]),
+        ...     torch.optim.SGD(model.parameters(), lr=0.1),
+        ...     [(torch.randn(8, 4), torch.zeros(8, dtype=torch.long))],
+        ...     propose=(), budget=2, skip={"compile": "this is an example"},
+        ... )
+        >>> [finding.step for finding in report.findings][-3:]
+        ['memory format', 'fused optimizer', 'compile']
+    """
+    allow, propose = tuple(allow), tuple(propose)
+    for name in (*allow, *propose):
+        if name not in ALLOWABLE:
+            raise ConfigurationError(f"{name!r} in allow or propose: pass some of {', '.join(map(repr, ALLOWABLE))}")
+    if not budget > 0:
+        raise ConfigurationError(f"budget={budget}: pass seconds above 0")
+    if not tolerance > 0:
+        raise ConfigurationError(f"tolerance={tolerance}: pass a fraction above 0, as in 0.02")
+    job = Job(model, loss, optimizer, list(batches), clock)
+    search = _Search(job, allow, propose, budget, tolerance, cores or usable_cores(), skip or {}, progress)
+    with untouched(job):
+        return search.run()
+
+
+def usable_cores() -> int:
+    """Cores that the system lets this process use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class _Rejected(Exception):
+    """A candidate is out, and why."""
+
+
+class _Search:
+    """One run of `tune_device`."""
+
+    def __init__(
+        self,
+        job: Job,
+        allow: tuple[str, ...],
+        propose: tuple[str, ...],
+        budget: float,
+        tolerance: float,
+        cores: int,
+        skip: Mapping[str, str],
+        progress: Progress | None,
+    ) -> None:
+        self._job, self._allow, self._propose = job, allow, propose
+        self._tolerance, self._cores, self._skip = tolerance, cores, skip
+        self._progress = progress or (lambda done, text: None)
+        self._began = job.clock()
+        self._budget, self._deadline = budget, self._began + budget
+        self._findings: list[Finding] = []
+        self._curves: dict[str, tuple[float, ...]] = {}
+        self._first_loss: float | None = None
+
+    def run(self) -> DeviceReport:
+        """All steps, in their order."""
+        self._progress(0.0, "as it comes")
+        self._baseline = self._best = self._measure_baseline()
+        self._step_seconds = self._baseline.run(1)
+        self._deadline -= min(self._budget / 4, FEWEST * 5 * self._step_seconds)  # for all together, at the end
+        self._proposal: dict[str, Any] = {}
+        precision_first = "precision" in self._allow  # then the rest is tried in the precision that is used
+        for step in (
+            self._threads,
+            self._memory,
+            self._cudnn,
+            self._memory_format,
+            self._fused,
+            *((self._precision,) if precision_first else ()),
+            self._compile,
+            *((self._precision,) if not precision_first else ()),
+            self._batch_size,
+            self._workers,
+        ):
+            step()
+        return self._report()
+
+    def _measure_baseline(self) -> Trial:
+        """The job as it comes, after its first step."""
+        try:
+            trial = Trial(self._job, DeviceSetting())
+            [first] = trial.losses(1)
+            trial.check()
+            [again], [other] = trial.losses(1), trial.losses(1, seed=1)
+        except ConfigurationError:
+            raise
+        except Exception as error:
+            raise ConfigurationError(f"the model cannot be trained as it comes: {_say(error)}") from error
+        # With chance in it (dropout, say) two losses prove nothing: layouts draw their numbers in other orders.
+        self._first_loss = first if first == again == other else None
+        return trial
+
+    # --- What keeps the statistics ------------------------------------------------------------------------------------
+
+    def _threads(self) -> None:
+        now = torch.get_num_threads()
+        if self._job.device.type != "cpu":
+            self._skipped("threads", "the arithmetic is not on the CPU")
+            return
+        counts = sorted({1, max(1, self._cores // 2), self._cores} - {now})
+        if not counts:
+            self._skipped("threads", "there is one core")
+        for count in counts:
+            self._try("threads", f"{count} instead of {now}", replace(self._best.setting, threads=count))
+
+    def _memory(self) -> None:
+        if self._job.device.type != "cpu" or not can_keep_memory():
+            self._skipped("allocator", "for CPU tensors from glibc's malloc only")
+            return
+        self._try("allocator", "keep freed memory", replace(self._best.setting, keep_memory=True))
+
+    def _cudnn(self) -> None:
+        if self._job.device.type == "cuda" and not torch.backends.cudnn.benchmark:
+            self._try("cudnn", "benchmark", replace(self._best.setting, cudnn_benchmark=True))
+
+    def _memory_format(self) -> None:
+        if not any(parameter.dim() in (4, 5) for parameter in self._job.model.parameters()):
+            self._skipped("memory format", "there are no convolutions")
+            return
+        self._try("memory format", "channels_last", replace(self._best.setting, channels_last=True))
+
+    def _fused(self) -> None:
+        optimizer = self._best.optimizer
+        if type(optimizer) not in FUSABLE:
+            self._skipped("fused optimizer", f"torch has no fused {type(optimizer).__name__}")
+        elif any(group.get("fused") for group in optimizer.param_groups):
+            self._skipped("fused optimizer", "it is fused already")
+        else:
+            self._try("fused optimizer", type(optimizer).__name__, replace(self._best.setting, fused=True))
+
+    def _compile(self) -> None:
+        names = compilable(self._job.model)
+        if any(module._compiled_call_impl is not None for module in self._job.model.modules()):
+            self._skipped("compile", "the model is compiled already")
+        elif not names:
+            self._skipped("compile", "there is no submodule of several layers")
+        elif self._job.device.type == "cpu" and (lack := _lack_of_compiler()):
+            self._skipped("compile", lack)
+        else:
+            for tried in dict.fromkeys([names, *((name,) for name in names)]):
+                words = ", ".join(name or "model" for name in tried)
+                setting = replace(
+                    self._best.setting, compiled=tuple(dict.fromkeys((*self._best.setting.compiled, *tried)))
+                )
+                if setting != self._best.setting:
+                    self._try("compile", words, setting, needs=_COMPILE_SECONDS)
+
+    # --- What changes them --------------------------------------------------------------------------------------------
+
+    def _precision(self) -> None:
+        if not self._wanted("precision"):
+            return
+        device = self._job.device.type
+        for precision in {"cpu": ("bf16-mixed",), "cuda": ("tf32", "bf16-mixed")}.get(device, ()):
+            if precision == "bf16-mixed" and (lack := self._lack_of_bf16()):
+                self._skipped("precision", lack)
+                continue
+            setting = replace(self._best.setting, precision=precision)
+            self._try("precision", precision, setting, "precision", judge=self._judge_precision)
+
+    def _lack_of_bf16(self) -> str:
+        device = self._job.device.type
+        if torch.is_autocast_enabled(device):
+            return "autocast is on already"
+        if any(parameter.dtype != torch.float32 for parameter in self._job.model.parameters()):
+            return "the parameters are not float32"
+        if device == "cuda" and not torch.cuda.is_bf16_supported():
+            return "the device has no bfloat16"
+        return ""
+
+    def _judge_precision(self, trial: Trial) -> str:
+        """Compares loss curves. Returns what was found, or raises `_Rejected`."""
+        seconds = 2 * self._step_seconds_of(self._best) + self._step_seconds_of(trial)
+        steps = min(STEPS, int(self._left / max(seconds, 1e-9)))
+        if steps < FEWEST_STEPS:
+            raise _Rejected(f"no time for a probe of {FEWEST_STEPS} steps")
+        nudged = Trial(self._job, self._best.setting)
+        nudged.nudge(ROUNDING)
+        curves = [each.losses(steps) for each in (self._best, trial, nudged)]
+        name = trial.setting.precision
+        self._curves |= {f"loss {self._best.setting.precision}": tuple(curves[0]), f"loss {name}": tuple(curves[1])}
+        agreement = Agreement.of(curves[0], curves[1], curves[2], self._tolerance)
+        if not agreement.holds:
+            raise _Rejected(agreement.words)
+        return agreement.words
+
+    def _batch_size(self) -> None:
+        if not self._wanted("batch_size"):
+            return
+        own = self._job.batch_size
+        rates = {own: 1.0}
+        tried: list[tuple[Finding, Trial]] = []
+        sizes = [size for size in (own // 4, own // 2, 2 * own, 4 * own) if size > 1]
+        for size in sizes:
+            setting = replace(self._best.setting, batch_size=size)
+            finding, trial = self._measure("batch size", f"{size} instead of {own}", setting, "batch_size")
+            if trial is not None and finding.gain is not None:
+                rates[size] = finding.gain
+                tried.append((finding, trial))
+            else:
+                self._findings.append(finding)
+        knee = min(size for size, rate in rates.items() if rate >= _NEARLY_BEST * max(rates.values()))
+        for finding, trial in tried:
+            if trial.samples == knee and finding.verdict != "rejected":
+                self._keep(finding, trial, "batch_size")
+            elif finding.verdict != "rejected":
+                reason = f"{knee} gives as much" if knee < trial.samples else f"{knee} gives more"
+                self._findings.append(replace(finding, verdict="rejected", reason=reason))
+            else:
+                self._findings.append(finding)
+        if len(rates) > 1:
+            base = self._rate(self._best) if not tried else tried[0][0].before or 1.0
+            order = sorted(rates)
+            self._curves |= {
+                "batch size": tuple(map(float, order)),
+                "samples/s": tuple(rates[size] * base for size in order),
+            }
+
+    def _workers(self) -> None:
+        """Processes started for the purpose: one with all cores, then more with fewer each."""
+        if not self._wanted("workers"):
+            return
+        if self._job.device.type != "cpu":
+            self._skipped("workers", "one process for each accelerator is Lightning's own way")
+            return
+        counts = [count for count in (2, 4, 8, 16, 32, 64, 128) if count <= self._cores and self._cores % count == 0]
+        if not counts:
+            self._skipped("workers", f"{self._cores} core{'s' * (self._cores > 1)} cannot be shared")
+            return
+        for count in counts:
+            self._try_workers(count)
+
+    def _try_workers(self, count: int) -> None:
+        """One process with all cores, then several, then one again: they cannot be timed in turns."""
+        tried = f"{count} processes with {self._cores // count} threads each, a batch each"
+        began = self._job.clock()
+        self._tell(tried)
+        try:
+            first, together, last = (self._throughput(each) for each in (1, count, 1))
+        except _Rejected as error:
+            self._findings.append(Finding("workers", tried, "skipped", str(error)))
+            return
+        except Exception as error:
+            self._findings.append(Finding("workers", tried, "rejected", _say(error)))
+            return
+        found = Comparison((first, last), (together, together))
+        verdict: Verdict = "rejected"
+        reason = f"no gain of {MARGIN:.0%} beyond the noise"
+        if found.spread[0] >= 1 + MARGIN:
+            verdict, reason = ("applied", "") if "workers" in self._allow else ("proposed", _YOURS["workers"])
+            self._proposal |= {"workers": count, "threads": self._cores // count}
+        seconds = self._job.clock() - began
+        before = statistics.median(found.before)
+        self._findings.append(
+            Finding("workers", tried, verdict, reason, before, together, found.gain, found.spread, 2, seconds)
+        )
+
+    def _throughput(self, count: int) -> float:
+        if self._left < _WORKER_SECONDS:
+            raise _Rejected("the budget is used up")
+        setting = replace(self._best.setting, workers=count, threads=self._cores // count, batch_size=None)
+        return workers.throughput(self._job, setting, _WORKER_SECONDS, self._deadline)
+
+    # --- One candidate ------------------------------------------------------------------------------------------------
+
+    def _try(
+        self,
+        step: str,
+        tried: str,
+        setting: DeviceSetting,
+        changes: str = "",
+        judge: Callable[[Trial], str] | None = None,
+        needs: float = 0.0,
+    ) -> None:
+        """Measures a candidate beside the best, and keeps it if it is faster and ``judge`` does not object."""
+        finding, trial = self._measure(step, tried, setting, changes, judge, needs)
+        if trial is not None and finding.verdict != "rejected":
+            self._keep(finding, trial, changes)
+        else:
+            self._findings.append(finding)
+
+    def _measure(
+        self,
+        step: str,
+        tried: str,
+        setting: DeviceSetting,
+        changes: str = "",
+        judge: Callable[[Trial], str] | None = None,
+        needs: float = 0.0,
+    ) -> tuple[Finding, Trial | None]:
+        """What was found, and the trial if it could be measured."""
+        reason = self._skip.get(step) or self._skip.get(changes)
+        if not reason and self._left < max(needs, FEWEST * 4 * self._step_seconds):
+            reason = f"the budget of {self._budget:g} s is used up"
+        if reason:
+            return Finding(step, tried, "skipped", reason), None
+        self._tell(f"{step}: {tried}")
+        began = self._job.clock()
+        try:
+            trial = Trial(self._job, setting)
+            preparation = self._prepare(trial, is_same=not changes)
+            enough = self._job.clock() + _SHARE * self._left
+            found = compare(self._best, trial, self._deadline, self._job.clock, enough)
+            remark = self._remark(found, trial, judge)
+            verdict: Verdict = "proposed" if changes and changes not in self._allow else "applied"
+        except _Rejected as error:
+            verdict, remark = "rejected", str(error)
+        except Exception as error:
+            # A candidate may fail in whatever way: the memory is too small, a kernel or a compiler is missing.
+            gc.collect()
+            return Finding(step, tried, "rejected", _say(error), seconds=self._job.clock() - began), None
+        if verdict == "proposed":
+            remark = f"{_YOURS[changes]}{'; ' if remark else ''}{remark}"
+        finding = Finding(step, tried, verdict, remark, seconds=self._job.clock() - began, preparation=preparation)
+        if not found.before:
+            return finding, None
+        measured = replace(
+            finding,
+            before=statistics.median(found.before),
+            after=statistics.median(found.after),
+            gain=found.gain,
+            spread=found.spread,
+            pairs=len(found.before),
+        )
+        return measured, trial
+
+    def _prepare(self, trial: Trial, is_same: bool) -> float:
+        """First steps: whether the loss is the same, and the seconds that the very first took beyond a usual one."""
+        began = self._job.clock()
+        [first] = trial.losses(1)
+        seconds = self._job.clock() - began
+        known = self._first_loss
+        if is_same and known is not None and not abs(first - known) <= _SAME_LOSS * abs(known):
+            raise RuntimeError(f"it computes something else: a loss of {first:.6g} instead of {known:.6g}")
+        return max(0.0, seconds - trial.run(1)) if trial.setting.compiled else 0.0
+
+    def _remark(self, found: Comparison, trial: Trial, judge: Callable[[Trial], str] | None) -> str:
+        if len(found.before) < FEWEST:
+            raise _Rejected(f"the budget of {self._budget:g} s ended within the measurement")
+        if not found.is_faster:
+            raise _Rejected("slower" if found.spread[1] < 1 else f"no gain of {MARGIN:.0%} beyond the noise")
+        return judge(trial) if judge is not None else ""
+
+    def _keep(self, finding: Finding, trial: Trial, changes: str) -> None:
+        self._findings.append(finding)
+        if finding.verdict == "applied":
+            self._best = trial
+        elif finding.verdict == "proposed":
+            self._proposal[changes] = getattr(trial.setting, changes)
+
+    # --- Shorthand ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _left(self) -> float:
+        """Seconds."""
+        return self._deadline - self._job.clock()
+
+    def _wanted(self, name: str) -> bool:
+        return name in self._allow or name in self._propose
+
+    def _skipped(self, step: str, reason: str) -> None:
+        self._findings.append(Finding(step, "-", "skipped", reason))
+
+    def _tell(self, text: str) -> None:
+        self._progress(min(0.95, (self._job.clock() - self._began) / self._budget), text)
+
+    def _rate(self, trial: Trial) -> float:
+        return trial.samples / trial.run(1)
+
+    def _step_seconds_of(self, trial: Trial) -> float:
+        return trial.run(1)
+
+    def _report(self) -> DeviceReport:
+        """All that is applied against all as it came, in pairs of their own."""
+        self._tell("all together")
+        setting, gain = self._best.setting, None
+        baseline = tuned = self._job.batch_size / self._step_seconds
+        if self._best is not self._baseline:
+            found = compare(self._baseline, self._best, self._began + self._budget, self._job.clock)
+            if found.before:
+                gain, baseline, tuned = found.gain, statistics.median(found.before), statistics.median(found.after)
+        proposal = replace(setting, **self._proposal)
+        if "workers" in self._allow and "workers" in self._proposal:
+            setting = replace(setting, workers=proposal.workers, threads=proposal.threads)
+        self._progress(1.0, "done")
+        return DeviceReport(
+            tuple(self._findings),
+            setting,
+            proposal,
+            baseline,
+            tuned,
+            gain,
+            self._job.batch_size,
+            self._job.clock() - self._began,
+            _name_of(self._job.device, self._cores),
+            self._curves,
+        )
+
+
+_YOURS = {
+    "precision": 'pass allow=("precision",) to use it',
+    "batch_size": "it changes the statistics: set it yourself",
+    "workers": "it changes the statistics: set it yourself",
+}
+
+
+def compilable(model: nn.Module) -> tuple[str, ...]:
+    """Names of the submodules that are worth compiling: the outermost ones that are called and have several layers.
+
+    A model that has only one child is looked into; lists and dicts of modules are never called themselves.
+
+    Example:
+        >>> block = nn.Sequential(nn.Conv2d(3, 3, 3), nn.ReLU())
+        >>> compilable(nn.ModuleDict({"net": nn.Sequential(block, block, nn.Flatten())}))
+        ('net',)
+        >>> compilable(nn.Linear(2, 2))
+        ()
+    """
+    names = []
+    for name, child in model.named_children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            names += [f"{name}.{inner}" for inner in compilable(child)]
+        elif len(list(child.children())) > 1 and any(True for _ in child.parameters()):
+            names.append(name)
+    return tuple(names)
+
+
+def _lack_of_compiler() -> str:
+    named = os.environ.get("CXX")
+    if any(shutil.which(name) for name in ((named,) if named else ("g++", "clang++", "c++"))):
+        return ""
+    return "there is no C++ compiler"
+
+
+def _say(error: BaseException) -> str:
+    """An error's kind and first line."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0][:160]}" if text else type(error).__name__
+
+
+def _name_of(device: torch.device, cores: int) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    processor = platform.processor() or platform.machine()
+    return f"{cores} core{'s' * (cores > 1)} ({processor})" if device.type == "cpu" else device.type

@@ -1,0 +1,186 @@
+"""A merged head at the server: master weights whose gradients are computed where they are, one group at a time.
+
+Rule 1: a turn is one group's forward pass and the backward pass that follows, with nobody in between; so the weights
+that are stepped are those that were read, and staleness is 0 by construction. It is counted all the same.
+Rule 2: turns are given in order of arrival. A group that dies or gives up in its turn leaves the head as it was.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_omni.errors import MalformedMessage, ProtocolError, Refused
+from lightning_omni.methods import AsyncSGD, Method
+from lightning_omni.methods.head import MergedHead, clip
+from lightning_omni.methods.master import Resolve
+from lightning_omni.methods.modules import ResolveModule, rebuild_module
+from lightning_omni.protocol.layout import DTYPES
+from lightning_omni.protocol.messages import HeadBackward, HeadForward, PushMessage
+from lightning_omni.protocol.shard import Shard
+
+SMOOTHING = 0.9
+"""Weight of the past in the mean length of a turn."""
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A group's batch at the head.
+
+    Attributes:
+        group: number of the group.
+        peer: the connection that its leader waits on.
+        message: what it said.
+        inputs: ``[arguments, keyword arguments]``.
+    """
+
+    group: int
+    peer: bytes
+    message: HeadForward
+    inputs: Any
+
+
+class HeadShard(Shard):
+    """A merged head, with the user's optimizer over its weights.
+
+    Args:
+        description: the optimizer, as for `Shard`; always given, for the head is stepped here.
+        weights: as for `Shard`.
+        clock: as for `Shard`.
+        head: ``{"name": of the submodule, "module": from describe_module, "frozen": names of parameters that stay as
+            they are, "seed": of its random numbers}``.
+        groups: numbers of the groups that take part.
+        resolve: turns the optimizer's class path into the class.
+        resolve_module: turns a module's class path into the class.
+
+    Attributes:
+        turn_time: seconds that a turn takes lately, on average.
+    """
+
+    is_head = True
+
+    def __init__(
+        self,
+        description: Mapping[str, Any],
+        weights: Mapping[str, Tensor],
+        clock: int,
+        head: Mapping[str, Any],
+        groups: Iterable[int],
+        resolve: Resolve,
+        resolve_module: ResolveModule,
+    ) -> None:
+        super().__init__(description, weights, clock, AsyncSGD(), groups, resolve)
+        for name in head["frozen"]:
+            self.master.parameters[name].requires_grad_(False)
+        prefix = f"{head['name']}."
+        parameters = {name.removeprefix(prefix): p for name, p in self.master.parameters.items()}
+        module = rebuild_module(head["module"], parameters, resolve_module)
+        self._head = MergedHead(module, parameters, int(head["seed"]))
+        self._waiting: deque[Arrival] = deque()
+        self._holder: Arrival | None = None
+        self._began = 0.0
+        self.turn_time = 0.0
+
+    def change_method(self, method: Method, groups: Iterable[int]) -> None:
+        """New groups. Whatever method they follow, the head stays where it is."""
+        super().change_method(AsyncSGD(), groups)
+        self._waiting.clear()
+        self._end_turn()
+
+    @property
+    def holder(self) -> int | None:
+        """The group whose turn it is."""
+        return self._holder.group if self._holder is not None else None
+
+    def arrive(self, arrival: Arrival) -> None:
+        """A group's batch comes, and gets in line.
+
+        Raises:
+            ProtocolError: the group is in line already.
+        """
+        if arrival.group == self.holder or any(other.group == arrival.group for other in self._waiting):
+            raise ProtocolError(f"group {arrival.group} came to the merged head twice in one step")
+        self._waiting.append(arrival)
+
+    def next_turn(self, now: float) -> Arrival | None:
+        """The next in line, if it is anybody's turn."""
+        if self._holder is not None or not self._waiting:
+            return None
+        self._holder, self._began = self._waiting.popleft(), now
+        return self._holder
+
+    def forward(self, arrival: Arrival) -> Any:
+        """The head's output for a group's batch, a tree of tensors and plain values.
+
+        Raises:
+            MalformedMessage: the inputs are none.
+            Refused: the submodule raised an error.
+        """
+        message = arrival.message
+        if message.autocast and message.autocast not in DTYPES:
+            raise MalformedMessage(f"there is no dtype {message.autocast}")
+        try:
+            args, kwargs = arrival.inputs
+            return self._head.forward(
+                args,
+                kwargs,
+                training=message.training,
+                autocast=DTYPES[message.autocast] if message.autocast else None,
+                turn=message.turn,
+            )
+        except Exception as error:  # the user's own module raises what it likes
+            raise Refused("head", f"{type(error).__name__}: {error}") from error
+
+    def backward(
+        self, group: int, message: HeadBackward, gradients: Any, number: int, now: float
+    ) -> tuple[list[Any], bool]:
+        """Steps the head along a group's gradients; its turn is over.
+
+        Returns:
+            The gradients of its inputs, and whether those of its weights were finite and applied.
+
+        Raises:
+            ProtocolError: it is not the group's turn.
+            MalformedMessage: the gradients are none of what the head gave.
+        """
+        if self.holder != group:
+            raise ProtocolError(f"it is not the turn of group {group} at the merged head, but that of {self.holder}")
+        self._measure_turn(now)
+        try:
+            passed = self._head.backward(list(gradients), message.scale)
+        except (RuntimeError, ValueError, TypeError, AttributeError) as error:
+            raise MalformedMessage(f"no gradients of what the head gave: {error}") from error
+        finally:
+            self._end_turn()
+        with torch.no_grad():
+            clip(passed.parameters, message.clip, message.clip_algorithm)
+        push = PushMessage(
+            optimizer=number,
+            read_at=self.master.clock,  # nobody has stepped it since the forward pass
+            present=tuple(gradient is not None for gradient in passed.parameters),
+            hyperparameters=message.hyperparameters,
+            epoch=-1,
+            trained=0,
+            nbytes=0,
+        )
+        self._check(push)
+        return passed.inputs, self._merge(group, push, passed.parameters) is not None
+
+    def forget(self, group: int) -> None:
+        """A group gives its turn up, or is gone: nothing of it is applied."""
+        self._waiting = deque(arrival for arrival in self._waiting if arrival.group != group)
+        if self.holder == group:
+            self._end_turn()
+
+    def _end_turn(self) -> None:
+        self._holder = None
+        self._head.abandon()
+
+    def _measure_turn(self, now: float) -> None:
+        lasted = max(0.0, now - self._began)
+        self.turn_time = SMOOTHING * self.turn_time + (1 - SMOOTHING) * lasted if self.turn_time else lasted

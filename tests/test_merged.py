@@ -1,0 +1,130 @@
+"""A merged head in real runs: what is computed, what travels, what is saved, and what happens when somebody dies."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from runs import Run, Running, run
+
+from lightning_omni.protocol.record import read_record
+from lightning_omni.simulator import trace_of
+
+HEAD = 1
+SUM = {"model": {"optimizer": "sum"}, "trainer": {"max_epochs": 1}}
+ADAM = {"optimizer": "adam", "dropout": 0.2}
+FITS: dict[str, dict[str, Any]] = {
+    "sums of pairs": {"strategy": {"groups": 2, "data": "static"}, **SUM},
+    "sums of four": {"strategy": {"groups": 4, "data": "static"}, **SUM},
+    "adam": {
+        "strategy": {"groups": 2},
+        "model": ADAM,
+        "record": True,
+        "trainer": {"gradient_clip_val": 0.1, "precision": "bf16-mixed"},
+    },
+    "local": {"strategy": {"groups": 2, "method": "local_sgd:period=4"}, "model": ADAM},
+    "regrouped": {"strategy": {"groups": 4}, "regroup": {"5": 2, "9": 1, "12": 4}, "data": {"samples": 1024}},
+    "nan": {"strategy": {"groups": 4}, "model": {"defect": "nan"}},
+    "one group": {"strategy": {"groups": 1}},
+    "not merged": {"strategy": {"groups": 1}, "merged": None},
+}
+
+
+@pytest.fixture(scope="module")
+def fits() -> dict[str, list[Any]]:
+    finished = run("merged.py", {"devices": 4, "fits": list(FITS.values())}, timeout=115)
+    for number, name in enumerate(FITS):
+        record = finished.results[0][number]["record"]
+        if record:
+            FITS[name]["events"] = list(read_record(record))
+    return {name: [finished.results[rank][number] for rank in range(4)] for number, name in enumerate(FITS)}
+
+
+@pytest.mark.parametrize("name", ["sums of pairs", "sums of four"])
+def test_no_gradient_is_lost_or_counted_twice(fits: dict[str, list[Any]], name: str) -> None:
+    """With a learning rate of 0 and a momentum of 1 the buffers hold the sum of all gradients."""
+    misses = fits[name][0]["sums"]
+    assert len(misses) == 6
+    assert max(misses.values()) < 1e-6, misses
+
+
+@pytest.mark.parametrize("name", ["adam", "local", "regrouped"])
+def test_all_ranks_end_with_the_same_body_and_head(fits: dict[str, list[Any]], name: str) -> None:
+    assert len({each["digest"] for each in fits[name]}) == 1
+    assert all(all(each["moved"].values()) for each in fits[name])
+    assert fits[name][0]["val_loss"] < 0.9
+
+
+@pytest.mark.parametrize("name", ["adam", "local", "regrouped", "nan", "one group"])
+def test_a_checkpoint_is_whole(fits: dict[str, list[Any]], name: str) -> None:
+    assert fits[name][0]["saved"]
+
+
+def test_the_head_is_never_stale_while_the_body_is(fits: dict[str, list[Any]]) -> None:
+    body, head = (trace_of(FITS["adam"]["events"], optimizer=number) for number in (0, HEAD))
+    assert head.columns()["staleness"].tolist() == [0] * 32
+    assert head.updates == body.updates == fits["adam"][0]["report"]["updates"] == 32
+    assert body.columns()["staleness"].max() > 0
+
+
+def test_what_is_not_finite_is_refused_at_the_head_and_in_the_body(fits: dict[str, list[Any]]) -> None:
+    steps = sum(len(each["losses"]) for each in fits["nan"])
+    bad = sum(loss != loss for each in fits["nan"] for loss in each["losses"])
+    assert bad > 0
+    assert fits["nan"][0]["report"]["refused"] == 2 * bad
+    assert fits["nan"][0]["report"]["updates"] == steps - bad
+
+
+def test_with_one_group_nothing_is_merged_bit_for_bit(fits: dict[str, list[Any]]) -> None:
+    assert [each["digest"] for each in fits["one group"]] == [each["digest"] for each in fits["not merged"]]
+
+
+def test_after_the_fit_the_module_is_its_own_again(fits: dict[str, list[Any]]) -> None:
+    for each in (each for results in fits.values() for each in results):
+        assert not each["own_forward"]
+        assert each["trainable"]
+
+
+def finish(options: dict[str, Any], devices: int) -> Run:
+    with Running("merged.py", {"devices": devices, "fits": [options]}) as running:
+        finished = running.wait(60)
+        deadline = time.monotonic() + 15
+        while running.survivors:
+            assert time.monotonic() < deadline, "processes are left behind"
+            time.sleep(0.05)
+    return finished
+
+
+@pytest.mark.parametrize("groups", [2, 4])
+def test_a_death_in_mid_turn_costs_its_group_and_the_head_goes_on(groups: int) -> None:
+    fit = {"strategy": {"groups": groups}, "model": {"defect": "die"}, "data": {"samples": 512}, "record": True}
+    finished = finish(fit, devices=4)
+    assert finished.code == 0, finished.output[-4000:]
+    lost = [3] if groups == 4 else [2, 3]
+    alive = [finished.results[rank][0] for rank in range(4) if rank not in lost]
+    assert all(each["report"]["ranks_lost"] == lost for each in alive)
+    assert len({each["digest"] for each in alive}) == 1
+    events = list(read_record(alive[0]["record"]))
+    assert trace_of(events, optimizer=HEAD).columns()["staleness"].max() == 0
+    assert alive[0]["val_loss"] < 1.1
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            {"merged": "classifer"},
+            ["merged='classifer'", "its submodules with parameters are body, body.0"],
+        ),
+        ({"trainer": {"accumulate_grad_batches": 2}}, ["merged='classifier'", "accumulate_grad_batches=2"]),
+        ({"model": {"defect": "twice"}}, ['merged="classifier"', "used twice in one training step"]),
+        ({"model": {"defect": "counter"}}, ['merged="classifier"', "buffer 1.seen was changed", "outside the merged"]),
+    ],
+    ids=["wrong name", "accumulation", "used twice", "changing buffer"],
+)
+def test_what_cannot_be_merged_is_refused_with_the_way_out(options: dict[str, Any], words: list[str]) -> None:
+    finished = finish({"strategy": {"groups": 2}, **options}, devices=2)
+    assert finished.code != 0
+    for word in words:
+        assert word in finished.output
