@@ -18,10 +18,12 @@ if TYPE_CHECKING:
     from lightning_omni.optimizer import OmniOptimizer, World, WorldOptions
     from lightning_omni.strategy.pytorch_lightning import OmniStrategy
     from lightning_omni.topology import Topology
+    from lightning_omni.tuner.pytorch_lightning import DeviceTuner
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "DeviceTuner",
     "OmniError",
     "OmniOptimizer",
     "OmniStrategy",
@@ -46,9 +48,11 @@ _HOME = {
 
 def __getattr__(name: str) -> Any:
     # Looked up when used: the parameter server's process starts twice as fast without what it never needs, and
-    # OmniStrategy is to be the class of the namespace that the Trainer comes from.
+    # OmniStrategy and DeviceTuner are to be the classes of the namespace that the Trainer comes from.
     if name == "OmniStrategy":
         return _strategy_class()
+    if name == "DeviceTuner":
+        return importlib.import_module("lightning_omni.tuner").device_tuner_class()
     if name in _HOME:
         return getattr(importlib.import_module(f"lightning_omni.{_HOME[name]}"), name)
     if name == "methods":

@@ -68,6 +68,8 @@ class RunReport:
         group_size: ranks in the largest of them.
         refused: pushes refused because they were not finite.
         ranks_lost: ranks that were lost on the way.
+        bytes_per_step: bytes of tensors that rank 0's group exchanged with the server, to and fro, for each batch.
+        head_time: seconds that a turn at the merged head took lately; 0 if there is none.
     """
 
     updates: int
@@ -77,3 +79,5 @@ class RunReport:
     group_size: int
     refused: int = 0
     ranks_lost: tuple[int, ...] = ()
+    bytes_per_step: float = 0.0
+    head_time: float = 0.0

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import chain
+from fractions import Fraction
+from itertools import chain, permutations, product
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -11,7 +12,16 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DistributedSampler
 
 from lightning_omni.errors import ProtocolError
-from lightning_omni.protocol.leases import MOST_AHEAD, Batch, EpochPlan, LeaseBook, positions
+from lightning_omni.optimizer.data import LeasedBatchSampler, Leases
+from lightning_omni.protocol.leases import (
+    MOST_AHEAD,
+    Batch,
+    EpochPlan,
+    LeaseBook,
+    apportion,
+    positions,
+    weight,
+)
 
 varied = settings(deadline=None, max_examples=150, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 
@@ -202,6 +212,147 @@ def test_members_share_a_batch_without_gap_or_overlap(start: int, size: int, mem
     assert set(used) == set(range(start, start + size))
     if size >= members:
         assert set(used.values()) == {1}
+
+
+# --- In proportion to the speeds -----------------------------------------------------------------------------------
+
+
+def slowest(parts: tuple[int, ...], speeds: list[int]) -> Fraction:
+    return max(Fraction(part, speed) for part, speed in zip(parts, speeds, strict=True))
+
+
+@varied
+@given(st.integers(0, 500), st.lists(st.floats(1e-3, 1e6), min_size=1, max_size=9))
+def test_all_samples_are_apportioned_and_everybody_gets_one(total: int, speeds: list[float]) -> None:
+    parts = apportion(total, speeds)
+    assert sum(parts) == total
+    assert min(parts) >= (1 if total >= len(speeds) else 0)
+    for (part, speed), (other, theirs) in permutations(zip(parts, speeds, strict=True), 2):
+        assert part <= other or speed >= theirs or part == 1, "whoever gets more is not slower"
+
+
+@settings(varied, max_examples=60)
+@given(st.integers(1, 14), st.lists(st.integers(1, 20), min_size=1, max_size=4))
+def test_no_other_split_lets_the_slowest_be_done_earlier(total: int, speeds: list[int]) -> None:
+    least = int(total >= len(speeds))
+    every = [parts for parts in product(range(least, total + 1), repeat=len(speeds)) if sum(parts) == total]
+    assert slowest(apportion(total, speeds), speeds) == min(slowest(parts, speeds) for parts in every)
+
+
+@varied
+@given(st.lists(st.integers(1, 4000), min_size=1, max_size=9))
+def test_what_was_split_once_is_split_the_same_way_again(shares: list[int]) -> None:
+    assert apportion(sum(shares), shares) == tuple(shares)
+
+
+@varied
+@given(st.integers(0, 500), st.integers(1, 9))
+def test_equal_speeds_get_equal_parts_but_for_the_rest(total: int, members: int) -> None:
+    small, larger = divmod(total, members)
+    assert apportion(total, [1.5] * members) == (small + 1,) * larger + (small,) * (members - larger)
+
+
+@pytest.mark.parametrize("speeds", [[], [1.0, 0.0], [1.0, -1.0], [float("inf")], [float("nan"), 1.0]])
+def test_impossible_speeds_are_refused(speeds: list[float]) -> None:
+    with pytest.raises(ValueError, match="cannot split 8 samples"):
+        apportion(8, speeds)
+
+
+@varied
+@given(st.integers(0, 1000), st.integers(1, 60), st.lists(st.integers(1, 20), min_size=1, max_size=8))
+def test_members_of_different_speed_share_a_batch_without_gap_or_overlap(
+    start: int, size: int, shares: list[int]
+) -> None:
+    batch = Batch(start, start + size, 0)
+    parts = [list(positions(batch, member, len(shares), shares)) for member in range(len(shares))]
+    assert all(parts), "every member needs a sample"
+    used = Counter(chain.from_iterable(parts))
+    assert set(used) == set(range(start, start + size))
+    if size >= len(shares):
+        assert set(used.values()) == {1}
+    if size == sum(shares):
+        assert [len(part) for part in parts] == shares
+
+
+@varied
+@given(st.integers(1, 60), st.lists(st.integers(1, 20), min_size=1, max_size=8))
+def test_weighted_means_of_members_make_the_mean_over_the_batch(size: int, shares: list[int]) -> None:
+    batch, members = Batch(7, 7 + size, 0), len(shares)
+    gradients: Counter[int] = Counter()
+    for member in range(members):
+        mine = positions(batch, member, members, shares)
+        for position in mine:
+            gradients[position] += weight(batch, member, members, shares) / len(mine) / members  # type: ignore[assignment]
+    assert gradients == pytest.approx(dict.fromkeys(range(7, 7 + size), 1 / size))
+
+
+@given(st.integers(1, 60), st.integers(1, 8))
+def test_equal_shares_have_no_weights(size: int, members: int) -> None:
+    for member in range(members):
+        assert weight(Batch(0, size, 0), member, members) == 1.0
+        assert weight(Batch(0, size * members, 0), member, members, [size] * members) == 1.0
+
+
+def local_leases(members: int = 2, batch_size: int = 4, total: int = 64) -> Leases:
+    leases = Leases(members, batch_size, total, rank=0, before_epoch=lambda _: None, is_local=True)
+    leases.begin_local(EpochPlan(epoch=0, total=total, batch_size=batch_size, budget=total))
+    return leases
+
+
+def test_shares_count_from_a_batch_on_that_no_loader_has_taken() -> None:
+    leases = local_leases()
+    for _ in range(3):  # the loader is ahead
+        leases.hand_out()
+    leases.share_out((2, 6), from_number=4)
+    assert leases.hand_out() is not None
+    assert leases.hand_out() is not None
+    assert [len(leases.indices(number)) for number in range(5)] == [4, 4, 4, 4, 2]
+    assert (leases.samples, leases.weight) == (0, 1.0)
+    weights = []
+    for _ in range(5):
+        leases.begin_batch()
+        weights.append((leases.samples, leases.weight))
+    assert weights == [(4, 1.0)] * 4 + [(2, 0.5)]
+
+
+def test_shares_outlast_the_epoch_and_equal_ones_are_none() -> None:
+    leases = local_leases()
+    leases.share_out((2, 6), from_number=9)
+    assert (leases.shares, leases.split) == ((2, 6), (2, 6))
+    leases.iterate(1)
+    leases.hand_out()
+    assert leases.indices(0) == range(2)
+    leases.batch_size = 8  # as a new loader may have
+    assert leases.split == (4, 12)
+    leases.batch_size = 4
+    leases.share_out((4, 4), from_number=1)
+    assert (leases.shares, leases.split) == ((), (4, 4))
+    leases.hand_out()
+    assert leases.indices(1) == range(8, 16, 2)
+
+
+def test_new_mates_have_no_shares() -> None:
+    leases = local_leases()
+    leases.share_out((2, 6), from_number=0)
+    leases.assign(1, 3, None, generation=1)
+    assert leases.split == (4, 4, 4)
+
+
+@pytest.mark.parametrize(("shares", "number"), [((2, 6), 0), ((8,), 1), ((1, 2, 5), 1), ((0, 8), 1)])
+def test_impossible_shares_are_refused(shares: tuple[int, ...], number: int) -> None:
+    leases = local_leases()
+    leases.hand_out()
+    with pytest.raises(ValueError, match="cannot share out"):
+        leases.share_out(shares, from_number=number)
+
+
+@pytest.mark.parametrize(("drop_last", "batches"), [(True, 2), (False, 3)])
+def test_the_groups_last_batch_is_dropped_by_all_members_or_by_none(drop_last: bool, batches: int) -> None:
+    for rank in range(2):
+        sampler = DistributedSampler(range(22), 2, rank, shuffle=False)  # type: ignore[arg-type]
+        leases = Leases(2, 4, 22, rank=rank, before_epoch=lambda _: None, is_local=True, shares=(1, 7))
+        sizes = [len(batch) for batch in LeasedBatchSampler(sampler, leases, drop_last)]
+        assert sizes == [[1, 1, 1], [7, 7, 5]][rank][:batches]
 
 
 # --- Stretches -----------------------------------------------------------------------------------------------------

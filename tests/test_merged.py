@@ -6,10 +6,14 @@ import time
 from typing import Any
 
 import pytest
+import torch
 from runs import Run, Running, run
+from torch import nn
+from torch.utils.data import TensorDataset
 
 from lightning_omni.protocol.record import read_record
-from lightning_omni.simulator import trace_of
+from lightning_omni.simulator import replay, trace_of
+from lightning_omni.simulator.workbench import Samples
 
 HEAD = 1
 SUM = {"model": {"optimizer": "sum"}, "trainer": {"max_epochs": 1}}
@@ -22,6 +26,12 @@ FITS: dict[str, dict[str, Any]] = {
         "model": ADAM,
         "record": True,
         "trainer": {"gradient_clip_val": 0.1, "precision": "bf16-mixed"},
+    },
+    "recorded": {"strategy": {"groups": 4}, "model": {"optimizer": "plain"}, "record": True},
+    "recorded pairs": {
+        "strategy": {"groups": 2, "method": "diloco:period=3"},
+        "model": {"optimizer": "plain"},
+        "record": True,
     },
     "local": {"strategy": {"groups": 2, "method": "local_sgd:period=4"}, "model": ADAM},
     "regrouped": {"strategy": {"groups": 4}, "regroup": {"5": 2, "9": 1, "12": 4}, "data": {"samples": 1024}},
@@ -66,6 +76,42 @@ def test_the_head_is_never_stale_while_the_body_is(fits: dict[str, list[Any]]) -
     assert head.columns()["staleness"].tolist() == [0] * 32
     assert head.updates == body.updates == fits["adam"][0]["report"]["updates"] == 32
     assert body.columns()["staleness"].max() > 0
+
+
+@pytest.mark.parametrize("name", ["recorded", "recorded pairs"])
+def test_a_recorded_run_is_replayed(fits: dict[str, list[Any]], name: str) -> None:
+    """To the bit with groups of one; the rows of larger groups are put together at the head, and here they are not."""
+    real, model = fits[name][0], network()
+    model.load_state_dict({key: torch.tensor(value) for key, value in real["initial"].items()})
+    samples = Samples(dataset(), seed=0)
+    again = replay(
+        FITS[name]["events"],
+        model,
+        loss=lambda net, batch: nn.functional.cross_entropy(net.classifier(net.body(batch[0])), batch[1]),
+        batches=lambda *where: samples.batch(samples.at(*where)),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.5),
+        merged="classifier",
+    )
+    assert again.clock == real["report"]["updates"] > 0
+    for key, value in again.weights.items():
+        if name == "recorded":
+            assert torch.equal(value, torch.tensor(real["weights"][key])), key
+        else:
+            torch.testing.assert_close(value, torch.tensor(real["weights"][key]))
+
+
+def network() -> nn.Module:
+    """The network of the training script, without Lightning."""
+    net = nn.Module()
+    net.body = nn.Sequential(nn.Linear(12, 16), nn.ReLU())
+    net.classifier = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Dropout(0.0), nn.Linear(64, 3))
+    return net
+
+
+def dataset() -> TensorDataset:
+    """The data of the training script."""
+    x = torch.randn(256, 12, generator=torch.Generator().manual_seed(0))
+    return TensorDataset(x, x[:, :3].argmax(1), torch.arange(256))
 
 
 def test_what_is_not_finite_is_refused_at_the_head_and_in_the_body(fits: dict[str, list[Any]]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -77,6 +79,34 @@ def test_by_node_puts_the_ranks_of_a_node_together(ranks_per_node: list[int]) ->
     topology = Topology.by_node(ranks_per_node)
     assert [len(members) for members in topology.groups] == [size for size in ranks_per_node if size]
     assert [rank for members in topology.groups for rank in members] == list(range(sum(ranks_per_node)))
+
+
+speeds = st.dictionaries(st.integers(0, 100), st.floats(1e-3, 1e6), min_size=1, max_size=40)
+
+
+@varied
+@given(speeds, st.data())
+def test_by_speed_puts_like_with_like(speeds: dict[int, float], data: st.DataObject) -> None:
+    groups = data.draw(st.integers(1, len(speeds)))
+    topology = Topology.by_speed(speeds, groups)
+    assert topology.ranks == tuple(sorted(speeds))
+    lengths = [len(members) for members in topology.groups]
+    assert max(lengths) - min(lengths) <= 1
+    assert all(list(members) == sorted(members) for members in topology.groups)
+    for faster, slower in pairwise(topology.groups):
+        assert min(speeds[rank] for rank in faster) >= max(speeds[rank] for rank in slower)
+
+
+@varied
+@given(sizes)
+def test_equal_speeds_are_grouped_in_the_order_of_ranks(size: tuple[int, int]) -> None:
+    assert Topology.by_speed([3.0] * size[0], size[1]) == Topology.even(*size)
+
+
+@pytest.mark.parametrize("speed", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_rank_without_a_speed_is_named(speed: float) -> None:
+    with pytest.raises(ConfigurationError, match="that of rank 1 is"):
+        Topology.by_speed([1.0, speed], 1)
 
 
 def test_one_group_is_synchronous_also_when_the_others_were_retired() -> None:

@@ -8,6 +8,7 @@ from jsonargparse import ActionYesNo, ArgumentParser, auto_cli
 from rich.console import Console
 from rich.text import Text
 
+from lightning_omni.cli.device import device
 from lightning_omni.cli.serve import serve
 from lightning_omni.cli.simulate import INTERRUPTED, compare, simulate
 from lightning_omni.errors import OmniError
@@ -36,9 +37,9 @@ def main(arguments: list[str] | None = None) -> int:
     Returns:
         The exit code: 0, 2 if a setting is wrong, or 130 after Ctrl-C.
     """
-    commands: dict[str, Any] = {"serve": serve, "simulate": simulate, "compare": compare}
+    commands: dict[str, Any] = {"serve": serve, "simulate": simulate, "compare": compare, "device": device}
     try:
-        code = auto_cli(commands, args=arguments, as_positional=False, prog="lightning-omni", parser_class=_Parser)
+        code = auto_cli(commands, args=arguments, as_positional=True, prog="lightning-omni", parser_class=_Parser)
     except (OmniError, ValueError) as error:
         own = _own(error)
         if own is None:

@@ -1,8 +1,8 @@
 """Ranks of different speed in one group: how long each works by itself, and what part of the batch it gets.
 
 A rank's own time runs from the end of its last step (loading data is its work, too) to the moment its last gradient is
-there. It stands still where the rank waits for its group: while DDP shares buffers before the forward pass, and from
-the last gradient to the end of the backward pass.
+there. It stands still where the rank waits for its group or the server: while DDP shares buffers before the forward
+pass, from the last gradient to the end of the backward pass, and in exchanges.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ class Balance:
         self._throughput = Throughput()
         self._balancer = Balancer()
         self._until_meeting = FIRST
+        self._exchanged = self._elsewhere = 0.0
 
     @property
     def speed(self) -> float:
@@ -104,19 +105,23 @@ class Balance:
 
     def begin_batch(self) -> None:
         """A batch is loaded; before the module gets it, the group may share buffers."""
-        self._own.rest()
+        if self._world is not None:
+            self._own.rest()
+            self._exchanged, self._elsewhere = self._world.last.seconds, 0.0
 
     def backward_done(self) -> None:
         """A backward pass has ended, with its wait for the group."""
-        self._own.rest_since_gradient()
-        self._own.work()
+        if self._world is not None:
+            self._own.rest_since_gradient()
+            self._own.work()
+            self._elsewhere = self._world.last.seconds - self._exchanged
 
     def end_batch(self) -> None:
         """A batch has ended; every few, the members of the group tell each other what they manage."""
         leases = self._leases()
         if self._world is None or leases is None:
             return
-        for samples, seconds in self._own.finish(leases.samples):
+        for samples, seconds in self._own.finish(leases.samples, self._elsewhere):
             self._throughput.note(samples, seconds)
         self._until_meeting -= 1
         if self._until_meeting <= 0:
@@ -127,7 +132,8 @@ class Balance:
 
     def after_validation(self) -> None:
         """What has been since the last batch was not this rank's training."""
-        self._own.start()
+        if self._world is not None:
+            self._own.start()
 
     def metrics(self) -> dict[str, float]:
         """What is logged while training: this rank's part of its group's batch."""
@@ -174,9 +180,10 @@ class Balance:
         """
         if not self.is_on:
             raise ConfigurationError('by_speed=True: the speeds of ranks are measured with rebalance="auto" only')
+        # In millionths, and one more: what remains 0 is of a rank that was lost, whether this one knows it or not.
         slots = [0] * world.size
-        slots[world.rank] = round(self.speed * 1000)
-        speeds = {rank: speed / 1000 for rank, speed in enumerate(world.agree(slots)) if rank not in world.lost}
+        slots[world.rank] = 1 + round(self.speed * 1e6)
+        speeds = {rank: (speed - 1) / 1e6 for rank, speed in enumerate(world.agree(slots)) if speed}
         if not all(speeds.values()):
             unknown = ", ".join(str(rank) for rank, speed in speeds.items() if not speed)
             raise ConfigurationError(
@@ -236,7 +243,7 @@ class OwnTime:
         self._since: Any = None
         self._gradient: Any = None
         self._is_whole = False
-        self._unread: deque[tuple[int, list[tuple[Any, Any]]]] = deque()
+        self._unread: deque[tuple[int, float, list[tuple[Any, Any]]]] = deque()
 
     def start(self) -> None:
         """The time of the next batch begins."""
@@ -271,21 +278,25 @@ class OwnTime:
             self._stretches.append((self._since, moment))
         self._since = self._gradient = None
 
-    def finish(self, samples: int) -> list[tuple[int, float]]:
+    def finish(self, samples: int, elsewhere: float = 0.0) -> list[tuple[int, float]]:
         """A batch is done. What comes after its last gradient does not count.
+
+        Args:
+            samples: this rank's part of it.
+            elsewhere: seconds in which it waited although the watch was running.
 
         Returns:
             Samples and seconds of those batches whose time has become known.
         """
         if self._is_whole:
-            self._unread.append((samples, self._stretches))
+            self._unread.append((samples, elsewhere, self._stretches))
         self._stretches, self._since = [], None
         known = []
         while self._unread:
-            samples, stretches = self._unread[0]
+            samples, elsewhere, stretches = self._unread[0]
             seconds = [self._clock.seconds(*stretch) for stretch in stretches]
             if None in seconds:
                 break
-            known.append((samples, sum(filter(None, seconds))))
+            known.append((samples, sum(filter(None, seconds)) - elsewhere))
             self._unread.popleft()
         return known

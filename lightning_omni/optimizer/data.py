@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
-from lightning_omni.protocol.leases import Batch, EpochPlan, LeaseBook, positions, weight
+from lightning_omni.protocol.leases import Batch, EpochPlan, LeaseBook, apportion, positions, weight
 from lightning_omni.protocol.messages import Await, Draw, Drawn, EpochOpened, Leave, Left, OpenEpoch, Verdict
 from lightning_omni.server import ControlConnection
 
@@ -208,7 +208,7 @@ class Leases:
     @property
     def split(self) -> tuple[int, ...]:
         """What each member of the group gets of a whole batch, also if it is the same for all."""
-        return self.shares or (self.batch_size,) * self._members
+        return apportion(self._members * self.batch_size, self.shares or (1,) * self._members)
 
     def share_out(self, shares: Sequence[int], from_number: int) -> None:
         """From a batch number on, members of the group get unequal parts of each batch. All must say so alike.

@@ -161,6 +161,7 @@ class RemoteHead:
 
     def _backward_message(self, gradients: Sequence[Tensor]) -> tuple[m.HeadBackward, type[m.HeadGradients], Tensor]:
         packed, buffer = pack(list(gradients))
+        epoch, trained = self._world.trained()
         message = m.HeadBackward(
             optimizer=self._number,
             packed=packed,
@@ -169,6 +170,8 @@ class RemoteHead:
             scale=1 / len(self._world.members),  # as DDP takes the mean over ranks
             clip=self.clip,
             clip_algorithm=self.clip_algorithm,  # type: ignore[arg-type]
+            epoch=epoch,
+            trained=trained,
         )
         return message, m.HeadGradients, buffer
 

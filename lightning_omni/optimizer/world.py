@@ -124,13 +124,15 @@ class WorldOptions:
 
 @dataclass
 class Exchanged:
-    """What the last exchange with the server said."""
+    """What the last exchange with the server said, and what all of them took."""
 
     staleness: int = -1
     applied: bool = True
     progress: int = 0
     stop: str = ""
     seconds: float = 0.0
+    moved: int = 0
+    """Bytes of tensors to and from the server, in the whole run; only the leader of a group moves any."""
 
 
 @dataclass
@@ -722,10 +724,12 @@ class World:
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Counts the time as time spent in exchanges."""
-        began = time.perf_counter()
+        """Counts time and bytes as those of exchanges."""
+        began, moved = time.perf_counter(), self._data.moved if self._data is not None else 0
         yield
         self.last.seconds += time.perf_counter() - began
+        if self._data is not None:
+            self.last.moved += self._data.moved - moved
 
     def _memory(self, part: Part) -> Tensor:
         if part.into is None:
@@ -965,7 +969,7 @@ class World:
     def _topology_of_the_living(self, groups: int, speeds: Mapping[int, float] | None) -> Topology:
         if speeds is None:
             return Topology.of(self.live_ranks, groups)
-        return Topology.by_speed({rank: speeds[rank] for rank in self.live_ranks}, groups)
+        return Topology.by_speed({rank: speeds[rank] for rank in self.live_ranks if rank in speeds}, groups)
 
     def _seed(self) -> None:
         """Rank 0 hands weights and optimizer states to the server; every rank's own state is given up."""

@@ -6,6 +6,7 @@ statistics of training (precision, batch size, workers) is only proposed unless 
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import platform
@@ -48,6 +49,9 @@ _SHARE = 0.2
 """Of what is left of the budget: a candidate that took so much is decided on what is known, if it can be."""
 
 _WORKER_SECONDS = 2.0
+_WORKERS_NEED = 20.0
+"""To start processes three times and to measure; less is not begun."""
+
 _NEARLY_BEST = 0.95
 """The knee: the smallest batch that reaches this share of the best throughput."""
 
@@ -110,7 +114,7 @@ def tune_device(
         raise ConfigurationError(f"budget={budget}: pass seconds above 0")
     if not tolerance > 0:
         raise ConfigurationError(f"tolerance={tolerance}: pass a fraction above 0, as in 0.02")
-    job = Job(model, loss, optimizer, list(batches), clock)
+    job = Job(model, loss, optimizer, copy.deepcopy(list(batches)), clock)  # a loss may write into its batch
     search = _Search(job, allow, propose, budget, tolerance, cores or usable_cores(), skip or {}, progress)
     with untouched(job):
         return search.run()
@@ -330,12 +334,12 @@ class _Search:
         """One process with all cores, then several, then one again: they cannot be timed in turns."""
         tried = f"{count} processes with {self._cores // count} threads each, a batch each"
         began = self._job.clock()
+        if reason := self._skip.get("workers") or (self._used_up() if self._left < _WORKERS_NEED else ""):
+            self._findings.append(Finding("workers", tried, "skipped", reason))
+            return
         self._tell(tried)
         try:
             first, together, last = (self._throughput(each) for each in (1, count, 1))
-        except _Rejected as error:
-            self._findings.append(Finding("workers", tried, "skipped", str(error)))
-            return
         except Exception as error:
             self._findings.append(Finding("workers", tried, "rejected", _say(error)))
             return
@@ -352,8 +356,6 @@ class _Search:
         )
 
     def _throughput(self, count: int) -> float:
-        if self._left < _WORKER_SECONDS:
-            raise _Rejected("the budget is used up")
         setting = replace(self._best.setting, workers=count, threads=self._cores // count, batch_size=None)
         return workers.throughput(self._job, setting, _WORKER_SECONDS, self._deadline)
 
@@ -387,7 +389,7 @@ class _Search:
         """What was found, and the trial if it could be measured."""
         reason = self._skip.get(step) or self._skip.get(changes)
         if not reason and self._left < max(needs, FEWEST * 4 * self._step_seconds):
-            reason = f"the budget of {self._budget:g} s is used up"
+            reason = self._used_up()
         if reason:
             return Finding(step, tried, "skipped", reason), None
         self._tell(f"{step}: {tried}")
@@ -450,6 +452,9 @@ class _Search:
     def _left(self) -> float:
         """Seconds."""
         return self._deadline - self._job.clock()
+
+    def _used_up(self) -> str:
+        return f"the budget of {self._budget:g} s is used up"
 
     def _wanted(self, name: str) -> bool:
         return name in self._allow or name in self._propose

@@ -88,8 +88,8 @@ class DeviceReport:
     def summary(self) -> str:
         """One sentence."""
         if self.gain is None:
-            return f"{self.baseline:.4g} samples/s as it comes; nothing faster was found"
-        times = f"{self.tuned:.4g} instead of {self.baseline:.4g} samples/s ({self.gain:.2f} times)"
+            return f"{_number(self.baseline)} samples/s as it comes; nothing faster was found"
+        times = f"{_number(self.tuned)} instead of {_number(self.baseline)} samples/s ({self.gain:.2f} times)"
         return f"{times}: {self.setting.words}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -157,7 +157,9 @@ _PLAIN = ("baseline", "tuned", "gain", "batch_size", "seconds", "device")
 
 
 def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}"
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
 def _figure_of(report: DeviceReport) -> Any:

@@ -168,8 +168,7 @@ class HeadShard(Shard):
             trained=0,
             nbytes=0,
         )
-        self._check(push)
-        return passed.inputs, self._merge(group, push, passed.parameters) is not None
+        return passed.inputs, self.take(group, push, passed.parameters) is not None
 
     def forget(self, group: int) -> None:
         """A group gives its turn up, or is gone: nothing of it is applied."""

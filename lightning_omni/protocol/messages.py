@@ -368,12 +368,16 @@ class HeadBackward(Message, frozen=True, kw_only=True):
         scale: multiplies the gradients of the head's weights.
         clip: largest norm or magnitude of these; 0 clips nothing.
         clip_algorithm: ``"norm"`` or ``"value"``.
+        epoch: as in `PushMessage`.
+        trained: as in `PushMessage`, with this batch; the push of the body tells of it.
     """
 
     optimizer: int
     packed: Packed
     nbytes: int
     hyperparameters: tuple[dict[str, Any], ...]
+    epoch: int = -1
+    trained: int = 0
     scale: float = 1.0
     clip: float = 0.0
     clip_algorithm: Literal["norm", "value"] = "norm"

@@ -15,7 +15,7 @@ Spans = tuple[tuple[int, int], ...]
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One thing that happened to one optimizer's shard.
+    """One thing that happened to one optimizer's shard. A turn at a merged head is a push to it.
 
     Attributes:
         kind: ``"seed"``: the server was given weights, for groups that stand; ``"form"``: other groups were formed on
@@ -33,7 +33,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         spans: of the same, the epoch's positions that were trained since the last event that told of any, a batch
             each.
         hyperparameters: of a push, those that it travelled with.
-        note: of a push, the number that it travelled with.
+        note: of a push, the number that it travelled with; of a turn at a merged head, the value of clipping.
         groups: of a seed or form, the ranks of each group.
         method: of a seed or form, the method as plain data.
     """

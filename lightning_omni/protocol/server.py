@@ -537,7 +537,7 @@ class ServerCore:
 
     def _head_backward(self, peer: Peer, member: Member, message: m.HeadBackward, payload: Tensor) -> list[Out]:
         head, group, number = self._head(message.optimizer), self._leads(member), message.optimizer
-        read_at = head.master.clock
+        read_at, spans = head.master.clock, self._new_spans(group, message)
         try:
             gradients = unpack(message.packed, payload)
             inputs, applied = head.backward(group, message, gradients, number, self._now)
@@ -551,7 +551,10 @@ class ServerCore:
             number,
             read_at=read_at,
             refused=not applied,
+            epoch=message.epoch,
+            spans=spans[-1:],
             hyperparameters=message.hyperparameters,
+            note=message.clip,
         )
         packed, buffer = pack(inputs)
         answer = m.HeadGradients(
@@ -621,7 +624,7 @@ class ServerCore:
             clock = self.shards[optimizer].master.clock
             self._record(Event(kind=kind, time=self._now, group=group, optimizer=optimizer, clock=clock, **more))
 
-    def _new_spans(self, group: int, message: m.Draw | m.Await | m.Leave | m.Fetch) -> Spans:
+    def _new_spans(self, group: int, message: m.Draw | m.Await | m.Leave | m.Fetch | m.HeadBackward) -> Spans:
         """The batches that a message brings news of; none if nobody wants to know."""
         if self._record is None or not self.epochs.holds(group, message.epoch):
             return ()

@@ -108,15 +108,16 @@ class Shard:
         Raises:
             ProtocolError: the push cannot be (read in the future, other parameter groups).
         """
-        self._check(message)
         layout = self.payload_layout(message)
         views = iter(layout.views(payload))
         tensors = [next(views) if there else None for there in message.present]
-        return self._merge(group, message, tensors, finite=_sums_up(layout, payload))
+        return self.take(group, message, tensors, finite=_sums_up(layout, payload))
 
-    def _merge(
+    def take(
         self, group: int, message: PushMessage, tensors: Sequence[Tensor | None], finite: bool = False
     ) -> list[Reply] | None:
+        """Merges a push whose tensors are at hand; ``finite`` if they are known to be. See `push`."""
+        self._check(message)
         if not (finite or _is_finite(tensors)):
             self._refuse(group)
             return None

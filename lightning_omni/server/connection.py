@@ -266,11 +266,15 @@ class DataConnection:
         ticket: from the control connection.
         check: called while waiting; raises what makes waiting pointless.
         timeout: seconds to wait for any one answer.
+
+    Attributes:
+        moved: bytes of payload that went out and came in so far.
     """
 
     def __init__(self, address: str, ticket: bytes, check: Callable[[], None], timeout: float = 300.0) -> None:
         self._check = check
         self._timeout = timeout
+        self.moved = 0
         self._context = zmq.Context()
         self._wire = self._context.socket(zmq.DEALER)
         configure(self._wire)
@@ -316,6 +320,7 @@ class DataConnection:
         if not isinstance(answer, expect):
             raise MalformedMessage(f"{expect.__name__} was expected, {type(answer).__name__} came")
         nbytes = getattr(answer, "nbytes", 0)
+        self.moved += nbytes + (payload.numel() if payload is not None else 0)
         if into is None or into.numel() < nbytes:
             into = torch.empty(nbytes, dtype=torch.uint8)
         assembly = Assembly(answer, into[:nbytes])

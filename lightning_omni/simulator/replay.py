@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -13,15 +13,25 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_omni.errors import ConfigurationError, ProtocolError
-from lightning_omni.methods import Method
-from lightning_omni.methods.contract import Exchange, Fetch, Gradient, GroupSide, Need, NextGradient, Step, StepTime
-from lightning_omni.methods.master import hyperparameters_of
+from lightning_omni.methods import AsyncSGD, Method
+from lightning_omni.methods.contract import (
+    Exchange,
+    Fetch,
+    Gradient,
+    GroupSide,
+    Need,
+    NextGradient,
+    Step,
+    StepTime,
+    Tensors,
+)
+from lightning_omni.methods.master import describe, hyperparameters_of
 from lightning_omni.methods.replica import Hyperparameters, Pulled, Replica, copies
 from lightning_omni.protocol import Batch, positions
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.record import Event, Spans
 from lightning_omni.protocol.shard import Shard
-from lightning_omni.simulator.desk import part_of, resolve_also
+from lightning_omni.simulator.desk import resolve_also
 from lightning_omni.simulator.run import named_parameters, own_optimizer, own_parameters, take_step
 from lightning_omni.simulator.workbench import Loss, Samples, Workbench
 from lightning_omni.topology import Topology
@@ -52,8 +62,9 @@ def replay(
     loss: Loss,
     batches: Batches,
     optimizer: Callable[[Any], Optimizer],
+    merged: str | None = None,
 ) -> Replayed:
-    """Repeats a recorded run of one optimizer.
+    """Repeats a recorded run of one optimizer, and of a merged head if there was one.
 
     Members of a group compute one after the other; their gradients are averaged as DDP does. Hyperparameters of an
     optimizer at the server are those that were recorded; an optimizer at the workers keeps those that it is made with.
@@ -64,6 +75,8 @@ def replay(
         loss: the mean loss of a batch, from the model and the batch.
         batches: gives the batch of an epoch's positions.
         optimizer: makes the torch optimizer from parameters.
+        merged: name of the submodule that was merged. A group of several ranks put its rows together there; here each
+            member's are computed by themselves, so with such groups the outcome is the same but for rounding.
 
     Raises:
         ConfigurationError: the run has several optimizers, was not recorded from its beginning, or formed other groups
@@ -86,7 +99,7 @@ def replay(
         True
     """
     with torch.no_grad():
-        run = _Replay(model, loss, batches, optimizer)
+        run = _Replay(model, loss, batches, optimizer, merged)
         for event in events:
             run.take(event)
     return run.result()
@@ -144,34 +157,69 @@ def trace_of(events: Iterable[Event], optimizer: int | None = None) -> Trace:
     )
 
 
+def _message(event: Event, tensors: Tensors, pull: bool = True) -> m.PushMessage:
+    """The push that an event tells of."""
+    return m.PushMessage(
+        optimizer=event.optimizer,
+        read_at=event.read_at,
+        present=tuple(tensor is not None for tensor in tensors),
+        hyperparameters=event.hyperparameters,
+        epoch=event.epoch,
+        trained=0,
+        nbytes=0,
+        note=event.note,
+        pull=pull,
+    )
+
+
 @dataclass
 class _Group:
     ranks: tuple[int, ...]
     replica: Replica
     side: GroupSide
     need: Need
+    ahead: set[tuple[int, int]] = field(default_factory=set)
+    """Batches whose gradient was computed at the head's turn, before the body's push told of them."""
 
 
 class _Replay:
     """The state of a replay; see `replay`."""
 
-    def __init__(self, model: nn.Module, loss: Loss, batches: Batches, optimizer: Callable[[Any], Optimizer]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        batches: Batches,
+        optimizer: Callable[[Any], Optimizer],
+        merged: str | None,
+    ) -> None:
         self._model = copy.deepcopy(model).train()
         self._make, self._batches = optimizer, batches
         self._optimizer = optimizer(list(self._model.parameters()))
         self._parameters = named_parameters(self._model, self._optimizer)
+        inside = set(dict(self._model.get_submodule(merged).named_parameters(prefix=merged))) if merged else set()
+        self._head = {name: parameter for name, parameter in self._parameters.items() if name in inside}
+        self._body = {name: parameter for name, parameter in self._parameters.items() if name not in inside}
         self._start = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
         nothing = Samples([0], 0)
         self._bench = Workbench(self._model, self._parameters, loss, nothing, False, 1)
         self._shard: Shard | None = None
+        self._head_shard: Shard | None = None
         self._method: Method | None = None
         self._groups: dict[int, _Group] = {}
         self._step_time = 0.0
 
     def take(self, event: Event) -> None:
         """One event."""
+        if event.optimizer and self._head:
+            if event.kind == "push":
+                self._turn(event)
+            return
         if event.optimizer:
-            raise ConfigurationError("events: the run has several optimizers, and only runs of one can be replayed")
+            raise ConfigurationError(
+                "events: the run has several optimizers, and only runs of one can be replayed; if one is a merged head,"
+                " pass its name as merged="
+            )
         if event.kind in ("seed", "form"):
             self._form(event)
             return
@@ -197,14 +245,20 @@ class _Replay:
         elif event.kind == "retire":
             del self._groups[event.group]
             self._deliver(self._shard.method_side.retire(event.group))
-        if self._shard.master.clock != event.clock:
-            raise ProtocolError(f"the record says {event}, but after it the clock is {self._shard.master.clock}")
+        self._check_clock(event, self._shard)
+
+    @staticmethod
+    def _check_clock(event: Event, shard: Shard) -> None:
+        if shard.master.clock != event.clock:
+            raise ProtocolError(f"the record says {event}, but after it the clock is {shard.master.clock}")
 
     def result(self) -> Replayed:
         """What it has come to."""
         if self._shard is None:
             raise ConfigurationError("events: the record is empty")
-        weights = dict(zip(self._parameters, copies(self._shard.master.weights()), strict=True))
+        weights = dict(zip(self._body, copies(self._shard.master.weights()), strict=True))
+        if self._head_shard is not None:
+            weights |= dict(zip(self._head, copies(self._head_shard.master.weights()), strict=True))
         groups = {number: copies(group.replica.weights()) for number, group in self._groups.items()}
         return Replayed(weights, self._shard.master.clock, groups)
 
@@ -222,17 +276,31 @@ class _Replay:
             )
         self._method = method
         if self._shard is None:
-            part = part_of(self._start, self._optimizer if method.steps_at == "server" else None)
-            resolve = resolve_also(self._optimizer)
-            self._shard = Shard(part["optimizer"], part["weights"], event.clock, method, topology.alive, resolve)
+            at_server = self._optimizer if method.steps_at == "server" else None
+            self._shard = self._shard_of(self._body, at_server, event.clock, method, topology)
+            if self._head:
+                self._head_shard = self._shard_of(self._head, self._optimizer, 0, AsyncSGD(), topology)
         else:
             self._shard.change_method(method, topology.alive)
         self._groups = {number: self._new_group(number, topology) for number in topology.alive}
 
+    def _shard_of(
+        self,
+        parameters: dict[str, nn.Parameter],
+        optimizer: Optimizer | None,
+        clock: int,
+        method: Method,
+        topology: Topology,
+    ) -> Shard:
+        names: dict[Tensor, str] = {parameter: name for name, parameter in parameters.items()}
+        description = describe(optimizer, names) if optimizer is not None else None
+        weights = {name: self._start[name] for name in parameters}
+        return Shard(description, weights, clock, method, topology.alive, resolve_also(self._optimizer))
+
     def _new_group(self, number: int, topology: Topology) -> _Group:
         assert self._shard is not None
         assert self._method is not None
-        parameters = own_parameters(self._model, self._parameters, self._shard.master.weights())
+        parameters = own_parameters(self._model, self._body, self._shard.master.weights())
         optimizer = own_optimizer(self._make, self._model, parameters)
         replica = Replica(list(parameters.values()), optimizer, number)
         replica.clock, replica.peers = self._shard.master.clock, topology.alive
@@ -242,13 +310,45 @@ class _Replay:
     def _train(self, group: _Group, epoch: int, spans: Spans, hyperparameters: Hyperparameters) -> None:
         """The group computes the gradients of these batches and goes on with each."""
         for start, stop in spans:
-            if not isinstance(group.need, NextGradient):
-                raise ProtocolError(f"the record has {group.ranks} train {start} to {stop}, but they want {group.need}")
-            members = len(group.ranks)
-            parts = [positions(Batch(start, stop, 0), member, members) for member in range(members)]
-            result = self._bench.compute(group.replica.weights(), [self._batches(epoch, part) for part in parts])
-            used = hyperparameters or hyperparameters_of(group.replica.optimizer)
-            self._answer(group, Gradient(result.gradient, used))
+            if (start, stop) in group.ahead:
+                group.ahead.remove((start, stop))
+            else:
+                self._step(group, epoch, (start, stop), hyperparameters)
+
+    def _step(
+        self, group: _Group, epoch: int, span: tuple[int, int], hyperparameters: Hyperparameters
+    ) -> list[Tensor | None]:
+        """The group goes on with its part of one gradient; that of the head is returned."""
+        if not isinstance(group.need, NextGradient):
+            raise ProtocolError(f"the record has {group.ranks} train {span}, but they want {group.need}")
+        members = len(group.ranks)
+        parts = [positions(Batch(*span, 0), member, members) for member in range(members)]
+        weights = dict(zip(self._body, group.replica.weights(), strict=True))
+        if self._head_shard is not None:
+            weights |= dict(zip(self._head, self._head_shard.master.weights(), strict=True))
+        ordered = [weights[name] for name in self._parameters]
+        result = self._bench.compute(ordered, [self._batches(epoch, part) for part in parts])
+        gradient = dict(zip(self._parameters, result.gradient, strict=True))
+        used = hyperparameters or hyperparameters_of(group.replica.optimizer, set(group.replica.ordered))
+        self._answer(group, Gradient([gradient[name] for name in self._body], used))
+        return [gradient[name] for name in self._head]
+
+    def _turn(self, event: Event) -> None:
+        """A group's turn at the merged head: its gradient is computed now, and the head is stepped with it."""
+        group, shard = self._groups.get(event.group), self._head_shard
+        if group is None or shard is None:
+            return
+        if event.note or not event.spans:
+            raise ConfigurationError(
+                "events: turns at a merged head can be replayed if the data was leased and nothing was clipped"
+            )
+        # The weights must be those that this turn read: the bench computes before anything moves them.
+        gradient = self._step(group, event.epoch, event.spans[-1], ())
+        group.ahead.add(event.spans[-1])
+        message = _message(event, gradient)
+        if (shard.take(event.group, message, gradient) is None) != event.refused:
+            raise ProtocolError(f"the record says {event}, but here it was the other way round")
+        self._check_clock(event, shard)
 
     def _answer(self, group: _Group, answer: Any) -> None:
         """The group goes on to the next need that the record answers."""
@@ -268,24 +368,9 @@ class _Replay:
         if not isinstance(need, Exchange) or need.read_at != event.read_at:
             raise ProtocolError(f"the record says {event}, but the group wants {type(need).__name__}: {need}")
         assert shard is not None
-        present = tuple(tensor is not None for tensor in need.tensors)
-        layout = shard.layout.subset(present)
-        payload = layout.empty()
-        there = [tensor for tensor in need.tensors if tensor is not None]
-        for view, tensor in zip(layout.views(payload), there, strict=True):
-            view.copy_(tensor)
-        message = m.PushMessage(
-            optimizer=0,
-            read_at=event.read_at,
-            present=present,
-            hyperparameters=event.hyperparameters,
-            epoch=event.epoch,
-            trained=0,
-            nbytes=payload.numel(),
-            note=event.note,
-            pull=need.pull,
-        )
-        replies = shard.push(event.group, message, payload)
+        # A copy, as if it had travelled: the server's side may do with it what it likes.
+        tensors = [None if tensor is None else tensor.clone() for tensor in need.tensors]
+        replies = shard.take(event.group, _message(event, tensors, need.pull), tensors)
         if (replies is None) != event.refused:
             raise ProtocolError(f"the record says {event}, but the push was {'taken' if event.refused else 'refused'}")
         if replies is None:

@@ -280,7 +280,7 @@ class OmniStrategyHooks(_Base):
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         """The forward pass is done: the last moment at which a rank's time is its own and not its group's."""
-        self.stopwatch.forward_done()
+        self.stopwatch.forward_done(self._world.last.seconds)
         super().pre_backward(closure_loss)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -291,7 +291,7 @@ class OmniStrategyHooks(_Base):
 
     def begin_batch(self) -> None:
         """A batch begins."""
-        self.stopwatch.begin()
+        self.stopwatch.begin(self._world.last.seconds, self._world.last.moved)
         self.balance.begin_batch()
         self.epochs.begin_batch()
 
@@ -301,7 +301,7 @@ class OmniStrategyHooks(_Base):
         if self._head is not None:
             self._head.release()
         if world.control is not None:
-            self.stopwatch.end(world.last.seconds)
+            self.stopwatch.end(world.last.seconds, world.last.moved)
             world.control.report_timings(*self.stopwatch.means)
         self.balance.end_batch()
         self.epochs.end_batch()
@@ -514,6 +514,8 @@ class OmniStrategyHooks(_Base):
             group_size=max(len(members) for members in world.topology.groups),
             refused=status.refused if status else 0,
             ranks_lost=status.lost if status else (),
+            bytes_per_step=self.stopwatch.bytes_per_step,
+            head_time=status.head_time if status else 0.0,
         )
 
     def _remember_status(self) -> None:

@@ -16,26 +16,39 @@ NOTICEABLE = 0.005
 
 
 class Stopwatch:
-    """Running means of this rank's times, in seconds."""
+    """Running means of this rank's times, in seconds, and the bytes that it moved."""
 
     def __init__(self) -> None:
         self._began = self._ended = 0.0
         self._compute = 0.0
-        self._exchanged = 0.0
+        self._exchanged = self._exchanged_before = 0.0
+        self._moved = self._moved_before = self._batches = 0
         self._means: tuple[float, float, float] | None = None
 
-    def begin(self) -> None:
-        """A batch begins."""
+    def begin(self, exchanged: float, moved: int) -> None:
+        """A batch begins.
+
+        Args:
+            exchanged: seconds spent in exchanges so far, in the whole run.
+            moved: bytes exchanged so far.
+        """
         self._began = time.perf_counter()
         self._compute = 0.0
+        self._exchanged_before, self._moved_before = exchanged, moved
 
-    def forward_done(self) -> None:
-        """The rank's own work is done; from here on it may have to wait for its group."""
+    def forward_done(self, exchanged: float) -> None:
+        """The rank's own work is done; from here on it may have to wait for its group.
+
+        Args:
+            exchanged: as in `begin`; a turn at a merged head is no work of this rank's.
+        """
         if not self._compute:
-            self._compute = time.perf_counter() - self._began
+            self._compute = time.perf_counter() - self._began - (exchanged - self._exchanged_before)
 
-    def end(self, exchanged: float) -> None:
-        """A batch has ended; ``exchanged`` is the time spent in exchanges so far, in the whole run."""
+    def end(self, exchanged: float, moved: int) -> None:
+        """A batch has ended; the arguments are those of `begin`."""
+        self._moved += moved - self._moved_before
+        self._batches += 1
         now = time.perf_counter()
         step = now - (self._ended or self._began)
         sample = (self._compute, step, exchanged - self._exchanged)
@@ -48,6 +61,11 @@ class Stopwatch:
         """Own work (to the end of the forward pass), whole step, exchange with the server."""
         return self._means or (0.0, 0.0, 0.0)
 
+    @property
+    def bytes_per_step(self) -> float:
+        """Bytes of tensors that this rank exchanged with the server for each batch."""
+        return self._moved / max(1, self._batches)
+
 
 def live_metrics(status: Status | None, staleness: Staleness, stopwatch: Stopwatch) -> dict[str, float]:
     """What is logged while training."""
@@ -55,6 +73,7 @@ def live_metrics(status: Status | None, staleness: Staleness, stopwatch: Stopwat
     values = {
         "omni/step_time": step,
         "omni/exchange_share": exchange / step if step else 0.0,
+        "omni/bytes_per_step": stopwatch.bytes_per_step,
         "omni/staleness_mean": float(staleness.total / max(1.0, float(staleness.count))),
         "omni/staleness_max": float(staleness.largest),
     }

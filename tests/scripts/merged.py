@@ -61,6 +61,8 @@ class HeadNet(pl.LightningModule):
     def configure_optimizers(self) -> Any:
         if self.optimizer_name == "sum":  # weights stay, and the buffers add all gradients up
             return torch.optim.SGD(self.parameters(), lr=0.0, momentum=1.0)
+        if self.optimizer_name == "plain":
+            return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.5)
         if self.optimizer_name == "adam":
             return torch.optim.AdamW(self.parameters(), lr=1e-2)
         groups = [{"params": self.classifier.parameters(), "lr": 0.05}, {"params": self.body.parameters()}]
@@ -123,6 +125,8 @@ def fit(number: int, options: dict[str, Any]) -> dict[str, Any]:
     sums = options.get("model", {}).get("optimizer") == "sum" and RANK == 0
     return {
         "record": record,
+        "initial": {name: value.tolist() for name, value in before.items()} if record else {},
+        "weights": {name: value.tolist() for name, value in model.state_dict().items()} if record else {},
         "sums": gradient_sums(model, run.optimizers[0]) if sums else {},
         "digest": digest(model),
         "losses": model.losses,

@@ -1,0 +1,30 @@
+"""Callbacks that make a training faster, for whichever of Lightning's two namespaces the Trainer comes from.
+
+Lightning is imported when somebody asks for a callback, not before.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from lightning_omni.strategy import strategy_class
+
+
+def device_tuner_class() -> Any:
+    """The DeviceTuner of the namespace in use, as `lightning_omni.strategy.strategy_class` finds it.
+
+    Raises:
+        ImportError: Lightning is not installed.
+    """
+    return tuner_module(strategy_class().__module__).DeviceTuner
+
+
+def tuner_module(name: str) -> Any:
+    """Our module for the namespace that a module of Lightning's or of ours belongs to.
+
+    Args:
+        name: a module's full name, as in ``"lightning.pytorch.core.module"``.
+    """
+    flavour = "pytorch_lightning" if "pytorch_lightning" in name.split(".") else "lightning"
+    return importlib.import_module(f"lightning_omni.tuner.{flavour}")

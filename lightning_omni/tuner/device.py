@@ -1,0 +1,490 @@
+"""`DeviceTuner`: Lightning's hooks, translated into `tune_device`. What is measured and decided is not known here.
+
+Written once for both of Lightning's namespaces, as the strategy is: the classes here are mixed into each namespace's
+own Callback (see ``pytorch_lightning.py`` and ``lightning.py`` beside this file).
+"""
+
+from __future__ import annotations
+
+import inspect
+import io
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.console import Console
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_omni.errors import ConfigurationError
+from lightning_omni.performance import DeviceReport, DeviceSetting, Finding, tune_device
+from lightning_omni.performance.agreement import TOLERANCE
+from lightning_omni.performance.device import Progress, usable_cores
+from lightning_omni.performance.setting import Applied, contiguous
+from lightning_omni.performance.trial import same_chance
+from lightning_omni.strategy.hooks import OmniStrategyHooks
+from lightning_omni.tuner import _private
+
+if TYPE_CHECKING:
+    from pytorch_lightning.callbacks import Callback as _CallbackBase
+else:
+    _CallbackBase = object
+
+_ALLOWABLE = ("precision",)
+_PROPOSABLE = ("precision", "batch_size")
+_BATCHES = 4
+_MUCH = 0.1
+"""The share of a step from which on a data loader without workers is worth a word."""
+
+
+class DeviceTunerHooks(_CallbackBase):
+    """Finds out how this device trains this model fastest, before the first batch, and trains like that.
+
+    All is measured on copies, with the module's own ``training_step`` and batches of its own data: weights, data order
+    and chance of the run are those of a run without the callback. Applied is what keeps the mathematics up to rounding:
+    threads, the C library's handling of freed memory, memory format, fused optimizer, compiled submodules. Precision
+    only if it is allowed. After the fit all is as it was.
+
+    With several ranks, rank 0 measures and decides for all.
+
+    Args:
+        allow: ``("precision",)`` lets it train in bfloat16 (``"bf16-mixed"``, or TF32 on CUDA) if that is faster and
+            the losses of a short probe agree. Batch size and number of workers cannot change within a fit.
+        propose: what else is measured, for the report: ``"precision"``, ``"batch_size"``.
+        budget: seconds for all measurements together.
+        tolerance: how far apart the loss curves of two precisions may be, as a fraction of the losses.
+        setting: use this and measure nothing.
+        batches: to measure with; by default some of the train dataloader's, taken from its dataset directly.
+
+    Attributes:
+        report: what was measured, a `lightning_omni.performance.DeviceReport`; None if nothing was.
+        problem: why nothing was measured.
+
+    Raises:
+        ConfigurationError: an argument is wrong; the message names it.
+
+    Example:
+        >>> from lightning_omni import DeviceTuner
+        >>> tuner = DeviceTuner(allow=("precision",))  # Trainer(callbacks=[tuner])
+    """
+
+    rank_zero_info: Callable[[str], None]
+    mixed_precision: Callable[..., Any]
+    mute_logger: type
+    strategies: tuple[type, ...]
+
+    def __init__(
+        self,
+        allow: Iterable[str] = (),
+        propose: Iterable[str] = ("precision",),
+        budget: float = 60.0,
+        tolerance: float = TOLERANCE,
+        setting: DeviceSetting | None = None,
+        batches: Sequence[Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self._options = _Options(_names("allow", allow), _names("propose", propose), budget, tolerance)
+        for name in self._options.allow:
+            if name in ("batch_size", "workers"):
+                remedy = "batch_size= of your DataLoader" if name == "batch_size" else "Trainer(devices=)"
+                raise ConfigurationError(
+                    f"allow={name!r}: a fit cannot change it, since schedulers and data were laid out for what it"
+                    f" began with; measure it with `lightning-omni device`, and set {remedy} yourself"
+                )
+        _check_names("allow", self._options.allow, _ALLOWABLE)
+        _check_names("propose", self._options.propose, _PROPOSABLE)
+        for name, value in (("budget", budget), ("tolerance", tolerance)):
+            if not value > 0:
+                raise ConfigurationError(f"{name}={value}: pass a number above 0")
+        self.report: DeviceReport | None = None
+        self.problem: str | None = None
+        self._setting, self._batches = setting, batches
+        self._applied: _AppliedToFit | None = None
+
+    # --- Hooks --------------------------------------------------------------------------------------------------------
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Data, optimizers and checkpoint are there, and no server has seen the weights yet."""
+        if self._setting is None:
+            self._measure(trainer, pl_module)
+        if self._setting is not None:
+            self._applied = _AppliedToFit(trainer, pl_module, self._own(self._setting, trainer), self.mixed_precision)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """All is as it was."""
+        self._undo()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """All is as it was; there is no teardown after an exception."""
+        self._undo()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The setting and the report, so that a resumed run goes on with them."""
+        return {
+            "setting": self._setting.to_dict() if self._setting is not None else None,
+            "report": self.report.to_dict() if self.report is not None else None,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """A setting that was passed as an argument wins."""
+        if self._setting is None and state_dict.get("setting"):
+            self._setting = DeviceSetting.from_dict(state_dict["setting"])
+            self.report = DeviceReport.from_dict(state_dict["report"]) if state_dict.get("report") else None
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Tensors are laid out plainly: a fused optimizer that loads them elsewhere must not find another layout."""
+        if self._setting is not None and self._setting.channels_last:
+            for name in ("state_dict", "optimizer_states"):
+                if name in checkpoint:
+                    checkpoint[name] = contiguous(checkpoint[name])
+
+    # --- Measuring ----------------------------------------------------------------------------------------------------
+
+    def _measure(self, trainer: Any, pl_module: Any) -> None:
+        """Rank 0 measures, all ranks hear what it found."""
+        answer: dict[str, Any] = {}
+        if trainer.is_global_zero:
+            try:
+                report = self._probe(trainer, pl_module)
+                answer = {"report": report.to_dict()}
+            except ConfigurationError as error:
+                answer = {"problem": str(error)}
+        answer = trainer.strategy.broadcast(answer, src=0)
+        if "problem" in answer:
+            self.problem = str(answer["problem"])
+            self.rank_zero_info(f"DeviceTuner: nothing is measured or changed: {self.problem}")
+            return
+        self.report = DeviceReport.from_dict(answer["report"])
+        self._setting = self.report.setting
+        self._publish(trainer, self.report)
+
+    def _probe(self, trainer: Any, pl_module: Any) -> DeviceReport:
+        self._refuse(trainer, pl_module)
+        with same_chance(), _muted(trainer, self.mute_logger):
+            given = self._batches
+            data = _Data.given(given) if given is not None else _Data.of(trainer.train_dataloader)
+            batches = [
+                trainer.strategy.batch_to_device(trainer.precision_plugin.convert_input(batch), dataloader_idx=0)
+                for batch in data.batches
+            ]
+            report = tune_device(
+                pl_module,
+                TrainingStep(trainer, pl_module),
+                trainer.optimizers[0],
+                batches,
+                allow=self._options.allow,
+                propose=self._options.propose,
+                budget=self._options.budget,
+                tolerance=self._options.tolerance,
+                cores=_cores(trainer),
+                skip=_skipped(trainer),
+                progress=self._options.progress,
+            )
+        return data.noted_in(report)
+
+    def _refuse(self, trainer: Any, pl_module: Any) -> None:
+        """Raises for what cannot be measured on a copy, or not be changed."""
+        strategy = trainer.strategy
+        if trainer.fast_dev_run:
+            raise ConfigurationError("fast_dev_run trains too little")
+        if type(strategy) not in self.strategies and not isinstance(strategy, OmniStrategyHooks):
+            raise ConfigurationError(f"{type(strategy).__name__} keeps the weights in its own way")
+        if not pl_module.automatic_optimization:
+            raise ConfigurationError(
+                "with manual optimization a copy's training_step would step the optimizers of the run; use"
+                " lightning_omni.performance.tune_device with a loss of your own"
+            )
+        if len(trainer.optimizers) != 1:
+            raise ConfigurationError(f"it needs one optimizer, and there are {len(trainer.optimizers)}")
+        if _private.is_compiled(pl_module):
+            raise ConfigurationError("the module was compiled before the Trainer got it; pass it uncompiled")
+        if trainer.world_size > 1 and any(isinstance(each, torch.nn.SyncBatchNorm) for each in pl_module.modules()):
+            raise ConfigurationError("SyncBatchNorm waits for the other ranks, and one rank measures alone")
+
+    def _own(self, setting: DeviceSetting, trainer: Any) -> DeviceSetting:
+        """What of a setting holds for this rank: its machine may have fewer cores than rank 0's."""
+        if setting.threads is None:
+            return setting
+        return replace(setting, threads=min(setting.threads, _cores(trainer)))
+
+    def _publish(self, trainer: Any, report: DeviceReport) -> None:
+        """To the console, to the loggers, and as files into the first logger's folder."""
+        self.rank_zero_info(f"DeviceTuner:\n{_text(report)}")
+        figures = {
+            "omni/device/samples_per_s_before": report.baseline,
+            "omni/device/samples_per_s": report.tuned,
+            "omni/device/gain": report.gain or 1.0,
+            "omni/device/seconds": report.seconds,
+        }
+        for logger in trainer.loggers:
+            logger.log_metrics(figures, step=trainer.global_step)
+        folder = trainer.log_dir if trainer.loggers else None  # asks all ranks
+        if folder is None or "://" in str(folder) or not trainer.is_global_zero:
+            return
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        (Path(folder) / "device.json").write_text(json.dumps(report.to_dict(), indent=1))
+        try:
+            report.plot(Path(folder) / "device.png")
+        except ConfigurationError as error:
+            self.rank_zero_info(f"DeviceTuner: no picture: {error}")
+
+    def _undo(self) -> None:
+        applied, self._applied = self._applied, None
+        if applied is not None:
+            applied.undo()
+
+
+class DeviceProbeHooks(DeviceTunerHooks):
+    """Measures, and ends the fit before its first batch. For the command line."""
+
+    trainer_class: Callable[..., Any]
+
+    @classmethod
+    def measure(
+        cls, module: Any, data: Mapping[str, Any], batches: Sequence[Any] | None, **options: Any
+    ) -> DeviceReport:
+        """Measures a LightningModule in a Trainer of its own, with all hooks up to the first batch.
+
+        Args:
+            module: the LightningModule.
+            data: what ``Trainer.fit`` takes as ``train_dataloaders`` or ``datamodule``.
+            batches: to measure with, instead of the data's.
+            **options: those of `tune_device` that `DeviceTuner` has, and ``progress``; all of ``allow``'s words.
+
+        Raises:
+            ConfigurationError: it cannot be measured.
+        """
+        probe = cls(batches=batches)
+        probe._options = _Options(**options)
+        quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+        trainer = cls.trainer_class(
+            devices=1, max_epochs=1, num_sanity_val_steps=0, callbacks=[probe], **dict.fromkeys(quiet, False)
+        )
+        trainer.fit(module, **data)
+        if probe.report is None:
+            raise ConfigurationError(probe.problem or "the fit ended before its first batch; does the model have data?")
+        return probe.report
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Measures only."""
+        self._measure(trainer, pl_module)
+        trainer.should_stop = True
+
+    def _publish(self, trainer: Any, report: DeviceReport) -> None:
+        """That is for the command."""
+
+
+@dataclass(frozen=True)
+class _Options:
+    allow: tuple[str, ...] = ()
+    propose: tuple[str, ...] = ("precision",)
+    budget: float = 60.0
+    tolerance: float = TOLERANCE
+    progress: Progress | None = None
+
+
+def _names(argument: str, given: Iterable[str]) -> tuple[str, ...]:
+    if isinstance(given, str):
+        raise ConfigurationError(f"{argument}={given!r}: pass a tuple, as in ({given!r},)")
+    return tuple(given)
+
+
+def _check_names(argument: str, given: tuple[str, ...], known: tuple[str, ...]) -> None:
+    for name in given:
+        if name not in known:
+            raise ConfigurationError(f"{argument}={name!r}: pass some of {', '.join(map(repr, known))}")
+
+
+def _text(report: DeviceReport) -> str:
+    file = io.StringIO()
+    Console(file=file, width=140).print(report.table())
+    return file.getvalue()
+
+
+def _cores(trainer: Any) -> int:
+    """This rank's share of its machine's cores."""
+    return max(1, usable_cores() // max(1, int(trainer.num_devices)))
+
+
+def _skipped(trainer: Any) -> dict[str, str]:
+    """Steps that make no sense in this fit."""
+    skipped = {}
+    precision = trainer.precision_plugin.precision
+    if precision != "32-true":
+        skipped["precision"] = f"precision={precision!r} was chosen already"
+    world = trainer.strategy.world if isinstance(trainer.strategy, OmniStrategyHooks) else None
+    if world is not None and not world.is_synchronous and not world.steps_at_worker:
+        skipped["fused optimizer"] = "the optimizer steps at the parameter server, which takes fused kernels itself"
+    return skipped
+
+
+# --- The training step of a copy --------------------------------------------------------------------------------------
+
+
+class TrainingStep:
+    """A LightningModule's ``training_step`` as a loss of model and batch, with nothing logged.
+
+    Args:
+        trainer: that the copies see.
+        module: whose copies will be called.
+    """
+
+    def __init__(self, trainer: Any, module: Any) -> None:
+        self._trainer = trainer
+        self._arguments = _arguments_of(type(module).training_step)
+
+    def __call__(self, module: Any, batch: Any) -> Tensor:
+        """The loss.
+
+        Raises:
+            ConfigurationError: the step returns none.
+        """
+        _mute(module)
+        if self._trainer is None:
+            found = module.training_step(batch, *self._arguments)
+        else:
+            module.trainer = self._trainer  # copies come without
+            with self._trainer.precision_plugin.train_step_context():
+                found = module.training_step(batch, *self._arguments)
+        loss = found["loss"] if isinstance(found, Mapping) else found
+        if not isinstance(loss, Tensor):
+            raise ConfigurationError("training_step returns no loss")
+        return loss
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Other processes have no trainer.
+        return {**vars(self), "_trainer": None}
+
+
+def _arguments_of(step: Callable[..., Any]) -> tuple[int, ...]:
+    """What a training_step takes beside the batch: its number, or nothing."""
+    parameters = list(inspect.signature(step).parameters.values())[1:]
+    if parameters and parameters[0].name == "dataloader_iter":
+        raise ConfigurationError("training_step draws its batches itself from dataloader_iter")
+    many = any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in parameters)
+    return (0,) if many or len(parameters) > 1 else ()
+
+
+def _mute(module: Any) -> None:
+    for each in module.modules():
+        if hasattr(type(each), "training_step") and "log" not in vars(each):
+            each.log = each.log_dict = _say_nothing
+            each.all_gather = _stand_alone
+
+
+def _say_nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+def _stand_alone(*_: Any, **__: Any) -> None:
+    raise ConfigurationError("training_step calls all_gather, and one rank measures alone")
+
+
+@contextmanager
+def _muted(trainer: Any, mute_logger: type) -> Iterator[None]:
+    """As in Lightning's own tuner: whatever the module does to its logger, nobody hears it."""
+    loggers = trainer.loggers
+    trainer.loggers = [mute_logger() for _ in loggers]
+    try:
+        yield
+    finally:
+        trainer.loggers = loggers
+
+
+# --- Data -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Data:
+    """Some batches, and what it took to load one.
+
+    Args:
+        batches: as the collate function makes them.
+        seconds: for one of them, in this process; 0 if they were given.
+        processes: that the loader loads with.
+    """
+
+    batches: Sequence[Any]
+    seconds: float = 0.0
+    processes: int = 0
+
+    @classmethod
+    def given(cls, batches: Sequence[Any]) -> _Data:
+        return cls(list(batches))
+
+    @classmethod
+    def of(cls, loaders: Any) -> _Data:
+        """From the datasets of loaders: their samplers, and the leases of a server, are not touched."""
+        began = time.perf_counter()
+        batches = [_batch(loaders, number) for number in range(_BATCHES)]
+        seconds = (time.perf_counter() - began) / _BATCHES
+        return cls(batches, seconds, max(_processes(loaders)))
+
+    def noted_in(self, report: DeviceReport) -> DeviceReport:
+        """The report, with a row about loading."""
+        if not self.seconds:
+            return report
+        share = self.seconds / (self.seconds + report.batch_size / report.tuned)
+        text = f"loading a batch takes {share:.1%} of a step"
+        if not self.processes and share >= _MUCH:
+            text += ": pass num_workers= to the DataLoader"
+        elif self.processes:
+            text += " if one process does it"
+        note = Finding("data loader", f"num_workers={self.processes}", "noted", text, seconds=_BATCHES * self.seconds)
+        return replace(report, findings=(*report.findings, note))
+
+
+def _batch(loader: Any, number: int) -> Any:
+    """A batch of one loader, or of a tree of them as CombinedLoader takes."""
+    if isinstance(loader, Mapping):
+        return {key: _batch(each, number) for key, each in loader.items()}
+    if isinstance(loader, (list, tuple)):
+        return [_batch(each, number) for each in loader]
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        raise ConfigurationError(
+            "the training data are a stream, which cannot be looked into without losing something;"
+            " pass DeviceTuner(batches=[...])"
+        )
+    dataset: Any = loader.dataset
+    size = min(loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 1, len(dataset))
+    chance = torch.Generator().manual_seed(number)
+    indices = torch.randint(len(dataset), (size,), generator=chance).tolist()
+    if hasattr(dataset, "__getitems__"):
+        return loader.collate_fn(dataset.__getitems__(indices))
+    return loader.collate_fn([dataset[index] for index in indices])
+
+
+def _processes(loader: Any) -> list[int]:
+    if isinstance(loader, Mapping):
+        return [each for inner in loader.values() for each in _processes(inner)]
+    if isinstance(loader, (list, tuple)):
+        return [each for inner in loader for each in _processes(inner)]
+    return [loader.num_workers]
+
+
+# --- Applying ---------------------------------------------------------------------------------------------------------
+
+
+class _AppliedToFit:
+    """A setting in use by a fit, and the way back."""
+
+    def __init__(self, trainer: Any, module: Any, setting: DeviceSetting, mixed_precision: Callable[..., Any]) -> None:
+        strategy = trainer.strategy
+        self._strategy, self._precision = strategy, strategy.precision_plugin
+        self._applied: Applied = setting.apply(module, trainer.optimizers[0] if trainer.optimizers else None)
+        if setting.precision == "bf16-mixed" and self._precision.precision == "32-true":
+            strategy.precision_plugin = mixed_precision("bf16-mixed", strategy.root_device.type)
+        if setting.channels_last and strategy.model is not strategy.lightning_module:
+            # DDP has cut its buckets for the layout of before.
+            strategy.model = strategy.lightning_module
+            strategy.configure_ddp()
+
+    def undo(self) -> None:
+        """Everything is as it was."""
+        self._strategy.precision_plugin = self._precision
+        self._applied.undo()

@@ -1,0 +1,30 @@
+"""DeviceTuner for ``lightning.pytorch``."""
+
+# Its base classes are checked against the other namespace, whose twin this is.
+# mypy: disable-error-code="misc, attr-defined, assignment"
+
+from __future__ import annotations
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_omni.tuner.device import DeviceProbeHooks, DeviceTunerHooks
+
+
+class DeviceTuner(DeviceTunerHooks, Callback):  # noqa: D101
+    __doc__ = DeviceTunerHooks.__doc__
+
+    rank_zero_info = staticmethod(rank_zero_info)
+    mixed_precision = MixedPrecision
+    mute_logger = DummyLogger
+    strategies = (SingleDeviceStrategy, DDPStrategy)
+
+
+class DeviceProbe(DeviceProbeHooks, DeviceTuner):
+    """Measures, and ends the fit before its first batch."""
+
+    trainer_class = Trainer

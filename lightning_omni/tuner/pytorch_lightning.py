@@ -1,0 +1,27 @@
+"""DeviceTuner for ``pytorch_lightning``."""
+
+from __future__ import annotations
+
+from pytorch_lightning import Trainer
+from pytorch_lightning.callbacks import Callback
+from pytorch_lightning.loggers.logger import DummyLogger
+from pytorch_lightning.plugins import MixedPrecision
+from pytorch_lightning.strategies import DDPStrategy, SingleDeviceStrategy
+from pytorch_lightning.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
+
+from lightning_omni.tuner.device import DeviceProbeHooks, DeviceTunerHooks
+
+
+class DeviceTuner(DeviceTunerHooks, Callback):  # noqa: D101
+    __doc__ = DeviceTunerHooks.__doc__
+
+    rank_zero_info = staticmethod(rank_zero_info)
+    mixed_precision = MixedPrecision
+    mute_logger = DummyLogger
+    strategies = (SingleDeviceStrategy, DDPStrategy)
+
+
+class DeviceProbe(DeviceProbeHooks, DeviceTuner):
+    """Measures, and ends the fit before its first batch."""
+
+    trainer_class = Trainer

@@ -1,0 +1,624 @@
+"""`tune_device`: what it keeps, refuses and proposes, in virtual seconds; and that it leaves everything as it was."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from lightning_omni.errors import ConfigurationError
+from lightning_omni.performance import DeviceReport, DeviceSetting, Finding, tune_device, workers
+from lightning_omni.performance.agreement import Agreement, distance
+from lightning_omni.performance.allocator import can_keep_memory, keep_memory
+from lightning_omni.performance.setting import align_layouts, contiguous
+from lightning_omni.performance.timing import Comparison, compare
+from lightning_omni.performance.trial import Job
+
+NO_COMPILE = {"compile": "a test"}
+LAST = torch.channels_last
+
+
+class Net(nn.Module):
+    """Convolution, normalisation, chance."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.norm = nn.BatchNorm2d(4)
+        self.drop = nn.Dropout(dropout)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.drop(self.norm(self.conv(x)).relu()).mean((2, 3)))
+
+
+def loss_of(model: Any, batch: Any) -> Tensor:
+    return cross_entropy(model(batch[0]), batch[1])
+
+
+def broken_loss(model: Any, batch: Any) -> Tensor:
+    if multiprocessing.parent_process() is not None:
+        raise ValueError("not in this process")
+    return loss_of(model, batch)
+
+
+def batches(size: int = 8, count: int = 2) -> list[Any]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        (torch.randn(size, 3, 6, 6, generator=generator), torch.randint(0, 3, (size,), generator=generator))
+        for _ in range(count)
+    ]
+
+
+def net(dropout: float = 0.0) -> tuple[Net, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = Net(dropout)
+    return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+class VirtualTime:
+    """A clock that only a model's steps move, by what they are said to cost."""
+
+    def __init__(self, cost: Callable[[Any, Any], float]) -> None:
+        self.cost, self.now = cost, 0.0
+
+    def clock(self) -> float:
+        return self.now
+
+    def loss(self, model: Any, batch: Any) -> Tensor:
+        self.now += self.cost(model, batch)
+        return loss_of(model, batch)
+
+
+def is_last(model: Any) -> bool:
+    return bool(model.conv.weight.is_contiguous(memory_format=LAST))
+
+
+def tuned(cost: Callable[[Any, Any], float], dropout: float = 0.0, **options: Any) -> DeviceReport:
+    """A report in virtual time, of what costs what it is said to cost."""
+    model, optimizer = net(dropout)
+    world = VirtualTime(cost)
+    given = {"budget": 1e4, "propose": (), "cores": 1, "skip": NO_COMPILE, "loss": world.loss, **options}
+    loss = given.pop("loss")
+    return tune_device(model, loss, optimizer, batches(), clock=world.clock, **given)
+
+
+def finding(report: DeviceReport, step: str) -> Finding:
+    [found] = [each for each in report.findings if each.step == step]
+    return found
+
+
+# --- Everything is as it was ------------------------------------------------------------------------------------------
+
+
+def digest(*things: Any) -> str:
+    """All bits of tensors, modes and plain values."""
+    hasher = hashlib.sha256()
+
+    def add(thing: Any) -> None:
+        if isinstance(thing, Tensor):
+            hasher.update(repr((thing.dtype, thing.shape, thing.stride(), thing.requires_grad)).encode())
+            hasher.update(thing.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        elif isinstance(thing, np.ndarray):
+            hasher.update(thing.tobytes())
+        elif isinstance(thing, dict):
+            for key, value in thing.items():
+                hasher.update(repr(key).encode())
+                add(value)
+        elif isinstance(thing, (list, tuple)):
+            for each in thing:
+                add(each)
+        else:
+            hasher.update(repr(thing).encode())
+
+    add(things)
+    return hasher.hexdigest()
+
+
+def all_of(model: nn.Module, optimizer: torch.optim.Optimizer, given: Any) -> str:
+    return digest(
+        dict(model.named_parameters()),
+        dict(model.named_buffers()),
+        [parameter.grad for parameter in model.parameters()],
+        [module.training for module in model.modules()],
+        [module._compiled_call_impl is None for module in model.modules()],
+        optimizer.state_dict(),
+        given,
+        torch.get_rng_state(),
+        repr(random.getstate()),
+        list(np.random.get_state()),  # noqa: NPY002
+        torch.get_num_threads(),
+        torch.is_grad_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.get_float32_matmul_precision(),
+    )
+
+
+def trained(dropout: float = 0.3) -> tuple[Net, torch.optim.Optimizer]:
+    """With momentum, gradients, counted batches, and a part that is frozen."""
+    model, optimizer = net(dropout)
+    for batch in batches():
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        optimizer.step()
+    model.norm.eval()
+    return model, optimizer
+
+
+def writing_loss(model: Any, batch: Any) -> Tensor:
+    random.random(), np.random.rand()  # noqa: B018, NPY002
+    batch[0].mul_(0.99)
+    return loss_of(model, batch)
+
+
+def test_everything_is_afterwards_as_it_was_to_the_bit() -> None:
+    model, optimizer = trained()
+    given = batches()
+    before = all_of(model, optimizer, given)
+    with torch.no_grad():
+        report = tune_device(
+            model,
+            writing_loss,
+            optimizer,
+            given,
+            allow=("precision", "batch_size"),
+            budget=6,
+            cores=2,
+            skip=NO_COMPILE,
+        )
+        assert not torch.is_grad_enabled()
+    assert len(report.findings) >= 6
+    assert all_of(model, optimizer, given) == before
+
+
+def test_after_ctrl_c_everything_is_as_it_was() -> None:
+    model, optimizer = trained()
+    given = batches()
+    before = all_of(model, optimizer, given)
+
+    def interrupted(model: Any, batch: Any) -> Tensor:
+        if is_last(model):
+            raise KeyboardInterrupt
+        return writing_loss(model, batch)
+
+    with pytest.raises(KeyboardInterrupt):
+        tune_device(model, interrupted, optimizer, given, budget=20, skip=NO_COMPILE)
+    assert all_of(model, optimizer, given) == before
+
+
+def test_what_is_applied_can_be_undone() -> None:
+    model, optimizer = trained()
+    before = all_of(model, optimizer, None)
+    setting = DeviceSetting(
+        threads=2, keep_memory=True, channels_last=True, fused=True, compiled=("conv",), precision="tf32"
+    )
+    applied = setting.apply(model, optimizer)
+    assert is_last(model)
+    assert optimizer.state[model.conv.weight]["momentum_buffer"].is_contiguous(memory_format=LAST)
+    assert optimizer.param_groups[0]["fused"]
+    assert torch.get_num_threads() == 2
+    assert all_of(model, optimizer, None) != before
+    applied.undo()
+    applied.undo()
+    assert all_of(model, optimizer, None) == before
+
+
+def test_a_setting_that_cannot_be_applied_changes_nothing() -> None:
+    model, optimizer = trained()
+    before = all_of(model, optimizer, None)
+    with pytest.raises(AttributeError):
+        DeviceSetting(threads=2, channels_last=True, fused=True, compiled=("absent",)).apply(model, optimizer)
+    assert all_of(model, optimizer, None) == before
+
+
+# --- What is kept and what is not -------------------------------------------------------------------------------------
+
+
+def test_a_faster_memory_format_is_applied_and_its_gain_is_the_ratio() -> None:
+    report = tuned(lambda model, batch: 1.0 if is_last(model) else 2.0)
+    found = finding(report, "memory format")
+    assert (found.verdict, found.before, found.after, found.gain, found.spread) == (
+        "applied",
+        4.0,
+        8.0,
+        2.0,
+        (2.0, 2.0),
+    )
+    assert report.setting == DeviceSetting(channels_last=True)
+    assert (report.baseline, report.tuned, report.gain) == (4.0, 8.0, 2.0)
+
+
+def test_a_slow_candidate_is_rejected() -> None:
+    report = tuned(lambda model, batch: 3.0 if is_last(model) else 2.0)
+    found = finding(report, "memory format")
+    assert (found.verdict, found.reason, found.gain) == ("rejected", "slower", pytest.approx(2 / 3))
+    assert report.setting == report.proposal == DeviceSetting()
+    assert report.gain is None
+
+
+def test_a_gain_within_the_margin_is_rejected() -> None:
+    found = finding(tuned(lambda model, batch: 1.0 if is_last(model) else 1.02), "memory format")
+    assert (found.verdict, found.pairs) == ("rejected", 7)
+    assert "no gain of 3%" in found.reason
+
+
+def test_threads_are_chosen_by_what_they_give() -> None:
+    torch.set_num_threads(1)
+    report = tuned(lambda model, batch: {1: 4.0, 2: 3.0, 4: 2.0}[torch.get_num_threads()], cores=4)
+    assert report.setting.threads == 4
+    assert [each.gain for each in report.findings if each.step == "threads"] == [pytest.approx(4 / 3), 1.5]
+    assert report.gain == 2.0
+    assert torch.get_num_threads() == 1
+
+
+def test_gains_are_measured_beside_the_best_and_together_beside_what_it_was() -> None:
+    torch.set_num_threads(1)
+
+    def cost(model: Any, batch: Any) -> float:
+        return (1.0 if is_last(model) else 2.0) * (1.0 if torch.get_num_threads() == 2 else 1.5)
+
+    report = tuned(cost, cores=2)
+    gains = [each.gain for each in report.findings if each.verdict == "applied"]
+    assert gains == [pytest.approx(1.5), pytest.approx(2.0)]
+    assert report.gain == pytest.approx(3.0)
+
+
+def test_noise_that_the_pairs_do_not_agree_on_is_rejected() -> None:
+    chance = random.Random(0)
+    found = finding(tuned(lambda model, batch: chance.uniform(0.5, 1.5)), "memory format")
+    assert found.verdict == "rejected"
+
+
+def test_a_candidate_that_fails_is_rejected_with_its_reason() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), _View(), nn.Linear(64, 3))
+    optimizer = torch.optim.Adam(model.parameters())
+    report = tune_device(model, loss_of, optimizer, batches(), budget=5, propose=(), skip=NO_COMPILE, cores=1)
+    found = finding(report, "memory format")
+    assert found.verdict == "rejected"
+    assert "RuntimeError: view size is not compatible" in found.reason
+
+
+class _View(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.view(len(x), -1)
+
+
+def test_a_candidate_without_memory_is_rejected_and_the_search_goes_on() -> None:
+    def cost(model: Any, batch: Any) -> float:
+        if is_last(model):
+            raise torch.OutOfMemoryError("no memory")
+        return 1.0
+
+    report = tuned(cost)
+    assert finding(report, "memory format").reason == "OutOfMemoryError: no memory"
+    assert finding(report, "fused optimizer").verdict == "rejected"
+
+
+def test_a_candidate_that_computes_something_else_is_rejected() -> None:
+    world = VirtualTime(lambda model, batch: 1.0 if is_last(model) else 2.0)
+    model, optimizer = net()
+
+    def loss(model: Any, batch: Any) -> Tensor:
+        return world.loss(model, batch) * (1.1 if is_last(model) else 1.0)
+
+    report = tune_device(
+        model, loss, optimizer, batches(), propose=(), cores=1, skip=NO_COMPILE, budget=1e4, clock=world.clock
+    )
+    assert "it computes something else: a loss of" in finding(report, "memory format").reason
+
+
+def test_with_dropout_a_layout_may_draw_other_masks() -> None:
+    report = tuned(lambda model, batch: 1.0 if is_last(model) else 2.0, dropout=0.5)
+    assert finding(report, "memory format").verdict == "applied"
+
+
+def test_the_budget_is_kept() -> None:
+    report = tuned(lambda model, batch: 1.0, budget=40.0, propose=("precision", "batch_size"))
+    assert report.seconds <= 40 + 5
+    assert {each.reason for each in report.findings if each.step == "batch size"} == {"the budget of 40 s is used up"}
+
+
+def test_without_a_compiler_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    given = [(torch.randn(8, 4), torch.zeros(8, dtype=torch.long))]
+    report = tune_device(model, loss_of, optimizer, given, budget=3, propose=(), cores=1)
+    assert finding(report, "compile").reason == "there is no C++ compiler"
+
+
+@pytest.mark.slow
+def test_a_submodule_is_compiled_and_the_compilation_is_not_counted() -> None:
+    world = VirtualTime(lambda model, batch: 0.5 if model[0]._compiled_call_impl is not None else 1.0)
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    given = [(torch.randn(8, 4), torch.zeros(8, dtype=torch.long))]
+    report = tune_device(model, world.loss, optimizer, given, budget=1e4, propose=(), cores=1, clock=world.clock)
+    assert finding(report, "compile").tried == "0"
+    assert report.setting.compiled == ("0",)
+    assert finding(report, "compile").gain == 2.0
+    assert model[0]._compiled_call_impl is None
+
+
+# --- What changes the statistics --------------------------------------------------------------------------------------
+
+
+def in_bf16(model: Any, batch: Any) -> float:
+    return 1.0 if torch.is_autocast_enabled("cpu") else 2.0
+
+
+def test_precision_is_proposed_and_applied_only_if_allowed() -> None:
+    proposed = tuned(in_bf16, propose=("precision",))
+    assert (proposed.setting.precision, proposed.proposal.precision) == ("32-true", "bf16-mixed")
+    assert finding(proposed, "precision").verdict == "proposed"
+    assert proposed.gain is None
+    allowed = tuned(in_bf16, allow=("precision",))
+    assert allowed.setting.precision == allowed.proposal.precision == "bf16-mixed"
+    assert allowed.gain == 2.0
+    assert "losses differ by" in finding(allowed, "precision").reason
+    assert len(allowed.curves["loss bf16-mixed"]) == 20
+
+
+def test_a_model_that_bfloat16_visibly_changes_is_refused_whatever_the_gain() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    with torch.no_grad():
+        model.bias.fill_(300.0)  # of which bfloat16 has multiples of two
+    world = VirtualTime(in_bf16)
+    given = [(torch.randn(8, 4), torch.zeros(8, dtype=torch.long))]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def measured(tolerance: float) -> Finding:
+        options: dict[str, Any] = {"allow": ("precision",), "budget": 1e4, "cores": 1, "skip": NO_COMPILE}
+        report = tune_device(
+            model, world.loss, optimizer, given, propose=(), clock=world.clock, tolerance=tolerance, **options
+        )
+        assert (report.setting.precision == "bf16-mixed") == (finding(report, "precision").verdict == "applied")
+        return finding(report, "precision")
+
+    strict, lax = measured(0.02), measured(10.0)
+    assert strict.verdict == "rejected"
+    assert "(tolerated 2.00%" in strict.reason
+    assert strict.gain == 2.0
+    assert lax.verdict == "applied"
+
+
+def test_curves_agree_within_the_tolerance_and_rounding() -> None:
+    curve = [2.0, 1.0, 1.0]
+    assert distance(curve, curve) == 0
+    assert distance(curve, [2.0, 1.0, float("nan")]) == float("inf")
+    assert Agreement.of(curve, [2.0, 1.0, 1.07], curve).holds
+    assert not Agreement.of(curve, [2.0, 1.0, 1.09], curve).holds
+    assert Agreement.of(curve, [2.0, 1.0, 1.09], [2.0, 1.0, 1.05]).holds
+    lost = Agreement.of(curve, curve, [2.0, 1.0, 2.0])
+    assert not lost.holds
+    assert "cannot be judged" in lost.words
+
+
+def test_the_proposed_batch_is_the_smallest_that_gives_nearly_the_most() -> None:
+    report = tuned(
+        lambda model, batch: 10 + len(batch[0]) if len(batch[0]) < 16 else 1.62 * len(batch[0]), propose=("batch_size",)
+    )
+    verdicts = {each.tried: each.verdict for each in report.findings if each.step == "batch size"}
+    assert verdicts == {
+        "2 instead of 8": "rejected",
+        "4 instead of 8": "rejected",
+        "16 instead of 8": "proposed",
+        "32 instead of 8": "rejected",
+    }
+    assert (report.setting.batch_size, report.proposal.batch_size) == (None, 16)
+    assert report.curves["batch size"] == (2.0, 4.0, 8.0, 16.0, 32.0)
+    assert report.curves["samples/s"][3] == pytest.approx(1 / 1.62)
+    allowed = tuned(lambda model, batch: 1.0, allow=("batch_size",))
+    assert allowed.setting.batch_size == 32
+
+
+# --- The parts --------------------------------------------------------------------------------------------------------
+
+
+class Paced:
+    """Takes the seconds that it is told."""
+
+    samples = 10
+
+    def __init__(self, world: VirtualTime, *seconds: float) -> None:
+        self.world, self.seconds, self.runs = world, list(seconds), 0
+
+    def run(self, steps: int) -> float:
+        seconds = steps * self.seconds[self.runs % len(self.seconds)]
+        self.runs += 1
+        self.world.now += seconds
+        return seconds
+
+
+def test_pairs_are_timed_in_turns_and_end_when_the_difference_is_clear() -> None:
+    world = VirtualTime(lambda model, batch: 0)
+    found = compare(Paced(world, 2.0), Paced(world, 1.0), 1e9, world.clock)
+    assert (found.ratios, found.is_faster, found.is_clear) == ((2.0, 2.0, 2.0), True, True)
+    found = compare(Paced(world, 1.0, 2.0), Paced(world, 1.1, 1.0), 1e9, world.clock)
+    assert len(found.ratios) == 7
+    assert not found.is_clear
+    assert not compare(Paced(world, 2.0), Paced(world, 1.0), world.now + 4, world.clock).is_faster, "two pairs only"
+    assert not Comparison((), ()).is_faster
+
+
+def test_short_steps_are_timed_in_blocks() -> None:
+    world = VirtualTime(lambda model, batch: 0)
+    before = Paced(world, 0.004)
+    found = compare(before, Paced(world, 0.002), 1e9, world.clock)
+    assert found.gain == 2.0
+    assert world.now == pytest.approx(0.006 + 3 * 50 * 0.006)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_fused_steps_on_channels_last_weights_are_right_whatever_the_layout_of_their_state(kind: Any) -> None:
+    def weights(setting: DeviceSetting) -> Tensor:
+        torch.manual_seed(0)
+        model = Net()
+        optimizer = kind(model.parameters(), lr=0.1, **({"momentum": 0.9} if kind is torch.optim.SGD else {}))
+        loss_of(model, batches()[0]).backward()
+        optimizer.step()
+        setting.apply(model, optimizer)
+        for number in range(3):
+            optimizer.zero_grad()
+            loss_of(model, batches()[0]).backward()
+            if number == 1:  # from a network, or a checkpoint
+                parameter = model.conv.weight
+                parameter.grad = contiguous(parameter.grad)
+                optimizer.load_state_dict(contiguous(optimizer.state_dict()))
+                assert not setting.channels_last or parameter.grad.stride() != parameter.stride()
+            optimizer.step()
+        return model.conv.weight.detach()
+
+    torch.testing.assert_close(weights(DeviceSetting(channels_last=True, fused=True)), weights(DeviceSetting()))
+
+
+def test_layouts_that_agree_are_left_alone() -> None:
+    model, optimizer = trained()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    align_layouts(optimizer)
+    assert all(parameter.grad is grad for parameter, grad in zip(model.parameters(), gradients, strict=True))
+
+
+@pytest.mark.skipif(not can_keep_memory(), reason="glibc only")
+def test_keeping_memory_changes_no_bit() -> None:
+    def weights(setting: DeviceSetting) -> str:
+        model, optimizer = net()
+        applied = setting.apply(model, optimizer)
+        for batch in batches(256, 6):
+            optimizer.zero_grad()
+            loss_of(model, batch).backward()
+            optimizer.step()
+        applied.undo()
+        return digest(list(model.parameters()))
+
+    assert weights(DeviceSetting(keep_memory=True)) == weights(DeviceSetting())
+
+
+@pytest.mark.skipif(not can_keep_memory(), reason="glibc only")
+def test_kept_memory_is_handed_back() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    try:
+        keep_memory(True)
+        tensor = torch.ones(64 * 2**20)
+        del tensor
+        kept = resident()
+    finally:
+        keep_memory(False)
+    assert kept - resident() > 200 * 2**20
+
+
+def test_a_report_survives_json_and_can_be_shown(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    report = tuned(in_bf16, propose=("precision", "batch_size"), cores=2)
+    assert DeviceReport.from_dict(json.loads(json.dumps(report.to_dict()))) == report
+    assert report.table().row_count == len(report.findings)
+    report.plot(tmp_path / "device.png")
+    assert (tmp_path / "device.png").stat().st_size > 10_000
+    with pytest.raises(ConfigurationError, match="pass a file that can be written"):
+        report.plot(tmp_path / "absent" / "device.png")
+
+
+def test_progress_goes_from_0_to_1() -> None:
+    seen: list[tuple[float, str]] = []
+    tuned(lambda model, batch: 1.0, progress=lambda done, text: seen.append((done, text)))
+    fractions = [done for done, _ in seen]
+    assert fractions == sorted(fractions)
+    assert (fractions[0], fractions[-1]) == (0, 1)
+    assert "memory format: channels_last" in dict(map(reversed, seen))
+
+
+def test_an_optimizer_may_be_made_by_a_function_or_be_of_ones_own() -> None:
+    class Own(torch.optim.SGD):
+        def __init__(self, parameters: Any, secret: list[float]) -> None:
+            super().__init__(parameters, lr=0.1)
+            self.secret = secret
+
+        def step(self, closure: Any = None) -> Any:
+            self.secret.append(self.secret[-1] + 1)
+            return super().step(closure)
+
+    model = Net()
+    optimizer = Own(model.parameters(), [0.0])
+    options: dict[str, Any] = {"budget": 2, "propose": (), "skip": NO_COMPILE, "cores": 1}
+    report = tune_device(model, loss_of, optimizer, batches(), **options)
+    assert finding(report, "fused optimizer").reason == "torch has no fused Own"
+    assert optimizer.secret == [0.0]
+    report = tune_device(model, loss_of, torch.optim.AdamW, batches(), **options)
+    assert finding(report, "fused optimizer").tried == "AdamW"
+
+
+def test_wrong_arguments_are_told() -> None:
+    model, optimizer = net()
+
+    def said(loss: Any = loss_of, given: Any = None, **options: Any) -> str:
+        with pytest.raises(ConfigurationError) as error:
+            tune_device(model, loss, optimizer, batches() if given is None else given, **options)
+        return str(error.value)
+
+    assert "'batch' in allow or propose: pass some of 'precision'" in said(allow=("batch",))
+    assert "budget=0: pass seconds above 0" in said(budget=0)
+    assert "tolerance=0: pass a fraction above 0" in said(tolerance=0)
+    assert "batches: pass at least one" in said(given=[])
+    assert "batches: pass at least one" in said(given=[{"name": "x"}])
+    assert "cannot be trained as it comes: RuntimeError" in said(
+        given=[(torch.zeros(2, 5, 6, 6), torch.zeros(2).long())]
+    )
+    assert "does not depend on the copy's weights" in said(lambda other, batch: loss_of(model, batch))
+    assert all(parameter.grad is None for parameter in model.parameters())
+    with pytest.raises(ConfigurationError, match="precision='half': pass one of"):
+        DeviceSetting(precision="half")
+    with pytest.raises(ConfigurationError, match="threads=0: pass 1 or more"):
+        DeviceSetting(threads=0)
+
+
+# --- Processes --------------------------------------------------------------------------------------------------------
+
+
+def job(loss: Any = loss_of) -> Job:
+    model, optimizer = net()
+    return Job(model, loss, optimizer, batches())
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_processes_train_together_and_none_is_left() -> None:
+    setting = DeviceSetting(workers=2, threads=1)
+    assert workers.throughput(job(), setting, 0.2, time.perf_counter() + 60) > 0
+    with pytest.raises(RuntimeError, match="a process failed: ValueError: not in this process"):
+        workers.throughput(job(broken_loss), setting, 0.2, time.perf_counter() + 60)
+    with pytest.raises(RuntimeError, match="not ready in time"):
+        workers.throughput(job(), setting, 0.2, time.perf_counter() + 0.1)
+    assert not multiprocessing.active_children()
+
+
+def test_what_cannot_be_sent_to_processes_is_rejected() -> None:
+    model, optimizer = net()
+    report = tune_device(
+        model,
+        lambda model, batch: loss_of(model, batch),
+        optimizer,
+        batches(),
+        propose=("workers",),
+        budget=25,
+        cores=2,
+        skip={name: "a test" for name in ("compile", "threads", "allocator", "memory format", "fused optimizer")},
+    )
+    assert finding(report, "workers").verdict == "rejected"
+    assert "lambda" in finding(report, "workers").reason
+    assert not multiprocessing.active_children()
