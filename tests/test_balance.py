@@ -188,6 +188,13 @@ def test_a_batch_whose_beginning_was_not_seen_does_not_count(own: OwnTime, clock
     assert own.finish(8) == []
 
 
+def test_a_batch_without_a_backward_pass_does_not_count(own: OwnTime, clock: Hands) -> None:
+    own.start()
+    clock.now += 1
+    own.rest()
+    assert own.finish(8) == []
+
+
 def test_times_that_a_device_does_not_know_yet_are_read_later(own: OwnTime, clock: Hands) -> None:
     clock.known = 0.0
     own.start()
@@ -199,7 +206,7 @@ def test_times_that_a_device_does_not_know_yet_are_read_later(own: OwnTime, cloc
     assert own.finish(9) == [(8, 6.0)]
     clock.known = clock.now
     own.start()
-    assert own.finish(1) == [(9, 6.0), (1, 0.0)]
+    assert own.finish(1) == [(9, 6.0)]
 
 
 def test_a_device_is_asked_only_when_it_is_done(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,6 +74,32 @@ def run(
     )
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+def test_parts_by_speed_take_the_time_of_all_speeds_together_and_change_nothing_else(groups: int) -> None:
+    """With overhead 0 a batch of b samples on speeds s takes b / sum(s) of a second on a device of speed 1."""
+    cluster = Cluster.of_speeds([1, 2, 4] * groups, seconds_per_sample=1e-3)
+    even, apart = (
+        run("hardsync", Topology.even(3 * groups, groups), cluster, batch_size=28, max_updates=5, rebalance=how)
+        for how in ("off", "auto")
+    )
+    assert even.seconds_per_update == pytest.approx(28e-3)
+    assert apart.seconds_per_update == pytest.approx(12e-3)
+    for name, weight in even.weights.items():
+        assert np.array_equal(weight, apart.weights[name])
+
+
+def test_a_slowdown_is_followed_by_the_parts() -> None:
+    events = (Slowdown(rank=0, start=0.0, stop=1e9, factor=3.0),)
+    cluster = Cluster.even(2, 1e-3, events=events)
+    trace = run("hardsync", 1, cluster, batch_size=8, max_updates=4, rebalance="auto")
+    assert trace.seconds_per_update == pytest.approx(12e-3)  # 4 and 12 samples
+
+
+def test_parts_by_speed_and_members_apart_exclude_each_other() -> None:
+    with pytest.raises(ConfigurationError, match=r"rebalance=.auto.*members_apart=True"):
+        run(cluster=Cluster.even(4), rebalance="auto", members_apart=True)
+
+
 def assert_same_arrays(one: Trace, other: Trace) -> None:
     for part in ("rows", "evaluated", "weights"):
         mine, theirs = getattr(one, part), getattr(other, part)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.optim import Optimizer
@@ -111,6 +111,7 @@ class Settings:
         workload: What is trained: synthetic, or file.py:function or package.module:function that returns a
             lightning_omni.simulator.Workload.
         batch_size: Samples in one device's batch.
+        rebalance: auto gives the devices of a group parts of its batch in proportion to their speeds; off, equal parts.
         lr: Learning rate, or several as in [0.03, 0.1]: then each method is shown with the one that suits it best, the
             target reached soonest or else the lowest last loss. None for the workload's.
         momentum: Momentum. None for the workload's.
@@ -139,6 +140,7 @@ class Settings:
     cluster: Machines | None = None
     workload: str = "synthetic"
     batch_size: int = 32
+    rebalance: Literal["off", "auto"] = "off"
     lr: float | list[float] | None = None
     momentum: float | None = None
     epochs: int | None = None
@@ -186,6 +188,7 @@ class Task:
         workload = workload_named(settings.workload, settings.seed)
         options = {
             "batch_size": settings.batch_size,
+            "rebalance": settings.rebalance,
             "evaluate": workload.evaluate,
             "max_updates": settings.updates,
             "max_epochs": epochs_of(settings),

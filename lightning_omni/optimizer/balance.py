@@ -21,8 +21,9 @@ from lightning_omni.optimizer.data import Leases
 from lightning_omni.optimizer.world import World
 from lightning_omni.performance.balance import ENOUGH, WARM_UP, Balancer, Throughput
 
-FIRST = WARM_UP + ENOUGH
-"""Batches after which the members of a group tell each other their speeds for the first time."""
+FIRST = 1 + WARM_UP + ENOUGH
+"""Batches after which the members of a group tell each other their speeds for the first time (an epoch's first batch
+is not measured)."""
 EVERY = 10
 """Batches between two such meetings."""
 
@@ -83,6 +84,7 @@ class Balance:
         self._throughput = Throughput()
         self.regrouped()
         self._until_meeting = FIRST
+        self._watch()
 
     def end(self) -> None:
         """Training is over: nothing is left behind in the module."""
@@ -125,9 +127,8 @@ class Balance:
             self._throughput.note(samples, seconds)
         self._until_meeting -= 1
         if self._until_meeting <= 0:
-            self._until_meeting = EVERY
-            if len(self._world.members) > 1:
-                self._meet(self._world, leases)
+            is_known = len(self._world.members) == 1 or self._meet(self._world, leases)
+            self._until_meeting = EVERY if is_known else ENOUGH
         self._own.start()
 
     def after_validation(self) -> None:
@@ -160,17 +161,21 @@ class Balance:
 
         return parameter.register_hook(note)
 
-    def _meet(self, world: World, leases: Leases) -> None:
-        """Members agree on the split from a batch on that none of their loaders has taken yet."""
+    def _meet(self, world: World, leases: Leases) -> bool:
+        """Members agree on the split from a batch on that none of their loaders has taken yet.
+
+        Returns:
+            Whether all of them have been measured.
+        """
         said = gather(world, (self.speed, leases.handed))
-        split = self._balancer.decide(leases.split, [speed for speed, _ in said])
-        if split is None:
-            return
-        leases.share_out(split.shares, from_number=int(max(handed for _, handed in said)))
-        self._say(
-            f"OmniStrategy: group {world.group} rebalanced: {' : '.join(map(str, split.shares))} of"
-            f" {sum(split.shares)} samples; expected {split.gain:.0%} faster"
-        )
+        speeds = [speed for speed, _ in said]
+        if (split := self._balancer.decide(leases.split, speeds)) is not None:
+            leases.share_out(split.shares, from_number=int(max(handed for _, handed in said)))
+            self._say(
+                f"OmniStrategy: group {world.group} rebalanced: {' : '.join(map(str, split.shares))} of"
+                f" {sum(split.shares)} samples; expected {split.gain:.0%} faster"
+            )
+        return all(speeds)
 
     def speeds_of_all(self, world: World) -> dict[int, float]:
         """Samples per second of every live rank; all ranks ask at one point of their programs.
@@ -187,7 +192,7 @@ class Balance:
         if not all(speeds.values()):
             unknown = ", ".join(str(rank) for rank, speed in speeds.items() if not speed)
             raise ConfigurationError(
-                f"by_speed=True: the speed of rank {unknown} is not known yet; call regroup() later, after {FIRST + 1}"
+                f"by_speed=True: the speed of rank {unknown} is not known yet; call regroup() later, after {FIRST}"
                 " batches or more"
             )
         return speeds
@@ -242,13 +247,13 @@ class OwnTime:
         self._stretches: list[tuple[Any, Any]] = []
         self._since: Any = None
         self._gradient: Any = None
-        self._is_whole = False
+        self._is_whole = self._was_backward = False
         self._unread: deque[tuple[int, float, list[tuple[Any, Any]]]] = deque()
 
     def start(self) -> None:
         """The time of the next batch begins."""
         self._stretches, self._since, self._gradient = [], None, None
-        self._is_whole = True
+        self._is_whole, self._was_backward = True, False
         self.work()
 
     def skip(self) -> None:
@@ -272,6 +277,7 @@ class OwnTime:
         """It has been waiting since the last gradient."""
         if self._gradient is not None:
             self._rest_from(self._gradient)
+            self._was_backward = True
 
     def _rest_from(self, moment: Any) -> None:
         if self._since is not None:
@@ -279,7 +285,7 @@ class OwnTime:
         self._since = self._gradient = None
 
     def finish(self, samples: int, elsewhere: float = 0.0) -> list[tuple[int, float]]:
-        """A batch is done. What comes after its last gradient does not count.
+        """A batch is done. What comes after its last gradient does not count, nor does a batch without gradients.
 
         Args:
             samples: this rank's part of it.
@@ -288,7 +294,7 @@ class OwnTime:
         Returns:
             Samples and seconds of those batches whose time has become known.
         """
-        if self._is_whole:
+        if self._is_whole and self._was_backward:
             self._unread.append((samples, elsewhere, self._stretches))
         self._stretches, self._since = [], None
         known = []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import os
 import platform
 import shutil
@@ -27,7 +28,7 @@ from lightning_omni.performance.agreement import FEWEST_STEPS, ROUNDING, STEPS, 
 from lightning_omni.performance.allocator import can_keep_memory
 from lightning_omni.performance.report import DeviceReport, Finding, Verdict
 from lightning_omni.performance.setting import FUSABLE, DeviceSetting
-from lightning_omni.performance.timing import FEWEST, MARGIN, Comparison, compare
+from lightning_omni.performance.timing import BLOCK_SECONDS, FEWEST, MARGIN, Comparison, compare
 from lightning_omni.performance.trial import Job, Loss, Trial, untouched
 
 ALLOWABLE = ("precision", "batch_size", "workers")
@@ -103,8 +104,8 @@ def tune_device(
         ...     [(torch.randn(8, 4), torch.zeros(8, dtype=torch.long))],
         ...     propose=(), budget=2, skip={"compile": "this is an example"},
         ... )
-        >>> [finding.step for finding in report.findings][-3:]
-        ['memory format', 'fused optimizer', 'compile']
+        >>> {finding.step: finding.reason for finding in report.findings}["memory format"]
+        'there are no convolutions'
     """
     allow, propose = tuple(allow), tuple(propose)
     for name in (*allow, *propose):
@@ -157,7 +158,8 @@ class _Search:
         self._progress(0.0, "as it comes")
         self._baseline = self._best = self._measure_baseline()
         self._step_seconds = self._baseline.run(1)
-        self._deadline -= min(self._budget / 4, FEWEST * 5 * self._step_seconds)  # for all together, at the end
+        # For all together, at the end.
+        self._deadline -= min(self._budget / 4, FEWEST * 5 * max(self._step_seconds, BLOCK_SECONDS))
         self._proposal: dict[str, Any] = {}
         precision_first = "precision" in self._allow  # then the rest is tried in the precision that is used
         for step in (
@@ -480,6 +482,11 @@ class _Search:
             found = compare(self._baseline, self._best, self._began + self._budget, self._job.clock)
             if found.before:
                 gain, baseline, tuned = found.gain, statistics.median(found.before), statistics.median(found.after)
+            else:
+                gain = math.prod(each.gain or 1.0 for each in self._findings if each.verdict == "applied")
+                tuned = baseline * gain
+                reason = f"the product of the gains: {self._used_up()}"
+                self._findings.append(Finding("all together", setting.words, "noted", reason, gain=gain))
         proposal = replace(setting, **self._proposal)
         if "workers" in self._allow and "workers" in self._proposal:
             setting = replace(setting, workers=proposal.workers, threads=proposal.threads)

@@ -60,7 +60,8 @@ class DeviceReport:
         proposal: the best of all that was measured; differs from `setting` by what was not allowed.
         baseline: samples per second with everything as it comes.
         tuned: samples per second with `setting`.
-        gain: of `setting` over the baseline, measured in pairs of its own; None if there was no time for it.
+        gain: of `setting` over the baseline, measured in pairs of its own (the product of the steps' gains, and a row
+            that says so, if there was no time for that); None if nothing is applied.
         batch_size: samples in the batches that were given.
         seconds: that all took.
         device: what was measured, in words.

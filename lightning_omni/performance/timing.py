@@ -23,7 +23,9 @@ AGREE = 0.7
 CLEAR = 0.1
 """If all pairs find that much on one side, the rest are left out."""
 
-_BLOCK_SECONDS = 0.1
+BLOCK_SECONDS = 0.1
+"""Short steps are timed in blocks of about that length."""
+
 _MOST_STEPS = 50
 
 
@@ -118,9 +120,9 @@ def compare(
         for is_new in (False, True) if len(old) % 2 == 0 else (True, False):
             timed = after if is_new else before
             found[is_new] = timed.run(steps)
-        if not old and steps == 1 and min(found.values()) < _BLOCK_SECONDS / 2:
+        if not old and steps == 1 and min(found.values()) < BLOCK_SECONDS / 2:
             # Too short to be timed singly: the first look only says how many steps make a block.
-            steps = min(_MOST_STEPS, max(2, round(_BLOCK_SECONDS / max(min(found.values()), 1e-9))))
+            steps = min(_MOST_STEPS, max(2, round(BLOCK_SECONDS / max(min(found.values()), 1e-9))))
             continue
         old.append(steps * before.samples / found[False])
         new.append(steps * after.samples / found[True])

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.performance.setting import DeviceSetting, used
+from lightning_omni.performance.setting import Applied, DeviceSetting, used
 
 Loss = Callable[[Any, Any], Tensor]
 """The loss of a model for a batch."""
@@ -94,8 +94,7 @@ class Trial:
         self.samples = setting.batch_size or job.batch_size
         self.model, self.optimizer = job.copies()
         self._begins_empty = not self.optimizer.state
-        self._applied = setting.apply(self.model, self.optimizer)
-        self._applied.undo = lambda: None  # type: ignore[method-assign]  # the copy is thrown away as it is
+        Applied().to_model(setting, self.model, self.optimizer)  # for good: the copy is thrown away as it is
         same_size = self.samples == job.batch_size
         self._batches = list(job.batches) if same_size else [resized(batch, self.samples) for batch in job.batches]
 

@@ -12,7 +12,7 @@ from lightning_omni.methods.contract import GroupSide, Inbox, Need, NextGradient
 from lightning_omni.methods.replica import Replica
 from lightning_omni.methods.totals import Total
 from lightning_omni.protocol import Batch
-from lightning_omni.protocol.leases import positions
+from lightning_omni.protocol.leases import apportion, positions
 from lightning_omni.simulator.cluster import Cluster
 
 _DRAWN_AT_ONCE = 64
@@ -39,6 +39,10 @@ class Clockwork:
         time = self._device.seconds(samples) * self._factors.pop()
         return time * self._cluster.slowness(self._rank, now) if self._cluster.events else time
 
+    def speed(self, samples: int, now: float) -> float:
+        """Samples per second that are to be expected of a batch of so many that begins now."""
+        return samples / (self._device.seconds(samples) * self._cluster.slowness(self._rank, now))
+
 
 class Group:
     """One compute group.
@@ -49,6 +53,7 @@ class Group:
         replica: its weights.
         side: its half of the method.
         clocks: of its members.
+        is_balanced: whether its members get parts of a batch in proportion to their speeds.
 
     Attributes:
         need: what the method's half waits for.
@@ -63,8 +68,15 @@ class Group:
     """
 
     def __init__(
-        self, number: int, ranks: tuple[int, ...], replica: Replica, side: GroupSide, clocks: list[Clockwork]
+        self,
+        number: int,
+        ranks: tuple[int, ...],
+        replica: Replica,
+        side: GroupSide,
+        clocks: list[Clockwork],
+        is_balanced: bool = False,
     ) -> None:
+        self._is_balanced = is_balanced and len(ranks) > 1
         self.number, self.ranks, self.leader = number, ranks, ranks[0]
         self.replica, self.side, self._clocks = replica, side, clocks
         self.need: Need = NextGradient()
@@ -85,13 +97,21 @@ class Group:
         self.drawn = self.trained = 0
         self.batches.clear()
 
-    def positions(self, batch: Batch) -> list[range]:
-        """Each member's positions of a group batch."""
-        return [positions(batch, member, len(self.ranks)) for member in range(len(self.ranks))]
+    def positions(self, batch: Batch, now: float) -> list[range]:
+        """Each member's positions of a group batch that begins now."""
+        members, shares = len(self.ranks), self._shares(batch, now)
+        return [positions(batch, member, members, shares) for member in range(members)]
+
+    def _shares(self, batch: Batch, now: float) -> tuple[int, ...]:
+        if not self._is_balanced:
+            return ()
+        size = batch.stop - batch.start
+        each = max(1, size // len(self.ranks))
+        return apportion(size, [clock.speed(each, now) for clock in self._clocks])
 
     def seconds(self, batch: Batch, now: float) -> float:
         """Time of the slowest member for its part of the batch, in seconds."""
-        parts = self.positions(batch)
+        parts = self.positions(batch, now)
         return max(clock.seconds(len(part), now) for clock, part in zip(self._clocks, parts, strict=True))
 
     def start_afresh(self) -> None:

@@ -62,6 +62,7 @@ def simulate(
     optimizer: MakeOptimizer,
     loss: Loss,
     batch_size: int = 32,
+    rebalance: Literal["off", "auto"] = "off",
     evaluate: Evaluate | None = None,
     evaluate_every: int | None = None,
     evaluate_every_seconds: float | None = None,
@@ -92,6 +93,8 @@ def simulate(
         optimizer: makes a torch optimizer from parameters; it runs where the method has it.
         loss: the mean loss of a batch, from the model and the batch (a tuple of tensors for a ``TensorDataset``).
         batch_size: samples in one device's batch; a group of k devices trains on k times as many.
+        rebalance: ``"auto"`` gives the members of a group parts of its batch in proportion to their mean speeds, which
+            are known from the start; a slowdown is followed at once.
         evaluate: figures of a model in evaluation mode, by name. The model is the one that the method would validate.
         evaluate_every: updates between two evaluations; there is always one at the end.
         evaluate_every_seconds: seconds of virtual time between two evaluations.
@@ -137,6 +140,11 @@ def simulate(
             f"topology: it has {len(topology.ranks)} ranks, but the cluster {len(cluster.devices)} devices;"
             " every device belongs to one group"
         )
+    if rebalance not in ("off", "auto") or (rebalance == "auto" and members_apart):
+        raise ConfigurationError(
+            f'rebalance={rebalance!r}: pass "off" or "auto", and "off" with members_apart=True, which takes the mean of'
+            " equal parts"
+        )
     chosen = method_named(method) if isinstance(method, str) else checked(method)
     chosen.check(len(topology.alive))
     if topology.is_synchronous:
@@ -157,6 +165,7 @@ def simulate(
             batched,
             members_apart,
             record,
+            rebalance == "auto",
         )
         with progress_of(progress) as shown:
             return run.run(shown, returns_if_interrupted=progress is not False)
@@ -216,7 +225,9 @@ class Simulation:
         batched: bool | Literal["auto"],
         members_apart: bool,
         record: Recorder | None,
+        is_balanced: bool,
     ) -> None:
+        self._is_balanced = is_balanced
         self.method, self.topology, self.cluster, self.limits = method, topology, cluster, limits
         self.seed, self.batch_size, self.members_apart = seed, batch_size, members_apart
         self.agenda, self.now, self.ended = Agenda(), 0.0, ""
@@ -313,7 +324,7 @@ class Simulation:
         ranks = self.topology.members(number)
         replica = self._sharing_replica(number, master) if self._steps_at_server else self._own_replica(number, make)
         clocks = [Clockwork(self.cluster, rank, self.seed) for rank in ranks]
-        return Group(number, ranks, replica, self.method.group_side(replica), clocks)
+        return Group(number, ranks, replica, self.method.group_side(replica), clocks, self._is_balanced)
 
     def _sharing_replica(self, number: int, master: Optimizer) -> Replica:
         start = self._snapshots.at(0, self._desk.shard.buffer)
@@ -344,7 +355,7 @@ class Simulation:
         nbytes, members = self._desk.shard.layout.nbytes, len(group.ranks)
         seconds = group.seconds(batch, self.now) + self.cluster.group_link.ring_seconds(nbytes, members)
         due = self.now + seconds
-        parts = group.positions(batch) if self.members_apart else [range(batch.start, batch.stop)]
+        parts = group.positions(batch, self.now) if self.members_apart else [range(batch.start, batch.stop)]
         indices = [self._samples.at(group.epoch, part) for part in parts]
         self._bench.begin(group.number, due, group.replica.weights(), indices)
         group.time_step(seconds)

@@ -1,16 +1,19 @@
 """A merged head on a network with 90 % of its weights in it, against the same run with everything pushed.
 
-    python tests/benchmarks/merged.py [--groups 4] [--seeds 3] [--epochs 1]
+    python tests/benchmarks/merged.py [--groups 4] [--seeds 3] [--epochs 1] [--mbit 1000]
 
 Four workers, Fashion-MNIST, equal updates, both in one run. Prints medians over the seeds. Promised are bytes per step
 as calculated (the body's weights, and the activations), staleness 0 in every update of the head, and an accuracy that
-is not worse.
+is not worse. With --mbit all traffic shares a link of so many megabits a second (Linux; needs root): a network
+namespace of its own, whose loopback is limited by tc.
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
+import os
+import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -20,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
 from merged_head import Outcome, count_weights, expected_megabytes, parse_arguments, train
 
-NETWORK = ["--pooled=2", "--width=310"]
+LIMITED = "OMNI_BENCHMARK_LIMITED"
 
 
 def main() -> int:
@@ -29,17 +32,28 @@ def main() -> int:
     parser.add_argument("--groups", type=int, default=4)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=1)
+    parser.add_argument("--mbit", type=int, help="megabits a second that all workers and the server share")
+    parser.add_argument("--width", type=int, default=310, help="width of the head's layers")
     options = parser.parse_args()
+    if options.mbit and not os.environ.get(LIMITED):
+        return limit(options.mbit)
     warnings.filterwarnings("ignore")
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
     runs: list[tuple[Outcome, Outcome]] = []
     for seed in range(options.seeds):
-        given = [f"--groups={options.groups}", f"--epochs={options.epochs}", f"--seed={seed}"]
-        arguments = parse_arguments([*NETWORK, *given])
+        given = {"groups": options.groups, "epochs": options.epochs, "seed": seed, "pooled": 2, "width": options.width}
+        arguments = parse_arguments([f"--{name}={value}" for name, value in given.items()])
         pushed, merged = (train(arguments, merged) for merged in (False, True))
         if pushed is not None and merged is not None:
             runs.append((pushed, merged))
     return report(arguments, runs) if runs else 0
+
+
+def limit(mbit: int) -> int:
+    """Runs this script once more, behind a slow link."""
+    link = f"ip link set lo up && tc qdisc add dev lo root tbf rate {mbit}mbit burst 256kb latency 100ms"
+    command = ["unshare", "--net", "sh", "-c", f'{link} && exec "$@"', "sh", sys.executable, *sys.argv]
+    return subprocess.run(command, env={**os.environ, LIMITED: "1"}, check=False).returncode
 
 
 def report(arguments: argparse.Namespace, runs: list[tuple[Outcome, Outcome]]) -> int:

@@ -1,0 +1,143 @@
+"""``lightning-omni device``: models and data by name, random data, files, lines to paste, and wrong settings."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_omni.cli import main
+from lightning_omni.cli.device import _lines
+from lightning_omni.performance import DeviceReport, DeviceSetting
+
+MODEL = """
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
+import {namespace} as pl
+
+class Model(pl.LightningModule):
+    def __init__(self, width=4):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, width), nn.Linear(width, 3))
+
+    def training_step(self, batch):
+        loss = cross_entropy(self.net(batch[0]), batch[1])
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters())
+
+class Needs(Model):
+    def __init__(self, size):
+        super().__init__()
+
+class Data(pl.LightningDataModule):
+    def train_dataloader(self):
+        return loader()
+
+class Whole(Model):
+    train_dataloader = Data.train_dataloader
+
+def loader():
+    return DataLoader(TensorDataset(torch.randn(48, 6), torch.zeros(48, dtype=torch.long)), batch_size=16)
+"""
+RANDOM = ("--input", "[6]", "--classes", "3")
+SHORT = ("--budget", "1.5", "--propose", "")
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+@pytest.fixture(params=["pytorch_lightning", "lightning.pytorch"])
+def model(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A user's file."""
+    path = tmp_path / "my_own_model.py"
+    path.write_text(MODEL.format(namespace=request.param))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, path.stem, raising=False)
+    threads = torch.get_num_threads()
+    yield str(path)
+    assert torch.get_num_threads() == threads
+    sys.modules.pop(path.stem, None)
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line with which the command refuses."""
+    assert main(["device", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    return captured.err.splitlines()[-1]
+
+
+def test_random_data_give_a_table_a_report_a_picture_and_lines_to_paste(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = ("--json", str(tmp_path / "device.json"), "--picture", str(tmp_path / "device.png"))
+    arguments = ("--arguments", '{"width": 5}', "--batch-size", "24")
+    assert main(["device", f"{model}:Model", *RANDOM, *SHORT, *files, *arguments]) == 0
+    output = capsys.readouterr().out
+    assert "batches of 24" in output
+    assert "fused optimizer" in output
+    assert "trainer = Trainer(" in output
+    report = DeviceReport.from_dict(json.loads((tmp_path / "device.json").read_text()))
+    assert report.batch_size == 24
+    assert {each.step for each in report.findings} >= {"memory format", "fused optimizer", "compile"}
+    assert (tmp_path / "device.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("data", ["Data", "loader", None])
+def test_data_come_from_a_datamodule_a_function_or_the_model(
+    data: str | None, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ("--data", f"{model}:{data}") if data else ()
+    assert main(["device", f"{model}:{'Model' if data else 'Whole'}", *given, *SHORT]) == 0
+    output = capsys.readouterr().out
+    assert "batches of 16" in output
+    assert "data loader" in output
+
+
+@pytest.mark.parametrize("model", ["pytorch_lightning"], indirect=True)
+def test_wrong_settings_are_one_line_with_the_remedy(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def said(*arguments: str) -> str:
+        return refusal(capsys, *arguments)
+
+    assert "there is no class 'Absent'" in said(f"{model}:Absent")
+    assert "there is no file 'absent.py'" in said("absent.py:Model")
+    assert "pass 'file.py:class' or 'package.module:class'" in said("Model")
+    assert "is no LightningModule: it has no training_step" in said(f"{model}:loader")
+    assert "missing a required argument: 'size'; pass its arguments with --arguments" in said(f"{model}:Needs")
+    assert "pass --data file.py:DataModule, or random data with --input" in said(f"{model}:Model")
+    assert "--data and --input exclude each other" in said(f"{model}:Model", *RANDOM, "--data", f"{model}:Data")
+    assert "--batch-size and --classes are for random data" in said(f"{model}:Whole", "--batch-size", "8")
+    assert "--input and --classes: pass numbers of 1 or more" in said(f"{model}:Model", "--input", "[0]")
+    assert "--allow half: pass some of precision, batch_size, workers" in said(f"{model}:Whole", "--allow", "half")
+    assert "budget=0.0: pass seconds above 0" in said(f"{model}:Whole", "--budget", "0")
+    assert "cannot be trained as it comes: RuntimeError" in said(f"{model}:Model", "--input", "[7]", "--classes", "3")
+    bad = ("--json", "/absent/device.json", *SHORT)
+    assert "--json: '/absent/device.json': No such file or directory" in said(f"{model}:Whole", *bad)
+
+
+def report(setting: DeviceSetting) -> DeviceReport:
+    return DeviceReport((), setting, setting, 1.0, 2.0, 2.0, 32)
+
+
+def test_the_lines_to_paste_say_what_was_found() -> None:
+    setting = DeviceSetting(threads=2, fused=True, precision="bf16-mixed", batch_size=64, workers=2)
+    assert _lines(report(setting)).splitlines() == [
+        "from lightning_omni import DeviceTuner",
+        "from lightning_omni.performance import DeviceSetting",
+        "",
+        'trainer = Trainer(precision="bf16-mixed", devices=2,'
+        " callbacks=[DeviceTuner(setting=DeviceSetting(threads=2, fused=True))])",
+        "# and batch_size=64 in your DataLoader",
+    ]
+    assert _lines(report(DeviceSetting())) == "trainer = Trainer()  # nothing was faster"
