@@ -15,10 +15,9 @@ from torch.nn import Parameter
 
 from lightning_omni.errors import ConfigurationError, UnsupportedError
 from lightning_omni.methods import AsyncSGD
-from lightning_omni.methods.head import MergedHead, clip
+from lightning_omni.methods.head import MergedHead, check_mergeable, clip
 from lightning_omni.methods.master import describe, hyperparameters_of, places_of, state_of
 from lightning_omni.methods.modules import class_paths, describe_module, module_resolver, rebuild_module
-from lightning_omni.optimizer.head import check_mergeable
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.codec import pack, unpack
 from lightning_omni.protocol.record import Event

@@ -16,6 +16,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from lightning_omni.errors import ConfigurationError, ProtocolError
 from lightning_omni.methods import METHODS, AsyncDiLoCo, AsyncSGD, DiLoCo, Downpour, Gossip, LocalSGD, Method, SoftSync
+from lightning_omni.performance.hardware import Costs, HardwareModel
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.record import Event, RecordFile, read_record
 from lightning_omni.simulator import (
@@ -98,6 +99,89 @@ def test_a_slowdown_is_followed_by_the_parts() -> None:
 def test_parts_by_speed_and_members_apart_exclude_each_other() -> None:
     with pytest.raises(ConfigurationError, match=r"rebalance=.auto.*members_apart=True"):
         run(cluster=Cluster.even(4), rebalance="auto", members_apart=True)
+
+
+# --- A merged head ----------------------------------------------------------------------------------------------------
+
+
+class Tailed(nn.Module):
+    """A body and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 8), nn.ReLU())
+        self.head = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))
+
+
+def tailed(groups: int, cluster: Cluster, **options: Any) -> tuple[Trace, list[Event]]:
+    torch.manual_seed(0)
+    events: list[Event] = []
+    method = options.pop("method", "async_sgd")
+    return run(method, groups, cluster, model=Tailed(), merged="head", record=events.append, **options), events
+
+
+@pytest.mark.parametrize("method", ["async_sgd", "hardsync", "diloco:period=3", "elastic_averaging:period=2"])
+def test_a_merged_head_is_never_stale_and_is_stepped_with_every_batch(method: str) -> None:
+    trace, events = tailed(4, Cluster.even(8, jitter=RANDOM_TIMES), method=method, max_epochs=2)
+    head = trace_of(events, optimizer=1)
+    assert head.columns()["staleness"].tolist() == [0] * head.updates
+    assert head.columns()["samples"].sum() == 2 * len(DATA)
+    assert {name.split(".")[0] for name in trace.weights} == {"body", "head"}
+    if method == "async_sgd":
+        assert head.updates == trace.updates
+        assert trace.mean_staleness > 1
+
+
+def test_a_simulated_run_with_a_merged_head_is_replayed_to_the_bit() -> None:
+    trace, events = tailed(4, Cluster.even(4, jitter=RANDOM_TIMES), max_epochs=1)
+    torch.manual_seed(0)
+    samples = Samples(DATA, 0)
+    again = replay(events, Tailed(), loss, lambda *where: samples.batch(samples.at(*where)), sgd, merged="head")
+    for name, weight in trace.weights.items():
+        assert np.array_equal(weight, again.weights[name].numpy()), name
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4, 8, 16])
+def test_the_hardware_model_says_how_often_an_update_comes(groups: int) -> None:
+    """16 ranks, a group's batch of 32 samples: 32 ms of one rank, and 1.6 ms at the head."""
+    cluster = Cluster.even(16, 1e-3, head_seconds_per_sample=5e-5, jitter=Jitter("lognormal", 0.1))
+    data = TensorDataset(INPUTS.repeat(40, 1), LABELS.repeat(40))  # one epoch, for at its end all groups meet
+    trace, _ = tailed(groups, cluster, data=data, batch_size=2 * groups, max_updates=250)
+    model = HardwareModel(Costs(compute=32e-3, head=1.6e-3 if groups > 1 else 0.0), ranks=16)
+    # Of several ranks the slowest counts, and near the point of saturation groups come in one another's way.
+    assert trace.seconds_per_update == pytest.approx(model.seconds_per_update(groups), rel=0.2)
+    if groups > 1 and model.binding(groups) == "head":
+        assert trace.seconds_per_update == pytest.approx(1.6e-3, rel=0.03)
+
+
+def test_what_goes_into_the_head_and_comes_out_takes_its_time_on_the_link() -> None:
+    """For each of 4 samples 8 numbers go in and 3 come out, and so do as many gradients; then the body is pushed."""
+    link = Link(bandwidth=1000.0)
+    trace, _ = tailed(2, Cluster.even(2, 1e-9, link=link), batch_size=4, max_updates=1)
+    assert trace.seconds == pytest.approx((2 * (8 + 3) * 4 * 4 + body_nbytes()) / 1000.0, rel=1e-3)
+
+
+def body_nbytes() -> int:
+    return Layout.of(dict(Tailed().body.named_parameters())).nbytes
+
+
+def test_a_group_that_dies_on_its_way_to_the_head_holds_nobody_up() -> None:
+    events = (Failure(rank=3, time=0.0101),)
+    trace, _ = tailed(4, Cluster.even(4, 1e-3, head_seconds_per_sample=1e-3, events=events), max_epochs=1)
+    assert trace.ended == "max_epochs"
+    assert set(trace.rows["group"][-6:].tolist()) <= {0, 1, 2}
+    assert sum(trace.rows["samples"]) >= len(DATA)
+
+
+def test_a_submodule_that_is_not_used_or_used_twice_cannot_be_merged() -> None:
+    with pytest.raises(ConfigurationError, match="the model has no such submodule"):
+        run(groups=2, model=Tailed(), merged="tail")
+    twice: Any = lambda model, batch: (model(batch[0]) + model(batch[0])).mean()  # noqa: E731
+    with pytest.raises(ConfigurationError, match="uses the submodule 2 times"):
+        run(groups=2, model=Tailed(), merged="head", loss=twice)
 
 
 def assert_same_arrays(one: Trace, other: Trace) -> None:

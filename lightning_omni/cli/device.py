@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import json as jsons
 import logging
@@ -62,6 +63,7 @@ def device(
         json: File for the report.
         picture: File for a picture of it (.png, .svg or .pdf).
     """
+    _check_files(json, picture)
     allowed, proposed = _names("allow", allow), _names("propose", propose)
     module = _made(model, "model", arguments or {})
     if not hasattr(module, "training_step"):
@@ -185,6 +187,17 @@ def _quiet() -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
+
+
+def _check_files(*paths: Path | None) -> None:
+    """Before minutes are spent on what cannot be written."""
+    for path in paths:
+        if path is not None and not path.resolve().parent.is_dir():
+            raise ConfigurationError(
+                f"{str(path)!r}: there is no folder {str(path.parent)!r}; make it, or name another"
+            )
+    if paths[1] is not None and importlib.util.find_spec("matplotlib") is None:
+        raise ConfigurationError("pictures need matplotlib; install it with: pip install 'lightning-omni[plot]'")
 
 
 def _write(report: DeviceReport, path: Path | None, picture: Path | None) -> None:

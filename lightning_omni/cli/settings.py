@@ -28,6 +28,7 @@ _OF_CLUSTER = (
     "latency",
     "server_bandwidth",
     "update_seconds",
+    "head_seconds_per_sample",
 )
 """The settings whose place a whole cluster takes."""
 _POSITIVE = (
@@ -70,6 +71,7 @@ class Machines:
         server: The server's network card, which all transfers share.
         group_link: Between neighbours in a group's ring all-reduce.
         update_seconds: Time that the server takes for one push, in seconds.
+        head_seconds_per_sample: Time that a merged head takes for one sample, in seconds.
         events: Ranks that die (rank, time), or are slow for a while (rank, start, stop, factor).
     """
 
@@ -78,6 +80,7 @@ class Machines:
     server: Link = field(default_factory=Link)
     group_link: Link = field(default_factory=Link)
     update_seconds: float = 0.0
+    head_seconds_per_sample: float = 0.0
     events: tuple[Failure | Slowdown, ...] = ()
 
     def cluster(self) -> Cluster:
@@ -87,7 +90,15 @@ class Machines:
             for kind in self.devices
             for _ in range(kind.count)
         ]
-        return Cluster(tuple(devices), self.link, self.server, self.group_link, self.update_seconds, tuple(self.events))
+        return Cluster(
+            tuple(devices),
+            self.link,
+            self.server,
+            self.group_link,
+            self.update_seconds,
+            self.head_seconds_per_sample,
+            tuple(self.events),
+        )
 
 
 @dataclass(frozen=True)
@@ -107,11 +118,13 @@ class Settings:
         server_bandwidth: Of the server's network card, which all groups share, in bytes per second. None for that of
             the links.
         update_seconds: Seconds that the server takes for one push.
+        head_seconds_per_sample: Seconds that a merged head takes for one sample, one group at a time.
         cluster: A whole cluster with different devices, links and failures (best in YAML), instead of these settings.
         workload: What is trained: synthetic, or file.py:function or package.module:function that returns a
             lightning_omni.simulator.Workload.
         batch_size: Samples in one device's batch.
         rebalance: auto gives the devices of a group parts of its batch in proportion to their speeds; off, equal parts.
+        merged: Name of a submodule that stays at the server.
         lr: Learning rate, or several as in [0.03, 0.1]: then each method is shown with the one that suits it best, the
             target reached soonest or else the lowest last loss. None for the workload's.
         momentum: Momentum. None for the workload's.
@@ -137,10 +150,12 @@ class Settings:
     latency: float = 0.0
     server_bandwidth: float | None = None
     update_seconds: float = 0.0
+    head_seconds_per_sample: float = 0.0
     cluster: Machines | None = None
     workload: str = "synthetic"
     batch_size: int = 32
     rebalance: Literal["off", "auto"] = "off"
+    merged: str | None = None
     lr: float | list[float] | None = None
     momentum: float | None = None
     epochs: int | None = None
@@ -189,6 +204,7 @@ class Task:
         options = {
             "batch_size": settings.batch_size,
             "rebalance": settings.rebalance,
+            "merged": settings.merged,
             "evaluate": workload.evaluate,
             "max_updates": settings.updates,
             "max_epochs": epochs_of(settings),
@@ -224,6 +240,7 @@ def cluster_of(settings: Settings) -> Cluster:
         server=Link(card),
         group_link=link,
         update_seconds=settings.update_seconds,
+        head_seconds_per_sample=settings.head_seconds_per_sample,
     )
 
 

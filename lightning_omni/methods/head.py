@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import Parameter
 from torch.nn.utils import get_total_norm
 
-from lightning_omni.errors import UnsupportedError
-from lightning_omni.methods.modules import tensors_of, with_tensors
+from lightning_omni.errors import ConfigurationError, UnsupportedError
+from lightning_omni.methods.modules import check_describable, describe_module, tensors_of, with_tensors
 
 
 @dataclass(frozen=True)
@@ -143,6 +144,46 @@ class MergedHead:
             )
 
 
+class Passage(Protocol):
+    """Brings what goes into a merged head to its owner, and back what comes out; and so with gradients."""
+
+    def bring(self, tree: Any, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The tensors of the output, for ``tree`` (arguments, keyword arguments) with these tensors in it."""
+
+    def take_back(
+        self, gradients: Sequence[Tensor], inputs: Sequence[tuple[torch.Size, torch.dtype]]
+    ) -> Sequence[Tensor | None]:
+        """The gradients of the inputs, whose shapes and dtypes are given, for those of the output."""
+
+
+def pass_through(passage: Passage, tree: Any) -> tuple[Tensor, ...]:
+    """The tensors of a merged head's output, through which a backward pass goes the same way back.
+
+    Args:
+        passage: the way to the head and back.
+        tree: arguments and keyword arguments.
+    """
+    # The anchor sees to it that a backward pass always comes this way, though nothing before may want a gradient.
+    anchor = torch.zeros((), requires_grad=True)
+    outputs: tuple[Tensor, ...] = _Pass.apply(passage, tree, anchor, *tensors_of(tree))  # type: ignore[no-untyped-call]
+    return outputs
+
+
+class _Pass(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, passage: Passage, tree: Any, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.passage = passage
+        ctx.inputs = [(tensor.shape, tensor.dtype) for tensor in tensors]
+        outputs = tuple(passage.bring(tree, tensors))
+        ctx.mark_non_differentiable(*(output for output in outputs if not output.is_floating_point()))
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return (None, None, None, *ctx.passage.take_back(gradients, ctx.inputs))
+
+
 def clip(gradients: Sequence[Tensor | None], value: float, algorithm: str) -> None:
     """Clips gradients in place, as Lightning's ``gradient_clip_val`` and ``gradient_clip_algorithm`` have it.
 
@@ -161,3 +202,59 @@ def clip(gradients: Sequence[Tensor | None], value: float, algorithm: str) -> No
     factor = torch.clamp(value / (get_total_norm(there) + 1e-6), max=1.0)
     for gradient in there:
         gradient.mul_(factor)
+
+
+def check_mergeable(name: str, model: nn.Module) -> nn.Module:
+    """The submodule of that name, if it can be merged.
+
+    Args:
+        name: as in ``model.named_modules()``.
+        model: the whole model.
+
+    Raises:
+        ConfigurationError: there is no such submodule, or it has no parameters.
+        UnsupportedError: it shares parameters with the rest, keeps running statistics, or cannot be described.
+    """
+    modules = dict(model.named_modules())
+    if not isinstance(name, str) or name not in modules or not name:
+        known = [child for child, module in modules.items() if child and any(True for _ in module.parameters())]
+        raise ConfigurationError(
+            f"merged={name!r}: the model has no such submodule; its submodules with parameters are"
+            f" {', '.join(known) or 'none'}"
+        )
+    module: nn.Module = modules[name]
+    own = {id(parameter) for parameter in module.parameters()}
+    if not own:
+        raise ConfigurationError(f"merged={name!r}: the submodule has no parameters, so there is nothing to keep fresh")
+    _check_not_tied(name, model, module, own)
+    for child_name, child in module.named_modules():
+        if getattr(child, "track_running_stats", False):
+            raise UnsupportedError(
+                f"merged={name!r}: its submodule {child_name or name} keeps running statistics, which groups evaluate"
+                " with and would not hear of; leave it outside the merged submodule"
+            )
+        if isinstance(child, (nn.RNNBase, nn.modules.lazy.LazyModuleMixin)):
+            raise UnsupportedError(
+                f"merged={name!r}: its submodule {child_name or name} is a {type(child).__name__}, which cannot be sent"
+                " to the parameter server as plain values; merge a part without it"
+            )
+    try:
+        for child_name, child in module.named_modules():
+            check_describable(child, child_name)
+        describe_module(module)
+    except UnsupportedError as error:
+        raise UnsupportedError(f"merged={name!r}: {error}") from error
+    return module
+
+
+def _check_not_tied(name: str, model: nn.Module, module: nn.Module, own: set[int]) -> None:
+    inside = {id(child) for child in module.modules()}
+    for other_name, other in model.named_modules():
+        if id(other) in inside:
+            continue
+        for parameter_name, parameter in other.named_parameters(recurse=False):
+            if id(parameter) in own:
+                raise UnsupportedError(
+                    f"merged={name!r}: its weights are shared with {f'{other_name}.' if other_name else ''}"
+                    f"{parameter_name}, which stays with the groups; one owner cannot keep them: merge something else"
+                )

@@ -14,11 +14,11 @@ import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from lightning_omni.errors import ConfigurationError, Refused, UnsupportedError
+from lightning_omni.methods.head import pass_through
 from lightning_omni.methods.master import hyperparameters_of
-from lightning_omni.methods.modules import check_describable, describe_module, tensors_of, with_tensors
+from lightning_omni.methods.modules import tensors_of, with_tensors
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.codec import Packed, pack, unpack
 from lightning_omni.protocol.layout import DTYPES
@@ -53,7 +53,6 @@ class RemoteHead:
         self._is_open = False
         self._rows: list[int] = []
         self._output: Any = None
-        self._anchor = torch.zeros((), requires_grad=True)
         self.clip = 0.0
         self.clip_algorithm = "norm"
 
@@ -83,21 +82,27 @@ class RemoteHead:
         """The head's output for this rank's rows."""
         if not self._world.is_computing:
             return self._own(*args, **kwargs)
-        tensors = tensors_of((args, kwargs))
         if not torch.is_grad_enabled():
-            outputs: Sequence[Tensor] = self._bring((args, kwargs), tensors, turn=False)
+            tree = (args, kwargs)
+            outputs: Sequence[Tensor] = self.bring(tree, tensors_of(tree), turn=False)
         else:
             if self._is_open:
                 raise UnsupportedError(
                     f'merged="{self._name}": the submodule is used twice in one training step, and its turn at the'
                     " server is one forward pass and one backward pass; use it once, on all inputs together"
                 )
-            outputs = _Pass.apply(self, (args, kwargs), self._anchor, *tensors)  # type: ignore[no-untyped-call]
+            outputs = pass_through(self, (args, kwargs))
             self._is_open = True
         return with_tensors(self._output, outputs)
 
-    def _bring(self, tree: Any, tensors: Sequence[Tensor], turn: bool) -> list[Tensor]:
-        """The batch to the head, and back what is this rank's. Remembers the output's shape as a tree."""
+    def bring(self, tree: Any, tensors: Sequence[Tensor], turn: bool = True) -> list[Tensor]:
+        """The batch to the head, and back what is this rank's of each tensor of the output.
+
+        Args:
+            tree: arguments and keyword arguments.
+            tensors: what is to be put in the places of its tensors.
+            turn: whether a backward pass will follow.
+        """
         world = self._world
         with world.timed():
             self._rows = self._count_rows(tensors)
@@ -264,76 +269,3 @@ class RemoteHead:
             long.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
         self._world.broadcast_in_group(long)
         return long.numpy().tobytes()
-
-
-class _Pass(torch.autograd.Function):
-    """The head as one function of torch; the anchor sees to it that a backward pass always comes this way."""
-
-    @staticmethod
-    def forward(ctx: Any, remote: RemoteHead, tree: Any, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.remote = remote
-        ctx.inputs = [(tensor.shape, tensor.dtype) for tensor in tensors]
-        outputs = tuple(remote._bring(tree, tensors, turn=True))
-        ctx.mark_non_differentiable(*(output for output in outputs if not output.is_floating_point()))
-        return outputs
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return (None, None, None, *ctx.remote.take_back(gradients, ctx.inputs))
-
-
-def check_mergeable(name: str, model: nn.Module) -> nn.Module:
-    """The submodule of that name, if it can be merged.
-
-    Args:
-        name: as in ``model.named_modules()``.
-        model: the whole model.
-
-    Raises:
-        ConfigurationError: there is no such submodule, or it has no parameters.
-        UnsupportedError: it shares parameters with the rest, keeps running statistics, or cannot be described.
-    """
-    modules = dict(model.named_modules())
-    if not isinstance(name, str) or name not in modules or not name:
-        known = [child for child, module in modules.items() if child and any(True for _ in module.parameters())]
-        raise ConfigurationError(
-            f"merged={name!r}: the model has no such submodule; its submodules with parameters are"
-            f" {', '.join(known) or 'none'}"
-        )
-    module: nn.Module = modules[name]
-    own = {id(parameter) for parameter in module.parameters()}
-    if not own:
-        raise ConfigurationError(f"merged={name!r}: the submodule has no parameters, so there is nothing to keep fresh")
-    _check_not_tied(name, model, module, own)
-    for child_name, child in module.named_modules():
-        if getattr(child, "track_running_stats", False):
-            raise UnsupportedError(
-                f"merged={name!r}: its submodule {child_name or name} keeps running statistics, which groups evaluate"
-                " with and would not hear of; leave it outside the merged submodule"
-            )
-        if isinstance(child, (nn.RNNBase, nn.modules.lazy.LazyModuleMixin)):
-            raise UnsupportedError(
-                f"merged={name!r}: its submodule {child_name or name} is a {type(child).__name__}, which cannot be sent"
-                " to the parameter server as plain values; merge a part without it"
-            )
-    try:
-        for child_name, child in module.named_modules():
-            check_describable(child, child_name)
-        pack(describe_module(module))
-    except UnsupportedError as error:
-        raise UnsupportedError(f"merged={name!r}: {error}") from error
-    return module
-
-
-def _check_not_tied(name: str, model: nn.Module, module: nn.Module, own: set[int]) -> None:
-    inside = {id(child) for child in module.modules()}
-    for other_name, other in model.named_modules():
-        if id(other) in inside:
-            continue
-        for parameter_name, parameter in other.named_parameters(recurse=False):
-            if id(parameter) in own:
-                raise UnsupportedError(
-                    f"merged={name!r}: its weights are shared with {f'{other_name}.' if other_name else ''}"
-                    f"{parameter_name}, which stays with the groups; one owner cannot keep them: merge something else"
-                )

@@ -33,9 +33,10 @@ from torch.utils._pytree import tree_map
 
 from lightning_omni.errors import ConfigurationError, NonFiniteGradients, OmniError, Refused, UnsupportedError
 from lightning_omni.methods import Exchange, Inbox, Method, Pulled, checked, method_named
+from lightning_omni.methods.head import check_mergeable
 from lightning_omni.methods.master import check_servable, class_path, describe, places_of
 from lightning_omni.methods.modules import class_paths, describe_module
-from lightning_omni.optimizer.head import RemoteHead, check_mergeable
+from lightning_omni.optimizer.head import RemoteHead
 from lightning_omni.optimizer.process_group import BACKEND, LiveWorld, register
 from lightning_omni.optimizer.replica import ModelReplica
 from lightning_omni.protocol import messages as m

@@ -422,6 +422,7 @@ class _Search:
             spread=found.spread,
             pairs=len(found.before),
         )
+        gc.collect()  # modules are full of cycles, and the loser is large
         return measured, trial
 
     def _prepare(self, trial: Trial, is_same: bool) -> float:

@@ -178,6 +178,8 @@ class Cluster:
         server: the server's network card, which all transfers share: one at a time inwards, one at a time outwards.
         group_link: between neighbours in a group's ring all-reduce.
         update_seconds: time that the server takes for one push, in seconds; one at a time.
+        head_seconds_per_sample: time that a merged head takes for one sample, forward and backward, in seconds; one
+            group at a time.
         events: ranks that die, or are slow for a while.
 
     Raises:
@@ -193,12 +195,14 @@ class Cluster:
     server: Link = field(default_factory=Link)
     group_link: Link = field(default_factory=Link)
     update_seconds: float = 0.0
+    head_seconds_per_sample: float = 0.0
     events: tuple[Failure | Slowdown, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.devices:
             raise ConfigurationError("devices=(): a cluster needs at least one device")
-        _check_time("update_seconds", self.update_seconds)
+        for name in ("update_seconds", "head_seconds_per_sample"):
+            _check_time(name, getattr(self, name))
         for name in ("devices", "events"):  # a list from YAML is as good
             object.__setattr__(self, name, tuple(getattr(self, name)))
         for event in self.events:

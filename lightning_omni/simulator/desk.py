@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_omni.errors import ProtocolError
@@ -25,6 +26,9 @@ from lightning_omni.protocol.shard import Shard
 from lightning_omni.topology import Topology
 
 _GENERATION = 1
+HEAD = 1
+"""Number of a merged head: the optimizer of the rest is 0."""
+_Answer = TypeVar("_Answer", bound=m.Message)
 _NOTHING = b""
 
 
@@ -64,13 +68,11 @@ class Desk:
         """The master weights."""
         return self.core.shards[0]
 
-    def form(
-        self, topology: Topology, method: Method, weights: Mapping[str, Tensor], optimizer: Optimizer | None
-    ) -> None:
-        """Rank 0 forms the groups and hands weights and optimizer over; no optimizer if it steps at the workers."""
+    def form(self, topology: Topology, method: Method, parts: Sequence[Mapping[str, Any]]) -> None:
+        """Rank 0 forms the groups and hands weights and optimizers over: see `part_of`."""
         form = m.Form(generation=_GENERATION, groups=topology.groups, method=m.method_to_wire(method))
         self._control(0, form)
-        packed, buffer = pack({"parts": [part_of(weights, optimizer)]})
+        packed, buffer = pack({"parts": [dict(part) for part in parts]})
         self._data(0, m.Seed(packed=packed, nbytes=buffer.numel()), buffer)
 
     def open_epoch(self, leader: int, plan: EpochPlan) -> None:
@@ -107,6 +109,16 @@ class Desk:
     def fetch(self, leader: int, epoch: int, trained: int) -> list[Out]:
         """A group fetches the master weights."""
         return self._data(leader, m.Fetch(optimizer=0, epoch=epoch, trained=trained))
+
+    def ask_head(
+        self, leader: int, message: m.HeadForward | m.HeadBackward, payload: Tensor, expect: type[_Answer]
+    ) -> tuple[_Answer, Tensor]:
+        """A group's batch at the merged head, or its gradients; answered at once, for it is the group's turn."""
+        (out,) = self._data(leader, message, payload)
+        assert isinstance(out.message, expect)
+        (answer,) = out.payload
+        assert isinstance(answer, Tensor)
+        return out.message, answer.clone()
 
     def lose(self, rank: int, reason: str) -> list[Out]:
         """A rank dies."""
@@ -157,13 +169,23 @@ class Desk:
         return _sound(self.core.receive(m.DATA, b"d%d" % rank, message, payload, self.now))
 
 
-def part_of(weights: Mapping[str, Tensor], optimizer: Optimizer | None) -> dict[str, Any]:
-    """Weights and optimizer as a server takes them; no optimizer if it steps at the workers."""
-    description = None
-    if optimizer is not None:
-        ordered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        description = describe(optimizer, dict(zip(ordered, weights, strict=True)))
-    return {"optimizer": description, "weights": dict(weights), "clock": 0}
+def part_of(
+    parameters: Mapping[str, Parameter], optimizer: Optimizer | None, head: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Weights and optimizer as a server takes them; no optimizer if it steps at the workers.
+
+    Args:
+        parameters: by name, in the optimizer's order.
+        optimizer: over these, and perhaps others.
+        head: what is to be said of a merged head.
+    """
+    names: dict[Tensor, str] = {parameter: name for name, parameter in parameters.items()}
+    return {
+        "optimizer": describe(optimizer, names) if optimizer is not None else None,
+        "weights": {name: parameter.detach() for name, parameter in parameters.items()},
+        "clock": 0,
+        "head": head,
+    }
 
 
 def resolve_also(optimizer: Optimizer) -> Resolve:

@@ -14,6 +14,7 @@ from lightning_omni.methods.totals import Total
 from lightning_omni.protocol import Batch
 from lightning_omni.protocol.leases import apportion, positions
 from lightning_omni.simulator.cluster import Cluster
+from lightning_omni.simulator.workbench import Result
 
 _DRAWN_AT_ONCE = 64
 
@@ -65,6 +66,7 @@ class Group:
         batches: those drawn and not begun.
         steps: local steps since the last push.
         published: what peers may read.
+        result: the gradient that its turn at a merged head has given, until the backward pass is over.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class Group:
         self.batches: deque[Batch] = deque()
         self.batch: Batch | None = None
         self.published: list[Tensor] | None = None
+        self.result: Result | None = None
         self._inbox = Total()
         self.began_step = 0.0
         self._step_seconds, self._timed_steps = 0.0, 0

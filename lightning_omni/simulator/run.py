@@ -37,8 +37,9 @@ from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.record import Recorder
 from lightning_omni.simulator.agenda import Agenda, Queue
 from lightning_omni.simulator.cluster import Cluster, Failure, Link
-from lightning_omni.simulator.desk import Desk
+from lightning_omni.simulator.desk import HEAD, Desk, part_of
 from lightning_omni.simulator.group import Clockwork, Group
+from lightning_omni.simulator.head import SimulatedHead, without
 from lightning_omni.simulator.progress import Progress, progress_of
 from lightning_omni.simulator.replicas import SharingReplica, Snapshots
 from lightning_omni.simulator.workbench import Loss, Samples, Workbench
@@ -48,6 +49,8 @@ from lightning_omni.trace import Trace, reaches
 MakeOptimizer = Callable[[Any], Optimizer]
 Evaluate = Callable[[nn.Module], Mapping[str, float]]
 
+FORWARD = 1 / 3
+"""Part of a batch's time that is its forward pass: the backward pass multiplies twice as many matrices."""
 MOST_REFUSED = 10
 """Pushes of one group that may be refused in a row before the run counts as diverged."""
 
@@ -63,6 +66,7 @@ def simulate(
     loss: Loss,
     batch_size: int = 32,
     rebalance: Literal["off", "auto"] = "off",
+    merged: str | None = None,
     evaluate: Evaluate | None = None,
     evaluate_every: int | None = None,
     evaluate_every_seconds: float | None = None,
@@ -95,6 +99,9 @@ def simulate(
         batch_size: samples in one device's batch; a group of k devices trains on k times as many.
         rebalance: ``"auto"`` gives the members of a group parts of its batch in proportion to their mean speeds, which
             are known from the start; a slowdown is followed at once.
+        merged: name of a submodule that stays at the server, as by ``OmniStrategy(merged=...)``. A group's batch comes
+            there after a third of the group's time (its forward pass); the turn lasts as long as the head takes, and
+            the way of its outputs and their gradients.
         evaluate: figures of a model in evaluation mode, by name. The model is the one that the method would validate.
         evaluate_every: updates between two evaluations; there is always one at the end.
         evaluate_every_seconds: seconds of virtual time between two evaluations.
@@ -145,6 +152,10 @@ def simulate(
             f'rebalance={rebalance!r}: pass "off" or "auto", and "off" with members_apart=True, which takes the mean of'
             " equal parts"
         )
+    if merged is not None and members_apart:
+        raise ConfigurationError(
+            f"merged={merged!r} and members_apart=True: a group's rows go through the head together; drop one of them"
+        )
     chosen = method_named(method) if isinstance(method, str) else checked(method)
     chosen.check(len(topology.alive))
     if topology.is_synchronous:
@@ -166,6 +177,7 @@ def simulate(
             members_apart,
             record,
             rebalance == "auto",
+            None if topology.is_synchronous else merged,
         )
         with progress_of(progress) as shown:
             return run.run(shown, returns_if_interrupted=progress is not False)
@@ -226,6 +238,7 @@ class Simulation:
         members_apart: bool,
         record: Recorder | None,
         is_balanced: bool,
+        merged: str | None,
     ) -> None:
         self._is_balanced = is_balanced
         self.method, self.topology, self.cluster, self.limits = method, topology, cluster, limits
@@ -234,8 +247,9 @@ class Simulation:
         self._model = copy.deepcopy(model).train()
         self._evaluated = copy.deepcopy(model).eval()
         master = optimizer(list(self._model.parameters()))
-        self._parameters = named_parameters(self._model, master)
-        start = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
+        everything = named_parameters(self._model, master)
+        self._head = SimulatedHead(merged, self._model, master) if merged is not None else None
+        self._parameters = without(everything, self._head)
         samples = Samples(data, seed)
         members = len(topology.ranks) // len(topology.alive)
         self._bench = Workbench(
@@ -243,15 +257,24 @@ class Simulation:
             self._parameters,
             loss,
             samples,
-            False if members_apart else batched,
+            False if members_apart or self._head is not None else batched,
             batch_size * members,
         )
         self._samples = samples
-        self._desk = Desk(Layout.of(start), len(topology.ranks), seed, master, record)
-        self._snapshots = Snapshots(Layout.of(start))
+        layout = Layout.of({name: parameter.detach() for name, parameter in self._parameters.items()})
+        self._desk = Desk(layout, len(topology.ranks), seed, master, record)
+        self._snapshots = Snapshots(layout)
         self._steps_at_server = method.steps_at == "server"
-        self._desk.form(topology, method, start, master if self._steps_at_server else None)
-        self._inwards, self._outwards, self._service = Queue(), Queue(), Queue()
+        parts = [part_of(self._parameters, master if self._steps_at_server else None)]
+        self._bytes_in = self._bytes_out = 0
+        if self._head is not None:
+            parts.append(part_of(self._head.parameters, master, self._head.part(seed)))
+            first = samples.batch(samples.at(0, range(1)))
+            self._bytes_in, self._bytes_out = self._head.sizes(self._model, loss, first)
+        self._desk.form(topology, method, parts)
+        if self._head is not None:
+            self._head.install(self._desk)
+        self._inwards, self._outwards, self._service, self._turns = Queue(), Queue(), Queue(), Queue()
         instant = topology.is_synchronous
         self._link = Link() if instant else cluster.link
         self._card = Link() if instant else cluster.server
@@ -354,30 +377,63 @@ class Simulation:
         group.stretch = batch.stretch
         nbytes, members = self._desk.shard.layout.nbytes, len(group.ranks)
         seconds = group.seconds(batch, self.now) + self.cluster.group_link.ring_seconds(nbytes, members)
+        group.time_step(seconds)
+        if self._head is not None:
+            self.agenda.add(self.now + seconds * FORWARD, partial(self._to_head, group, seconds))
+            return
         due = self.now + seconds
         parts = group.positions(batch, self.now) if self.members_apart else [range(batch.start, batch.stop)]
         indices = [self._samples.at(group.epoch, part) for part in parts]
         self._bench.begin(group.number, due, group.replica.weights(), indices)
-        group.time_step(seconds)
         self.agenda.add(due, partial(self._computed, group))
 
     def _computed(self, group: Group) -> None:
         if not group.alive:
             return
-        result = self._bench.result(group.number)
+        result = self._bench.result(group.number) if self._head is None else group.result
         assert group.batch is not None
+        assert result is not None
         size = group.batch.stop - group.batch.start
         group.trained += 1
         group.count(size, result.loss)
         self._samples_trained += size
         self._steps += 1
-        hyperparameters = hyperparameters_of(group.replica.optimizer)
+        hyperparameters = hyperparameters_of(group.replica.optimizer, set(group.replica.ordered))
         if self.method.talks_to_peers:
             self._rows.add(self.now, group, self._steps, self._steps, 0)
             group.start_afresh()
         self._answer(group, Gradient(result.gradient, hyperparameters))
         if self.method.talks_to_peers:
             self._look_at_limits()
+
+    def _to_head(self, group: Group, seconds: float) -> None:
+        """A group's forward pass has come to the merged head."""
+        assert group.batch is not None
+        nbytes = self._bytes_in * (group.batch.stop - group.batch.start)
+        arrival = self.now + self._link.seconds(nbytes) + self._card.latency
+        self.agenda.add(arrival, partial(self._queue_at_head, group, seconds, nbytes))
+
+    def _queue_at_head(self, group: Group, seconds: float, nbytes: int) -> None:
+        assert group.batch is not None
+        size = group.batch.stop - group.batch.start
+        received = self._inwards.serve(self.now, nbytes / self._card.bandwidth)
+        # The outputs go out and their gradients come in while nobody else may have the head.
+        way = 2 * (self._link.seconds(self._bytes_out * size) + self._card.seconds(self._bytes_out * size))
+        over = self._turns.serve(received, size * self.cluster.head_seconds_per_sample + way)
+        self.agenda.add(over, partial(self._turn, group, seconds, nbytes))
+
+    def _turn(self, group: Group, seconds: float, nbytes: int) -> None:
+        """A turn ends. Nobody has had the head since it began, so all of it may be computed now."""
+        if not group.alive:
+            return
+        assert self._head is not None
+        assert group.batch is not None
+        self._head.turn_of(group.leader, group.epoch, group.trained + 1)
+        indices = self._samples.at(group.epoch, range(group.batch.start, group.batch.stop))
+        group.result = self._bench.compute(group.replica.weights(), [self._samples.batch(indices)])
+        sent = self._outwards.serve(self.now, nbytes / self._card.bandwidth)
+        back = sent + self._link.seconds(nbytes) + self._card.latency
+        self.agenda.add(back + seconds * (1 - FORWARD), partial(self._computed, group))
 
     def _answer(self, group: Group, answer: Any) -> None:
         """The method's half goes on to the next need that takes time."""
@@ -577,7 +633,10 @@ class Simulation:
             for group in self._groups.values():
                 total.add(group.replica.weights())
             weights = [mean for mean in total.scaled(1 / total.count) if mean is not None]
-        return dict(zip(self._parameters, weights, strict=True))
+        named = dict(zip(self._parameters, weights, strict=True))
+        if self._head is not None:
+            named |= dict(zip(self._head.parameters, self._desk.core.shards[HEAD].master.weights(), strict=True))
+        return named
 
     def _trace(self) -> Trace:
         meta = {
@@ -587,6 +646,7 @@ class Simulation:
             "seed": self.seed,
             "batch_size": self.batch_size,
             "samples_per_epoch": len(self._samples),
+            "merged": self._head.name if self._head is not None else None,
             "refused": self._desk.shard.refused,
             "most_snapshots": self._snapshots.most,
         }

@@ -21,10 +21,11 @@ from torch.utils.data import DataLoader
 
 from lightning_omni.errors import ConfigurationError, OmniError, UnsupportedError
 from lightning_omni.methods import Method
+from lightning_omni.methods.head import check_mergeable
 from lightning_omni.metrics import RunReport, Staleness
 from lightning_omni.optimizer import OmniOptimizer, World, WorldOptions, names_of
 from lightning_omni.optimizer.balance import Balance
-from lightning_omni.optimizer.head import RemoteHead, check_mergeable
+from lightning_omni.optimizer.head import RemoteHead
 from lightning_omni.protocol import messages as m
 from lightning_omni.strategy import _private
 from lightning_omni.strategy.epochs import EpochDriver

@@ -56,7 +56,7 @@ def main() -> None:
             tuner = omni.DeviceTuner(budget=fit["budget"], allow=("precision",))
         module = ConvNet()
         before = torch.get_num_threads()
-        run = trainer(strategy, 2, callbacks=[tuner] if tuner else [], max_epochs=2)
+        run = trainer(strategy, fit.get("devices", 2), callbacks=[tuner] if tuner else [], max_epochs=2)
         run.fit(module, data())
         results.append(
             {

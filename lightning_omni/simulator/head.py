@@ -1,0 +1,125 @@
+"""A merged head in virtual time: a group's batch goes through the real server's head, whole, when its turn ends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lightning_omni.errors import ConfigurationError, UnsupportedError
+from lightning_omni.methods.head import check_mergeable, pass_through
+from lightning_omni.methods.master import hyperparameters_of
+from lightning_omni.methods.modules import describe_module, tensors_of, with_tensors
+from lightning_omni.protocol import messages as m
+from lightning_omni.protocol.codec import pack, unpack
+from lightning_omni.simulator.desk import HEAD, Desk
+from lightning_omni.simulator.workbench import Loss
+
+
+class SimulatedHead:
+    """Stands in the place of the submodule's ``forward`` in the simulation's model.
+
+    Args:
+        name: the submodule's name.
+        model: the simulation's model.
+        optimizer: the user's, over all of its parameters.
+
+    Attributes:
+        parameters: the head's own, by name, in the optimizer's order.
+
+    Raises:
+        ConfigurationError: the submodule cannot be merged.
+    """
+
+    def __init__(self, name: str, model: nn.Module, optimizer: Optimizer) -> None:
+        self.name, self._optimizer = name, optimizer
+        self._module = check_mergeable(name, model)
+        names = {parameter: f"{name}.{local}" for local, parameter in self._module.named_parameters()}
+        ordered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self.parameters: dict[str, Parameter] = {names[each]: each for each in ordered if each in names}
+        if len(self.parameters) < len(names):
+            raise UnsupportedError(f"merged={name!r}: the optimizer does not hold all of its parameters")
+        self._desk: Desk | None = None
+        self._who = (0, -1, 0)
+        self._output: Any = None
+
+    def part(self, seed: int) -> dict[str, Any]:
+        """What a server is told of it, beyond its weights and optimizer."""
+        frozen = [name for name, parameter in self.parameters.items() if not parameter.requires_grad]
+        return {"name": self.name, "module": describe_module(self._module), "frozen": frozen, "seed": seed}
+
+    def sizes(self, model: nn.Module, loss: Loss, batch: Any) -> tuple[int, int]:
+        """Bytes that go into the head and come out of it for a batch."""
+        seen: list[tuple[int, int]] = []
+
+        def look(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            seen.append((_nbytes((args, kwargs)), _nbytes(output)))
+
+        was_training = model.training
+        hook = self._module.register_forward_hook(look, with_kwargs=True)
+        try:
+            model.eval()  # nothing is drawn, nothing is counted
+            loss(model, batch)
+        finally:
+            hook.remove()
+            model.train(was_training)
+        if len(seen) != 1:
+            raise ConfigurationError(
+                f"merged={self.name!r}: the loss uses the submodule {len(seen)} times, and a turn at the server is one"
+                " forward and one backward pass"
+            )
+        return seen[0]
+
+    def install(self, desk: Desk) -> None:
+        """From now on the submodule is the server's."""
+        self._desk = desk
+        self._module.forward = self
+
+    def turn_of(self, leader: int, epoch: int, trained: int) -> None:
+        """The next forward pass is this group's; with its batch it will have trained so many of the epoch."""
+        self._who = (leader, epoch, trained)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The head's output, as the server gives it."""
+        outputs = pass_through(self, (args, kwargs))
+        return with_tensors(self._output, outputs)
+
+    def bring(self, tree: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The batch to the server; back come the output's tensors."""
+        assert self._desk is not None
+        packed, buffer = pack(with_tensors(tree, tensors))
+        message = m.HeadForward(optimizer=HEAD, packed=packed, nbytes=buffer.numel(), training=self._module.training)
+        answer, payload = self._desk.ask_head(self._who[0], message, buffer, m.HeadOutput)
+        self._output = unpack(answer.packed, payload)
+        return tensors_of(self._output)
+
+    def take_back(self, gradients: Sequence[Tensor], inputs: Sequence[tuple[torch.Size, torch.dtype]]) -> list[Any]:
+        """The output's gradients to the server, which steps the head; back come those of the inputs."""
+        assert self._desk is not None
+        leader, epoch, trained = self._who
+        packed, buffer = pack(list(gradients))
+        message = m.HeadBackward(
+            optimizer=HEAD,
+            packed=packed,
+            nbytes=buffer.numel(),
+            hyperparameters=tuple(hyperparameters_of(self._optimizer, set(self.parameters.values()))),
+            epoch=epoch,
+            trained=trained,
+        )
+        answer, payload = self._desk.ask_head(leader, message, buffer, m.HeadGradients)
+        found: list[Any] = unpack(answer.packed, payload)
+        return found
+
+
+def _nbytes(tree: Any) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(tree))
+
+
+def without(parameters: Mapping[str, Parameter], head: SimulatedHead | None) -> dict[str, Parameter]:
+    """Those parameters that groups train."""
+    inside = head.parameters if head is not None else {}
+    return {name: parameter for name, parameter in parameters.items() if name not in inside}
