@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 SCRIPTS = Path(__file__).parent / "scripts"
+_NOT_INHERITED = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "PL_GLOBAL_SEED")
+"""What a test in this process may have left in the environment."""
 
 
 @dataclass
@@ -31,7 +33,7 @@ class Running:
     def __init__(self, script: str, options: dict[str, Any] | None = None, env: dict[str, str] | None = None) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="omni-run-"))
         self._log = (self.folder / "output.txt").open("w+")
-        environment = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE")}
+        environment = {k: v for k, v in os.environ.items() if k not in _NOT_INHERITED}
         environment |= {"OMP_NUM_THREADS": "1", "OMNI_TEST_FOLDER": str(self.folder)}
         environment["PYTHONPATH"] = f"{SCRIPTS}{os.pathsep}{environment.get('PYTHONPATH', '')}"
         self.process = subprocess.Popen(

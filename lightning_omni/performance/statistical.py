@@ -1,0 +1,651 @@
+"""Statistical efficiency: the updates to a target, read off loss curves, and what more groups cost of them.
+
+A curve is fitted by a decay that may level off anywhere and bend in any way between an exponential and a slow power,
+
+    L(t) = floor + drop (1 + t / τ)^(-p),        L(t) = floor + drop exp(-t / τ) as p → ∞ with τ / p fixed,
+
+so that a forecast is as uncertain as the end of the curve leaves it. What staleness does to momentum is in
+`lightning_omni.performance.momentum`; seconds per update are in `lightning_omni.performance.hardware`.
+
+Rule 1: the fit needs no start and cannot fail. With q = 1 / p and T = τ / p, floor and drop enter linearly: they are a
+least squares of two columns for each (T, q) of a grid, and the grid is narrowed to where the likelihood lies.
+Rule 2: forecasts are quantiles over draws from that likelihood. A covariance would not do: of a curve that has not
+levelled off yet, updates to a target are anything but normally distributed, and may be infinite.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias, TypeVar
+
+import numpy as np
+
+from lightning_omni.errors import ConfigurationError
+from lightning_omni.trace import Trace
+
+Array = np.ndarray[Any, Any]
+Key = TypeVar("Key", bound=Hashable)
+
+_FEWEST = 8
+_MOST = 256
+_WINDOW = 0.2
+
+
+# --- What is said ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A figure and the interval that holds it with a stated probability; infinite where something never happens.
+
+    Attributes:
+        value: the median.
+        low: lower end of the interval.
+        high: upper end.
+        chance: probability that the figure is finite at all.
+
+    Example:
+        >>> str(Estimate(120.0, 100.0, math.inf, chance=0.7)), str(Estimate(math.inf, math.inf, math.inf, chance=0.0))
+        ('120 (100 to inf)', 'never reached')
+    """
+
+    value: float
+    low: float
+    high: float
+    chance: float = 1.0
+
+    def __str__(self) -> str:
+        if self.low == math.inf:
+            return "never reached"
+        return f"{self.value:.4g} ({self.low:.4g} to {self.high:.4g})"
+
+
+@dataclass(frozen=True)
+class Level:
+    """Where a curve stands at the end of a window; infinite if it diverged there.
+
+    Attributes:
+        mean: mean loss of the window's points.
+        error: its standard error; points that follow each other closely count as fewer.
+        points: number of points in the window.
+    """
+
+    mean: float
+    error: float
+    points: int
+
+    def beats(self, other: Level, errors: float = 2.0) -> bool:
+        """Whether it is lower by more than ``errors`` standard errors of the difference."""
+        return other.mean - self.mean > errors * math.hypot(self.error, other.error)
+
+
+# --- Curves ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class LossCurve:
+    """Losses over updates, or over samples.
+
+    Args:
+        moments: updates or samples at each point, shape (n,), counted from the start of the run or probe; rising.
+        losses: loss at each point, shape (n,), the lower the better; NaN and infinity are allowed and mean trouble.
+
+    Raises:
+        ConfigurationError: the two do not belong together, or the moments do not rise.
+
+    Example:
+        >>> curve = LossCurve([1, 2, 3, 4], [4.0, 2.0, 3.0, 1.0])
+        >>> curve.smoothed(2).losses.tolist(), curve.smoothed(2).moments.tolist()
+        ([4.0, 3.0, 2.5, 2.0], [1.0, 1.5, 2.5, 3.5])
+    """
+
+    moments: Array
+    losses: Array
+
+    def __post_init__(self) -> None:
+        for name in ("moments", "losses"):
+            object.__setattr__(self, name, np.asarray(getattr(self, name), dtype=np.float64))
+        if self.moments.ndim != 1 or self.moments.shape != self.losses.shape:
+            raise ConfigurationError(
+                f"moments of shape {self.moments.shape}, losses of shape {self.losses.shape}: pass one loss per moment"
+            )
+        if not np.isfinite(self.moments).all() or (np.diff(self.moments) <= 0).any() or (self.moments < 0).any():
+            raise ConfigurationError("moments: pass rising finite numbers, counted from 0 at the start of the run")
+
+    @classmethod
+    def of(cls, trace: Trace, metric: str | None = None) -> LossCurve:
+        """The training loss of a run over its updates, or a figure of its evaluations.
+
+        Args:
+            trace: the run.
+            metric: name of an evaluated loss; None for the mean training loss of each update.
+
+        Raises:
+            ConfigurationError: the run was not evaluated for that.
+        """
+        if metric is not None:
+            if metric not in trace.evaluated:
+                raise ConfigurationError(f"metric={metric!r}: this run was evaluated for {sorted(trace.evaluated)}")
+            return cls(trace.evaluated["update"], trace.evaluated[metric])
+        writes, which = np.unique(trace.rows["write"], return_inverse=True)
+        return cls(writes, np.bincount(which, trace.rows["loss"]) / np.bincount(which))
+
+    def __len__(self) -> int:
+        return len(self.moments)
+
+    def smoothed(self, window: int) -> LossCurve:
+        """The curve of running means, each at the mean moment of its window (a trailing mean would lag).
+
+        The losses are those of torchmetrics' ``RunningMean(window)``, so that they agree with what a user logs; they
+        are computed here for the whole curve at once, as the metric takes half a millisecond a point. `fit_decay` wants
+        the raw curve: smoothing ties neighbours together, and errors would come out too small.
+
+        Args:
+            window: number of points in a mean, at least 1.
+
+        Raises:
+            ConfigurationError: the window is empty.
+        """
+        if window < 1:
+            raise ConfigurationError(f"window={window}: pass a positive number of points")
+        means = [
+            np.array([part[max(0, end - window) : end].mean() for end in range(1, len(self) + 1)])
+            for part in (self.moments, self.losses)
+        ]
+        return LossCurve(*means)
+
+    def first_below(self, target: float, window: int = 1) -> float:
+        """The moment at which the smoothed curve is first at or below a target; infinity if it never is."""
+        smooth = self.smoothed(window)
+        reached = np.flatnonzero(smooth.losses <= target)
+        return float(smooth.moments[reached[0]]) if len(reached) else math.inf
+
+    def level(self, until: float | None = None, share: float = _WINDOW) -> Level:
+        """Mean of the last window before a moment, with its standard error: what short probes are ranked by.
+
+        The scatter is taken about the window's own straight line, so that a curve which still falls steeply is not
+        taken for a noisy one.
+
+        Args:
+            until: the last moment that counts, in the curve's unit; None for the end.
+            share: length of the window as a share of the time until then, in (0, 1].
+
+        Raises:
+            ConfigurationError: the share is not one, or the window has fewer than three points.
+        """
+        if not 0 < share <= 1:
+            raise ConfigurationError(f"share={share}: pass a number in (0, 1]")
+        until = float(self.moments[-1]) if until is None and len(self) else (until or 0.0)
+        inside = (self.moments <= until) & (self.moments > (1 - share) * until)
+        return _level(self.moments[inside], self.losses[inside])
+
+
+def _level(moments: Array, losses: Array) -> Level:
+    points = len(losses)
+    if points < 3:
+        raise ConfigurationError(
+            f"{points} points in the window: a level needs 3; log more often, lengthen the probe, or widen share="
+        )
+    if not np.isfinite(losses).all():
+        return Level(math.inf, 0.0, points)
+    design = np.stack([np.ones(points), moments - moments.mean()], axis=1)
+    residuals = losses - design @ np.linalg.lstsq(design, losses, rcond=None)[0]
+    variance = float(residuals @ residuals) / (points - 2) * _crowding(residuals)
+    return Level(float(losses.mean()), math.sqrt(variance / points), points)
+
+
+def _crowding(residuals: Array) -> float:
+    """How many correlated points are worth one independent one: (1 + r) / (1 - r), r from neighbour to neighbour."""
+    total = float(residuals @ residuals)
+    if total <= 0 or len(residuals) < _FEWEST:
+        return 1.0
+    correlation = min(max(float(residuals[1:] @ residuals[:-1]) / total, 0.0), 0.9)
+    return (1 + correlation) / (1 - correlation)
+
+
+def rank_at_equal_updates(curves: Mapping[Key, LossCurve], share: float = _WINDOW) -> list[tuple[Key, Level]]:
+    """Short probes from best to worst, each at the moment at which the shortest of them ends.
+
+    A probe whose loss is not finite in its last window comes last, and does not shorten the others.
+
+    Args:
+        curves: the probes by setting, all from the same start.
+        share: length of the last window as a share of the time until then.
+
+    Raises:
+        ConfigurationError: there is no probe, or one has fewer than three points in its window.
+
+    Example:
+        >>> steep = LossCurve(range(1, 31), [1 / t for t in range(1, 31)])
+        >>> flat = LossCurve(range(1, 41), [1 / t**0.5 for t in range(1, 41)])
+        >>> [(name, round(level.mean, 3)) for name, level in rank_at_equal_updates({"flat": flat, "steep": steep})]
+        [('steep', 0.036), ('flat', 0.19)]
+    """
+    if not curves:
+        raise ConfigurationError("curves: there is nothing to rank; pass at least one")
+    alive = [curve for curve in curves.values() if len(curve) and math.isfinite(curve.level(None, share).mean)]
+    until = min((float(curve.moments[-1]) for curve in alive), default=None)
+    levels = {}
+    for key, curve in curves.items():
+        end = curve.level(None, share)
+        levels[key] = end if math.isinf(end.mean) else curve.level(until, share)
+    return sorted(levels.items(), key=lambda item: item[1].mean)
+
+
+# --- Decays ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Diverged:
+    """The verdict on a curve that went up or out of bounds; it never reaches anything.
+
+    Attributes:
+        at: the moment from which this shows.
+        reason: why, for a person.
+    """
+
+    at: float
+    reason: str
+
+    def updates_to(self, target: float, level: float = 0.8) -> Estimate:
+        """Never, whatever the target and the level."""
+        return Estimate(math.inf, math.inf, math.inf, chance=0.0)
+
+    def loss_at(self, moment: float, level: float = 0.8) -> Estimate:
+        """Infinite, whatever the moment and the level."""
+        return Estimate(math.inf, math.inf, math.inf, chance=0.0)
+
+
+@dataclass(frozen=True, eq=False)
+class DecayFit:
+    """A fitted decay and draws of what else it might be.
+
+    Attributes:
+        floor: what the loss tends to.
+        drop: loss at moment 0, less the floor.
+        tau: the time constant τ, in the curve's unit.
+        power: the power p; infinite for an exponential.
+        noise: standard deviation of a point about the curve.
+        points: number of points that were fitted.
+        end: the last moment that was fitted; what lies beyond is a forecast.
+        draws: floor, drop, T and q of each draw, shape (draws, 4), with T in the curve's unit.
+    """
+
+    floor: float
+    drop: float
+    tau: float
+    power: float
+    noise: float
+    points: int
+    end: float
+    draws: Array = field(repr=False)
+
+    @property
+    def family(self) -> str:
+        """``"exponential"`` or ``"power"``."""
+        return "exponential" if math.isinf(self.power) else "power"
+
+    def loss_at(self, moment: float, level: float = 0.8) -> Estimate:
+        """The curve, without noise, at a moment.
+
+        Args:
+            moment: in the curve's unit, 0 or more.
+            level: probability of the interval.
+        """
+        floor, drop, scale, bend = self.draws.T
+        return _estimate(floor + drop * _shape(np.asarray(moment), scale, bend), level)
+
+    def updates_to(self, target: float, level: float = 0.8) -> Estimate:
+        """Updates (or samples, if the curve is over them) until the curve, without noise, is at a target.
+
+        It is 0 if the curve starts there, and infinite in as much as the floor may lie above: ``high`` is infinite
+        if that has a chance of more than (1 - level) / 2, ``value`` if it is more likely than not.
+
+        Args:
+            target: a loss.
+            level: probability of the interval.
+        """
+        return _estimate(self.draws_to(target), level)
+
+    def draws_to(self, target: float) -> Array:
+        """`updates_to` for each draw, shape (draws,)."""
+        floor, drop, scale, bend = self.draws.T
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+            left = (target - floor) / drop
+            speed = np.where(bend > 0, np.expm1(-bend * np.log(left)) / np.where(bend > 0, bend, 1), -np.log(left))
+        return np.where(floor + drop <= target, 0.0, np.where(left > 0, scale * speed, np.inf))
+
+
+Verdict: TypeAlias = DecayFit | Diverged
+
+
+def _estimate(draws: Array, level: float) -> Estimate:
+    if not 0 < level < 1:
+        raise ConfigurationError(f"level={level}: pass a probability between 0 and 1")
+    # No interpolation between draws: half-way to infinity is not a number.
+    low, value, high = np.quantile(draws, [(1 - level) / 2, 0.5, (1 + level) / 2], method="inverted_cdf")
+    return Estimate(float(value), float(low), float(high), chance=float(np.isfinite(draws).mean()))
+
+
+def fit_decay(curve: LossCurve, lowest: float = 0.0, draws: int = 1000, seed: int = 0) -> Verdict:
+    r"""Fits a decay to a curve, or says that the curve diverged.
+
+    .. math::
+
+        L(t) = \mathrm{floor} + \mathrm{drop}\,(1 + q t / T)^{-1/q}, \quad q \ge 0
+
+    with q = 0 the exponential. The family is chosen by Akaike's criterion, the draws have q free in either case: a
+    curve that an exponential fits may still have a tail. Single points far off (ten standard deviations from their
+    neighbours' median) are pulled in, and a few that are not finite left out, if the curve recovers from them.
+
+    Args:
+        curve: the curve, not smoothed.
+        lowest: what no loss can be below; -infinity if there is no such bound.
+        draws: number of draws.
+        seed: of the draws.
+
+    Returns:
+        The fit, or a `Diverged` if losses at the end or more than a tenth of all are not finite, or if the last fifth
+        lies clearly above the first and more than twice as high over ``lowest`` (over 0 if that is -infinity).
+
+    Raises:
+        ConfigurationError: there are fewer than eight finite losses, or some lie below ``lowest``.
+
+    Example:
+        >>> moments = np.arange(1, 201)
+        >>> noise = np.random.default_rng(0).normal(0, 0.01, 200)
+        >>> fit = fit_decay(LossCurve(moments, 0.5 + 2 * np.exp(-moments / 40) + noise))
+        >>> fit.family, round(fit.floor, 2), round(fit.tau)
+        ('exponential', 0.5, 40)
+        >>> reached = fit.updates_to(0.6)  # truly 119.8
+        >>> 116 < reached.low < 120 < reached.high < 124, str(fit.updates_to(0.4))
+        (True, 'never reached')
+
+    References:
+        Golub and Pereyra 1973 (least squares whose variables separate); Akaike 1974.
+    """
+    _check(curve, lowest)
+    diverged = _divergence(curve, lowest)
+    if diverged is not None:
+        return diverged
+    finite = np.isfinite(curve.losses)
+    moments, losses = _thin(curve.moments[finite], _without_spikes(curve.losses[finite]))
+    return _fit(moments, losses, lowest, draws, np.random.default_rng(seed))
+
+
+def _check(curve: LossCurve, lowest: float) -> None:
+    finite = curve.losses[np.isfinite(curve.losses)]
+    # Trouble in most of the points is a verdict, not a lack of points.
+    if len(curve) < _FEWEST:
+        raise ConfigurationError(
+            f"{len(curve)} points: a decay needs at least {_FEWEST}; log more often or lengthen the probe"
+        )
+    if len(finite) and finite.min() < lowest:
+        raise ConfigurationError(
+            f"lowest={lowest}: there is a loss of {finite.min():.4g}; pass a bound below all, or -math.inf for none"
+        )
+
+
+def _divergence(curve: LossCurve, lowest: float) -> Diverged | None:
+    moments, losses = curve.moments, curve.losses
+    broken = ~np.isfinite(losses)
+    tail = max(3, round(_WINDOW * len(losses)))
+    if broken[-tail:].any() or broken.mean() > 0.1 or (~broken).sum() < _FEWEST:
+        at = float(moments[broken][0])
+        return Diverged(at, f"{int(broken.sum())} of {len(losses)} losses are not finite, the first at {at:g}")
+    moments, losses = moments[~broken], _without_spikes(losses[~broken])
+    first, last = _level(moments[:tail], losses[:tail]), _level(moments[-tail:], losses[-tail:])
+    height = first.mean - (lowest if math.isfinite(lowest) else 0.0)
+    if first.beats(last, errors=4.0) and last.mean - first.mean > abs(height):
+        return Diverged(float(moments[-tail]), f"the loss rose from {first.mean:.4g} to {last.mean:.4g}")
+    return None
+
+
+def _without_spikes(losses: Array, width: int = 7) -> Array:
+    """Pulls in points far from the median of their neighbours, which on a monotone curve is the curve itself."""
+    padded = np.pad(losses, width // 2, mode="reflect", reflect_type="odd")
+    middle = np.median(np.lib.stride_tricks.sliding_window_view(padded, width), axis=1)
+    away = np.abs(losses - middle)
+    # 1.48 times the median deviation is the standard deviation of normal noise.
+    return np.where(away > 10 * 1.48 * np.median(away), middle, losses) if np.median(away) > 0 else losses
+
+
+def _thin(moments: Array, losses: Array) -> tuple[Array, Array]:
+    """Means of blocks of neighbours, so that there are at most `_MOST` points; the rest of the last block is its own."""
+    size = -(-len(moments) // _MOST)
+    starts = np.arange(0, len(moments), size)
+    counts = np.diff(np.append(starts, len(moments)))
+    return np.add.reduceat(moments, starts) / counts, np.add.reduceat(losses, starts) / counts
+
+
+# --- Penalty ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Penalty:
+    """Updates to a target with g groups, as a multiple of those with one.
+
+    Between measured numbers of groups it is a straight line in log g and log penalty: a power law from neighbour to
+    neighbour, which passes through what was measured and never leaves the range of two neighbours. A model with one
+    parameter would not do: with the momentum left alone the penalty may fall before it rises, and with the momentum
+    tuned it is flat as long as asynchrony adds less than is wanted (Mitliagkas et al. 2016, section 5). Beyond the
+    largest number that was measured it is taken to grow like g, as it does where staleness prevails.
+
+    Args:
+        measured: the penalties by number of groups, with 1 among them.
+
+    Example:
+        >>> penalty = Penalty({1: Estimate(1, 1, 1), 4: Estimate(1.5, 1.2, 2.0), 8: Estimate(math.inf, 3.0, math.inf)})
+        >>> str(penalty(2)), str(penalty(6)), str(penalty(8))
+        ('1.225 (1.095 to 1.414)', '2.25 (1.8 to 3)', 'inf (3 to inf)')
+    """
+
+    measured: Mapping[int, Estimate]
+
+    def __call__(self, groups: int) -> Estimate:
+        """The penalty for any number of groups, at least 1."""
+        if groups < 1:
+            raise ConfigurationError(f"groups={groups}: pass a positive number")
+        if groups in self.measured:
+            return self.measured[groups]
+        low, value, high = (self._between(groups, name) for name in ("low", "value", "high"))
+        above = min((known for known in self.measured if known > groups), default=max(self.measured))
+        below = max(known for known in self.measured if known < groups)
+        return Estimate(value, low, high, min(self.measured[known].chance for known in (below, above)))
+
+    def _between(self, groups: int, name: str) -> float:
+        """One end of the interval, or its middle; what is infinite is known only to lie above its neighbours."""
+        figures = {known: float(getattr(estimate, name)) for known, estimate in sorted(self.measured.items())}
+        usable = [known for known, figure in figures.items() if 0 < figure < math.inf]
+        if not any(known < groups for known in usable) or any(figures[g] == math.inf for g in figures if g < groups):
+            return math.inf if any(figures[g] == math.inf for g in figures if g < groups) else 0.0
+        if groups > usable[-1]:
+            return figures[usable[-1]] * groups / usable[-1]
+        logs = np.interp(math.log(groups), np.log(usable), np.log([figures[known] for known in usable]))
+        return float(np.exp(logs))
+
+
+def se_penalty(curves: Mapping[int, Verdict], target: float, level: float = 0.8, seed: int = 0) -> Penalty:
+    """What asynchrony costs in updates: updates(g) / updates(1), the SE penalty of Hadjis et al. 2016.
+
+    Args:
+        curves: the verdict on a curve for each number of groups, with 1 among them.
+        target: a loss that one group reaches.
+        level: probability of the intervals.
+        seed: of the pairs of draws that are divided by each other.
+
+    Returns:
+        The penalty; infinite for curves that diverged.
+
+    Raises:
+        ConfigurationError: there is no curve of one group, or it is unlikely to reach the target, or starts there.
+
+    Example:
+        >>> updates = np.arange(1, 301)
+        >>> fits = {g: fit_decay(LossCurve(updates, np.exp(-updates / (50 * g)))) for g in (1, 2)}
+        >>> str(se_penalty(fits, target=0.1)(2))
+        '2 (2 to 2)'
+    """
+    one = curves.get(1)
+    if one is None:
+        raise ConfigurationError(f"curves of {sorted(curves)} groups: there has to be one of 1 group to compare with")
+    if not isinstance(one, DecayFit) or not 0 < one.updates_to(target).value < math.inf:
+        raise ConfigurationError(
+            f"target={target}: one group takes {one.updates_to(target)} updates to it; pass a target between the start"
+            " of its curve and its floor, or lengthen its probe"
+        )
+    random = np.random.default_rng(seed)
+    base = random.permutation(one.draws_to(target))
+    measured = {1: Estimate(1.0, 1.0, 1.0)}
+    for groups in sorted(set(curves) - {1}):
+        fit = curves[groups]
+        draws = (
+            random.choice(fit.draws_to(target), len(base)) if isinstance(fit, DecayFit) else np.full(len(base), np.inf)
+        )
+        # Draws by which one group never gets there, or is there, compare nothing.
+        usable = (base > 0) & np.isfinite(base)
+        measured[groups] = _estimate(draws[usable] / base[usable], level)
+    return Penalty(measured)
+
+
+# --- The likelihood of T, q, floor and drop --------------------------------------------------------------------------
+
+_NODES = 25
+_SHORTEST, _LONGEST = 1e-5, 30.0  # T in lengths of the data: to slower decays the data are a straight line
+_SLOWEST = 5.0  # q; a power of 0.2
+_UNLIKELY = 8.0  # nodes less likely than e^-8 of the best are left out where the grid is narrowed
+_ROUNDS = 8
+
+
+def _shape(moments: Array, scale: Array, bend: Array) -> Array:
+    """The decay from 1, for any bend q at least 0: (1 + q t / T)^(-1/q), or exp(-t / T) at q = 0."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        slow = np.log1p(bend * moments / scale) / bend
+    return np.asarray(np.exp(-np.where(bend > 0, slow, moments / scale)))
+
+
+@dataclass(frozen=True, eq=False)
+class _Data:
+    """Losses over moments in units of the last one."""
+
+    x: Array
+    y: Array
+    lowest: float
+
+    def solve(self, scale: Array, bend: Array) -> _Nodes:
+        """Least squares in floor and drop at every node (T, q), floor >= lowest and drop >= 0."""
+        shape = _shape(self.x, scale[:, None], bend[:, None])
+        # Columns that are almost equal leave floor and drop open; a ridge of 1e-9 bounds them.
+        normal = np.empty((len(scale), 2, 2))
+        normal[:, 0, 0] = len(self.x) * (1 + 1e-9)
+        normal[:, 0, 1] = normal[:, 1, 0] = shape.sum(1)
+        normal[:, 1, 1] = (shape * shape).sum(1) + 1e-9 * len(self.x)
+        right = np.stack([np.full(len(scale), self.y.sum()), shape @ self.y], axis=1)
+        linear = self.bounded(np.linalg.solve(normal, right[:, :, None])[:, :, 0], normal, right)
+        left = self.y - linear[:, :1] - linear[:, 1:] * shape
+        return _Nodes(scale, bend, linear, left, normal, right)
+
+    def bounded(self, linear: Array, normal: Array, right: Array) -> Array:
+        """Where a bound is broken, it is kept, and the other number is the best beside it."""
+        floor, drop = linear.T
+        low = floor < self.lowest
+        if low.any():  # the bound may be -infinity
+            floor = np.where(low, self.lowest, floor)
+            drop = np.where(low, (right[:, 1] - self.lowest * normal[:, 0, 1]) / normal[:, 1, 1], drop)
+        return np.stack([np.where(drop < 0, self.y.mean(), floor), np.maximum(drop, 0.0)], axis=1)
+
+
+@dataclass(frozen=True, eq=False)
+class _Nodes:
+    """Decays of given (T, q), each with the best floor and drop."""
+
+    scale: Array  # (nodes,)
+    bend: Array  # (nodes,)
+    linear: Array  # (nodes, 2): floor and drop
+    residuals: Array  # (nodes, points)
+    normal: Array  # (nodes, 2, 2)
+    right: Array  # (nodes, 2)
+
+    @property
+    def squares(self) -> Array:
+        """Sums of squares that the nodes leave, shape (nodes,)."""
+        return np.asarray((self.residuals**2).sum(1))
+
+    def variance(self) -> float:
+        """Of a point about the best node, times the points that are worth one."""
+        best = self.residuals[self.squares.argmin()]
+        return max(float(best @ best) / (len(best) - 4), 1e-30) * _crowding(best)
+
+
+def _fit(moments: Array, losses: Array, lowest: float, draws: int, random: np.random.Generator) -> DecayFit:
+    # In units of the data the bounds on T mean the same for every curve.
+    end, unit = float(moments[-1]), float(np.ptp(losses)) or 1.0
+    data = _Data(moments / end, (losses - losses.min()) / unit, (lowest - float(losses.min())) / unit)
+    exponential, general = _narrowed(data, slowest=0.0), _narrowed(data, slowest=_SLOWEST)
+    # Akaike's criterion: one parameter more has to gain two in -2 log likelihood.
+    gain = float(exponential.nodes.squares.min() - general.nodes.squares.min()) / general.nodes.variance() - 2
+    nodes = general.nodes if gain > 0 else exponential.nodes
+    best = int(nodes.squares.argmin())
+    # An exponential is the edge q = 0 of the rest: without a share of its own it would not be drawn.
+    few = round(draws / (1 + math.exp(min(gain / 2, 700.0))))
+    sampled = np.concatenate(
+        [_drawn(data, exponential, few, random), _drawn(data, general, draws - few, random)]
+    ) * np.array([unit, unit, end, 1.0])
+    sampled[:, 0] += losses.min()
+    bend = float(nodes.bend[best])
+    return DecayFit(
+        floor=float(nodes.linear[best, 0] * unit + losses.min()),
+        drop=float(nodes.linear[best, 1] * unit),
+        tau=float(nodes.scale[best] * end / (bend or 1.0)),
+        power=1 / bend if bend else math.inf,
+        noise=float(nodes.residuals[best].std() * unit),
+        points=len(losses),
+        end=end,
+        draws=sampled,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Grid:
+    """Nodes over the likely (T, q)."""
+
+    nodes: _Nodes
+    steps: Array  # (2,): in log T and q
+    likely: Array  # (nodes,): log likelihood, 0 at the best
+
+
+def _narrowed(data: _Data, slowest: float) -> _Grid:
+    """The grid that covers what is likely among bends from 0 to ``slowest``."""
+    low, high = np.array([math.log(_SHORTEST), 0.0]), np.array([math.log(_LONGEST), slowest])
+    for _ in range(_ROUNDS):
+        across, down = np.linspace(low[0], high[0], _NODES), np.unique(np.linspace(low[1], high[1], _NODES))
+        logs, bends = (axis.ravel() for axis in np.meshgrid(across, down))
+        nodes = data.solve(np.exp(logs), bends)
+        likely = (nodes.squares.min() - nodes.squares) / (2 * nodes.variance())
+        step = np.array([across[1] - across[0], down[1] - down[0] if len(down) > 1 else 0.0])
+        kept = np.stack([logs, bends])[:, likely > -_UNLIKELY]
+        lower, upper = np.maximum(kept.min(1) - step, low), np.minimum(kept.max(1) + step, high)
+        if (upper - lower >= 0.7 * (high - low)).all():
+            break
+        low, high = lower, upper
+    return _Grid(nodes, step, likely)
+
+
+def _drawn(data: _Data, grid: _Grid, draws: int, random: np.random.Generator) -> Array:
+    """Draws of floor, drop, T and q in proportion to the likelihood, shape (draws, 4)."""
+    nodes, variance, weights = grid.nodes, grid.nodes.variance(), np.exp(grid.likely)
+    which = random.choice(len(weights), size=4 * draws, p=weights / weights.sum())
+    # A node stands for its cell; what is not equally likely within a cell is put right by weights.
+    away = grid.steps * random.uniform(-0.5, 0.5, (len(which), 2))
+    squares = nodes.squares[which]
+    nodes = data.solve(nodes.scale[which] * np.exp(away[:, 0]), np.abs(nodes.bend[which] + away[:, 1]))
+    gained = (squares - nodes.squares) / (2 * variance)
+    weights = np.exp(gained - gained.max(initial=0.0))
+    which = random.choice(len(weights), size=draws, p=weights / weights.sum()) if draws else which
+    # Given T and q, floor and drop are normal with covariance variance (XᵀX)⁻¹ = (L⁻ᵀ)(L⁻ᵀ)ᵀ, LLᵀ = XᵀX / variance.
+    factor = np.linalg.cholesky(nodes.normal[which] / variance)
+    noise = np.linalg.solve(factor.transpose(0, 2, 1), random.standard_normal((draws, 2, 1)))[:, :, 0]
+    linear = data.bounded(nodes.linear[which] + noise, nodes.normal[which], nodes.right[which])
+    return np.column_stack([linear, nodes.scale[which], nodes.bend[which]])
