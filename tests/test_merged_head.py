@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from torch.nn import Parameter
 
 from lightning_omni.errors import ConfigurationError, UnsupportedError
 from lightning_omni.methods import AsyncSGD
-from lightning_omni.methods.head import MergedHead, check_mergeable, clip
+from lightning_omni.methods.head import MergedHead, check_mergeable, clip, modes_of
 from lightning_omni.methods.master import describe, hyperparameters_of, places_of, state_of
 from lightning_omni.methods.modules import class_paths, describe_module, module_resolver, rebuild_module
 from lightning_omni.protocol import messages as m
@@ -115,6 +117,77 @@ def test_mixed_precision_is_the_owners_too() -> None:
     assert all(gradient.dtype == torch.float32 for gradient in passed.parameters)  # type: ignore[union-attr]
 
 
+def test_layers_that_work_in_place_may_begin_a_head() -> None:
+    module = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(2, 1))
+    x = torch.tensor([[1.0, -1.0]])
+    head = MergedHead(module, dict(module.named_parameters()))
+    head.forward((x,), {})
+    passed = head.backward([torch.ones(1, 1)])
+    assert x.tolist() == [[1.0, -1.0]]
+    assert passed.inputs[0].tolist() == [[module[1].weight[0, 0].item(), 0.0]]  # type: ignore[union-attr]
+
+
+def test_modes_are_each_submodules_own_also_when_activations_are_computed_again() -> None:
+    module = nn.Sequential(nn.Linear(4, 64), nn.Dropout(0.5), nn.Dropout(0.5))
+    module[1].eval()
+    assert modes_of(module) == (True, True, False, True)
+    head = MergedHead(module, dict(module.named_parameters()))
+    zeros = (head.forward((torch.ones(8, 4),), {}, training=modes_of(module)) == 0).float().mean()
+    assert 0.35 < zeros < 0.65
+    head.forward((torch.ones(1, 4),), {}, training=False, turn=False)  # somebody else looks in
+    head.backward([torch.ones(8, 64)])
+    assert modes_of(module) == (True, True, False, True)
+
+
+def test_an_output_that_takes_no_part_moves_no_weight_of_its_own() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = nn.Linear(2, 1), nn.Linear(2, 1)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.one(x), self.other(x)
+
+    head = MergedHead(module := Two(), dict(module.named_parameters()))
+    head.forward((torch.ones(3, 2),), {})
+    passed = head.backward([torch.ones(3, 1), None])
+    assert [gradient is None for gradient in passed.parameters] == [False, False, True, True]
+
+
+def test_complex_numbers_have_gradients_too() -> None:
+    class Rotated(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.abs())
+
+    module = Rotated(2, 1)
+    head = MergedHead(module, dict(module.named_parameters()))
+    head.forward((torch.ones(3, 2, dtype=torch.complex64),), {})
+    gradient = head.backward([torch.ones(3, 1)]).inputs[0]
+    assert gradient is not None
+    assert gradient.is_complex()
+
+
+@pytest.mark.parametrize("kind", ["named tuple", "ordered dict", "data class"])
+def test_what_would_arrive_as_something_else_is_refused(kind: str) -> None:
+    class Named(NamedTuple):
+        logits: Tensor
+
+    @dataclass
+    class Plain:
+        logits: Tensor
+
+    made = {"named tuple": Named, "ordered dict": lambda x: OrderedDict(logits=x), "data class": Plain}[kind]
+
+    class Odd(nn.Linear):
+        def forward(self, x: Tensor) -> Any:  # type: ignore[override]
+            return made(super().forward(x))
+
+    module = Odd(2, 1)
+    head = MergedHead(module, dict(module.named_parameters()))
+    with pytest.raises(UnsupportedError, match="cannot go into a merged head or come out of it"):
+        head.forward((torch.ones(3, 2),), {})
+
+
 def test_a_buffer_that_the_forward_pass_changes_is_refused_by_name() -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     head = MergedHead(module, dict(module.named_parameters()))
@@ -141,21 +214,25 @@ def test_clipping_is_that_of_torch(algorithm: str) -> None:
 # --- A module as plain data -------------------------------------------------------------------------------------------
 
 
-def describable() -> dict[str, nn.Module]:
+def describable() -> dict[str, tuple[nn.Module, Tensor]]:
+    """Modules, each with what it takes."""
     tied = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     tied[2].weight = tied[0].weight
+    norms = nn.Sequential(nn.LayerNorm(4), nn.GELU(approximate="tanh"), nn.GroupNorm(2, 4)).requires_grad_(False)
     return {
-        "sequential": classifier(),
-        "tied": tied,
-        "convolutions": nn.Sequential(nn.Conv2d(1, 2, 3, padding="same"), nn.Flatten(), nn.LazyLinear(4)),
-        "transformer": nn.TransformerEncoderLayer(4, 2, 8, batch_first=True, dropout=0.0),
-        "norm": nn.Sequential(nn.LayerNorm(4), nn.GELU(approximate="tanh"), nn.Embedding(3, 2).requires_grad_(False)),
+        "sequential": (classifier(), torch.randn(2, 4)),
+        "tied": (tied, torch.randn(2, 4)),
+        "convolutions": (nn.Sequential(nn.Conv2d(1, 2, 3, padding="same"), nn.Flatten()), torch.randn(2, 1, 4, 4)),
+        "transformer": (nn.TransformerEncoderLayer(4, 2, 8, batch_first=True, dropout=0.0), torch.randn(2, 3, 4)),
+        "norms": (norms, torch.randn(2, 4)),
+        "embedding": (nn.Embedding(3, 2, padding_idx=0), torch.tensor([[0, 2]])),
     }
 
 
-@pytest.mark.parametrize("name", ["sequential", "tied", "transformer"])
+@pytest.mark.parametrize("name", describable())
 def test_a_rebuilt_module_computes_the_same(name: str) -> None:
-    module, x = describable()[name].eval(), torch.randn(2, 3, 4) if name == "transformer" else torch.randn(2, 4)
+    module, x = describable()[name]
+    module.eval()
     twin = rebuild_module(
         through_the_wire(describe_module(module)), dict(module.named_parameters()), module_resolver(())
     )
@@ -165,7 +242,7 @@ def test_a_rebuilt_module_computes_the_same(name: str) -> None:
     assert all(ours is theirs for ours, theirs in zip(twin.parameters(), module.parameters(), strict=True))
 
 
-def test_constant_buffers_and_frozen_weights_come_along() -> None:
+def test_constant_buffers_come_along_as_copies() -> None:
     module = nn.Sequential(nn.Linear(2, 2))
     module.register_buffer("table", torch.arange(3.0))
     twin = rebuild_module(
@@ -223,6 +300,12 @@ def hooked() -> nn.Module:
     return head
 
 
+def own_forward() -> nn.Module:
+    head = classifier()
+    head[0].forward = lambda x: 2 * x  # type: ignore[method-assign]
+    return head
+
+
 def with_attribute() -> nn.Module:
     head = nn.Linear(4, 2)
     head.callback = print  # type: ignore[assignment]
@@ -235,6 +318,9 @@ def with_attribute() -> nn.Module:
         (lambda: nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2)), "submodule 1 keeps running statistics"),
         (lambda: nn.LSTM(4, 2), "is a LSTM"),
         (lambda: nn.Sequential(nn.LazyLinear(2)), "is a LazyLinear"),
+        (lambda: nn.Embedding(4, 2, sparse=True), "makes sparse gradients"),
+        (lambda: nn.ModuleList([nn.Linear(4, 2)]), "a ModuleList has no forward pass of its own"),
+        (own_forward, "has a forward of its instance's own"),
         (hooked, "0 has hooks"),
         (with_attribute, "its attribute 'callback' is a builtin_function_or_method"),
         (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 2)), "is made on the fly"),
@@ -261,6 +347,14 @@ def test_weights_that_the_body_shares_cannot_be_merged() -> None:
     model = Model(nn.Linear(4, 4))
     model.head.weight = model.body.weight  # type: ignore[assignment]
     with pytest.raises(UnsupportedError, match=r"shared with body.weight"):
+        check_mergeable("head", model)
+
+
+def test_a_module_that_the_body_shares_cannot_be_merged() -> None:
+    shared = nn.Linear(4, 4)
+    model = Model(nn.Sequential(shared, nn.ReLU()))
+    model.encoder = shared
+    with pytest.raises(UnsupportedError, match=r"shared with encoder\.weight"):
         check_mergeable("head", model)
 
 
@@ -304,7 +398,7 @@ class Heads:
             "optimizer": describe(self.optimizer, names),
             "weights": {name: parameter.detach() for parameter, name in names.items()},
             "clock": 0,
-            "head": {"name": "head", "module": describe_module(self.module), "frozen": [], "seed": 0},
+            "head": {"name": "head", "module": describe_module(self.module), "seed": 0},
         }
         message, payload = seed_of({"parts": [body_part(new_parameters()), part]})
         assert self.link.data(0, message, payload)[0] == m.Seeded()
@@ -312,7 +406,14 @@ class Heads:
 
     def forward(self, rank: int, x: Tensor, turn: bool = True) -> None:
         packed, buffer = pack([[x], {}])
-        message = m.HeadForward(optimizer=HEAD, packed=packed, nbytes=buffer.numel(), turn=turn)
+        message = m.HeadForward(
+            optimizer=HEAD,
+            packed=packed,
+            nbytes=buffer.numel(),
+            training=modes_of(self.module),
+            trainable=tuple(parameter.requires_grad for parameter in self.module.parameters()),
+            turn=turn,
+        )
         self.link.say(data_peer(rank), message, buffer.numpy().tobytes(), m.DATA)
 
     def backward(self, rank: int, gradient: Tensor, **changes: Any) -> None:
@@ -445,7 +546,7 @@ def test_what_the_head_cannot_take_is_refused_and_the_next_has_its_turn() -> Non
     heads.heard(1)
     heads.forward(2, x)
     heads.backward(1, torch.ones(2, 2))  # three rows came out
-    assert heads.heard(1)[0].code == "protocol"
+    assert heads.heard(1)[0].code == "head"
     assert isinstance(heads.heard(2)[0][0], m.HeadOutput)
 
 
@@ -510,6 +611,53 @@ def test_the_snapshot_holds_the_head_with_its_optimizer() -> None:
     assert tree["parts"][HEAD]["clock"] == 1
     assert list(tree["parts"][HEAD]["weights"]) == [f"head.{name}" for name, _ in heads.module.named_parameters()]
     assert len(tree["parts"][HEAD]["state"]) == 4
+
+
+def test_staleness_is_counted_from_the_forward_pass_on() -> None:
+    """Were there no turns, it would show."""
+    heads, x = Heads(), torch.randn(3, 4)
+    heads.forward(0, x)
+    heads.link.core.shards[HEAD].master.clock += 5
+    heads.backward(0, torch.ones(3, 2))
+    assert heads.link.core.shards[HEAD].staleness == {5: 1}
+    assert heads.events[-1].read_at == 0
+
+
+def test_a_look_into_the_head_from_within_a_turn_does_not_end_it() -> None:
+    heads, x = Heads(), torch.randn(3, 4)
+    heads.forward(0, x)
+    heads.forward(1, x)
+    heads.heard(0)
+    heads.forward(0, torch.randn(3, 7), turn=False)
+    assert heads.heard(0)[0].code == "head"
+    assert not heads.heard(1)
+    heads.backward(0, torch.ones(3, 2))
+    assert heads.heard(0)[0][0].applied
+    assert isinstance(heads.heard(1)[0][0], m.HeadOutput)
+
+
+def test_an_optimizer_that_fails_on_the_heads_gradient_is_refused_and_the_server_goes_on() -> None:
+    heads, x = Heads(), torch.randn(3, 4)
+    heads.forward(0, x)
+    heads.link.core.shards[HEAD].master.optimizer.step = lambda: 1 / 0  # type: ignore[union-attr, method-assign]
+    heads.backward(0, torch.ones(3, 2))
+    assert "ZeroDivisionError" in heads.heard(0)[-1].reason
+    heads.forward(1, x)
+    assert isinstance(heads.heard(1)[0][0], m.HeadOutput)
+
+
+def test_weights_are_trained_or_left_as_each_turn_says() -> None:
+    heads, x = Heads(), torch.randn(3, 4)
+    before = heads.weights
+    heads.module[0].requires_grad_(False)
+    heads.forward(0, x)
+    heads.backward(0, torch.ones(3, 2))
+    frozen = heads.weights
+    assert [torch.equal(now, then) for now, then in zip(frozen, before, strict=True)] == [True, True, False, False]
+    heads.module[0].requires_grad_(True)
+    heads.forward(0, x)
+    heads.backward(0, torch.ones(3, 2))
+    assert not any(torch.equal(now, then) for now, then in zip(heads.weights, frozen, strict=True))
 
 
 def test_the_length_of_turns_is_measured() -> None:

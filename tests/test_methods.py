@@ -386,6 +386,22 @@ def test_no_class_path_gives_anything_but_an_optimizer(start: str, rest: str) ->
         assert issubclass(kind, Optimizer)
 
 
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_a_weight_whose_first_gradient_comes_late_is_stepped_as_by_plain_sgd(nesterov: bool) -> None:
+    weights = [Parameter(torch.ones(3)), Parameter(torch.ones(2))]
+    twins = [Parameter(weight.detach().clone()) for weight in weights]
+    options: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "nesterov": nesterov}
+    master = Master({"a": weights[0], "b": weights[1]}, torch.optim.SGD(weights, fused=True, **options))
+    plain = torch.optim.SGD(twins, **options)
+    for late in (None, torch.ones(2), torch.full((2,), 0.5)):
+        master.update([torch.ones(3), late], hyperparameters_of(plain))
+        twins[0].grad, twins[1].grad = torch.ones(3), late
+        plain.step()
+    assert master.clock == 3
+    for ours, theirs in zip(weights, twins, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 def test_a_module_that_is_not_allowed_is_not_even_imported() -> None:
     assert "this" not in sys.modules
     with pytest.raises(UnsupportedError, match="--allow-optimizer this:s"):

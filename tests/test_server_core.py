@@ -868,7 +868,9 @@ SAMPLES: dict[type[m.Message], m.Message] = {
         push_of(gradient(0))[0],
         m.Average(optimizer=0, nbytes=LAYOUT.nbytes),
         m.Deposit(packed=pack([torch.ones(2)])[0], nbytes=8),
-        m.HeadForward(optimizer=1, packed=pack([[torch.ones(2)], {}])[0], nbytes=8),
+        m.HeadForward(
+            optimizer=1, packed=pack([[torch.ones(2)], {}])[0], nbytes=8, training=(True,), trainable=(True, False)
+        ),
         m.HeadBackward(optimizer=1, packed=pack([torch.ones(2)])[0], nbytes=8, hyperparameters=({"lr": 0.1},)),
         m.HeadRelease(optimizer=1),
         m.Fetch(optimizer=0),

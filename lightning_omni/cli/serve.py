@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import signal
 import threading
+import time
 from pathlib import Path
 from types import FrameType
 
@@ -60,6 +61,7 @@ def serve(
         secrets.token_bytes,
         heartbeat_timeout=heartbeat_timeout,
         resolve=resolver(allow_optimizer.split(",") if allow_optimizer else ()),
+        clock=time.monotonic,
         resolve_module=module_resolver(allow_module.split(",") if allow_module else ()),
         record=RecordFile(record) if record is not None else None,
     )

@@ -26,7 +26,7 @@ class Passed:
     """What a backward pass through the head gives.
 
     Attributes:
-        inputs: the gradient of each floating-point tensor that came in, None for the others.
+        inputs: the gradient of each floating-point or complex tensor that came in, None for the others.
         parameters: the gradient of each parameter, None where it took no part.
     """
 
@@ -57,6 +57,7 @@ class MergedHead:
         self._random = torch.Generator().manual_seed(seed).get_state()
         self._inputs: list[Tensor] = []
         self._outputs: list[Tensor] = []
+        self._modes: bool | Sequence[bool] = True
 
     @property
     def is_open(self) -> bool:
@@ -67,7 +68,7 @@ class MergedHead:
         self,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-        training: bool = True,
+        training: bool | Sequence[bool] = True,
         autocast: torch.dtype | None = None,
         turn: bool = True,
     ) -> Any:
@@ -76,28 +77,30 @@ class MergedHead:
         Args:
             args: positional arguments of the submodule: trees of tensors and plain values.
             kwargs: keyword arguments, likewise.
-            training: whether the submodule is in training mode.
+            training: whether the submodule is in training mode; or one word for each of `modes_of`.
             autocast: the dtype of automatic mixed precision, if any.
             turn: whether a backward pass will follow.
 
         Raises:
-            UnsupportedError: the pass changed a buffer of the head.
+            UnsupportedError: the pass changed a buffer of the head, or gave what cannot travel.
+            ValueError: there are not so many submodules.
         """
         tree = (tuple(args), dict(kwargs))
         inputs = [tensor.detach() for tensor in tensors_of(tree)]
         if turn:
-            inputs = [tensor.requires_grad_(tensor.is_floating_point()) for tensor in inputs]
-        positional, named = with_tensors(tree, inputs)
-        self._module.train(training)
+            inputs = [tensor.requires_grad_(tensor.is_floating_point() or tensor.is_complex()) for tensor in inputs]
+        self._set_modes(training)
         before = self._buffer_versions()
         with torch.set_grad_enabled(turn), torch.random.fork_rng(devices=[]):
             torch.set_rng_state(self._random)
+            # Copies: the memory is the caller's, and layers may work in place, which torch forbids on leaves.
+            positional, named = with_tensors(tree, [tensor.clone() for tensor in inputs])
             with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
                 output = self._module(*positional, **named)
             self._random = torch.get_rng_state()
         self._check_buffers(before)
         if turn:
-            self._inputs, self._outputs = inputs, tensors_of(output)
+            self._inputs, self._outputs, self._modes = inputs, tensors_of(output), training
         return with_tensors(output, [tensor.detach() for tensor in tensors_of(output)])
 
     def backward(self, gradients: Sequence[Tensor | None], scale: float = 1.0) -> Passed:
@@ -109,6 +112,7 @@ class MergedHead:
         """
         inputs, outputs = self._inputs, self._outputs
         self.abandon()
+        self._set_modes(self._modes)  # others may have looked in; what is computed again must be what was
         pairs = [
             (output, gradient.to(output.dtype))
             for output, gradient in zip(outputs, gradients, strict=True)
@@ -131,6 +135,12 @@ class MergedHead:
         """Ends the turn without a gradient."""
         self._inputs, self._outputs = [], []
 
+    def _set_modes(self, modes: bool | Sequence[bool]) -> None:
+        modules = [module for _, module in self._module.named_modules(remove_duplicate=False)]
+        each = [modes] * len(modules) if isinstance(modes, bool) else modes
+        for module, mode in zip(modules, each, strict=True):
+            module.training = mode
+
     def _buffer_versions(self) -> list[tuple[str, int, int]]:
         return [(name, id(buffer), buffer._version) for name, buffer in self._module.named_buffers()]
 
@@ -144,6 +154,11 @@ class MergedHead:
             )
 
 
+def modes_of(module: nn.Module) -> tuple[bool, ...]:
+    """Whether each submodule is in training mode, itself first, those that occur twice twice."""
+    return tuple(each.training for _, each in module.named_modules(remove_duplicate=False))
+
+
 class Passage(Protocol):
     """Brings what goes into a merged head to its owner, and back what comes out; and so with gradients."""
 
@@ -151,9 +166,12 @@ class Passage(Protocol):
         """The tensors of the output, for ``tree`` (arguments, keyword arguments) with these tensors in it."""
 
     def take_back(
-        self, gradients: Sequence[Tensor], inputs: Sequence[tuple[torch.Size, torch.dtype]]
+        self, gradients: Sequence[Tensor | None], inputs: Sequence[tuple[torch.Size, torch.dtype]]
     ) -> Sequence[Tensor | None]:
-        """The gradients of the inputs, whose shapes and dtypes are given, for those of the output."""
+        """The gradients of the inputs, whose shapes and dtypes are given, for those of the output.
+
+        None stands for an output that took no part in the loss.
+        """
 
 
 def pass_through(passage: Passage, tree: Any) -> tuple[Tensor, ...]:
@@ -173,14 +191,16 @@ class _Pass(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, passage: Passage, tree: Any, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.passage = passage
+        ctx.set_materialize_grads(False)
         ctx.inputs = [(tensor.shape, tensor.dtype) for tensor in tensors]
         outputs = tuple(passage.bring(tree, tensors))
-        ctx.mark_non_differentiable(*(output for output in outputs if not output.is_floating_point()))
+        whole = (output for output in outputs if not (output.is_floating_point() or output.is_complex()))
+        ctx.mark_non_differentiable(*whole)
         return outputs
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         return (None, None, None, *ctx.passage.take_back(gradients, ctx.inputs))
 
 
@@ -226,7 +246,7 @@ def check_mergeable(name: str, model: nn.Module) -> nn.Module:
     own = {id(parameter) for parameter in module.parameters()}
     if not own:
         raise ConfigurationError(f"merged={name!r}: the submodule has no parameters, so there is nothing to keep fresh")
-    _check_not_tied(name, model, module, own)
+    _check_not_tied(name, model, own)
     for child_name, child in module.named_modules():
         if getattr(child, "track_running_stats", False):
             raise UnsupportedError(
@@ -247,14 +267,11 @@ def check_mergeable(name: str, model: nn.Module) -> nn.Module:
     return module
 
 
-def _check_not_tied(name: str, model: nn.Module, module: nn.Module, own: set[int]) -> None:
-    inside = {id(child) for child in module.modules()}
-    for other_name, other in model.named_modules():
-        if id(other) in inside:
-            continue
-        for parameter_name, parameter in other.named_parameters(recurse=False):
-            if id(parameter) in own:
-                raise UnsupportedError(
-                    f"merged={name!r}: its weights are shared with {f'{other_name}.' if other_name else ''}"
-                    f"{parameter_name}, which stays with the groups; one owner cannot keep them: merge something else"
-                )
+def _check_not_tied(name: str, model: nn.Module, own: set[int]) -> None:
+    """A weight, or a whole module, may have a second home in the body."""
+    for other, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in own and not other.startswith(f"{name}."):
+            raise UnsupportedError(
+                f"merged={name!r}: its weights are shared with {other}, which stays with the groups; one owner cannot"
+                " keep them: merge something else"
+            )

@@ -65,11 +65,13 @@ class Master:
 
     def step(self, optimizer: Optimizer, gradients: Sequence[Tensor | None]) -> None:
         """One step of any optimizer over the parameters, a method's own perhaps; the clock ticks."""
-        for parameter, gradient in zip(self._ordered, gradients, strict=True):
-            parameter.grad = gradient
-        optimizer.step()
-        for parameter in self._ordered:
-            parameter.grad = None
+        pairs = [(p, gradient) for p, gradient in zip(self._ordered, gradients, strict=True) if gradient is not None]
+        for some in _steppable_together(optimizer, pairs):
+            for parameter, gradient in some:
+                parameter.grad = gradient
+            optimizer.step()
+            for parameter, _ in some:
+                parameter.grad = None
         self.clock += 1
 
     def overwrite(self, values: Sequence[Tensor | None]) -> None:
@@ -273,6 +275,22 @@ def _torch_attributes() -> frozenset[str]:
     bare = object.__new__(Optimizer)
     Optimizer.__init__(bare, [torch.zeros(1)], {})
     return frozenset(vars(bare)) | {"step", "_opt_called", "_step_count", "_step_supports_amp_scaling"}
+
+
+def _steppable_together(
+    optimizer: Optimizer, pairs: list[tuple[Parameter, Tensor]]
+) -> list[list[tuple[Parameter, Tensor]]]:
+    """Parameters with their gradients, such that torch can step them in one call.
+
+    Fused SGD cannot where some have a momentum buffer and others get their first gradient only now (seen in torch 2.13:
+    "expected Tensor as element 0 in argument 2, but got NoneType").
+    """
+    if type(optimizer) is torch.optim.SGD and any(group.get("fused") for group in optimizer.param_groups):
+        known = [pair for pair in pairs if optimizer.state.get(pair[0], {}).get("momentum_buffer") is not None]
+        if 0 < len(known) < len(pairs):
+            seen = {id(parameter) for parameter, _ in known}
+            return [known, [pair for pair in pairs if id(pair[0]) not in seen]]
+    return [pairs]
 
 
 def _choose_fastest_kernel(optimizer: Optimizer) -> None:

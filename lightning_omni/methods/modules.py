@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from lightning_omni.errors import UnsupportedError
 from lightning_omni.methods.master import class_path
@@ -53,9 +52,7 @@ def _describe(module: nn.Module, names: Mapping[int, str], where: str) -> dict[s
     return {
         "class": class_path(type(module)),
         "attributes": {
-            key: _encode(value, module, where, key)
-            for key, value in vars(module).items()
-            if key not in bare and key != "forward"
+            key: _encode(value, module, where, key) for key, value in vars(module).items() if key not in bare
         },
         # By the first of its names: a weight that two modules share stays one weight.
         "parameters": {
@@ -90,6 +87,16 @@ def check_describable(module: nn.Module, where: str = "") -> None:
         raise UnsupportedError(
             f"{shown}: the class {kind.__qualname__} cannot be imported from {kind.__module__} (it is made on the fly,"
             " as by torch.nn.utils.parametrizations); give the weights a plain module"
+        )
+    if not (where or kind.forward is not nn.Module.forward):
+        raise UnsupportedError(
+            f"a {kind.__qualname__} has no forward pass of its own, and only through that can a merged head be used"
+        )
+    if "forward" in vars(module):
+        raise UnsupportedError(f"{shown} has a forward of its instance's own, which cannot be sent to the server")
+    if getattr(module, "sparse", False) is True:
+        raise UnsupportedError(
+            f"{shown} makes sparse gradients, but the server's are dense; build it with sparse=False"
         )
     if getattr(module, "_compiled_call_impl", None) is not None:
         raise UnsupportedError(f"{shown} is compiled; the parameter server runs it as it is: do not compile it")
@@ -184,8 +191,8 @@ def _encode(value: Any, module: nn.Module, where: str, key: str) -> Any:
         return {name: _encode(item, module, where, key) for name, item in value.items()}
     raise UnsupportedError(
         f"{where or 'the module itself'} ({type(module).__qualname__}): its attribute {key!r} is a"
-        f" {type(value).__qualname__}, and only plain values (numbers, strings, lists) can be sent to the parameter"
-        " server"
+        f" {type(value).__qualname__}, and only plain values (numbers, strings, lists, dicts by text) can be sent to"
+        " the parameter server"
     )
 
 
@@ -227,12 +234,38 @@ def _decode(value: Any) -> Any:
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
-    """The tensors of a tree of tuples, lists and dicts, in order."""
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    """The tensors of a tree of tuples, lists and dicts, in order.
+
+    Raises:
+        UnsupportedError: the tree holds tensors in something else (a named tuple, a subclass of dict).
+    """
+    found: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    _replace(tree, keep)
+    return found
 
 
 def with_tensors(tree: Any, tensors: Sequence[Any]) -> Any:
     """The same tree with others in the places of its tensors, in the order of `tensors_of`."""
-    leaves, spec = tree_flatten(tree)
     others = iter(tensors)
-    return tree_unflatten([next(others) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+    return _replace(tree, lambda _: next(others))
+
+
+def _replace(tree: Any, by: Callable[[Tensor], Any]) -> Any:
+    # Just the kinds that travel as what they are: a subclass would arrive as something else.
+    if isinstance(tree, Tensor):
+        return by(tree)
+    if type(tree) in (tuple, list):
+        return type(tree)([_replace(item, by) for item in tree])
+    if type(tree) is dict:
+        return {key: _replace(item, by) for key, item in tree.items()}
+    if isinstance(tree, (tuple, list, dict, set)) or hasattr(tree, "__dataclass_fields__"):
+        raise UnsupportedError(
+            f"a {type(tree).__qualname__} cannot go into a merged head or come out of it; only tensors, plain values,"
+            " and tuples, lists and dicts of them"
+        )
+    return tree

@@ -7,8 +7,10 @@ everyone gets back the rows that are his.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+import types
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import torch
@@ -16,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_omni.errors import ConfigurationError, Refused, UnsupportedError
-from lightning_omni.methods.head import pass_through
+from lightning_omni.methods.head import modes_of, pass_through
 from lightning_omni.methods.master import hyperparameters_of
 from lightning_omni.methods.modules import tensors_of, with_tensors
 from lightning_omni.protocol import messages as m
@@ -49,32 +51,35 @@ class RemoteHead:
         self._world, self._part, self._number, self._name, self._module = world, part, number, name, module
         self._parameters = set(part.replica.ordered)
         self._own = module.forward
-        self._was_own = "forward" in vars(module)
-        self._is_open = False
+        self._is_open = self._was_used = False
         self._rows: list[int] = []
         self._output: Any = None
+        self._shapes: list[tuple[tuple[int, ...], torch.dtype]] = []
         self.clip = 0.0
-        self.clip_algorithm = "norm"
+        self.clip_algorithm: Literal["norm", "value"] = "norm"
 
     def install(self) -> None:
         """From now on the submodule is the server's, while groups train apart. Done twice, it is done once."""
         if self._module.forward is not self:
             self._module.forward = self
+            for parameter in self._parameters:
+                parameter.grad = None  # of steps that were made here
 
     def remove(self) -> None:
         """The submodule is its own again."""
         if self._module.forward is self:
-            if self._was_own:
-                self._module.forward = self._own
-            else:
-                del self._module.forward
+            del self._module.forward
 
     def release(self) -> None:
-        """A step has ended: a turn whose loss was never taken backward is given up."""
+        """A turn whose loss was never taken backward is given up."""
         if self._is_open:
             self._is_open = False
             if self._world.is_leader:
                 self._world.ask(m.HeadRelease(optimizer=self._number), m.HeadReleased)
+
+    def __reduce__(self) -> Any:
+        # A copy of the module, or its pickle, has a forward pass of its own again.
+        return _own_forward, (type(self._module), self._module)
 
     # --- The submodule's forward -------------------------------------------------------------------------------------
 
@@ -82,26 +87,51 @@ class RemoteHead:
         """The head's output for this rank's rows."""
         if not self._world.is_computing:
             return self._own(*args, **kwargs)
+        tree = (args, kwargs)
         if not torch.is_grad_enabled():
-            tree = (args, kwargs)
-            outputs: Sequence[Tensor] = self.bring(tree, tensors_of(tree), turn=False)
-        else:
-            if self._is_open:
-                raise UnsupportedError(
-                    f'merged="{self._name}": the submodule is used twice in one training step, and its turn at the'
-                    " server is one forward pass and one backward pass; use it once, on all inputs together"
-                )
-            outputs = pass_through(self, (args, kwargs))
-            self._is_open = True
+            return self._look(tree)
+        if self._was_used:
+            raise self._used_twice()
+        outputs = pass_through(self, tree)
+        self._is_open = self._was_used = True
         return with_tensors(self._output, outputs)
 
-    def bring(self, tree: Any, tensors: Sequence[Tensor], turn: bool = True) -> list[Tensor]:
-        """The batch to the head, and back what is this rank's of each tensor of the output.
+    def _used_twice(self) -> UnsupportedError:
+        return UnsupportedError(
+            f'merged="{self._name}": the submodule is used twice in one training step, and its turn at the server is'
+            " one forward pass and one backward pass, with which it is stepped; use it once, on all inputs together,"
+            " or under torch.no_grad()"
+        )
+
+    def _look(self, tree: Any) -> Any:
+        """The output of this rank's rows alone, which the head is not trained on: a rank may ask by itself."""
+        with self._world.timed():
+            answer, payload = self._world.ask(*self._forward_message(tree, turn=False))
+        output = unpack(answer.packed, payload)
+        return with_tensors(output, [tensor.to(self._world.device) for tensor in tensors_of(output)])
+
+    def step_done(self) -> None:
+        """A step has ended, and the submodule may be used again.
+
+        Raises:
+            UnsupportedError: a weight of the submodule got a gradient here, where nobody would step it.
+        """
+        self.release()
+        self._was_used = False
+        for name, parameter in self._part.replica.parameters.items():
+            if parameter.grad is not None and self._world.is_computing:
+                raise UnsupportedError(
+                    f'merged="{self._name}": its weight {name} got a gradient outside of the submodule\'s forward pass'
+                    " (a part of it was called by itself, or the loss has a penalty on it), and nobody would step it;"
+                    " call the submodule as a whole, or merge nothing"
+                )
+
+    def bring(self, tree: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The group's batch to the head for its turn, and back what is this rank's of each tensor of the output.
 
         Args:
             tree: arguments and keyword arguments.
             tensors: what is to be put in the places of its tensors.
-            turn: whether a backward pass will follow.
         """
         world = self._world
         with world.timed():
@@ -109,19 +139,24 @@ class RemoteHead:
             whole = self._gather(tensors)
             packed, payload = Packed(b"", ()), torch.empty(0)
             if world.is_leader:
-                message, batch = self._forward_message(with_tensors(tree, whole), turn)
-                try:
-                    answer, payload = world.ask(message, m.HeadOutput, batch)
-                except Refused as no:
-                    raise ConfigurationError(f'merged="{self._name}": {no}') from no
+                with self._explained():
+                    answer, payload = world.ask(*self._forward_message(with_tensors(tree, whole), turn=True))
                 packed = answer.packed
             packed = self._tell(packed)
             views = packed.layout.views(payload) if world.is_leader else []
-            shapes = [(spec.shape, DTYPES[spec.dtype]) for spec in packed.specs]
+            self._shapes = shapes = [(spec.shape, DTYPES[spec.dtype]) for spec in packed.specs]
             self._output = unpack(packed, torch.zeros(packed.layout.nbytes, dtype=torch.uint8))
-            return self._scatter(views, shapes)
+            # Copies: torch takes a view that comes out of a function for something that must not be written to.
+            return [tensor.clone() for tensor in self._scatter(views, shapes)]
 
-    def _forward_message(self, tree: Any, turn: bool) -> tuple[m.HeadForward, Tensor]:
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except Refused as no:
+            raise ConfigurationError(f'merged="{self._name}": {no}') from no
+
+    def _forward_message(self, tree: Any, turn: bool) -> tuple[m.HeadForward, type[m.HeadOutput], Tensor]:
         packed, buffer = pack(tree)
         kind = self._world.device.type
         mixed = torch.is_autocast_enabled(kind)
@@ -129,27 +164,35 @@ class RemoteHead:
             optimizer=self._number,
             packed=packed,
             nbytes=buffer.numel(),
-            training=self._module.training,
+            training=modes_of(self._module),
+            trainable=tuple(parameter.requires_grad for parameter in self._part.replica.ordered),
             autocast=str(torch.get_autocast_dtype(kind)).removeprefix("torch.") if mixed else "",
             turn=turn,
         )
-        return message, buffer
+        return message, m.HeadOutput, buffer
 
-    def take_back(self, gradients: Sequence[Tensor], inputs: Sequence[tuple[torch.Size, torch.dtype]]) -> list[Any]:
+    def take_back(
+        self, gradients: Sequence[Tensor | None], inputs: Sequence[tuple[torch.Size, torch.dtype]]
+    ) -> list[Any]:
         """The gradients of the output to the head, which is stepped; back those of this rank's inputs.
 
         Args:
-            gradients: one for each tensor of the output.
+            gradients: one for each tensor of the output; None if it took no part in the loss.
             inputs: shape and dtype of each tensor that went in.
         """
         world = self._world
+        if not self._is_open:
+            raise self._used_twice()
         self._is_open = False
         with world.timed():
-            whole = self._gather(gradients)
+            told = self._agree_on_presence(gradients)
+            gathered = iter(self._gather([gradient for gradient in told if gradient is not None]))
+            whole = [None if gradient is None else next(gathered) for gradient in told]
             there, payload = b"", torch.empty(0)
             back: list[Any] = []
             if world.is_leader:
-                answer, payload = world.ask(*self._backward_message(whole))
+                with self._explained():
+                    answer, payload = world.ask(*self._backward_message(whole))
                 back = unpack(answer.packed, payload)
                 there = msgspec.msgpack.encode(
                     ([gradient is not None for gradient in back], answer.applied, answer.refused_in_row)
@@ -164,7 +207,9 @@ class RemoteHead:
         world.watch_refusals(applied, refused)
         return [next(mine) if is_there else None for is_there in present]
 
-    def _backward_message(self, gradients: Sequence[Tensor]) -> tuple[m.HeadBackward, type[m.HeadGradients], Tensor]:
+    def _backward_message(
+        self, gradients: Sequence[Tensor | None]
+    ) -> tuple[m.HeadBackward, type[m.HeadGradients], Tensor]:
         packed, buffer = pack(list(gradients))
         epoch, trained = self._world.trained()
         message = m.HeadBackward(
@@ -174,7 +219,7 @@ class RemoteHead:
             hyperparameters=tuple(hyperparameters_of(self._part.optimizer, self._parameters)),
             scale=1 / len(self._world.members),  # as DDP takes the mean over ranks
             clip=self.clip,
-            clip_algorithm=self.clip_algorithm,  # type: ignore[arg-type]
+            clip_algorithm=self.clip_algorithm,
             epoch=epoch,
             trained=trained,
         )
@@ -200,6 +245,18 @@ class RemoteHead:
         everyone = [torch.zeros_like(mine) for _ in self._world.members]
         dist.all_gather(everyone, mine, group=self._world.compute_group)
         return [int(rows) for rows in everyone]
+
+    def _agree_on_presence(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """What took no part in a member's loss, but did in another's, has a gradient of zeros there."""
+        if not self._is_shared or len(gradients) == 1:  # without any, nobody comes here
+            return list(gradients)
+        flags = torch.tensor([int(each is not None) for each in gradients], device=self._world.device)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._world.compute_group)
+        mine = self._rows[self._world.members.index(self._world.rank)]
+        return [
+            gradient if gradient is not None or not flag else torch.zeros((mine, *shape[1:]), dtype=dtype)
+            for gradient, flag, (shape, dtype) in zip(gradients, flags.tolist(), self._shapes, strict=True)
+        ]
 
     def _gather(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """At the leader: everyone's rows, one below the other."""
@@ -269,3 +326,7 @@ class RemoteHead:
             long.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
         self._world.broadcast_in_group(long)
         return long.numpy().tobytes()
+
+
+def _own_forward(kind: type[nn.Module], module: nn.Module) -> Any:
+    return types.MethodType(kind.forward, module)

@@ -140,6 +140,8 @@ class OmniOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        for head in self.world.heads:
+            head.step_done()
         with torch.no_grad():
             self._advance(Gradient(self._replica.gradients(), hyperparameters_of(self.optimizer, self._own)))
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # else schedulers warn of a missing step

@@ -58,10 +58,10 @@ from lightning_omni.topology import Topology, check_groups
 
 _log = logging.getLogger(__name__)
 
-HEAD = 128
+PREFIX = 128
 """Bytes in front of the weights that a leader broadcasts to its group: what else the answer said."""
 _NUMBERS = 64
-"""Where in the head the note lies, in bytes; whole numbers come before it."""
+"""Where among them the note lies, in bytes; whole numbers come before it."""
 GRACE = 10.0
 """Seconds that a rank which must stop is given to find out by itself."""
 _STOPS = ("", "validate", "end", "skip")
@@ -207,6 +207,7 @@ class World:
         self.generation = 0
         self.control: ControlConnection | None = None
         self.parts: list[Part] = []
+        self.heads: list[RemoteHead] = []
         self.last = Exchanged()
         self.trained: Callable[[], tuple[int, int]] = lambda: (-1, 0)
         self._live_world: LiveWorld | None = None
@@ -357,9 +358,19 @@ class World:
         in_order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         places = {id(parameter): place for place, parameter in enumerate(in_order)}
         ordered = dict(sorted(parameters.items(), key=lambda item: places[id(item[1])]))
+        check_servable(optimizer)  # whatever the method, a head is stepped at the server
         part = Part(optimizer, ModelReplica(ordered, optimizer), head=(name, module))
         self.parts.append(part)
-        return RemoteHead(self, part, len(self.parts) - 1, name, module)
+        self.heads.append(RemoteHead(self, part, len(self.parts) - 1, name, module))
+        return self.heads[-1]
+
+    def _place_heads(self) -> None:
+        """A merged head is the server's while several groups train, and its own otherwise."""
+        for head in self.heads:
+            if self.control is None or self.is_synchronous:
+                head.remove()
+            else:
+                head.install()
 
     def steps_here(self, part: Part) -> bool:
         """Whether the user's optimizer steps this part on every rank."""
@@ -387,8 +398,8 @@ class World:
                 seen.add(id(parameter))
 
     def detach_all(self) -> None:
-        """Forgets the optimizers; others may be attached."""
-        self.parts = []
+        """Forgets the optimizers and merged heads; others may be attached."""
+        self.parts, self.heads = [], []
 
     def begin(self) -> None:
         """Training begins on every rank: with several groups the server is joined and given the weights of rank 0."""
@@ -402,21 +413,28 @@ class World:
             self._seed()
             for part, state in zip(self.parts, self._states_to_resume(), strict=False):
                 part.replica.resume(state)
+        self._place_heads()
         self._resumed = {}
 
     def resume(self, saved: Mapping[str, Any]) -> None:
         """When training begins, go on from what `snapshot` and `deposit` said at a meeting.
 
         Args:
-            saved: ``{"method": {...}, "groups": n, "server": [...], "states": {group: [...]}}``. What the groups knew
-                by themselves counts only if method and number of groups are the same again.
+            saved: ``{"method": {...}, "groups": n, "parameters": [[...]], "server": [...], "states": {group: [...]}}``.
+                What the groups knew by themselves counts only if method, number of groups and parts are the same again.
         """
         same = (
             saved.get("method") == m.method_to_wire(self.method)
             and saved.get("groups") == len(self.topology.alive)
             and len(saved.get("server", ())) == len(self.parts)
+            and saved.get("parameters", self.part_names if not self.heads else None) == self.part_names
         )
         self._resumed = saved if same else {}
+
+    @property
+    def part_names(self) -> list[list[str]]:
+        """The parameters of each part, by which a checkpoint tells whether its parts are these."""
+        return [list(part.replica.parameters) for part in self.parts]
 
     def _states_to_resume(self) -> list[Any]:
         states = self._resumed.get("states", {})
@@ -462,6 +480,7 @@ class World:
             self._peers = None
         self.ever_lost.update(self.lost)
         self.control = self._data = None
+        self._place_heads()
         if self._process is not None:
             self._process.stop()
             self._process = None
@@ -492,6 +511,8 @@ class World:
         """
         if self.is_synchronous or not self._in_compute:
             return
+        for head in self.heads:
+            head.release()
         self.use_default_group(self._world_group())
         self._in_compute = False
         dist.barrier()
@@ -519,7 +540,9 @@ class World:
         self.broadcast_initial(module)
         if len(self.members) == 1:
             return module
-        return DistributedDataParallel(module, process_group=self.compute_group, init_sync=False, **ddp_options)
+        heads = () if self.is_synchronous else tuple(part for part in self.parts if part.head is not None)
+        with frozen(parameter for part in heads for parameter in part.replica.ordered):
+            return DistributedDataParallel(module, process_group=self.compute_group, init_sync=False, **ddp_options)
 
     def broadcast_initial(self, module: Module) -> None:
         """Everyone gets the parameters and buffers of rank 0; called before training begins."""
@@ -629,13 +652,13 @@ class World:
             if len(self.members) == 1:
                 return tensors, count
             memory = self._memory(part)
-            head, views = memory[:_NUMBERS].view(torch.int64), part.replica.layout.views(memory[HEAD:])
+            prefix, views = memory[:_NUMBERS].view(torch.int64), part.replica.layout.views(memory[PREFIX:])
             if self.is_leader:
-                head[0] = count
+                prefix[0] = count
                 for view, tensor in zip(views, tensors or (), strict=False):
                     view.copy_(tensor)
-            self.broadcast_in_group(memory[:HEAD])
-            count = int(head[0])
+            self.broadcast_in_group(memory[:PREFIX])
+            count = int(prefix[0])
             if count:
                 self.broadcast_in_group(memory)
             return (views if count else None), count
@@ -647,7 +670,7 @@ class World:
             ``{"parts": [{"weights": {name: tensor}, "state": {...}, "clock": 0, "method": {...}}], "epoch": {...},
             "trained": [], "groups": {group: what it deposited}}``
         """
-        answer, payload = self._leader_data().exchange(m.TakeSnapshot(with_state=with_state), m.Snapshot)
+        answer, payload = self._data_connection().exchange(m.TakeSnapshot(with_state=with_state), m.Snapshot)
         # Copies: what is unpacked shares one memory, which torch.save refuses if there is more than one dtype.
         tree: dict[str, Any] = tree_map(
             lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, unpack(answer.packed, payload)
@@ -659,24 +682,24 @@ class World:
         if self.is_leader:
             states = [part.replica.own_state(whole=self.steps_here(part)) for part in self.parts]
             packed, buffer = pack(states)
-            self._leader_data().exchange(m.Deposit(packed=packed, nbytes=buffer.numel()), m.Deposited, buffer)
+            self._data_connection().exchange(m.Deposit(packed=packed, nbytes=buffer.numel()), m.Deposited, buffer)
         self._world_barrier()
 
     def ask(self, message: m.Message, expect: type[_Answer], payload: Tensor | None = None) -> tuple[_Answer, Tensor]:
         """Asks the server on the data channel; for leaders. Returns the answer and its payload, uint8."""
-        return self._leader_data().exchange(message, expect, payload)
+        return self._data_connection().exchange(message, expect, payload)
 
     def _ask(self, part: Part, message: m.Message, payload: Tensor | None = None) -> m.Weights:
-        return self._leader_data().exchange(message, m.Weights, payload, self._memory(part)[HEAD:])[0]
+        return self._data_connection().exchange(message, m.Weights, payload, self._memory(part)[PREFIX:])[0]
 
     def _share(self, part: Part, ask: Callable[[], m.Weights], pull: bool = True) -> Pulled:
         """The leader asks the server; its group gets the answer."""
-        memory = self._memory(part) if pull else self._memory(part)[:HEAD]
-        head, numbers = memory[:_NUMBERS].view(torch.int64), memory[_NUMBERS:HEAD].view(torch.float64)
+        memory = self._memory(part) if pull else self._memory(part)[:PREFIX]
+        prefix, numbers = memory[:_NUMBERS].view(torch.int64), memory[_NUMBERS:PREFIX].view(torch.float64)
         with self.timed():
             if self.is_leader:
                 answer = ask()
-                head[:6] = torch.tensor(
+                prefix[:6] = torch.tensor(
                     [
                         answer.clock,
                         answer.staleness,
@@ -688,13 +711,13 @@ class World:
                 )
                 numbers[0] = answer.note
             self.broadcast_in_group(memory)
-        clock, staleness, applied, refused, progress, stop = head[:6].tolist()
+        clock, staleness, applied, refused, progress, stop = prefix[:6].tolist()
         self.last.staleness, self.last.applied = staleness, bool(applied)
         self.last.progress, self.last.stop = progress, _STOPS[stop]
         if staleness >= 0:
             part.staleness.append(staleness)
         self.watch_refusals(bool(applied), refused)
-        tensors = part.replica.layout.views(memory[HEAD:]) if pull else ()
+        tensors = part.replica.layout.views(memory[PREFIX:]) if pull else ()
         return Pulled(tensors, clock, float(numbers[0]), refused=not applied)
 
     def watch_refusals(self, applied: bool, in_row: int) -> None:
@@ -734,14 +757,14 @@ class World:
 
     def _memory(self, part: Part) -> Tensor:
         if part.into is None:
-            part.into = torch.zeros(HEAD + part.replica.layout.nbytes, dtype=torch.uint8)
+            part.into = torch.zeros(PREFIX + part.replica.layout.nbytes, dtype=torch.uint8)
         return part.into
 
     def _source(self) -> int:
         # torch takes src as a rank of the default group if that is the very group, as a global one otherwise
         return 0 if self.compute_group is dist.group.WORLD else self.members[0]
 
-    def _leader_data(self) -> DataConnection:
+    def _data_connection(self) -> DataConnection:
         if self._data is None:
             assert self.control is not None
             self._data = DataConnection(
@@ -790,6 +813,7 @@ class World:
                 spans = self.take_states_back()
         elif self.is_synchronous:
             spans = self.take_states_back()
+        self._place_heads()
         if self.is_synchronous:
             self.use_default_group(self.compute_group)
         elif computing or was_synchronous:
@@ -986,7 +1010,7 @@ class World:
                 for part, state in zip_longest(self.parts, self._resumed.get("server", ()))
             ]
             packed, buffer = pack({"parts": parts})
-            self._leader_data().exchange(m.Seed(packed=packed, nbytes=buffer.numel()), m.Seeded, buffer)
+            self._data_connection().exchange(m.Seed(packed=packed, nbytes=buffer.numel()), m.Seeded, buffer)
         for part in self.parts:
             for parameter in () if self.steps_here(part) else part.replica.ordered:
                 part.optimizer.state.pop(parameter, None)
@@ -1001,9 +1025,8 @@ class World:
         if part.head is None:
             return None
         name, module = part.head
-        frozen = [each for each, parameter in part.replica.parameters.items() if not parameter.requires_grad]
         seed = int(torch.randint(1 << 62, (), generator=torch.Generator().manual_seed(torch.initial_seed())))
-        return {"name": name, "module": describe_module(module), "frozen": frozen, "seed": seed}
+        return {"name": name, "module": describe_module(module), "seed": seed}
 
     def agree(self, numbers: Sequence[int]) -> list[int]:
         """The largest of each number over all live ranks."""
@@ -1098,6 +1121,19 @@ class World:
     @staticmethod
     def _main_host() -> str:
         return os.environ.get("MASTER_ADDR") or socket.gethostname()
+
+
+@contextmanager
+def frozen(parameters: Iterable[Parameter]) -> Iterator[None]:
+    """While DDP looks for what is trainable: it waits for each gradient, and those of merged heads never come."""
+    trainable = [parameter for parameter in parameters if parameter.requires_grad]
+    try:
+        for parameter in trainable:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter in trainable:
+            parameter.requires_grad_(True)
 
 
 def _count_ranks_per_node(size: int) -> list[int]:

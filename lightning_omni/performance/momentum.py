@@ -20,7 +20,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import numpy as np
 import torch
@@ -92,7 +92,7 @@ def implicit_momentum(histogram: Sequence[int] | Array) -> Implicit:
 
     Example:
         >>> implicit_momentum([800, 160, 32, 8]).statement
-        'mean staleness 0.248 with a spread of 0.99 of a geometric one: implicit momentum 0.199'
+        'mean staleness 0.248 with a spread of 0.98 of a geometric one: implicit momentum 0.199'
         >>> implicit_momentum([0, 2, 4, 994]).holds
         False
 
@@ -178,6 +178,16 @@ def explicit_momentum(total: float, histogram: Sequence[int] | Array) -> Explici
 
 
 # --- Theory on a quadratic -------------------------------------------------------------------------------------------
+
+
+@overload
+def rate(momentum: float, implicit: float, lr: float, curvature: float) -> float: ...
+
+
+@overload
+def rate(
+    momentum: float | Array, implicit: float | Array, lr: float | Array, curvature: float | Array
+) -> float | Array: ...
 
 
 def rate(
@@ -387,8 +397,8 @@ class MomentumSensor(Metric):
         """
         if not 0 < lr < math.inf or not -1 < momentum < 1 or staleness < 0:
             raise ConfigurationError(
-                f"lr={lr}, momentum={momentum}, staleness={staleness}: pass a positive learning rate, a momentum between"
-                " -1 and 1, and a staleness of 0 or more"
+                f"lr={lr}, momentum={momentum}, staleness={staleness}: pass a positive learning rate, a momentum"
+                " between -1 and 1, and a staleness of 0 or more"
             )
         self._pick(weights, gradient)
         self.history = torch.cat([self._watched(weights)[None], self.history[:-1]])

@@ -7,9 +7,8 @@ A curve is fitted by a decay that may level off anywhere and bend in any way bet
 so that a forecast is as uncertain as the end of the curve leaves it. What staleness does to momentum is in
 `lightning_omni.performance.momentum`; seconds per update are in `lightning_omni.performance.hardware`.
 
-Rule 1: the fit needs no start and cannot fail. With q = 1 / p and T = τ / p, floor and drop enter linearly: they are a
-least squares of two columns for each (T, q) of a grid, and the grid is narrowed to where the likelihood lies.
-Rule 2: forecasts are quantiles over draws from that likelihood. A covariance would not do: of a curve that has not
+Rule 1: the fit needs no start and cannot fail: a search over q = 1 / p and T = τ / p, with least squares in the rest.
+Rule 2: forecasts are quantiles over draws from the likelihood. A covariance would not do: of a curve that has not
 levelled off yet, updates to a target are anything but normally distributed, and may be infinite.
 """
 
@@ -18,11 +17,13 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
+from statistics import NormalDist
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
 from lightning_omni.errors import ConfigurationError
+from lightning_omni.performance.decay import SLOWEST, Data, candidates, crowding, shape_of
 from lightning_omni.trace import Trace
 
 Array = np.ndarray[Any, Any]
@@ -31,6 +32,7 @@ Key = TypeVar("Key", bound=Hashable)
 _FEWEST = 8
 _MOST = 256
 _WINDOW = 0.2
+_SKIPPED, _CROWDED, _IMPROVED = (0.25, 0.5), 2.0, 1.5
 
 
 # --- What is said ----------------------------------------------------------------------------------------------------
@@ -177,7 +179,8 @@ class LossCurve:
         """
         if not 0 < share <= 1:
             raise ConfigurationError(f"share={share}: pass a number in (0, 1]")
-        until = float(self.moments[-1]) if until is None and len(self) else (until or 0.0)
+        if until is None:
+            until = float(self.moments[-1]) if len(self) else 0.0
         inside = (self.moments <= until) & (self.moments > (1 - share) * until)
         return _level(self.moments[inside], self.losses[inside])
 
@@ -192,17 +195,8 @@ def _level(moments: Array, losses: Array) -> Level:
         return Level(math.inf, 0.0, points)
     design = np.stack([np.ones(points), moments - moments.mean()], axis=1)
     residuals = losses - design @ np.linalg.lstsq(design, losses, rcond=None)[0]
-    variance = float(residuals @ residuals) / (points - 2) * _crowding(residuals)
+    variance = float(residuals @ residuals) / (points - 2) * crowding(residuals)
     return Level(float(losses.mean()), math.sqrt(variance / points), points)
-
-
-def _crowding(residuals: Array) -> float:
-    """How many correlated points are worth one independent one: (1 + r) / (1 - r), r from neighbour to neighbour."""
-    total = float(residuals @ residuals)
-    if total <= 0 or len(residuals) < _FEWEST:
-        return 1.0
-    correlation = min(max(float(residuals[1:] @ residuals[:-1]) / total, 0.0), 0.9)
-    return (1 + correlation) / (1 - correlation)
 
 
 def rank_at_equal_updates(curves: Mapping[Key, LossCurve], share: float = _WINDOW) -> list[tuple[Key, Level]]:
@@ -221,7 +215,7 @@ def rank_at_equal_updates(curves: Mapping[Key, LossCurve], share: float = _WINDO
         >>> steep = LossCurve(range(1, 31), [1 / t for t in range(1, 31)])
         >>> flat = LossCurve(range(1, 41), [1 / t**0.5 for t in range(1, 41)])
         >>> [(name, round(level.mean, 3)) for name, level in rank_at_equal_updates({"flat": flat, "steep": steep})]
-        [('steep', 0.036), ('flat', 0.19)]
+        [('steep', 0.037), ('flat', 0.191)]
     """
     if not curves:
         raise ConfigurationError("curves: there is nothing to rank; pass at least one")
@@ -267,9 +261,12 @@ class DecayFit:
         drop: loss at moment 0, less the floor.
         tau: the time constant τ, in the curve's unit.
         power: the power p; infinite for an exponential.
-        noise: standard deviation of a point about the curve.
-        points: number of points that were fitted.
+        noise: standard deviation of a fitted point about the curve.
+        points: number of points that were fitted: means of neighbours, if the curve has more than 256.
+        crowding: how many points tell as much as one independent one; large if noise goes on for a while, or if the
+            curve is not of this family.
         end: the last moment that was fitted; what lies beyond is a forecast.
+        skipped: the start of the curve, if the family fits the rest only.
         draws: floor, drop, T and q of each draw, shape (draws, 4), with T in the curve's unit.
     """
 
@@ -279,7 +276,9 @@ class DecayFit:
     power: float
     noise: float
     points: int
+    crowding: float
     end: float
+    skipped: LossCurve = field(repr=False)
     draws: Array = field(repr=False)
 
     @property
@@ -295,7 +294,7 @@ class DecayFit:
             level: probability of the interval.
         """
         floor, drop, scale, bend = self.draws.T
-        return _estimate(floor + drop * _shape(np.asarray(moment), scale, bend), level)
+        return _estimate(floor + drop * shape_of(np.asarray(moment), scale, bend), level)
 
     def updates_to(self, target: float, level: float = 0.8) -> Estimate:
         """Updates (or samples, if the curve is over them) until the curve, without noise, is at a target.
@@ -315,7 +314,24 @@ class DecayFit:
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             left = (target - floor) / drop
             speed = np.where(bend > 0, np.expm1(-bend * np.log(left)) / np.where(bend > 0, bend, 1), -np.log(left))
-        return np.where(floor + drop <= target, 0.0, np.where(left > 0, scale * speed, np.inf))
+        updates = np.where(floor + drop <= target, 0.0, np.where(left > 0, scale * speed, np.inf))
+        # What lies before the fit is not extrapolated but read off.
+        if not len(self.skipped):
+            return updates
+        return np.where(updates < self.skipped.moments[-1], self._seen(target), updates)
+
+    def _seen(self, target: float) -> Array:
+        """When the skipped start of the curve was at a target, give or take the noise, shape (draws,).
+
+        That is how long it was above: its first point below would come too early, by chance.
+        """
+        window = max(3, len(self.skipped) // 10)
+        smooth = self.skipped.smoothed(window)
+        error = float(np.diff(self.skipped.losses).std()) / math.sqrt(2 * window)
+        shares = (np.arange(len(self.draws)) + 0.5) / len(self.draws)
+        levels = target + error * np.array([NormalDist().inv_cdf(share) for share in shares])
+        above = len(smooth) - np.searchsorted(np.sort(smooth.losses), levels, side="right")
+        return np.asarray(smooth.moments[np.minimum(above, len(smooth) - 1)])
 
 
 Verdict: TypeAlias = DecayFit | Diverged
@@ -338,11 +354,14 @@ def fit_decay(curve: LossCurve, lowest: float = 0.0, draws: int = 1000, seed: in
 
     with q = 0 the exponential. The family is chosen by Akaike's criterion, the draws have q free in either case: a
     curve that an exponential fits may still have a tail. Single points far off (ten standard deviations from their
-    neighbours' median) are pulled in, and a few that are not finite left out, if the curve recovers from them.
+    neighbours' median) are pulled in, and a few that are not finite left out, if the curve recovers from them. Points
+    weigh by the noise about them. If no decay fits the whole curve, as where training starts slowly, the first quarter
+    or half is left out, as long as the rest fits much better; a decay that starts later is of the same family. What a
+    law that fits but nearly is off by (a few per cent of the updates) is not in the intervals.
 
     Args:
         curve: the curve, not smoothed.
-        lowest: what no loss can be below; -infinity if there is no such bound.
+        lowest: what no loss can be below, 0 for most; -infinity if there is no such bound.
         draws: number of draws.
         seed: of the draws.
 
@@ -371,8 +390,44 @@ def fit_decay(curve: LossCurve, lowest: float = 0.0, draws: int = 1000, seed: in
     if diverged is not None:
         return diverged
     finite = np.isfinite(curve.losses)
-    moments, losses = _thin(curve.moments[finite], _without_spikes(curve.losses[finite]))
-    return _fit(moments, losses, lowest, draws, np.random.default_rng(seed))
+    usable = LossCurve(curve.moments[finite], _without_spikes(curve.losses[finite]))
+    best = _fit(usable, 0, lowest, draws, seed)
+    for share in _SKIPPED:
+        if best.crowding <= _CROWDED or len(usable) * (1 - share) < 4 * _FEWEST:
+            break
+        later = _fit(usable, round(share * len(usable)), lowest, draws, seed)
+        best = later if later.crowding < best.crowding / _IMPROVED else best
+    return best
+
+
+def _fit(curve: LossCurve, skipped: int, lowest: float, draws: int, seed: int) -> DecayFit:
+    """Fits what comes after the skipped points."""
+    random = np.random.default_rng(seed)
+    moments, losses = _thin(curve.moments[skipped:], curve.losses[skipped:])
+    # In units of the data the bounds on T mean the same for every curve.
+    start, end, unit = float(losses.min()), float(moments[-1]), float(np.ptp(losses)) or 1.0
+    data = Data(moments / end, (losses - start) / unit, _precision(losses), (lowest - start) / unit)
+    exponential, general = (candidates(data, slowest, random) for slowest in (0.0, SLOWEST))
+    # Akaike's criterion: one parameter more has to gain two in -2 log likelihood.
+    ratio = exponential.nodes.squares.min() / general.nodes.squares.min()
+    gain = general.nodes.freedom * math.log(ratio) - 2
+    nodes = general.nodes if gain > 0 else exponential.nodes
+    # An exponential is the edge q = 0 of the rest: without a share of its own it would not be drawn.
+    few = round(draws / (1 + math.exp(min(gain / 2, 700.0))))
+    drawn = np.concatenate([exponential.drawn(data, few, random), general.drawn(data, draws - few, random)])
+    (floor, drop), scale, bend = nodes.linear[nodes.best], nodes.scale[nodes.best], float(nodes.bend[nodes.best])
+    return DecayFit(
+        floor=float(floor * unit + start),
+        drop=float(drop * unit),
+        tau=float(scale * end / (bend or 1.0)),
+        power=1 / bend if bend else math.inf,
+        noise=float(np.linalg.norm(nodes.residuals[nodes.best] / data.weights) * unit / math.sqrt(len(losses) - 4)),
+        crowding=max((len(losses) - 4) / nodes.freedom, 1.0),
+        points=len(losses),
+        end=end,
+        skipped=LossCurve(*_thin(curve.moments[:skipped], curve.losses[:skipped])),
+        draws=drawn * np.array([unit, unit, end, 1.0]) + np.array([start, 0.0, 0.0, 0.0]),
+    )
 
 
 def _check(curve: LossCurve, lowest: float) -> None:
@@ -392,7 +447,7 @@ def _divergence(curve: LossCurve, lowest: float) -> Diverged | None:
     moments, losses = curve.moments, curve.losses
     broken = ~np.isfinite(losses)
     tail = max(3, round(_WINDOW * len(losses)))
-    if broken[-tail:].any() or broken.mean() > 0.1 or (~broken).sum() < _FEWEST:
+    if broken[-tail:].any() or broken.mean() > 0.1:
         at = float(moments[broken][0])
         return Diverged(at, f"{int(broken.sum())} of {len(losses)} losses are not finite, the first at {at:g}")
     moments, losses = moments[~broken], _without_spikes(losses[~broken])
@@ -412,9 +467,22 @@ def _without_spikes(losses: Array, width: int = 7) -> Array:
     return np.where(away > 10 * 1.48 * np.median(away), middle, losses) if np.median(away) > 0 else losses
 
 
+def _precision(losses: Array) -> Array:
+    """One over the standard deviation of the noise, up to a factor: a loss that falls gets less noisy.
+
+    Read off second differences, in which a straight line leaves nothing, averaged over a fifth of the points.
+    """
+    variance = np.pad(np.diff(losses, 2) ** 2, 1, mode="edge")
+    width = min(max(len(losses) // 5, _FEWEST), len(losses)) // 2
+    padded = np.pad(variance, width, mode="reflect")
+    spread = np.sqrt(np.lib.stride_tricks.sliding_window_view(padded, 2 * width + 1).mean(axis=1))
+    typical = float(np.median(spread))
+    return np.asarray(typical / np.maximum(spread, 0.1 * typical)) if typical > 0 else np.ones(len(losses))
+
+
 def _thin(moments: Array, losses: Array) -> tuple[Array, Array]:
-    """Means of blocks of neighbours, so that there are at most `_MOST` points; the rest of the last block is its own."""
-    size = -(-len(moments) // _MOST)
+    """Means of blocks of neighbours, so that there are at most `_MOST` points."""
+    size = max(1, -(-len(moments) // _MOST))
     starts = np.arange(0, len(moments), size)
     counts = np.diff(np.append(starts, len(moments)))
     return np.add.reduceat(moments, starts) / counts, np.add.reduceat(losses, starts) / counts
@@ -428,7 +496,7 @@ class Penalty:
     """Updates to a target with g groups, as a multiple of those with one.
 
     Between measured numbers of groups it is a straight line in log g and log penalty: a power law from neighbour to
-    neighbour, which passes through what was measured and never leaves the range of two neighbours. A model with one
+    neighbour, which passes through what was measured and stays in the range of two neighbours. A model with one
     parameter would not do: with the momentum left alone the penalty may fall before it rises, and with the momentum
     tuned it is flat as long as asynchrony adds less than is wanted (Mitliagkas et al. 2016, section 5). Beyond the
     largest number that was measured it is taken to grow like g, as it does where staleness prevails.
@@ -436,35 +504,47 @@ class Penalty:
     Args:
         measured: the penalties by number of groups, with 1 among them.
 
+    Raises:
+        ConfigurationError: 1 is not among them.
+
     Example:
         >>> penalty = Penalty({1: Estimate(1, 1, 1), 4: Estimate(1.5, 1.2, 2.0), 8: Estimate(math.inf, 3.0, math.inf)})
         >>> str(penalty(2)), str(penalty(6)), str(penalty(8))
-        ('1.225 (1.095 to 1.414)', '2.25 (1.8 to 3)', 'inf (3 to inf)')
+        ('1.225 (1.095 to 1.414)', '2.25 (2.051 to 3)', 'inf (3 to inf)')
     """
 
     measured: Mapping[int, Estimate]
 
+    def __post_init__(self) -> None:
+        if 1 not in self.measured:
+            raise ConfigurationError(f"measured={sorted(self.measured)}: pass the penalty of 1 group, which is 1, too")
+
     def __call__(self, groups: int) -> Estimate:
-        """The penalty for any number of groups, at least 1."""
+        """The penalty for any number of groups, at least 1.
+
+        Raises:
+            ConfigurationError: there is no group.
+        """
         if groups < 1:
             raise ConfigurationError(f"groups={groups}: pass a positive number")
         if groups in self.measured:
             return self.measured[groups]
-        low, value, high = (self._between(groups, name) for name in ("low", "value", "high"))
-        above = min((known for known in self.measured if known > groups), default=max(self.measured))
+        low = self._between(groups, "low")
+        value = max(low, self._between(groups, "value"))
+        high = max(value, self._between(groups, "high"))
         below = max(known for known in self.measured if known < groups)
+        above = min((known for known in self.measured if known > groups), default=below)
         return Estimate(value, low, high, min(self.measured[known].chance for known in (below, above)))
 
     def _between(self, groups: int, name: str) -> float:
-        """One end of the interval, or its middle; what is infinite is known only to lie above its neighbours."""
         figures = {known: float(getattr(estimate, name)) for known, estimate in sorted(self.measured.items())}
+        if any(figure == math.inf for known, figure in figures.items() if known < groups):
+            return math.inf
+        # Of an infinite one further up no more is known than that it is larger.
         usable = [known for known, figure in figures.items() if 0 < figure < math.inf]
-        if not any(known < groups for known in usable) or any(figures[g] == math.inf for g in figures if g < groups):
-            return math.inf if any(figures[g] == math.inf for g in figures if g < groups) else 0.0
         if groups > usable[-1]:
             return figures[usable[-1]] * groups / usable[-1]
-        logs = np.interp(math.log(groups), np.log(usable), np.log([figures[known] for known in usable]))
-        return float(np.exp(logs))
+        return math.exp(np.interp(math.log(groups), np.log(usable), np.log([figures[known] for known in usable])))
 
 
 def se_penalty(curves: Mapping[int, Verdict], target: float, level: float = 0.8, seed: int = 0) -> Penalty:
@@ -508,144 +588,3 @@ def se_penalty(curves: Mapping[int, Verdict], target: float, level: float = 0.8,
         usable = (base > 0) & np.isfinite(base)
         measured[groups] = _estimate(draws[usable] / base[usable], level)
     return Penalty(measured)
-
-
-# --- The likelihood of T, q, floor and drop --------------------------------------------------------------------------
-
-_NODES = 25
-_SHORTEST, _LONGEST = 1e-5, 30.0  # T in lengths of the data: to slower decays the data are a straight line
-_SLOWEST = 5.0  # q; a power of 0.2
-_UNLIKELY = 8.0  # nodes less likely than e^-8 of the best are left out where the grid is narrowed
-_ROUNDS = 8
-
-
-def _shape(moments: Array, scale: Array, bend: Array) -> Array:
-    """The decay from 1, for any bend q at least 0: (1 + q t / T)^(-1/q), or exp(-t / T) at q = 0."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        slow = np.log1p(bend * moments / scale) / bend
-    return np.asarray(np.exp(-np.where(bend > 0, slow, moments / scale)))
-
-
-@dataclass(frozen=True, eq=False)
-class _Data:
-    """Losses over moments in units of the last one."""
-
-    x: Array
-    y: Array
-    lowest: float
-
-    def solve(self, scale: Array, bend: Array) -> _Nodes:
-        """Least squares in floor and drop at every node (T, q), floor >= lowest and drop >= 0."""
-        shape = _shape(self.x, scale[:, None], bend[:, None])
-        # Columns that are almost equal leave floor and drop open; a ridge of 1e-9 bounds them.
-        normal = np.empty((len(scale), 2, 2))
-        normal[:, 0, 0] = len(self.x) * (1 + 1e-9)
-        normal[:, 0, 1] = normal[:, 1, 0] = shape.sum(1)
-        normal[:, 1, 1] = (shape * shape).sum(1) + 1e-9 * len(self.x)
-        right = np.stack([np.full(len(scale), self.y.sum()), shape @ self.y], axis=1)
-        linear = self.bounded(np.linalg.solve(normal, right[:, :, None])[:, :, 0], normal, right)
-        left = self.y - linear[:, :1] - linear[:, 1:] * shape
-        return _Nodes(scale, bend, linear, left, normal, right)
-
-    def bounded(self, linear: Array, normal: Array, right: Array) -> Array:
-        """Where a bound is broken, it is kept, and the other number is the best beside it."""
-        floor, drop = linear.T
-        low = floor < self.lowest
-        if low.any():  # the bound may be -infinity
-            floor = np.where(low, self.lowest, floor)
-            drop = np.where(low, (right[:, 1] - self.lowest * normal[:, 0, 1]) / normal[:, 1, 1], drop)
-        return np.stack([np.where(drop < 0, self.y.mean(), floor), np.maximum(drop, 0.0)], axis=1)
-
-
-@dataclass(frozen=True, eq=False)
-class _Nodes:
-    """Decays of given (T, q), each with the best floor and drop."""
-
-    scale: Array  # (nodes,)
-    bend: Array  # (nodes,)
-    linear: Array  # (nodes, 2): floor and drop
-    residuals: Array  # (nodes, points)
-    normal: Array  # (nodes, 2, 2)
-    right: Array  # (nodes, 2)
-
-    @property
-    def squares(self) -> Array:
-        """Sums of squares that the nodes leave, shape (nodes,)."""
-        return np.asarray((self.residuals**2).sum(1))
-
-    def variance(self) -> float:
-        """Of a point about the best node, times the points that are worth one."""
-        best = self.residuals[self.squares.argmin()]
-        return max(float(best @ best) / (len(best) - 4), 1e-30) * _crowding(best)
-
-
-def _fit(moments: Array, losses: Array, lowest: float, draws: int, random: np.random.Generator) -> DecayFit:
-    # In units of the data the bounds on T mean the same for every curve.
-    end, unit = float(moments[-1]), float(np.ptp(losses)) or 1.0
-    data = _Data(moments / end, (losses - losses.min()) / unit, (lowest - float(losses.min())) / unit)
-    exponential, general = _narrowed(data, slowest=0.0), _narrowed(data, slowest=_SLOWEST)
-    # Akaike's criterion: one parameter more has to gain two in -2 log likelihood.
-    gain = float(exponential.nodes.squares.min() - general.nodes.squares.min()) / general.nodes.variance() - 2
-    nodes = general.nodes if gain > 0 else exponential.nodes
-    best = int(nodes.squares.argmin())
-    # An exponential is the edge q = 0 of the rest: without a share of its own it would not be drawn.
-    few = round(draws / (1 + math.exp(min(gain / 2, 700.0))))
-    sampled = np.concatenate(
-        [_drawn(data, exponential, few, random), _drawn(data, general, draws - few, random)]
-    ) * np.array([unit, unit, end, 1.0])
-    sampled[:, 0] += losses.min()
-    bend = float(nodes.bend[best])
-    return DecayFit(
-        floor=float(nodes.linear[best, 0] * unit + losses.min()),
-        drop=float(nodes.linear[best, 1] * unit),
-        tau=float(nodes.scale[best] * end / (bend or 1.0)),
-        power=1 / bend if bend else math.inf,
-        noise=float(nodes.residuals[best].std() * unit),
-        points=len(losses),
-        end=end,
-        draws=sampled,
-    )
-
-
-@dataclass(frozen=True, eq=False)
-class _Grid:
-    """Nodes over the likely (T, q)."""
-
-    nodes: _Nodes
-    steps: Array  # (2,): in log T and q
-    likely: Array  # (nodes,): log likelihood, 0 at the best
-
-
-def _narrowed(data: _Data, slowest: float) -> _Grid:
-    """The grid that covers what is likely among bends from 0 to ``slowest``."""
-    low, high = np.array([math.log(_SHORTEST), 0.0]), np.array([math.log(_LONGEST), slowest])
-    for _ in range(_ROUNDS):
-        across, down = np.linspace(low[0], high[0], _NODES), np.unique(np.linspace(low[1], high[1], _NODES))
-        logs, bends = (axis.ravel() for axis in np.meshgrid(across, down))
-        nodes = data.solve(np.exp(logs), bends)
-        likely = (nodes.squares.min() - nodes.squares) / (2 * nodes.variance())
-        step = np.array([across[1] - across[0], down[1] - down[0] if len(down) > 1 else 0.0])
-        kept = np.stack([logs, bends])[:, likely > -_UNLIKELY]
-        lower, upper = np.maximum(kept.min(1) - step, low), np.minimum(kept.max(1) + step, high)
-        if (upper - lower >= 0.7 * (high - low)).all():
-            break
-        low, high = lower, upper
-    return _Grid(nodes, step, likely)
-
-
-def _drawn(data: _Data, grid: _Grid, draws: int, random: np.random.Generator) -> Array:
-    """Draws of floor, drop, T and q in proportion to the likelihood, shape (draws, 4)."""
-    nodes, variance, weights = grid.nodes, grid.nodes.variance(), np.exp(grid.likely)
-    which = random.choice(len(weights), size=4 * draws, p=weights / weights.sum())
-    # A node stands for its cell; what is not equally likely within a cell is put right by weights.
-    away = grid.steps * random.uniform(-0.5, 0.5, (len(which), 2))
-    squares = nodes.squares[which]
-    nodes = data.solve(nodes.scale[which] * np.exp(away[:, 0]), np.abs(nodes.bend[which] + away[:, 1]))
-    gained = (squares - nodes.squares) / (2 * variance)
-    weights = np.exp(gained - gained.max(initial=0.0))
-    which = random.choice(len(weights), size=draws, p=weights / weights.sum()) if draws else which
-    # Given T and q, floor and drop are normal with covariance variance (XᵀX)⁻¹ = (L⁻ᵀ)(L⁻ᵀ)ᵀ, LLᵀ = XᵀX / variance.
-    factor = np.linalg.cholesky(nodes.normal[which] / variance)
-    noise = np.linalg.solve(factor.transpose(0, 2, 1), random.standard_normal((draws, 2, 1)))[:, :, 0]
-    linear = data.bounded(nodes.linear[which] + noise, nodes.normal[which], nodes.right[which])
-    return np.column_stack([linear, nodes.scale[which], nodes.bend[which]])

@@ -1,7 +1,8 @@
 """A merged head at the server: master weights whose gradients are computed where they are, one group at a time.
 
 Rule 1: a turn is one group's forward pass and the backward pass that follows, with nobody in between; so the weights
-that are stepped are those that were read, and staleness is 0 by construction. It is counted all the same.
+that are stepped are those that were read, and staleness is 0 by construction. It is counted all the same, from the
+clock at which the forward pass read them.
 Rule 2: turns are given in order of arrival. A group that dies or gives up in its turn leaves the head as it was.
 """
 
@@ -45,6 +46,21 @@ class Arrival:
     inputs: Any
 
 
+@dataclass(frozen=True)
+class Stepped:
+    """What came of a group's gradients.
+
+    Attributes:
+        inputs: the gradients of what came into the head.
+        read_at: updates that the head's weights contained when they were read.
+        applied: whether the gradients of the weights were finite.
+    """
+
+    inputs: list[Tensor | None]
+    read_at: int
+    applied: bool
+
+
 class HeadShard(Shard):
     """A merged head, with the user's optimizer over its weights.
 
@@ -52,8 +68,7 @@ class HeadShard(Shard):
         description: the optimizer, as for `Shard`; always given, for the head is stepped here.
         weights: as for `Shard`.
         clock: as for `Shard`.
-        head: ``{"name": of the submodule, "module": from describe_module, "frozen": names of parameters that stay as
-            they are, "seed": of its random numbers}``.
+        head: ``{"name": of the submodule, "module": from describe_module, "seed": of its random numbers}``.
         groups: numbers of the groups that take part.
         resolve: turns the optimizer's class path into the class.
         resolve_module: turns a module's class path into the class.
@@ -75,15 +90,13 @@ class HeadShard(Shard):
         resolve_module: ResolveModule,
     ) -> None:
         super().__init__(description, weights, clock, AsyncSGD(), groups, resolve)
-        for name in head["frozen"]:
-            self.master.parameters[name].requires_grad_(False)
         prefix = f"{head['name']}."
         parameters = {name.removeprefix(prefix): p for name, p in self.master.parameters.items()}
         module = rebuild_module(head["module"], parameters, resolve_module)
         self._head = MergedHead(module, parameters, int(head["seed"]))
         self._waiting: deque[Arrival] = deque()
         self._holder: Arrival | None = None
-        self._began = 0.0
+        self._began, self._read_at = 0.0, 0
         self.turn_time = 0.0
 
     def change_method(self, method: Method, groups: Iterable[int]) -> None:
@@ -111,7 +124,7 @@ class HeadShard(Shard):
         """The next in line, if it is anybody's turn."""
         if self._holder is not None or not self._waiting:
             return None
-        self._holder, self._began = self._waiting.popleft(), now
+        self._holder, self._began, self._read_at = self._waiting.popleft(), now, self.master.clock
         return self._holder
 
     def forward(self, arrival: Arrival) -> Any:
@@ -126,6 +139,9 @@ class HeadShard(Shard):
             raise MalformedMessage(f"there is no dtype {message.autocast}")
         try:
             args, kwargs = arrival.inputs
+            if message.turn:
+                for weight, flag in zip(self.master.parameters.values(), message.trainable, strict=True):
+                    weight.requires_grad_(flag)
             return self._head.forward(
                 args,
                 kwargs,
@@ -136,39 +152,41 @@ class HeadShard(Shard):
         except Exception as error:  # the user's own module raises what it likes
             raise Refused("head", f"{type(error).__name__}: {error}") from error
 
-    def backward(
-        self, group: int, message: HeadBackward, gradients: Any, number: int, now: float
-    ) -> tuple[list[Any], bool]:
-        """Steps the head along a group's gradients; its turn is over.
-
-        Returns:
-            The gradients of its inputs, and whether those of its weights were finite and applied.
+    def backward(self, group: int, message: HeadBackward, gradients: Any, number: int) -> Stepped:
+        """Steps the head along a group's gradients.
 
         Raises:
             ProtocolError: it is not the group's turn.
-            MalformedMessage: the gradients are none of what the head gave.
+            MalformedMessage: the optimizer cannot have these hyperparameters.
+            Refused: the submodule or the optimizer raised an error; they may be no gradients of what the head gave.
         """
         if self.holder != group:
             raise ProtocolError(f"it is not the turn of group {group} at the merged head, but that of {self.holder}")
-        self._measure_turn(now)
         try:
             passed = self._head.backward(list(gradients), message.scale)
-        except (RuntimeError, ValueError, TypeError, AttributeError) as error:
-            raise MalformedMessage(f"no gradients of what the head gave: {error}") from error
-        finally:
-            self._end_turn()
-        with torch.no_grad():
-            clip(passed.parameters, message.clip, message.clip_algorithm)
-        push = PushMessage(
-            optimizer=number,
-            read_at=self.master.clock,  # nobody has stepped it since the forward pass
-            present=tuple(gradient is not None for gradient in passed.parameters),
-            hyperparameters=message.hyperparameters,
-            epoch=-1,
-            trained=0,
-            nbytes=0,
-        )
-        return passed.inputs, self.take(group, push, passed.parameters) is not None
+            with torch.no_grad():
+                clip(passed.parameters, message.clip, message.clip_algorithm)
+            push = PushMessage(
+                optimizer=number,
+                read_at=self._read_at,
+                present=tuple(gradient is not None for gradient in passed.parameters),
+                hyperparameters=message.hyperparameters,
+                epoch=-1,
+                trained=0,
+                nbytes=0,
+            )
+            applied = self.take(group, push, passed.parameters) is not None
+        except ProtocolError:
+            raise
+        except Exception as error:  # the user's own module or optimizer raises what it likes
+            raise Refused("head", f"{type(error).__name__}: {error}") from error
+        return Stepped(passed.inputs, self._read_at, applied)
+
+    def end_turn(self, now: float) -> None:
+        """The turn is over, and took from when it was given until now."""
+        lasted = max(0.0, now - self._began)
+        self.turn_time = SMOOTHING * self.turn_time + (1 - SMOOTHING) * lasted if self.turn_time else lasted
+        self._end_turn()
 
     def forget(self, group: int) -> None:
         """A group gives its turn up, or is gone: nothing of it is applied."""
@@ -179,7 +197,3 @@ class HeadShard(Shard):
     def _end_turn(self) -> None:
         self._holder = None
         self._head.abandon()
-
-    def _measure_turn(self, now: float) -> None:
-        lasted = max(0.0, now - self._began)
-        self.turn_time = SMOOTHING * self.turn_time + (1 - SMOOTHING) * lasted if self.turn_time else lasted

@@ -345,7 +345,8 @@ class HeadForward(Message, frozen=True, kw_only=True):
     Attributes:
         optimizer: number of the head, among the optimizers.
         packed: ``[arguments, keyword arguments]`` of the submodule.
-        training: whether the submodule is in training mode.
+        training: whether each of its submodules is in training mode, itself first.
+        trainable: whether each of its weights is to be trained.
         autocast: dtype of automatic mixed precision, if any.
         turn: whether a `HeadBackward` will follow; else the answer is all, and nobody has to wait for it.
     """
@@ -353,7 +354,8 @@ class HeadForward(Message, frozen=True, kw_only=True):
     optimizer: int
     packed: Packed
     nbytes: int
-    training: bool = True
+    training: tuple[bool, ...]
+    trainable: tuple[bool, ...]
     autocast: str = ""
     turn: bool = True
 

@@ -56,6 +56,7 @@ class ServerCore:
         join_timeout: seconds that a rank may take to join after the first.
         resolve: turns an optimizer's class path into the class.
         resolve_module: turns the class path of a merged head's module into the class.
+        clock: tells the time that its own work takes, in seconds; None if it takes none, in virtual time.
         record: told of everything that happens to the weights, in order.
 
     Attributes:
@@ -73,6 +74,7 @@ class ServerCore:
         resolve: Resolve | None = None,
         record: Recorder | None = None,
         resolve_module: ResolveModule | None = None,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         self._key = key
         self._random = random
@@ -80,6 +82,7 @@ class ServerCore:
         self._join_timeout = join_timeout
         self._resolve = resolve or resolver(())
         self._resolve_module = resolve_module or module_resolver(())
+        self._clock = clock or (lambda: self._now)
         self._record = record
         self.strangers = 0
         self.data_port = 0
@@ -170,7 +173,9 @@ class ServerCore:
             check_specs(message.packed.specs, message.nbytes)
             return message.nbytes
         if isinstance(message, (m.HeadForward, m.HeadBackward)):
-            self._leads(self._member_of(peer))
+            member = self._member_of(peer)
+            if isinstance(message, m.HeadBackward) or message.turn:
+                self._leads(member)
             self._head(message.optimizer)
             check_specs(message.packed.specs, message.nbytes)
             return message.nbytes
@@ -510,18 +515,19 @@ class ServerCore:
     # --- Merged heads ------------------------------------------------------------------------------------------------
 
     def _head_forward(self, peer: Peer, member: Member, message: m.HeadForward, payload: Tensor) -> list[Out]:
-        head, group = self._head(message.optimizer), self._leads(member)
-        # A copy: the memory is the connection's, and the backward pass wants the inputs once more.
-        arrival = Arrival(group, peer, message, unpack(message.packed, payload.clone()))
+        head = self._head(message.optimizer)
+        # The memory is the connection's, on which nothing else comes before the answer.
+        arrival = Arrival(self._group_of(member), peer, message, unpack(message.packed, payload))
         if not message.turn:
             return [self._head_output(head, arrival)]
+        self._leads(member)
         head.arrive(arrival)
         return self._serve_head(message.optimizer)
 
     def _serve_head(self, number: int) -> list[Out]:
         """The next group in line has its turn; one whose batch the head cannot take hears why, and the next has it."""
         head, out = self._head(number), []
-        while (arrival := head.next_turn(self._now)) is not None:
+        while (arrival := head.next_turn(self._clock())) is not None:
             out.append(self._head_output(head, arrival))
         return out
 
@@ -530,38 +536,39 @@ class ServerCore:
         try:
             packed, buffer = pack(head.forward(arrival))
         except OmniError as error:
-            head.forget(arrival.group)
+            if arrival.message.turn:
+                head.forget(arrival.group)
             code = error.code if isinstance(error, Refused) else "protocol"
             return Out(arrival.peer, m.DATA, m.RefusedMessage(code=code, reason=str(error)))
         return Out(arrival.peer, m.DATA, m.HeadOutput(packed=packed, nbytes=buffer.numel()), (buffer,))
 
     def _head_backward(self, peer: Peer, member: Member, message: m.HeadBackward, payload: Tensor) -> list[Out]:
         head, group, number = self._head(message.optimizer), self._leads(member), message.optimizer
-        read_at, spans = head.master.clock, self._new_spans(group, message)
+        spans = self._new_spans(group, message)
         try:
-            gradients = unpack(message.packed, payload)
-            inputs, applied = head.backward(group, message, gradients, number, self._now)
+            stepped = head.backward(group, message, unpack(message.packed, payload), number)
         except ProtocolError as error:
             head.forget(group)
-            refused = m.RefusedMessage(code="protocol", reason=str(error))
-            return [Out(peer, m.DATA, refused), *self._serve_head(number)]
+            code = error.code if isinstance(error, Refused) else "protocol"
+            return [Out(peer, m.DATA, m.RefusedMessage(code=code, reason=str(error))), *self._serve_head(number)]
         self._note(
             "push",
             group,
             number,
-            read_at=read_at,
-            refused=not applied,
+            read_at=stepped.read_at,
+            refused=not stepped.applied,
             epoch=message.epoch,
             spans=spans[-1:],
             hyperparameters=message.hyperparameters,
             note=message.clip,
         )
-        packed, buffer = pack(inputs)
+        head.end_turn(self._clock())
+        packed, buffer = pack(stepped.inputs)
         answer = m.HeadGradients(
             packed=packed,
             nbytes=buffer.numel(),
             clock=head.master.clock,
-            applied=applied,
+            applied=stepped.applied,
             refused_in_row=head.refused_in_row[group],
         )
         return [Out(peer, m.DATA, answer, (buffer,)), *self._serve_head(number)]

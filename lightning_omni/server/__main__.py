@@ -13,6 +13,7 @@ import secrets
 import signal
 import sys
 import threading
+import time
 
 import msgspec
 import torch
@@ -43,6 +44,7 @@ def main() -> int:
             heartbeat_timeout=settings.heartbeat_timeout,
             join_timeout=settings.join_timeout,
             resolve=resolver(settings.allow_optimizers),
+            clock=time.monotonic,
             resolve_module=module_resolver(settings.allow_modules),
             record=RecordFile(settings.record) if settings.record else None,
         )

@@ -20,6 +20,8 @@ from lightning_omni.server.frames import CHUNK_MARK, KNOCK, Assembly, chunks, co
 
 _log = logging.getLogger(__name__)
 
+KEPT_BUFFERS = 3
+"""Sizes of payload for which memory is kept for each connection: of a push, and of both ways through a merged head."""
 LAST_WORDS = 500
 """Milliseconds for which a closing server may still send what it has said."""
 TICK = 0.25
@@ -61,7 +63,7 @@ class Server:
         self._sockets[m.CONTROL].setsockopt(zmq.ROUTER_MANDATORY, 1)
         core.data_port = urlsplit(self._sockets[m.DATA].getsockopt_string(zmq.LAST_ENDPOINT)).port or 0
         self._assemblies: dict[bytes, Assembly] = {}
-        self._buffers: dict[bytes, Tensor] = {}
+        self._buffers: dict[bytes, dict[int, Tensor]] = {}
         self._refusals: Counter[bytes] = Counter()
 
     def _bind(self, host: str, port: int) -> zmq.Socket[bytes]:
@@ -150,12 +152,20 @@ class Server:
             self._send(self.core.receive(m.DATA, peer, assembly.message, assembly.buffer, time.monotonic()))
 
     def _buffer(self, peer: bytes, nbytes: int) -> Tensor:
-        """Memory for a payload; the same as last time where it fits, for fresh memory is slow to touch."""
+        """Memory for a payload; the same as for one of the last of that size, for fresh memory is slow to touch."""
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8)
-        if peer not in self._buffers or self._buffers[peer].numel() != nbytes:
-            self._buffers[peer] = torch.empty(nbytes, dtype=torch.uint8)
-        return self._buffers[peer]
+        kept = self._buffers.setdefault(peer, {})
+        buffer = kept.pop(nbytes, None)
+        if buffer is None:
+            while len(kept) >= KEPT_BUFFERS:
+                del kept[next(iter(kept))]
+            try:
+                buffer = torch.empty(nbytes, dtype=torch.uint8)
+            except (RuntimeError, MemoryError) as error:
+                raise Refused("memory", f"the server has no memory for {nbytes} bytes") from error
+        kept[nbytes] = buffer
+        return buffer
 
     def _knock(self) -> None:
         """Finds the ranks whose connections have ended: far sooner than their silence would tell."""

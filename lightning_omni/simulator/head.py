@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_omni.errors import ConfigurationError, UnsupportedError
-from lightning_omni.methods.head import check_mergeable, pass_through
+from lightning_omni.methods.head import check_mergeable, modes_of, pass_through
 from lightning_omni.methods.master import hyperparameters_of
 from lightning_omni.methods.modules import describe_module, tensors_of, with_tensors
 from lightning_omni.protocol import messages as m
@@ -49,8 +49,7 @@ class SimulatedHead:
 
     def part(self, seed: int) -> dict[str, Any]:
         """What a server is told of it, beyond its weights and optimizer."""
-        frozen = [name for name, parameter in self.parameters.items() if not parameter.requires_grad]
-        return {"name": self.name, "module": describe_module(self._module), "frozen": frozen, "seed": seed}
+        return {"name": self.name, "module": describe_module(self._module), "seed": seed}
 
     def sizes(self, model: nn.Module, loss: Loss, batch: Any) -> tuple[int, int]:
         """Bytes that go into the head and come out of it for a batch."""
@@ -85,19 +84,32 @@ class SimulatedHead:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The head's output, as the server gives it."""
-        outputs = pass_through(self, (args, kwargs))
+        tree = (args, kwargs)
+        outputs = pass_through(self, tree) if torch.is_grad_enabled() else self._ask(tree, turn=False)
         return with_tensors(self._output, outputs)
 
     def bring(self, tree: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The batch to the server; back come the output's tensors."""
+        return self._ask(with_tensors(tree, tensors), turn=True)
+
+    def _ask(self, tree: Any, turn: bool) -> list[Tensor]:
         assert self._desk is not None
-        packed, buffer = pack(with_tensors(tree, tensors))
-        message = m.HeadForward(optimizer=HEAD, packed=packed, nbytes=buffer.numel(), training=self._module.training)
+        packed, buffer = pack(tree)
+        message = m.HeadForward(
+            optimizer=HEAD,
+            packed=packed,
+            nbytes=buffer.numel(),
+            training=modes_of(self._module),
+            trainable=tuple(parameter.requires_grad for parameter in self.parameters.values()),
+            turn=turn,
+        )
         answer, payload = self._desk.ask_head(self._who[0], message, buffer, m.HeadOutput)
         self._output = unpack(answer.packed, payload)
         return tensors_of(self._output)
 
-    def take_back(self, gradients: Sequence[Tensor], inputs: Sequence[tuple[torch.Size, torch.dtype]]) -> list[Any]:
+    def take_back(
+        self, gradients: Sequence[Tensor | None], inputs: Sequence[tuple[torch.Size, torch.dtype]]
+    ) -> list[Any]:
         """The output's gradients to the server, which steps the head; back come those of the inputs."""
         assert self._desk is not None
         leader, epoch, trained = self._who

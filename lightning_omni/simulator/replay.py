@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
 
 from lightning_omni.errors import ConfigurationError, ProtocolError
@@ -197,7 +198,12 @@ class _Replay:
         self._make, self._batches = optimizer, batches
         self._optimizer = optimizer(list(self._model.parameters()))
         self._parameters = named_parameters(self._model, self._optimizer)
-        inside = set(dict(self._model.get_submodule(merged).named_parameters(prefix=merged))) if merged else set()
+        tail = self._model.get_submodule(merged) if merged else nn.Module()
+        inside = {name for name, _ in tail.named_parameters(prefix=merged or "")}
+        if any(isinstance(each, _DropoutNd) and each.p for each in tail.modules()):
+            raise ConfigurationError(
+                f"merged={merged!r}: dropout in a merged head draws its numbers at the server, and no record has them"
+            )
         self._head = {name: parameter for name, parameter in self._parameters.items() if name in inside}
         self._body = {name: parameter for name, parameter in self._parameters.items() if name not in inside}
         self._start = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -26,6 +25,7 @@ from lightning_omni.metrics import RunReport, Staleness
 from lightning_omni.optimizer import OmniOptimizer, World, WorldOptions, names_of
 from lightning_omni.optimizer.balance import Balance
 from lightning_omni.optimizer.head import RemoteHead
+from lightning_omni.optimizer.world import frozen
 from lightning_omni.protocol import messages as m
 from lightning_omni.strategy import _private
 from lightning_omni.strategy.epochs import EpochDriver
@@ -192,24 +192,21 @@ class OmniStrategyHooks(_Base):
         if len(world.members) > 1 or world.is_synchronous:
             options = {**self._ddp_options, "process_group": world.compute_group, "init_sync": False}
             _private.set_ddp_options(self, options)
-            with self._without_head():
-                super().configure_ddp()
+            with frozen(() if world.is_synchronous else self._merged_parameters()):
+                self._configure_ddp_if_anything_is_trained()
 
-    @contextmanager
-    def _without_head(self) -> Iterator[None]:
-        """DDP waits for the gradient of every parameter that it finds trainable; those of a merged head do not come."""
-        head = [] if self._merged is None or self._world.is_synchronous else self._merged_parameters()
-        trainable = [parameter for parameter in head if parameter.requires_grad]
-        for parameter in trainable:
-            parameter.requires_grad_(False)
-        yield
-        for parameter in trainable:
-            parameter.requires_grad_(True)
+    def _configure_ddp_if_anything_is_trained(self) -> None:
+        assert self.lightning_module is not None
+        if self._merged is None or any(parameter.requires_grad for parameter in self.lightning_module.parameters()):
+            super().configure_ddp()  # which refuses a module without, as one with a frozen body may be
 
     def _merged_parameters(self) -> list[Parameter]:
-        assert self._merged is not None
+        if self._merged is None:
+            return []
         assert self.lightning_module is not None
-        return list(check_mergeable(self._merged, self.lightning_module).parameters())
+        if self._head is None:
+            check_mergeable(self._merged, self.lightning_module)
+        return list(self.lightning_module.get_submodule(self._merged).parameters())
 
     def setup_optimizers(self, trainer: Any) -> None:
         """Makes the optimizers and refuses those that no server can run."""
@@ -222,19 +219,13 @@ class OmniStrategyHooks(_Base):
         assert self.lightning_module is not None
         names = names_of(self.lightning_module)
         self._world.detach_all()
-        merged = set() if self._merged is None else set(self._merged_parameters())
+        merged = set(self._merged_parameters())
         self._proxies = {id(each): OmniOptimizer(each, self._world, names, merged) for each in self.optimizers}
         if self._merged is not None:
             self._head = self._world.attach_head(self._merged, self.lightning_module, self.optimizers)
             self._head.clip = float(self._trainer.gradient_clip_val or 0.0)
-            self._head.clip_algorithm = str(self._trainer.gradient_clip_algorithm or "norm")
-
-    def _place_head(self) -> None:
-        """A merged head is the server's while several groups train."""
-        if self._head is not None and self._world.is_synchronous:
-            self._head.remove()
-        elif self._head is not None:
-            self._head.install()
+            how = self._trainer.gradient_clip_algorithm
+            self._head.clip_algorithm = "value" if how is not None and how.value == "value" else "norm"
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Hands the precision plugin an optimizer whose step is an exchange."""
@@ -276,7 +267,6 @@ class OmniStrategyHooks(_Base):
         self.balance.begin(world, self.lightning_module, lambda: self.epochs.leases)
         if not world.is_synchronous:
             self._guard_optimizers()
-        self._place_head()
         self._say_hello()
 
     def pre_backward(self, closure_loss: Tensor) -> None:
@@ -292,6 +282,9 @@ class OmniStrategyHooks(_Base):
 
     def begin_batch(self) -> None:
         """A batch begins."""
+        if self._head is not None and not self._world.is_synchronous:
+            self._check_merged(self._trainer)  # once more: accumulation, for one, may have a schedule
+            self._head.step_done()  # what callbacks did with it since the last step
         self.stopwatch.begin(self._world.last.seconds, self._world.last.moved)
         self.balance.begin_batch()
         self.epochs.begin_batch()
@@ -300,7 +293,7 @@ class OmniStrategyHooks(_Base):
         """A batch has ended."""
         world = self._world
         if self._head is not None:
-            self._head.release()
+            self._head.step_done()
         if world.control is not None:
             self.stopwatch.end(world.last.seconds, world.last.moved)
             world.control.report_timings(*self.stopwatch.means)
@@ -343,8 +336,6 @@ class OmniStrategyHooks(_Base):
         if self.world is not None:
             self.world.close()
         self.epochs.forget()
-        if self._head is not None:
-            self._head.remove()
         self._proxies, self._head = {}, None
 
     # --- Regrouping --------------------------------------------------------------------------------------------------
@@ -376,6 +367,8 @@ class OmniStrategyHooks(_Base):
             world.method.check(groups)
             for optimizer in self.optimizers:
                 world.check_optimizer(optimizer)
+            if self._merged is not None:
+                self._check_merged(trainer)
         unchanged = groups == len(
             [members for members in world.topology.groups if members and not set(members) & set(world.lost)]
         )
@@ -387,7 +380,6 @@ class OmniStrategyHooks(_Base):
         spans = world.regroup(groups, self.buffers(), speeds) or spans
         if not world.is_synchronous:
             self._guard_optimizers()
-        self._place_head()
         self._wrap_for_group()
         self.epochs.after_regroup(spans, was_synchronous)
         self.balance.regrouped()
@@ -478,6 +470,7 @@ class OmniStrategyHooks(_Base):
             if "optimizer_states" in checkpoint:  # save_weights_only means it
                 checkpoint["omni"] |= {
                     "method": m.method_to_wire(self._world.method),
+                    "parameters": self._world.part_names,
                     "server": [part["method"] for part in self._snapshot["parts"]],
                     "states": dict(self._snapshot["groups"]),
                 }
