@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import signal
 from typing import Any
 
@@ -21,16 +23,10 @@ class HeadNet(pl.LightningModule):
         super().__init__()
         self.body = nn.Sequential(nn.Linear(12, 16), nn.ReLU())
         layers: list[nn.Module] = [nn.Linear(16, 64), nn.ReLU(), nn.Dropout(dropout), nn.Linear(64, 3)]
-        if defect == "norm":
-            layers.insert(1, nn.BatchNorm1d(64))
         if defect == "counter":
             layers.insert(1, Counter())
         self.classifier = nn.Sequential(*layers)
-        if defect == "tied":
-            self.twin = nn.Linear(16, 64, bias=False)
-            self.twin.weight = self.classifier[0].weight
         self.defect, self.optimizer_name = defect, optimizer
-        self.automatic_optimization = defect != "manual"
         self.losses: list[float] = []
 
     def forward(self, x: Tensor) -> Tensor:
@@ -42,17 +38,31 @@ class HeadNet(pl.LightningModule):
         logits = self.classifier(features)
         if self.defect == "twice":
             logits = logits + self.classifier(features)
-        if self.defect == "shape" and batch_idx == 2:
-            logits = self.classifier(features[:, :3])
         if self.defect == "die" and RANK == 3 and batch_idx == 3:
             os.kill(os.getpid(), signal.SIGKILL)
         if self.defect == "nan" and batch_idx % 3 == 1:
             logits = logits * float("nan")
+        if "copied" in self.defect and batch_idx == 1:
+            self.copies_work(features.detach())
         loss = nn.functional.cross_entropy(logits, y)
+        if self.defect == "idle" and batch_idx % 2:
+            loss = features.square().mean()  # the head has had its forward pass for nothing
+        if self.defect == "penalty":
+            loss = loss + self.classifier[0].weight.square().mean()
         with torch.no_grad():
             self.log("train_acc", (self.classifier(features).argmax(1) == y).float().mean())
         self.losses.append(float(loss))
         return loss
+
+    def copies_work(self, features: Tensor) -> None:
+        """Copies of the head have a forward pass of their own, with the weights of the last meeting."""
+        for twin in (copy.deepcopy(self.classifier), pickle.loads(pickle.dumps(self.classifier))):
+            plain = twin[3](twin[0](features).relu())
+            assert torch.equal(twin(features), plain)
+
+    def on_train_epoch_start(self) -> None:
+        if "frozen first" in self.defect:
+            self.classifier.requires_grad_(self.current_epoch > 0)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         x, y, _ = batch
@@ -120,7 +130,8 @@ def fit(number: int, options: dict[str, Any]) -> dict[str, Any]:
         enable_checkpointing=True,
         **{"max_epochs": 2, **options.get("trainer", {})},
     )
-    run.fit(model, *loaders(**options.get("data", {})))
+    saved = f"{FOLDER}/fit{options['resumes']}/last.ckpt" if "resumes" in options else None
+    run.fit(model, *loaders(**options.get("data", {})), ckpt_path=saved)
     model.group_size = strategy.report().group_size
     sums = options.get("model", {}).get("optimizer") == "sum" and RANK == 0
     return {
@@ -135,7 +146,6 @@ def fit(number: int, options: dict[str, Any]) -> dict[str, Any]:
         "trainable": all(parameter.requires_grad for parameter in model.parameters()),
         "val_loss": float(run.callback_metrics.get("val_loss", float("nan"))),
         "report": vars(strategy.report()),
-        "states": len(run.optimizers[0].state) if run.optimizers else -1,
         "saved": saved_matches(checkpoint.last_model_path, model) if RANK == 0 else None,
     }
 
