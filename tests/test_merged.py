@@ -191,10 +191,6 @@ def test_a_death_in_mid_turn_costs_its_group_and_the_head_goes_on(groups: int) -
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (
-            {"merged": "classifer"},
-            ["merged='classifer'", "its submodules with parameters are body, body.0"],
-        ),
         ({"trainer": {"accumulate_grad_batches": 2}}, ["merged='classifier'", "accumulate_grad_batches=2"]),
         ({"model": {"defect": "twice"}}, ['merged="classifier"', "used twice in one training step"]),
         ({"model": {"defect": "penalty"}}, ['merged="classifier"', "got a gradient outside", "a penalty on it"]),
