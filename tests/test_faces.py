@@ -48,12 +48,12 @@ def test_every_public_name_is_there_and_an_unknown_one_is_not() -> None:
         omni.Tuner  # noqa: B018
 
 
-@pytest.mark.parametrize("groups", [1, 2])
-def test_a_loop_without_lightning_trains_under_torchrun(groups: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [["1"], ["2"], ["2", "merged"]], ids=" ".join)
+def test_a_loop_without_lightning_trains_under_torchrun(options: list[str], tmp_path: Path) -> None:
     done = subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"),
-            *(sys.executable, str(SCRIPTS / "plain_loop.py"), str(groups)),
+            *(sys.executable, str(SCRIPTS / "plain_loop.py"), *options),
         ],
         capture_output=True,
         text=True,
@@ -66,4 +66,4 @@ def test_a_loop_without_lightning_trains_under_torchrun(groups: int, tmp_path: P
     for each in results:
         assert each["last"] < 0.2 * each["first"]
         assert each["lr"] == [0.025]
-        assert (each["staleness"] >= 0) == (groups > 1)
+        assert (each["staleness"] >= 0) == (options[0] == "2")

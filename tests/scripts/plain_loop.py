@@ -19,8 +19,14 @@ def main() -> None:
     dist.init_process_group("gloo")
     world = World(groups=int(sys.argv[1]))
     torch.manual_seed(world.rank)  # the weights are rank 0's all the same
-    model = world.wrap(torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)))
-    optimizer = OmniOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.2), world)
+    plain = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+    raw = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.2)
+    merged: set[torch.nn.Parameter] = set()
+    if "merged" in sys.argv:
+        world.attach_head("2", plain, [raw])
+        merged = set(plain[2].parameters())
+    model = world.wrap(plain)
+    optimizer = OmniOptimizer(raw, world, merged=merged)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 20, 0.5)
     target = torch.linspace(-1, 1, 8)
     first = last = 0.0
@@ -46,7 +52,7 @@ def main() -> None:
     Path(os.environ["OMNI_TEST_FOLDER"], f"rank{world.rank}.json").write_text(json.dumps(result))
     # DistributedDataParallel is part of reference cycles; collected by the dying interpreter only, it would take the
     # process group down with it, and torch aborts now and then.
-    del model, optimizer, schedule
+    del model, plain, raw, merged, optimizer, schedule
     gc.collect()
     dist.barrier()
     dist.destroy_process_group()
