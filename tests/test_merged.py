@@ -40,6 +40,8 @@ FITS: dict[str, dict[str, Any]] = {
         "model": {"defect": "nan"},
         "trainer": {"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"},
     },
+    "misused": {"strategy": {"groups": 4}, "model": {"defect": "misused"}},
+    "counter": {"strategy": {"groups": 4}, "model": {"defect": "counter"}, "trainer": {"max_epochs": 1}},
     "idle": {"strategy": {"groups": 4, "method": "hardsync"}, "model": {"defect": "idle"}, "record": True},
     "frozen first": {"strategy": {"groups": 2}, "model": {"defect": "frozen first, copied"}},
     "resumed": {
@@ -174,32 +176,32 @@ def finish(options: dict[str, Any], devices: int) -> Run:
     return finished
 
 
-@pytest.mark.parametrize("groups", [2, 4])
-def test_a_death_in_mid_turn_costs_its_group_and_the_head_goes_on(groups: int) -> None:
-    fit = {"strategy": {"groups": groups}, "model": {"defect": "die"}, "data": {"samples": 512}, "record": True}
+def test_a_death_in_mid_turn_costs_its_group_and_the_head_goes_on() -> None:
+    fit = {"strategy": {"groups": 2}, "model": {"defect": "die"}, "data": {"samples": 512}, "record": True}
     finished = finish(fit, devices=4)
     assert finished.code == 0, finished.output[-4000:]
-    lost = [3] if groups == 4 else [2, 3]
-    alive = [finished.results[rank][0] for rank in range(4) if rank not in lost]
-    assert all(each["report"]["ranks_lost"] == lost for each in alive)
+    alive = [finished.results[rank][0] for rank in (0, 1)]
+    assert all(each["report"]["ranks_lost"] == [2, 3] for each in alive)
     assert len({each["digest"] for each in alive}) == 1
     events = list(read_record(alive[0]["record"]))
     assert trace_of(events, optimizer=HEAD).columns()["staleness"].max() == 0
-    assert alive[0]["val_loss"] < 1.1
+    assert alive[0]["val_loss"] < 1.12
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"trainer": {"accumulate_grad_batches": 2}}, ["merged='classifier'", "accumulate_grad_batches=2"]),
-        ({"model": {"defect": "twice"}}, ['merged="classifier"', "used twice in one training step"]),
-        ({"model": {"defect": "penalty"}}, ['merged="classifier"', "got a gradient outside", "a penalty on it"]),
-        ({"model": {"defect": "counter"}}, ['merged="classifier"', "buffer 1.seen was changed", "outside the merged"]),
-    ],
-    ids=["accumulation", "used twice", "penalty", "changing buffer"],
-)
-def test_what_cannot_be_merged_is_refused_with_the_way_out(options: dict[str, Any], words: list[str]) -> None:
-    finished = finish({"strategy": {"groups": 2}, **options}, devices=2)
+def test_misuse_is_answered_with_the_way_out_and_harms_nobody(fits: dict[str, list[Any]]) -> None:
+    for each in fits["misused"]:
+        twice, penalty = each["answers"][:2]
+        assert twice.startswith('merged="classifier": the submodule is used twice in one training step')
+        assert "its weight classifier.0.weight got a gradient outside" in penalty
+        assert "a penalty on it" in penalty
+    for each in fits["counter"]:
+        assert len(each["answers"]) > 0
+        assert all("buffer 1.seen was changed" in answer for answer in each["answers"])
+    assert len({each["digest"] for each in fits["misused"]}) == 1
+
+
+def test_accumulation_is_refused_with_the_way_out() -> None:
+    finished = finish({"strategy": {"groups": 2}, "trainer": {"accumulate_grad_batches": 2}}, devices=2)
     assert finished.code != 0
-    for word in words:
-        assert word in finished.output
+    assert "merged='classifier'" in finished.output
+    assert "cannot wait for accumulate_grad_batches=2" in finished.output

@@ -27,6 +27,8 @@ from lightning_omni.server.frames import CHUNK_MARK, KNOCK, Assembly, chunks, co
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T", bound=m.Message)
+LAST_WORDS = 50
+"""Milliseconds in which a connection that has ended may still bring what was said before."""
 HEARTBEAT = 0.5
 """Seconds between two signs of life."""
 _SLICE = 200
@@ -210,12 +212,11 @@ class ControlConnection:
                     self._wire.send_multipart(frames)
             if self._wire in ready:
                 heard = now
-                try:
-                    self._on_message(self._wire.recv_multipart())
-                except MalformedMessage as error:
-                    self._end(error)
+                self._hear()
             if self._monitor in ready:
                 recv_monitor_message(self._monitor)
+                while self._wire.poll(LAST_WORDS):  # what it said last may still lie here, and say why
+                    self._hear()
                 self._end(ConnectionLost(f"the parameter server at {self.address} is gone; the run cannot go on"))
             if now - heard > self.heartbeat_timeout:
                 self._end(ConnectionLost(f"the parameter server at {self.address} was silent for {now - heard:.0f} s"))
@@ -227,6 +228,12 @@ class ControlConnection:
                     m.encode(m.Heartbeat(sent=now, compute_time=compute, step_time=step, exchange_time=exchange))
                 )
                 beat = now + HEARTBEAT
+
+    def _hear(self) -> None:
+        try:
+            self._on_message(self._wire.recv_multipart())
+        except MalformedMessage as error:
+            self._end(error)
 
     def _on_message(self, frames: list[bytes]) -> None:
         if frames[0] == KNOCK:

@@ -6,12 +6,15 @@ import copy
 import os
 import pickle
 import signal
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from common import FOLDER, OPTIONS, dataset, digest, loaders, omni, pl, report, trainer
 from layers import Counter
 from torch import Tensor, nn
+
+from lightning_omni.errors import ConfigurationError
 
 RANK = int(os.environ.get("LOCAL_RANK", 0))
 
@@ -28,6 +31,7 @@ class HeadNet(pl.LightningModule):
         self.classifier = nn.Sequential(*layers)
         self.defect, self.optimizer_name = defect, optimizer
         self.losses: list[float] = []
+        self.answers: list[str] = []
 
     def forward(self, x: Tensor) -> Tensor:
         return self.classifier(self.body(x))
@@ -35,9 +39,12 @@ class HeadNet(pl.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y, _ = batch
         features = self.body(x)
+        if self.defect == "counter":
+            self.note(lambda: self.classifier(features))
+            return features.square().mean()
         logits = self.classifier(features)
-        if self.defect == "twice":
-            logits = logits + self.classifier(features)
+        if self.defect == "misused" and batch_idx == 1:
+            self.note(lambda: self.classifier(features))
         if self.defect == "die" and RANK == 3 and batch_idx == 3:
             os.kill(os.getpid(), signal.SIGKILL)
         if self.defect == "nan" and batch_idx % 3 == 1:
@@ -47,12 +54,25 @@ class HeadNet(pl.LightningModule):
         loss = nn.functional.cross_entropy(logits, y)
         if self.defect == "idle" and batch_idx % 2:
             loss = features.square().mean()  # the head has had its forward pass for nothing
-        if self.defect == "penalty":
+        if self.defect == "misused" and batch_idx == 3:
             loss = loss + self.classifier[0].weight.square().mean()
         with torch.no_grad():
             self.log("train_acc", (self.classifier(features).argmax(1) == y).float().mean())
         self.losses.append(float(loss))
         return loss
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        self.note(lambda: super(HeadNet, self).optimizer_step(*args, **kwargs))
+
+    def note(self, action: Callable[[], Any]) -> None:
+        """Notes what a misuse is answered with, and goes on."""
+        try:
+            action()
+        except ConfigurationError as error:
+            if not self.defect:
+                raise
+            self.answers.append(str(error))
+            self.zero_grad()
 
     def copies_work(self, features: Tensor) -> None:
         """Copies of the head have a forward pass of their own, with the weights of the last meeting."""
@@ -141,6 +161,7 @@ def fit(number: int, options: dict[str, Any]) -> dict[str, Any]:
         "sums": gradient_sums(model, run.optimizers[0]) if sums else {},
         "digest": digest(model),
         "losses": model.losses,
+        "answers": model.answers,
         "moved": {name: bool((value != before[name]).any()) for name, value in model.state_dict().items()},
         "own_forward": "forward" in vars(model.classifier),
         "trainable": all(parameter.requires_grad for parameter in model.parameters()),
