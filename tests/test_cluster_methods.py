@@ -34,7 +34,12 @@ TRAINER = {"max_epochs": 2}
 MOMENTUM = {"momentum": 0.5, "nesterov": True}
 
 pytestmark = pytest.mark.timeout(240)  # the first test that asks for a launch waits for it
-every_point = pytest.mark.parametrize("number", range(len(POINTS)), ids=NAMES)
+# In groups of two, each method once: what its settings change does not depend on the size of a group.
+PAIRED = [number for number, point in enumerate(POINTS) if point["name"] not in [p["name"] for p in POINTS[:number]]]
+CASES = [(4, number) for number in range(len(POINTS))] + [(2, number) for number in PAIRED]
+every_case = pytest.mark.parametrize(
+    ("groups", "number"), CASES, ids=[f"{NAMES[number]}-{groups}" for groups, number in CASES]
+)
 
 # Deterministic methods on data that is dealt out beforehand, saved where groups are in the middle of a period.
 RESUMED = [{"name": "hardsync"}, {"name": "local_sgd", "period": 3}, {"name": "diloco", "period": 3}]
@@ -43,13 +48,21 @@ REGROUPED = [{"name": "local_sgd", "period": 3}, {"name": "gossip"}, {"name": "e
 
 
 @cache
-def in_groups(groups: int) -> dict[int, list[Any]]:
-    """All points in one launch of four ranks."""
+def in_groups(groups: int) -> dict[int, dict[int, Any]]:
+    """The points of that many groups in one launch of four ranks; each rank's results by number."""
+    numbers = [number for size, number in CASES if size == groups]
     fits = [
-        {"method": point, "groups": groups, "optimizer": MOMENTUM, "trainer": TRAINER, "record": f"{number}.jsonl"}
-        for number, point in enumerate(POINTS)
+        {
+            "method": POINTS[number],
+            "groups": groups,
+            "optimizer": MOMENTUM,
+            "trainer": TRAINER,
+            "record": f"{number}.jsonl",
+        }
+        for number in numbers
     ]
-    return run("methods.py", {"fits": fits}, timeout=220).results
+    results = run("methods.py", {"fits": fits}, timeout=220).results
+    return {rank: dict(zip(numbers, each, strict=True)) for rank, each in results.items()}
 
 
 @cache
@@ -70,9 +83,8 @@ def test_every_method_is_tried() -> None:
     assert SETTINGS.keys() == METHODS.keys()
 
 
-@pytest.mark.parametrize("groups", [4, 2])
-@every_point
-def test_a_method_trains_and_all_ranks_end_with_the_same_weights(number: int, groups: int) -> None:
+@every_case
+def test_a_method_trains_and_all_ranks_end_with_the_same_weights(groups: int, number: int) -> None:
     results = [in_groups(groups)[rank][number] for rank in range(4)]
     assert len({result["end"] for result in results}) == 1
     assert results[0]["end"] != results[0]["start"]
@@ -81,15 +93,14 @@ def test_a_method_trains_and_all_ranks_end_with_the_same_weights(number: int, gr
     assert losses[0] < math.log(3)  # better than not to know anything
 
 
-@pytest.mark.parametrize("groups", [4, 2])
-@every_point
-def test_all_ranks_validate_the_same_model(number: int, groups: int) -> None:
+@every_case
+def test_all_ranks_validate_the_same_model(groups: int, number: int) -> None:
     evaluated = [in_groups(groups)[rank][number]["evaluated"] for rank in range(4)]
     assert len(evaluated[0]) == 2
     assert all(each == evaluated[0] for each in evaluated)
 
 
-@every_point
+@pytest.mark.parametrize("number", PAIRED, ids=[NAMES[number] for number in PAIRED])
 def test_mates_keep_the_same_optimizer_state_where_the_optimizer_steps_at_the_worker(number: int) -> None:
     states = [in_groups(2)[rank][number]["state"] for rank in range(4)]
     if method_from_wire(POINTS[number]).steps_at == "worker":
@@ -121,9 +132,8 @@ def loss_of(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
     return nn.functional.cross_entropy(model.net(batch[0]) * model.frozen, batch[1])
 
 
-@pytest.mark.parametrize("groups", [4, 2])
-@every_point
-def test_a_recorded_run_replayed_in_the_simulator_ends_with_the_same_bits(number: int, groups: int) -> None:
+@every_case
+def test_a_recorded_run_replayed_in_the_simulator_ends_with_the_same_bits(groups: int, number: int) -> None:
     if POINTS[number]["name"] == "gossip":
         pytest.skip("gossip goes past the server, and a record is of what happens at the server")
     real = in_groups(groups)[0][number]

@@ -18,9 +18,9 @@ from lightning_omni.simulator.workbench import Samples
 HEAD = 1
 SUM = {"model": {"optimizer": "sum"}, "trainer": {"max_epochs": 1}}
 ADAM = {"optimizer": "adam", "dropout": 0.2}
+pytestmark = pytest.mark.timeout(240)  # the first test waits for the launch
 FITS: dict[str, dict[str, Any]] = {
     "sums of pairs": {"strategy": {"groups": 2, "data": "static"}, **SUM},
-    "sums of four": {"strategy": {"groups": 4, "data": "static"}, **SUM},
     "adam": {
         "strategy": {"groups": 2},
         "model": ADAM,
@@ -47,14 +47,14 @@ FITS: dict[str, dict[str, Any]] = {
     "resumed": {
         "strategy": {"groups": 2, "method": "local_sgd:period=4"},
         "model": ADAM,
-        "resumes": 5,
+        "resumes": 4,
         "trainer": {"max_epochs": 4},
     },
     "resumed with another head": {
         "strategy": {"groups": 2, "method": "local_sgd:period=4"},
         "model": ADAM,
         "merged": "classifier.3",
-        "resumes": 5,
+        "resumes": 4,
         "trainer": {"max_epochs": 4},
     },
     "one group": {"strategy": {"groups": 1}},
@@ -64,7 +64,7 @@ FITS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def fits() -> dict[str, list[Any]]:
-    finished = run("merged.py", {"devices": 4, "fits": list(FITS.values())}, timeout=115)
+    finished = run("merged.py", {"devices": 4, "fits": list(FITS.values())}, timeout=220)
     for number, name in enumerate(FITS):
         record = finished.results[0][number]["record"]
         if record:
@@ -72,10 +72,9 @@ def fits() -> dict[str, list[Any]]:
     return {name: [finished.results[rank][number] for rank in range(4)] for number, name in enumerate(FITS)}
 
 
-@pytest.mark.parametrize("name", ["sums of pairs", "sums of four"])
-def test_no_gradient_is_lost_or_counted_twice(fits: dict[str, list[Any]], name: str) -> None:
+def test_no_gradient_is_lost_or_counted_twice(fits: dict[str, list[Any]]) -> None:
     """With a learning rate of 0 and a momentum of 1 the buffers hold the sum of all gradients."""
-    misses = fits[name][0]["sums"]
+    misses = fits["sums of pairs"][0]["sums"]
     assert len(misses) == 6
     assert max(misses.values()) < 1e-6, misses
 

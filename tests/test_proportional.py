@@ -25,7 +25,6 @@ FITS: dict[str, dict[str, Any]] = {
         "strategy": {"groups": 2, "merged": "net.2"},
         "compare": False,
     },
-    "given shares, local steps": {"shares": [4, 12], "strategy": {"groups": 2, "method": "local_sgd:period=2"}},
     "one group": {"strategy": AUTO, "sleep": MIXED, "data": {"samples": 768}, "trainer": {"max_epochs": 2}},
     "workers, two groups": {
         "strategy": {**AUTO, "groups": 2},
@@ -60,7 +59,6 @@ FITS: dict[str, dict[str, Any]] = {
         "regroup": {"12": {"groups": 2}, "20": {"groups": 1}},
     },
     "own sampler": {"strategy": AUTO, "data": {"kind": "sampler", "samples": 128}, "compare": False},
-    "iterable": {"strategy": AUTO, "data": {"kind": "iterable"}, "compare": False},
     "sorted without measuring": {"regroup": {"2": {"groups": 2, "by_speed": True}}, "expect_error": True},
     "sorted too early": {
         "strategy": AUTO,
@@ -177,7 +175,7 @@ def test_new_mates_start_with_equal_shares_and_are_measured_again(trained: Run) 
         assert each["splits"][-1][0] < 8
 
 
-@pytest.mark.parametrize("name", ["own sampler", "iterable"])
+@pytest.mark.parametrize("name", ["own sampler"])
 def test_data_that_cannot_be_leased_is_left_alone(trained: Run, name: str) -> None:
     for each in result(trained, name):
         assert not each["splits"]
