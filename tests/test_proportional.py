@@ -59,6 +59,7 @@ FITS: dict[str, dict[str, Any]] = {
         "regroup": {"12": {"groups": 2}, "20": {"groups": 1}},
     },
     "own sampler": {"strategy": AUTO, "data": {"kind": "sampler", "samples": 128}, "compare": False},
+    "iterable": {"strategy": AUTO, "data": {"kind": "iterable"}, "compare": False},
     "sorted without measuring": {"regroup": {"2": {"groups": 2, "by_speed": True}}, "expect_error": True},
     "sorted too early": {
         "strategy": AUTO,
@@ -175,7 +176,7 @@ def test_new_mates_start_with_equal_shares_and_are_measured_again(trained: Run) 
         assert each["splits"][-1][0] < 8
 
 
-@pytest.mark.parametrize("name", ["own sampler"])
+@pytest.mark.parametrize("name", ["own sampler", "iterable"])
 def test_data_that_cannot_be_leased_is_left_alone(trained: Run, name: str) -> None:
     for each in result(trained, name):
         assert not each["splits"]
