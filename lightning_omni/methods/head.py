@@ -7,7 +7,7 @@ do. The body of the network stays asynchronous.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import Parameter
 from torch.nn.utils import get_total_norm
+from torch.optim import Optimizer
 
 from lightning_omni.errors import ConfigurationError, UnsupportedError
 from lightning_omni.methods.modules import check_describable, describe_module, tensors_of, with_tensors
@@ -58,11 +59,6 @@ class MergedHead:
         self._inputs: list[Tensor] = []
         self._outputs: list[Tensor] = []
         self._modes: bool | Sequence[bool] = True
-
-    @property
-    def is_open(self) -> bool:
-        """Whether a turn has begun and not ended."""
-        return bool(self._outputs)
 
     def forward(
         self,
@@ -265,6 +261,37 @@ def check_mergeable(name: str, model: nn.Module) -> nn.Module:
     except UnsupportedError as error:
         raise UnsupportedError(f"merged={name!r}: {error}") from error
     return module
+
+
+def held_by_one(
+    name: str, module: nn.Module, optimizers: Iterable[Optimizer]
+) -> tuple[Optimizer, dict[str, Parameter]]:
+    """The optimizer that holds a merged head's parameters, and these by name, in its order.
+
+    Args:
+        name: the submodule's name in the model.
+        module: the submodule.
+        optimizers: all optimizers.
+
+    Raises:
+        ConfigurationError: none holds any of them.
+        UnsupportedError: the one that holds some does not hold all.
+    """
+    names = {parameter: f"{name}.{local}" for local, parameter in module.named_parameters()}
+    for optimizer in optimizers:
+        every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        held = {names[parameter]: parameter for parameter in every if parameter in names}
+        if held:
+            break
+    else:
+        raise ConfigurationError(f"merged={name!r}: no optimizer holds its parameters; give them to one")
+    missing = [each for each in names.values() if each not in held]
+    if missing:
+        raise UnsupportedError(
+            f"merged={name!r}: its parameter {missing[0]} is not in the optimizer that holds {next(iter(held))}; give"
+            " all of them to one optimizer (those with requires_grad=False, too: they stay as they are)"
+        )
+    return optimizer, held
 
 
 def _check_not_tied(name: str, model: nn.Module, own: set[int]) -> None:

@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_map
 
 from lightning_omni.errors import ConfigurationError, NonFiniteGradients, OmniError, Refused, UnsupportedError
 from lightning_omni.methods import Exchange, Inbox, Method, Pulled, checked, method_named
-from lightning_omni.methods.head import check_mergeable
+from lightning_omni.methods.head import check_mergeable, held_by_one
 from lightning_omni.methods.master import check_servable, class_path, describe, places_of
 from lightning_omni.methods.modules import class_paths, describe_module
 from lightning_omni.optimizer.head import RemoteHead
@@ -341,25 +341,9 @@ class World:
             ConfigurationError: the submodule cannot be merged; the message says why.
         """
         module = check_mergeable(name, model)
-        parameters = {f"{name}.{local}": parameter for local, parameter in module.named_parameters()}
-        for optimizer in optimizers:
-            held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-            found = [each for each, parameter in parameters.items() if id(parameter) in held]
-            if found:
-                break
-        else:
-            raise ConfigurationError(f"merged={name!r}: no optimizer holds its parameters; give them to one")
-        if len(found) < len(parameters):
-            missing = next(each for each in parameters if each not in found)
-            raise UnsupportedError(
-                f"merged={name!r}: its parameter {missing} is not in the optimizer that holds {found[0]}; give all of"
-                " them to one optimizer (those with requires_grad=False, too: they stay as they are)"
-            )
-        in_order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        places = {id(parameter): place for place, parameter in enumerate(in_order)}
-        ordered = dict(sorted(parameters.items(), key=lambda item: places[id(item[1])]))
+        optimizer, parameters = held_by_one(name, module, optimizers)
         check_servable(optimizer)  # whatever the method, a head is stepped at the server
-        part = Part(optimizer, ModelReplica(ordered, optimizer), head=(name, module))
+        part = Part(optimizer, ModelReplica(parameters, optimizer), head=(name, module))
         self.parts.append(part)
         self.heads.append(RemoteHead(self, part, len(self.parts) - 1, name, module))
         return self.heads[-1]

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_omni.errors import ConfigurationError, UnsupportedError
-from lightning_omni.methods.head import check_mergeable, modes_of, pass_through
+from lightning_omni.errors import ConfigurationError
+from lightning_omni.methods.head import check_mergeable, held_by_one, modes_of, pass_through
 from lightning_omni.methods.master import hyperparameters_of
 from lightning_omni.methods.modules import describe_module, tensors_of, with_tensors
 from lightning_omni.protocol import messages as m
@@ -38,11 +38,7 @@ class SimulatedHead:
     def __init__(self, name: str, model: nn.Module, optimizer: Optimizer) -> None:
         self.name, self._optimizer = name, optimizer
         self._module = check_mergeable(name, model)
-        names = {parameter: f"{name}.{local}" for local, parameter in self._module.named_parameters()}
-        ordered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        self.parameters: dict[str, Parameter] = {names[each]: each for each in ordered if each in names}
-        if len(self.parameters) < len(names):
-            raise UnsupportedError(f"merged={name!r}: the optimizer does not hold all of its parameters")
+        _, self.parameters = held_by_one(name, self._module, [optimizer])
         self._desk: Desk | None = None
         self._who = (0, -1, 0)
         self._output: Any = None
