@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from lightning_omni.optimizer import OmniOptimizer, World, WorldOptions
     from lightning_omni.strategy.pytorch_lightning import OmniStrategy
     from lightning_omni.topology import Topology
-    from lightning_omni.tuner.pytorch_lightning import DeviceTuner
+    from lightning_omni.tuner.pytorch_lightning import DeviceTuner, OmniTuner
 
 __version__ = "0.1.0"
 
@@ -27,6 +27,7 @@ __all__ = [
     "OmniError",
     "OmniOptimizer",
     "OmniStrategy",
+    "OmniTuner",
     "RunReport",
     "Staleness",
     "Topology",
@@ -48,11 +49,11 @@ _HOME = {
 
 def __getattr__(name: str) -> Any:
     # Looked up when used: the parameter server's process starts twice as fast without what it never needs, and
-    # OmniStrategy and DeviceTuner are to be the classes of the namespace that the Trainer comes from.
+    # OmniStrategy and the tuners are to be the classes of the namespace that the Trainer comes from.
     if name == "OmniStrategy":
         return _strategy_class()
-    if name == "DeviceTuner":
-        return importlib.import_module("lightning_omni.tuner").device_tuner_class()
+    if name in ("DeviceTuner", "OmniTuner"):
+        return getattr(importlib.import_module("lightning_omni.tuner").tuner_of_strategy(), name)
     if name in _HOME:
         return getattr(importlib.import_module(f"lightning_omni.{_HOME[name]}"), name)
     if name == "methods":

@@ -70,6 +70,9 @@ class RunReport:
         ranks_lost: ranks that were lost on the way.
         bytes_per_step: bytes of tensors that rank 0's group exchanged with the server, to and fro, for each batch.
         head_time: seconds that a turn at the merged head took lately; 0 if there is none.
+        serve_time: seconds of the server's own time for one push lately; 0 if nothing was pushed.
+        total_momentum: explicit momentum and what asynchrony adds to it, as sensed lately; None if it is unknown: few
+            pushes, another optimizer than plain SGD, or one that steps at the workers.
     """
 
     updates: int
@@ -81,3 +84,5 @@ class RunReport:
     ranks_lost: tuple[int, ...] = ()
     bytes_per_step: float = 0.0
     head_time: float = 0.0
+    serve_time: float = 0.0
+    total_momentum: float | None = None

@@ -34,6 +34,12 @@ class Trace:
     - ``epoch``: number of the epoch;
     - ``steps``: local steps, that is batches, in it.
 
+    How long things took may be there, too, in the order in which a group's steps ended. One row of `steps` is one
+    local step of a group: ``group``, ``time`` (its end), ``seconds`` (from the end of the one before; waiting for other
+    groups between two epochs does not count) and ``exchange`` (of these, the seconds after its gradient was there). One
+    row of `work` is one rank's part of one step: ``rank``, ``samples`` and ``seconds`` (its own forward and backward
+    pass, without waiting).
+
     Args:
         rows: the columns.
         evaluated: ``time``, ``update`` and ``samples`` (trained so far) of each evaluation, and its figures by name.
@@ -43,6 +49,8 @@ class Trace:
             or ``"lost: ..."`` or ``"diverged: ..."`` with the reason.
         meta: the run's settings as plain values.
         weights: the final weights by name.
+        work: what each rank did; empty if nobody measured.
+        steps: what each group did; empty if nobody measured.
 
     Example:
         >>> trace = Trace(
@@ -65,6 +73,13 @@ class Trace:
         "epoch": np.int64,
         "steps": np.int64,
     }
+    WORK: ClassVar[dict[str, type[Any]]] = {"rank": np.int64, "samples": np.int64, "seconds": np.float64}
+    STEPS: ClassVar[dict[str, type[Any]]] = {
+        "group": np.int64,
+        "time": np.float64,
+        "seconds": np.float64,
+        "exchange": np.float64,
+    }
 
     rows: Mapping[str, Array]
     evaluated: Mapping[str, Array] = field(default_factory=dict)
@@ -73,6 +88,8 @@ class Trace:
     ended: str = ""
     meta: Mapping[str, Any] = field(default_factory=dict)
     weights: Mapping[str, Array] = field(default_factory=dict)
+    work: Mapping[str, Array] = field(default_factory=dict)
+    steps: Mapping[str, Array] = field(default_factory=dict)
 
     def columns(self) -> dict[str, Array]:
         """The pushes, as ``pandas.DataFrame`` takes them."""
@@ -144,7 +161,8 @@ class Trace:
         """
         rest = {"updates": self.updates, "seconds": self.seconds, "ended": self.ended, "meta": self.meta}
         arrays = {f"rows/{name}": column for name, column in self.rows.items()}
-        arrays |= {f"evaluated/{name}": column for name, column in self.evaluated.items()}
+        for part in ("evaluated", "work", "steps"):
+            arrays |= {f"{part}/{name}": column for name, column in getattr(self, part).items()}
         if with_weights:
             arrays |= {f"weights/{name}": weight for name, weight in self.weights.items()}
         try:
@@ -162,7 +180,7 @@ class Trace:
         Raises:
             ConfigurationError: the file is none.
         """
-        parts: dict[str, dict[str, Array]] = {"rows": {}, "evaluated": {}, "weights": {}}
+        parts: dict[str, dict[str, Array]] = {"rows": {}, "evaluated": {}, "weights": {}, "work": {}, "steps": {}}
         try:
             with np.load(path, allow_pickle=False) as arrays:
                 rest = json.loads(str(arrays["rest"]))
@@ -172,7 +190,8 @@ class Trace:
                         parts[part][column] = arrays[name]
         except (OSError, ValueError, KeyError) as error:
             raise ConfigurationError(f"{path}: not a trace ({error}); pass a file that Trace.save wrote") from error
-        return cls(rows=parts["rows"], evaluated=parts["evaluated"], weights=parts["weights"], **rest)
+        rows, evaluated, weights = (parts[name] for name in ("rows", "evaluated", "weights"))
+        return cls(rows, evaluated, weights=weights, work=parts["work"], steps=parts["steps"], **rest)
 
     # --- A picture ---------------------------------------------------------------------------------------------------
 

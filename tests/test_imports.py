@@ -26,9 +26,10 @@ RANKS = {
     "simulator": 4,
     "performance": 4,
     "optimizer": 5,
+    "search": 5,
     "strategy": 6,
+    "report": 6,
     "tuner": 7,
-    "report": 8,
     "cli": 8,
     "__main__": 9,
 }
@@ -37,7 +38,7 @@ HOMES = {
     "zmq": {"server"},
     "pytorch_lightning": {"strategy", "tuner"},
     "lightning": {"strategy", "tuner"},
-    "skopt": {"tuner"},
+    "skopt": {"search"},
 }
 PICKLES = {"pickle", "cPickle", "_pickle", "cloudpickle", "marshal", "dill", "shelve", "joblib"}
 PICKLING_CALLS = {"send_pyobj", "recv_pyobj", "send_serialized", "recv_serialized"}

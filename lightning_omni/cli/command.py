@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from lightning_omni.cli.device import device
+from lightning_omni.cli.plan import plan
 from lightning_omni.cli.serve import serve
 from lightning_omni.cli.simulate import INTERRUPTED, compare, simulate
 from lightning_omni.errors import OmniError
@@ -37,7 +38,13 @@ def main(arguments: list[str] | None = None) -> int:
     Returns:
         The exit code: 0, 2 if a setting is wrong, or 130 after Ctrl-C.
     """
-    commands: dict[str, Any] = {"serve": serve, "simulate": simulate, "compare": compare, "device": device}
+    commands: dict[str, Any] = {
+        "serve": serve,
+        "simulate": simulate,
+        "compare": compare,
+        "device": device,
+        "plan": plan,
+    }
     try:
         code = auto_cli(commands, args=arguments, as_positional=True, prog="lightning-omni", parser_class=_Parser)
     except (OmniError, ValueError) as error:

@@ -34,17 +34,25 @@ class Balance:
     Args:
         rebalance: ``"auto"`` does all this, ``"off"`` nothing.
         say: tells the user something, on rank 0.
+        only_measures: whether the split is left to somebody else, who reads ``measured``.
+
+    Attributes:
+        measured: samples and seconds of this rank's own work of every batch so far, if it ``only_measures``.
 
     Raises:
         ConfigurationError: ``rebalance`` is something else.
     """
 
-    def __init__(self, rebalance: Literal["off", "auto"], say: Callable[[str], None]) -> None:
+    def __init__(
+        self, rebalance: Literal["off", "auto"], say: Callable[[str], None], only_measures: bool = False
+    ) -> None:
         if rebalance not in ("off", "auto"):
             raise ConfigurationError(
                 f'rebalance={rebalance!r}: pass "auto" to split a group\'s batch by the speeds of its ranks, or "off"'
             )
         self.is_on = rebalance == "auto"
+        self.measured: list[tuple[int, float]] = []
+        self._only_measures = only_measures
         self._say = say
         self._world: World | None = None
         self._leases: Callable[[], Leases | None] = lambda: None
@@ -85,6 +93,8 @@ class Balance:
         self.regrouped()
         self._until_meeting = FIRST
         self._watch()
+        if self._only_measures:
+            self._own.start()
 
     def end(self) -> None:
         """Training is over: nothing is left behind in the module."""
@@ -108,7 +118,8 @@ class Balance:
     def begin_batch(self) -> None:
         """A batch is loaded; before the module gets it, the group may share buffers."""
         if self._world is not None:
-            self._own.rest()
+            if len(self._world.members) > 1:  # alone, nobody wraps the module, and nobody waits
+                self._own.rest()
             self._exchanged, self._elsewhere = self._world.last.seconds, 0.0
 
     def backward_done(self) -> None:
@@ -125,8 +136,10 @@ class Balance:
             return
         for samples, seconds in self._own.finish(leases.samples, self._elsewhere):
             self._throughput.note(samples, seconds)
+            if self._only_measures:
+                self.measured.append((samples, seconds))
         self._until_meeting -= 1
-        if self._until_meeting <= 0:
+        if self._until_meeting <= 0 and not self._only_measures:
             is_known = len(self._world.members) == 1 or self._meet(self._world, leases)
             self._until_meeting = EVERY if is_known else ENOUGH
         self._own.start()

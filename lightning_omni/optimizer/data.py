@@ -7,6 +7,7 @@ groups they come from the server's book. Either way the members of a group agree
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -297,12 +298,18 @@ class _LeasedLoader:
     def __iter__(self) -> Iterator[Any]:
         # As eager as the loader itself with one group, so that random numbers are drawn as under DDP; with several
         # groups nothing may be drawn before the epoch is open.
-        return self._batches_from(super().__iter__() if self.leases.is_local else None)  # type: ignore[misc]
+        iterator = super().__iter__() if self.leases.is_local else None  # type: ignore[misc]
+        return self._batches_from(iterator, self.leases.generation)
 
-    def _batches_from(self, iterator: Iterator[Any] | None) -> Iterator[Any]:
+    def _batches_from(self, iterator: Iterator[Any] | None, made_for: int) -> Iterator[Any]:
         leases = self.leases
         while True:
             generation = leases.generation
+            if iterator is not None and made_for != generation:
+                # It was made before groups changed, and nothing was drawn from it: its twin takes no chance of its own.
+                with keeping_chance():
+                    iterator = super().__iter__()  # type: ignore[misc]
+            made_for = generation
             iterator = iterator or super().__iter__()  # type: ignore[misc]
             # Asked before the next batch is loaded: it would be drawn for groups that are no more.
             while leases.generation == generation:
@@ -314,6 +321,14 @@ class _LeasedLoader:
                     break
                 yield batch
             iterator = None
+
+
+@contextmanager
+def keeping_chance() -> Iterator[None]:
+    """What is drawn from torch's generator meanwhile is drawn again afterwards."""
+    state = torch.get_rng_state()
+    yield
+    torch.set_rng_state(state)
 
 
 def lease(loader: DataLoader[Any], **options: Any) -> DataLoader[Any]:

@@ -900,7 +900,7 @@ class World:
     def _broadcast_text(self, text: str) -> str:
         """Text from rank 0 to every rank, over torch.distributed's own group."""
         group = self.compute_group if self.is_synchronous else self._original
-        data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(self.device)
+        data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=self.device)  # may be empty
         size = torch.tensor(data.numel(), device=self.device)
         dist.broadcast(size, src=0, group=group)
         if self.rank != 0:
@@ -1019,6 +1019,14 @@ class World:
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
         largest: list[int] = tensor.tolist()
         return largest
+
+    def connect(self) -> None:
+        """Joins the server while there is one group yet: forming several takes less then. All ranks call it."""
+        self._join()
+
+    def tell(self, text: str) -> str:
+        """What rank 0 says, on every rank; while there is one group. All ranks call it."""
+        return self._broadcast_text(text)
 
     def _world_barrier(self) -> None:
         before = dist.group.WORLD

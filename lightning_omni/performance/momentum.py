@@ -17,7 +17,6 @@ is not momentum and helps nothing; `Implicit.holds` says so.
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, overload
@@ -28,6 +27,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_omni.errors import ConfigurationError
+from lightning_omni.protocol.sensing import averaged, drawn, median_ratio
 
 Array = np.ndarray[Any, Any]
 
@@ -350,8 +350,7 @@ class MomentumSensor(Metric):
     picked: Tensor
     history: Tensor
     seen: Tensor
-    numerator: Tensor
-    denominator: Tensor
+    averages: Tensor
 
     def __init__(
         self, coordinates: int = 1000, memory: int = 50, longest: int = 64, form: Form = "cascade", seed: int = 0
@@ -368,8 +367,7 @@ class MomentumSensor(Metric):
             "picked": torch.zeros(0, dtype=torch.int64),
             "history": torch.zeros(longest + 3, 0, dtype=torch.float64),
             "seen": torch.zeros((), dtype=torch.int64),
-            "numerator": torch.zeros(0, dtype=torch.float64),
-            "denominator": torch.zeros(0, dtype=torch.float64),
+            "averages": torch.zeros(2, 0, dtype=torch.float64),
         }
         for name, default in states.items():
             self.add_state(name, default, dist_reduce_fx=None, persistent=True)
@@ -405,24 +403,15 @@ class MomentumSensor(Metric):
         self.seen += 1
         if staleness > self.longest or int(self.seen) < staleness + 3:
             return
-        after, at, before = self.history[staleness : staleness + 3]
-        pushed = lr * self._watched(gradient)
+        window = self.history[staleness : staleness + 3]
+        terms, pushed = window[:2] - window[1:], lr * self._watched(gradient)
         # The published form has the gradient above the line only, and at its full weight.
-        above, below = (1.0, 0.0) if self.form == "published" else (1 / (1 - momentum), 1 / (1 - momentum))
-        self._average(after - at + above * pushed, at - before + below * pushed)
+        terms += torch.stack([pushed, 0 * pushed]) if self.form == "published" else pushed / (1 - momentum)
+        self.averages = averaged(self.averages, terms, 1 - 1 / self.memory)
 
     def compute(self) -> Tensor:
         """The total momentum; NaN before three updates, or if no weight moved."""
-        moved = self.denominator != 0
-        ratios = self.numerator[moved] / self.denominator[moved]
-        return ratios.median() if len(ratios) else torch.tensor(math.nan, dtype=torch.float64, device=self.seen.device)
-
-    def _average(self, numerator: Tensor, denominator: Tensor) -> None:
-        """Adds to the exponential averages; a coordinate that is not finite adds nothing, or it would stay so."""
-        usable = numerator.isfinite() & denominator.isfinite()
-        keep = 1 - 1 / self.memory
-        self.numerator = keep * self.numerator + torch.where(usable, numerator, 0.0)
-        self.denominator = keep * self.denominator + torch.where(usable, denominator, 0.0)
+        return median_ratio(self.averages)
 
     def _pick(self, weights: Sequence[Tensor], gradient: Sequence[Tensor]) -> None:
         """Chooses the coordinates once, and finds which of them are in which tensor."""
@@ -432,10 +421,9 @@ class MomentumSensor(Metric):
                 f"{len(weights)} weights, {len(gradient)} gradients: pass tensors of equal shapes, in the same order"
             )
         if not len(self.picked):
-            chosen = sorted(random.Random(self.seed).sample(range(sum(sizes)), min(self.coordinates, sum(sizes))))
-            self.picked = torch.tensor(chosen, device=self.picked.device)
-            self.history = self.history.new_zeros(len(self.history), len(chosen))
-            self.numerator = self.denominator = self.history.new_zeros(len(chosen))
+            self.picked = torch.tensor(drawn(sum(sizes), self.coordinates, self.seed), device=self.picked.device)
+            self.history = self.history.new_zeros(len(self.history), len(self.picked))
+            self.averages = self.history.new_zeros(2, len(self.picked))
         if self._layout is not None and self._layout[0] == sizes and self._layout[1] is self.picked:
             return
         ends = torch.tensor(sizes, device=self.picked.device).cumsum(0)

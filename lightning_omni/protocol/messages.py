@@ -198,6 +198,10 @@ class Status(Message, frozen=True, kw_only=True):
         strangers: messages refused because they were malformed or their sender had not been admitted.
         staleness: count of updates by staleness 0, 1, 2, ...
         head_time: seconds that a turn at the merged head takes lately, on average; 0 if there is none.
+        serve_time: seconds of the server's own time for one push lately, on average: from when the whole message is in
+            hand until its answers have been handed to the socket; 0 before the first, and in virtual time.
+        total_momentum: explicit momentum and what asynchrony adds to it, sensed lately over all pushes; None while it
+            is unknown: too few pushes, another optimizer than plain SGD, or one that steps at the workers.
     """
 
     sent: float
@@ -209,6 +213,8 @@ class Status(Message, frozen=True, kw_only=True):
     staleness: tuple[int, ...]
     lost: tuple[int, ...]
     head_time: float = 0.0
+    serve_time: float = 0.0
+    total_momentum: float | None = None
 
 
 class Formed(Message, frozen=True, kw_only=True):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any, Literal
 
 import torch
@@ -27,11 +28,14 @@ from lightning_omni.protocol.head import Arrival, HeadShard
 from lightning_omni.protocol.meetings import Meetings
 from lightning_omni.protocol.record import Event, Kind, Recorder, Spans
 from lightning_omni.protocol.roster import Member, Roster
+from lightning_omni.protocol.sensing import total_momentum
 from lightning_omni.protocol.shard import Shard
 from lightning_omni.topology import Topology
 
 Peer = bytes
 Payload = bytes | Tensor
+LATELY = 64
+"""Pushes over which their time is averaged: where groups meet, the last one's takes many times the others'."""
 RATE_WINDOW = 10.0
 """Seconds over which the rate of updates is measured."""
 
@@ -104,6 +108,9 @@ class ServerCore:
         self._resting_elsewhere: set[int] = set()
         self._now = 0.0
         self._rate: deque[tuple[float, int]] = deque()
+        self._push_began: float | None = None
+        self._serve_times: deque[float] = deque(maxlen=LATELY)
+        self._serves = False
 
     @property
     def is_over(self) -> bool:
@@ -133,6 +140,7 @@ class ServerCore:
             now: seconds, on any clock that only goes forward.
         """
         self._now = now
+        self._push_began = self._clock() if isinstance(message, m.PushMessage) else None
         try:
             if channel == m.CONTROL:
                 return self._on_control(peer, message, payload, now)
@@ -143,6 +151,16 @@ class ServerCore:
             return self._end(str(mismatch))
         except OmniError as error:
             return [Out(peer, channel, m.RefusedMessage(code="protocol", reason=str(error)))]
+
+    def handed_over(self) -> None:
+        """The answers to the last message are with the socket; if it was a push, it has taken until now."""
+        if self._push_began is None:
+            return
+        lasted = max(0.0, self._clock() - self._push_began)
+        self._push_began = None
+        if self._serves:
+            self._serve_times.append(lasted)
+        self._serves = True  # the first after groups were formed has memory to find
 
     def refuse(self, channel: m.Channel, peer: Peer, reason: str) -> list[Out]:
         """Bytes came in that are no message: counted, and answered with the reason."""
@@ -285,6 +303,8 @@ class ServerCore:
         self._deposits.clear()
         self._pending.clear()
         self._resting_elsewhere.clear()
+        self._serve_times.clear()
+        self._serves = False
         sizes = {group: len(topology.members(group)) for group in topology.alive}
         self.epochs.form(sizes, message.generation, message.keep_epoch)
         return [Out(member.peer, m.CONTROL, m.Formed(generation=message.generation))]
@@ -679,6 +699,8 @@ class ServerCore:
             staleness=tuple(staleness[t] for t in range(max(staleness, default=-1) + 1)),
             lost=self._lost,
             head_time=sum(head.turn_time for _, head in self._heads),
+            serve_time=fmean(self._serve_times) if self._serve_times else 0.0,
+            total_momentum=total_momentum(shard.sensing for _, shard in self._pushed),
         )
 
     def _group_status(self, group: int) -> m.GroupStatus:

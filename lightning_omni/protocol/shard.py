@@ -21,6 +21,7 @@ from lightning_omni.methods.master import Resolve, rebuild
 from lightning_omni.methods.totals import Total
 from lightning_omni.protocol.layout import DTYPES, Layout
 from lightning_omni.protocol.messages import PushMessage
+from lightning_omni.protocol.sensing import Sensing
 
 
 class Shard:
@@ -37,6 +38,7 @@ class Shard:
 
     Attributes:
         is_head: whether its gradients are computed here, and nobody pushes any.
+        sensing: senses the total momentum; None if it cannot be, or is not to be.
     """
 
     is_head = False
@@ -73,6 +75,7 @@ class Shard:
         self._answer: Tensor | None = None
         self._mean = Total()
         self._averaging: dict[int, bool] = {}
+        self.sensing = self._new_sensing(method)
 
     def change_method(self, method: Method, groups: Iterable[int]) -> None:
         """New groups, or another method: its server side starts afresh on the same weights."""
@@ -81,6 +84,12 @@ class Shard:
         self.refused_in_row.clear()
         self._mean.clear()
         self._averaging = {}
+        self.sensing = self._new_sensing(method)  # other groups, other staleness
+
+    def _new_sensing(self, method: Method) -> Sensing | None:
+        if self.is_head or method.steps_at != "server":
+            return None
+        return Sensing.of(self.master, self.layout, self.buffer)
 
     # --- Pushes ------------------------------------------------------------------------------------------------------
 
@@ -111,12 +120,20 @@ class Shard:
         layout = self.payload_layout(message)
         views = iter(layout.views(payload))
         tensors = [next(views) if there else None for there in message.present]
-        return self.take(group, message, tensors, finite=_sums_up(layout, payload))
+        return self.take(group, message, tensors, finite=_sums_up(layout, payload), payload=payload)
 
     def take(
-        self, group: int, message: PushMessage, tensors: Sequence[Tensor | None], finite: bool = False
+        self,
+        group: int,
+        message: PushMessage,
+        tensors: Sequence[Tensor | None],
+        finite: bool = False,
+        payload: Tensor | None = None,
     ) -> list[Reply] | None:
-        """Merges a push whose tensors are at hand; ``finite`` if they are known to be. See `push`."""
+        """Merges a push whose tensors are at hand; ``finite`` if they are known to be. See `push`.
+
+        With their ``payload`` it is sensed, too.
+        """
         self._check(message)
         if not (finite or _is_finite(tensors)):
             self._refuse(group)
@@ -127,7 +144,12 @@ class Shard:
         self.staleness[staleness] += 1
         self.by_group.setdefault(group, Counter())[staleness] += 1
         with torch.no_grad():
-            return self.method_side.receive(push)
+            if self.sensing is None or payload is None:
+                return self.method_side.receive(push)
+            self.sensing.before(push.read_at, message.present, payload)
+            replies = self.method_side.receive(push)
+            self.sensing.after()
+            return replies
 
     def payload_of(self, reply: Reply) -> Tensor:
         """The bytes that answer a push; valid until the next call."""
@@ -186,6 +208,8 @@ class Shard:
             mean = self._mean.scaled(1 / self._mean.count)
             for weight, value in zip(self.master.weights(), mean, strict=True):
                 weight.copy_(value)  # type: ignore[arg-type]  # all are there
+            if self.sensing is not None:
+                self.sensing.forget()
         self._mean.clear()
         answered, self._averaging = self._averaging, {}
         return [(group, good) for group, good in answered.items() if group in live]

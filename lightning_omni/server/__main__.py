@@ -56,6 +56,8 @@ def main() -> int:
     orphaned = threading.Event()
     threading.Thread(target=_watch_parent, args=(orphaned,), daemon=True).start()
     parent = os.getppid()
+    # The first optimizer that torch makes takes it a second: now, while the ranks still prepare themselves.
+    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
     # A forked data loader may hold the other end of the pipe after the parent's death, so look at both.
     server.run(until=lambda: orphaned.is_set() or os.getppid() != parent)
     server.farewell("rank 0 has ended, and the parameter server with it")

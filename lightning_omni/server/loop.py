@@ -150,6 +150,7 @@ class Server:
         if assembly.is_complete:
             del self._assemblies[peer]
             self._send(self.core.receive(m.DATA, peer, assembly.message, assembly.buffer, time.monotonic()))
+            self.core.handed_over()
 
     def _buffer(self, peer: bytes, nbytes: int) -> Tensor:
         """Memory for a payload; the same as for one of the last of that size, for fresh memory is slow to touch."""

@@ -90,7 +90,6 @@ class Group:
         self.published: list[Tensor] | None = None
         self.result: Result | None = None
         self._inbox = Total()
-        self.began_step = 0.0
         self._step_seconds, self._timed_steps = 0.0, 0
         self.start_afresh()
 
@@ -112,10 +111,13 @@ class Group:
         each = max(1, size // len(self.ranks))
         return apportion(size, [clock.speed(each, now) for clock in self._clocks])
 
-    def seconds(self, batch: Batch, now: float) -> float:
-        """Time of the slowest member for its part of the batch, in seconds."""
-        parts = self.positions(batch, now)
-        return max(clock.seconds(len(part), now) for clock, part in zip(self._clocks, parts, strict=True))
+    def work(self, batch: Batch, now: float) -> list[tuple[int, int, float]]:
+        """Each member's rank, its samples of a batch that begins now, and its seconds for them."""
+        clocks, parts = self._clocks, self.positions(batch, now)
+        return [
+            (rank, len(part), clock.seconds(len(part), now))
+            for rank, clock, part in zip(self.ranks, clocks, parts, strict=True)
+        ]
 
     def start_afresh(self) -> None:
         """A push went out: what was trained since counts for the next."""

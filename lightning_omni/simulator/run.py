@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -285,7 +285,7 @@ class Simulation:
         self._steps = 0
         self._samples_trained = 0
         self._next_evaluation = limits.every
-        self._rows = Rows()
+        self._rows, self._watch = Rows(), Stopwatch()
         self._evaluations = Evaluations()
 
     # --- The run -----------------------------------------------------------------------------------------------------
@@ -366,6 +366,7 @@ class Simulation:
 
     def _next_gradient(self, group: Group) -> None:
         """The group begins its next batch, or asks what is next if it has none."""
+        self._watch.end(group.number, self.now)
         if not group.batches:
             drawn = self._desk.draw(group.leader, group.epoch, group.drawn, group.trained).batches
             group.batches.extend(drawn)
@@ -376,8 +377,10 @@ class Simulation:
         group.batch = batch = group.batches.popleft()
         group.stretch = batch.stretch
         nbytes, members = self._desk.shard.layout.nbytes, len(group.ranks)
-        seconds = group.seconds(batch, self.now) + self.cluster.group_link.ring_seconds(nbytes, members)
+        work = group.work(batch, self.now)
+        seconds = max(own for _, _, own in work) + self.cluster.group_link.ring_seconds(nbytes, members)
         group.time_step(seconds)
+        self._watch.begin(group.number, self.now, work)
         if self._head is not None:
             self.agenda.add(self.now + seconds * FORWARD, partial(self._to_head, group, seconds))
             return
@@ -393,6 +396,7 @@ class Simulation:
         result = self._bench.result(group.number) if self._head is None else group.result
         assert group.batch is not None
         assert result is not None
+        self._watch.computed(group.number, self.now)
         size = group.batch.stop - group.batch.start
         group.trained += 1
         group.count(size, result.loss)
@@ -658,6 +662,8 @@ class Simulation:
             ended=self.ended,
             meta=meta,
             weights={name: weight.detach().clone().numpy() for name, weight in self._weights().items()},
+            work=arrays(Trace.WORK, self._watch.work),
+            steps=arrays(Trace.STEPS, self._watch.steps),
         )
 
 
@@ -674,10 +680,43 @@ class Rows:
 
     def arrays(self) -> dict[str, np.ndarray[Any, Any]]:
         """One array for each column."""
-        columns = zip(*self._rows, strict=True) if self._rows else ((),) * len(Trace.COLUMNS)
-        return {
-            name: np.array(column, dtype) for (name, dtype), column in zip(Trace.COLUMNS.items(), columns, strict=True)
-        }
+        return arrays(Trace.COLUMNS, self._rows)
+
+
+class Stopwatch:
+    """How long each group's steps took, and each member's part of them; a step that the run cuts short is none.
+
+    Attributes:
+        work: rows of `Trace.WORK`.
+        steps: rows of `Trace.STEPS`.
+    """
+
+    def __init__(self) -> None:
+        self.work: list[tuple[int, int, float]] = []
+        self.steps: list[tuple[int, float, float, float]] = []
+        self._open: dict[int, tuple[float, list[tuple[int, int, float]]]] = {}
+        self._computed: dict[int, float] = {}
+
+    def begin(self, group: int, now: float, work: list[tuple[int, int, float]]) -> None:
+        """A group begins a batch; of each member its rank, its samples and its seconds."""
+        self._open[group] = now, work
+
+    def computed(self, group: int, now: float) -> None:
+        """The group has its gradient. Whatever comes before its next batch is exchange."""
+        self._computed[group] = now
+
+    def end(self, group: int, now: float) -> None:
+        """The step is over, if there was one: the group may begin its next batch."""
+        if group in self._open:
+            began, work = self._open.pop(group)
+            self.work.extend(work)
+            self.steps.append((group, now, now - began, now - self._computed[group]))
+
+
+def arrays(columns: Mapping[str, type[Any]], rows: Sequence[tuple[Any, ...]]) -> dict[str, np.ndarray[Any, Any]]:
+    """One array for each column of that name and type."""
+    values = zip(*rows, strict=True) if rows else ((),) * len(columns)
+    return {name: np.array(column, dtype) for (name, dtype), column in zip(columns.items(), values, strict=True)}
 
 
 class Evaluations:

@@ -7,7 +7,7 @@ Callback (see ``pytorch_lightning.py`` and ``lightning.py`` beside this file).
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -122,6 +122,8 @@ class OmniStrategyHooks(_Base):
         self._last_status: m.Status | None = None
         self.stopwatch = Stopwatch()
         self._synchronous_steps = 0
+        self.on_ready: list[Callable[[], None]] = []
+        """Called on every rank when the groups stand and the first batch has not begun: a tuner's moment."""
         self._own_steps: dict[Optimizer, Callable[..., Any] | None] = {}
 
     # --- Processes ---------------------------------------------------------------------------------------------------
@@ -268,6 +270,8 @@ class OmniStrategyHooks(_Base):
         if not world.is_synchronous:
             self._guard_optimizers()
         self._say_hello()
+        for call in self.on_ready:
+            call()
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         """The forward pass is done: the last moment at which a rank's time is its own and not its group's."""
@@ -375,6 +379,17 @@ class OmniStrategyHooks(_Base):
         speeds = self.balance.speeds_of_all(world) if by_speed else None
         if unchanged and (groups == 1 or not by_speed):
             return
+        self.form(groups, speeds)
+        self._say_hello()
+
+    def form(self, groups: int, speeds: Mapping[int, float] | None = None) -> None:
+        """What `regroup` does when it has found nothing wrong; for callers that know what they do.
+
+        Args:
+            groups: the new number of groups.
+            speeds: of all live ranks, to put like with like; None forms the groups in the order of ranks.
+        """
+        world = self._world
         was_synchronous, spans = world.is_synchronous, self.epochs.before_regroup()
         self._unguard_optimizers()
         spans = world.regroup(groups, self.buffers(), speeds) or spans
@@ -383,7 +398,6 @@ class OmniStrategyHooks(_Base):
         self._wrap_for_group()
         self.epochs.after_regroup(spans, was_synchronous)
         self.balance.regrouped()
-        self._say_hello()
 
     def buffers(self) -> Iterator[Tensor]:
         """The module's buffers."""
@@ -510,6 +524,8 @@ class OmniStrategyHooks(_Base):
             ranks_lost=status.lost if status else (),
             bytes_per_step=self.stopwatch.bytes_per_step,
             head_time=status.head_time if status else 0.0,
+            serve_time=status.serve_time if status else 0.0,
+            total_momentum=status.total_momentum if status else None,
         )
 
     def _remember_status(self) -> None:
@@ -564,8 +580,11 @@ class OmniStrategyHooks(_Base):
         return trainer.state.fn is not None and trainer.state.fn.value == "fit"
 
     def _check_trainer(self, trainer: Any) -> None:
-        if self._world.is_synchronous:
-            return
+        if not self._world.is_synchronous:
+            self.check_several(trainer)
+
+    def check_several(self, trainer: Any) -> None:
+        """Raises `UnsupportedError` for what several groups cannot do in this fit."""
         if _private.validates_by_time(trainer):
             raise UnsupportedError(
                 "val_check_interval as a duration: groups would come to validation at different times and wait for each"

@@ -86,6 +86,10 @@ def live_metrics(status: Status | None, staleness: Staleness, stopwatch: Stopwat
     }
     if status.head_time:
         values["omni/head_time"] = status.head_time
+    if status.serve_time:
+        values["omni/serve_time"] = status.serve_time
+    if status.total_momentum is not None:
+        values["omni/total_momentum"] = status.total_momentum
     for group in status.groups:
         values[f"omni/group_{group.group}/step_time"] = group.step_time
         values[f"omni/group_{group.group}/staleness_mean"] = group.staleness_mean

@@ -11,13 +11,13 @@ from typing import Any
 from lightning_omni.strategy import strategy_class
 
 
-def device_tuner_class() -> Any:
-    """The DeviceTuner of the namespace in use, as `lightning_omni.strategy.strategy_class` finds it.
+def tuner_of_strategy() -> Any:
+    """Our module for the namespace in use, as `lightning_omni.strategy.strategy_class` finds it.
 
     Raises:
         ImportError: Lightning is not installed.
     """
-    return tuner_module(strategy_class().__module__).DeviceTuner
+    return tuner_module(strategy_class().__module__)
 
 
 def tuner_module(name: str) -> Any:

@@ -6,7 +6,6 @@ own Callback (see ``pytorch_lightning.py`` and ``lightning.py`` beside this file
 
 from __future__ import annotations
 
-import inspect
 import io
 import json
 import time
@@ -29,6 +28,7 @@ from lightning_omni.performance.setting import Applied, contiguous
 from lightning_omni.performance.trial import same_chance
 from lightning_omni.strategy.hooks import OmniStrategyHooks
 from lightning_omni.tuner import _private
+from lightning_omni.tuner.step import arguments_of, loss_of, say_nothing
 
 if TYPE_CHECKING:
     from pytorch_lightning.callbacks import Callback as _CallbackBase
@@ -339,7 +339,7 @@ class TrainingStep:
 
     def __init__(self, trainer: Any, module: Any) -> None:
         self._trainer = trainer
-        self._arguments = _arguments_of(type(module).training_step)
+        self._arguments = arguments_of(type(module).training_step)
 
     def __call__(self, module: Any, batch: Any) -> Tensor:
         """The loss.
@@ -354,34 +354,18 @@ class TrainingStep:
             module.trainer = self._trainer  # copies come without
             with self._trainer.precision_plugin.train_step_context():
                 found = module.training_step(batch, *self._arguments)
-        loss = found["loss"] if isinstance(found, Mapping) else found
-        if not isinstance(loss, Tensor):
-            raise ConfigurationError("training_step returns no loss")
-        return loss
+        return loss_of(found)
 
     def __getstate__(self) -> dict[str, Any]:
         # Other processes have no trainer.
         return {**vars(self), "_trainer": None}
 
 
-def _arguments_of(step: Callable[..., Any]) -> tuple[int, ...]:
-    """What a training_step takes beside the batch: its number, or nothing."""
-    parameters = list(inspect.signature(step).parameters.values())[1:]
-    if parameters and parameters[0].name == "dataloader_iter":
-        raise ConfigurationError("training_step draws its batches itself from dataloader_iter")
-    many = any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in parameters)
-    return (0,) if many or len(parameters) > 1 else ()
-
-
 def _mute(module: Any) -> None:
     for each in module.modules():
         if hasattr(type(each), "training_step") and "log" not in vars(each):
-            each.log = each.log_dict = _say_nothing
+            each.log = each.log_dict = say_nothing
             each.all_gather = _stand_alone
-
-
-def _say_nothing(*_: Any, **__: Any) -> None:
-    return None
 
 
 def _stand_alone(*_: Any, **__: Any) -> None:

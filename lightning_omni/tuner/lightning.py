@@ -1,4 +1,4 @@
-"""DeviceTuner for ``lightning.pytorch``."""
+"""DeviceTuner and OmniTuner for ``lightning.pytorch``."""
 
 # Its base classes are checked against the other namespace, whose twin this is.
 # mypy: disable-error-code="misc, attr-defined, assignment"
@@ -13,6 +13,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_omni.tuner.device import DeviceProbeHooks, DeviceTunerHooks
+from lightning_omni.tuner.omni import OmniTunerHooks
 
 
 class DeviceTuner(DeviceTunerHooks, Callback):  # noqa: D101
@@ -28,3 +29,9 @@ class DeviceProbe(DeviceProbeHooks, DeviceTuner):
     """Measures, and ends the fit before its first batch."""
 
     trainer_class = Trainer
+
+
+class OmniTuner(OmniTunerHooks, Callback):  # noqa: D101
+    __doc__ = OmniTunerHooks.__doc__
+
+    rank_zero_info = staticmethod(rank_zero_info)

@@ -1,4 +1,4 @@
-"""DeviceTuner for ``pytorch_lightning``."""
+"""DeviceTuner and OmniTuner for ``pytorch_lightning``."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pytorch_lightning.strategies import DDPStrategy, SingleDeviceStrategy
 from pytorch_lightning.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
 
 from lightning_omni.tuner.device import DeviceProbeHooks, DeviceTunerHooks
+from lightning_omni.tuner.omni import OmniTunerHooks
 
 
 class DeviceTuner(DeviceTunerHooks, Callback):  # noqa: D101
@@ -25,3 +26,9 @@ class DeviceProbe(DeviceProbeHooks, DeviceTuner):
     """Measures, and ends the fit before its first batch."""
 
     trainer_class = Trainer
+
+
+class OmniTuner(OmniTunerHooks, Callback):  # noqa: D101
+    __doc__ = OmniTunerHooks.__doc__
+
+    rank_zero_info = staticmethod(rank_zero_info)

@@ -1,0 +1,481 @@
+"""Time to a target = hardware efficiency × statistical efficiency, for any setting, with an interval.
+
+Probes that start from the same weights and train on the same samples are compared where they end: one that is at a
+loss which the best had reached after two thirds of the samples learns at two thirds of its pace. Theory says what to
+expect of settings that nobody tried, and the probes correct it (`Pace`). A profile of the cluster
+(`lightning_omni.performance.profile`) adds the samples per second.
+
+Rule 1: paces are of samples, not of updates: groups of different size make updates of different size.
+Rule 2: the pace of proportional batches is that of equal ones; the gradient is the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from lightning_omni.errors import ConfigurationError
+from lightning_omni.performance.statistical import DecayFit, Estimate, LossCurve, fit_decay
+
+Array = np.ndarray[Any, Any]
+
+_BLOCKS, _TAIL = 8, 3
+"""A probe's losses are averaged over so many equal stretches, of which the last few say where it came."""
+_SLOWEST = 0.02
+"""No pace is read off as slower than that: such a probe stood still."""
+FAILED = 3.0
+"""A setting that diverged counts as so many times as slow as the slowest that did not."""
+
+
+# --- Settings --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, order=True)
+class Setting:
+    """A point of the space that is searched.
+
+    Attributes:
+        groups: number of compute groups.
+        momentum: explicit momentum (of Adam and its kin β1); 0.0 if the optimizer has none.
+        lr: learning rate.
+        rebalance: whether a group's batch is split in proportion to the speeds of its ranks.
+        period: local steps between two exchanges.
+
+    Example:
+        >>> str(Setting(groups=4, momentum=0.3, lr=0.025))
+        '4 groups, momentum 0.3, lr 0.025'
+    """
+
+    groups: int
+    momentum: float
+    lr: float
+    rebalance: bool = False
+    period: int = 1
+
+    def __str__(self) -> str:
+        parts = [f"{self.groups} group{'s' * (self.groups > 1)}"]
+        parts += ["proportional batches"] * self.rebalance + [f"period {self.period}"] * (self.period > 1)
+        return ", ".join([*parts, f"momentum {self.momentum:.3g}", f"lr {self.lr:.3g}"])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> Setting:
+        """What `to_dict` gave."""
+        return cls(**plain)
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """Which learning rates do the same with other numbers of groups, and other momenta.
+
+    A group of N / g ranks has a g-th of the batch, so each sample moves the weights by the same if the rate is a g-th,
+    too; and momentum m multiplies what a gradient does in the end by 1 / (1 - m). Their product is the *step* of a
+    setting: for small ones training follows one curve, whatever groups and momentum are. Adaptive optimizers divide by
+    the gradients' size, in which neither momentum nor sums count; for them the square root of the batch is usual.
+
+    Args:
+        is_adaptive: whether the optimizer divides by the size of gradients, as Adam does.
+
+    Example:
+        >>> Scaling().step(Setting(groups=1, momentum=0.9, lr=0.1)), Scaling().lr(groups=4, momentum=0.6, step=1.0)
+        (1.0, 0.1)
+    """
+
+    is_adaptive: bool = False
+
+    def step(self, setting: Setting) -> float:
+        """The rate of one group without momentum that would do the same."""
+        return setting.lr / self.lr(setting.groups, setting.momentum, 1.0)
+
+    def lr(self, groups: int, momentum: float, step: float) -> float:
+        """The learning rate of a setting of that step."""
+        return step / math.sqrt(groups) if self.is_adaptive else round(step * (1 - momentum) / groups, 12)
+
+
+# --- Probes ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What a probe showed.
+
+    Attributes:
+        setting: what was tried.
+        samples: samples that had been trained when each batch ended, ascending, shape (batches,).
+        losses: mean training loss of each batch, before it was learnt from, shape (batches,).
+        seconds: how long the probe took, with all that belongs to it.
+        problem: why it ended early; empty if it did not.
+    """
+
+    setting: Setting
+    samples: tuple[float, ...]
+    losses: tuple[float, ...]
+    seconds: float = 0.0
+    problem: str = ""
+
+    @property
+    def end(self) -> float:
+        """Samples that it trained."""
+        return self.samples[-1] if self.samples else 0.0
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it diverged, or came to no end."""
+        return bool(self.problem) or not self.samples or not all(map(math.isfinite, self.losses[-3:]))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> Tried:
+        """What `to_dict` gave."""
+        return cls(
+            Setting.from_dict(plain["setting"]),
+            tuple(plain["samples"]),
+            tuple(plain["losses"]),
+            plain["seconds"],
+            plain["problem"],
+        )
+
+    def blocks(self, until: float, count: int = _BLOCKS) -> Array:
+        """Mean loss of each of ``count`` equal stretches of the first ``until`` samples, shape (count,)."""
+        edges = np.linspace(0, until, count + 1)
+        ends = np.asarray(self.samples)
+        # The integral of a loss that is constant over its batch, read at the edges.
+        total = np.concatenate([[0.0], np.cumsum(np.diff(ends, prepend=0.0) * np.asarray(self.losses))])
+        return np.asarray(np.diff(np.interp(edges, np.concatenate([[0.0], ends]), total)) / np.diff(edges))
+
+
+def log_costs(tried: Sequence[Tried]) -> list[tuple[float, float]]:
+    """How many times as many samples each probe needs as the one that came furthest, in logarithms, with errors.
+
+    All must have started at one snapshot. They are compared at the samples at which the shortest ended, on the same
+    samples: their noise is the same, and the difference is free of most of it. A probe starts without momentum, which
+    holds it up for m / (1 - m) updates, and a run only once; so these are not counted against it.
+
+    Returns:
+        For each probe the logarithm and its standard error: 0 for the one that came furthest, less for one that is
+        only held up by its beginning, infinite for one that diverged.
+
+    Example:
+        >>> samples = tuple(range(10, 330, 10))
+        >>> def probe(pace):
+        ...     return Tried(Setting(1, 0.0, 0.1), samples, tuple(1 / (1 + pace * end / 50) for end in samples))
+        >>> [round(math.exp(cost), 1) for cost, _ in log_costs([probe(1.0), probe(0.5)])]
+        [1.0, 2.0]
+    """
+    sound = [each for each in tried if not each.has_failed]
+    if not sound:
+        return [(math.inf, 0.0)] * len(tried)
+    until = min(each.end for each in sound)
+    curves = [None if each.has_failed else _Curve.of(each, until) for each in tried]
+    best = min((curve for curve in curves if curve is not None), key=lambda curve: curve.level)
+    return [(math.inf, 0.0) if curve is None else curve.log_cost(best) for curve in curves]
+
+
+@dataclass(frozen=True, eq=False)
+class _Curve:
+    """A probe's losses, smoothed, over the samples that count."""
+
+    losses: Array
+    places: Array
+
+    @classmethod
+    def of(cls, tried: Tried, until: float) -> _Curve:
+        centres = (np.arange(_BLOCKS) + 0.5) * until / _BLOCKS
+        update = tried.end / len(tried.samples)  # samples of one
+        momentum = min(tried.setting.momentum, 0.99)
+        held_up = momentum / (1 - momentum) * (1 - momentum ** (centres / update)) * update
+        # Half an update at least: before the first one nothing is learnt.
+        return cls(tried.blocks(until), np.maximum(centres - held_up, 0.25 * centres))
+
+    @property
+    def level(self) -> float:
+        """The loss at the end."""
+        return float(self.losses[-_TAIL:].mean())
+
+    @property
+    def place(self) -> float:
+        """The samples that led to it."""
+        return float(self.places[-_TAIL:].mean())
+
+    def log_cost(self, best: _Curve) -> tuple[float, float]:
+        """Samples to come where this is, relative to those of the best."""
+        curve = np.minimum.accumulate(best.losses)
+        span = float(curve[0] - curve[-1])
+        if not np.isfinite(self.losses).all() or self.level >= curve[0] + 0.25 * max(span, 1e-12):
+            return math.inf, 0.0  # worse than where all began
+        if span <= 0:
+            return 0.0, 1.0  # nobody learns anything
+        reached, middle = (float(np.interp(-level, -curve, best.places)) for level in (self.level, best.level))
+        pace = max(_SLOWEST, reached / middle * best.place / self.place)
+        # What the paired differences scatter, in units of samples by the slope of the best.
+        scatter = float(np.std((self.losses - best.losses)[-_TAIL:], ddof=1)) / math.sqrt(_TAIL)
+        error = scatter / span * float(best.places[-1]) / max(reached, 0.1 * middle)
+        return -math.log(pace), min(1.0, error)
+
+
+# --- Pace ------------------------------------------------------------------------------------------------------------
+
+
+class Throughput(Protocol):
+    """Anything that knows how fast samples are trained: a `Profile`, say, behind a function."""
+
+    def __call__(self, setting: Setting) -> float:
+        """Samples per second."""
+
+
+@dataclass(frozen=True)
+class Theory:
+    """What is expected of settings before they are tried: logarithms of samples, relative to where one starts.
+
+    Staleness costs, the more of it the more; about as much explicit momentum is wanted as implicit momentum leaves
+    room for; the step should be near the one that the user chose. How strongly is a matter of experience, and a few
+    probes overrule it.
+
+    Args:
+        start: the user's own setting.
+        scaling: of learning rates.
+        staleness: the cost of one update of mean staleness, as a fraction.
+        narrow: the cost of a step that is e times as large or small, as a fraction.
+
+    References:
+        Mitliagkas et al. 2016, "Asynchrony begets Momentum", Theorem 6, for the momentum.
+    """
+
+    start: Setting
+    scaling: Scaling
+    staleness: float = 0.1
+    narrow: float = 0.15
+
+    @property
+    def step(self) -> float:
+        """The user's step."""
+        return self.scaling.step(self.start)
+
+    @property
+    def total_momentum(self) -> float:
+        """Explicit and implicit momentum of the user's setting together."""
+        return 1 - (1 - self.start.momentum) / self.start.groups
+
+    def momentum(self, groups: int) -> float:
+        """The explicit momentum that is left for the optimizer."""
+        if self.scaling.is_adaptive:
+            return self.start.momentum
+        return max(0.0, round(1 - (1 - self.total_momentum) * groups, 6))
+
+    def setting(self, groups: int, rebalance: bool = False, period: int = 1, factor: float = 1.0) -> Setting:
+        """The setting that theory proposes for a number of groups; ``factor`` makes larger or smaller steps."""
+        momentum = self.momentum(groups)
+        return Setting(groups, momentum, self.scaling.lr(groups, momentum, self.step * factor), rebalance, period)
+
+    def __call__(self, setting: Setting) -> float:
+        """The logarithm of the samples to a target."""
+        away = math.log(max(self.scaling.step(setting), 1e-12) / self.step)
+        steepness = self.narrow if away < 0 else 2 * self.narrow
+        momentum = 0.5 * (setting.momentum - self.momentum(setting.groups)) ** 2
+        return math.log1p(self.staleness * (setting.groups * setting.period - 1)) + steepness * away**2 + momentum
+
+
+class Pace:
+    """The samples that settings need, from theory and probes: a Gaussian process about the theory.
+
+    Its length scales are fixed (a factor of 2.5 in the number of groups, 0.4 of momentum, a factor of 3 in the step):
+    half a dozen probes would not tell them.
+
+    Args:
+        theory: what is expected.
+        settings: what was tried.
+        costs: logarithms of the samples that each needs, but for a constant.
+        errors: their standard errors.
+
+    Example:
+        >>> theory = Theory(Setting(1, 0.9, 0.1), Scaling())
+        >>> pace = Pace(theory)
+        >>> mean, error = pace(theory.setting(groups=4))
+        >>> round(math.exp(mean), 2), error > 0.3
+        (1.3, True)
+    """
+
+    def __init__(
+        self,
+        theory: Theory,
+        settings: Sequence[Setting] = (),
+        costs: Sequence[float] = (),
+        errors: Sequence[float] = (),
+    ) -> None:
+        self.theory = theory
+        self.costs = list(costs)
+        self._places = np.array([self._place(each) for each in settings]).reshape(-1, 4)
+        expected = np.array([theory(each) for each in settings])
+        # Only differences between probes are known; theory says where the whole lies.
+        self.offset = float(np.mean(expected - self.costs)) if len(costs) else 0.0
+        noise = np.array([0.05 + error for error in errors or [0.0] * len(costs)]) ** 2
+        self._left = np.array(self.costs) + self.offset - expected
+        if len(costs):
+            self._inverse = np.linalg.inv(_kernel(self._places, self._places) + np.diag(noise))
+
+    @classmethod
+    def of(cls, theory: Theory, tried: Sequence[Tried]) -> Pace:
+        """From probes, all of one start; what diverged counts as `FAILED` times as slow as the slowest that did not."""
+        costs = log_costs(tried)
+        worst = max((cost for cost, _ in costs if math.isfinite(cost)), default=0.0) + math.log(FAILED)
+        return cls(
+            theory, [each.setting for each in tried], [min(cost, worst) for cost, _ in costs], [e for _, e in costs]
+        )
+
+    def __call__(self, setting: Setting) -> tuple[float, float]:
+        """The logarithm of the samples to the target, relative to the theory's start, and its standard deviation."""
+        expected = self.theory(setting)
+        if not len(self._left):
+            return expected, _DEVIATION
+        near = _kernel(np.array([self._place(setting)]), self._places)[0]
+        variance = _DEVIATION**2 - near @ self._inverse @ near
+        return float(expected + near @ self._inverse @ self._left), math.sqrt(max(float(variance), 1e-6))
+
+    def _place(self, setting: Setting) -> list[float]:
+        return [
+            math.log(setting.groups) / math.log(2.5),
+            setting.momentum / 0.4,
+            math.log(max(self.theory.scaling.step(setting), 1e-12)) / math.log(3),
+            math.log(setting.period) / math.log(4),
+        ]
+
+
+_DEVIATION = 0.5
+"""Standard deviation of the logarithm of what theory is off by."""
+
+
+def _kernel(a: Array, b: Array) -> Array:
+    return np.asarray(_DEVIATION**2 * np.exp(-0.5 * ((a[:, None] - b[None]) ** 2).sum(-1)))
+
+
+# --- Forecast --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What is to be expected of a setting.
+
+    Attributes:
+        setting: the setting.
+        seconds: time to the target, or relative to that of the best if no target is known.
+        samples_per_second: hardware efficiency.
+        samples: samples to the target, or relative to those of the best.
+        is_measured: whether a probe tried this very setting.
+    """
+
+    setting: Setting
+    seconds: Estimate
+    samples_per_second: float
+    samples: Estimate
+    is_measured: bool
+
+
+class Forecast:
+    """Time to the target of any setting.
+
+    Args:
+        pace: samples that settings need.
+        throughput: samples per second of a setting.
+        samples: samples to the target at the pace of the best probe, or None if that is not known: then all times are
+            relative to the best setting's.
+        tried: settings that were tried.
+        level: probability of the intervals.
+    """
+
+    def __init__(
+        self,
+        pace: Pace,
+        throughput: Callable[[Setting], float],
+        samples: Estimate | None = None,
+        tried: Sequence[Setting] = (),
+        level: float = 0.8,
+    ) -> None:
+        self.pace, self.throughput, self.samples = pace, throughput, samples
+        self._tried = set(tried)
+        self._width = float(np.sqrt(2) * _inverse_error(level))
+
+    def log_seconds(self, setting: Setting) -> float:
+        """The logarithm of the time to the target, but for a constant: what a search makes small."""
+        return self.pace(setting)[0] - math.log(max(self.throughput(setting), 1e-12))
+
+    def of(self, setting: Setting) -> Outlook:
+        """The outlook of a setting."""
+        mean, error = self.pace(setting)
+        mean -= self.pace.offset
+        rate = self.throughput(setting)
+        low, high = math.exp(mean - self._width * error), math.exp(mean + self._width * error)
+        samples = _times(self.samples or Estimate(1.0, 1.0, 1.0), math.exp(mean), low, high)
+        return Outlook(setting, _times(samples, 1 / rate, 1 / rate, 1 / rate), rate, samples, setting in self._tried)
+
+    def best(self, candidates: Sequence[Setting]) -> Outlook:
+        """The setting that is expected to be there first.
+
+        Raises:
+            ConfigurationError: there is no candidate.
+        """
+        if not candidates:
+            raise ConfigurationError("candidates: there is nothing to choose from; pass at least one setting")
+        return self.of(min(candidates, key=self.log_seconds))
+
+    def of_systems(self, ranks: int, saturating: int) -> dict[str, Outlook]:
+        """What well-known systems would have set, and what it would have cost.
+
+        Learning rates are the user's, as these systems leave them, but for Rudra's, which divides by the staleness,
+        and Omnivore's, which is tuned.
+
+        Args:
+            ranks: number of ranks.
+            saturating: groups at which a serial part saturates.
+        """
+        theory = self.pace.theory
+        start = theory.start
+        alone = Setting(1, start.momentum, start.lr)
+        systems = {
+            "DDP, Horovod (synchronous)": alone,
+            "proportional batches": Setting(1, start.momentum, start.lr, rebalance=True),
+            "Downpour, A-SGD (asynchronous, untuned)": Setting(ranks, start.momentum, start.lr),
+            "Rudra (asynchronous, lr by staleness)": Setting(ranks, start.momentum, start.lr / max(1, ranks - 1)),
+            "Omnivore (groups where a part saturates)": theory.setting(saturating),
+        }
+        return {name: self.of(setting) for name, setting in systems.items()}
+
+
+def samples_to(target: float, tried: Sequence[Tried], level: float = 0.8) -> Estimate | None:
+    """Samples to a training loss, extrapolated from the longest probe of the best pace; None if that says nothing.
+
+    Args:
+        target: the loss.
+        tried: probes from one start.
+        level: probability of the interval.
+    """
+    costs = log_costs(tried)
+    best = min(range(len(tried)), key=lambda i: costs[i][0], default=None)
+    if best is None or tried[best].has_failed or len(tried[best].samples) < 8:
+        return None
+    fit = fit_decay(LossCurve(np.array(tried[best].samples), np.array(tried[best].losses)), lowest=-math.inf)
+    if not isinstance(fit, DecayFit):
+        return None
+    found = fit.updates_to(target, level)
+    return found if math.isfinite(found.value) else None
+
+
+def _times(estimate: Estimate, value: float, low: float, high: float) -> Estimate:
+    return Estimate(estimate.value * value, estimate.low * low, estimate.high * high, estimate.chance)
+
+
+def _inverse_error(level: float) -> float:
+    from statistics import NormalDist
+
+    if not 0 < level < 1:
+        raise ConfigurationError(f"level={level}: pass a probability between 0 and 1")
+    return NormalDist().inv_cdf((1 + level) / 2) / math.sqrt(2)

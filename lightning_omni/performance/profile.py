@@ -1,0 +1,996 @@
+"""Hardware efficiency, fitted: seconds per update for any grouping, from measured steps of one or two.
+
+`lightning_omni.performance.hardware` has the formula for costs that somebody knows. Here they are read off what ranks
+and groups measured of their own steps, with what the formula leaves out: the slowest of several members counts, groups
+wait for one another where they share a server, its link or a merged head, and every figure has an interval.
+
+    step of a group = E[max over members of own work] + all-reduce + exchange / H + turn at a head
+    own work of a rank = (overhead + samples × seconds per sample) × jitter, the jitter as it was measured
+    all-reduce of k members = (k - 1) / k × 2 a + (k - 1) × 2 l
+    exchange = delay + service at what is shared, and the wait for it (`lightning_omni.performance.queueing`)
+
+Groups do not wait for each other but there, so an update comes every 1 / Σ 1 / (step of each group) seconds.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from lightning_omni.errors import ConfigurationError
+from lightning_omni.performance.queueing import residence, slowest
+from lightning_omni.performance.statistical import Estimate
+from lightning_omni.protocol.leases import apportion
+from lightning_omni.topology import Topology
+from lightning_omni.trace import Trace
+
+Array = np.ndarray[Any, Any]
+
+_QUANTILES = 64
+_POOLED = 8.0
+"""Jitter of all ranks counts as that many more steps of each."""
+_ALIKE = 0.05
+"""Ranks whose speeds differ by no more than that are not sorted by them."""
+_NOTICED = 0.1
+"""The server is held up by something else if it is busy for longer than it says, by more than that part."""
+_STEP = 1e-3
+_HINT = 0.05
+"""How much the shortest exchange counts, as having met nobody, where nothing speaks against it."""
+
+
+# --- What was measured -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A stretch of training with one grouping, as its ranks measured it, without the first steps that warm up.
+
+    Args:
+        groups: ranks of each group.
+        samples: of each rank, in ascending order of ranks: its samples of each of its steps.
+        own: of each rank in that order: seconds of its own work in each of these steps (load, forward, backward up to
+            the last gradient), without waiting for others.
+        steps: of each group: seconds of each of its steps, from the end of one to the end of the next.
+        exchanges: of each group: seconds of each of these steps that went into the exchange with the server; zeros if
+            there is one group.
+        serve: seconds of the server's own time for one push; 0 if unknown.
+        head: seconds of a turn at a merged head; 0 if there is none.
+        period: local steps between two exchanges, H.
+        nbytes: bytes of one exchange, one way; 0 if unknown.
+
+    Raises:
+        ConfigurationError: something is missing or cannot be.
+
+    Example:
+        >>> measured = Measured(
+        ...     groups=((0,), (1,)), samples=((8, 8), (8, 8)), own=((0.1, 0.1), (0.2, 0.2)),
+        ...     steps=((0.11, 0.11), (0.21, 0.21)), exchanges=((0.01, 0.01), (0.01, 0.01)),
+        ... )
+        >>> Measured.from_dict(measured.to_dict()) == measured
+        True
+    """
+
+    groups: tuple[tuple[int, ...], ...]
+    samples: tuple[tuple[float, ...], ...]
+    own: tuple[tuple[float, ...], ...]
+    steps: tuple[tuple[float, ...], ...]
+    exchanges: tuple[tuple[float, ...], ...]
+    serve: float = 0.0
+    head: float = 0.0
+    period: int = 1
+    nbytes: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("groups", "samples", "own", "steps", "exchanges"):  # lists and arrays are as good
+            kind = int if name == "groups" else float
+            object.__setattr__(self, name, tuple(tuple(map(kind, row)) for row in getattr(self, name)))
+        _check_counts(self)
+        _check_numbers(self)
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """All ranks, ascending."""
+        return tuple(sorted(rank for members in self.groups for rank in members))
+
+    @classmethod
+    def of(cls, trace: Trace) -> Measured:
+        """What a simulated run measured.
+
+        Args:
+            trace: of `lightning_omni.simulator.simulate`, long enough that each group made two steps.
+
+        Raises:
+            ConfigurationError: the trace has no step times, or too few.
+        """
+        if not len(trace.steps.get("group", ())):
+            raise ConfigurationError("trace: it has no step times; pass one of a simulated run, of this version")
+        groups = [members for members in trace.meta["groups"] if members]
+        numbers = [number for number, members in enumerate(trace.meta["groups"]) if members]
+        ranks = sorted(rank for members in groups for rank in members)
+        samples, own = (_columns(trace.work, "rank", ranks, name) for name in ("samples", "seconds"))
+        steps, exchanges = (_columns(trace.steps, "group", numbers, name) for name in ("seconds", "exchange"))
+        cluster, pushed = trace.meta["cluster"], trace.rows["steps"]
+        several = len(groups) > 1
+        # A merged head is not pushed.
+        merged = f"{trace.meta['merged']}." if trace.meta.get("merged") else ()
+        per_turn = len(ranks) / len(groups) * float(trace.meta["batch_size"])
+        return cls(
+            tuple(map(tuple, groups)),
+            samples,
+            own,
+            steps,
+            exchanges,
+            serve=float(cluster["update_seconds"]) if several else 0.0,
+            head=per_turn * float(cluster["head_seconds_per_sample"]) if several and trace.meta.get("merged") else 0.0,
+            period=max(1, round(float(pushed.mean()))) if several and len(pushed) else 1,
+            nbytes=sum(weight.nbytes for name, weight in trace.weights.items() if not name.startswith(merged)),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain lists and numbers."""
+        plain = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {
+            name: [list(row) for row in value] if isinstance(value, tuple) else value for name, value in plain.items()
+        }
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> Measured:
+        """What `to_dict` made.
+
+        Raises:
+            ConfigurationError: it did not make that.
+        """
+        try:
+            return cls(**plain)
+        except TypeError as error:
+            raise ConfigurationError(f"plain: {error}; pass what Measured.to_dict returned") from error
+
+
+def _columns(table: Mapping[str, Array], key: str, keys: Sequence[int], name: str) -> tuple[tuple[float, ...], ...]:
+    return tuple(tuple(table[name][table[key] == one].tolist()) for one in keys)
+
+
+def _check_counts(measured: Measured) -> None:
+    ranks = [rank for members in measured.groups for rank in members]
+    if not ranks or not all(measured.groups) or len(set(ranks)) != len(ranks):
+        raise ConfigurationError(f"groups={measured.groups}: pass the ranks of each group, each rank once")
+    for name, count, of in (
+        ("samples", len(ranks), "rank"),
+        ("own", len(ranks), "rank"),
+        ("steps", len(measured.groups), "group"),
+        ("exchanges", len(measured.groups), "group"),
+    ):
+        if len(getattr(measured, name)) != count:
+            raise ConfigurationError(f"{name}: {len(getattr(measured, name))} rows; pass one for each {of}, {count}")
+    order = sorted(ranks)
+    for number, members in enumerate(measured.groups):
+        count = len(measured.steps[number])
+        if not count:
+            raise ConfigurationError(f"steps: none of group {number}; measure at least one, better 30")
+        if len(measured.exchanges[number]) != count:
+            raise ConfigurationError(f"exchanges: {len(measured.exchanges[number])} of group {number}; pass {count}")
+        for rank in members:
+            for name in ("samples", "own"):
+                found = len(getattr(measured, name)[order.index(rank)])
+                if found != count:
+                    raise ConfigurationError(
+                        f"{name}: {found} of rank {rank}, whose group made {count} steps; pass one for each step"
+                    )
+
+
+def _check_numbers(measured: Measured) -> None:
+    for name in ("samples", "own", "steps"):
+        if not all(0 < number < math.inf for row in getattr(measured, name) for number in row):
+            raise ConfigurationError(f"{name}: pass numbers above 0; leave out steps that were not measured")
+    if not all(0 <= number < math.inf for row in measured.exchanges for number in row):
+        raise ConfigurationError("exchanges: pass seconds, 0 or more")
+    for name, least in (("serve", 0), ("head", 0), ("period", 1), ("nbytes", 0)):
+        if not least <= getattr(measured, name) < math.inf:
+            raise ConfigurationError(f"{name}={getattr(measured, name)}: pass a number, {least} or more")
+
+
+# --- What is predicted -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """How fast a grouping would be.
+
+    Attributes:
+        seconds_per_update: one update is one push of any group; with H > 1, one local step of any group.
+        samples_per_second: of all groups together.
+        parts: seconds per update that ``"compute"``, ``"allreduce"``, ``"exchange"`` (its delay), ``"serve"``,
+            ``"link"`` and ``"head"`` take. The first three are spread over the groups; nothing can be faster than any.
+        binding: what holds updates up: ``"server"``, ``"link"`` or ``"head"`` if it is busy all the time, or else the
+            largest part of a step, ``"compute"``, ``"allreduce"`` or ``"exchange"``.
+        topology: the groups.
+        statement: a sentence for users.
+    """
+
+    seconds_per_update: Estimate
+    samples_per_second: Estimate
+    parts: Mapping[str, float]
+    binding: str
+    topology: Topology
+    statement: str
+
+
+_WHAT_BINDS = {
+    "compute": "each group's slowest member holds it up",
+    "allreduce": "the all-reduce inside the groups holds it up",
+    "exchange": "the way to the server and back holds it up; exchange less often, or less",
+    "server": "the server holds it up: it is always busy, and more groups would not help",
+    "link": "the server's link holds it up: it is always busy, and more groups would not help",
+    "head": "the merged head holds it up: it is always busy, and more groups would not help",
+}
+
+
+# --- The profile -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Ranks and what is between them, as measured; answers how fast another grouping would be.
+
+    Args:
+        measured: stretches of training; see `fit`, which is the way to make a profile.
+        draws: number of resampled fits for the intervals.
+        seed: of these.
+        changes: what `scaled` was asked for, one after the other.
+
+    Example:
+        Two ranks, the second half as fast, measured as two groups that a server answers after 10 ms:
+
+        >>> measured = Measured(
+        ...     groups=((0,), (1,)), samples=((8,) * 9, (8,) * 9), own=((0.1,) * 9, (0.2,) * 9),
+        ...     steps=((0.11,) * 9, (0.21,) * 9), exchanges=((0.01,) * 9, (0.01,) * 9),
+        ... )
+        >>> profile = Profile.fit([measured])
+        >>> [round(speed) for speed in profile.speeds]
+        [80, 40]
+        >>> str(profile.predict(1).seconds_per_update)  # the slower one counts
+        '0.2 (0.2 to 0.2)'
+        >>> round(profile.predict(1, rebalance=True).seconds_per_update.value, 3)  # 11 samples and 5
+        0.137
+        >>> profile.predict(1).statement
+        "1 group: an update every 200 ms (200 to 200), 80 samples/s; each group's slowest member holds it up"
+    """
+
+    measured: tuple[Measured, ...]
+    draws: int = 100
+    seed: int = 0
+    changes: tuple[Mapping[str, Any], ...] = ()
+
+    @classmethod
+    def fit(cls, measured: Sequence[Measured], draws: int = 100, seed: int = 0) -> Profile:
+        """Fits the model to measured steps.
+
+        One stretch with one group shows what inside a group takes time, one with as many groups as ranks what the
+        server does; with both, the groups in between are predicted. Thirty steps of each rank are enough.
+
+        Args:
+            measured: stretches of training by the same ranks, in any groupings.
+            draws: number of resampled fits for the intervals, at least 2.
+            seed: of these.
+
+        Raises:
+            ConfigurationError: nothing was measured, or of different ranks; SciPy is missing.
+
+        References:
+            Lawson and Hanson 1974 (least squares without negative costs); Künsch 1989 (resampling of blocks).
+        """
+        profile = cls(tuple(measured), draws, seed)
+        profile._model  # noqa: B018 - errors belong here
+        return profile
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "measured", tuple(self.measured))
+        object.__setattr__(self, "changes", tuple(dict(change) for change in self.changes))
+        if not self.measured:
+            raise ConfigurationError("measured=[]: pass at least one stretch of training")
+        if any(each.ranks != self.measured[0].ranks for each in self.measured):
+            raise ConfigurationError(
+                f"measured: of ranks {[list(each.ranks) for each in self.measured]}; pass stretches of the same ranks"
+            )
+        if isinstance(self.draws, bool) or not isinstance(self.draws, int) or self.draws < 2:
+            raise ConfigurationError(f"draws={self.draws!r}: pass a whole number, 2 or more")
+
+    @cached_property
+    def _model(self) -> _Model:
+        model = _fit(self.measured, self.draws, self.seed)
+        for change in self.changes:
+            model = _changed(model, **change)
+        return model
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return len(self._model.devices)
+
+    @cached_property
+    def batch_size(self) -> float:
+        """Mean samples per rank and step."""
+        counts = [number for each in self.measured for row in each.samples for number in row]
+        return sum(counts) / len(counts)
+
+    @property
+    def speeds(self) -> tuple[float, ...]:
+        """Samples per second of each rank alone, in batches of the measured size, in ascending order of ranks."""
+        return tuple(self._model.speeds(self.batch_size).values())
+
+    @property
+    def knows_overhead(self) -> bool:
+        """False if all batches were of one size: then all time counts as time per sample, and others are a guess."""
+        return self._model.knows_overhead
+
+    def predict(
+        self,
+        groups: int | Topology,
+        *,
+        batch_size: float | None = None,
+        rebalance: bool = False,
+        period: int | None = None,
+        nbytes: int | None = None,
+        level: float = 0.8,
+    ) -> Prediction:
+        """How fast training would be.
+
+        Args:
+            groups: the groups; or how many, of sizes that differ by at most one. If ranks differ in speed they are
+                sorted by it where that is faster; the prediction's ``topology`` says so.
+            batch_size: mean samples per rank and step; None for what was measured.
+            rebalance: the members of a group share its batch in proportion to their speeds.
+            period: local steps between two exchanges, H; None for what was measured.
+            nbytes: bytes of one exchange, one way; None for what was measured.
+            level: probability of the intervals. They are about chance in what was measured, not about the model.
+
+        Raises:
+            ConfigurationError: an argument is out of range, or SciPy is missing.
+        """
+        model = self._model
+        batch = self.batch_size if batch_size is None else batch_size
+        period = model.period if period is None else period
+        _check_question(batch, period, nbytes, level, model)
+        plan = _Plan(model, batch, rebalance, period, model.nbytes if nbytes is None else nbytes)
+        topology = groups if isinstance(groups, Topology) else self._topology(groups, plan)
+        if not set(topology.ranks) <= set(model.devices):
+            raise ConfigurationError(
+                f"groups: ranks {sorted(set(topology.ranks) - set(model.devices))} were not measured;"
+                f" pass a topology of {len(model.devices)} ranks"
+            )
+        outcome = plan.outcome(topology)
+        seconds, samples = (_interval(draws, level) for draws in (outcome.seconds_per_update, outcome.samples_rate))
+        binding = outcome.binding
+        return Prediction(
+            seconds,
+            samples,
+            outcome.parts,
+            binding,
+            topology,
+            self._statement(topology, seconds, samples, binding, batch),
+        )
+
+    def _topology(self, groups: int, plan: _Plan) -> Topology:
+        if isinstance(groups, bool) or not isinstance(groups, int) or not 1 <= groups <= self.ranks:
+            raise ConfigurationError(f"groups={groups!r}: pass 1 to {self.ranks}, the number of ranks, or a topology")
+        speeds = plan.speeds
+        even = Topology.of(speeds, groups)
+        if max(speeds.values()) <= (1 + _ALIKE) * min(speeds.values()) or groups in (1, self.ranks):
+            return even
+        alike = Topology.by_speed(speeds, groups)
+        quick = replace(plan, model=plan.model.first())
+        return max(even, alike, key=lambda topology: float(quick.outcome(topology).samples_rate[0]))
+
+    def _statement(self, topology: Topology, seconds: Estimate, samples: Estimate, binding: str, batch: float) -> str:
+        count = len(topology.alive)
+        said = (
+            f"{count} group{'s' * (count > 1)}: an update every {_milliseconds(seconds)},"
+            f" {samples.value:.4g} samples/s; {_WHAT_BINDS[binding]}"
+        )
+        if count > 1 and not self._model.knows_exchange:
+            said += "; the exchange was not measured and counts as nothing"
+        if batch != self.batch_size and not self.knows_overhead:
+            said += f"; batches of {batch:g} were not measured"
+        return said
+
+    def scaled(
+        self,
+        ranks: int | None = None,
+        bandwidth: float | None = None,
+        latency: float | None = None,
+        slowest: float | None = None,
+    ) -> Profile:
+        """A cluster that was not measured.
+
+        Args:
+            ranks: how many, drawn in turn from those that were measured; numbered from 0.
+            bandwidth: bytes per second of the server's link, and between the members of a group. An exchange crosses
+                the link twice, once waiting for it to be free.
+            latency: seconds of one message, on both.
+            slowest: by what factor the last rank's own work takes longer than it did.
+
+        Raises:
+            ConfigurationError: an argument is out of range, or for a bandwidth nobody measured the bytes.
+
+        Example:
+            >>> measured = Measured(((0, 1),), ((8,) * 9,) * 2, ((0.1,) * 9,) * 2, ((0.1,) * 9,), ((0.0,) * 9,))
+            >>> profile = Profile.fit([measured]).scaled(ranks=16, latency=0.001)
+            >>> [round(1000 * profile.predict(groups).seconds_per_update.value, 2) for groups in (1, 4, 16)]
+            [130.0, 27.0, 6.38]
+        """
+        asked = {"ranks": ranks, "bandwidth": bandwidth, "latency": latency, "slowest": slowest}
+        change = {name: value for name, value in asked.items() if value is not None}
+        _check_change(change, self._model)
+        return replace(self, changes=(*self.changes, change))
+
+    def saturating_groups(self) -> int:
+        """The fewest groups, at least 2, of which a serial part is always busy; the number of ranks if it never is.
+
+        More of them are no faster and staler, so this is where a search begins (Hadjis et al. 2016, Algorithm 1).
+        """
+        model = self._model.first()
+        plan = _Plan(model, self.batch_size, False, model.period, model.nbytes)
+        low, high = 2, max(self.ranks, 2)
+        while low < high:  # more groups only bring more to do
+            middle = (low + high) // 2
+            if plan.outcome(self._topology(middle, plan)).is_saturated:
+                high = middle
+            else:
+                low = middle + 1
+        return min(low, self.ranks)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What was measured and asked for, as plain lists and numbers; the fit is made anew from them."""
+        return {
+            "measured": [each.to_dict() for each in self.measured],
+            "draws": self.draws,
+            "seed": self.seed,
+            "changes": [dict(change) for change in self.changes],
+        }
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> Profile:
+        """What `to_dict` made.
+
+        Raises:
+            ConfigurationError: it did not make that.
+        """
+        try:
+            measured = tuple(Measured.from_dict(each) for each in plain["measured"])
+            profile = cls.fit(measured, plain["draws"], plain["seed"])
+            for change in plain["changes"]:
+                profile = profile.scaled(**change)
+        except (KeyError, TypeError) as error:
+            raise ConfigurationError(f"plain: {error}; pass what Profile.to_dict returned") from error
+        return profile
+
+
+def _interval(draws: Array, level: float) -> Estimate:
+    """By what factor the resampled fits are off the first, that is off the truth (the basic bootstrap).
+
+    They are off on average, too: of few steps the slowest is not seen, and one over a mean is not the mean of one over.
+    """
+    first, factors = float(draws[0]), draws[0] / draws[1:]
+    low, value, high = np.quantile(factors, [(1 - level) / 2, 0.5, (1 + level) / 2])
+    return Estimate(first * float(value), first * float(low), first * float(high))
+
+
+def _milliseconds(seconds: Estimate) -> str:
+    return f"{1000 * seconds.value:.4g} ms ({1000 * seconds.low:.4g} to {1000 * seconds.high:.4g})"
+
+
+def _check_question(batch: float, period: int, nbytes: int | None, level: float, model: _Model) -> None:
+    if not 0 < batch < math.inf:
+        raise ConfigurationError(f"batch_size={batch}: pass samples per rank and step, above 0")
+    if isinstance(period, bool) or not isinstance(period, int) or period < 1:
+        raise ConfigurationError(f"period={period!r}: pass local steps between two exchanges, 1 or more")
+    if not 0 < level < 1:
+        raise ConfigurationError(f"level={level}: pass a probability between 0 and 1")
+    if nbytes is not None and not nbytes >= 0:
+        raise ConfigurationError(f"nbytes={nbytes}: pass bytes of one exchange, 0 or more")
+    if nbytes is not None and not model.nbytes:
+        raise ConfigurationError(
+            f"nbytes={nbytes}: what an exchange had was not measured; fit with Measured(nbytes=...)"
+        )
+
+
+def _check_change(change: Mapping[str, float], model: _Model) -> None:
+    for name, value in change.items():
+        if name == "ranks" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ConfigurationError(f"ranks={value!r}: pass a whole number, 1 or more")
+        if not value >= 0 or (value == 0 and name != "latency") or (value == math.inf and name != "bandwidth"):
+            raise ConfigurationError(f"{name}={value}: pass a positive number")
+    if "bandwidth" in change and not model.nbytes:
+        raise ConfigurationError(
+            f"bandwidth={change['bandwidth']}: bytes of an exchange were not measured; fit with Measured(nbytes=...)"
+        )
+
+
+# --- The fitted model ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Model:
+    """What was fitted. Arrays have a first axis of draws, of which the first is the fit to what was measured.
+
+    Attributes:
+        devices: of each rank: which measured device it is, and by what factor it is slower.
+        overhead: seconds of a step whatever its samples, shape (draws, devices).
+        per_sample: seconds of a sample, shape (draws, devices).
+        jitter: quantiles of the factor by which steps scatter, ascending, shape (draws, devices, quantiles).
+        ring: seconds for the gradient's bytes on a member's link, shape (draws,); 2 (k - 1) / k of it count.
+        hop: seconds of one of the 2 (k - 1) messages of an all-reduce, shape (draws,).
+        delay: seconds of an exchange whatever its bytes, but for what is shared, shape (draws,).
+        delay_per_byte: seconds of each byte there, shape (draws,).
+        serve: seconds of the server for a push, shape (draws,).
+        link_per_byte: seconds of a byte on the server's link, shape (draws,).
+        head_per_sample: seconds of a sample of a group's batch at a merged head.
+    """
+
+    devices: Mapping[int, tuple[int, float]]
+    overhead: Array
+    per_sample: Array
+    jitter: Array
+    ring: Array
+    hop: Array
+    delay: Array
+    delay_per_byte: Array
+    serve: Array
+    link_per_byte: Array
+    head_per_sample: float
+    period: int
+    nbytes: int
+    knows_overhead: bool
+    knows_exchange: bool
+
+    def first(self) -> _Model:
+        """Without the other draws."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        cut: dict[str, Any] = {name: value[:1] for name, value in values.items() if isinstance(value, np.ndarray)}
+        return replace(self, **cut)
+
+    def speeds(self, samples: float) -> dict[int, float]:
+        """Samples per second of each rank in steps of so many."""
+        seconds = self.overhead[0] + samples * self.per_sample[0]
+        return {rank: float(samples / seconds[device] / slower) for rank, (device, slower) in self.devices.items()}
+
+
+def _changed(
+    model: _Model,
+    ranks: int | None = None,
+    bandwidth: float | None = None,
+    latency: float | None = None,
+    slowest: float | None = None,
+) -> _Model:
+    alike = np.ones_like(model.delay)
+    if ranks is not None:
+        known = list(model.devices.values())
+        model = replace(model, devices={rank: known[rank % len(known)] for rank in range(ranks)})
+    if bandwidth is not None:
+        per_byte = alike / bandwidth
+        model = replace(model, ring=model.nbytes * per_byte, delay_per_byte=per_byte, link_per_byte=per_byte)
+        model = replace(model, knows_exchange=True)
+    if latency is not None:
+        model = replace(model, hop=alike * latency, delay=2 * alike * latency, knows_exchange=True)
+    if slowest is not None:
+        last = max(model.devices)
+        device, slower = model.devices[last]
+        model = replace(model, devices={**model.devices, last: (device, slower * slowest)})
+    return model
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How the groups would train."""
+
+    model: _Model
+    batch: float
+    rebalance: bool
+    period: int
+    nbytes: int
+
+    @cached_property
+    def speeds(self) -> dict[int, float]:
+        return self.model.speeds(self.batch)
+
+    def outcome(self, topology: Topology) -> _Outcome:
+        """How fast that would be."""
+        model, groups = self.model, [topology.members(group) for group in topology.alive]
+        sizes = np.array([len(members) for members in groups])
+        compute, variance = self._work(groups)
+        allreduce = 2 * (sizes - 1) * (model.ring[:, None] / sizes + model.hop[:, None])
+        if len(groups) == 1:  # plain synchronous training, with no server and no head
+            nothing = np.zeros_like(model.delay)
+            return _Outcome(sizes * self.batch, compute, allreduce, nothing, nothing, nothing, 0.0, nothing)
+        link = model.link_per_byte * self.nbytes
+        # What comes one after the other and takes equally long each time makes one queue only, at the longest.
+        busy, rest = np.maximum(model.serve, link), np.minimum(model.serve, link)
+        delay = model.delay + model.delay_per_byte * self.nbytes + rest
+        head = model.head_per_sample * self.batch * float(sizes.mean())
+        service, visits = np.stack([busy, np.full_like(busy, head)], axis=1), np.array([1, self.period])
+        think = self.period * (compute + allreduce) + delay[:, None]
+        shared = residence(think, self.period * variance, service, visits) / self.period
+        exchange, serve, link = delay / self.period, model.serve / self.period, link / self.period
+        return _Outcome(sizes * self.batch, compute, allreduce, exchange, serve, link, head, shared)
+
+    def _work(self, groups: Sequence[tuple[int, ...]]) -> tuple[Array, Array]:
+        """Mean and variance of the time of each group's slowest member, both of shape (draws, groups)."""
+        known: dict[Any, tuple[Array, Array]] = {}
+        found = []
+        for members in groups:
+            kinds = Counter(
+                (self.model.devices[rank], samples)
+                for rank, samples in zip(members, self._shares(members), strict=True)
+            )
+            kind = frozenset(kinds.items())
+            if kind not in known:
+                known[kind] = self._slowest(kinds)
+            found.append(known[kind])
+        mean, variance = (np.stack(column, axis=1) for column in zip(*found, strict=True))
+        return mean, variance
+
+    def _shares(self, members: Sequence[int]) -> Sequence[float]:
+        if not self.rebalance or len(members) == 1:
+            return [self.batch] * len(members)
+        return apportion(round(len(members) * self.batch), [self.speeds[rank] for rank in members])
+
+    def _slowest(self, kinds: Mapping[tuple[tuple[int, float], float], int]) -> tuple[Array, Array]:
+        which = np.array([device for (device, _), _ in kinds])
+        slower = np.array([factor for (_, factor), _ in kinds])
+        samples = np.array([share for _, share in kinds])
+        seconds = slower * (self.model.overhead[:, which] + samples * self.model.per_sample[:, which])
+        return slowest(seconds[:, :, None] * self.model.jitter[:, which], np.array(list(kinds.values())))
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What became of a plan; seconds of one step, shape (draws, groups) or (draws,)."""
+
+    samples: Array
+    compute: Array
+    allreduce: Array
+    exchange: Array
+    serve: Array
+    link: Array
+    head: float
+    shared: Array
+
+    @cached_property
+    def _rates(self) -> Array:
+        """Steps per second of each group."""
+        rates = 1 / (self.compute + self.allreduce + (self.exchange + self.shared)[:, None])
+        busy = np.maximum(self._serial * rates.sum(axis=1), 1.0)  # by a rounding error, at most
+        return np.asarray(rates / busy[:, None])
+
+    @property
+    def _serial(self) -> Array:
+        return np.maximum(np.maximum(self.serve, self.link), self.head)
+
+    @property
+    def seconds_per_update(self) -> Array:
+        return np.asarray(1 / self._rates.sum(axis=1))
+
+    @property
+    def samples_rate(self) -> Array:
+        return np.asarray(self._rates @ self.samples)
+
+    @property
+    def parts(self) -> dict[str, float]:
+        rates, groups = self._rates[0], len(self.samples)
+        weights = rates / rates.sum() / groups
+        return {
+            "compute": float(self.compute[0] @ weights),
+            "allreduce": float(self.allreduce[0] @ weights),
+            "exchange": float(self.exchange[0]) / groups,
+            "serve": float(self.serve[0]),
+            "link": float(self.link[0]),
+            "head": self.head,
+        }
+
+    @property
+    def is_saturated(self) -> bool:
+        """Whether groups that met nobody would bring more than a serial part can take."""
+        alone = self.exchange[0] + max(self.serve[0], self.link[0]) + self.head
+        return bool(self._serial[0] * (1 / (self.compute[0] + self.allreduce[0] + alone)).sum() >= 1 - 1e-9)
+
+    @property
+    def binding(self) -> str:
+        names = ("serve", "link", "head") if self.is_saturated else ("compute", "allreduce", "exchange")
+        largest = max(names, key=lambda name: self.parts[name])
+        return "server" if largest == "serve" else largest
+
+
+# --- The fit ---------------------------------------------------------------------------------------------------------
+
+
+def _scipy() -> Any:
+    try:
+        return importlib.import_module("scipy.optimize")
+    except ImportError as error:
+        raise ConfigurationError(
+            "a profile needs SciPy; install it with: pip install 'lightning-omni[tune]'"
+        ) from error
+
+
+@dataclass(frozen=True)
+class _Draws:
+    """One stretch of training, resampled; the first draw is what was measured.
+
+    Attributes:
+        samples: of each rank, each of shape (draws, steps).
+        own: of each rank, in seconds, each of shape (draws, steps).
+        steps: of each group, in seconds, each of shape (draws, steps).
+        exchanges: of each group, in seconds, each of shape (draws, steps).
+        settled: of each group, whether a step is none of its first, when all groups come to the server at once.
+    """
+
+    measured: Measured
+    samples: Mapping[int, Array]
+    own: Mapping[int, Array]
+    steps: Sequence[Array]
+    exchanges: Sequence[Array]
+    settled: Sequence[Array]
+
+    @classmethod
+    def of(cls, measured: Measured, draws: int, random: np.random.Generator) -> _Draws:
+        samples, own, steps, exchanges, settled = {}, {}, [], [], []
+        for number, members in enumerate(measured.groups):
+            # The members' steps and the group's stay together: what slowed one down delayed the others.
+            which = _blocks(len(measured.steps[number]), measured.period, draws, random)
+            settled.append(which >= (measured.period if which.shape[1] > 8 * measured.period else 0))
+            steps.append(np.array(measured.steps[number])[which])
+            exchanges.append(np.array(measured.exchanges[number])[which])
+            for rank in members:
+                row = measured.ranks.index(rank)
+                samples[rank] = np.array(measured.samples[row], np.float64)[which]
+                own[rank] = np.array(measured.own[row])[which]
+        return cls(measured, samples, own, steps, exchanges, settled)
+
+
+def _blocks(count: int, period: int, draws: int, random: np.random.Generator) -> Array:
+    """Numbers of steps, those measured and then blocks of neighbours at random: shape (draws + 1, about count).
+
+    Blocks are of whole cycles, from one exchange to the next; one that was cut short at the end is left out.
+    """
+    period = min(period, count)
+    cycles = count // period
+    length = max(1, round(cycles ** (1 / 3)))
+    starts = random.integers(cycles, size=(draws, -(-cycles // length)))
+    drawn = (starts[:, :, None] + np.arange(length)).reshape(draws, -1)[:, :cycles] % cycles
+    drawn = np.concatenate([np.arange(cycles)[None], drawn])
+    return (drawn[:, :, None] * period + np.arange(period)).reshape(draws + 1, -1)
+
+
+def _fit(measured: Sequence[Measured], draws: int, seed: int) -> _Model:
+    random = np.random.default_rng(seed)
+    drawn = [_Draws.of(each, draws, random) for each in measured]
+    ranks = measured[0].ranks
+    times = [_fit_rank(drawn, rank) for rank in ranks]
+    overhead, per_sample, factors = (list(column) for column in zip(*times, strict=True))
+    ring, hop = _fit_allreduce(drawn)
+    delay, delay_per_byte, serve, link_per_byte = _fit_exchange(drawn)
+    several = [each for each in measured if len(each.groups) > 1]
+    heads = [(each.head, _group_batch(each)) for each in several if each.head]
+    sizes = {number for each in measured for row in each.samples for number in row}
+    return _Model(
+        devices={rank: (device, 1.0) for device, rank in enumerate(ranks)},
+        overhead=np.stack(overhead, axis=1),
+        per_sample=np.stack(per_sample, axis=1),
+        jitter=_jitter(factors),
+        ring=ring,
+        hop=hop,
+        delay=delay,
+        delay_per_byte=delay_per_byte,
+        serve=serve,
+        link_per_byte=link_per_byte,
+        head_per_sample=sum(turn for turn, _ in heads) / max(sum(batch for _, batch in heads), 1e-300),
+        period=several[0].period if several else 1,
+        nbytes=max(each.nbytes for each in measured),
+        knows_overhead=len(sizes) > 1,
+        knows_exchange=bool(several),
+    )
+
+
+def _group_batch(measured: Measured) -> float:
+    """Mean samples of a group's batch."""
+    counts = [number for row in measured.samples for number in row]
+    return sum(counts) / len(counts) * len(measured.ranks) / len(measured.groups)
+
+
+def _fit_rank(drawn: Sequence[_Draws], rank: int) -> tuple[Array, Array, Array]:
+    """Overhead and seconds per sample, both of shape (draws,), and jitter, shape (draws, steps)."""
+    samples, own = (
+        np.concatenate([getattr(each, name)[rank] for each in drawn], axis=1) for name in ("samples", "own")
+    )
+    overhead, per_sample = _costs_of_steps(samples[:1], own[:1])
+    factors = own / (overhead + samples * per_sample)
+    # Jitter is drawn anew, batches stay as they were: a draw without the few small ones would not know the overhead.
+    overhead, per_sample = _costs_of_steps(samples[:1], factors * (overhead + samples[:1] * per_sample))
+    return overhead[:, 0], per_sample[:, 0], factors
+
+
+def _costs_of_steps(samples: Array, own: Array) -> tuple[Array, Array]:
+    """Overhead and seconds per sample, both of shape (draws, 1), of samples of shape (1, steps)."""
+    if not np.ptp(samples):
+        return np.zeros((len(own), 1)), own.sum(axis=1, keepdims=True) / samples.sum()
+    # Divided by the samples, for a long step scatters more.
+    matrix = np.stack([1 / samples[0], np.ones(samples.shape[1])], axis=1)
+    costs = np.array([_nonnegative(matrix, row) for row in own / samples])
+    return costs[:, :1], costs[:, 1:]
+
+
+def _nonnegative(matrix: Array, values: Array) -> Array:
+    solution: Array = _scipy().nnls(matrix, values)[0]
+    return solution
+
+
+def _jitter(factors: Sequence[Array]) -> Array:
+    """Each rank's jitter in as many equal parts as there are quantiles, the mean of each, shape (draws, ranks, parts).
+
+    Of few steps those of all ranks count, too.
+    """
+    edges = np.arange(_QUANTILES + 1) / _QUANTILES
+    pool = np.concatenate(factors, axis=1)
+    found = []
+    for own in factors:
+        count = own.shape[1]
+        values = np.concatenate([own, pool], axis=1)
+        weights = np.concatenate([np.ones(count), np.full(pool.shape[1], _POOLED / pool.shape[1])])
+        order = np.argsort(values, axis=1)
+        shares = weights[order] / (count + _POOLED)
+        # The mean up to each point is a broken line; its rises from edge to edge are the means in between.
+        up_to = np.cumsum(shares, axis=1), np.cumsum(shares * np.take_along_axis(values, order, axis=1), axis=1)
+        lines = [np.interp(edges, np.append(0.0, x), np.append(0.0, y)) for x, y in zip(*up_to, strict=True)]
+        found.append(np.diff(lines, axis=1) * _QUANTILES)
+    jitter = np.stack(found, axis=1)
+    return np.asarray(jitter / jitter.mean(axis=2, keepdims=True))
+
+
+def _fit_allreduce(drawn: Sequence[_Draws]) -> tuple[Array, Array]:
+    """Seconds of the bytes and of a hop, both of shape (draws,)."""
+    rows: list[tuple[int, Array]] = []
+    for each in drawn:
+        turn = each.measured.head if len(each.measured.groups) > 1 else 0.0
+        for members, steps, exchanges in zip(each.measured.groups, each.steps, each.exchanges, strict=True):
+            if len(members) > 1:
+                own = np.max([each.own[rank] for rank in members], axis=0)
+                rows.append((len(members), np.maximum((steps - exchanges - own).mean(axis=1) - turn, 0.0)))
+    if not rows:
+        return np.zeros(len(drawn[0].steps[0])), np.zeros(len(drawn[0].steps[0]))
+    sizes = np.array([size for size, _ in rows])
+    matrix, values = (
+        np.stack([2 * (sizes - 1) / sizes, 2.0 * (sizes - 1)], axis=1),
+        np.stack([row for _, row in rows], 1),
+    )
+    if len(set(sizes.tolist())) == 1:
+        return values.mean(axis=1) / matrix[0, 0], np.zeros(len(values))
+    ring, hop = np.array([_nonnegative(matrix, row) for row in values]).T
+    return ring, hop
+
+
+# --- The exchange ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Exchanges:
+    """What one stretch says of the exchange; seconds of one exchange, and of a cycle from one to the next.
+
+    Attributes:
+        think: of a cycle without the exchange, by group, shape (draws, groups).
+        variance: of that, shape (draws, groups).
+        mean: of an exchange, shape (draws,).
+        least: the shortest exchange of all. Most likely it met nobody; later, in a crowd, none may.
+        nbytes: of an exchange.
+    """
+
+    think: Array
+    variance: Array
+    mean: Array
+    least: float
+    nbytes: int
+
+    @classmethod
+    def of(cls, drawn: _Draws) -> _Exchanges:
+        period = drawn.measured.period
+        rest = [steps - exchanges for steps, exchanges in zip(drawn.steps, drawn.exchanges, strict=True)]
+        exchanged = np.concatenate(drawn.exchanges, axis=1)
+        settled = np.concatenate(drawn.settled, axis=1)
+        return cls(
+            think=period * np.stack([row.mean(axis=1) for row in rest], axis=1),
+            variance=period * np.stack([row.var(axis=1) for row in rest], axis=1),
+            mean=period * (exchanged * settled).sum(axis=1) / np.maximum(settled.sum(axis=1), 1),
+            least=min((number for row in drawn.measured.exchanges for number in row if number > 0), default=0.0),
+            nbytes=drawn.measured.nbytes,
+        )
+
+    def first(self) -> _Exchanges:
+        """Without the other draws."""
+        return replace(self, think=self.think[:1], variance=self.variance[:1], mean=self.mean[:1])
+
+    def misses(self, away: Array, busy: Array) -> list[Array]:
+        """By what part of a cycle the mean is missed, and the shortest; both of shape (draws,).
+
+        Args:
+            away: seconds of an exchange that are not at the busiest station, shape (draws,).
+            busy: seconds that are, but for waiting, shape (draws,).
+        """
+        there = residence(self.think + away[:, None], self.variance, busy[:, None], np.ones(1))
+        cycle, over = float(self.think[0].mean() + self.mean[0]), away + busy - self.least
+        return [(away + there - self.mean) / cycle, (np.maximum(over, 0.0) + _HINT * over) / cycle]
+
+
+def _fit_exchange(drawn: Sequence[_Draws]) -> tuple[Array, Array, Array, Array]:
+    """Delay, delay of a byte, the server's time, and the link's of a byte: each in seconds, of shape (draws,)."""
+    several = [each for each in drawn if len(each.measured.groups) > 1]
+    if not several:
+        nothing = np.zeros(len(drawn[0].steps[0]))
+        return nothing, nothing, nothing, nothing
+    stretches = [_Exchanges.of(each) for each in several]
+    known = [each.measured.serve for each in several if each.measured.serve]
+    serve, nbytes = sum(known) / max(len(known), 1), max(each.nbytes for each in stretches)
+    costs = _exchange_costs(stretches, serve, nbytes)
+    delay, per_byte, busy = costs[:, 0], costs[:, 1] / max(nbytes, 1), serve + costs[:, 2]
+    if not known:  # the server and its link cannot be told apart
+        return delay, per_byte, busy, np.zeros_like(busy)
+    served = np.full_like(busy, serve)
+    if busy[0] <= (1 + _NOTICED) * serve:
+        return delay, per_byte, served, np.zeros_like(busy)
+    # Something is busy for longer than the server is, whose time then is a part of the delay.
+    if not nbytes:
+        return np.maximum(delay - serve, 0.0), per_byte, busy, np.zeros_like(busy)
+    per_byte = np.maximum(per_byte - np.maximum(serve - delay, 0.0) / nbytes, 0.0)
+    return np.maximum(delay - serve, 0.0), per_byte, served, busy / nbytes
+
+
+def _exchange_costs(stretches: Sequence[_Exchanges], serve: float, nbytes: int) -> Array:
+    """Delay, delay of so many bytes, and how much longer than ``serve`` the busiest station is: shape (draws, 3)."""
+    sizes = {each.nbytes for each in stretches}
+    # Where all exchanges are of one size, all of their delay is ascribed to the bytes.
+    free = [index for index, is_free in enumerate((len(sizes) > 1 or not nbytes, nbytes > 0, True)) if is_free]
+    unit = max(float(each.think[0].mean() + each.mean[0]) for each in stretches)
+
+    def misses(costs: Array, of: Sequence[_Exchanges]) -> Array:
+        spread = np.zeros((len(of[0].mean), 3))
+        spread[:, free] = unit * costs
+        found: list[Array] = []
+        for each in of:
+            part = each.nbytes / max(nbytes, 1)
+            # What is busy beyond the server's known time is its link.
+            found += each.misses(
+                spread[:, 0] + spread[:, 1] * part, serve + spread[:, 2] * (part if serve and nbytes else 1.0)
+            )
+        return np.stack(found, axis=1)
+
+    first = [each.first() for each in stretches]
+    found, slopes = _least_squares(lambda costs: misses(costs, first)[0], len(free), stretches, unit)
+    # The other draws are near: one step of Gauss and Newton takes each to its own fit.
+    missed = misses(found, stretches)
+    costs = np.zeros((len(missed), 3))
+    costs[:, free] = unit * np.maximum(found - (missed - missed[0]) @ np.linalg.pinv(slopes, rcond=1e-2).T, 0.0)
+    return costs
+
+
+def _least_squares(
+    misses: Callable[[Array], Array], count: int, stretches: Sequence[_Exchanges], unit: float
+) -> tuple[Array, Array]:
+    """The costs, in units, of the last of which is the busiest station; and how the misses depend on them."""
+
+    def slopes(costs: Array) -> Array:
+        return np.stack([(misses(costs + step) - misses(costs)) / _STEP for step in _STEP * np.eye(count)], axis=1)
+
+    least = min(each.least for each in stretches) / unit
+    most = max(float(each.mean[0]) / each.think.shape[1] for each in stretches) / unit
+    found = []
+    for busy in (0.0, 0.5 * least, most):  # a server for which nobody waits, and one that is always busy
+        start = np.append(np.full(count - 1, max(least - busy, 0.05 * least) / max(count - 1, 1)), busy)
+        found.append(_scipy().least_squares(misses, start + 1e-9, jac=slopes, bounds=(0, np.inf), x_scale=0.1))
+    # Of fits that are equally good (misses of a thousandth are) the first has the least that is always busy.
+    best: Array = min(found, key=lambda one: round(float(one.cost), 6)).x
+    return best, slopes(best)

@@ -1,0 +1,270 @@
+"""Total momentum, sensed at the server: every push and every update of the weights pass here, and nowhere else.
+
+The arithmetic is that of `lightning_omni.performance.momentum.MomentumSensor`, which says what is read and when it
+holds. Here it must cost next to nothing, so the watched coordinates are gathered from flat buffers in one call.
+
+Rule 1: sensing only reads. Weights, gradients and the optimizer are as they would be without it.
+Rule 2: what cannot be sensed (another optimizer than plain SGD, weights that changed by other means) reads as unknown.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_omni.methods.master import Master
+from lightning_omni.protocol.layout import DTYPES, Layout
+
+RUNS, RUN = 32, 8
+"""Runs of adjacent weights that are watched, and their length. Each costs about a cache line."""
+MEMORY = 200
+"""Pushes that the averages reach back."""
+KEEP = 1 - 1 / MEMORY
+"""Weight of the past in them, with each push."""
+FEWEST = 100
+"""Pushes before which nothing is said."""
+LONGEST = 64
+"""Pushes of at most this staleness are counted, in updates; of those that are staler, most are passed over."""
+BATCH = 64
+"""Pushes, or updates, that are counted together: at the push itself numbers are only noted down."""
+
+_Settings = tuple[float, float, float]
+
+
+# --- The arithmetic --------------------------------------------------------------------------------------------------
+
+
+def drawn(numbers: int, coordinates: int, seed: int) -> list[int]:
+    """So many of the coordinates 0, 1, ... ``numbers`` - 1, ascending; all of them if they are fewer."""
+    return sorted(random.Random(seed).sample(range(numbers), min(coordinates, numbers)))
+
+
+def averaged(averages: Tensor, terms: Tensor, keep: float) -> Tensor:
+    """``keep * averages + terms``, both of shape (2, coordinates): what is above the line, and what is below it.
+
+    A coordinate that is not finite adds nothing, or its average would stay so.
+    """
+    if not math.isfinite(float(terms.sum())):
+        terms = torch.where(terms.isfinite().all(0), terms, 0.0)
+    return torch.add(terms, averages, alpha=keep)
+
+
+def median_ratio(averages: Tensor) -> Tensor:
+    """Median over the coordinates of what is above the line by what is below it; NaN if that is 0 everywhere."""
+    above, below = averages[:, averages[1] != 0]
+    return (above / below).median() if len(below) else averages.new_tensor(math.nan)
+
+
+# --- At the server ---------------------------------------------------------------------------------------------------
+
+
+class Sensing:
+    """Senses one optimizer's total momentum.
+
+    Each push counts by itself: its gradient against the step that the weights made right after those that it was
+    computed from. So it does not matter how a method merges pushes into updates.
+
+    Args:
+        master: the weights and their optimizer.
+        layout: of the weights, and of what is pushed.
+        buffer: the weights, in this layout.
+    """
+
+    def __init__(self, master: Master, layout: Layout, buffer: Tensor) -> None:
+        self._master, self._layout, self._buffer = master, layout, buffer
+        self._present: tuple[bool, ...] | None = None
+        self._settings: tuple[_Settings, ...] | None = None
+        self._count = 0
+        self.forget()
+
+    @classmethod
+    def of(cls, master: Master, layout: Layout, buffer: Tensor) -> Sensing | None:
+        """None if it cannot be sensed: only steps of torch's own SGD can."""
+        return cls(master, layout, buffer) if type(master.optimizer) is torch.optim.SGD else None
+
+    def before(self, read_at: int, present: Sequence[bool], payload: Tensor) -> None:
+        """A push is about to be merged.
+
+        Args:
+            read_at: clock of the weights that it was computed from.
+            present: one flag for each parameter.
+            payload: the tensors that are present, in their layout.
+        """
+        if self._present is None and not self._draw(present):
+            return
+        self._look()  # the last update may have come without a push: a group left those that it would have waited for
+        if read_at <= self._first:
+            return
+        if len(self._reads) == BATCH:
+            self._fold()
+        if self._present != present:
+            self._locate(present)
+        noted = self._pushed_rows[len(self._reads)]
+        numbers = self._typed(payload)
+        if len(numbers):
+            torch.index_select(numbers, 0, self._places, out=noted)
+        if self._absent is not None:
+            noted.masked_fill_(self._absent, 0.0)
+        self._reads.append(read_at)
+
+    def after(self) -> None:
+        """It has been merged, and the weights may have been updated."""
+        if self._present is None:
+            return
+        assert self._master.optimizer is not None
+        lr = self._master.optimizer.param_groups[0]["lr"]
+        self._rates += [lr if isinstance(lr, (int, float)) else math.nan] * (len(self._reads) - len(self._rates))
+        self._look()
+
+    def forget(self) -> None:
+        """The weights changed by other means than an update: what was noted of them leads nowhere."""
+        self._first = self._master.clock  # of the weights noted first
+        self._rows = 0  # how many are noted
+        self._reads: list[int] = []
+        self._rates: list[float] = []
+
+    @property
+    def averages(self) -> Tensor | None:
+        """What `median_ratio` takes; None while too little has been seen."""
+        if self._present is not None:
+            self._fold()
+        return self._averages if self._count >= FEWEST else None
+
+    # --- Which coordinates -------------------------------------------------------------------------------------------
+
+    def _draw(self, present: Sequence[bool]) -> bool:
+        """Chooses the coordinates: among parameters that have gradients, or a mostly frozen model would not be seen."""
+        specs = self._layout.specs
+        sizes: dict[torch.dtype, int] = {}
+        for spec, there in zip(specs, present, strict=True):
+            if there and DTYPES[spec.dtype].is_floating_point:
+                sizes[DTYPES[spec.dtype]] = sizes.get(DTYPES[spec.dtype], 0) + spec.nbytes
+        if not any(sizes.values()):
+            return False
+        kind = max(sizes, key=lambda dtype: sizes[dtype])
+        counts = [
+            spec.nbytes // kind.itemsize if there and DTYPES[spec.dtype] == kind else 0
+            for spec, there in zip(specs, present, strict=True)
+        ]
+        ends = torch.tensor(counts).cumsum(0)
+        starts = drawn(-(-sum(counts) // RUN), RUNS, seed=0)
+        chosen = (RUN * torch.tensor(starts)[:, None] + torch.arange(RUN)).flatten()
+        chosen = chosen[chosen < ends[-1]]
+        self._kind = kind
+        self._homes = torch.searchsorted(ends, chosen, right=True)
+        self._within = chosen - (ends - torch.tensor(counts))[self._homes]
+        self._locate((True,) * len(specs))
+        self._weights, self._weight_places = self._typed(self._buffer), self._places
+        self._seen = torch.zeros(LONGEST + 2 + BATCH, len(chosen), dtype=kind)
+        self._pushed = torch.zeros(BATCH, len(chosen), dtype=kind)
+        self._seen_rows, self._pushed_rows = self._seen.unbind(), self._pushed.unbind()
+        self._averages = torch.zeros(2, len(chosen), dtype=torch.float64)
+        return True
+
+    def _locate(self, present: Sequence[bool]) -> None:
+        """Where the coordinates are in a payload of these parameters; the others' gradients count as 0."""
+        offsets = iter(self._layout.subset(present).offsets)
+        starts = torch.tensor([next(offsets) // self._kind.itemsize if there else -1 for there in present])[self._homes]
+        self._places = torch.where(starts < 0, 0, starts + self._within)
+        self._absent = None if all(present) else starts < 0
+        self._present = tuple(present)
+
+    def _typed(self, buffer: Tensor) -> Tensor:
+        rest = buffer.numel() % self._kind.itemsize
+        return (buffer[:-rest] if rest else buffer).view(self._kind)
+
+    # --- What moves them ---------------------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """Notes the weights down if there was an update."""
+        clock = self._master.clock
+        if self._rows and clock == self._first + self._rows - 1:
+            return
+        if clock != self._first + self._rows:
+            self.forget()
+        if self._rows == len(self._seen):
+            self._fold()
+            self._seen[: LONGEST + 2] = self._seen[-(LONGEST + 2) :].clone()
+            self._first, self._rows = self._first + BATCH, LONGEST + 2
+        torch.index_select(self._weights, 0, self._weight_places, out=self._seen_rows[self._rows])
+        self._rows += 1
+
+    def _fold(self) -> None:
+        """Counts what is noted: all pushes but those that wait for their update."""
+        newest = self._first + self._rows - 1
+        known = [place for place, read_at in enumerate(self._reads[: len(self._rates)]) if read_at < newest]
+        if known and self._learn_rates():
+            self._averages = averaged(self._averages, self._terms(known), KEEP ** len(known))
+            self._count += len(known)
+        waiting = sorted(set(range(len(self._reads))) - set(known))
+        if len(waiting) == BATCH:
+            waiting = []
+        if waiting:
+            self._pushed[: len(waiting)] = self._pushed[waiting]
+        self._rates = [self._rates[place] for place in waiting if place < len(self._rates)]
+        self._reads = [self._reads[place] for place in waiting]
+
+    def _terms(self, known: list[int]) -> Tensor:
+        """Sums over these pushes: D' + κ lr g above the line, D + κ lr g below it. Later ones weigh more."""
+        above, below, decaying = [0.0] * self._rows, [0.0] * self._rows, [0.0] * self._rows
+        acting, weight = [0.0] * len(self._reads), 1.0
+        for place in reversed(known):
+            at = self._reads[place] - self._first
+            above[at + 1] += weight
+            above[at] -= weight
+            below[at] += weight
+            below[at - 1] -= weight
+            acting[place] = weight * self._rates[place]
+            decaying[at] += acting[place]
+            weight *= KEEP
+        seen = self._seen[: self._rows].double()
+        pushed = torch.tensor([acting], dtype=torch.float64) @ self._pushed[: len(acting)].double()
+        if self._decays:
+            pushed += self._decay * (torch.tensor([decaying], dtype=torch.float64) @ seen)
+        return torch.tensor([above, below], dtype=torch.float64) @ seen + self._scale * pushed
+
+    def _learn_rates(self) -> bool:
+        """How much a gradient acts, coordinate by coordinate; False if these are no plain steps.
+
+        With the first parameter group's learning rate, which a method may scale from push to push, as the unit it is
+        lr / (1 - m). Weight decay is part of the gradient at the weights that this was computed from.
+        """
+        assert self._master.optimizer is not None
+        groups = self._master.optimizer.param_groups
+        settings = tuple(known for group in groups if (known := _plain_steps(group)) is not None)
+        if len(settings) < len(groups):
+            self._averages.zero_()
+            self._count = 0
+            return False
+        unit = settings[0][0]
+        if settings != self._settings and unit:
+            self._settings = settings
+            of = {id(parameter): number for number, group in enumerate(groups) for parameter in group["params"]}
+            numbers = torch.tensor([of[id(parameter)] for parameter in self._master.parameters.values()])[self._homes]
+            table = [(lr / unit / (1 - m), decay) for lr, m, decay in settings]
+            self._scale, self._decay = torch.tensor(table, dtype=torch.float64)[numbers].unbind(1)
+            self._decays = any(decay for _, _, decay in settings)
+        return unit > 0
+
+
+def total_momentum(sensings: Iterable[Sensing | None]) -> float | None:
+    """The total momentum, as the median over all that is watched; None while it is unknown."""
+    known = [sensing.averages for sensing in sensings if sensing is not None]
+    parts = [averages for averages in known if averages is not None]
+    reading = float(median_ratio(torch.cat(parts, dim=1))) if parts else math.nan
+    return reading if math.isfinite(reading) else None
+
+
+def _plain_steps(group: Mapping[str, Any]) -> _Settings | None:
+    """Learning rate, momentum and weight decay; None if the steps are not x' = x - lr v, v' = m v + g."""
+    settings = (group["lr"], group["momentum"], group["weight_decay"])
+    if group["nesterov"] or group["dampening"] or group["maximize"]:
+        return None
+    if not all(isinstance(value, (int, float)) and math.isfinite(value) for value in settings):
+        return None
+    return settings if settings[0] >= 0 and 0 <= settings[1] < 1 else None

@@ -1,0 +1,5 @@
+"""What a fit's search for a setting found: a picture, a page, a table, and a file that has it all."""
+
+from lightning_omni.report.tuning import Round, TuningReport
+
+__all__ = ["Round", "TuningReport"]

@@ -1,0 +1,305 @@
+"""What a picture, a page and a table say of one search: worked out once, in plain numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from lightning_omni.errors import ConfigurationError
+from lightning_omni.performance.forecast import Forecast, Outlook, Pace, Setting, Tried, log_costs, samples_to
+from lightning_omni.performance.profile import Measured, Prediction, Profile
+from lightning_omni.performance.statistical import Estimate
+from lightning_omni.search import Choice, Search
+
+PARTS = {
+    "compute": "compute",
+    "allreduce": "all-reduce",
+    "exchange": "way to the server",
+    "server": "the server",
+    "link": "the server's link",
+    "head": "the merged head",
+}
+"""What can bind, in words."""
+
+_ALIKE = 1.05
+"""Times that differ by less than that are called equal."""
+
+
+@dataclass(frozen=True)
+class ProbeRow:
+    """One probe.
+
+    Attributes:
+        number: from 1.
+        tried: what it showed.
+        why: it was tried, in a few words; empty if nobody knows.
+        time: to the target, relative to the choice's; infinite if the probe diverged.
+        samples: to the target, relative to the best probe's; infinite if the probe diverged.
+        error: standard error of the logarithm of ``samples``.
+        rate: samples per second while it ran; NaN if nothing was timed.
+    """
+
+    number: int
+    tried: Tried
+    why: str
+    time: float
+    samples: float
+    error: float
+    rate: float
+
+    @property
+    def loss(self) -> float:
+        """Mean loss of the last eighth that was trained; NaN if nothing was."""
+        return float(self.tried.blocks(self.tried.end)[-1]) if self.tried.samples else math.nan
+
+
+class Digest:
+    """One search, ready to be shown.
+
+    Args:
+        search: what was found.
+        reasons: why each probe was tried; where there are none the search is asked once more.
+        target: loss at which the run is over; None if nobody named one.
+    """
+
+    def __init__(self, search: Search, reasons: Sequence[str] = (), target: float | None = None) -> None:
+        self.search = search
+        self.reasons = tuple(reasons) or asked_again(search)
+        samples = samples_to(target, search.tried) if target is not None and search.profile is not None else None
+        tried = [each.setting for each in search.tried]
+        self.forecast = Forecast(Pace.of(search.theory, search.tried), search.throughput, samples, tried)
+
+    @cached_property
+    def choice(self) -> Choice:
+        """What the search came to."""
+        return self.search.choice()
+
+    @property
+    def profile(self) -> Profile | None:
+        """The hardware model; None if nothing was timed."""
+        return self.search.profile
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks, as far as is known."""
+        return self.profile.ranks if self.profile is not None else max(self.search.job.space.groups)
+
+    @property
+    def start(self) -> Setting:
+        """The user's own setting."""
+        return self.search.job.start
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """Numbers of groups that could be chosen."""
+        return self.search.job.space.groups
+
+    # --- Times -------------------------------------------------------------------------------------------------------
+
+    @property
+    def seconds(self) -> Estimate | None:
+        """Seconds to the target with the choice; None if there is no target, or no telling."""
+        if self.forecast.samples is None:
+            return None
+        found = self.forecast.of(self.choice.setting).seconds
+        return found if math.isfinite(found.value) else None
+
+    def time(self, setting: Setting) -> Estimate:
+        """Time to the target with a setting, relative to the choice's."""
+        unit = math.exp(self.forecast.log_seconds(self.choice.setting))
+        return self._relative(setting, 1 / self.search.throughput(setting) / unit)
+
+    def samples(self, setting: Setting) -> Estimate:
+        """Samples to the target with a setting, relative to the best probe's."""
+        return self._relative(setting, math.exp(-self.forecast.pace.offset))
+
+    def _relative(self, setting: Setting, factor: float) -> Estimate:
+        mean, error = self.forecast.pace(setting)
+        width = _QUANTILE * error
+        return Estimate(*(factor * math.exp(each) for each in (mean, mean - width, mean + width)))
+
+    # --- Settings ----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def curve(self) -> dict[int, Setting]:
+        """For each number of groups the setting that is expected to be at the target first."""
+        best = {}
+        for groups in self.groups:
+            sound = [self.as_it_would_be(each.setting) for each in self.search.tried if not each.has_failed]
+            options = [self.search.proposal(groups), *(each for each in sound if each.groups == groups)]
+            best[groups] = min(options, key=self.forecast.log_seconds)
+        if self.choice.setting.groups in best:
+            best[self.choice.setting.groups] = self.choice.setting
+        return best
+
+    def as_it_would_be(self, setting: Setting) -> Setting:
+        """With proportional batches where they pay."""
+        uneven = self.search.is_uneven(setting.groups, setting.period)
+        return Setting(setting.groups, setting.momentum, setting.lr, uneven, setting.period)
+
+    @cached_property
+    def systems(self) -> dict[str, Outlook]:
+        """The user's own setting, and those of well-known systems."""
+        saturating = self.profile.saturating_groups() if self.profile is not None else self.ranks
+        own = self.forecast.of(self.start)
+        return {"your own setting": own, **self.forecast.of_systems(self.ranks, saturating)}
+
+    @cached_property
+    def predictions(self) -> dict[tuple[int, bool], Prediction]:
+        """What the hardware model says of groups, with equal batches and, where they pay, with proportional ones."""
+        if self.profile is None:
+            return {}
+        period = self.choice.setting.period
+        return {
+            (groups, rebalance): self.profile.predict(groups, rebalance=rebalance, period=period)
+            for groups in self.groups
+            for rebalance in (False, True)
+            if not rebalance or self.search.is_uneven(groups, period)
+        }
+
+    def prediction(self, groups: int) -> Prediction:
+        """The faster of the two, for a number of groups.
+
+        Raises:
+            KeyError: nothing was timed, or it is none of `groups`.
+        """
+        return self.predictions.get((groups, True)) or self.predictions[groups, False]
+
+    @cached_property
+    def probes(self) -> list[ProbeRow]:
+        """All probes, in their order."""
+        unit = self.forecast.log_seconds(self.choice.setting) - self.forecast.pace.offset
+        rows = []
+        for number, (observation, (cost, error)) in enumerate(
+            zip(self.search.observations, log_costs(self.search.tried), strict=True)
+        ):
+            tried = observation.tried
+            rate = self.search.throughput(self.as_it_would_be(tried.setting))
+            rows.append(
+                ProbeRow(
+                    number + 1,
+                    tried,
+                    self.reasons[number] if number < len(self.reasons) else "",
+                    math.exp(cost - math.log(rate) - unit) if math.isfinite(cost) else math.inf,
+                    math.exp(cost) if math.isfinite(cost) else math.inf,
+                    error,
+                    rate_of(observation.measured) if observation.measured is not None else math.nan,
+                )
+            )
+        return rows
+
+    # --- Sentences ---------------------------------------------------------------------------------------------------
+
+    @property
+    def statement(self) -> str:
+        """A sentence for users."""
+        if self.choice.outlook is None:
+            return f"{self.choice.setting}: {self.choice.why}"
+        if self.choice.setting == self.start:
+            return f"your own setting stays: {self.choice.setting}"
+        gain = self.time(self.start).value
+        said = f"{gain:.2f} times as soon at the target as yours" if gain > _ALIKE else "about as soon as yours"
+        return f"{self.choice.setting}: {said} ({self.start})"
+
+    @property
+    def expense(self) -> str:
+        """How many probes there were, and what they took."""
+        count, budget = len(self.search.tried), self.search.budget
+        said = f"{count} probe{'s' * (count != 1)} in {duration(self.search.spent)}"
+        return said if math.isinf(budget) else f"{said} of a budget of {duration(budget)}"
+
+
+_QUANTILE = 1.2816
+"""Of the normal distribution: intervals hold with a probability of 0.8, as the forecast's."""
+
+
+def asked_again(search: Search) -> tuple[str, ...]:
+    """Why each probe was tried, from a search that is told the same once more; empty where it asks otherwise."""
+    again = Search(search.job, search.strategy)
+    reasons = []
+    try:
+        for observation in search.observations:
+            probe = again.next()
+            same = probe is not None and probe.setting == observation.tried.setting
+            reasons.append(probe.why if probe is not None and same else "")
+            again.tell(observation)
+    except ConfigurationError:  # without scikit-optimize nobody knows
+        return ("",) * len(search.observations)
+    return tuple(reasons)
+
+
+def rate_of(measured: Measured) -> float:
+    """Samples per second of all groups together, as they were measured."""
+    rate = 0.0
+    for members, steps in zip(measured.groups, measured.steps, strict=True):
+        rows = [measured.samples[measured.ranks.index(rank)] for rank in members]
+        rate += sum(map(sum, rows)) / sum(steps)
+    return rate
+
+
+def shares(parts: Mapping[str, float], seconds_per_update: float, groups: int) -> dict[str, float]:
+    """What one step of a group consists of.
+
+    Args:
+        parts: of a `Prediction`.
+        seconds_per_update: of it, too.
+        groups: their number.
+
+    Returns:
+        Seconds of each part; they add up to those of a step.
+    """
+    own = {name: parts[name] * groups for name in ("compute", "allreduce", "exchange")}
+    return {**own, "wait": max(0.0, seconds_per_update * groups - sum(own.values()))}
+
+
+# --- Numbers ---------------------------------------------------------------------------------------------------------
+
+
+def number(value: float) -> str:
+    """Three digits; a dash for what there is not.
+
+    Example:
+        >>> number(12345.6), number(0.012345), number(float("nan"))
+        ('12,346', '0.0123', '–')
+    """
+    if math.isnan(value):
+        return "–"
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.3g}"
+
+
+def times(value: float) -> str:
+    """A ratio.
+
+    Example:
+        >>> times(1.234), times(123.4), times(float("inf"))
+        ('1.23×', '123×', '∞')
+    """
+    if math.isinf(value):
+        return "∞"
+    return f"{value:.2f}×" if value < 10 else f"{value:.0f}×"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people say them.
+
+    Example:
+        >>> duration(0.25), duration(42.0), duration(200), duration(9000), duration(1e6)
+        ('0.25 s', '42 s', '3.3 min', '2.5 h', '11.6 days')
+    """
+    for unit, name in ((86400, "days"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * unit and math.isfinite(seconds):
+            return f"{seconds / unit:.1f} {name}"
+    return f"{seconds:.3g} s"
+
+
+def interval(seconds: Estimate) -> str:
+    """Seconds with their interval.
+
+    Example:
+        >>> interval(Estimate(42.0, 30.0, 60.0)), interval(Estimate(42.0, 30.0, math.inf))
+        ('42 s (30 s to 60 s)', '42 s (30 s or more)')
+    """
+    end = "or more" if math.isinf(seconds.high) else f"to {duration(seconds.high)}"
+    return f"{duration(seconds.value)} ({duration(seconds.low)} {end})"

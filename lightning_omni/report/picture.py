@@ -1,0 +1,462 @@
+"""The picture of one search, on one page: both efficiencies, their product, and what the probes did.
+
+Colours are those of Okabe and Ito, and viridis for numbers: people who see colours differently can tell them apart.
+"""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from lightning_omni.errors import ConfigurationError
+from lightning_omni.performance.forecast import Setting, Tried
+from lightning_omni.performance.statistical import Estimate
+from lightning_omni.report.digest import PARTS, Digest, ProbeRow, interval, shares, times
+
+BLUE, ORANGE, GREEN, RED, PURPLE = "#0072b2", "#e69f00", "#009e73", "#d55e00", "#aa4499"
+GREY = "#767676"
+_PARTS = {
+    "compute": (BLUE, "compute"),
+    "allreduce": (ORANGE, "all-reduce"),
+    "exchange": (GREEN, "way to the server"),
+    "wait": (RED, "turn at server, link or head"),
+}
+_LETTERS = "YSPDRO"
+"""Of the user's own setting and the well-known systems, in the order of `Digest.systems`."""
+_CHOSEN = {"marker": "*", "s": 330, "color": RED, "edgecolor": "white", "zorder": 6}
+_MOST = 12.0
+"""Times as long as the choice: axes go no further."""
+
+
+def draw(digest: Digest, when: str, measured_after: Mapping[int, float]) -> Any:
+    """The picture, as a matplotlib figure.
+
+    Args:
+        digest: of the search.
+        when: it began, in words.
+        measured_after: samples per second that were measured after the search, by groups.
+
+    Raises:
+        ConfigurationError: matplotlib is missing.
+    """
+    try:
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigurationError(
+            "pictures need matplotlib; install it with: pip install 'lightning-omni[plot]'"
+        ) from error
+    with rc_context(_STYLE):
+        figure = Figure(figsize=(14, 11.5), dpi=100, layout="constrained", facecolor="white")
+        engine: Any = figure.get_layout_engine()
+        engine.set(w_pad=0.11, h_pad=0.09)
+        # Rows of their own, so that the long names of the last do not move the margins of all.
+        bands: Any = figure.subfigures(3, 1, height_ratios=[1.06, 1, 0.62], hspace=0.03)
+        upper, middle, lower = bands
+        hardware, statistics, time = upper.subplots(1, 3)
+        step, losses, plane = middle.subplots(1, 3)
+        _hardware(hardware, digest, measured_after)
+        _statistics(statistics, digest)
+        _time(time, digest)
+        _legend(upper, digest, measured_after)
+        _step(step, digest)
+        _losses(losses, digest)
+        _plane(plane, digest, middle)
+        _systems(lower.subplots(), digest)
+        figure.suptitle(_heading(digest, when), fontsize=13, x=0.01, ha="left", linespacing=1.5)
+    return figure
+
+
+def _legend(figure: Any, digest: Digest, measured_after: Mapping[int, float]) -> None:
+    """One for the three panels over groups, where it hides nothing."""
+    from matplotlib.lines import Line2D
+
+    entries: list[tuple[str, dict[str, Any]]] = [("expected, with 80 % interval", {"color": BLUE, "marker": "o"})]
+    if any(rebalance for _, rebalance in digest.predictions):
+        entries.append(("with proportional batches", {"color": ORANGE, "marker": "o"}))
+    alone: dict[str, Any] = {"linestyle": "", "markersize": 8}
+    entries.append(("a probe", {**alone, "marker": "D", "color": "white", "markeredgecolor": "black"}))
+    if not all(math.isfinite(row.time) for row in digest.probes):
+        entries.append(("diverged", {**alone, "marker": "x", "color": "black"}))
+    if measured_after:
+        entries.append(("measured in training", {**alone, "marker": "X", "color": GREEN}))
+    entries.append(("the choice", {**alone, "marker": "*", "color": RED, "markersize": 15}))
+    letters = {**alone, "marker": "s", "color": "white", "markeredgecolor": PURPLE, "markersize": 11}
+    entries.append(("yours and other systems' (letters: see below)", letters))
+    handles = [Line2D([], [], **{"markersize": 5, **style}) for _, style in entries]
+    figure.legend(
+        handles, [text for text, _ in entries], loc="outside upper left", ncols=len(entries), columnspacing=1.4
+    )
+
+
+_STYLE: Any = {
+    "font.size": 10,
+    "axes.titlesize": 11.5,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#e6e6e6",
+    "axes.axisbelow": True,
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+    "svg.fonttype": "none",
+}
+
+
+def _heading(digest: Digest, when: str) -> str:
+    parts = [f"{digest.ranks} ranks", when, digest.expense]
+    if digest.seconds is not None:
+        parts.append(f"{interval(digest.seconds)} to the target with the choice")
+    return "\n".join([*textwrap.wrap(digest.statement, 130), "  ·  ".join(parts)])
+
+
+def _empty(axes: Any, text: str) -> None:
+    axes.set_axis_off()
+    axes.text(0.5, 0.5, textwrap.fill(text, 34), ha="center", va="center", color=GREY, transform=axes.transAxes)
+
+
+def _over_groups(axes: Any, groups: Sequence[int]) -> None:
+    """An axis on which powers of two are equally far apart."""
+    axes.set_xscale("log", base=2)
+    # Of neighbours that would touch only the larger is named.
+    named = [g for g, more in zip(groups, [*groups[1:], math.inf], strict=True) if more / g > 1.19]
+    axes.set_xticks(named, map(str, named))
+    axes.minorticks_off()
+    axes.set_xlim(groups[0] / 1.3, groups[-1] * 1.3)
+    axes.set_xlabel("groups (more: less waiting, more staleness)")
+
+
+def _with_interval(axes: Any, groups: Sequence[int], estimates: Sequence[Estimate], colour: str = BLUE) -> None:
+    axes.plot(groups, [each.value for each in estimates], color=colour, marker="o", markersize=4)
+    lows, highs = ([getattr(each, end) for each in estimates] for end in ("low", "high"))
+    axes.fill_between(groups, lows, highs, color=colour, alpha=0.16, linewidth=0)
+
+
+def _diamonds(axes: Any, rows: Sequence[ProbeRow], places: Sequence[float], heights: Sequence[float]) -> None:
+    """Probes, in the colour of their batches."""
+    colours = [ORANGE if row.tried.setting.rebalance else BLUE for row in rows]
+    axes.scatter(places, heights, marker="D", s=40, facecolor="white", edgecolor=colours, linewidth=1.7, zorder=4)
+
+
+def _crosses(axes: Any, digest: Digest, height: float) -> None:
+    """Probes that diverged, at the upper end."""
+    places = [_beside(row, digest) for row in digest.probes if not math.isfinite(row.samples)]
+    axes.scatter(places, [height] * len(places), marker="x", s=55, color="black", zorder=4)
+
+
+# --- Hardware efficiency ---------------------------------------------------------------------------------------------
+
+
+def _hardware(axes: Any, digest: Digest, measured_after: Mapping[int, float]) -> None:
+    if not digest.predictions:
+        return _empty(axes, "Nothing was timed: nobody knows how fast groups would be")
+    rates = {key: each.samples_per_second for key, each in digest.predictions.items()}
+    _with_interval(axes, digest.groups, [rates[g, False] for g in digest.groups])
+    uneven = [g for g in digest.groups if (g, True) in rates]
+    _with_interval(axes, uneven, [rates[g, True] for g in uneven], ORANGE)
+    rows = [row for row in digest.probes if math.isfinite(row.rate)]
+    _diamonds(axes, rows, [_beside(row, digest) for row in rows], [row.rate for row in rows])
+    chosen = digest.choice.setting
+    axes.scatter(chosen.groups, digest.search.throughput(chosen), **_CHOSEN)
+    if measured_after:
+        axes.scatter(*zip(*measured_after.items(), strict=True), marker="X", s=70, color=GREEN, zorder=7, ec="white")
+    _over_groups(axes, digest.groups)
+    axes.set(ylabel="samples / s", title=_of_hardware(digest))
+    axes.set_ylim(0, axes.get_ylim()[1] * 1.05)
+    return None
+
+
+def _of_hardware(digest: Digest) -> str:
+    rates = {g: digest.prediction(g).samples_per_second.value for g in digest.groups}
+    fastest = max(rates, key=lambda g: rates[g])
+    gain = rates[fastest] / rates[1]
+    if gain < 1.05:
+        return "More groups are not faster"
+    return f"{_groups(fastest)} {_verb(fastest, 'train')} {gain:.1f}× as fast as 1"
+
+
+def _step(axes: Any, digest: Digest) -> None:
+    """Of what a group's step consists."""
+    if not digest.predictions:
+        return _empty(axes, "Nothing was timed: nobody knows what binds")
+    places = range(len(digest.groups))
+    bottom = np.zeros(len(digest.groups))
+    found = [digest.prediction(g) for g in digest.groups]
+    rows = [shares(each.parts, each.seconds_per_update.value, g) for each, g in zip(found, digest.groups, strict=True)]
+    for name, (colour, label) in _PARTS.items():
+        heights = np.array([1000 * row[name] for row in rows])
+        if heights.max() > 0.002 * max(sum(row.values()) for row in rows) * 1000:
+            axes.bar(places, heights, bottom=bottom, color=colour, width=0.62, label=label)
+            bottom += heights
+    for place, each in zip(places, found, strict=True):
+        style = {"ha": "center", "va": "bottom", "fontsize": 9, "rotation": 90 if len(places) > 5 else 0}
+        axes.annotate(PARTS[each.binding], (place, bottom[place]), (0, 4), textcoords="offset points", **style)
+    axes.set_xticks(places, map(str, digest.groups))
+    axes.grid(visible=False, axis="x")
+    axes.set_ylim(0, (1.42 if len(places) <= 5 else 1.75) * bottom.max())
+    chosen = digest.choice.setting.groups
+    binding = PARTS[digest.prediction(chosen).binding] if chosen in digest.groups else ""
+    axes.set(xlabel="groups", ylabel="ms in one step of a group", title=f"With {_groups(chosen)} {binding} binds")
+    axes.legend(loc="upper right", ncols=2)
+    return None
+
+
+# --- Statistical efficiency ------------------------------------------------------------------------------------------
+
+
+def _statistics(axes: Any, digest: Digest) -> None:
+    values = [digest.samples(digest.curve[g]) for g in digest.groups]
+    _with_interval(axes, digest.groups, values)
+    sound = [row for row in digest.probes if math.isfinite(row.samples)]
+    places, costs = [_beside(row, digest) for row in sound], [row.samples for row in sound]
+    for row, place in zip(sound, places, strict=True):
+        ends = [row.samples * math.exp(sign * row.error) for sign in (-1, 1)]
+        axes.plot([place, place], ends, color=GREY, linewidth=1, zorder=3)
+    _diamonds(axes, sound, places, costs)
+    chosen = digest.choice.setting
+    axes.scatter(chosen.groups, digest.samples(chosen).value, **_CHOSEN)
+    top = 1.15 * max([*costs, *(min(each.high, 3 * each.value) for each in values)])
+    _crosses(axes, digest, 0.96 * top)
+    _over_groups(axes, digest.groups)
+    axes.set(ylabel="samples to the target  (1: the best probe)", ylim=(0, top), title=_of_statistics(digest))
+
+
+def _beside(row: ProbeRow, digest: Digest) -> float:
+    """Where a probe stands, so that those of one number of groups stand side by side."""
+    alike = [each.number for each in digest.probes if each.tried.setting.groups == row.tried.setting.groups]
+    away = alike.index(row.number) - (len(alike) - 1) / 2
+    return float(row.tried.setting.groups * 2 ** (0.09 * away))
+
+
+def _of_statistics(digest: Digest) -> str:
+    most = max(digest.groups)
+    if most == 1:
+        return "Samples to the target"
+    ratio = digest.samples(digest.curve[most]).value / digest.samples(digest.curve[1]).value
+    return f"{_groups(most)} need {ratio:.2f}× the samples of 1"
+
+
+def _losses(axes: Any, digest: Digest) -> None:
+    rows = [row for row in digest.probes if len(row.tried.samples) > 1]
+    if not rows:
+        return _empty(axes, "No probe was run")
+    colours = _colours(digest.groups)
+    curves = [(row, *_smooth(row.tried)) for row in rows]
+    sound = [losses for row, _, losses in curves if not row.tried.has_failed] or [losses for _, _, losses in curves]
+    first, low = max(float(losses[0]) for losses in sound), min(float(np.nanmin(losses)) for losses in sound)
+    diverged = sum(row.tried.has_failed for row in rows)
+    top = first + (0.25 if diverged else 0.05) * max(first - low, 1e-9)
+    for row, samples, losses in curves:
+        failed, colour = row.tried.has_failed, colours[row.tried.setting.groups]
+        is_choice = digest.as_it_would_be(row.tried.setting) == digest.choice.setting
+        style = {"linestyle": ":" if failed else "-", "linewidth": 2.8 if is_choice else 1.3}
+        axes.plot(samples, losses, color=colour, **style)
+        if failed:
+            gone = [place for place, loss in enumerate(losses) if not loss < top]
+            place = gone[0] if gone else len(losses) - 1
+            height = losses[place] if losses[place] < top else top - 0.03 * (top - low)
+            axes.scatter(samples[place], height, marker="x", s=60, color="black", zorder=5)
+    axes.set(xlabel="samples", ylabel="training loss", ylim=(low - 0.05 * (top - low), top))
+    count = f"{len(rows)} probe{'s' * (len(rows) > 1)}"
+    axes.set_title(f"{count} from the same weights" + (f", {diverged} failed (×)" if diverged else ""))
+    _name_colours(axes, {g: colours[g] for g in digest.groups if any(row.tried.setting.groups == g for row in rows)})
+    return None
+
+
+def _name_colours(axes: Any, colours: Mapping[int, Any]) -> None:
+    from matplotlib.lines import Line2D
+
+    handles = [Line2D([], [], color=colour) for colour in colours.values()]
+    axes.legend(handles, [_groups(g) for g in colours], loc="lower left")
+
+
+def _smooth(tried: Tried) -> tuple[Any, Any]:
+    """A loss curve, each point the mean of a twentieth of the batches."""
+    window = max(1, len(tried.losses) // 20)
+    losses = np.convolve(tried.losses, np.ones(window) / window, mode="valid")
+    samples = np.convolve(tried.samples, np.ones(window) / window, mode="valid")
+    return samples, losses
+
+
+def _colours(groups: Sequence[int]) -> dict[int, Any]:
+    from matplotlib import colormaps
+
+    # Not up to its yellow, which white would swallow.
+    span = math.log(max(groups)) or 1.0
+    return {g: colormaps["viridis"](0.85 * math.log(g) / span) for g in groups}
+
+
+# --- Time ------------------------------------------------------------------------------------------------------------
+
+
+def _time(axes: Any, digest: Digest) -> None:
+    values = [digest.time(digest.curve[g]) for g in digest.groups]
+    _with_interval(axes, digest.groups, values)
+    sound = [row for row in digest.probes if math.isfinite(row.time)]
+    _diamonds(axes, sound, [_beside(row, digest) for row in sound], [row.time for row in sound])
+    top = 1.25 * max([*(row.time for row in sound), *(min(each.high, 2.5 * each.value) for each in values), 1.6])
+    top = min(top, _MOST)
+    _letters(axes, digest, top)
+    axes.scatter(digest.choice.setting.groups, 1.0, **_CHOSEN)
+    _over_groups(axes, digest.groups)
+    what = "time" if digest.profile is not None else "samples"
+    axes.set(ylabel=f"{what} to the target  (1: the choice)", ylim=(0, top), title=_of_time(digest))
+
+
+def _letters(axes: Any, digest: Digest, top: float) -> None:
+    """The systems' letters beside their places, equal ones in one box; those beyond the axis stand at its top."""
+    boxes: list[tuple[int, float, str]] = []
+    for letter, outlook in zip(_LETTERS, digest.systems.values(), strict=True):
+        groups, value = outlook.setting.groups, digest.time(outlook.setting).value
+        height, text = min(value, 0.95 * top), f"{letter}↑" if value > 0.95 * top else letter
+        near = [box for box in boxes if box[0] == groups and abs(box[1] - height) < 0.055 * top]
+        if near:
+            boxes.remove(near[0])
+            height, text = near[0][1], f"{near[0][2]} {text}"
+        boxes.append((groups, height, text))
+    for groups, height, text in boxes:
+        is_last = groups > 0.7 * max(digest.groups) and groups > 1
+        axes.annotate(
+            text,
+            (groups, height),
+            (-16 if is_last else 16, 0),
+            textcoords="offset points",
+            ha="right" if is_last else "left",
+            va="center",
+            color=PURPLE,
+            fontsize=8.5,
+            bbox={"boxstyle": "round,pad=0.22", "fc": "white", "ec": PURPLE, "lw": 1.2},
+            zorder=5,
+        )
+
+
+def _of_time(digest: Digest) -> str:
+    chosen = digest.choice.setting
+    return f"Both together: {_groups(chosen.groups)} for the least time"
+
+
+def _systems(axes: Any, digest: Digest) -> None:
+    """What the choice and others take, as bars."""
+    names = ["the choice", *digest.systems]
+    settings = [digest.choice.setting, *(each.setting for each in digest.systems.values())]
+    values = [digest.time(each) for each in settings]
+    most = min(_MOST, max(each.value for each in values))
+    places = range(len(names))
+    colours = [RED, PURPLE, *[GREY] * (len(names) - 2)]
+    axes.barh(places, [min(each.value, most) for each in values], color=colours, height=0.6, alpha=0.85)
+    for place, (estimate, setting) in enumerate(zip(values, settings, strict=True)):
+        beyond = "→ " if estimate.value > most else ""
+        tail = f" ({times(estimate.low)} to {times(estimate.high)})" if place else ""
+        axes.text(
+            min(estimate.value, most) + 0.008 * most,
+            place,
+            f"{beyond}{times(estimate.value)}{tail}   {setting}",
+            va="center",
+            fontsize=9.5,
+        )
+    letters = ["★", *_LETTERS]
+    axes.set_yticks(places, [f"{name}  {letter}" for letter, name in zip(letters, names, strict=True)])
+    axes.invert_yaxis()
+    axes.grid(visible=False, axis="y")
+    axes.axvline(1, color=RED, linewidth=1, linestyle="--", zorder=0)
+    what = "time" if digest.profile is not None else "samples"
+    axes.set(xlabel=f"{what} to the target (1: the choice), with 80 % intervals in brackets", xlim=(0, 1.62 * most))
+    axes.set_title(_of_systems(digest))
+
+
+def _of_systems(digest: Digest) -> str:
+    others = {name: digest.time(each.setting).value for name, each in list(digest.systems.items())[1:]}
+    best = min(others, key=lambda name: others[name])
+    if others[best] < 1.05:
+        return f"What others would have taken: as little with {best.partition(' (')[0]}"
+    return f"What others would have taken: {times(others[best])} as long at least, with {best.partition(' (')[0]}"
+
+
+# --- The plane of momentum and learning rate -------------------------------------------------------------------------
+
+
+def _plane(axes: Any, digest: Digest, figure: Any) -> None:
+    from matplotlib.colors import LogNorm
+
+    theory = [digest.search.proposal(g) for g in digest.groups]
+    _lr_curve(axes, theory)
+    rows = [row for row in digest.probes if math.isfinite(row.time)]
+    failed = [row for row in digest.probes if not math.isfinite(row.time)]
+    chosen = digest.choice.setting
+    axes.scatter(chosen.lr, chosen.momentum, **{**_CHOSEN, "s": 1100, "alpha": 0.9, "zorder": 2})
+    if rows:
+        worst = max(1.5, *(row.time for row in rows))
+        least = min(1.0, *(row.time for row in rows))
+        drawn = axes.scatter(
+            [row.tried.setting.lr for row in rows],
+            [row.tried.setting.momentum for row in rows],
+            c=[row.time for row in rows],
+            norm=LogNorm(least, worst),
+            cmap="viridis",
+            s=260,
+            edgecolor="white",
+            zorder=4,
+        )
+        bar = figure.colorbar(drawn, ax=axes, pad=0.02, aspect=30, label="time (1: the choice)")
+        ticks = [tick for tick in (1, 1.2, 1.5, 2, 3, 5, 10, 20, 50) if least <= tick <= worst]
+        bar.set_ticks(ticks, labels=[f"{tick:g}" for tick in ticks])
+        bar.ax.minorticks_off()
+    for row in rows:
+        dark = math.log(row.time / least) < 0.6 * math.log(worst / least)
+        _name(axes, row.tried.setting, "white" if dark else "black")
+    for row in failed:
+        setting = row.tried.setting
+        axes.scatter(setting.lr, setting.momentum, marker="x", s=200, color="black", linewidth=2, zorder=4)
+    _lr_axis(axes, [*theory, chosen, *(row.tried.setting for row in digest.probes)])
+    axes.set_title(f"Chosen: momentum {chosen.momentum:.3g}, lr {chosen.lr:.3g}")
+
+
+def _name(axes: Any, setting: Setting, colour: str) -> None:
+    axes.annotate(
+        str(setting.groups),
+        (setting.lr, setting.momentum),
+        ha="center",
+        va="center",
+        color=colour,
+        fontsize=9,
+        zorder=5,
+    )
+
+
+def _lr_curve(axes: Any, theory: Sequence[Setting]) -> None:
+    rates, momenta = [each.lr for each in theory], [each.momentum for each in theory]
+    axes.plot(rates, momenta, color=GREY, linewidth=1, marker=".", label="theory's settings", zorder=1)
+    axes.plot([], [], "o", color=GREY, markersize=9, label="probes (number: groups)")
+    axes.legend(loc="upper left", bbox_to_anchor=(0, 1.0), ncols=1)
+
+
+def _lr_axis(axes: Any, shown: Sequence[Setting]) -> None:
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+    rates = [each.lr for each in shown if each.lr > 0] or [1.0]
+    low, high = min(rates) / 1.6, max(rates) * 1.6
+    axes.set_xscale("log")
+    for digits in ((1, 2, 5), (1, 3), (1,)):
+        ticks = [digit * 10.0**power for power in range(-12, 6) for digit in digits]
+        ticks = [tick for tick in ticks if low <= tick <= high]
+        if len(ticks) <= 6:
+            break
+    axes.xaxis.set_major_locator(FixedLocator(ticks))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set(xlabel="learning rate", ylabel="momentum", xlim=(low, high), ylim=(-0.1, 1.22))
+    axes.set_yticks([0, 0.2, 0.4, 0.6, 0.8, 1.0])
+
+
+def _groups(count: int) -> str:
+    return f"{count} group{'s' * (count > 1)}"
+
+
+def _verb(count: int, verb: str) -> str:
+    return verb if count > 1 else f"{verb}s"

@@ -1,0 +1,221 @@
+"""`TuningReport`: the searches of one fit, as files that people look at and programs read."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from lightning_omni.errors import ConfigurationError
+from lightning_omni.report.digest import Digest, duration, number, times
+from lightning_omni.search import Observation, Search
+
+_STEM = "omni-tuning"
+
+
+@dataclass(frozen=True)
+class Round:
+    """One search of a fit: the first, or a retuning.
+
+    Args:
+        search: what was tried and found.
+        epoch: number of the epoch in which it began.
+        seconds_run: seconds of training before it.
+        measured_after: samples per second that were measured while training with what was chosen, by groups.
+        reasons: why each probe was tried; where there are none the search is asked once more.
+    """
+
+    search: Search
+    epoch: int
+    seconds_run: float
+    measured_after: Mapping[int, float] = field(default_factory=dict)
+    reasons: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "search": self.search.to_dict(),
+            "epoch": self.epoch,
+            "seconds_run": self.seconds_run,
+            "measured_after": {str(groups): rate for groups, rate in self.measured_after.items()},
+            "reasons": list(self.reasons),
+        }
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> Round:
+        """What `to_dict` gave. The search is told what was seen, and not asked whether it would try that again."""
+        search = Search.from_dict({**plain["search"], "observations": []})
+        for each in plain["search"]["observations"]:
+            search.tell(Observation.from_dict(each))
+        measured = {int(groups): float(rate) for groups, rate in plain["measured_after"].items()}
+        return cls(search, plain["epoch"], plain["seconds_run"], measured, tuple(plain["reasons"]))
+
+
+@dataclass(frozen=True)
+class TuningReport:
+    """What was searched in a fit, what was found, and what it would have cost otherwise.
+
+    Args:
+        rounds: the first search and the retunings, in their order.
+        target: value of ``monitor`` at which the run is over; None if nobody named one.
+        monitor: name of the figure that is to reach it. Seconds to the target are told for losses only.
+
+    Raises:
+        ConfigurationError: there is no round.
+
+    Example:
+        >>> from lightning_omni.performance.forecast import Setting
+        >>> from lightning_omni.search import Job, Space
+        >>> job = Job(Setting(1, 0.9, 0.1), batch=64, horizon=100, share=0.1, space=Space((1, 2)))
+        >>> report = TuningReport((Round(Search(job), epoch=0, seconds_run=0.0),), target=None, monitor="loss")
+        >>> report.statement.partition(";")[0]
+        '1 group, momentum 0.9, lr 0.1: the budget of 0.1 of the run is too small for one probe of 4 batches of each rank: nothing was tried or changed'
+        >>> TuningReport.from_dict(report.to_dict()).statement == report.statement
+        True
+    """  # noqa: E501 - the sentence is one
+
+    rounds: tuple[Round, ...]
+    target: float | None
+    monitor: str
+
+    def __post_init__(self) -> None:
+        if not self.rounds:
+            raise ConfigurationError("rounds=(): pass at least one search")
+
+    @cached_property
+    def digests(self) -> tuple[Digest, ...]:
+        """What there is to say of each round."""
+        target = self.target if "loss" in self.monitor else None
+        return tuple(Digest(each.search, each.reasons, target) for each in self.rounds)
+
+    @property
+    def statement(self) -> str:
+        """What the last search came to, in a sentence."""
+        said = self.digests[-1].statement
+        return said if len(self.rounds) == 1 else f"since epoch {self.rounds[-1].epoch} {said}"
+
+    # --- Files -------------------------------------------------------------------------------------------------------
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, with the reasons of all probes."""
+        rounds = [
+            {**each.to_dict(), "reasons": list(digest.reasons)}
+            for each, digest in zip(self.rounds, self.digests, strict=True)
+        ]
+        return {"target": self.target, "monitor": self.monitor, "rounds": rounds}
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> TuningReport:
+        """What `to_dict` gave."""
+        return cls(tuple(map(Round.from_dict, plain["rounds"])), plain["target"], plain["monitor"])
+
+    def save(self, folder: str | Path) -> list[Path]:
+        """Writes ``omni-tuning.json``, ``omni-tuning.html`` and, if matplotlib is there, ``omni-tuning.png``.
+
+        Args:
+            folder: made if there is none.
+
+        Returns:
+            The files.
+
+        Raises:
+            ConfigurationError: a file cannot be written.
+        """
+        folder = Path(folder)
+        files = [folder / f"{_STEM}.json", folder / f"{_STEM}.html"]
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            files[0].write_text(json.dumps(self.to_dict()), encoding="utf-8")
+            files[1].write_text(self.html(), encoding="utf-8")
+            if (picture := self.picture()) is not None:
+                files.append(folder / f"{_STEM}.png")
+                files[-1].write_bytes(picture)
+        except OSError as error:
+            raise ConfigurationError(
+                f"folder={str(folder)!r}: {error.strerror}; pass a folder that can be written"
+            ) from error
+        return files
+
+    @classmethod
+    def load(cls, path: str | Path) -> TuningReport:
+        """Reads the JSON file that `save` wrote, or the one in a folder.
+
+        Raises:
+            ConfigurationError: the file is none.
+        """
+        path = Path(path)
+        path = path / f"{_STEM}.json" if path.is_dir() else path
+        try:
+            return cls.from_dict(json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigurationError(
+                f"path={str(path)!r}: no report ({error}); pass an {_STEM}.json that TuningReport.save wrote"
+            ) from error
+
+    # --- To look at --------------------------------------------------------------------------------------------------
+
+    def figure(self, which: int = -1) -> Any:
+        """The picture of one round, as a matplotlib figure of 1400 by 1150 pixels.
+
+        Args:
+            which: number of the round; the last by default.
+
+        Raises:
+            ConfigurationError: matplotlib is missing.
+        """
+        from lightning_omni.report.picture import draw
+
+        chosen = self.rounds[which]
+        when = f"epoch {chosen.epoch}, after {duration(chosen.seconds_run)} of training"
+        return draw(self.digests[which], when, chosen.measured_after)
+
+    def picture(self, which: int = -1) -> bytes | None:
+        """The figure of one round as a PNG file's bytes; None if matplotlib is missing."""
+        which %= len(self.rounds)
+        if importlib.util.find_spec("matplotlib") is None:
+            return None
+        if which not in self._pictures:
+            file = io.BytesIO()
+            self.figure(which).savefig(file, format="png")
+            self._pictures[which] = file.getvalue()
+        return self._pictures[which]
+
+    @cached_property
+    def _pictures(self) -> dict[int, bytes]:
+        return {}
+
+    def html(self) -> str:
+        """A page of its own: pictures, tables and styles are in it, and nothing is fetched from elsewhere."""
+        from lightning_omni.report.page import page
+
+        return page(self)
+
+    def table(self) -> Table:
+        """For `rich.print`: one row for each probe, in all rounds."""
+        table = Table(title="What OmniTuner tried", caption=self.statement)
+        for head in ("", "setting", "why", "samples/s", "loss", "time", "seconds", "problem"):
+            table.add_column(head, justify="left" if head in ("setting", "why", "problem") else "right")
+        for chosen, digest in zip(self.rounds, self.digests, strict=True):
+            if len(self.rounds) > 1:
+                table.add_section()
+                table.add_row("", Text(f"epoch {chosen.epoch}: {digest.choice.setting}", style="bold"))
+            for row in digest.probes:
+                table.add_row(
+                    str(row.number),
+                    Text(str(row.tried.setting)),
+                    Text(row.why),
+                    number(row.rate),
+                    number(row.loss),
+                    times(row.time),
+                    number(row.tried.seconds),
+                    Text(row.tried.problem, style="red"),
+                )
+        return table

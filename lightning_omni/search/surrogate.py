@@ -1,0 +1,122 @@
+"""scikit-optimize's ask and tell, about a theory: the one module that imports it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from lightning_omni.errors import ConfigurationError
+
+Point = Mapping[str, float]
+Predict = Callable[[Point], tuple[float, float]]
+Fit = Callable[[Sequence[Point], Sequence[float]], Predict]
+
+_LOOKED_AT = 600
+
+
+def ask(
+    dimensions: Mapping[str, tuple[float, float] | list[int]],
+    points: Sequence[Point],
+    times: Sequence[float],
+    fit: Fit | None,
+    seed: int,
+) -> tuple[dict[str, float], float]:
+    """Where the largest improvement is to be expected.
+
+    Args:
+        dimensions: by name a range of numbers, or a list of those that are possible.
+        points: what was tried, with a number for each dimension (and others, which are ignored).
+        times: what came of it; less is better.
+        fit: makes a prediction of mean and standard deviation from points and times; None for scikit-optimize's own
+            Gaussian process.
+        seed: of the points that are looked at.
+
+    Returns:
+        The point, and the improvement that is expected there; NaN without ``fit``.
+
+    Raises:
+        ConfigurationError: scikit-optimize is missing.
+    """
+    try:
+        from skopt import Optimizer
+        from skopt.acquisition import gaussian_ei
+        from skopt.space import Categorical, Real
+    except ImportError as error:
+        raise ConfigurationError(
+            "OmniTuner needs scikit-optimize; install it with: pip install 'lightning-omni[tune]'"
+        ) from error
+    if not dimensions:
+        return dict(points[0]), 0.0
+    names = list(dimensions)
+    axes = [
+        Categorical(values, transform="identity" if fit is not None else "onehot")
+        if isinstance(values, list)
+        else Real(*values)
+        for values in dimensions.values()
+    ]
+    model: Any = "GP" if fit is None else _surrogate(fit, names)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of points asked for twice, and of bounds that a kernel's length comes to
+        optimizer = Optimizer(
+            axes,
+            base_estimator=model,
+            n_initial_points=0,
+            acq_func="EI",
+            acq_optimizer="sampling",
+            acq_optimizer_kwargs={"n_points": _LOOKED_AT},
+            random_state=seed + len(points),
+        )
+        inside = [_inside([point[name] for name in names], dimensions) for point in points]
+        optimizer.tell(inside, list(times))
+        asked = optimizer.ask()
+        gain = float("nan")
+        if fit is not None:
+            place = optimizer.space.transform([asked])
+            gain = float(gaussian_ei(place, optimizer.models[-1], y_opt=min(times), xi=0.0)[0])
+    return dict(zip(names, map(float, asked), strict=True)), gain
+
+
+def _inside(values: list[float], dimensions: Mapping[str, tuple[float, float] | list[int]]) -> list[float]:
+    """A point that was tried, at the edge of the space if it is outside (the user's own setting may be)."""
+    bounded: list[float] = []
+    for value, allowed in zip(values, dimensions.values(), strict=True):
+        if isinstance(allowed, list):
+            bounded.append(min(allowed, key=lambda each: abs(each - value)))
+        else:
+            bounded.append(float(np.clip(value, *allowed)))
+    return bounded
+
+
+def _surrogate(fit: Fit, names: list[str]) -> Any:
+    from sklearn.base import BaseEstimator, RegressorMixin
+
+    class Surrogate(RegressorMixin, BaseEstimator):  # type: ignore[misc]
+        """A regressor as scikit-optimize wants one."""
+
+        def __init__(self, fit_: Any = None) -> None:
+            self.fit_ = fit_
+
+        def fit(self, X: Any, y: Any) -> Surrogate:
+            points = [dict(zip(names, map(float, row), strict=True)) for row in X]
+            self.predict_ = self.fit_.fit(points, [float(value) for value in y])
+            return self
+
+        def predict(self, X: Any, return_std: bool = False) -> Any:
+            rows = [self.predict_(dict(zip(names, map(float, row), strict=True))) for row in X]
+            means, errors = (np.array(column) for column in zip(*rows, strict=True))
+            return (means, errors) if return_std else means
+
+    return Surrogate(_Kept(fit))
+
+
+class _Kept:
+    """Holds a function, so that copies of an estimator share it."""
+
+    def __init__(self, fit: Fit) -> None:
+        self.fit = fit
+
+    def __deepcopy__(self, memo: Any) -> _Kept:
+        return self

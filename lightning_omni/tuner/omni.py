@@ -1,0 +1,598 @@
+"""`OmniTuner`: Lightning's hooks, translated into a search and its probes. What is decided is not known here.
+
+Written once for both of Lightning's namespaces, as the strategy is (see ``pytorch_lightning.py`` and ``lightning.py``).
+
+Rule 1: rank 0 decides, and tells the others before anything is done; all ranks do the same.
+Rule 2: a search ends with the run's own state on every rank, and then the choice is applied.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from lightning_omni.errors import ConfigurationError, OmniError, UnsupportedError
+from lightning_omni.optimizer.balance import Balance
+from lightning_omni.performance.forecast import Setting
+from lightning_omni.protocol.leases import apportion
+from lightning_omni.search import Choice, Job, Observation, Probe, Search, Space
+from lightning_omni.strategy.hooks import OmniStrategyHooks
+from lightning_omni.trace import reaches
+from lightning_omni.tuner.hyperparameters import Hyperparameters
+from lightning_omni.tuner.probing import Prober, batch_size_of, probed_loader, with_period
+from lightning_omni.tuner.show import Shown
+
+if TYPE_CHECKING:
+    from pytorch_lightning.callbacks import Callback as _CallbackBase
+else:
+    _CallbackBase = object
+
+_AT_START, _UNDER_WAY = 0.4, 0.4
+"""The parts of the budget for the search before the first batch, and for the first look at the run under way. More is
+earned while the run trains: so a run that reaches its target early has not paid for all of its epochs."""
+_UNLIMITED = 10
+"""Epochs that a run without limits is taken to train."""
+_EARLY = 0.25
+"""Up to this part of the run it counts as early: the steps that are best then are best for most of it."""
+_REASONS = _NONE, _UNDER_WAY_ALREADY, _SPEED, _STALLED = (
+    "",
+    "the run is under way",
+    "the ranks do not train as fast as before",
+    "the target would not be reached in time",
+)
+_CHANGED = 0.2
+"""Speed that has changed by more than this part is a reason to search again."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """What rank 0 says is to be done next.
+
+    Attributes:
+        probe: to carry out; None if the search is over.
+        setting: to train with from now on, if the search is over.
+        speeds: samples per second of each rank, if they are known.
+        by_speed: whether groups are formed by them.
+        why: of the choice.
+        error: why nothing can go on; every rank raises it.
+    """
+
+    probe: Probe | None = None
+    setting: Setting | None = None
+    speeds: Mapping[int, float] | None = None
+    by_speed: bool = False
+    why: str = ""
+    error: str = ""
+
+    def to_text(self) -> str:
+        """For the other ranks."""
+        probe = self.probe
+        return json.dumps(
+            {
+                "probe": None if probe is None else [probe.number, probe.setting.to_dict(), probe.samples, probe.why],
+                "setting": None if self.setting is None else self.setting.to_dict(),
+                "speeds": None if self.speeds is None else sorted(self.speeds.items()),
+                "by_speed": self.by_speed,
+                "why": self.why,
+                "error": self.error,
+            }
+        )
+
+    @classmethod
+    def from_text(cls, text: str) -> Order:
+        """What rank 0 said."""
+        said = json.loads(text)
+        probe, setting, speeds = said["probe"], said["setting"], said["speeds"]
+        return cls(
+            None if probe is None else Probe(probe[0], Setting.from_dict(probe[1]), probe[2], probe[3]),
+            None if setting is None else Setting.from_dict(setting),
+            None if speeds is None else {int(rank): float(speed) for rank, speed in speeds},
+            said["by_speed"],
+            said["why"],
+            said["error"],
+        )
+
+
+class OmniTunerHooks(_CallbackBase):
+    """Finds the number of compute groups, momentum and learning rate that are at the target first, and trains so.
+
+    Before the first batch, and again at ends of epochs, it trains a few batches with one setting after another, always
+    from the same snapshot and back to it, predicts the time that each would take (seconds per sample, from a model of
+    the machines, times samples to the target), and goes on with the best: groups are formed anew, momentum and learning
+    rate are set, and the batch is split in proportion to the ranks' speeds where that pays. Weights, optimizer state,
+    data order and chance are those of the run when a search is over.
+
+    It needs `OmniStrategy`, one optimizer, automatic optimization, and one DataLoader over a map-style data set.
+
+    Args:
+        target: value of ``monitor`` that is wanted; None to have the lowest loss when the run ends.
+        monitor: name of a logged metric, looked at when it is validated.
+        budget: part of the run's time that probes may take, 0 or more and less than 1: 0.1 is a tenth. Two fifths of it
+            are for the search before the first batch, two fifths for a first look at the run under way, and what comes
+            later has to be earned by then. 0 tunes nothing.
+        search: ``"bayes"`` asks scikit-optimize for the setting whose predicted time promises most, starting from
+            theory; ``"omnivore"`` is the published algorithm; ``"grid"`` and ``"random"`` are what their names say.
+        space: what is searched: any of ``"groups"``, ``"momentum"``, ``"lr"``, ``"rebalance"``, ``"period"``, each a
+            value, a list, or the least and the largest value. By default groups are powers of two and the number of
+            ranks, momentum 0 to 0.95, the learning rate within a factor of ten, and batches may be split by speed.
+        retune_every: epochs between two looks at whether the setting is still the best; None for none.
+        mode: whether ``monitor`` is better if it is smaller; by its name if None ("loss" or "error" in it).
+        seed: of the search, and of the samples that probes train on.
+
+    Attributes:
+        choice: what was chosen last, a `lightning_omni.search.Choice`; on rank 0.
+        searches: all searches of this fit, on rank 0.
+        problem: why nothing was searched.
+
+    Raises:
+        ConfigurationError: an argument is wrong; the message names it.
+
+    Example:
+        >>> from lightning_omni import OmniTuner
+        >>> tuner = OmniTuner(target=0.88, monitor="val_acc")  # Trainer(strategy=OmniStrategy(), callbacks=[tuner])
+
+    References:
+        Hadjis et al. 2016, "Omnivore", for the objective and ``search="omnivore"``.
+    """
+
+    rank_zero_info: Callable[[str], None]
+
+    def __init__(
+        self,
+        target: float | None = None,
+        monitor: str = "val_loss",
+        budget: float = 0.1,
+        search: Literal["bayes", "omnivore", "grid", "random"] = "bayes",
+        space: Mapping[str, Any] | None = None,
+        retune_every: int | None = 1,
+        mode: Literal["min", "max"] | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        if not 0 <= budget < 1:
+            raise ConfigurationError(f"budget={budget}: pass the part of the run's time that probes may take, as 0.1")
+        if search not in ("bayes", "omnivore", "grid", "random"):
+            raise ConfigurationError(f'search={search!r}: pass "bayes", "omnivore", "grid" or "random"')
+        if retune_every is not None and (isinstance(retune_every, bool) or retune_every < 1):
+            raise ConfigurationError(f"retune_every={retune_every}: pass a number of epochs, or None")
+        if mode not in (None, "min", "max"):
+            raise ConfigurationError(f'mode={mode!r}: pass "min", "max" or None')
+        if target is not None and not math.isfinite(target):
+            raise ConfigurationError(f"target={target}: pass a finite number, or None")
+        Space.of(dict(space or {}), ranks=1 << 30)
+        self.target, self.monitor, self.budget, self.search = target, monitor, budget, search
+        self.retune_every, self.seed = retune_every, seed
+        self._space = dict(space or {})
+        self._mode = mode or ("min" if "loss" in monitor or "error" in monitor else "max")
+        self.choice: Choice | None = None
+        self.searches: list[Search] = []
+        self._when: list[tuple[int, float]] = []
+        self.problem = ""
+        self._strategy: Any = None
+        self._call: Callable[[], None] | None = None
+        self._setting: Setting | None = None
+        self._rounds = 0
+        self._unfinished = False
+        self._spent = self._trained = self._began = 0.0
+        self._reached: list[tuple[float, float]] = []
+        self._at_epochs: list[float] = []
+        self._rate = 0.0
+        self._seconds_before = 0.0
+        self._samples_an_epoch = self._epochs_planned = 0.0
+        self._warned = False
+
+    # --- Hooks --------------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Finds the strategy."""
+        if stage != "fit":
+            return
+        if not isinstance(trainer.strategy, OmniStrategyHooks):
+            raise ConfigurationError(
+                f"OmniTuner forms compute groups, which {type(trainer.strategy).__name__} has not;"
+                " pass Trainer(strategy=OmniStrategy())"
+            )
+        self._leave()
+        self._strategy, self._call = trainer.strategy, lambda: self._before_first_batch(trainer, pl_module)
+        self._strategy.on_ready.append(self._call)
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """The server comes up while the data is prepared: probes of several groups will need one."""
+        if self.budget > 0 and trainer.world_size > 1:
+            trainer.strategy.world.start_server()
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """How far the run is from its target."""
+        value = trainer.callback_metrics.get(self.monitor)
+        if trainer.sanity_checking or value is None:
+            return
+        self._reached.append((self._seconds, float(value)))
+        if self.target is not None and self._is_reached(float(value)) and not self._warned:
+            self._warned = True
+            self.rank_zero_info(
+                f"OmniTuner: {self.monitor}={float(value):.4g} has reached {self.target:.4g} after"
+                f" {self._seconds + self._spent:.1f} s, {self._spent:.1f} s of them for tuning"
+            )
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Groups have met: time to look whether the setting is still the best."""
+        epoch = trainer.current_epoch + 1
+        if self.problem:
+            return
+        if self._reached:
+            self._at_epochs.append(self._reached[-1][1])
+        rate, self._rate = self._rate, self._measure_rate(trainer)
+        if (
+            self.retune_every is None
+            or self._setting is None
+            or epoch % self.retune_every
+            or trainer.should_stop
+            or self._is_last(trainer, epoch)
+        ):
+            return
+        reason = self._reason(trainer, epoch, rate)
+        if reason:
+            self._retune(trainer, pl_module, reason)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Says if the target was not reached."""
+        if self.target is not None and not any(self._is_reached(value) for _, value in self._reached):
+            values = [value for _, value in self._reached]
+            best = (min(values) if self._mode == "min" else max(values)) if values else None
+            told = f"the best was {best:.4g}" if best is not None else "it was never logged in a validation"
+            self.rank_zero_info(f"OmniTuner: {self.monitor} has not reached {self.target:.4g}: {told}")
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """No hook of ours stays behind."""
+        self._leave()
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """No hook of ours stays behind."""
+        self._leave()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was observed, as plain lists: a resumed run replays it and goes on where it was."""
+        return {
+            "searches": [each.to_dict() for each in self.searches],
+            "when": self._when,
+            "setting": self._setting.to_dict() if self._setting is not None else None,
+            "unfinished": self._unfinished,
+            "rounds": self._rounds,
+            "spent": self._spent,
+            "trained": self._seconds,
+            "reached": self._reached,
+            "at_epochs": self._at_epochs,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Before the first batch it is known what is left to do."""
+        self.searches = [Search.from_dict(each) for each in state_dict["searches"]]
+        self._when = [tuple(each) for each in state_dict["when"]]
+        setting = state_dict["setting"]
+        self._setting = Setting.from_dict(setting) if setting is not None else None
+        self._unfinished, self._rounds = state_dict["unfinished"], state_dict["rounds"]
+        self._spent, self._trained = state_dict["spent"], state_dict["trained"]
+        self._reached = [tuple(each) for each in state_dict["reached"]]
+        self._at_epochs = list(state_dict["at_epochs"])
+
+    # --- When ---------------------------------------------------------------------------------------------------------
+
+    def _before_first_batch(self, trainer: Any, module: Any) -> None:
+        """The groups stand, and no batch has begun."""
+        self._began = time.perf_counter()
+        resumed = self._setting is not None and not self._unfinished
+        try:
+            hyperparameters = self._look_at(trainer)
+        except (ConfigurationError, UnsupportedError) as error:
+            self.problem = str(error)
+            self.rank_zero_info(f"OmniTuner: nothing is tuned: {self.problem}")
+            return
+        if resumed:
+            assert self._setting is not None
+            self._regroup(trainer, self._setting, None, False)  # rates and momentum are in the checkpoint
+        else:
+            self._tune_first(trainer, module, hyperparameters)
+        self._began = time.perf_counter()
+        self._seconds_before = self._trained
+
+    def _tune_first(self, trainer: Any, module: Any, hyperparameters: Hyperparameters) -> None:
+        start = self._present(trainer, hyperparameters, hyperparameters.lr)
+        job = self._job(trainer, hyperparameters, start, share=self.budget * _AT_START)
+        if not job.batches:
+            self.problem = Search(job, self.search).choice().why
+            self.rank_zero_info(f"OmniTuner: {self.problem}")
+            return
+        observations = self.searches[-1].observations if self._unfinished and self.searches else []
+        if self._unfinished:
+            self.searches, self._when = self.searches[:-1], self._when[:-1]
+        self._find(trainer, module, hyperparameters, job, hyperparameters.lr, observations)
+
+    def _retune(self, trainer: Any, module: Any, reason: str) -> None:
+        """Another search, if there is time for one. Rank 0's clock counts."""
+        hyperparameters = self._look_at(trainer)
+        start = self._present(trainer, hyperparameters, hyperparameters.lr_now)
+        job = self._job(trainer, hyperparameters, start, share=0.0)
+        seconds = self._allowance(job, reason)
+        share = seconds * self._rate / job.horizon if job.horizon else 0.0
+        job = replace(job, share=share, seconds=seconds, steps=reason != _SPEED, current=True)
+        if not self._strategy.world.agree([job.batches if trainer.is_global_zero else 0])[0]:
+            return
+        self.rank_zero_info(f"OmniTuner: looks again, because {reason}; there are {seconds:.1f} s for it")
+        self._find(trainer, module, hyperparameters, job, hyperparameters.lr_now, ())
+
+    def _allowance(self, job: Job, reason: str) -> float:
+        """Seconds for a search: what was earned so far, or what was set aside."""
+        earned = self.budget * (self._seconds + self._spent) - self._spent
+        if reason != _UNDER_WAY_ALREADY or not self._rate:
+            return earned
+        whole = self._epochs_planned * self._samples_an_epoch / self._rate
+        return max(earned, self.budget * (_AT_START + _UNDER_WAY) * whole - self._spent)
+
+    def _reason(self, trainer: Any, epoch: int, rate: float) -> str:
+        """Why another search may be worth its time, or nothing. What rank 0 finds counts."""
+        number = 0
+        if self._rounds == 1 and epoch <= max(1, _EARLY * self._epochs(trainer)):
+            number = 1
+        elif rate and self._rate and abs(self._rate / rate - 1) > _CHANGED:
+            number = 2
+        elif self._has_stalled(trainer, epoch):
+            number = 3
+        return _REASONS[self._strategy.world.agree([number if trainer.is_global_zero else 0])[0]]
+
+    def _has_stalled(self, trainer: Any, epoch: int) -> bool:
+        """Whether at the pace of the last epoch the target would not be reached in time."""
+        if self.target is None or len(self._at_epochs) < 2 or self._is_reached(self._at_epochs[-1]):
+            return False
+        before, now = (abs(self.target - value) for value in self._at_epochs[-2:])
+        left = self._epochs(trainer) - epoch
+        return now >= before or now / (before - now) > left
+
+    # --- A search -----------------------------------------------------------------------------------------------------
+
+    def _find(
+        self,
+        trainer: Any,
+        module: Any,
+        hyperparameters: Hyperparameters,
+        job: Job,
+        lr: float,
+        observations: Any,
+    ) -> None:
+        """Probes until rank 0 has chosen, then trains with that."""
+        world, began = self._strategy.world, time.perf_counter()
+        lost = set(world.lost)
+        prober = Prober(trainer, module, hyperparameters, lr, self.seed + self._rounds)
+        self._unfinished = True
+        search = self._begin(trainer, job, observations) if trainer.is_global_zero else None
+        with Shown(trainer, job, self.rank_zero_info) as shown:
+            while True:
+                order = Order.from_text(world.tell(self._order(search, shown) if search is not None else ""))
+                if order.error:
+                    prober.close()
+                    raise ConfigurationError(order.error)
+                if order.probe is None:
+                    break
+                observation = prober.run(order.probe, order.speeds, order.by_speed)
+                if search is not None:
+                    search.tell(observation)
+                    shown.found(search, order.probe, observation)
+                    if set(world.lost) - lost:
+                        search.stop(f"rank {', '.join(map(str, sorted(set(world.lost) - lost)))} was lost while tuning")
+        prober.close()
+        assert order.setting is not None
+        self._apply(trainer, hyperparameters, job, order)
+        self._unfinished, self._rounds = False, self._rounds + 1
+        self._spent += time.perf_counter() - began
+        self._began += time.perf_counter() - began
+        self._rate = 0.0
+        self._publish(trainer, order)
+
+    def _begin(self, trainer: Any, job: Job, observations: Any) -> Search:
+        self.searches.append(Search(job, self.search, observations))
+        self._when.append((trainer.current_epoch, self._seconds))
+        return self.searches[-1]
+
+    def _order(self, search: Search, shown: Shown) -> str:
+        """What all ranks do next."""
+        try:
+            probe = search.next()
+            if probe is not None:
+                shown.tries(search, probe)
+                return replace(self._placed(search, probe.setting), probe=probe).to_text()
+            self.choice = search.choice()
+            setting = self._feasible(self.choice.setting)
+            return replace(self._placed(search, setting), setting=setting, why=self.choice.why).to_text()
+        except OmniError as error:
+            return Order(error=str(error)).to_text()
+
+    def _feasible(self, setting: Setting) -> Setting:
+        """Not more groups than ranks that are left."""
+        return replace(setting, groups=min(setting.groups, len(self._strategy.world.live_ranks)))
+
+    @staticmethod
+    def _placed(search: Search, setting: Setting) -> Order:
+        """How groups are formed, if speeds are known."""
+        profile = search.profile
+        if profile is None or len(profile.speeds) < setting.groups:
+            return Order()
+        topology = search.prediction(setting).topology
+        ranks = sorted(rank for members in topology.groups for rank in members)
+        by_speed = list(topology.groups) != _in_order(ranks, setting.groups)
+        return Order(speeds=dict(zip(ranks, profile.speeds, strict=True)), by_speed=by_speed)
+
+    # --- Applying -----------------------------------------------------------------------------------------------------
+
+    def _apply(self, trainer: Any, hyperparameters: Hyperparameters, job: Job, order: Order) -> None:
+        """From here on the run trains like that."""
+        setting = order.setting
+        assert setting is not None
+        hyperparameters.set_momentum(setting.momentum)
+        hyperparameters.scale(setting.lr / job.start.lr)
+        self._setting = setting
+        self._regroup(trainer, setting, order.speeds, order.by_speed)
+
+    def _regroup(self, trainer: Any, setting: Setting, speeds: Mapping[int, float] | None, by_speed: bool) -> None:
+        strategy, world = self._strategy, self._strategy.world
+        world.method = with_period(world.method, setting.period)
+        if setting.rebalance and not strategy.balance.is_on and strategy.epochs.leases is not None:
+            strategy.balance = Balance("auto", self.rank_zero_info)
+            strategy.balance.begin(world, strategy.lightning_module, lambda: strategy.epochs.leases)
+        if setting.groups != len(world.topology.alive) or by_speed:
+            strategy.form(setting.groups, speeds if by_speed else None)
+        if setting.rebalance and speeds is not None and len(world.members) > 1 and strategy.epochs.leases is not None:
+            size = strategy.epochs.leases.batch_size * len(world.members)
+            strategy.epochs.assign(apportion(size, [speeds[rank] for rank in world.members]))
+        world.enter_world(strategy.buffers())
+
+    # --- What is known of the run -------------------------------------------------------------------------------------
+
+    def _look_at(self, trainer: Any) -> Hyperparameters:
+        """The optimizer, if this fit can be probed at all.
+
+        Raises:
+            ConfigurationError: it cannot.
+        """
+        probed_loader(trainer)
+        return Hyperparameters(trainer.optimizers[0], [config.scheduler for config in trainer.lr_scheduler_configs])
+
+    def _present(self, trainer: Any, hyperparameters: Hyperparameters, lr: float) -> Setting:
+        """What the run trains with at the moment."""
+        world = self._strategy.world
+        return Setting(
+            groups=len(world.topology.alive),
+            momentum=hyperparameters.momentum,
+            lr=lr,
+            rebalance=self._strategy.balance.is_on,
+            period=int(getattr(world.method, "period", 1)),
+        )
+
+    def _job(
+        self,
+        trainer: Any,
+        hyperparameters: Hyperparameters,
+        start: Setting,
+        share: float,
+    ) -> Job:
+        world = self._strategy.world
+        batch = batch_size_of(trainer.train_dataloader) * len(world.live_ranks) * int(trainer.accumulate_grad_batches)
+        space = Space.of(self._space, len(world.live_ranks), lambda groups: self._allows(trainer, groups))
+        if not hyperparameters.is_momentum_free:
+            space = replace(space, momentum=(start.momentum, start.momentum))
+        if self._strategy.epochs.leases is None:
+            space = replace(space, rebalance=False)
+        if not hasattr(world.method, "period"):
+            space = replace(space, period=(1,))
+            start = replace(start, period=1)
+        return Job(
+            start,
+            batch,
+            self._horizon(trainer, batch),
+            share,
+            space,
+            hyperparameters.scaling,
+            seed=self.seed + self._rounds,
+        )
+
+    def _allows(self, trainer: Any, groups: int) -> bool:
+        """Whether there may be that many groups."""
+        world = self._strategy.world
+        try:
+            world.method.check(groups)
+            self._strategy.check_several(trainer)
+            for optimizer in trainer.optimizers:
+                world.check_optimizer(optimizer)
+        except (ConfigurationError, UnsupportedError) as error:
+            if not self.problem:
+                self.rank_zero_info(f"OmniTuner: {groups} groups are not tried: {error}")
+            return False
+        return True
+
+    def _epochs(self, trainer: Any) -> float:
+        """Epochs that the run will train."""
+        batches = max(1, trainer.num_training_batches if math.isfinite(trainer.num_training_batches) else 1)
+        limits = [trainer.max_epochs] if trainer.max_epochs not in (None, -1) else []
+        if trainer.max_steps != -1:
+            limits.append(trainer.max_steps * int(trainer.accumulate_grad_batches) / batches)
+        return float(min(limits)) if limits else float(_UNLIMITED)
+
+    def _horizon(self, trainer: Any, batch: int) -> float:
+        """Samples that are left to train."""
+        left = max(0.0, self._epochs(trainer) - trainer.current_epoch)
+        batches = trainer.num_training_batches if math.isfinite(trainer.num_training_batches) else 1
+        return float(left * batches * batch / int(trainer.accumulate_grad_batches))
+
+    def _is_last(self, trainer: Any, epoch: int) -> bool:
+        return epoch >= self._epochs(trainer)
+
+    def _measure_rate(self, trainer: Any) -> float:
+        """Samples per second of all ranks in the epoch that has just ended."""
+        batch = batch_size_of(trainer.train_dataloader) * len(self._strategy.world.live_ranks)
+        self._samples_an_epoch = batch * trainer.num_training_batches
+        self._epochs_planned = self._epochs(trainer)
+        seconds, self._seconds_before = self._seconds - self._seconds_before, self._seconds
+        return self._samples_an_epoch / seconds if seconds > 0 else 0.0
+
+    @property
+    def _seconds(self) -> float:
+        """Seconds of training so far, without those of searches."""
+        return self._trained + (time.perf_counter() - self._began if self._began else 0.0)
+
+    def _is_reached(self, value: float) -> bool:
+        assert self.target is not None
+        return reaches("loss" if self._mode == "min" else "", value, self.target)
+
+    # --- What a user sees ---------------------------------------------------------------------------------------------
+
+    def _publish(self, trainer: Any, order: Order) -> None:
+        """To the console, to the loggers, and as files into the first logger's folder."""
+        setting = order.setting
+        assert setting is not None
+        self.rank_zero_info(f"OmniTuner: trains with {setting}: {order.why}")
+        figures = {
+            "omni/groups": float(setting.groups),
+            "omni/momentum": setting.momentum,
+            "omni/lr": setting.lr,
+            "omni/tuner/seconds": self._spent,
+        }
+        for logger in trainer.loggers:
+            logger.log_metrics(figures, step=trainer.global_step)
+        folder = trainer.log_dir if trainer.loggers else None  # asks all ranks
+        if folder is None or "://" in str(folder) or not trainer.is_global_zero:
+            return
+        self._report(trainer, Path(folder))
+
+    def _report(self, trainer: Any, folder: Path) -> None:
+        from lightning_omni.report import Round, TuningReport
+
+        rounds = tuple(
+            Round(search, *when, reasons=tuple(probe.why for probe in search.probes))
+            for search, when in zip(self.searches, self._when, strict=True)
+            if search.observations
+        )
+        if not rounds:
+            return
+        report = TuningReport(rounds, self.target, self.monitor)
+        folder.mkdir(parents=True, exist_ok=True)
+        report.save(folder)
+        for logger in trainer.loggers:
+            add_figure = getattr(getattr(logger, "experiment", None), "add_figure", None)
+            if callable(add_figure):
+                add_figure("omni/tuning", report.figure(), global_step=trainer.global_step)
+
+    def _leave(self) -> None:
+        if self._strategy is not None and self._call in self._strategy.on_ready:
+            self._strategy.on_ready.remove(self._call)
+
+
+def _in_order(ranks: list[int], groups: int) -> list[tuple[int, ...]]:
+    from lightning_omni.topology import Topology
+
+    return list(Topology.of(ranks, groups).groups)
+
+
+__all__ = ["Observation", "OmniTunerHooks", "Order"]

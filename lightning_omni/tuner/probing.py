@@ -1,0 +1,462 @@
+"""Probes in a fit: some batches of real training with another setting, from a snapshot and back to it.
+
+A probe is no part of the run: it does not go through Lightning's loops, so nothing counts its batches, saves, logs or
+stops for it. It does go through the module's ``training_step``, the strategy's DDP, the precision plugin, gradient
+clipping, and the parameter server, with batches of the run's own data set.
+
+Rule 1: between two probes there is one group of all live ranks, with everything at home; there the ranks agree.
+Rule 2: whatever happens in a probe, this rank's state is put back before the exception goes on.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_omni.errors import ConfigurationError, OmniError
+from lightning_omni.optimizer.balance import Balance, gather
+from lightning_omni.optimizer.data import Leases
+from lightning_omni.performance.forecast import Setting, Tried
+from lightning_omni.performance.profile import Measured
+from lightning_omni.protocol import EpochPlan
+from lightning_omni.protocol import messages as m
+from lightning_omni.protocol.leases import apportion
+from lightning_omni.search import Observation, Probe
+from lightning_omni.tuner.hyperparameters import Hyperparameters
+from lightning_omni.tuner.snapshot import Snapshot
+from lightning_omni.tuner.step import arguments_of, loss_of, silence
+
+_FIRST_EPOCH = 1 << 40
+"""Epochs of probes have numbers of their own, which no epoch of the run comes to."""
+
+
+@dataclass
+class Batch:
+    """What one rank noted of one batch of a probe."""
+
+    stop: int
+    samples: int
+    loss: float
+    ended: float
+    exchanged: float
+
+
+class Prober:
+    """Carries out probes on every rank of a fit, and leaves no trace of them.
+
+    Args:
+        trainer: the Trainer; its strategy is an OmniStrategy that has begun to train, and no epoch is open.
+        module: the LightningModule.
+        hyperparameters: of its optimizer.
+        lr: the learning rate that settings are relative to, see `Hyperparameters.lr`.
+        seed: of the samples that probes train on.
+
+    Raises:
+        ConfigurationError: this fit cannot be probed; the message says why.
+    """
+
+    def __init__(self, trainer: Any, module: Any, hyperparameters: Hyperparameters, lr: float, seed: int) -> None:
+        self._trainer, self._module = trainer, module
+        self._strategy = trainer.strategy
+        self._hyperparameters, self._lr, self._seed = hyperparameters, lr, seed
+        self.loader = probed_loader(trainer)
+        self._arguments = arguments_of(type(module).training_step)
+        self._method = self._strategy.world.method
+        self._count = 0
+        self._lost = set(self._strategy.world.lost)
+        self._go_home()
+        self._counters = _Counters(self._strategy)
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        if self._strategy.world.size > 1:
+            self._strategy.world.connect()
+        self._snapshot = Snapshot(module, trainer.optimizers, [scaler] if scaler is not None else [])
+
+    # --- A probe ------------------------------------------------------------------------------------------------------
+
+    def run(self, probe: Probe, speeds: Mapping[int, float] | None, by_speed: bool) -> Observation:
+        """Trains as the probe says, and takes it all back. On every rank.
+
+        Args:
+            probe: what to try.
+            speeds: samples per second of each rank, the same on all; None if they are not known yet.
+            by_speed: whether groups are formed by them.
+
+        Returns:
+            What all ranks saw, the same on all.
+        """
+        began = time.perf_counter()
+        try:
+            batches, problem, own, serve = self._train(probe, speeds, by_speed)
+            groups = self._strategy.world.topology.groups
+            self._go_home()
+            self._snapshot.restore()
+            table = self._tell_all(batches, own)
+        except BaseException as error:
+            self._give_up(error)
+            raise
+        lost = set(self._strategy.world.lost) - self._lost
+        if lost:
+            problem = f"rank {', '.join(map(str, sorted(lost)))} was lost"
+        problem = self._agree(problem)
+        seconds = float(self._strategy.world.tell(repr(time.perf_counter() - began)))
+        serve = float(self._strategy.world.tell(repr(serve)))
+        tried = _tried(probe.setting, table, seconds, problem)
+        measured = None if lost else _measured(groups, table, probe.setting.period, self._nbytes, serve)
+        return Observation(tried, measured)
+
+    def close(self) -> None:
+        """The run is as it was before the first probe, in one group of all live ranks."""
+        self._strategy.world.method = self._method
+        self._snapshot.restore()
+        self._counters.restore()
+
+    def _train(
+        self, probe: Probe, speeds: Mapping[int, float] | None, by_speed: bool
+    ) -> tuple[list[Batch], str, list[tuple[int, float]], float]:
+        strategy, world = self._strategy, self._strategy.world
+        self._hyperparameters.set(probe.setting, self._lr)
+        world.method = with_period(self._method, probe.setting.period)
+        if probe.setting.groups > 1:
+            strategy.form(probe.setting.groups, speeds if by_speed else None)
+        leases = self._leases(probe, speeds)
+        balance = Balance("auto", _say_nothing, only_measures=True)
+        with self._in_place_of_the_run(leases, balance):
+            balance.begin(world, self._module, lambda: leases)
+            try:
+                batches, problem = self._go_through(leases, balance)
+            finally:
+                balance.end()
+            serve = self._ask_serve_time()
+            world.enter_world(strategy.buffers())
+        window = int(self._trainer.accumulate_grad_batches)
+        return batches, problem, [(samples * window, seconds) for samples, seconds in balance.measured], serve
+
+    def _go_through(self, leases: Leases, balance: Balance) -> tuple[list[Batch], str]:
+        """All batches that this rank's group gets of the probe's samples."""
+        world = self._strategy.world
+        batches: list[Batch] = []
+        began, exchanged = time.perf_counter(), world.last.seconds
+        micro: list[Any] = []
+        window = int(self._trainer.accumulate_grad_batches)
+        for batch in self._batches(leases):
+            leases.begin_batch()
+            balance.begin_batch()
+            micro.append(batch)
+            if len(micro) < window:
+                continue
+            loss = self._step(micro)
+            micro = []
+            balance.end_batch()
+            now = time.perf_counter()
+            current = leases.current
+            assert current is not None
+            stop = current.stop
+            batches.append(
+                Batch(stop, (stop - current.start) * window, loss, now - began, world.last.seconds - exchanged)
+            )
+            if self._has_diverged():
+                if not world.is_synchronous:
+                    leases.leave("skip")
+                return batches, "diverged: gradients or weights are not finite"
+            if world.last.stop:
+                return batches, "diverged in another group"
+        return batches, ""
+
+    def _step(self, micro: Sequence[Any]) -> float:
+        """One optimizer step, as Lightning's automatic optimization makes it. Returns the mean loss."""
+        strategy, module, optimizer = self._strategy, self._module, self._module.optimizers()
+        losses: list[Tensor] = []
+
+        def closure() -> Tensor:
+            for number, batch in enumerate(micro):
+                with ExitStack() as stack:
+                    if number < len(micro) - 1:
+                        stack.enter_context(strategy.block_backward_sync())
+                    loss = loss_of(strategy.training_step(self._on_device(batch), *self._arguments))
+                    losses.append(loss.detach())
+                    if number == 0:
+                        optimizer.zero_grad()
+                    strategy.backward(loss / len(micro), None)
+            return losses[-1]
+
+        module.optimizer_step(self._trainer.current_epoch, 0, optimizer, closure)
+        return float(torch.stack(losses).mean())
+
+    def _has_diverged(self) -> bool:
+        """Known alike to all members of the group, without a word between them."""
+        world = self._strategy.world
+        if not world.is_synchronous:
+            return not world.last.applied
+        # The same gradient on every rank, and it is not finite if one rank's loss is not.
+        total = sum(
+            float(parameter.grad.detach().float().abs().sum())
+            for parameter in self._module.parameters()
+            if parameter.grad is not None
+        )
+        return not math.isfinite(total)
+
+    def _on_device(self, batch: Any) -> Any:
+        batch = self._trainer.precision_plugin.convert_input(batch)
+        return self._strategy.batch_to_device(batch, dataloader_idx=0)
+
+    # --- Data ---------------------------------------------------------------------------------------------------------
+
+    def _leases(self, probe: Probe, speeds: Mapping[int, float] | None) -> Leases:
+        world = self._strategy.world
+        size = batch_size_of(self.loader)
+        leases = Leases(world.size, size, probe.samples, world.rank, lambda epoch: None, world.is_synchronous)
+        shares: Sequence[int] = ()
+        if probe.setting.rebalance and speeds is not None and len(world.members) > 1:
+            shares = apportion(size * len(world.members), [speeds[rank] for rank in world.members])
+        control = None if world.is_synchronous else world.control
+        leases.assign(world.members.index(world.rank), len(world.members), control, world.generation, shares)
+        self._count += 1
+        plan = EpochPlan(epoch=_FIRST_EPOCH + self._count, total=probe.samples, batch_size=size, budget=probe.samples)
+        if world.is_synchronous:
+            leases.begin_local(plan)
+        else:
+            leases.begin(plan)
+        return leases
+
+    def _batches(self, leases: Leases) -> Iterator[Any]:
+        """The probe's batches, loaded as the run's are."""
+        loader = self.loader
+        workers = {"prefetch_factor": loader.prefetch_factor} if loader.num_workers else {}
+        return iter(
+            DataLoader(
+                loader.dataset,
+                batch_sampler=_Drawn(leases, self._order(leases.total)),
+                num_workers=loader.num_workers,
+                collate_fn=loader.collate_fn,
+                pin_memory=loader.pin_memory,
+                worker_init_fn=loader.worker_init_fn,
+                multiprocessing_context=loader.multiprocessing_context,
+                generator=torch.Generator().manual_seed(self._seed),
+                **workers,  # type: ignore[arg-type]
+            )
+        )
+
+    def _order(self, total: int) -> Tensor:
+        """The same samples in the same order for all probes."""
+        count = len(self.loader.dataset)  # type: ignore[arg-type]
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(self._seed))
+        return order.repeat(-(-total // count))[:total]
+
+    # --- All ranks together -------------------------------------------------------------------------------------------
+
+    def _go_home(self) -> None:
+        """One group of all live ranks, which has everything that the server knew."""
+        world = self._strategy.world
+        if not world.is_synchronous:
+            self._strategy.form(1)
+
+    def _tell_all(self, batches: Sequence[Batch], own: Sequence[tuple[int, float]]) -> dict[int, _Row]:
+        """What every live rank noted, on every rank."""
+        world = self._strategy.world
+        counts = gather(world, (len(batches), len(own)))
+        most, most_own = (int(max(column)) for column in zip(*counts, strict=True))
+        numbers: list[float] = []
+        for each in batches:
+            numbers += [each.stop, each.samples, each.loss, each.ended, each.exchanged]
+        numbers += [0.0] * (5 * most - len(numbers))
+        for samples, seconds in own:
+            numbers += [samples, seconds]
+        numbers += [0.0] * (5 * most + 2 * most_own + 1 - len(numbers))  # never empty
+        table = {}
+        for rank, row, (count, own_count) in zip(world.members, gather(world, numbers), counts, strict=True):
+            table[rank] = _Row.of(row, int(count), int(own_count), most)
+        return table
+
+    def _agree(self, problem: str) -> str:
+        """Any rank's problem is everybody's; the first rank that has one is heard."""
+        world = self._strategy.world
+        first = world.size - max(world.agree([world.size - world.rank if problem else 0]))
+        if first == world.size:
+            return ""
+        return problem if problem and first == world.rank else (problem or "diverged on another rank")
+
+    def _ask_serve_time(self) -> float:
+        world = self._strategy.world
+        if world.rank != 0 or world.is_synchronous or world.control is None:
+            return 0.0
+        try:
+            status = world.control.request(m.AskStatus(), m.Status, timeout=5.0)
+        except OmniError:
+            return 0.0
+        return float(status.serve_time)
+
+    @property
+    def _nbytes(self) -> int:
+        return sum(part.replica.layout.nbytes for part in self._strategy.world.parts if part.head is None)
+
+    @contextmanager
+    def _in_place_of_the_run(self, leases: Leases, balance: Balance) -> Iterator[None]:
+        """What of strategy and trainer a probe takes the place of."""
+        strategy, trainer = self._strategy, self._trainer
+        kept = strategy.epochs.leases, strategy.balance, trainer.callbacks, trainer.loggers
+        strategy.epochs.leases, strategy.balance = leases, balance
+        trainer.callbacks, trainer.loggers = [], []
+        world = strategy.world
+        world.last.stop, world.last.applied = "", True
+        try:
+            with silence(self._module), torch.enable_grad():
+                if not world.is_synchronous:
+                    world.enter_compute()
+                yield
+        finally:
+            strategy.epochs.leases, strategy.balance, trainer.callbacks, trainer.loggers = kept
+
+    def _give_up(self, error: BaseException) -> None:
+        """This rank cannot go on. What is saved now has to be the run's state, not the probe's."""
+        self._strategy.world.fail(f"{type(error).__name__} in a probe: {error}")
+        self.close()
+
+
+class _Drawn:
+    """Yields the dataset indices of this rank's batches of a probe."""
+
+    def __init__(self, leases: Leases, order: Tensor) -> None:
+        self._leases, self._order = leases, order
+
+    def __iter__(self) -> Iterator[list[int]]:
+        leases = self._leases
+        while leases.hand_out() is not None:
+            chosen = leases.indices(leases.handed - 1)
+            yield self._order[chosen.start : chosen.stop : chosen.step].tolist()
+
+
+class _Counters:
+    """What the strategy counts of a run, as it was before the probes."""
+
+    def __init__(self, strategy: Any) -> None:
+        self._strategy, self._steps = strategy, strategy._synchronous_steps
+        self._last = replace(strategy.world.last)
+        self._staleness = [list(part.staleness) for part in strategy.world.parts]
+        self._clocks = [part.replica.clock for part in strategy.world.parts]
+
+    def restore(self) -> None:
+        """Puts them back."""
+        self._strategy._synchronous_steps = self._steps
+        self._strategy.world.last = replace(self._last)
+        for part, kept in zip(self._strategy.world.parts, self._staleness, strict=True):
+            part.staleness[:] = kept
+        for part, clock in zip(self._strategy.world.parts, self._clocks, strict=True):
+            part.replica.clock = clock
+
+
+# --- What was seen ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One rank's batches and its own times."""
+
+    batches: tuple[Batch, ...]
+    own: tuple[tuple[int, float], ...]
+
+    @classmethod
+    def of(cls, numbers: Sequence[float], count: int, own_count: int, most: int) -> _Row:
+        batches = [
+            Batch(int(stop), int(samples), loss, ended, exchanged)
+            for stop, samples, loss, ended, exchanged in (numbers[5 * i : 5 * i + 5] for i in range(count))
+        ]
+        rest = numbers[5 * most :]
+        own = [(int(rest[2 * i]), rest[2 * i + 1]) for i in range(own_count)]
+        return cls(tuple(batches), tuple(own))
+
+
+def _tried(setting: Setting, table: Mapping[int, _Row], seconds: float, problem: str) -> Tried:
+    """The loss of each group batch, the mean over the members, in the order of the samples."""
+    losses: dict[int, tuple[list[float], int]] = {}
+    for row in table.values():
+        for batch in row.batches:
+            losses.setdefault(batch.stop, ([], batch.samples))[0].append(batch.loss)
+    stops = sorted(losses)
+    means = [math.fsum(losses[stop][0]) / len(losses[stop][0]) for stop in stops]
+    return Tried(setting, tuple(map(float, stops)), tuple(means), seconds, problem)
+
+
+def _measured(
+    groups: Sequence[tuple[int, ...]], table: Mapping[int, _Row], period: int, nbytes: int, serve: float
+) -> Measured | None:
+    """The times of all ranks and groups; None if there are too few."""
+    groups = [members for members in groups if members]
+    if not all(row.batches and row.own for row in table.values()):
+        return None
+    steps: list[tuple[float, ...]] = []
+    exchanges: list[tuple[float, ...]] = []
+    for members in groups:
+        batches = table[members[0]].batches
+        for times, moments in (
+            (steps, [each.ended for each in batches]),
+            (exchanges, [each.exchanged for each in batches]),
+        ):
+            times.append(_settled([later - earlier for earlier, later in pairwise([0.0, *moments])]))
+    ranks = sorted(table)
+    own = {rank: _settled(table[rank].own) for rank in ranks}
+    return Measured(
+        groups=tuple(groups),
+        samples=tuple(tuple(samples for samples, _ in own[rank]) for rank in ranks),
+        own=tuple(tuple(max(seconds, 1e-9) for _, seconds in own[rank]) for rank in ranks),
+        steps=tuple(steps),
+        exchanges=tuple(exchanges),
+        serve=serve if len(groups) > 1 else 0.0,
+        period=period if len(groups) > 1 else 1,
+        nbytes=nbytes,
+    )
+
+
+_T = TypeVar("_T")
+
+
+def _settled(values: Sequence[_T]) -> tuple[_T, ...]:
+    """Without the first, which begins with other things, if there are enough others."""
+    return tuple(values[1:] if len(values) > 2 else values)
+
+
+# --- Fits that can be probed ------------------------------------------------------------------------------------------
+
+
+def probed_loader(trainer: Any) -> DataLoader[Any]:
+    """The DataLoader whose data set probes train on.
+
+    Raises:
+        ConfigurationError: this fit cannot be probed; the message says why.
+    """
+    if trainer.fast_dev_run:
+        raise ConfigurationError("fast_dev_run trains too little")
+    if not trainer.lightning_module.automatic_optimization:
+        raise ConfigurationError("with manual optimization only training_step knows what a step is")
+    if len(trainer.optimizers) != 1:
+        raise ConfigurationError(f"it needs one optimizer, and there are {len(trainer.optimizers)}")
+    if any(part.head is not None for part in trainer.strategy.world.parts):
+        raise ConfigurationError("a merged head keeps weights at the server; groups of such a run are yours to choose")
+    loader = trainer.train_dataloader
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        raise ConfigurationError("the training data are a stream, or come from several loaders")
+    if loader.batch_size is None and getattr(loader.batch_sampler, "batch_size", None) is None:
+        raise ConfigurationError("the DataLoader does not say how large its batches are")
+    return loader
+
+
+def batch_size_of(loader: DataLoader[Any]) -> int:
+    """Samples in one rank's batch."""
+    return int(loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 1)
+
+
+def with_period(method: Any, period: int) -> Any:
+    """A method with so many local steps between two exchanges, if it has such a number."""
+    return replace(method, period=period) if hasattr(method, "period") and method.period != period else method
+
+
+def _say_nothing(text: str) -> None:
+    return None

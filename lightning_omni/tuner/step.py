@@ -1,0 +1,55 @@
+"""A LightningModule's ``training_step`` outside Lightning's loops: what it takes, what it gives, and nothing logged."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_omni.errors import ConfigurationError
+
+
+def arguments_of(step: Callable[..., Any]) -> tuple[int, ...]:
+    """What a training_step takes beside the batch: its number, or nothing.
+
+    Raises:
+        ConfigurationError: it takes no batch.
+    """
+    parameters = list(inspect.signature(step).parameters.values())[1:]
+    if parameters and parameters[0].name == "dataloader_iter":
+        raise ConfigurationError("training_step draws its batches itself from dataloader_iter")
+    many = any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in parameters)
+    return (0,) if many or len(parameters) > 1 else ()
+
+
+def loss_of(found: Any) -> Tensor:
+    """The loss that a training_step returned.
+
+    Raises:
+        ConfigurationError: it returned none.
+    """
+    loss = found["loss"] if isinstance(found, Mapping) else found
+    if not isinstance(loss, Tensor):
+        raise ConfigurationError("training_step returns no loss")
+    return loss
+
+
+@contextmanager
+def silence(module: nn.Module) -> Iterator[None]:
+    """While it lasts, nobody hears what the module and modules inside it log."""
+    muted = [each for each in module.modules() if hasattr(type(each), "training_step") and "log" not in vars(each)]
+    for each in muted:
+        each.log = each.log_dict = say_nothing  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for each in muted:
+            del each.log, each.log_dict
+
+
+def say_nothing(*_: Any, **__: Any) -> None:
+    """In the place of ``log``."""
+    return None

@@ -1,0 +1,136 @@
+"""Ranks of emulated speed with an OmniTuner: what it tried, what it chose, and the state that it left."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import time
+from typing import Any
+
+import torch
+from common import OPTIONS, omni, pl, report, trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+RANK = int(os.environ.get("LOCAL_RANK", 0))
+
+
+class Classifier(pl.LightningModule):
+    """Sleeps as long as a device of its rank's speed would compute."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        super().__init__()
+        self.options = options
+        self.net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 4))
+        self.noted: list[float] = []
+        self.steps = 0
+        self.chance = random.Random(RANK)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.steps += 1
+        seconds = self.options.get("seconds", {}).get(str(RANK), 0.0) * len(batch[0])
+        if self.options.get("exponential"):
+            seconds *= self.chance.expovariate(1.0)
+        time.sleep(seconds)
+        if self.options.get("dies") == [RANK, self.steps]:
+            os._exit(3)
+        if self.options.get("interrupted") == [RANK, self.steps]:
+            raise KeyboardInterrupt
+        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        if self.options.get("nan_at") == self.steps:
+            loss = loss * float("nan")
+        self.noted.append(float(loss))
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", nn.functional.cross_entropy(self.net(batch[0]), batch[1]), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        options = {"lr": self.options.get("lr", 0.05), "momentum": 0.9}
+        optimizer = torch.optim.SGD(self.parameters(), **options)
+        if "warmup" not in self.options:
+            return optimizer
+        shape = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 8))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": shape, "interval": "step"}}
+
+
+class State(pl.Callback):
+    """The run's state right before and right after the tuner's search."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+        self.first: list[int] = []
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if hasattr(trainer.strategy, "on_ready"):
+            trainer.strategy.on_ready.append(lambda: self.note(trainer, pl_module))
+
+    def note(self, trainer: Any, module: Any) -> None:
+        hasher = hashlib.sha256()
+        optimizer = trainer.optimizers[0]
+        tensors = [*module.parameters(), *module.buffers(), torch.get_rng_state()]
+        tensors += [each for values in optimizer.state.values() for each in values.values() if torch.is_tensor(each)]
+        for tensor in tensors:
+            hasher.update(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        hasher.update(repr((random.getstate(), module.steps if module.steps < 2 else 0, module.noted)).encode())
+        self.seen.append(hasher.hexdigest())
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if not self.first:
+            self.first = batch[2].tolist()
+
+
+def data(samples: int = 2048, batch_size: int = 8, **options: Any) -> tuple[DataLoader[Any], DataLoader[Any]]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(samples, 16, generator=generator)
+    y = x[:, :4].argmax(1)
+    whole = TensorDataset(x, y, torch.arange(samples))
+    return DataLoader(whole, batch_size=batch_size, shuffle=True, **options), DataLoader(whole, batch_size=256)
+
+
+def main() -> None:
+    results = []
+    for fit in OPTIONS["fits"]:
+        pl.seed_everything(1)
+        strategy = omni.OmniStrategy(**fit.get("strategy", {}))
+        module, state = Classifier(fit), State()
+        tuner = omni.OmniTuner(**fit["tuner"]) if "tuner" in fit else None
+        callbacks = [State(), tuner, state] if tuner else [state]
+        options = {"max_epochs": 4, **fit.get("trainer", {})}
+        run = trainer(strategy, fit.get("devices", 2), callbacks=callbacks, **options)
+        began = time.perf_counter()
+        loaders = data(**fit.get("data", {}))
+        try:
+            run.fit(module, *loaders, ckpt_path=fit.get("ckpt_path"))
+        finally:
+            result = {
+                "seconds": time.perf_counter() - began,
+                "before": callbacks[0].seen,
+                "after": state.seen,
+                "first": state.first,
+                "steps": module.steps,
+                "weights": [parameter.flatten().tolist() for parameter in module.parameters()],
+                "lr": run.optimizers[0].param_groups[0]["lr"] if run.optimizers else None,
+                "momentum": run.optimizers[0].param_groups[0]["momentum"] if run.optimizers else None,
+                "setting": tuner.state_dict()["setting"] if tuner else None,
+                "why": tuner.choice.why if tuner and tuner.choice else "",
+                "problem": tuner.problem if tuner else "",
+                "tried": [
+                    [each.tried.setting.to_dict(), each.tried.problem]
+                    for search in (tuner.searches if tuner else [])
+                    for each in search.observations
+                ],
+                "logged": {name: float(value) for name, value in run.callback_metrics.items()},
+            }
+            if fit.get("dump"):
+                result["dump"] = [each.to_dict() for search in tuner.searches for each in search.observations]
+            results.append(result)
+            report(RANK, results)
+        if "save" in fit:
+            run.save_checkpoint(fit["save"])
+
+
+if __name__ == "__main__":
+    main()

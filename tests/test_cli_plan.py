@@ -1,0 +1,207 @@
+"""``lightning-omni plan``: figures of the profile, other machines, what to buy, and wrong files and options."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from searches import BATCH, START, found, search
+
+from lightning_omni.cli import main
+from lightning_omni.performance.profile import Profile
+from lightning_omni.report import Round, TuningReport
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    """A report, without what takes time to draw."""
+    path = tmp_path / "omni-tuning.json"
+    path.write_text(json.dumps(TuningReport((Round(found(), 0, 0.0),), None, "loss").to_dict()))
+    return str(path)
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> str:
+    """A profile alone."""
+    measured = found().profile
+    assert measured is not None
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(measured.to_dict()))
+    return str(path)
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["plan", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def cells(output: str) -> dict[int, list[str]]:
+    """The table's rows by groups."""
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in output.splitlines() if "│" in line]
+    return {int(row[0].removeprefix("★ ")): row for row in rows}
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line with which the command refuses."""
+    assert main(["plan", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    return captured.err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("options", "changes", "question"),
+    [
+        ([], {}, {}),
+        (["--ranks", "32", "--bandwidth", "10Gbit", "--latency", "1e-4"],
+         {"ranks": 32, "bandwidth": 1.25e9, "latency": 1e-4}, {}),
+        (["--bandwidth", "1e8"], {"bandwidth": 1e8}, {}),
+        (["--batch-size", "64", "--period", "4"], {}, {"batch_size": 64, "period": 4}),
+    ],
+    ids=["as measured", "more ranks", "another network", "another batch"],
+)  # fmt: skip
+def test_figures_are_those_of_the_profile(
+    options: list[str],
+    changes: dict[str, float],
+    question: dict[str, int],
+    profile: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    output = said(capsys, profile, *options)
+    planned = Profile.from_dict(json.loads(Path(profile).read_text()))
+    planned = planned.scaled(**changes) if changes else planned  # type: ignore[arg-type]
+    rows = cells(output)
+    assert sorted(rows) == [2**power for power in range(planned.ranks.bit_length())]
+    for groups, row in rows.items():
+        expected = planned.predict(groups, rebalance=row[1] == "proportional", **question)  # type: ignore[arg-type]
+        assert row[2] == str(expected.samples_per_second)
+        assert row[3] == f"{1000 * expected.seconds_per_update.value:.4g}"
+        assert row[4].startswith(
+            {"allreduce": "all-reduce", "link": "server's link"}.get(expected.binding, expected.binding)[:4]
+        )
+
+
+def test_on_the_same_machines_the_advice_is_the_choice_of_the_search(
+    file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    choice = found().choice().setting
+    output = said(capsys, file)
+    assert f"use {choice}: " in output
+    row = next(row for row in cells(output).values() if row[0].startswith("★"))
+    assert row[0] == f"★ {choice.groups}"
+    assert row[6] == "1.00×"
+    assert row[-2:] == [f"{choice.momentum:.3g}", f"{choice.lr:.3g}"]
+
+
+def test_momentum_and_learning_rate_follow_the_theory_of_what_is_passed(
+    profile: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = cells(said(capsys, profile, "--momentum", "0.8", "--lr", "0.1"))
+    # Total momentum is kept, and so is the step lr × groups / (1 - momentum).
+    assert [rows[groups][-2:] for groups in (1, 2, 4, 8)] == [
+        ["0.8", "0.1"],
+        ["0.6", "0.1"],
+        ["0.2", "0.1"],
+        ["0", "0.0625"],
+    ]
+    output = said(capsys, profile)
+    assert "lr / yours" in output
+    assert "the samples that groups need are theory's" in output
+
+
+def test_samples_give_hours(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    samples = 36e6
+    output = said(capsys, file, "--samples", str(samples))
+    assert "hours" in output
+    fastest = min(found().tried[:3], key=lambda each: each.losses[-1]).setting  # the pace of the best probe
+    assert fastest == START
+    row = cells(output)[1]
+    rate = float(row[2].split()[0])
+    assert float(row[7]) == pytest.approx(samples / rate / 3600, rel=0.1)
+
+
+def test_larger_batches_of_all_ranks_are_pointed_out(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "are 2 times those that were measured" in said(capsys, file, "--ranks", "16")
+    assert "times those that were measured" not in said(capsys, file, "--ranks", "16", "--batch-size", str(BATCH // 2))
+
+
+def test_what_to_buy_next_is_what_binds(file: str, profile: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def advice(*arguments: str) -> str:
+        return next(line for line in said(capsys, *arguments).splitlines() if line.startswith("buy next"))
+
+    assert re.search(
+        r"compute binds; 32 ranks would be at the target 1\.\d\d times as soon",
+        advice(file, "--ranks", "16", "--bandwidth", "1e10"),
+    )
+    slow = advice(profile, "--bandwidth", "1e7")
+    assert re.search(
+        r"(link|exchange|server|all-reduce) binds; twice the bandwidth would be at the target \d\.\d\d times", slow
+    )
+    gain = float(slow.split("target ")[1].split()[0])
+    assert 1.3 < gain < 2.05
+
+
+def test_a_picture_is_drawn_into_a_folder(file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = said(capsys, file, "--ranks", "64", "--out", str(tmp_path / "new" / "folder"))
+    picture = tmp_path / "new" / "folder" / "plan.png"
+    assert f"picture: {picture}" in output
+    assert picture.stat().st_size > 20_000
+
+
+def test_wrong_options_are_one_line_that_names_the_flag(
+    file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "--ranks=0: pass a whole number" in refusal(capsys, file, "--ranks", "0")
+    assert "--bandwidth 1Gbat: pass bytes per second, as in 1e9, or bits" in refusal(
+        capsys, file, "--bandwidth", "1Gbat"
+    )
+    assert "--bandwidth -1: pass bytes" in refusal(capsys, file, "--bandwidth=-1")
+    assert "--latency=-1" in refusal(capsys, file, "--latency=-1")
+    assert "--batch-size 0.0: pass a number above 0" in refusal(capsys, file, "--batch-size", "0")
+    assert "--samples -5.0: pass" in refusal(capsys, file, "--samples=-5")
+    assert "--period=0: pass local steps" in refusal(capsys, file, "--period", "0")
+    assert "--momentum 1.0: pass a number from 0 up to 1" in refusal(capsys, file, "--momentum", "1")
+    assert "--lr 0.0: pass a number above 0" in refusal(capsys, file, "--lr", "0")
+    (tmp_path / "taken").write_text("")
+    assert main(["plan", file, "--out", str(tmp_path / "taken")]) == 2
+    assert "pass a folder that can be written" in capsys.readouterr().err
+
+
+def test_files_that_are_none_are_refused_with_what_to_pass(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = tmp_path / "wrong.json"
+    for text in ("", "[]", "3", '{"rounds": []}', '{"measured": []}', '{"measured": [{"groups": 1}]}'):
+        wrong.write_text(text)
+        assert "pass an omni-tuning.json that OmniTuner wrote, or the JSON of a Profile" in refusal(capsys, str(wrong))
+    assert "No such file" in refusal(capsys, str(tmp_path / "absent.json"))
+    empty = TuningReport((Round(search(horizon=100), 0, 0.0),), None, "loss")
+    wrong.write_text(json.dumps(empty.to_dict()))
+    assert "no probe was timed in it" in refusal(capsys, str(wrong))
+
+
+def test_without_the_bytes_of_an_exchange_there_is_no_other_bandwidth(
+    profile: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = json.loads(Path(profile).read_text())
+    for each in plain["measured"]:
+        each["nbytes"] = 0
+    Path(profile).write_text(json.dumps(plain))
+    refused = refusal(capsys, profile, "--bandwidth", "1Gbit")
+    assert "--bandwidth=125000000.0: bytes of an exchange were not measured" in refused
+
+
+def test_the_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    text = capsys.readouterr().out
+    for name in ("ranks", "bandwidth", "latency", "batch-size", "period", "samples", "momentum", "lr", "out"):
+        assert f"--{name} " in text
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "plan" in capsys.readouterr().out

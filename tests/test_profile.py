@@ -1,0 +1,559 @@
+"""The fitted hardware model: against what can be said beforehand, and against the simulator."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from lightning_omni.errors import ConfigurationError
+from lightning_omni.performance.profile import Measured, Prediction, Profile
+from lightning_omni.performance.queueing import residence, slowest
+from lightning_omni.simulator import Cluster, Jitter, Link, simulate
+from lightning_omni.topology import Topology
+from lightning_omni.trace import Trace
+
+pytest.importorskip("scipy")
+Times = Callable[[np.random.Generator, tuple[int, int]], np.ndarray[Any, Any]]
+
+
+def together(own: Any, samples: Any = 8.0, allreduce: float = 0.0, **rest: Any) -> Measured:
+    """One group whose members worked that long, shape (ranks, steps)."""
+    own = np.asarray(own, np.float64)
+    steps = own.max(axis=0) + allreduce
+    counts = np.broadcast_to(samples, own.shape)
+    return Measured((tuple(range(len(own))),), counts.tolist(), own.tolist(), [steps], [0 * steps], **rest)
+
+
+def apart(own: Any, samples: Any = 8.0, exchange: float = 0.0, **rest: Any) -> Measured:
+    """As many groups as ranks, none of which had to wait."""
+    own = np.asarray(own, np.float64)
+    counts, groups = np.broadcast_to(samples, own.shape), tuple((rank,) for rank in range(len(own)))
+    return Measured(groups, counts.tolist(), own.tolist(), own + exchange, np.full_like(own, exchange), **rest)
+
+
+def seconds(prediction: Prediction) -> float:
+    return prediction.seconds_per_update.value
+
+
+# --- What can be said beforehand --------------------------------------------------------------------------------------
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    overhead=st.floats(0, 0.1),
+    per_sample=st.floats(1e-4, 1e-2),
+    batch=st.integers(1, 64),
+    sizes=st.lists(st.integers(1, 64), min_size=3, max_size=9).filter(lambda sizes: len(set(sizes)) > 1),
+)
+def test_overhead_and_time_per_sample_are_found(
+    overhead: float, per_sample: float, batch: int, sizes: list[int]
+) -> None:
+    samples = np.tile(sizes, (2, 1))
+    profile = Profile.fit([together(overhead + samples * per_sample, samples)], draws=2)
+    assert profile.knows_overhead
+    assert seconds(profile.predict(1, batch_size=batch)) == pytest.approx(overhead + batch * per_sample, rel=1e-6)
+    assert profile.batch_size == pytest.approx(np.mean(sizes))
+
+
+def test_with_one_size_of_batch_all_time_is_of_samples_and_the_statement_says_so() -> None:
+    profile = Profile.fit([together(np.full((2, 5), 0.1))])
+    assert not profile.knows_overhead
+    assert seconds(profile.predict(1, batch_size=16)) == pytest.approx(0.2)
+    assert "batches of 16 were not measured" in profile.predict(1, batch_size=16).statement
+    assert "not measured" not in profile.predict(1).statement
+
+
+def test_the_slowest_of_k_exponential_times_is_a_harmonic_number() -> None:
+    own = np.random.default_rng(0).standard_exponential((8, 2000))
+    profile = Profile.fit([apart(own)], draws=4)
+    for groups in (1, 2, 4, 8):
+        size = 8 // groups
+        harmonic = sum(1 / member for member in range(1, size + 1))
+        assert seconds(profile.predict(groups)) == pytest.approx(harmonic / groups, rel=0.03)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 9), min_size=3, max_size=3), min_size=1, max_size=4), st.data())
+def test_the_mean_of_the_slowest_is_exact(rows: list[list[int]], data: st.DataObject) -> None:
+    counts = data.draw(st.lists(st.integers(1, 2), min_size=len(rows), max_size=len(rows)))
+    values = np.sort(np.array(rows, np.float64), axis=1)
+    mean, variance = slowest(values[None], np.array(counts))
+    members = [row for row, count in zip(values, counts, strict=True) for _ in range(count)]
+    largest = np.max(np.stack(np.meshgrid(*members, indexing="ij")), axis=0)
+    assert mean[0] == pytest.approx(largest.mean(), abs=1e-9)
+    assert variance[0] == pytest.approx(largest.var(), abs=1e-9)
+
+
+def test_of_two_classes_like_is_put_with_like_where_that_is_faster() -> None:
+    own = np.outer([0.1, 0.4, 0.1, 0.4], np.ones(5))
+    prediction = Profile.fit([apart(own)]).predict(2)
+    assert prediction.topology == Topology(((0, 2), (1, 3)))
+    assert seconds(prediction) == pytest.approx(1 / (1 / 0.1 + 1 / 0.4))
+    assert prediction.samples_per_second.value == pytest.approx(16 / seconds(prediction))
+    mixed = Profile.fit([apart(own)]).predict(Topology.even(4, 2))
+    assert seconds(mixed) == pytest.approx(0.2)
+
+
+def test_ranks_of_nearly_one_speed_stay_in_order() -> None:
+    own = np.outer([0.104, 0.1, 0.102, 0.1], np.ones(5))
+    assert Profile.fit([apart(own)]).predict(2).topology == Topology.even(4, 2)
+
+
+def test_in_proportion_to_their_speeds_the_members_of_a_group_are_done_at_once() -> None:
+    profile = Profile.fit([together(np.outer([0.1, 0.1, 0.2, 0.4], np.ones(5)), samples=100)])
+    assert seconds(profile.predict(1)) == pytest.approx(0.4)
+    assert seconds(profile.predict(1, rebalance=True)) == pytest.approx(400 / sum(profile.speeds), rel=0.02)
+
+
+def test_both_costs_of_an_allreduce_are_found() -> None:
+    def ring(size: int) -> float:
+        return 2 * (size - 1) / size * 0.03 + 2 * (size - 1) * 0.002
+
+    own = np.full((8, 6), 0.1)
+    halves = Measured(
+        groups=Topology.even(8, 2).groups,
+        samples=np.full((8, 6), 8).tolist(),
+        own=own.tolist(),
+        steps=np.full((2, 6), 0.1 + ring(4)).tolist(),
+        exchanges=np.zeros((2, 6)).tolist(),
+    )
+    profile = Profile.fit([together(own, allreduce=ring(8)), halves])
+    for groups in (1, 2, 4, 8):
+        assert seconds(profile.predict(groups)) == pytest.approx((0.1 + ring(8 // groups)) / groups)
+    assert profile.predict(1).parts["allreduce"] == pytest.approx(ring(8))
+
+
+def test_an_allreduce_is_never_negative() -> None:
+    measured = replace(together(np.full((2, 5), 0.1)), steps=((0.09,) * 5,))
+    assert seconds(Profile.fit([measured]).predict(1)) == pytest.approx(0.1)
+
+
+def test_one_group_has_no_server() -> None:
+    prediction = Profile.fit([apart(np.full((4, 9), 0.1), exchange=0.3, serve=0.2)]).predict(1)
+    assert seconds(prediction) == pytest.approx(0.1)
+    assert [prediction.parts[name] for name in ("exchange", "serve", "link", "head")] == [0, 0, 0, 0]
+
+
+def test_an_exchange_every_few_steps_is_a_part_of_each_step() -> None:
+    profile = Profile.fit([apart(np.full((2, 9), 0.1), exchange=0.04)])
+    assert seconds(profile.predict(2)) == pytest.approx(0.14 / 2, rel=1e-3)
+    assert seconds(profile.predict(2, period=4)) == pytest.approx(0.11 / 2, rel=1e-3)
+
+
+def test_of_exchanges_of_two_sizes_the_bytes_are_told_from_the_rest() -> None:
+    own = np.full((2, 9), 0.1)
+    sizes = [apart(own, exchange=0.01 + 0.02 * size, nbytes=1000 * size, serve=1e-6) for size in (1, 2)]
+    profile = Profile.fit(sizes)
+    assert seconds(profile.predict(2, nbytes=500)) == pytest.approx((0.1 + 0.02) / 2, rel=0.02)
+    assert seconds(profile.predict(2)) == pytest.approx((0.1 + 0.05) / 2, rel=0.02)
+
+
+def test_a_server_that_nobody_waited_for_is_not_taken_to_be_busier_than_it_says() -> None:
+    profile = Profile.fit([apart(np.full((8, 9), 0.1), exchange=0.01, serve=0.002, nbytes=1000)])
+    parts = profile.predict(8).parts
+    assert (parts["serve"], parts["link"]) == (0.002, 0.0)
+    assert parts["exchange"] * 8 == pytest.approx(0.008, rel=0.05)
+
+
+def test_without_an_exchange_measured_none_is_predicted_and_the_statement_says_so() -> None:
+    prediction = Profile.fit([together(np.full((2, 5), 0.1))]).predict(2)
+    assert seconds(prediction) == pytest.approx(0.05)
+    assert "the exchange was not measured" in prediction.statement
+
+
+# --- What is shared ---------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    think=st.lists(st.floats(0.01, 10), min_size=2, max_size=12),
+    scatter=st.floats(0, 1),
+    service=st.floats(1e-3, 2),
+)
+def test_groups_are_no_faster_than_what_they_share_and_no_slower_than_one_after_the_other(
+    think: list[float], scatter: float, service: float
+) -> None:
+    times = np.array([think])
+    spent = residence(times, (scatter * times) ** 2, np.array([[service]]), np.ones(1))
+    assert service * (1 - 1e-9) <= spent[0] <= len(think) * service * (1 + 1e-9)
+    assert (1 / (times + spent)).sum() * service <= 1 + 2e-2  # what is left of it, the outcome cuts off
+
+
+@pytest.mark.parametrize("cv", [0.0, 0.1, 0.3, 1.0])
+@pytest.mark.parametrize("load", [0.2, 0.5, 0.8, 1.0, 1.3, 2.0])
+@pytest.mark.parametrize("groups", [2, 8])
+def test_a_queue_is_as_long_as_a_simulated_one(groups: int, load: float, cv: float) -> None:
+    think = groups / load - 1
+    if not think:
+        return
+    random = np.random.default_rng(0)
+    sigma = math.sqrt(math.log1p(cv**2))
+    steps = think * np.exp(sigma * random.standard_normal((groups, 2500)) - sigma**2 / 2)
+    free, due, made, over = 0.0, steps[:, 0].copy(), np.ones(groups, int), []
+    while made.max() < 2500:
+        first = int(due.argmin())
+        free = max(free, due[first]) + 1
+        over.append(free)
+        due[first] = free + steps[first, made[first]]
+        made[first] += 1
+    tail = over[len(over) // 5 :]
+    truth = (tail[-1] - tail[0]) / (len(tail) - 1)
+    one = np.full((1, groups), think)
+    cycle = think + residence(one, (cv * one) ** 2, np.ones((1, 1)), np.ones(1))[0]
+    assert cycle / groups == pytest.approx(truth, rel=0.07)
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    serve=st.floats(0, 0.1),
+    link=st.floats(0, 0.1),
+    scatter=st.floats(0, 0.5),
+    period=st.integers(1, 3),
+    seed=st.integers(0, 99),
+)
+def test_no_grouping_is_faster_than_a_serial_part_or_any_part_of_it(
+    serve: float, link: float, scatter: float, period: int, seed: int
+) -> None:
+    own = 0.1 * np.exp(scatter * np.random.default_rng(seed).standard_normal((6, 12)))
+    measured = apart(own, exchange=0.01 + serve, serve=serve, nbytes=1000)
+    profile = Profile.fit([measured], draws=4)
+    if link:
+        profile = profile.scaled(bandwidth=1000 / link)
+    found = [profile.predict(groups, period=period) for groups in range(1, 7)]
+    for prediction in found:
+        parts = prediction.parts
+        assert seconds(prediction) >= max(parts["serve"], parts["link"], parts["head"]) * (1 - 1e-6)
+        assert seconds(prediction) >= max(parts.values()) * 0.9  # the slowest member's chance is corrected for
+        estimate = prediction.seconds_per_update
+        assert estimate.low <= estimate.value <= estimate.high
+    busy = [number for number, each in enumerate(found, 1) if each.binding in ("server", "link")]
+    saturated = profile.saturating_groups()
+    assert saturated <= 6
+    if period == 1:
+        assert saturated == min(busy, default=6)
+
+
+def test_what_saturates_binds_and_more_groups_do_not_help() -> None:
+    own = np.full((8, 10), 0.1)
+    queue = np.full((8, 10), 8 * 0.06)  # a server that takes 60 ms: eight groups wait in a row
+    exchanges = queue - own
+    exchanges[0, 0] = 0.06
+    measured = Measured(
+        tuple((rank,) for rank in range(8)), np.full((8, 10), 8).tolist(), own.tolist(), queue, exchanges, serve=0.06
+    )
+    profile = Profile.fit([measured])
+    assert profile.saturating_groups() == 3
+    assert [profile.predict(groups).binding for groups in (1, 2, 3, 8)] == ["compute", "compute", "server", "server"]
+    assert seconds(profile.predict(2)) == pytest.approx(0.08)
+    for groups in (3, 4, 8):
+        assert seconds(profile.predict(groups)) == pytest.approx(0.06)
+    assert "more groups would not help" in profile.predict(8).statement
+
+
+# --- Intervals --------------------------------------------------------------------------------------------------------
+
+
+def lognormal(random: np.random.Generator, shape: tuple[int, int]) -> np.ndarray[Any, Any]:
+    return np.exp(0.3 * random.standard_normal(shape) - 0.045)
+
+
+def exponential(random: np.random.Generator, shape: tuple[int, int]) -> np.ndarray[Any, Any]:
+    return random.standard_exponential(shape)
+
+
+@pytest.mark.parametrize("times", [lognormal, exponential])
+def test_intervals_hold_the_truth_about_as_often_as_they_say(times: Times) -> None:
+    many = times(np.random.default_rng(1), (200_000, 8))
+    truth = {1: many.max(axis=1).mean(), 2: many[:, :4].max(axis=1).mean() / 2, 8: many.mean() / 8}
+    held = []
+    for seed in range(40):
+        random = np.random.default_rng(seed)
+        profile = Profile.fit([together(times(random, (8, 30))), apart(times(random, (8, 30)))], draws=50)
+        for groups, known in truth.items():
+            estimate = profile.predict(groups, level=0.8).seconds_per_update
+            held.append(estimate.low <= known <= estimate.high)
+            assert estimate.value == pytest.approx(known, rel=0.2)
+    assert 0.62 < np.mean(held) < 0.95
+
+
+def test_a_higher_level_is_a_wider_interval_and_a_seed_gives_the_same_one() -> None:
+    own = lognormal(np.random.default_rng(0), (4, 20))
+    profile = Profile.fit([together(own)])
+    narrow, wide = (profile.predict(2, level=level).seconds_per_update for level in (0.5, 0.95))
+    assert wide.low < narrow.low < narrow.value < narrow.high < wide.high
+    assert Profile.fit([together(own)]).predict(2) == profile.predict(2)
+    assert Profile.fit([together(own)], seed=1).predict(2) != profile.predict(2)
+
+
+# --- Clusters that were not measured ----------------------------------------------------------------------------------
+
+
+def test_a_scaled_cluster_repeats_its_devices_and_has_the_network_that_is_asked_for() -> None:
+    own = np.outer([0.1, 0.2], np.ones(9))
+    profile = Profile.fit([apart(own, exchange=0.01, serve=0.002, nbytes=10**6)])
+    large = profile.scaled(ranks=6, bandwidth=1e8, latency=0.003)
+    assert large.ranks == 6
+    assert large.speeds == pytest.approx((80, 40) * 3)
+    ring = 2 * 5 * (1e6 / 6 / 1e8 + 0.003)
+    assert seconds(large.predict(1)) == pytest.approx(0.2 + ring)
+    away = 2 * (0.003 + 0.01) + 0.002
+    assert seconds(large.predict(6, period=100)) == pytest.approx(
+        1 / (3 / (0.1 + away / 100) + 3 / (0.2 + away / 100)), rel=0.01
+    )
+    assert large.predict(6).parts["link"] == pytest.approx(0.01)
+    assert large.predict(6, nbytes=10**5).parts["link"] == pytest.approx(0.001)
+    assert seconds(profile.scaled(slowest=3).predict(1)) == pytest.approx(0.6)
+    assert seconds(profile.scaled(bandwidth=math.inf, latency=0).predict(2)) < seconds(profile.predict(2))
+
+
+def test_a_thousand_ranks_take_less_than_a_second() -> None:
+    random = np.random.default_rng(0)
+    own = lognormal(random, (8, 40)) * np.array([1, 1, 1, 2, 2, 2, 4, 4])[:, None]
+    began = time.process_time()
+    profile = Profile.fit([together(own), apart(own, exchange=0.1, serve=0.01), apart(own, exchange=0.1, serve=0.01)])
+    fitted = time.process_time()
+    assert fitted - began < 3
+    large = profile.scaled(ranks=1024)
+    for groups in (1, 3, 512, 1024):
+        began = time.process_time()
+        large.predict(groups, rebalance=True)
+        assert time.process_time() - began < 1.5  # on a busy machine
+
+
+# --- To and from plain values -----------------------------------------------------------------------------------------
+
+
+def test_a_profile_survives_json() -> None:
+    own = lognormal(np.random.default_rng(0), (4, 20))
+    profile = Profile.fit([together(own), apart(own, exchange=0.1, nbytes=100)], draws=10).scaled(ranks=6, latency=0.1)
+    again = Profile.from_dict(json.loads(json.dumps(profile.to_dict())))
+    assert again == profile
+    for groups in (1, 3, 6):
+        assert again.predict(groups) == profile.predict(groups)
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"groups": ((0,), (0,))}, "groups="),
+        ({"groups": ()}, "groups="),
+        ({"samples": ((8, 8),)}, "samples: 1 rows; pass one for each rank, 2"),
+        ({"own": ((0.1, 0.1), (0.1,))}, "own: 1 of rank 1"),
+        ({"own": ((0.1, 0.1), (0.1, -1))}, "own: pass numbers above 0"),
+        ({"samples": ((0, 8), (8, 8))}, "samples: pass numbers above 0"),
+        ({"steps": ((), ()), "own": ((), ())}, "steps: none of group 0; measure at least one"),
+        ({"steps": ((0.1, 0.1),)}, "steps: 1 rows"),
+        ({"exchanges": ((0.1, 0.1), (0.1,))}, "exchanges: 1 of group 1"),
+        ({"exchanges": ((0.1, math.nan), (0.1, 0.1))}, "exchanges: pass seconds"),
+        ({"serve": -1.0}, "serve=-1.0"),
+        ({"head": math.nan}, "head=nan"),
+        ({"period": 0}, "period=0"),
+        ({"nbytes": -1}, "nbytes=-1"),
+    ],
+)
+def test_what_cannot_have_been_measured_is_refused_by_name(changed: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigurationError, match=named.replace("(", r"\(")):
+        replace(apart(np.full((2, 2), 0.1)), **changed)
+
+
+@pytest.mark.parametrize(
+    ("ask", "named"),
+    [
+        (lambda profile: Profile.fit([]), "measured="),
+        (lambda profile: Profile.fit([*profile.measured, together(np.ones((3, 3)))]), "measured: of ranks"),
+        (lambda profile: Profile.fit(profile.measured, draws=1), "draws=1"),
+        (lambda profile: profile.predict(0), "groups=0: pass 1 to 2"),
+        (lambda profile: profile.predict(3), "groups=3"),
+        (lambda profile: profile.predict(True), "groups=True"),
+        (lambda profile: profile.predict(Topology.even(4, 2)), r"groups: ranks \[2, 3\] were not measured"),
+        (lambda profile: profile.predict(1, batch_size=0), "batch_size=0"),
+        (lambda profile: profile.predict(1, period=0), "period=0"),
+        (lambda profile: profile.predict(1, nbytes=-1), "nbytes=-1"),
+        (lambda profile: profile.predict(1, nbytes=100), "nbytes=100: .*was not measured"),
+        (lambda profile: profile.predict(1, level=1), "level=1"),
+        (lambda profile: profile.scaled(ranks=0), "ranks=0"),
+        (lambda profile: profile.scaled(bandwidth=0), "bandwidth=0"),
+        (lambda profile: profile.scaled(bandwidth=1e9), "bandwidth=.*Measured"),
+        (lambda profile: profile.scaled(latency=-1), "latency=-1"),
+        (lambda profile: profile.scaled(slowest=math.inf), "slowest=inf"),
+        (lambda profile: Profile.from_dict({}), "plain"),
+        (lambda profile: Profile.from_dict({**profile.to_dict(), "measured": [{"ranks": 1}]}), "plain"),
+        (lambda profile: Measured.of(Trace({})), "trace"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused_by_name(ask: Callable[[Profile], Any], named: str) -> None:
+    with pytest.raises(ConfigurationError, match=named):
+        ask(Profile.fit([together(np.full((2, 4), 0.1))]))
+
+
+def test_without_scipy_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
+    with pytest.raises(ConfigurationError, match=r"pip install 'lightning-omni\[tune\]'"):
+        Profile.fit([apart(np.full((2, 4), 0.1), exchange=0.1)])
+
+
+# --- The simulator ----------------------------------------------------------------------------------------------------
+
+MS = 1e-3
+NBYTES = 12
+DATA = TensorDataset(torch.zeros(20_000, 2), torch.zeros(20_000, 1))
+CLUSTERS = {
+    "equal": Cluster.even(8, MS, link=Link(latency=MS), update_seconds=MS / 2),
+    "straggler": Cluster.with_straggler(8, 4.0, MS, link=Link(latency=MS), update_seconds=MS / 2),
+    "exponential": Cluster.even(8, MS, jitter=Jitter("exponential"), link=Link(latency=MS), update_seconds=MS / 3),
+    "lognormal": Cluster.even(8, MS, 2 * MS, Jitter("lognormal", 0.3), update_seconds=0.8 * MS),
+    "slow network": Cluster.even(
+        8,
+        MS,
+        jitter=Jitter("lognormal", 0.1),
+        link=Link(NBYTES / (3 * MS), MS),
+        server=Link(NBYTES / (MS / 2), MS / 10),
+        group_link=Link(NBYTES / (2 * MS), MS / 5),
+    ),
+    "saturated server": Cluster.even(
+        8, MS, jitter=Jitter("lognormal", 0.2), update_seconds=4 * MS, link=Link(latency=MS)
+    ),
+    "saturated link": Cluster.even(
+        8, MS, jitter=Jitter("gamma", 0.5), update_seconds=MS, server=Link(NBYTES / (3 * MS))
+    ),
+    "speeds 1:2:4": Cluster.of_speeds(
+        [1, 1, 1, 2, 2, 2, 4, 4], MS, jitter=Jitter("gamma", 0.2), link=Link(latency=MS / 2), update_seconds=MS / 3
+    ),
+}
+
+
+def run(name: str, topology: int | Topology, updates: int, seed: int, **options: Any) -> Trace:
+    torch.manual_seed(0)
+    return simulate(
+        options.pop("method", "async_sgd"),
+        topology,
+        CLUSTERS[name],
+        options.pop("model", None) or nn.Linear(2, 1),
+        DATA,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0),
+        loss=lambda model, batch: (model(batch[0]) - batch[1]).square().mean(),
+        batch_size=8,
+        max_updates=updates,
+        seed=seed,
+        **options,
+    )
+
+
+@cache
+def measured(name: str) -> tuple[Measured, Measured]:
+    """Thirty batches of each rank, in one group and in eight."""
+    return Measured.of(run(name, 1, 30, seed=1)), Measured.of(run(name, 8, 240, seed=2))
+
+
+def pace(trace: Trace) -> float:
+    """Mean seconds between two pushes, but for the start."""
+    times = np.sort(trace.rows["time"])
+    times = times[len(times) // 5 :]
+    return float((times[-1] - times[0]) / (len(times) - 1))
+
+
+@cache
+def errors_of(name: str, knows_serve: bool) -> list[float]:
+    one, eight = measured(name)
+    profile = Profile.fit([one, eight if knows_serve else replace(eight, serve=0.0)])
+    found = []
+    for groups, rebalance in ((2, False), (4, False), (1, True)):
+        prediction = profile.predict(groups, rebalance=rebalance)
+        truth = truth_of(name, prediction.topology, rebalance)
+        found.append(abs(seconds(prediction) / truth - 1))
+    return found
+
+
+@cache
+def truth_of(name: str, topology: Topology, rebalance: bool) -> float:
+    updates = 300 * len(topology.alive)
+    return pace(run(name, topology, updates, seed=3, rebalance="auto" if rebalance else "off"))
+
+
+@pytest.mark.parametrize("knows_serve", [True, False], ids=["serve_known", "serve_unknown"])
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_groupings_that_were_not_measured_are_predicted_to_fifteen_per_cent(name: str, knows_serve: bool) -> None:
+    assert max(errors_of(name, knows_serve)) < 0.15
+
+
+def test_over_all_clusters_half_of_the_errors_are_below_five_per_cent() -> None:
+    errors = [error for name in CLUSTERS for knows in (True, False) for error in errors_of(name, knows)]
+    assert np.median(errors) < 0.05
+
+
+def test_what_is_busy_is_told_apart() -> None:
+    assert Profile.fit(measured("saturated server")).predict(8).binding == "server"
+    assert Profile.fit(measured("saturated link")).predict(8).binding == "link"
+    assert Profile.fit(measured("saturated server")).saturating_groups() == 4
+    assert Profile.fit(measured("slow network")).predict(4).binding == "exchange"
+    assert Profile.fit(measured("straggler")).predict(1).binding == "compute"
+
+
+def test_local_steps_between_exchanges_are_counted() -> None:
+    """Elastic averaging pushes every third step."""
+    method = "elastic_averaging:period=3"
+    one = replace(measured("slow network")[0], nbytes=0)
+    eight = replace(Measured.of(run("slow network", 8, 80, seed=2, method=method)), nbytes=0)
+    assert eight.period == 3
+    profile = Profile.fit([one, eight])
+    for groups in (2, 4):
+        trace = run("slow network", groups, 50 * groups, seed=3, method=method)
+        assert seconds(profile.predict(groups)) * 3 == pytest.approx(pace(trace), rel=0.05)
+
+
+class Tailed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(2, 4), nn.Linear(4, 1)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(inputs))
+
+
+@pytest.mark.parametrize("per_sample", [MS / 40, MS / 4])
+def test_turns_at_a_merged_head_are_counted(monkeypatch: pytest.MonkeyPatch, per_sample: float) -> None:
+    cluster = Cluster.even(8, MS, jitter=Jitter("lognormal", 0.2), head_seconds_per_sample=per_sample)
+    monkeypatch.setitem(CLUSTERS, "head", cluster)
+    profile = Profile.fit([Measured.of(run("head", 8, 240, seed=2, model=Tailed(), merged="head"))])
+    for groups in (2, 4, 8):
+        trace = run("head", groups, 100 * groups, seed=3, model=Tailed(), merged="head")
+        assert seconds(profile.predict(groups)) == pytest.approx(pace(trace), rel=0.1)
+    assert profile.measured[0].nbytes == 4 * (2 * 4 + 4)  # of the body alone
+    assert (profile.predict(8).binding == "head") == (per_sample == MS / 4)
+
+
+def test_a_trace_keeps_its_times_in_a_file_and_old_files_load(tmp_path: Path) -> None:
+    trace = run("lognormal", 2, 20, seed=0)
+    trace.save(tmp_path / "trace.npz")
+    assert Measured.of(Trace.load(tmp_path / "trace.npz")) == Measured.of(trace)
+    replace(trace, work={}, steps={}).save(tmp_path / "old.npz")
+    old = Trace.load(tmp_path / "old.npz")
+    assert (dict(old.work), dict(old.steps)) == ({}, {})
+    with pytest.raises(ConfigurationError, match="no step times"):
+        Measured.of(old)
+
+
+def test_the_steps_of_a_group_fill_its_time_but_for_meetings() -> None:
+    trace = run("speeds 1:2:4", 4, 200, seed=0)
+    steps, work = trace.steps, trace.work
+    for group in range(4):
+        mine = steps["group"] == group
+        assert steps["seconds"][mine].sum() == pytest.approx(steps["time"][mine].max())
+    assert (steps["exchange"] < steps["seconds"]).all()
+    assert len(work["rank"]) == 2 * len(steps["group"])
+    assert (work["samples"] == 8).all()

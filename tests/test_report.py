@@ -1,0 +1,205 @@
+"""What a search leaves behind: a file that says the same when it is read, a page of its own, a picture, a table."""
+
+from __future__ import annotations
+
+import html
+import io
+import json
+import re
+import sys
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from searches import FOUND, PROBLEM, START, found, observed, search
+
+from lightning_omni.errors import ConfigurationError
+from lightning_omni.performance.forecast import Setting
+from lightning_omni.report import Round, TuningReport
+from lightning_omni.report.digest import rate_of
+from lightning_omni.search import Space
+
+
+def report(*rounds: Round, target: float | None = None, monitor: str = "train_loss") -> TuningReport:
+    return TuningReport(rounds or (Round(found(), 2, 600.0, {4: 900.0}),), target, monitor)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[TuningReport, Path]:
+    """A report of two searches, and the folder that it was saved to."""
+    folder = tmp_path_factory.mktemp("report") / "made" / "for it"
+    second = search(observed(Setting(4, 0.6, 0.05)), observed(START, 0.9))
+    whole = report(Round(found(), 0, 0.0), Round(second, 7, 3600.0, {4: 900.0}), target=0.9)
+    names = [path.name for path in whole.save(folder)]
+    assert names == ["omni-tuning.json", "omni-tuning.html", "omni-tuning.png"]
+    return whole, folder
+
+
+def png_size(data: bytes) -> tuple[int, int]:
+    assert data.startswith(b"\x89PNG")
+    return int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")
+
+
+def test_a_report_that_is_read_says_what_the_written_one_said(saved: tuple[TuningReport, Path]) -> None:
+    whole, folder = saved
+    for path in (folder, folder / "omni-tuning.json"):
+        read = TuningReport.load(path)
+        assert read.statement == whole.statement
+        assert json.dumps(read.to_dict()) == json.dumps(whole.to_dict())  # NaN is not equal to itself
+        assert read.rounds[1].measured_after == {4: 900.0}
+        assert read.rounds[0].search.choice() == whole.rounds[0].search.choice()
+
+
+def test_reading_needs_no_scikit_optimize_and_loses_no_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = report().to_dict()
+    plain["rounds"][0]["search"]["strategy"] = "bayes"  # which would never have asked for these
+    monkeypatch.setitem(sys.modules, "skopt", None)
+    read = TuningReport.from_dict(plain)
+    assert [each.setting for each in read.rounds[0].search.tried] == [setting for setting, _, _ in FOUND]
+    assert read.statement == report().statement
+    plain["rounds"][0]["reasons"] = []  # nobody can be asked
+    assert "4 groups" in TuningReport.from_dict(plain).html()
+
+
+def test_the_picture_is_as_wide_as_a_page(saved: tuple[TuningReport, Path]) -> None:
+    data = (saved[1] / "omni-tuning.png").read_bytes()
+    assert png_size(data) == (1400, 1150)
+    assert len(data) > 100_000
+
+
+def test_the_page_is_one_file_that_fetches_nothing(saved: tuple[TuningReport, Path]) -> None:
+    page = (saved[1] / "omni-tuning.html").read_text()
+    for word in ("http:", "https:", "//www", "@import", "<script", "<link", "url("):
+        assert word not in page
+    assert page.count("data:image/png;base64,") == 2  # one of each search
+
+
+def test_the_tags_of_the_page_fit(saved: tuple[TuningReport, Path]) -> None:
+    class Tags(HTMLParser):
+        opened: list[str] = []
+
+        def handle_starttag(self, tag: str, attributes: object) -> None:
+            if tag not in ("meta", "img"):
+                self.opened.append(tag)
+
+        def handle_endtag(self, tag: str) -> None:
+            assert self.opened.pop() == tag
+
+    parser = Tags()
+    parser.feed((saved[1] / "omni-tuning.html").read_text())
+    assert parser.opened == []
+
+
+def test_the_page_has_the_choice_its_reason_and_every_probe(saved: tuple[TuningReport, Path]) -> None:
+    whole, folder = saved
+    text = html.unescape((folder / "omni-tuning.html").read_text())
+    for each in whole.rounds:
+        choice = each.search.choice()
+        assert f"<td>{choice.setting}</td>" in text
+        assert f"<td>{choice.why}</td>" in text
+        for tried in each.search.tried:
+            assert f"<td>{tried.setting}</td>" in text
+    for name in whole.digests[0].systems:
+        assert name in text
+    assert "Retuning 1, epoch 7" in text
+    assert "all-reduce" in text
+
+
+def test_what_users_and_errors_say_is_escaped() -> None:
+    page = report().html()
+    assert html.escape(PROBLEM) in page
+    assert "<nan>" not in page
+    assert "<b>" not in report(target=1.0, monitor="<b>loss").html()
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    "made",
+    [
+        search(horizon=100),
+        search(observed(Setting(8, 0.2, 0.05), 1.0, PROBLEM), observed(START, 1.0, PROBLEM)),
+        search(observed(START)),
+        search(observed(START), space=Space((1,))),
+        search(observed(START), space=Space(tuple(range(1, 9)))),
+    ],
+    ids=["no probe", "all diverged", "one probe", "one group", "all numbers of groups"],
+)
+def test_whatever_was_found_can_be_shown(made: object) -> None:
+    shown = report(Round(made, 0, 0.0), target=0.5)  # type: ignore[arg-type]
+    assert png_size(shown.picture() or b"") == (1400, 1150)
+    assert html.escape(shown.statement) in shown.html()
+    assert TuningReport.from_dict(shown.to_dict()).statement == shown.statement
+
+
+def test_what_was_not_timed_is_not_drawn() -> None:
+    made = search(*(replace(each, measured=None) for each in found().observations))
+    shown = report(Round(made, 0, 0.0))
+    assert "Nothing was timed" in shown.html()
+    assert shown.picture()
+
+
+def test_without_matplotlib_there_is_a_page_that_says_how_to_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    files = report().save(tmp_path)
+    assert [path.suffix for path in files] == [".json", ".html"]
+    assert "pip install 'lightning-omni[plot]'" in files[1].read_text()
+    with pytest.raises(ConfigurationError, match="pictures need matplotlib; install it with"):
+        report().figure()
+
+
+def test_times_are_relative_to_the_choice_and_product_of_both_efficiencies() -> None:
+    digest = report().digests[0]
+    assert digest.time(digest.choice.setting).value == pytest.approx(1.0)
+    for setting in digest.curve.values():
+        gain = digest.search.throughput(digest.choice.setting) / digest.search.throughput(setting)
+        more = digest.samples(setting).value / digest.samples(digest.choice.setting).value
+        assert digest.time(setting).value == pytest.approx(gain * more)
+    assert min(row.samples for row in digest.probes) == 1.0
+    assert digest.probes[3].time == float("inf")
+
+
+def test_what_a_probe_measured_is_its_samples_over_its_seconds() -> None:
+    for observation in found().observations:
+        stretch = observation.measured
+        assert stretch is not None
+        every = [sum(map(sum, stretch.samples)) / len(stretch.groups) / sum(steps) for steps in stretch.steps]
+        assert rate_of(stretch) == pytest.approx(sum(every))
+
+
+def test_seconds_are_told_only_for_a_target_of_a_loss() -> None:
+    assert report(target=0.9).digests[0].seconds is not None
+    assert report(target=0.9, monitor="accuracy").digests[0].seconds is None
+    assert report().digests[0].seconds is None
+    assert "time to the target" in report(target=0.9).html()
+
+
+def test_the_table_has_every_probe(saved: tuple[TuningReport, Path]) -> None:
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(saved[0].table())
+    text = console.export_text()
+    for setting, _, _ in FOUND:
+        assert str(setting) in text
+    assert PROBLEM in text
+    assert "∞" in text
+    assert "epoch 7" in text
+
+
+def test_errors_name_the_argument(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape("rounds=(): pass at least one search")):
+        TuningReport((), None, "loss")
+    wrong = tmp_path / "wrong.json"
+    for text in ("no json", "[]", '{"rounds": 3}', '{"rounds": [{"search": {}}]}'):
+        wrong.write_text(text)
+        with pytest.raises(ConfigurationError, match=r"pass an omni-tuning.json that TuningReport.save wrote"):
+            TuningReport.load(wrong)
+    with pytest.raises(ConfigurationError, match="no report"):
+        TuningReport.load(tmp_path / "absent.json")
+    with pytest.raises(ConfigurationError, match=r"folder=.*pass a folder that can be written"):
+        report().save(wrong)
