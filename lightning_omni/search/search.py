@@ -446,6 +446,8 @@ class Search:
         start = self.job.start
         if not self.observations:
             return Choice(start, self.stopped or self._poor())
+        if all(each.has_failed for each in self.tried) and self.stopped:
+            return Choice(start, f"{self.stopped}: nothing was changed")
         if all(each.has_failed for each in self.tried):
             return Choice(start, f"all {len(self.tried)} probes diverged: nothing was changed; lower the learning rate")
         if self.profile is None:

@@ -165,7 +165,7 @@ class EpochDriver:
         self._begun = epoch
         self._adopt()
         self.world.enter_compute()
-        self.is_open, self._open_ended, self._over = True, self.is_dynamic, False
+        self.is_open, self._open_ended, self._over = True, self.is_dynamic or self._is_bereft, False
         self._plan = None
         if self.leases is not None:
             self._plan = self._make_plan(epoch)
@@ -174,6 +174,13 @@ class EpochDriver:
             if self.is_dynamic:
                 self.leases.begin(self._plan)
                 self._count_steps_together()
+            elif self._open_ended:
+                self.leases.begin_local(self._plan, goes_on=True)
+
+    @property
+    def _is_bereft(self) -> bool:
+        """Whether one group is left with fewer ranks than the run began with: it needs more batches for an epoch."""
+        return self.leases is not None and self.leases.is_local and len(self.world.members) < self.leases.world_size
 
     def begin_batch(self) -> None:
         """A batch begins."""

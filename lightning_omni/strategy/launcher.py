@@ -24,6 +24,10 @@ GRACE = 5.0
 """Seconds that the others are given to find out by themselves when the run cannot go on."""
 
 
+_observer: ChildObserver | None = None
+"""Watches this process's children; the first fit of a script starts them, later ones find them running."""
+
+
 class OmniLauncherHooks(_Base):
     """Lightning's subprocess launcher with another observer.
 
@@ -36,9 +40,13 @@ class OmniLauncherHooks(_Base):
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Starts the other ranks of this node, then calls the function."""
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        global _observer
         if not self.cluster_environment.creates_processes_externally:
             self._call_children_scripts()
-            ChildObserver(self.procs, self.on_death).start()
+            _observer = ChildObserver(self.procs, self.on_death)
+            _observer.start()
+        elif _observer is not None:
+            _observer.on_death = self.on_death  # the script's next fit, with a strategy of its own
         _share_threads(self.num_processes)
         return function(*args, **kwargs)
 
@@ -56,7 +64,7 @@ class ChildObserver(threading.Thread):
     def __init__(self, children: Sequence[Popen[bytes]], on_death: Callable[[int, int], bool]) -> None:
         super().__init__(name="omni-child-observer", daemon=True)
         self._children = children
-        self._on_death = on_death
+        self.on_death = on_death
 
     def run(self) -> None:
         """Looks until every child has ended."""
@@ -68,7 +76,7 @@ class ChildObserver(threading.Thread):
                 if code is None:
                     continue
                 del watched[rank]
-                if code != 0 and not self._on_death(rank, code):
+                if code != 0 and not self.on_death(rank, code):
                     self._end_everything(rank, code)
                     return
 

@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from lightning_omni.errors import ConfigurationError
 from lightning_omni.performance.forecast import Scaling, Setting
 
-_RATES = ("lr", "initial_lr", "max_lr", "min_lr")
+_RATES = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")
 _RATES_OF_SCHEDULERS = ("base_lrs", "max_lrs", "min_lrs", "_last_lr", "eta_min")
+_RATES_OF_PLATEAUS = ("default_min_lr", "eps")
 
 
 class Hyperparameters:
@@ -22,11 +27,19 @@ class Hyperparameters:
     Args:
         optimizer: the optimizer.
         schedulers: that move its rates.
+
+    Raises:
+        ConfigurationError: the optimizer has no learning rate (Adafactor, if it finds its own), or it is 0.
     """
 
     def __init__(self, optimizer: Optimizer, schedulers: Sequence[Any] = ()) -> None:
-        self._optimizer, self._schedulers = optimizer, list(_flat(schedulers))
+        self._optimizer = optimizer
+        self._schedulers = list({id(each): each for each in _flat(schedulers)}.values())
         first = optimizer.param_groups[0]
+        if any(group.get("lr") is None for group in optimizer.param_groups):
+            raise ConfigurationError(f"{type(optimizer).__name__} has no learning rate that could be chosen; pass lr=")
+        if not self.lr > 0:
+            raise ConfigurationError(f"lr={self.lr}: learning rates near it are searched, so pass one above 0")
         self._has_betas = "betas" in first
         self.has_momentum = self._has_betas or "momentum" in first
         self.is_momentum_scheduled = any(getattr(each, "cycle_momentum", False) for each in self._schedulers)
@@ -44,12 +57,12 @@ class Hyperparameters:
     @property
     def lr(self) -> float:
         """The learning rate where its schedule is highest."""
-        return _number(self._rates_of(self._optimizer.param_groups[0]))
+        return self._highest()[0]
 
     @property
     def lr_now(self) -> float:
         """The learning rate at this moment."""
-        return _number([self._optimizer.param_groups[0]["lr"]])
+        return float(self._optimizer.param_groups[0]["lr"])
 
     @property
     def momentum(self) -> float:
@@ -60,22 +73,28 @@ class Hyperparameters:
         return float(first.get("momentum", 0.0))
 
     def set(self, setting: Setting, lr: float) -> None:
-        """For a probe: rates as they will be where the schedule is highest, and the momentum.
+        """For a probe: momentum, and the rates; other groups' are in proportion to the first one's.
 
         Args:
             setting: what is to be.
-            lr: what the first group's rate was when the search began; see `lr`.
+            lr: what the first group's rate was when the search began: where its schedule is highest, see `lr`, or at
+                that moment, see `lr_now`. The proportions are those of then.
         """
         self.set_momentum(setting.momentum)
-        highest = [_number(self._rates_of(group)) for group in self._optimizer.param_groups]
-        for group, rate in zip(self._optimizer.param_groups, highest, strict=True):
-            _set(group, "lr", rate * setting.lr / lr)
+        groups, highest = self._optimizer.param_groups, self._highest()
+        rates = highest if lr == highest[0] else [float(group["lr"]) for group in groups]
+        _own(groups, "lr")
+        for group, rate in zip(groups, _in_proportion(rates, setting.lr), strict=True):
+            _set(group, "lr", rate)
 
     def set_momentum(self, momentum: float) -> None:
-        """Sets the momentum (or β1) of all parameter groups, where it can be chosen."""
-        for group in self._optimizer.param_groups if self.is_momentum_free else ():
+        """Sets the momentum (or β1) of all parameter groups, where it can be chosen and is another."""
+        if not self.is_momentum_free or momentum == self.momentum:
+            return
+        for group in self._optimizer.param_groups:
             if self._has_betas:
-                group["betas"] = (momentum, *group["betas"][1:])
+                first, *others = group["betas"]
+                group["betas"] = (torch.full_like(first, momentum) if isinstance(first, Tensor) else momentum, *others)
             else:
                 group["momentum"] = momentum
 
@@ -83,21 +102,33 @@ class Hyperparameters:
         """For good: all rates, those that schedulers remember included. Schedules keep their shape."""
         if factor == 1.0:
             return
-        for group in self._optimizer.param_groups:
-            for name in _RATES:
-                if name in group:
-                    _set(group, name, group[name] * factor)
+        for name in _RATES:
+            groups = [group for group in self._optimizer.param_groups if name in group]
+            _own(groups, name)
+            for group in groups:
+                _set(group, name, group[name] * factor)
         for scheduler in self._schedulers:
-            for name in _RATES_OF_SCHEDULERS:
+            for name in (*_RATES_OF_SCHEDULERS, *_RATES_OF_PLATEAUS * isinstance(scheduler, ReduceLROnPlateau)):
                 value = vars(scheduler).get(name)
                 if isinstance(value, list):
                     setattr(scheduler, name, [each * factor for each in value])
                 elif isinstance(value, (int, float)) and not isinstance(value, bool):
                     setattr(scheduler, name, value * factor)
 
-    @staticmethod
-    def _rates_of(group: dict[str, Any]) -> list[Any]:
-        return [group["max_lr"] if "max_lr" in group else group.get("initial_lr", group["lr"])]
+    def _highest(self) -> list[float]:
+        """Of each parameter group the learning rate where its schedule is highest."""
+        rates = [
+            float(group.get("max_lr", group.get("initial_lr", group["lr"]))) for group in self._optimizer.param_groups
+        ]
+        for scheduler in self._schedulers:
+            peaks = vars(scheduler).get("max_lrs", rates)  # of a CyclicLR, whose groups know the lowest only
+            rates = [max(float(peak), rate) for peak, rate in zip(peaks, rates, strict=True)]
+        return rates
+
+
+def _in_proportion(rates: Sequence[float], first: float) -> list[float]:
+    """The rates times what makes this of the first."""
+    return [first, *(rate * (first / rates[0]) for rate in rates[1:])]
 
 
 def _flat(schedulers: Iterable[Any]) -> Iterable[Any]:
@@ -107,13 +138,19 @@ def _flat(schedulers: Iterable[Any]) -> Iterable[Any]:
         yield from _flat(getattr(each, "_schedulers", ()))
 
 
-def _number(values: list[Any]) -> float:
-    return float(values[0])
+def _own(groups: Sequence[dict[str, Any]], name: str) -> None:
+    """A tensor that was given for all groups becomes one of each."""
+    seen: set[int] = set()
+    for group in groups:
+        value = group[name]
+        if isinstance(value, Tensor) and id(value) in seen:
+            group[name] = value.clone()
+        seen.add(id(value))
 
 
 def _set(group: dict[str, Any], name: str, value: Any) -> None:
     """A rate may be a tensor, where a compiled optimizer reads it."""
-    if hasattr(group[name], "fill_"):
+    if isinstance(group[name], Tensor):
         group[name].fill_(float(value))
     else:
         group[name] = float(value)

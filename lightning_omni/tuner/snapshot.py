@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
-import copy
 import random
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torchmetrics import Metric
 
-_PLAIN = (int, float, complex, str, bytes, bool, type(None), tuple)
-_IN_PLACE = (list, dict, set, deque)
+_ATOMS = (int, float, complex, str, bytes, bool, type(None))
+_CONTAINERS = (list, dict, set, deque)
+_INTERNAL = set(vars(nn.Module())) - {"training", "_parameters", "_buffers"}
+"""Hooks and the like, which others than the training step may add and remove."""
 
 
 class Snapshot:
-    """Weights, buffers, optimizer states, chance, and what modules have noted for themselves.
+    """Weights, gradients, buffers, optimizer states, chance, and what modules have noted for themselves.
 
-    Also kept are the states of torchmetrics inside the module, and attributes of its modules that hold numbers, text,
-    tensors or collections of them: a probe calls ``training_step``, which may write to them.
+    Noted are the attributes of all modules, states of torchmetrics among them: ``training_step`` may write to them.
+    What they are bound to comes back, and so does what is in lists, dictionaries, sets, deques, tensors, arrays and
+    generators of random numbers, and in those inside them. Objects of other kinds are left to themselves.
+
+    All of it is put back in place, since others may hold the same objects, and attributes and entries that are new
+    vanish.
 
     Args:
         module: what is trained.
@@ -40,26 +46,28 @@ class Snapshot:
     """
 
     def __init__(self, module: nn.Module, optimizers: Iterable[Optimizer], others: Iterable[Any] = ()) -> None:
-        self._tensors = [(tensor, tensor.detach().clone()) for tensor in (*module.parameters(), *module.buffers())]
-        self._gradients = [(parameter, _copied(parameter.grad)) for parameter in module.parameters()]
-        self._optimizers = [(each, _state_of(each)) for each in optimizers]
-        self._others = [(each, copy.deepcopy(each.state_dict())) for each in others]
-        self._notes = [(each, _notes_of(each)) for each in module.modules()]
+        self._notes = _Notes()
+        self._optimizers = [(each, each.state, each.param_groups) for each in optimizers]
+        for _, state, groups in self._optimizers:
+            # Not state_dict(): load_state_dict() casts what it loads, and this has to come back to the bit.
+            self._notes.keep(state, groups)
+        self._attributes = [(each, _attributes_of(each)) for each in module.modules()]
+        for _, attributes in self._attributes:
+            self._notes.keep(*attributes.values())
+        self._others = [(each, deepcopy(each.state_dict())) for each in others]
         self.chance = Chance()
 
     def restore(self) -> None:
         """Puts everything back, to the bit, as often as it takes."""
-        with torch.no_grad():
-            for tensor, kept in self._tensors:
-                tensor.copy_(kept)
-        for parameter, gradient in self._gradients:
-            parameter.grad = _copied(gradient)
-        for optimizer, state in self._optimizers:
-            _put_back(optimizer, state)
+        for optimizer, state, groups in self._optimizers:
+            optimizer.state, optimizer.param_groups = state, groups  # load_state_dict() makes new ones
+        for module, attributes in self._attributes:
+            for name in set(_attributes_of(module)) - set(attributes):
+                del vars(module)[name]
+            vars(module).update(attributes)
+        self._notes.restore()
         for each, kept in self._others:
-            each.load_state_dict(copy.deepcopy(kept))
-        for module, notes in self._notes:
-            _restore_notes(module, notes)
+            each.load_state_dict(deepcopy(kept))
         self.chance.restore()
 
 
@@ -79,70 +87,91 @@ class Chance:
             torch.cuda.set_rng_state_all(self._cuda)
 
 
-def _copied(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.detach().clone()
+def _attributes_of(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if name not in _INTERNAL}
 
 
-# --- Optimizers ------------------------------------------------------------------------------------------------------
-
-_State = tuple[dict[Any, Any], list[dict[str, Any]]]
+# --- What is inside --------------------------------------------------------------------------------------------------
 
 
-def _state_of(optimizer: Optimizer) -> _State:
-    # Not state_dict(): load_state_dict() casts what it loads, and this has to come back to the bit.
-    state = {parameter: copy.deepcopy(values) for parameter, values in optimizer.state.items()}
-    groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
-    return state, copy.deepcopy(groups)
+class _Notes:
+    """What is in objects that can be changed, each of which is kept once, whoever holds it."""
+
+    def __init__(self) -> None:
+        self._back: list[Callable[[], object]] = []
+        self._seen: dict[int, Any] = {}  # which also keeps them alive, so that no number is given twice
+
+    def keep(self, *values: Any) -> None:
+        """Copies what is in them, and in what they hold."""
+        waiting = list(values)
+        while waiting:
+            value = waiting.pop()
+            kind = type(value)  # not isinstance(): it asks the object behind a weak proxy, which may be gone
+            if issubclass(kind, tuple):
+                waiting += value
+            elif not issubclass(kind, _ATOMS) and id(value) not in self._seen:
+                self._seen[id(value)] = value
+                if issubclass(kind, _CONTAINERS):
+                    inside = _inside(value)
+                    self._back.append(partial(_refill, value, inside))
+                    waiting += inside
+                elif issubclass(kind, Tensor):
+                    waiting += self._keep_tensor(value)
+                else:
+                    self._back += [back(value) for each, back in _BACK.items() if issubclass(kind, each)]
+
+    def restore(self) -> None:
+        """Puts it back."""
+        with torch.no_grad():
+            for back in self._back:
+                back()
+
+    def _keep_tensor(self, tensor: Tensor) -> list[Tensor]:
+        """Returns its gradient, if there is one."""
+        if not any(size > 1 and step == 0 for size, step in zip(*_shape_of(tensor), strict=True)):
+            # Of the others nobody can write to a part. Not to `tensor` itself: a graph may have saved its version.
+            self._back.append(partial(_copy, tensor, tensor.detach().clone()))
+        if not (tensor.requires_grad and tensor.is_leaf):
+            return []
+        self._back.append(partial(setattr, tensor, "grad", tensor.grad))
+        return [] if tensor.grad is None else [tensor.grad]
 
 
-def _put_back(optimizer: Optimizer, kept: _State) -> None:
-    state, groups = kept
-    optimizer.state.clear()
-    for parameter, values in state.items():
-        optimizer.state[parameter] = copy.deepcopy(values)
-    for group, hyperparameters in zip(optimizer.param_groups, groups, strict=True):
-        for name in set(group) - {"params", *hyperparameters}:
-            del group[name]
-        group.update(copy.deepcopy(hyperparameters))
+def _shape_of(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return (tensor.shape, tensor.stride()) if tensor.layout is torch.strided else ((), ())
 
 
-# --- What modules note -----------------------------------------------------------------------------------------------
+def _copy(tensor: Tensor, kept: Tensor) -> None:
+    (tensor if isinstance(tensor, nn.Parameter) else tensor.data).copy_(kept)
 
 
-def _notes_of(module: nn.Module) -> dict[str, tuple[Any, Any]]:
-    """By name the object itself and a copy of what is in it."""
-    hidden = {*module._parameters, *module._buffers, *module._modules}
-    names = {name for name in vars(module) if not name.startswith("_") and name not in hidden}
-    if isinstance(module, Metric):
-        names |= {*module._defaults, "_update_count", "_computed"}
-    values = {name: getattr(module, name) for name in names if name in vars(module)}
-    return {name: (value, _note(value)) for name, value in values.items() if _is_plain(value)}
+def _inside(container: Any) -> list[Any]:
+    return list(container.items() if isinstance(container, dict) else container)
 
 
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(_is_plain(each) for each in value.values())
-    if isinstance(value, (list, set, deque, tuple)):
-        return all(_is_plain(each) for each in value)
-    return isinstance(value, (*_PLAIN, Tensor)) and not isinstance(value, nn.Parameter)
+def _refill(container: Any, kept: list[Any]) -> None:
+    now = _inside(container)
+    pairs = zip(kept, now, strict=False)
+    if len(now) == len(kept) and all(
+        old[0] is new[0] and old[1] is new[1] if isinstance(container, dict) else old is new for old, new in pairs
+    ):
+        return  # it may be of a kind that refuses to be written to
+    container.clear()
+    container.extend(kept) if isinstance(container, (list, deque)) else container.update(kept)
 
 
-def _note(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().clone() if value.is_leaf else value
-    if isinstance(value, dict):
-        return {key: _note(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)([_note(each) for each in value]) if type(value) in (list, tuple) else value
-    return copy.copy(value) if isinstance(value, (set, deque)) else value
+_BACK: dict[type, Callable[[Any], Callable[[], object]]] = {
+    np.ndarray: lambda array: partial(_copy_array, array, array.copy() if array.flags.writeable else array),
+    torch.Generator: lambda generator: partial(generator.set_state, generator.get_state()),
+    random.Random: lambda generator: partial(generator.setstate, generator.getstate()),
+    np.random.RandomState: lambda generator: partial(generator.set_state, generator.get_state()),
+    np.random.Generator: lambda generator: partial(
+        setattr, generator.bit_generator, "state", generator.bit_generator.state
+    ),
+}
+"""What is not a container, with how to put it back."""
 
 
-def _restore_notes(module: nn.Module, notes: dict[str, tuple[Any, Any]]) -> None:
-    for name, (holder, kept) in notes.items():
-        if isinstance(holder, _IN_PLACE):
-            # The same object, since others may hold it, too.
-            holder.clear()
-            holder.update(_note(kept)) if isinstance(holder, (dict, set)) else holder.extend(_note(kept))
-            vars(module)[name] = holder
-        else:
-            vars(module)[name] = _note(kept)
+def _copy_array(array: np.ndarray[Any, Any], kept: np.ndarray[Any, Any]) -> None:
+    if array.flags.writeable:
+        array[...] = kept

@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 import torch
-from common import OPTIONS, omni, pl, report, trainer
+from common import FOLDER, OPTIONS, omni, pl, report, trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -35,7 +35,7 @@ class Classifier(pl.LightningModule):
         time.sleep(seconds)
         if self.options.get("dies") == [RANK, self.steps]:
             os._exit(3)
-        if self.options.get("interrupted") == [RANK, self.steps]:
+        if self.options.get("interrupted") == self.steps:
             raise KeyboardInterrupt
         loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
         if self.options.get("nan_at") == self.steps:
@@ -62,6 +62,7 @@ class State(pl.Callback):
     def __init__(self) -> None:
         self.seen: list[str] = []
         self.first: list[int] = []
+        self.last_epoch: list[int] = []
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         if hasattr(trainer.strategy, "on_ready"):
@@ -80,6 +81,10 @@ class State(pl.Callback):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if not self.first:
             self.first = batch[2].tolist()
+        self.last_epoch += batch[2].tolist()
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self.last_epoch.clear()
 
 
 def data(samples: int = 2048, batch_size: int = 8, **options: Any) -> tuple[DataLoader[Any], DataLoader[Any]]:
@@ -99,6 +104,9 @@ def main() -> None:
         tuner = omni.OmniTuner(**fit["tuner"]) if "tuner" in fit else None
         callbacks = [State(), tuner, state] if tuner else [state]
         options = {"max_epochs": 4, **fit.get("trainer", {})}
+        if fit.get("exception_checkpoint"):
+            callbacks.append(pl.callbacks.OnExceptionCheckpoint(FOLDER, filename="stopped"))
+            options["enable_checkpointing"] = True
         run = trainer(strategy, fit.get("devices", 2), callbacks=callbacks, **options)
         began = time.perf_counter()
         loaders = data(**fit.get("data", {}))
@@ -110,6 +118,7 @@ def main() -> None:
                 "before": callbacks[0].seen,
                 "after": state.seen,
                 "first": state.first,
+                "last_epoch": sorted(state.last_epoch),
                 "steps": module.steps,
                 "weights": [parameter.flatten().tolist() for parameter in module.parameters()],
                 "lr": run.optimizers[0].param_groups[0]["lr"] if run.optimizers else None,

@@ -1,0 +1,179 @@
+"""OmniTuner in real processes: nothing of a probe is left behind, all ranks agree, trouble ends in a stated choice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import SCRIPTS, Run, Running, run
+
+pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.timeout(240)]
+
+EVEN = {"seconds": {"0": 5e-4, "1": 5e-4}, "trainer": {"max_epochs": 4}, "data": {"samples": 1024}}
+ONCE = {"budget": 0.4, "retune_every": None}
+HERE = {"groups": [1], "momentum": 0.9, "lr": 0.05, "rebalance": False}
+FITS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "no budget": {"tuner": {"budget": 0.0}},
+    "tuned": {"tuner": ONCE},
+    "nothing to choose": {"tuner": {**ONCE, "space": HERE}},
+    "warm-up": {"tuner": {**ONCE, "space": {"lr": [0.01, 0.5]}}, "warmup": True},
+    "too large a step": {"tuner": ONCE, "lr": 1e9},
+    "a loss that is none": {"tuner": {**ONCE, "target": 0.99, "monitor": "val_acc"}, "nan_at": 3},
+    "groups before": {"tuner": {"budget": 0.4, "target": 1e-4}, "strategy": {"groups": 2}},
+    "published": {"tuner": {**ONCE, "search": "omnivore"}},
+    "local steps": {"tuner": ONCE, "strategy": {"method": "local_sgd:period=4"}},
+}
+
+
+@pytest.fixture(scope="module")
+def fits(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """What every rank saw of every fit, and what was printed."""
+    saved = str(tmp_path_factory.mktemp("checkpoints") / "tuned.ckpt")
+    fits = {**FITS, "tuned": {**FITS["tuned"], "save": saved}, "resumed": {**FITS["tuned"], "ckpt_path": saved}}
+    fits["resumed"]["trainer"] = {"max_epochs": 5}
+    finished = run("omni_tuner.py", {"fits": [{**EVEN, **fit} for fit in fits.values()]}, timeout=230)
+    found = {name: [finished.results[rank][number] for rank in (0, 1)] for number, name in enumerate(fits)}
+    return {**found, "printed": [{"text": finished.output}]}
+
+
+@pytest.mark.parametrize("name", [name for name in FITS if "tuner" in FITS[name]])
+def test_after_a_search_the_state_is_that_of_before(fits: dict[str, list[dict[str, Any]]], name: str) -> None:
+    for rank in fits[name]:
+        assert rank["before"] == rank["after"]
+        assert len(rank["before"]) == 1
+
+
+@pytest.mark.parametrize("name", [name for name in FITS if "tuner" in FITS[name] and name != "no budget"])
+def test_all_ranks_take_the_same_decision(fits: dict[str, list[dict[str, Any]]], name: str) -> None:
+    one, other = fits[name]
+    assert one["setting"] == other["setting"] is not None
+    assert (one["lr"], one["momentum"]) == (other["lr"], other["momentum"])
+    assert one["weights"] == other["weights"]
+    assert one["tried"], "rank 0 searches"
+
+
+def test_a_budget_of_nothing_changes_nothing_to_the_bit(fits: dict[str, list[dict[str, Any]]]) -> None:
+    for plain, tuned in zip(fits["plain"], fits["no budget"], strict=True):
+        assert plain["weights"] == tuned["weights"]
+        assert "too small for one probe" in tuned["problem"]
+        assert not tuned["tried"]
+
+
+def test_probes_that_lead_to_no_change_change_nothing_to_the_bit(fits: dict[str, list[dict[str, Any]]]) -> None:
+    for plain, tuned in zip(fits["plain"], fits["nothing to choose"], strict=True):
+        assert plain["weights"] == tuned["weights"]
+        assert plain["first"] == tuned["first"]
+        assert plain["steps"] == tuned["steps"]
+    assert fits["nothing to choose"][0]["tried"]
+
+
+def test_an_epoch_is_still_one_pass_over_the_data(fits: dict[str, list[dict[str, Any]]]) -> None:
+    for name in ("tuned", "groups before", "published"):
+        assert sorted(number for rank in fits[name] for number in rank["last_epoch"]) == list(range(1024))
+
+
+def test_one_group_and_all_groups_are_tried(fits: dict[str, list[dict[str, Any]]]) -> None:
+    assert {1, 2} <= {setting["groups"] for setting, _ in fits["tuned"][0]["tried"]}
+
+
+def test_a_schedule_keeps_its_shape(fits: dict[str, list[dict[str, Any]]]) -> None:
+    for rank in fits["warm-up"]:  # long over: the rate is the one that was chosen
+        assert rank["lr"] == pytest.approx(rank["setting"]["lr"])
+        assert rank["momentum"] == rank["setting"]["momentum"]
+
+
+def test_if_everything_diverges_the_users_setting_stays(fits: dict[str, list[dict[str, Any]]]) -> None:
+    first = fits["too large a step"][0]
+    assert all("not finite" in problem or problem for _, problem in first["tried"])
+    assert "diverged" in first["why"]
+    assert first["lr"] == 1e9
+
+
+def test_a_loss_that_is_not_finite_ends_its_probe_only(fits: dict[str, list[dict[str, Any]]]) -> None:
+    first = fits["a loss that is none"][0]
+    assert "not finite" in first["tried"][0][1]
+    assert first["steps"] > 100
+
+
+def test_a_target_that_is_never_reached_is_said(fits: dict[str, list[dict[str, Any]]]) -> None:
+    printed = fits["printed"][0]["text"]
+    assert "val_acc has not reached 0.99: it was never logged" in printed
+    assert "val_loss has not reached 0.0001: the best was" in printed
+
+
+def test_a_resumed_run_goes_on_with_what_was_chosen(fits: dict[str, list[dict[str, Any]]]) -> None:
+    for tuned, resumed in zip(fits["tuned"], fits["resumed"], strict=True):
+        assert resumed["setting"] == tuned["setting"]
+        assert resumed["lr"] == pytest.approx(tuned["setting"]["lr"])
+        assert len(resumed["last_epoch"]) < 1024
+    assert fits["resumed"][0]["tried"] == fits["tuned"][0]["tried"]
+
+
+# --- Trouble ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def four() -> Run:
+    """A straggler among four; then, in another fit, a worker that dies in a probe."""
+    slow = {str(rank): 4e-3 if rank == 3 else 1e-3 for rank in range(4)}
+    even = {str(rank): 5e-4 for rank in range(4)}
+    straggling = {"devices": 4, "seconds": slow, "trainer": {"max_epochs": 2}, "tuner": {**ONCE, "budget": 0.6}}
+    dying = {"devices": 4, "seconds": even, "trainer": {"max_epochs": 2}, "tuner": ONCE, "dies": [3, 4]}
+    return run("omni_tuner.py", {"fits": [straggling, dying]}, timeout=200)
+
+
+def test_a_straggler_is_not_waited_for(four: Run) -> None:
+    for rank in range(4):
+        setting = four.results[rank][0]["setting"]
+        assert setting["groups"] > 1 or setting["rebalance"], setting
+        assert four.results[rank][0]["before"] == four.results[rank][0]["after"]
+
+
+def test_a_worker_lost_while_tuning_costs_the_search_and_not_the_run(four: Run) -> None:
+    alive = [four.results[rank][1] for rank in range(3)]
+    assert len(four.results[3]) == 1
+    for rank in alive:
+        assert rank["before"] == rank["after"]
+        assert rank["setting"]["groups"] == 1
+    assert "rank 3 was lost while tuning" in alive[0]["why"]
+    assert {number for rank in alive for number in rank["last_epoch"]} == set(range(2048))
+
+
+def test_ctrl_c_in_a_probe_saves_the_runs_own_weights() -> None:
+    fit = {**EVEN, "tuner": ONCE, "interrupted": 5, "exception_checkpoint": True}
+    with Running("omni_tuner.py", {"fits": [fit]}) as running:
+        finished = running.wait(100)
+        assert finished.code != 0
+        assert not running.survivors
+        checkpoint = torch.load(Path(running.folder) / "stopped.ckpt", weights_only=False)
+    weights = [value for name, value in checkpoint["state_dict"].items() if name.startswith("net.")]
+    assert all(torch.equal(one, other) for one, other in zip(weights, initial_weights(), strict=True))
+    assert "OmniTuner" not in finished.output.split("Detected KeyboardInterrupt")[-1]
+
+
+def initial_weights() -> list[torch.Tensor]:
+    """Those of the script's module after ``seed_everything(1)``."""
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        net = torch.nn.Sequential(
+            torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Dropout(0.1), torch.nn.Linear(32, 4)
+        )
+    return [value.detach() for value in net.state_dict().values()]
+
+
+def test_a_strategy_without_groups_is_refused() -> None:
+    code = (
+        "import pytorch_lightning as pl, lightning_omni as omni\n"
+        "from pytorch_lightning.demos.boring_classes import BoringModel\n"
+        "pl.Trainer(accelerator='cpu', logger=False, enable_checkpointing=False, callbacks=[omni.OmniTuner()])"
+        ".fit(BoringModel())\n"
+    )
+    import subprocess
+    import sys
+
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, cwd=SCRIPTS)
+    assert ended.returncode != 0
+    assert "pass Trainer(strategy=OmniStrategy())" in ended.stderr
