@@ -49,7 +49,9 @@ def bits(value: Any) -> Any:
 
 
 def everything(module: nn.Module, *optimizers: torch.optim.Optimizer) -> Any:
-    return bits([module.state_dict(), [each.state_dict() for each in optimizers], [p.grad for p in module.parameters()]])
+    return bits(
+        [module.state_dict(), [each.state_dict() for each in optimizers], [p.grad for p in module.parameters()]]
+    )
 
 
 def groups_of(module: nn.Sequential) -> Parameters:
@@ -323,13 +325,13 @@ class Noting(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         loss = self.net(x).sum()
-        self.seen[2].append(self.calls)
+        self.seen[-1].append(self.calls)
         self.seen[:0] = [0]
         self._losses.append(loss)
         self.by_name["count"] += 1
         self.by_name["inner"]["new"].append(loss)
         self.by_name["order"].move_to_end("b")
-        self.recent.append(float(loss))
+        self.recent.append(loss.item())
         self.names ^= {"a", "b"}
         self.counted["c"] += 1
         self.pair[0].clear()
@@ -389,9 +391,10 @@ def test_other_objects_are_left_to_themselves() -> None:
     class Thing:
         count = 0
 
-    module, thing = nn.Linear(1, 1), Thing()
+    module, thing, short_lived = nn.Linear(1, 1), Thing(), Thing()
     module.thing, module.things, module.strict = thing, [thing], Strict(a=1)
-    module.gone, module.fixed = weakref.proxy(Thing()), np.arange(3)
+    module.gone, module.fixed = weakref.proxy(short_lived), np.arange(3)
+    del short_lived
     module.fixed.flags.writeable = False
     snapshot = Snapshot(module, [])
     thing.count = 3
@@ -451,7 +454,7 @@ def draws() -> list[Any]:
 
 def test_chance_repeats_itself() -> None:
     draws()
-    chance, snapshot = Chance(), Snapshot(nn.Linear(1, 1), [])
+    snapshot, chance = Snapshot(nn.Linear(1, 1), []), Chance()
     drawn = draws()
     for back in (chance.restore, snapshot.restore, chance.restore):
         assert draws() != drawn
@@ -462,7 +465,7 @@ def test_chance_repeats_itself() -> None:
 def test_generators_of_a_modules_own_repeat_themselves() -> None:
     module = nn.Linear(1, 1)
     module.own = [np.random.default_rng(1), torch.Generator().manual_seed(2), random.Random(3)]
-    module.legacy = np.random.RandomState(4)  # noqa: NPY002
+    module.legacy = np.random.RandomState(4)
 
     def own_draws() -> list[Any]:
         numpy, generator, python = module.own

@@ -27,6 +27,9 @@ _BLOCKS, _TAIL = 8, 3
 """A probe's losses are averaged over so many equal stretches, of which the last few say where it came."""
 _SLOWEST = 0.02
 """No pace is read off as slower than that: such a probe stood still."""
+_DEVIATION, _NOISE = 0.25, 0.3
+"""Standard deviations of what theory is off by, and of what a short probe from a cold start says of the whole run, in
+logarithms. Both are experience: what such probes show of paces is little but whether they diverge."""
 FAILED = 3.0
 """A setting that diverged counts as so many times as slow as the slowest that did not."""
 
@@ -112,6 +115,7 @@ class Tried:
         losses: mean training loss of each batch, before it was learnt from, shape (batches,).
         seconds: how long the probe took, with all that belongs to it.
         problem: why it ended early; empty if it did not.
+        gathers: whether its momentum began at nothing and had to be gathered first. (Adam corrects for that by itself.)
     """
 
     setting: Setting
@@ -119,6 +123,7 @@ class Tried:
     losses: tuple[float, ...]
     seconds: float = 0.0
     problem: str = ""
+    gathers: bool = True
 
     @property
     def end(self) -> float:
@@ -128,7 +133,7 @@ class Tried:
     @property
     def has_failed(self) -> bool:
         """Whether it diverged, or came to no end."""
-        return bool(self.problem) or not self.samples or not all(map(math.isfinite, self.losses[-3:]))
+        return bool(self.problem) or not self.samples or not all(map(math.isfinite, self.losses))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
@@ -143,6 +148,7 @@ class Tried:
             tuple(plain["losses"]),
             plain["seconds"],
             plain["problem"],
+            plain["gathers"],
         )
 
     def blocks(self, until: float, count: int = _BLOCKS) -> Array:
@@ -192,7 +198,7 @@ class _Curve:
     def of(cls, tried: Tried, until: float) -> _Curve:
         centres = (np.arange(_BLOCKS) + 0.5) * until / _BLOCKS
         update = tried.end / len(tried.samples)  # samples of one
-        momentum = min(tried.setting.momentum, 0.99)
+        momentum = min(tried.setting.momentum, 0.99) if tried.gathers else 0.0
         held_up = momentum / (1 - momentum) * (1 - momentum ** (centres / update)) * update
         # Half an update at least: before the first one nothing is learnt.
         return cls(tried.blocks(until), np.maximum(centres - held_up, 0.25 * centres))
@@ -237,14 +243,15 @@ class Throughput(Protocol):
 class Theory:
     """What is expected of settings before they are tried: logarithms of samples, relative to where one starts.
 
-    Staleness costs, the more of it the more; about as much explicit momentum is wanted as implicit momentum leaves
-    room for; the step should be near the one that the user chose. How strongly is a matter of experience, and a few
-    probes overrule it.
+    Staleness costs: much at once, like the momentum 1 - 1 / g that it acts as, and then little; about as much explicit
+    momentum is wanted as implicit momentum leaves room for; the step should be near the one that the user chose. How
+    strongly is a matter of experience, and probes correct it.
 
     Args:
         start: the user's own setting.
         scaling: of learning rates.
-        staleness: the cost of one update of mean staleness, as a fraction.
+        staleness: the cost of the first staleness, which is what it would be of very many groups but for ``spread``.
+        spread: what every further group costs.
         narrow: the cost of a step that is e times as large or small, as a fraction.
 
     References:
@@ -253,7 +260,8 @@ class Theory:
 
     start: Setting
     scaling: Scaling
-    staleness: float = 0.1
+    staleness: float = 0.4
+    spread: float = 0.01
     narrow: float = 0.15
 
     @property
@@ -267,10 +275,10 @@ class Theory:
         return 1 - (1 - self.start.momentum) / self.start.groups
 
     def momentum(self, groups: int) -> float:
-        """The explicit momentum that is left for the optimizer."""
+        """The explicit momentum that is left for the optimizer; never more than the user's."""
         if self.scaling.is_adaptive:
             return self.start.momentum
-        return max(0.0, round(1 - (1 - self.total_momentum) * groups, 6))
+        return min(self.start.momentum, max(0.0, round(1 - (1 - self.total_momentum) * groups, 6)))
 
     def setting(self, groups: int, rebalance: bool = False, period: int = 1, factor: float = 1.0) -> Setting:
         """The setting that theory proposes for a number of groups; ``factor`` makes larger or smaller steps."""
@@ -282,7 +290,9 @@ class Theory:
         away = math.log(max(self.scaling.step(setting), 1e-12) / self.step)
         steepness = self.narrow if away < 0 else 2 * self.narrow
         momentum = 0.5 * (setting.momentum - self.momentum(setting.groups)) ** 2
-        return math.log1p(self.staleness * (setting.groups * setting.period - 1)) + steepness * away**2 + momentum
+        apart = setting.groups * setting.period
+        stale = self.staleness * (1 - 1 / apart) + self.spread * (apart - 1)
+        return math.log1p(stale) + steepness * away**2 + momentum
 
 
 class Pace:
@@ -296,13 +306,14 @@ class Pace:
         settings: what was tried.
         costs: logarithms of the samples that each needs, but for a constant.
         errors: their standard errors.
+        noise: how much less they say of the whole run than of themselves, as a standard deviation.
 
     Example:
         >>> theory = Theory(Setting(1, 0.9, 0.1), Scaling())
         >>> pace = Pace(theory)
         >>> mean, error = pace(theory.setting(groups=4))
-        >>> round(math.exp(mean), 2), error > 0.3
-        (1.3, True)
+        >>> round(math.exp(mean), 2), error > 0.2
+        (1.33, True)
     """
 
     def __init__(
@@ -311,6 +322,7 @@ class Pace:
         settings: Sequence[Setting] = (),
         costs: Sequence[float] = (),
         errors: Sequence[float] = (),
+        noise: float = _NOISE,
     ) -> None:
         self.theory = theory
         self.costs = list(costs)
@@ -318,10 +330,10 @@ class Pace:
         expected = np.array([theory(each) for each in settings])
         # Only differences between probes are known; theory says where the whole lies.
         self.offset = float(np.mean(expected - self.costs)) if len(costs) else 0.0
-        noise = np.array([0.05 + error for error in errors or [0.0] * len(costs)]) ** 2
+        variances = np.array([noise + error for error in errors or [0.0] * len(costs)]) ** 2
         self._left = np.array(self.costs) + self.offset - expected
         if len(costs):
-            self._inverse = np.linalg.inv(_kernel(self._places, self._places) + np.diag(noise))
+            self._inverse = np.linalg.inv(_kernel(self._places, self._places) + np.diag(variances))
 
     @classmethod
     def of(cls, theory: Theory, tried: Sequence[Tried]) -> Pace:
@@ -350,10 +362,6 @@ class Pace:
         ]
 
 
-_DEVIATION = 0.5
-"""Standard deviation of the logarithm of what theory is off by."""
-
-
 def _kernel(a: Array, b: Array) -> Array:
     return np.asarray(_DEVIATION**2 * np.exp(-0.5 * ((a[:, None] - b[None]) ** 2).sum(-1)))
 
@@ -367,9 +375,9 @@ class Outlook:
 
     Attributes:
         setting: the setting.
-        seconds: time to the target, or relative to that of the best if no target is known.
+        seconds: time to the target; if no target is known only its ratios to those of other settings mean anything.
         samples_per_second: hardware efficiency.
-        samples: samples to the target, or relative to those of the best.
+        samples: samples to the target, or relative to those of the best probe.
         is_measured: whether a probe tried this very setting.
     """
 
@@ -412,7 +420,7 @@ class Forecast:
         """The outlook of a setting."""
         mean, error = self.pace(setting)
         mean -= self.pace.offset
-        rate = self.throughput(setting)
+        rate = max(self.throughput(setting), 1e-12)
         low, high = math.exp(mean - self._width * error), math.exp(mean + self._width * error)
         samples = _times(self.samples or Estimate(1.0, 1.0, 1.0), math.exp(mean), low, high)
         return Outlook(setting, _times(samples, 1 / rate, 1 / rate, 1 / rate), rate, samples, setting in self._tried)

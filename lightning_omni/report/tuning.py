@@ -77,7 +77,7 @@ class TuningReport:
         >>> job = Job(Setting(1, 0.9, 0.1), batch=64, horizon=100, share=0.1, space=Space((1, 2)))
         >>> report = TuningReport((Round(Search(job), epoch=0, seconds_run=0.0),), target=None, monitor="loss")
         >>> report.statement.partition(";")[0]
-        '1 group, momentum 0.9, lr 0.1: the budget of 0.1 of the run is too small for one probe of 4 batches of each rank: nothing was tried or changed'
+        '1 group, momentum 0.9, lr 0.1: the budget, 0.1 of the run, is too small for one probe of 4 batches of each rank: nothing was tried or changed'
         >>> TuningReport.from_dict(report.to_dict()).statement == report.statement
         True
     """  # noqa: E501 - the sentence is one

@@ -44,7 +44,9 @@ _WORTH = 0.03
 """A search ends when the next probe is expected to find less than that (relative to the time to the target)."""
 _FASTER = 1.05
 """More groups, and proportional batches, have to be that much faster to be considered."""
-_PAYS = 0.08
+_CLEARLY = 4.0
+"""Speeds differ if their mean squared deviation is that many times what chance would make of it."""
+_PAYS = 0.1
 """The part of the loss by which a step a third as large has to be better at once, to be better at all."""
 _THIRDS = 4
 """How often a step is made smaller, if nothing else does not diverge."""
@@ -83,7 +85,11 @@ class Space:
             raise ConfigurationError(f'space={{"groups": {list(self.groups)}}}: one group has to be among them; add 1')
         for name, least, most in (("momentum", 0.0, 1.0), ("lr", 0.0, math.inf), ("factor", 0.0, math.inf)):
             low, high = getattr(self, name)
-            if not least <= low <= high <= most or (name == "momentum" and high >= 1):
+            if (
+                not least <= low <= high <= most
+                or (name == "momentum" and high >= 1)
+                or (name != "momentum" and not high)
+            ):
                 raise ConfigurationError(f'space={{"{name}": {(low, high)}}}: pass the least and the largest value')
         if not self.period or min(self.period) < 1:
             raise ConfigurationError(f'space={{"period": {list(self.period)}}}: pass numbers of steps, 1 or more')
@@ -104,17 +110,18 @@ class Space:
         for name in given:
             if name not in known:
                 raise ConfigurationError(f"space={{{name!r}: ...}}: pass some of {', '.join(map(repr, known))}")
-        groups = _list(given.get("groups", _powers(ranks)))
-        for number in groups:
-            if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= ranks:
-                raise ConfigurationError(
-                    f'space={{"groups": {groups}}}: pass whole numbers from 1 to {ranks}, the ranks'
-                )
-        options: dict[str, Any] = {name: _range(given[name]) for name in ("momentum", "lr") if name in given}
+        groups = _numbers("groups", given.get("groups", _powers(ranks)), whole=True)
+        if not all(1 <= number <= ranks for number in groups):
+            raise ConfigurationError(f'space={{"groups": {groups}}}: pass whole numbers from 1 to {ranks}, the ranks')
+        options: dict[str, Any] = {}
+        for name in ("momentum", "lr"):
+            if name in given:
+                numbers = _numbers(name, given[name])
+                options[name] = min(numbers), max(numbers)
         if "rebalance" in given:
             options["rebalance"] = any(_list(given["rebalance"]))
         if "period" in given:
-            options["period"] = tuple(sorted(set(_list(given["period"]))))
+            options["period"] = tuple(sorted(set(_numbers("period", given["period"], whole=True))))
         return cls(tuple(sorted({1, *(g for g in groups if g == 1 or allowed(g))})), **options)
 
     def holds(self, setting: Setting) -> Setting:
@@ -134,11 +141,18 @@ def _list(value: Any) -> list[Any]:
     return list(value) if isinstance(value, Iterable) and not isinstance(value, str) else [value]
 
 
-def _range(value: Any) -> tuple[float, float]:
-    values = [float(each) for each in _list(value)]
+def _numbers(name: str, value: Any, whole: bool = False) -> list[Any]:
+    """The numbers that a user passed, one or several."""
+    values = _list(value)
+    for each in values:
+        good = isinstance(each, int) if whole else isinstance(each, (int, float)) and math.isfinite(each)
+        if isinstance(each, bool) or not good:
+            raise ConfigurationError(
+                f"space={{{name!r}: {value!r}}}: pass {'whole numbers' if whole else 'finite numbers'}, one or several"
+            )
     if not values:
-        raise ConfigurationError("space=: an empty range; pass the least and the largest value")
-    return min(values), max(values)
+        raise ConfigurationError(f"space={{{name!r}: {value!r}}}: nothing to choose from; pass at least one number")
+    return values
 
 
 # --- What goes out and comes in --------------------------------------------------------------------------------------
@@ -208,6 +222,7 @@ class Job:
         seconds: time that probes may take, if it is known beforehand; otherwise it follows from ``share``.
         current: whether ``start`` has been trained with already, so that only a clear gain is worth a change.
         steps: whether only the size of the step is searched, for a run that is under way.
+        keeps_momentum: whether probes begin with the momentum that the run has gathered.
         seed: of everything random.
     """
 
@@ -220,6 +235,7 @@ class Job:
     seconds: float | None = None
     current: bool = False
     steps: bool = False
+    keeps_momentum: bool = True
     seed: int = 0
 
     def to_dict(self) -> dict[str, Any]:
@@ -235,7 +251,10 @@ class Job:
             name: tuple(value) if isinstance(value, list) else value for name, value in plain["space"].items()
         }
         space["lr"] = tuple(math.inf if bound is None else bound for bound in plain["space"]["lr"])
-        rest = {name: plain[name] for name in ("batch", "horizon", "share", "seconds", "current", "steps", "seed")}
+        rest = {
+            name: plain[name]
+            for name in ("batch", "horizon", "share", "seconds", "current", "steps", "keeps_momentum", "seed")
+        }
         return cls(
             start=Setting.from_dict(plain["start"]), space=Space(**space), scaling=Scaling(**plain["scaling"]), **rest
         )
@@ -257,11 +276,18 @@ Plan = Generator[Probe, None, None]
 class Search:
     """Proposes probes and chooses a setting.
 
+    Attributes:
+        observations: what probes showed so far, and
+        probes: what they were.
+        overhead: seconds that the search took beside its probes; whoever carries them out adds them up.
+        stopped: why it was stopped, if it was.
+
     Args:
         job: what is searched, and for how long.
         strategy: ``"bayes"``: scikit-optimize on the predicted time, about the theory; ``"omnivore"``: the published
             algorithm; ``"grid"``, ``"random"`` and ``"skopt"`` (scikit-optimize without theory), to compare with.
         observations: of an earlier search for the same job, which is gone on with.
+        known: what was measured in earlier searches of the same run.
 
     Raises:
         ConfigurationError: there is no such strategy, or scikit-optimize is missing.
@@ -273,13 +299,21 @@ class Search:
         (4, 14)
     """
 
-    def __init__(self, job: Job, strategy: Strategy = "bayes", observations: Sequence[Observation] = ()) -> None:
+    def __init__(
+        self,
+        job: Job,
+        strategy: Strategy = "bayes",
+        observations: Sequence[Observation] = (),
+        known: Sequence[Measured] = (),
+    ) -> None:
         if strategy not in get_args(Strategy):
             raise ConfigurationError(f"search={strategy!r}: pass one of {', '.join(map(repr, get_args(Strategy)))}")
         self.job, self.strategy = job, strategy
         self.theory = Theory(job.start, job.scaling)
         self.observations: list[Observation] = []
         self.probes: list[Probe] = []
+        self.known = list(known)
+        self.overhead = 0.0
         self.stopped = ""
         self._plan = getattr(self, f"_{strategy}")()
         self._current: Probe | None = None
@@ -296,6 +330,8 @@ class Search:
             "strategy": self.strategy,
             "observations": [each.to_dict() for each in self.observations],
             "stopped": self.stopped,
+            "overhead": self.overhead,
+            "known": [each.to_dict() for each in self.known],
             "is_over": self._is_over,
         }
 
@@ -303,7 +339,9 @@ class Search:
     def from_dict(cls, plain: Mapping[str, Any]) -> Search:
         """What `to_dict` gave."""
         observations = [Observation.from_dict(each) for each in plain["observations"]]
-        search = cls(Job.from_dict(plain["job"]), plain["strategy"], observations)
+        known = [Measured.from_dict(each) for each in plain["known"]]
+        search = cls(Job.from_dict(plain["job"]), plain["strategy"], observations, known)
+        search.overhead = plain["overhead"]
         if plain["is_over"]:
             search.stop(plain["stopped"])
         return search
@@ -321,6 +359,8 @@ class Search:
         """What the probe showed."""
         if self._current is not None:
             self.probes.append(self._current)
+        if not self.job.steps and not observation.tried.has_failed and _rose(observation.tried):
+            observation = replace(observation, tried=replace(observation.tried, problem="the loss rose"))
         self.observations.append(observation)
         self._current = None
 
@@ -334,9 +374,14 @@ class Search:
         return [each.tried for each in self.observations]
 
     @property
+    def measured(self) -> list[Measured]:
+        """All step times that are known."""
+        return [*self.known, *(each.measured for each in self.observations if each.measured is not None)]
+
+    @property
     def profile(self) -> Profile | None:
         """The hardware model, once something was timed."""
-        measured = [each.measured for each in self.observations if each.measured is not None]
+        measured = self.measured
         if not measured:
             return None
         if self._fitted is None or self._fitted[0] != len(measured):
@@ -373,8 +418,8 @@ class Search:
 
     @property
     def spent(self) -> float:
-        """Seconds that probes have taken."""
-        return sum(each.seconds for each in self.tried)
+        """Seconds that probes have taken, and what belongs to no probe."""
+        return sum(each.seconds for each in self.tried) + self.overhead
 
     @property
     def budget(self) -> float:
@@ -403,6 +448,8 @@ class Search:
         """Whether proportional batches make groups faster by more than a trifle."""
         if not self.job.space.rebalance or self.profile is None or groups == len(self.profile.speeds):
             return False
+        if not speeds_differ(self.measured):
+            return False
         plain, split = (self.throughput(Setting(groups, 0.0, 0.0, how, period)) for how in (False, True))
         return split > _FASTER * plain
 
@@ -429,15 +476,32 @@ class Search:
         return self.job.space.holds(replace(setting, rebalance=self.is_uneven(groups, steps)))
 
     def candidates(self) -> list[Setting]:
-        """What can be chosen: what was tried, and what theory proposes for each number of groups."""
-        known = [self._as_it_would_be(each.setting) for each in self.tried if not each.has_failed]
-        return list(dict.fromkeys([*known, *map(self.proposal, self.groups())]))
+        """What can be chosen: what was tried, and what theory proposes for each number of groups.
+
+        If something diverged, the largest steps that did not are taken for any number of groups.
+        """
+        sound = [each.setting for each in self.tried if not each.has_failed]
+        factor = 1.0
+        if len(sound) < len(self.tried):
+            factor = min((self.job.scaling.step(each) / self.theory.step for each in sound), default=1.0)
+            sound = []
+        proposed = [self.proposal(groups, factor) for groups in self.groups()]
+        return list(dict.fromkeys([*map(self._as_it_would_be, sound), *proposed]))
 
     def _as_it_would_be(self, setting: Setting) -> Setting:
         return replace(setting, rebalance=self.is_uneven(setting.groups, setting.period))
 
     def _probe(self, setting: Setting, why: str) -> Probe:
-        return Probe(len(self.observations), setting, self.job.batches * self.job.batch, why)
+        batches = self.job.batches
+        if self.job.steps and self.profile is not None and self.job.seconds is not None:
+            # Three probes have to fit in, and one batch more or less does not matter to them.
+            affordable = 0.95 * self.budget / 3 * self.throughput(setting) / self.job.batch
+            batches = int(min(max(affordable, FEWEST), MOST)) if not self.tried else self._batches_of_first
+        return Probe(len(self.observations), setting, batches * self.job.batch, why)
+
+    @property
+    def _batches_of_first(self) -> int:
+        return self.probes[0].samples // self.job.batch if self.probes else self.job.batches
 
     # --- The choice --------------------------------------------------------------------------------------------------
 
@@ -464,19 +528,24 @@ class Search:
         return Choice(best, self._reasons(best, forecast), outlook)
 
     def _best_step(self) -> Choice:
-        """A larger step has to be better at once, a smaller one by much.
+        """A smaller step has to be better by much, a larger one at once.
 
         A smaller step nearly always gains at once, because the weights come to rest, and loses later.
         """
         start = self._as_it_would_be(self.job.start)
-        larger, smaller = (self._gain(number) if len(self.tried) > number else -math.inf for number in (1, 2))
-        if larger >= 0:
-            return Choice(self.tried[1].setting, "steps three times as large do no worse at once")
-        if smaller >= _PAYS:
+        first = self.tried[0]
+        pays = _PAYS
+        if not self.job.keeps_momentum:  # then its step has not come to its full noise yet
+            held_up = first.setting.momentum / (1 - first.setting.momentum) / max(1, len(first.samples))
+            pays *= 1 - min(0.5, held_up)
+        smaller, larger = (self._gain(number) if len(self.tried) > number else -math.inf for number in (1, 2))
+        if smaller >= pays:
             return Choice(
-                self.tried[2].setting, f"steps a third as large lower the loss by {min(smaller, 1):.0%} at once"
+                self.tried[1].setting, f"steps a third as large lower the loss by {min(smaller, 1):.0%} at once"
             )
-        return Choice(start, "neither larger nor smaller steps are better: it stays")
+        if larger >= 0:
+            return Choice(self.tried[2].setting, "steps three times as large do no worse at once")
+        return Choice(start, "neither smaller nor larger steps are better: it stays")
 
     def _best_by_forecast(self) -> Setting:
         """Careful with what nobody tried; among equals the fewest groups and the smallest step."""
@@ -537,14 +606,15 @@ class Search:
             yield from self._larger_and_smaller()
             return
         yield from self._opening()
-        if self.tried and all(each.has_failed for each in self.tried):
+        if any(each.has_failed for each in self.tried):
             yield from self._smaller()
-        yield from self._asked(self._ask)
+        else:
+            yield from self._asked(self._ask)
 
     def _smaller(self) -> Plan:
         """Steps a third as large, until one does not diverge."""
         for power in range(1, _THIRDS + 1):
-            probe = self._probe(self.proposal(max(self.groups()), 3.0**-power), "a smaller step")
+            probe = self._probe(self.proposal(max(self.job.space.groups), 3.0**-power), "a smaller step")
             if not self.affords(probe):
                 return
             yield probe
@@ -552,15 +622,17 @@ class Search:
                 return
 
     def _larger_and_smaller(self) -> Plan:
-        """The step as it is, one three times as large, and one a third as large: what a run under way shows best."""
-        for factor, why in ((1.0, "as it is"), (3.0, "a larger step"), (1 / 3, "a smaller step")):
+        """The step as it is, a third of it, and if that is worse three times as large."""
+        for factor, why in ((1.0, "as it is"), (1 / 3, "a smaller step"), (3.0, "a larger step")):
+            if factor > 1 and self._gain(1) >= 0:
+                return
             probe = self._probe(self.proposal(self.job.start.groups, factor), why)
-            if not self.affords(probe) or (len(self.tried) == 2 and self._gain(1) >= 0):
+            if not self.affords(probe):
                 return
             yield probe
 
     def _gain(self, number: int) -> float:
-        """The part of the loss by which a probe was better than the first, over the second half of their samples.
+        """The part of the loss by which a probe was better than the first.
 
         They trained on the same samples, so that the difference is exact to a per cent where the losses are not.
         """
@@ -568,7 +640,7 @@ class Search:
         if first.has_failed or other.has_failed:
             return -math.inf if other.has_failed else math.inf
         until = min(first.end, other.end)
-        was, is_now = (float(each.blocks(until)[4:].mean()) for each in (first, other))
+        was, is_now = (float(each.blocks(until)[2:].mean()) for each in (first, other))
         return (was - is_now) / abs(was)
 
     def _skopt(self) -> Plan:
@@ -606,6 +678,7 @@ class Search:
             for momentum in (0.9, 0.6, 0.3, 0.0)
             for groups in reversed(self.groups())
         ]
+        points = [each for each in dict.fromkeys(points) if each not in {tried.setting for tried in self.tried}]
         yield from self._asked(lambda: (points.pop(0), "on the grid") if points else None)
 
     def _omnivore(self) -> Plan:
@@ -622,7 +695,8 @@ class Search:
         while True:
             for lr in (best, best / 10):
                 for momentum in (0.9, 0.6, 0.3, 0.0):
-                    setting = self._as_it_would_be(Setting(groups, momentum, lr))
+                    free = Setting(groups, momentum, lr, period=self.job.start.period)
+                    setting = self._as_it_would_be(self.job.space.holds(free))
                     if self._is_pruned(setting):
                         continue
                     probe = self._probe(setting, f"grid of {groups} groups")
@@ -632,7 +706,7 @@ class Search:
             found = self._best_as_measured()
             if found.momentum > 0 or groups == 1 or found.groups != groups:
                 return
-            groups, best = max(1, groups // 2), found.lr
+            groups, best = max(each for each in self.job.space.groups if each < groups), found.lr
 
     def _is_pruned(self, setting: Setting) -> bool:
         """Whether it was tried, or takes larger steps than something that diverged."""
@@ -681,11 +755,10 @@ class Search:
 
     def _dimensions(self) -> dict[str, tuple[float, float] | list[int]]:
         space = self.job.space
-        dimensions: dict[str, tuple[float, float] | list[int]] = {
-            "groups": self.groups(),
-            "momentum": space.momentum,
-            "factor": (math.log(space.factor[0]), math.log(space.factor[1])),
-        }
+        dimensions: dict[str, tuple[float, float] | list[int]] = {"groups": self.groups(), "momentum": space.momentum}
+        if self.strategy != "bayes":
+            # From a cold start the largest step that does not diverge always wins, and loses later.
+            dimensions["factor"] = (math.log(space.factor[0]), math.log(space.factor[1]))
         if len(space.period) > 1:
             dimensions["period"] = list(space.period)
         return {name: values for name, values in dimensions.items() if len(set(values)) > 1}
@@ -720,3 +793,30 @@ class Search:
             return predict
 
         return fit
+
+
+def _rose(tried: Tried) -> bool:
+    """Whether the loss is higher at the end than at the beginning, by more than noise."""
+    groups = tried.setting.groups
+    if len(tried.losses) < 4 * groups:
+        return False
+    first, last = (float(np.mean(part)) for part in (tried.losses[:groups], tried.losses[-3 * groups :]))
+    return last > first + 0.05 * abs(first)
+
+
+def speeds_differ(measured: Sequence[Measured]) -> bool:
+    """Whether ranks differ in speed by more than the scatter of their steps explains.
+
+    Args:
+        measured: of the same ranks.
+    """
+    ranks = len(measured[0].own)
+    paces = [
+        np.concatenate([np.array(each.own[rank]) / np.array(each.samples[rank]) for each in measured])
+        for rank in range(ranks)
+    ]
+    means = np.array([pace.mean() for pace in paces])
+    relative = np.concatenate([pace / pace.mean() for pace in paces])
+    scatter = ((relative - 1) ** 2).sum() / max(1, len(relative) - ranks)
+    errors = means.mean() * np.sqrt(scatter / np.array([len(pace) for pace in paces]))
+    return bool((((means - means.mean()) / np.maximum(errors, 1e-12)) ** 2).mean() > _CLEARLY)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,13 @@ Predict = Callable[[Point], tuple[float, float]]
 Fit = Callable[[Sequence[Point], Sequence[float]], Predict]
 
 _LOOKED_AT = 600
+
+
+def load_libraries() -> None:
+    """Imports what takes a second or two, before it is needed. It is no error if something is missing."""
+    with suppress(ImportError):
+        importlib.import_module("scipy.optimize")
+        importlib.import_module("skopt")
 
 
 def ask(

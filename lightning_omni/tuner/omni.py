@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from lightning_omni.optimizer.balance import Balance
 from lightning_omni.performance.forecast import Setting
 from lightning_omni.protocol.leases import apportion
 from lightning_omni.search import Choice, Job, Observation, Probe, Search, Space
+from lightning_omni.search.surrogate import load_libraries
 from lightning_omni.strategy.hooks import OmniStrategyHooks
 from lightning_omni.trace import reaches
 from lightning_omni.tuner.hyperparameters import Hyperparameters
@@ -58,6 +60,7 @@ class Order:
         setting: to train with from now on, if the search is over.
         speeds: samples per second of each rank, if they are known.
         by_speed: whether groups are formed by them.
+        scale: by what learning rates are multiplied, if the search is over.
         why: of the choice.
         error: why nothing can go on; every rank raises it.
     """
@@ -66,6 +69,7 @@ class Order:
     setting: Setting | None = None
     speeds: Mapping[int, float] | None = None
     by_speed: bool = False
+    scale: float = 1.0
     why: str = ""
     error: str = ""
 
@@ -78,6 +82,7 @@ class Order:
                 "setting": None if self.setting is None else self.setting.to_dict(),
                 "speeds": None if self.speeds is None else sorted(self.speeds.items()),
                 "by_speed": self.by_speed,
+                "scale": self.scale,
                 "why": self.why,
                 "error": self.error,
             }
@@ -93,6 +98,7 @@ class Order:
             None if setting is None else Setting.from_dict(setting),
             None if speeds is None else {int(rank): float(speed) for rank, speed in speeds},
             said["by_speed"],
+            said["scale"],
             said["why"],
             said["error"],
         )
@@ -202,9 +208,11 @@ class OmniTunerHooks(_CallbackBase):
         self._strategy.on_ready.append(self._call)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """The server comes up while the data is prepared: probes of several groups will need one."""
+        """What a search needs comes up while the data is prepared: a server for several groups, and slow libraries."""
         if self.budget > 0 and trainer.world_size > 1:
             trainer.strategy.world.start_server()
+        if self.budget > 0 and trainer.is_global_zero:
+            threading.Thread(target=load_libraries, name="omni-libraries", daemon=True).start()
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """How far the run is from its target."""
@@ -314,8 +322,11 @@ class OmniTunerHooks(_CallbackBase):
 
     def _retune(self, trainer: Any, module: Any, reason: str) -> None:
         """Another search, if there is time for one. Rank 0's clock counts."""
-        hyperparameters = self._look_at(trainer)
-        start = self._present(trainer, hyperparameters, hyperparameters.lr_now)
+        try:
+            hyperparameters = self._look_at(trainer)
+            start = self._present(trainer, hyperparameters, hyperparameters.lr_now)
+        except ConfigurationError:
+            return  # a schedule has come to 0, say: there is nothing to multiply
         job = self._job(trainer, hyperparameters, start, share=0.0)
         seconds = self._allowance(job, reason)
         share = seconds * self._rate / job.horizon if job.horizon else 0.0
@@ -364,36 +375,44 @@ class OmniTunerHooks(_CallbackBase):
         observations: Any,
     ) -> None:
         """Probes until rank 0 has chosen, then trains with that."""
-        world, began = self._strategy.world, time.perf_counter()
-        lost = set(world.lost)
+        began = time.perf_counter()
         prober = Prober(trainer, module, hyperparameters, lr, self.seed + self._rounds)
         self._unfinished = True
         search = self._begin(trainer, job, observations) if trainer.is_global_zero else None
-        with Shown(trainer, job, self.rank_zero_info) as shown:
-            while True:
-                order = Order.from_text(world.tell(self._order(search, shown) if search is not None else ""))
-                if order.error:
-                    prober.close()
-                    raise ConfigurationError(order.error)
-                if order.probe is None:
-                    break
-                observation = prober.run(order.probe, order.speeds, order.by_speed)
-                if search is not None:
-                    search.tell(observation)
-                    shown.found(search, order.probe, observation)
-                    if set(world.lost) - lost:
-                        search.stop(f"rank {', '.join(map(str, sorted(set(world.lost) - lost)))} was lost while tuning")
-        prober.close()
-        assert order.setting is not None
-        self._apply(trainer, hyperparameters, job, order)
-        self._unfinished, self._rounds = False, self._rounds + 1
-        self._spent += time.perf_counter() - began
-        self._began += time.perf_counter() - began
-        self._rate = 0.0
+        try:
+            with Shown(trainer, job, self.rank_zero_info) as shown:
+                order = self._go_through(prober, search, shown)
+        finally:
+            prober.close()
+        if order.error:
+            raise ConfigurationError(order.error)
+        self._apply(trainer, hyperparameters, order)
+        self._unfinished, self._rounds, self._rate = False, self._rounds + 1, 0.0
+        self._spent += time.perf_counter() - began  # what the report takes is not in its own figures
         self._publish(trainer, order)
+        self._began += time.perf_counter() - began
+
+    def _go_through(self, prober: Prober, search: Search | None, shown: Shown) -> Order:
+        """Probe after probe, until the search is over. ``search`` is rank 0's."""
+        world = self._strategy.world
+        lost, began = set(world.lost), time.perf_counter()
+        while True:
+            order = Order.from_text(world.tell(self._order(search, shown) if search is not None else ""))
+            if order.probe is None:
+                return order
+            if search is not None:
+                search.overhead += time.perf_counter() - began  # what no probe accounts for
+            observation = prober.run(order.probe, order.speeds, order.by_speed)
+            began = time.perf_counter()
+            if search is not None:
+                search.tell(observation)
+                shown.found(search, order.probe, observation)
+                if newly := sorted(set(world.lost) - lost):
+                    search.stop(f"rank {', '.join(map(str, newly))} was lost while tuning")
 
     def _begin(self, trainer: Any, job: Job, observations: Any) -> Search:
-        self.searches.append(Search(job, self.search, observations))
+        known = self.searches[-1].measured if self.searches and not self._strategy.world.lost else []
+        self.searches.append(Search(job, self.search, observations, known))
         self._when.append((trainer.current_epoch, self._seconds))
         return self.searches[-1]
 
@@ -406,7 +425,9 @@ class OmniTunerHooks(_CallbackBase):
                 return replace(self._placed(search, probe.setting), probe=probe).to_text()
             self.choice = search.choice()
             setting = self._feasible(self.choice.setting)
-            return replace(self._placed(search, setting), setting=setting, why=self.choice.why).to_text()
+            scale = setting.lr / search.job.start.lr
+            placed = self._placed(search, setting)
+            return replace(placed, setting=setting, scale=scale, why=self.choice.why).to_text()
         except OmniError as error:
             return Order(error=str(error)).to_text()
 
@@ -427,12 +448,12 @@ class OmniTunerHooks(_CallbackBase):
 
     # --- Applying -----------------------------------------------------------------------------------------------------
 
-    def _apply(self, trainer: Any, hyperparameters: Hyperparameters, job: Job, order: Order) -> None:
+    def _apply(self, trainer: Any, hyperparameters: Hyperparameters, order: Order) -> None:
         """From here on the run trains like that."""
         setting = order.setting
         assert setting is not None
         hyperparameters.set_momentum(setting.momentum)
-        hyperparameters.scale(setting.lr / job.start.lr)
+        hyperparameters.scale(order.scale)
         self._setting = setting
         self._regroup(trainer, setting, order.speeds, order.by_speed)
 

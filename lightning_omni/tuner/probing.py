@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.optim import SGD
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_omni.errors import ConfigurationError, OmniError
@@ -78,6 +79,8 @@ class Prober:
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         if self._strategy.world.size > 1:
             self._strategy.world.connect()
+        optimizer = trainer.optimizers[0]
+        self._gathers = isinstance(optimizer, SGD) and not optimizer.state
         self._snapshot = Snapshot(module, trainer.optimizers, [scaler] if scaler is not None else [])
 
     # --- A probe ------------------------------------------------------------------------------------------------------
@@ -109,7 +112,7 @@ class Prober:
         problem = self._agree(problem)
         seconds = float(self._strategy.world.tell(repr(time.perf_counter() - began)))
         serve = float(self._strategy.world.tell(repr(serve)))
-        tried = _tried(probe.setting, table, seconds, problem)
+        tried = replace(_tried(probe.setting, table, seconds, problem), gathers=self._gathers)
         measured = None if lost else _measured(groups, table, probe.setting.period, self._nbytes, serve)
         return Observation(tried, measured)
 

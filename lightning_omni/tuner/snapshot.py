@@ -157,7 +157,12 @@ def _refill(container: Any, kept: list[Any]) -> None:
     ):
         return  # it may be of a kind that refuses to be written to
     container.clear()
-    container.extend(kept) if isinstance(container, (list, deque)) else container.update(kept)
+    if isinstance(container, dict):
+        container.update(dict(kept))  # of pairs a Counter would count each
+    elif isinstance(container, set):
+        container.update(kept)
+    else:
+        container.extend(kept)
 
 
 _BACK: dict[type, Callable[[Any], Callable[[], object]]] = {

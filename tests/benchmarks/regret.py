@@ -27,7 +27,8 @@ from rich.progress import Progress
 from rich.table import Table
 
 from lightning_omni.performance.forecast import Scaling, Setting
-from lightning_omni.search import Job, Observation, Search, Space, Strategy
+from lightning_omni.search import Job, Observation, Search, Space
+from lightning_omni.search.search import Strategy
 
 OFF = (1.0, 1 / 3, 3.0)
 """By what factor the user's learning rate is off, by seed."""
@@ -52,27 +53,22 @@ class Best:
 def exhaustive(machine: Machine, told: Callable[[], None]) -> Best:
     """The best of a grid of groups, proportional batches, momentum and steps; then of steps between.
 
-    A setting with as many groups that are no faster is not run. All others are with one order of the data, for as long
-    as the best of them takes and a third more; the better ones with two more.
+    What one group did not come to the target with is not run with several, and neither are more groups that are no
+    faster. All others run with one order of the data, for as long as the best of them took and a third more, the better
+    ones with two more.
     """
     first: dict[Setting, float] = {}
-
-    def run_first(setting: Setting) -> None:
-        cap = 1.3 * min(first.values(), default=math.inf)
-        first[setting] = machine.seconds_to_target(setting, DATA_SEEDS[0], cap)
-        told()
-
     hopeless: set[tuple[float, float]] = set()
     for groups, rebalance in _groupings(machine):
         for momentum, step in _grid():
             if (momentum, step) in hopeless:
                 continue
             setting = _setting(groups, rebalance, momentum, step)
-            run_first(setting)
-            if groups == 1:
-                alone = machine.seconds_to_target(setting, DATA_SEEDS[0], 2.5 * _alone(first))
-                if math.isinf(alone):
-                    hopeless.add((momentum, step))
+            cap = 1.3 * min(first.values(), default=math.inf)
+            first[setting] = machine.seconds_to_target(setting, DATA_SEEDS[0], cap)
+            told()
+            if groups == 1 and math.isinf(machine.seconds_to_target(setting, DATA_SEEDS[0], 2.5 * min(first.values()))):
+                hopeless.add((momentum, step))
     means = _means(machine, first)
     found = min(means, key=means.__getitem__)
     step = Scaling().step(found)
@@ -105,10 +101,6 @@ def _grid() -> list[tuple[float, float]]:
 
 def _setting(groups: int, rebalance: bool, momentum: float, step: float) -> Setting:
     return Setting(groups, momentum, float(f"{Scaling().lr(groups, momentum, step):.3g}"), rebalance)
-
-
-def _alone(first: dict[Setting, float]) -> float:
-    return min(seconds for setting, seconds in first.items() if setting.groups == 1)
 
 
 def _means(machine: Machine, first: dict[Setting, float]) -> dict[Setting, float]:
@@ -169,7 +161,7 @@ def tuned(machine: Machine, strategy: Strategy, seed: int, best: Best, retunes: 
     chosen, spent, probes, began, snapshot = search.choice().setting, search.spent, len(search.tried), 0.0, None
     if retunes:
         snapshot, began = machine.train(machine.start, chosen, horizon // 8, 1000 + seed)
-        later = replace(job, start=chosen, current=True, horizon=7 / 8 * job.horizon)
+        later = replace(job, start=chosen, current=True, steps=strategy == "bayes", horizon=7 / 8 * job.horizon)
         search = search_from(machine, snapshot, later, strategy)
         chosen, spent, probes = search.choice().setting, spent + search.spent, probes + len(search.tried)
     cap = GIVEN_UP * best.seconds

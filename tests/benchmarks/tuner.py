@@ -2,7 +2,7 @@
 
     python tests/benchmarks/tuner.py [--scenarios equal straggler exponential] [--seeds 3] [--quick] [--json FILE]
 
-Four workers train a small perceptron on Fashion-MNIST until 88 % of 5,000 held-out images are right, looked at every
+Four workers train a small network on Fashion-MNIST until 88 % of 5,000 held-out images are right, looked at every
 quarter of an epoch. They sleep 1 ms for each sample, 32 ms a batch: what is slow are emulated devices, not the cores.
 
     equal        all are as fast
@@ -13,7 +13,7 @@ The learning rate with which DDPStrategy takes the fewest batches (mean over the
 found first. DDPStrategy trains with it, and OmniTuner starts from it; they take turns, and both are timed from
 on_train_start, right before the first batch or the search, to the end of the validation that reaches the target.
 Promised are medians over the seeds: straggler 2.5 times as soon, exponential 1.6 times, equal at most 10 % later. Ends
-with 1 if one of these is missed. About DURATION minutes on two cores.
+with 1 if one of these is missed. About 18 minutes on two cores.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset
 
 import lightning_omni as omni
+from lightning_omni.errors import OmniError
 
 WORKERS, BATCH_SIZE = 4, 32
 PER_SAMPLE = 1e-3
@@ -58,7 +59,7 @@ SCENARIOS = {"equal": 1 / 1.1, "straggler": 2.5, "exponential": 1.6}
 
 
 class Emulated(pl.LightningModule):
-    """A perceptron that takes as long as on the devices of a scenario.
+    """A small network that takes as long as on the devices of a scenario.
 
     Args:
         lr: the learning rate.
@@ -69,7 +70,17 @@ class Emulated(pl.LightningModule):
     def __init__(self, lr: float, scenario: str | None, seed: int) -> None:
         super().__init__()
         self.lr, self.scenario, self.seed = lr, scenario, seed
-        self.network = nn.Sequential(nn.Flatten(), nn.Linear(28 * 28, 64), nn.ReLU(), nn.Linear(64, 10))
+        # About 1 ms of real work for a batch, and 88 % after two epochs; a perceptron as light takes five or more.
+        self.network = nn.Sequential(
+            nn.Conv2d(1, 16, kernel_size=5, stride=2, padding=2),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.GroupNorm(4, 16),
+            nn.Flatten(),
+            nn.Linear(16 * 7 * 7, 64),
+            nn.ReLU(),
+            nn.Linear(64, 10),
+        )
 
     def on_fit_start(self) -> None:
         self.chance = random.Random(1000 * self.seed + self.global_rank)
@@ -139,6 +150,7 @@ class Outcome:
     best: float
     tuning: float = 0.0
     choice: str = ""
+    problem: str = ""
 
 
 @dataclass(frozen=True)
@@ -152,7 +164,9 @@ class Pair:
 
     @property
     def ratio(self) -> float:
-        """How many times as soon the tuned run was at the target."""
+        """How many times as soon the tuned run was at the target; 0 if it never was."""
+        if self.tuned.seconds == math.inf:
+            return 0.0
         return self.ddp.seconds / self.tuned.seconds
 
 
@@ -172,7 +186,9 @@ def main() -> int:
                 outcomes[tuned] = train(options, rate, scenario, seed, tuned)
             pairs.append(Pair(scenario, seed, outcomes[False], outcomes[True]))
             say(line(pairs[-1]))
-    if options.json and rank_zero_only.rank == 0:
+    if rank_zero_only.rank:
+        return 0
+    if options.json:
         options.json.write_text(json.dumps({"rate": rate, "pairs": [asdict(pair) for pair in pairs]}, indent=2))
     return judge(pairs)
 
@@ -212,13 +228,15 @@ def train(options: argparse.Namespace, rate: float, scenario: str | None, seed: 
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Emulated(rate, scenario, seed), *loaders())
-    outcome = Outcome(clock.seconds, clock.steps, clock.best)
+    problem = ""
+    try:
+        trainer.fit(Emulated(rate, scenario, seed), *loaders())
+    except OmniError as error:  # on all ranks; the other pairs are worth having
+        problem = f"{type(error).__name__}: {str(error)[:120]}"
     if tuner is None or rank_zero_only.rank:
-        return outcome
-    state = tuner.state_dict()
+        return Outcome(clock.seconds, clock.steps, clock.best, problem=problem)
     chosen = str(tuner.choice.setting) if tuner.choice is not None else tuner.problem
-    return Outcome(clock.seconds, clock.steps, clock.best, state["spent"], chosen)
+    return Outcome(clock.seconds, clock.steps, clock.best, tuner.state_dict()["spent"], chosen, problem)
 
 
 def loaders() -> tuple[DataLoader[Any], DataLoader[Any]]:
@@ -243,7 +261,7 @@ SETS: list[InMemory] = []
 def line(pair: Pair) -> str:
     """A row of the table."""
     missed = [
-        f"{name} came to {each.best:.1%} only"
+        f"{name} came to {each.best:.1%} only{each.problem and ', and ended with ' + each.problem}"
         for name, each in (("DDPStrategy", pair.ddp), ("tuned", pair.tuned))
         if each.seconds == math.inf
     ]
@@ -259,7 +277,6 @@ def judge(pairs: Sequence[Pair]) -> int:
     for scenario in dict.fromkeys(pair.scenario for pair in pairs):
         ratios = [pair.ratio for pair in pairs if pair.scenario == scenario]
         median, promised = statistics.median(ratios), SCENARIOS[scenario]
-        # A run that never came to the target has no ratio, and keeps no promise.
         kept = median >= promised
         broken += not kept
         say(
@@ -283,7 +300,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--seeds", type=int, default=3, help="how many")
     add("--rates", type=float, nargs="+", default=list(RATES), help="learning rates of DDPStrategy; one is taken as is")
     add("--target", type=float, default=0.88, help="part of the held-out images that is right")
-    add("--epochs", type=int, default=6, help="at most; the tuner's budget is a part of them")
+    add("--epochs", type=int, default=4, help="at most; the tuner's budget is a part of them")
     add("--quick", action="store_true", help="one seed to 80 %% with lr 0.1: does it run at all?")
     add("--verbose", action="store_true", help="what the tuner says of its probes")
     add("--json", type=Path, help="file for all figures")
@@ -294,6 +311,4 @@ def parse_arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    code = main()
-    # Lightning ends all ranks if one of the others does not end with 0.
-    sys.exit(code if rank_zero_only.rank == 0 else 0)
+    sys.exit(main())

@@ -49,6 +49,8 @@ class Classifier(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         options = {"lr": self.options.get("lr", 0.05), "momentum": 0.9}
+        if "adam" in self.options:
+            return torch.optim.AdamW(self.parameters(), lr=1e-3)
         optimizer = torch.optim.SGD(self.parameters(), **options)
         if "warmup" not in self.options:
             return optimizer
@@ -122,7 +124,7 @@ def main() -> None:
                 "steps": module.steps,
                 "weights": [parameter.flatten().tolist() for parameter in module.parameters()],
                 "lr": run.optimizers[0].param_groups[0]["lr"] if run.optimizers else None,
-                "momentum": run.optimizers[0].param_groups[0]["momentum"] if run.optimizers else None,
+                "momentum": run.optimizers[0].param_groups[0].get("momentum") if run.optimizers else None,
                 "setting": tuner.state_dict()["setting"] if tuner else None,
                 "why": tuner.choice.why if tuner and tuner.choice else "",
                 "problem": tuner.problem if tuner else "",

@@ -1,0 +1,380 @@
+"""`Search`, whatever it decides: it ends, keeps to its budget, chooses what it knows, and can be replayed."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_omni.errors import ConfigurationError
+from lightning_omni.performance.forecast import Scaling, Setting, Tried
+from lightning_omni.performance.profile import Measured
+from lightning_omni.search import Choice, Job, Observation, Probe, Search, Space
+from lightning_omni.search.search import FEWEST, MOST, MOST_PROBES, Strategy
+from lightning_omni.topology import Topology
+
+FEW = settings(max_examples=30, deadline=None)
+STRATEGIES = get_args(Strategy)
+RANKS, BATCH = 4, 16
+SLOWNESS = (1.0, 1.1, 1.0, 1.3)
+START = Setting(1, 0.9, 0.05)
+SPACE = Space.of({}, RANKS)
+JOB = Job(START, BATCH * RANKS, horizon=64_000.0, share=0.1, space=SPACE)
+
+# --- A world ---------------------------------------------------------------------------------------------------------
+
+
+def measured(setting: Setting, steps: int, random: np.random.Generator) -> Measured:
+    """Ranks that wait for each other in a group, and groups that wait for a server."""
+    groups = list(Topology.even(RANKS, setting.groups).groups)
+    own = {rank: (0.01 + BATCH * 0.004 * SLOWNESS[rank]) * random.uniform(0.9, 1.1, steps) for rank in range(RANKS)}
+    exchanges = [np.full(steps, 0.01 * (len(groups) > 1)) for _ in groups]
+    rows = [
+        np.max([own[rank] for rank in members], axis=0) + 0.1 * (len(members) - 1) / len(members) + exchange
+        for members, exchange in zip(groups, exchanges, strict=True)
+    ]
+    return Measured(
+        tuple(map(tuple, groups)),
+        ((float(BATCH),) * steps,) * RANKS,
+        tuple(tuple(own[rank]) for rank in range(RANKS)),
+        tuple(map(tuple, rows)),
+        tuple(map(tuple, exchanges)),
+        serve=0.003 * (len(groups) > 1),
+        nbytes=4_000_000,
+    )
+
+
+def pace_of(setting: Setting) -> float:
+    """Small staleness costs, and so do steps that are far from the best."""
+    away = math.log(max(Scaling().step(setting), 1e-9) / 0.5)
+    return math.exp(-0.1 * (setting.groups - 1) - 0.1 * away**2)
+
+
+def show(probe: Probe, problem: str = "", is_timed: bool = True) -> Observation:
+    """What comes of a probe: the loss falls by `pace_of`, and half a second goes by besides."""
+    random = np.random.default_rng(probe.number)
+    steps = probe.samples // (BATCH * RANKS)
+    found = measured(probe.setting, steps, random)
+    ends = np.arange(1, steps * probe.setting.groups + 1) * BATCH * RANKS / probe.setting.groups
+    losses = 0.4 + 1.9 / (1 + pace_of(probe.setting) * ends / 500) + random.normal(0, 0.01, len(ends))
+    seconds = 0.5 + max(sum(row) for row in found.steps)
+    tried = Tried(probe.setting, tuple(ends.tolist()), tuple(losses.tolist()), seconds, problem)
+    return Observation(tried, found if is_timed else None)
+
+
+def drive(search: Search, most: int = 99, shows: Callable[[Probe], Observation] = show) -> Iterator[Probe]:
+    """Carries probes out, each after it is yielded."""
+    while len(search.observations) < most and (probe := search.next()) is not None:
+        yield probe
+        search.tell(shows(probe))
+
+
+@cache
+def ended(strategy: Strategy) -> Search:
+    """A search that is over; do not change it."""
+    search = Search(JOB, strategy)
+    assert len(list(drive(search))) == len(search.observations) < 99
+    return search
+
+
+def came_to(search: Search) -> tuple[Any, ...]:
+    choice = search.choice()
+    return search.next(), choice, [each.setting for each in search.probes], search.spent
+
+
+def again(search: Search) -> Search:
+    """What a checkpoint would hold of it, and a resumed run make of that."""
+    return Search.from_dict(json.loads(json.dumps(search.to_dict())))
+
+
+# --- All strategies to their end -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_search_ends_and_chooses_one_of_its_candidates(strategy: Strategy) -> None:
+    search = ended(strategy)
+    assert search.next() is None
+    assert search.next() is None
+    assert 2 <= len(search.observations) <= MOST_PROBES
+    choice = search.choice()
+    assert choice.setting in search.candidates()
+    assert choice.why
+    assert choice.outlook is not None
+    assert choice.outlook.setting == choice.setting
+    assert choice.outlook.seconds.low <= choice.outlook.seconds.value <= choice.outlook.seconds.high
+    assert search.choice() == choice
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_two_ends_of_the_space_are_always_tried(strategy: Strategy) -> None:
+    groups = [probe.setting.groups for probe in ended(strategy).probes]
+    assert {1, RANKS} == set(groups[:2])
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_probes_are_numbered_and_train_on_as_many_samples(strategy: Strategy) -> None:
+    probes = ended(strategy).probes
+    assert [probe.number for probe in probes] == list(range(len(probes)))
+    assert {probe.samples for probe in probes} == {JOB.batches * JOB.batch}
+    assert all(probe.why for probe in probes)
+    assert [probe.setting for probe in probes] == [each.setting for each in ended(strategy).tried]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_no_probe_begins_that_would_not_end_within_the_budget(strategy: Strategy) -> None:
+    search = ended(strategy)
+    # As it is known in the end: without the last probe all was within the budget.
+    assert search.spent - search.tried[-1].seconds <= search.budget * 1.05
+    assert search.spent <= search.budget + search.cost(search.probes[-1])
+
+
+def test_before_each_probe_its_predicted_cost_is_within_the_budget() -> None:
+    search = Search(JOB, "random")
+    for number, probe in enumerate(drive(search)):
+        assert number == 0 or search.spent + search.cost(probe) <= search.budget
+    assert len(search.observations) > 2
+
+
+@pytest.mark.parametrize("seconds", [3.0, 8.0])
+def test_seconds_that_are_given_are_the_budget(seconds: float) -> None:
+    search = Search(replace(JOB, seconds=seconds, current=True), "random")
+    for _ in drive(search):
+        pass
+    assert search.budget == seconds
+    assert search.spent - search.tried[-1].seconds <= seconds
+    assert search.choice().why
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_with_one_group_there_is_still_something_to_search(strategy: Strategy) -> None:
+    search = Search(replace(JOB, space=Space((1,))), strategy)
+    assert {probe.setting.groups for probe in drive(search, most=3)} == {1}
+    assert search.choice().setting.groups == 1
+
+
+@pytest.mark.parametrize("strategy", [each for each in STRATEGIES if each != "omnivore"])  # it has a grid of its own
+def test_what_is_tried_and_chosen_is_in_the_space(strategy: Strategy) -> None:
+    space = Space.of({"groups": [1, 3], "momentum": [0.5, 0.7], "lr": [0.02, 0.04], "rebalance": False}, RANKS)
+    search = Search(replace(JOB, space=space), strategy)
+    for probe in drive(search, most=5):
+        assert space.holds(probe.setting) == probe.setting
+        assert probe.setting.groups in (1, 3)
+        assert not probe.setting.rebalance
+    chosen = search.choice().setting
+    assert space.holds(chosen) == chosen
+
+
+# --- Asked again, stopped, and replayed ------------------------------------------------------------------------------
+
+
+def test_the_next_probe_is_the_same_until_its_outcome_is_told() -> None:
+    search = Search(JOB, "random")
+    for probe in drive(search, most=4):
+        assert search.next() is probe
+        search.choice()
+        assert search.next() is probe
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_search_from_a_checkpoint_asks_and_chooses_the_same(strategy: Strategy) -> None:
+    search = Search(JOB, strategy)
+    for _ in range(4):
+        copied = again(search)
+        assert came_to(copied) == came_to(search)
+        if (probe := search.next()) is None or len(search.observations) == 3:
+            break
+        search.tell(show(probe))
+        copied.tell(show(probe))
+        assert copied.to_dict() == search.to_dict()
+
+
+def test_a_search_that_was_over_is_over() -> None:
+    search = ended("random")
+    copied = again(search)
+    assert came_to(copied) == came_to(search)
+    assert copied.to_dict() == search.to_dict()
+
+
+def test_other_seeds_try_other_settings() -> None:
+    searches = [Search(replace(JOB, seed=seed), "random") for seed in (0, 0, 1)]
+    first, same, other = ([probe.setting for probe in drive(search, most=4)] for search in searches)
+    assert first == same != other
+
+
+@pytest.mark.parametrize("probes", [0, 1, 2])
+def test_a_search_that_was_stopped_says_why_and_asks_no_more(probes: int) -> None:
+    search = Search(JOB, "grid")
+    for _ in drive(search, most=probes):
+        pass
+    search.next()
+    search.stop("rank 3 was lost while tuning")
+    assert search.next() is None
+    assert "rank 3 was lost while tuning" in search.choice().why
+    assert came_to(again(search)) == came_to(search)
+
+
+# --- What can go wrong -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("share", [0.0, 0.9 * FEWEST * BATCH * RANKS / 64_000])
+def test_without_a_budget_nothing_is_tried_and_that_is_said(strategy: Strategy, share: float) -> None:
+    search = Search(replace(JOB, share=share), strategy)
+    assert search.job.batches == 0
+    assert search.next() is None
+    choice = search.choice()
+    assert (choice.setting, choice.outlook) == (START, None)
+    assert "budget" in choice.why
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_if_all_probes_diverge_nothing_is_changed(strategy: Strategy) -> None:
+    search = Search(JOB, strategy)
+    for _ in drive(search, most=4, shows=lambda probe: show(probe, "diverged: gradients are not finite")):
+        pass
+    choice = search.choice()
+    assert choice == Choice(START, choice.why)
+    assert "diverged" in choice.why
+    assert "learning rate" in choice.why
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_one_that_diverged_is_not_chosen(strategy: Strategy) -> None:
+    search = Search(JOB, strategy)
+    for _ in drive(search, most=3, shows=lambda probe: show(probe, "diverged" * (probe.setting.groups > 1))):
+        pass
+    failed = {each.setting for each in search.tried if each.has_failed}
+    assert failed
+    assert search.choice().setting not in failed
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_if_nothing_could_be_timed_nothing_is_changed(strategy: Strategy) -> None:
+    search = Search(JOB, strategy)
+    probes = list(drive(search, shows=lambda probe: show(probe, is_timed=False)))
+    assert len(probes) == 2
+    assert search.choice().setting == START
+    assert search.choice().why
+
+
+def test_a_setting_that_is_trained_with_stays_unless_another_is_clearly_better() -> None:
+    start = replace(START, lr=0.05, rebalance=False)
+    search = Search(replace(JOB, start=start, space=replace(SPACE, groups=(1,), rebalance=False), current=True), "grid")
+    for _ in drive(search, most=1):
+        pass
+    choice = search.choice()
+    assert choice.setting == start
+    assert "stays" in choice.why
+
+
+def test_there_is_no_other_strategy() -> None:
+    with pytest.raises(ConfigurationError, match="search='best'"):
+        Search(JOB, "best")  # type: ignore[arg-type]
+
+
+# --- Jobs ------------------------------------------------------------------------------------------------------------
+
+job_of = st.builds(
+    Job,
+    start=st.builds(Setting, st.integers(1, 8), st.floats(0, 0.9), st.floats(1e-4, 1.0)),
+    batch=st.integers(1, 4096),
+    horizon=st.floats(0, 1e9),
+    share=st.floats(0, 0.99),
+    space=st.builds(
+        Space,
+        groups=st.sets(st.integers(1, 9), max_size=4).map(lambda groups: tuple(sorted(groups | {1}))),
+        lr=st.sampled_from([(0.0, math.inf), (0.01, 0.1), (0.5, math.inf)]),
+        rebalance=st.booleans(),
+        period=st.sampled_from([(1,), (1, 4)]),
+    ),
+    scaling=st.builds(Scaling, st.booleans()),
+    seconds=st.none() | st.floats(0, 1e6),
+    current=st.booleans(),
+    seed=st.integers(0, 99),
+)
+
+
+@FEW
+@given(job_of)
+def test_plain_jobs_are_the_jobs(job: Job) -> None:
+    assert Job.from_dict(json.loads(json.dumps(job.to_dict(), allow_nan=False))) == job
+
+
+@FEW
+@given(job_of)
+def test_probes_have_enough_batches_within_the_share_or_there_are_none(job: Job) -> None:
+    affordable = job.share * job.horizon / job.batch
+    assert job.batches == 0 or FEWEST <= job.batches <= MOST
+    assert (job.batches == 0) == (affordable < FEWEST)
+    assert job.batches <= max(affordable, 0)
+
+
+# --- Spaces ----------------------------------------------------------------------------------------------------------
+
+
+@FEW
+@given(st.integers(1, 100))
+def test_by_default_groups_are_powers_of_two_and_all_ranks(ranks: int) -> None:
+    groups = Space.of({}, ranks).groups
+    assert list(groups) == sorted(set(groups))
+    assert {1, ranks} <= set(groups)
+    assert all(number == ranks or (number & (number - 1) == 0 and number <= ranks) for number in groups)
+    assert all(2 * each in groups for each in groups[:-1] if 2 * each <= ranks)
+
+
+def test_one_group_is_always_allowed() -> None:
+    assert Space.of({"groups": [4, 2]}, 4).groups == (1, 2, 4)
+    assert Space.of({}, 8, allowed=lambda groups: groups == 2).groups == (1, 2)
+    assert Space.of({}, 8, allowed=lambda groups: False).groups == (1,)
+
+
+@FEW
+@given(st.floats(0, 0.99), st.floats(0, 0.99), st.floats(1e-6, 1.0), st.floats(1e-6, 1.0))
+def test_ranges_are_the_least_and_the_largest_value(a: float, b: float, low: float, high: float) -> None:
+    space = Space.of({"momentum": [a, b], "lr": (low, high), "rebalance": False, "period": [4, 1, 4]}, 4)
+    assert space.momentum == (min(a, b), max(a, b))
+    assert space.lr == (min(low, high), max(low, high))
+    assert not space.rebalance
+    assert space.period == (1, 4)
+    held = space.holds(Setting(2, 0.995, 1e-7))
+    assert (held.momentum, held.lr) == (max(a, b), min(low, high))
+    assert space.holds(held) == held
+    assert Space.of({"momentum": a, "lr": low}, 4).holds(held) == Setting(2, a, low)
+
+
+@pytest.mark.parametrize(
+    ("given_", "named"),
+    [
+        ({"group": 2}, "group"),
+        ({"groups": 0}, "groups"),
+        ({"groups": [1, 9]}, "groups"),
+        ({"groups": 2.0}, "groups"),
+        ({"groups": True}, "groups"),
+        ({"groups": "all"}, "groups"),
+        ({"groups": None}, "groups"),
+        ({"momentum": 1.0}, "momentum"),
+        ({"momentum": [-0.1, 0.5]}, "momentum"),
+        ({"momentum": math.nan}, "momentum"),
+        ({"lr": -0.1}, "lr"),
+        ({"period": 0}, "period"),
+        ({"period": []}, "period"),
+    ],
+)
+def test_what_cannot_be_searched_is_refused_by_name(given_: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"space=.*{named}"):
+        Space.of(given_, 8)
+
+
+def test_a_space_without_one_group_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="groups"):
+        Space((2, 4))
+    with pytest.raises(ConfigurationError, match="factor"):
+        Space((1,), factor=(3.0, 0.3))
