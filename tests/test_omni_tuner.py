@@ -117,12 +117,18 @@ def test_a_resumed_run_goes_on_with_what_was_chosen(fits: dict[str, list[dict[st
 
 @pytest.fixture(scope="module")
 def four() -> Run:
-    """A straggler among four; then, in another fit, a worker that dies in a probe."""
+    """A straggler among four; a choice that ruins the run; then, in a third fit, a worker that dies in a probe."""
     slow = {str(rank): 4e-3 if rank == 3 else 1e-3 for rank in range(4)}
     even = {str(rank): 5e-4 for rank in range(4)}
     straggling = {"devices": 4, "seconds": slow, "trainer": {"max_epochs": 2}, "tuner": {**ONCE, "budget": 0.6}}
+    ruined = {
+        **straggling,
+        "tuner": {**ONCE, "budget": 0.8, "space": {"rebalance": False}},
+        "ruined_after": 40,
+        "trainer": {"max_epochs": 3},
+    }
     dying = {"devices": 4, "seconds": even, "trainer": {"max_epochs": 2}, "tuner": ONCE, "dies": [3, 4]}
-    return run("omni_tuner.py", {"fits": [straggling, dying]}, timeout=200)
+    return run("omni_tuner.py", {"fits": [straggling, ruined, dying]}, timeout=200)
 
 
 def test_a_straggler_is_not_waited_for(four: Run) -> None:
@@ -132,9 +138,19 @@ def test_a_straggler_is_not_waited_for(four: Run) -> None:
         assert four.results[rank][0]["before"] == four.results[rank][0]["after"]
 
 
+def test_a_run_that_the_choice_ruins_goes_back_and_on_as_the_user_set_it(four: Run) -> None:
+    for rank in range(4):
+        ruined = four.results[rank][1]
+        assert {setting["groups"] for setting, _ in four.results[0][1]["tried"]} >= {1, 4}
+        assert ruined["setting"]["groups"] == 1
+        assert (ruined["lr"], ruined["momentum"]) == pytest.approx((0.05, 0.9))
+        assert ruined["logged"]["val_loss"] < 1.0
+    assert "it goes back to the weights of the last search" in four.output
+
+
 def test_a_worker_lost_while_tuning_costs_the_search_and_not_the_run(four: Run) -> None:
-    alive = [four.results[rank][1] for rank in range(3)]
-    assert len(four.results[3]) == 1
+    alive = [four.results[rank][2] for rank in range(3)]
+    assert len(four.results[3]) == 2
     for rank in alive:
         assert rank["before"] == rank["after"]
         assert rank["setting"]["groups"] == 1

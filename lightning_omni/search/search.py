@@ -364,6 +364,12 @@ class Search:
         self.observations.append(observation)
         self._current = None
 
+    def level_of(self, setting: Setting) -> float:
+        """The loss to which a setting came in its probe; NaN if it was not tried, or only with other groups."""
+        tried = [each for each in self.tried if not each.has_failed and each.setting.groups == setting.groups]
+        alike = [each for each in tried if (each.setting.momentum, each.setting.lr) == (setting.momentum, setting.lr)]
+        return float(np.mean([each.blocks(each.end)[-3:].mean() for each in alike or tried])) if tried else math.nan
+
     def stop(self, why: str) -> None:
         """No more probes: a rank was lost, or the user wants to go on."""
         self.stopped, self._is_over, self._current = why, True, None
@@ -481,12 +487,15 @@ class Search:
         If something diverged, the largest steps that did not are taken for any number of groups.
         """
         sound = [each.setting for each in self.tried if not each.has_failed]
-        factor = 1.0
+        factor, groups = 1.0, self.groups()
         if len(sound) < len(self.tried):
             factor = min((self.job.scaling.step(each) / self.theory.step for each in sound), default=1.0)
             sound = []
-        proposed = [self.proposal(groups, factor) for groups in self.groups()]
-        return list(dict.fromkeys([*map(self._as_it_would_be, sound), *proposed]))
+        elif self.tried and 1 not in {each.groups for each in sound}:
+            sound, groups = [], [1]  # what the user knows; others have to be seen beside it
+        return list(
+            dict.fromkeys([*map(self._as_it_would_be, sound), *(self.proposal(each, factor) for each in groups)])
+        )
 
     def _as_it_would_be(self, setting: Setting) -> Setting:
         return replace(setting, rebalance=self.is_uneven(setting.groups, setting.period))

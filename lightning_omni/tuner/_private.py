@@ -11,3 +11,9 @@ from typing import Any
 def is_compiled(module: Any) -> bool:
     """Whether a LightningModule went through torch.compile before the Trainer got it."""
     return getattr(module, "_compiler_ctx", None) is not None
+
+
+def skip_the_rest(trainer: Any) -> None:
+    """Called in ``on_train_batch_start``: the epoch ends here, as if the module's hook had returned -1."""
+    trainer.fit_loop.epoch_loop.batch_progress.increment_processed()
+    raise StopIteration

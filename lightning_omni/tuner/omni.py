@@ -17,6 +17,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
+
 from lightning_omni.errors import ConfigurationError, OmniError, UnsupportedError
 from lightning_omni.optimizer.balance import Balance
 from lightning_omni.performance.forecast import Setting
@@ -25,8 +27,10 @@ from lightning_omni.search import Choice, Job, Observation, Probe, Search, Space
 from lightning_omni.search.surrogate import load_libraries
 from lightning_omni.strategy.hooks import OmniStrategyHooks
 from lightning_omni.trace import reaches
+from lightning_omni.tuner import _private
 from lightning_omni.tuner.hyperparameters import Hyperparameters
 from lightning_omni.tuner.probing import Prober, batch_size_of, probed_loader, with_period
+from lightning_omni.tuner.rescue import Kept, Watch, loss_in
 from lightning_omni.tuner.show import Shown
 
 if TYPE_CHECKING:
@@ -61,6 +65,7 @@ class Order:
         speeds: samples per second of each rank, if they are known.
         by_speed: whether groups are formed by them.
         scale: by what learning rates are multiplied, if the search is over.
+        level: the loss to which that setting came in its probe; NaN if it was not tried.
         why: of the choice.
         error: why nothing can go on; every rank raises it.
     """
@@ -70,6 +75,7 @@ class Order:
     speeds: Mapping[int, float] | None = None
     by_speed: bool = False
     scale: float = 1.0
+    level: float = math.nan
     why: str = ""
     error: str = ""
 
@@ -83,6 +89,7 @@ class Order:
                 "speeds": None if self.speeds is None else sorted(self.speeds.items()),
                 "by_speed": self.by_speed,
                 "scale": self.scale,
+                "level": self.level,
                 "why": self.why,
                 "error": self.error,
             }
@@ -99,6 +106,7 @@ class Order:
             None if speeds is None else {int(rank): float(speed) for rank, speed in speeds},
             said["by_speed"],
             said["scale"],
+            said["level"],
             said["why"],
             said["error"],
         )
@@ -189,6 +197,8 @@ class OmniTunerHooks(_CallbackBase):
         self._at_epochs: list[float] = []
         self._rate = 0.0
         self._seconds_before = 0.0
+        self._watch: Watch | None = None
+        self._own: Setting | None = None
         self._samples_an_epoch = self._epochs_planned = 0.0
         self._warned = False
 
@@ -214,6 +224,18 @@ class OmniTunerHooks(_CallbackBase):
         if self.budget > 0 and trainer.is_global_zero:
             threading.Thread(target=load_libraries, name="omni-libraries", daemon=True).start()
 
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Where nothing is learnt any more, the epoch ends early."""
+        if self._watch is not None and self._watch.gives_up:
+            _private.skip_the_rest(trainer)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Whether the run goes well with what was chosen."""
+        if self._watch is not None:
+            world = self._strategy.world
+            loss = loss_in(outputs, int(trainer.accumulate_grad_batches))
+            self._watch.batch_done(loss, world.is_synchronous or world.last.applied)
+
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """How far the run is from its target."""
         value = trainer.callback_metrics.get(self.monitor)
@@ -235,6 +257,9 @@ class OmniTunerHooks(_CallbackBase):
         if self._reached:
             self._at_epochs.append(self._reached[-1][1])
         rate, self._rate = self._rate, self._measure_rate(trainer)
+        if self._is_ruined(trainer):
+            self._rescue(trainer)
+            return
         if (
             self.retune_every is None
             or self._setting is None
@@ -269,6 +294,7 @@ class OmniTunerHooks(_CallbackBase):
             "searches": [each.to_dict() for each in self.searches],
             "when": self._when,
             "setting": self._setting.to_dict() if self._setting is not None else None,
+            "own": self._own.to_dict() if self._own is not None else None,
             "unfinished": self._unfinished,
             "rounds": self._rounds,
             "spent": self._spent,
@@ -283,6 +309,8 @@ class OmniTunerHooks(_CallbackBase):
         self._when = [tuple(each) for each in state_dict["when"]]
         setting = state_dict["setting"]
         self._setting = Setting.from_dict(setting) if setting is not None else None
+        own = state_dict["own"]
+        self._own = Setting.from_dict(own) if own is not None else None
         self._unfinished, self._rounds = state_dict["unfinished"], state_dict["rounds"]
         self._spent, self._trained = state_dict["spent"], state_dict["trained"]
         self._reached = [tuple(each) for each in state_dict["reached"]]
@@ -309,7 +337,7 @@ class OmniTunerHooks(_CallbackBase):
         self._seconds_before = self._trained
 
     def _tune_first(self, trainer: Any, module: Any, hyperparameters: Hyperparameters) -> None:
-        start = self._present(trainer, hyperparameters, hyperparameters.lr)
+        self._own = start = self._present(trainer, hyperparameters, hyperparameters.lr)
         job = self._job(trainer, hyperparameters, start, share=self.budget * _AT_START)
         if not job.batches:
             self.problem = Search(job, self.search).choice().why
@@ -386,7 +414,9 @@ class OmniTunerHooks(_CallbackBase):
             prober.close()
         if order.error:
             raise ConfigurationError(order.error)
+        kept = Kept(module, trainer.optimizers[0])
         self._apply(trainer, hyperparameters, order)
+        self._watch = Watch(kept, order.level) if math.isfinite(order.level) else None
         self._unfinished, self._rounds, self._rate = False, self._rounds + 1, 0.0
         self._spent += time.perf_counter() - began  # what the report takes is not in its own figures
         self._publish(trainer, order)
@@ -427,7 +457,8 @@ class OmniTunerHooks(_CallbackBase):
             setting = self._feasible(self.choice.setting)
             scale = setting.lr / search.job.start.lr
             placed = self._placed(search, setting)
-            return replace(placed, setting=setting, scale=scale, why=self.choice.why).to_text()
+            level = search.level_of(setting)
+            return replace(placed, setting=setting, scale=scale, level=level, why=self.choice.why).to_text()
         except OmniError as error:
             return Order(error=str(error)).to_text()
 
@@ -469,6 +500,38 @@ class OmniTunerHooks(_CallbackBase):
             size = strategy.epochs.leases.batch_size * len(world.members)
             strategy.epochs.assign(apportion(size, [speeds[rank] for rank in world.members]))
         world.enter_world(strategy.buffers())
+
+    # --- A way back ---------------------------------------------------------------------------------------------------
+
+    def _is_ruined(self, trainer: Any) -> bool:
+        """Whether the run is worse off than before the last search. All ranks say the same."""
+        if self._watch is None:
+            return False
+        mean = self._watch.mean(torch.zeros((), device=self._strategy.root_device))
+        return self._watch.is_worse(float(self._strategy.reduce(mean, reduce_op="mean")))
+
+    def _rescue(self, trainer: Any) -> None:
+        """Back to the weights of before, in one group with the user's own setting; if it was that, in smaller steps."""
+        assert self._setting is not None
+        assert self._watch is not None
+        assert self._own is not None
+        world, hyperparameters = self._strategy.world, self._look_at(trainer)
+        if not world.is_synchronous:
+            self._strategy.form(1)
+        self._watch.kept.put_back()
+        was = self._setting
+        lr = self._own.lr if was.groups > 1 else was.lr / 3
+        momentum = self._own.momentum if was.groups > 1 else was.momentum
+        rebalance = bool(self._strategy.epochs.leases) and any(_as_list(self._space.get("rebalance", True)))
+        self._setting = replace(was, groups=1, momentum=momentum, lr=lr, rebalance=rebalance)
+        hyperparameters.set_momentum(momentum)
+        hyperparameters.scale(lr / was.lr)
+        self._regroup(trainer, self._setting, None, False)
+        self._watch = Watch(self._watch.kept, self._watch.level)
+        self.rank_zero_info(
+            f"OmniTuner: with {was} the loss has risen above that of before: it goes back to the weights of the last"
+            f" search, and on with {self._setting}"
+        )
 
     # --- What is known of the run -------------------------------------------------------------------------------------
 
@@ -608,6 +671,10 @@ class OmniTunerHooks(_CallbackBase):
     def _leave(self) -> None:
         if self._strategy is not None and self._call in self._strategy.on_ready:
             self._strategy.on_ready.remove(self._call)
+
+
+def _as_list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple, set)) else [value]
 
 
 def _in_order(ranks: list[int], groups: int) -> list[tuple[int, ...]]:

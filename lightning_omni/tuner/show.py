@@ -61,7 +61,7 @@ class Shown:
         if tried.has_failed:
             self._say(f"{number}{tried.problem or 'diverged'}{left}")
             return
-        cost = log_costs(search.tried)[-1][0]
-        pace = f"{math.exp(-cost):.2f} of the best pace" if math.isfinite(cost) else "no progress"
+        costs = [cost for cost, _ in log_costs(search.tried)]
+        pace = f"{math.exp(min(costs) - costs[-1]):.2f} of the best pace" if math.isfinite(costs[-1]) else "no progress"
         rate = f", {search.throughput(probe.setting):.4g} samples/s" if search.profile is not None else ""
         self._say(f"{number}loss {tried.losses[-1]:.4g} after {tried.end:.0f} samples, {pace}{rate}{left}")

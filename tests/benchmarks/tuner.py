@@ -301,12 +301,12 @@ def parse_arguments() -> argparse.Namespace:
     add("--rates", type=float, nargs="+", default=list(RATES), help="learning rates of DDPStrategy; one is taken as is")
     add("--target", type=float, default=0.88, help="part of the held-out images that is right")
     add("--epochs", type=int, default=4, help="at most; the tuner's budget is a part of them")
-    add("--quick", action="store_true", help="one seed to 80 %% with lr 0.1: does it run at all?")
+    add("--quick", action="store_true", help="one seed to 80 %% with lr 0.05: does it run at all?")
     add("--verbose", action="store_true", help="what the tuner says of its probes")
     add("--json", type=Path, help="file for all figures")
     options = parser.parse_args()
     if options.quick:
-        options.seeds, options.rates, options.target, options.epochs = 1, [0.1], 0.80, 2
+        options.seeds, options.rates, options.target, options.epochs = 1, [0.05], 0.80, 2
     return options
 
 

@@ -40,6 +40,9 @@ class Classifier(pl.LightningModule):
         loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
         if self.options.get("nan_at") == self.steps:
             loss = loss * float("nan")
+        world = self.trainer.strategy.world
+        if self.steps > self.options.get("ruined_after", 1 << 30) and not world.is_synchronous:
+            loss = loss * float("nan")
         self.noted.append(float(loss))
         self.log("train_loss", loss)
         return loss

@@ -1,0 +1,92 @@
+"""A way back for a run that a choice has ruined: notices that it got worse, and keeps what it had.
+
+A probe is short, and what it shows may not last: a setting that looked good may diverge a thousand batches later. A run
+that would have gone well without a tuner must not end that way.
+"""
+
+from __future__ import annotations
+
+import math
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+REFUSED = 8
+"""Pushes of a group that are refused in a row before it gives the epoch up."""
+_WORSE = 0.05
+"""A loss counts as worse if it is higher by more than this part of it."""
+_MEMORY = 0.05
+"""Weight of the newest loss in the running mean."""
+
+
+class Kept:
+    """Weights, buffers and optimizer state of a moment. Hyperparameters, and whatever else the run has come to, stay.
+
+    Args:
+        module: what is trained.
+        optimizer: that trains it.
+    """
+
+    def __init__(self, module: nn.Module, optimizer: Optimizer) -> None:
+        self._tensors = [(tensor, tensor.detach().clone()) for tensor in (*module.parameters(), *module.buffers())]
+        self._optimizer = optimizer
+        self._state = {parameter: deepcopy(values) for parameter, values in optimizer.state.items()}
+
+    def put_back(self) -> None:
+        """The run goes on from there."""
+        with torch.no_grad():
+            for tensor, kept in self._tensors:
+                tensor.copy_(kept)
+        self._optimizer.state.clear()
+        for parameter, values in self._state.items():
+            self._optimizer.state[parameter] = deepcopy(values)
+
+
+class Watch:
+    """Follows the training loss of one rank since the last search.
+
+    Args:
+        kept: what the run had before it trained with the choice.
+        level: the loss to which the chosen setting had come in its probe; what the run must not be above for long.
+    """
+
+    def __init__(self, kept: Kept, level: float) -> None:
+        self.kept, self.level = kept, level
+        self._mean: Tensor | None = None
+        self._refused = 0
+
+    def batch_done(self, loss: Tensor | None, applied: bool) -> None:
+        """A batch was trained.
+
+        Args:
+            loss: its loss, or None if there is none.
+            applied: whether what the group pushed last was applied.
+        """
+        if loss is not None:
+            loss = loss.detach()
+            self._mean = loss.clone() if self._mean is None else self._mean.lerp(loss, _MEMORY)
+        self._refused = 0 if applied else self._refused + 1
+
+    @property
+    def gives_up(self) -> bool:
+        """Whether nothing that the group pushes is applied any more; alike on all its members."""
+        return self._refused >= REFUSED
+
+    def mean(self, like: Tensor) -> Tensor:
+        """The running mean of the loss; NaN if there is none, or if the group has given up."""
+        if self._mean is None or self.gives_up:
+            return like.new_tensor(math.nan)
+        return self._mean.to(like)
+
+    def is_worse(self, mean: float) -> bool:
+        """Whether a mean loss is above what was there before."""
+        return not mean <= self.level + _WORSE * abs(self.level)
+
+
+def loss_in(outputs: Any, accumulated: int) -> Tensor | None:
+    """The loss in what Lightning passes to ``on_train_batch_end``, undivided."""
+    loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+    return loss * accumulated if isinstance(loss, Tensor) else None
