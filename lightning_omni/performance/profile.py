@@ -870,9 +870,23 @@ def _fit_allreduce(drawn: Sequence[_Draws]) -> tuple[Array, Array]:
         np.stack([row for _, row in rows], 1),
     )
     if len(set(sizes.tolist())) == 1:
-        return values.mean(axis=1) / matrix[0, 0], np.zeros(len(values))
+        # One size does not tell bytes from hops. But an exchange carries the same bytes twice, in half a ring's time
+        # at least: what is beyond that are hops.
+        whole = values.mean(axis=1)
+        ring = np.minimum(whole / matrix[0, 0], _seconds_of_bytes(drawn))
+        return ring, (whole - ring * matrix[0, 0]) / matrix[0, 1]
     ring, hop = np.array([_nonnegative(matrix, row) for row in values]).T
     return ring, hop
+
+
+def _seconds_of_bytes(drawn: Sequence[_Draws]) -> Array:
+    """What the bytes of a gradient can take at most on their way between two ranks, shape (draws,)."""
+    shortest = [
+        each.measured.period * np.min([row.mean(axis=1) for row in each.exchanges], axis=0) / 2
+        for each in drawn
+        if len(each.measured.groups) > 1
+    ]
+    return np.min(shortest, axis=0) if shortest else np.full(len(drawn[0].steps[0]), np.inf)
 
 
 # --- The exchange ----------------------------------------------------------------------------------------------------
