@@ -40,14 +40,18 @@ FEWEST, MOST = 4, 40
 MOST_PROBES = 16
 _PROBES = 7
 """Into so many probes a budget is cut, if they do not get too short or too long."""
-_WORTH = 0.03
+_WORTH = 0.08
 """A search ends when the next probe is expected to find less than that (relative to the time to the target)."""
 _FASTER = 1.05
 """More groups, and proportional batches, have to be that much faster to be considered."""
 _CLEARLY = 4.0
 """Speeds differ if their mean squared deviation is that many times what chance would make of it."""
-_PAYS = 0.1
-"""The part of the loss by which a step a third as large has to be better at once, to be better at all."""
+_PAYS, _DARES = 0.04, 0.057
+"""A smaller and a larger step have to lower the loss at once by these parts of what was learnt so far."""
+_ABOVE = 0.12
+"""Groups whose loss is above that of one group by more than this part, with the same steps, are on their way up."""
+_TOLERATED = 1.25
+"""Three probes of a run under way may take so much more than was set aside: two of them would be of no use."""
 _THIRDS = 4
 """How often a step is made smaller, if nothing else does not diverge."""
 _CAUTION = 0.25
@@ -222,7 +226,7 @@ class Job:
         seconds: time that probes may take, if it is known beforehand; otherwise it follows from ``share``.
         current: whether ``start`` has been trained with already, so that only a clear gain is worth a change.
         steps: whether only the size of the step is searched, for a run that is under way.
-        keeps_momentum: whether probes begin with the momentum that the run has gathered.
+        first_loss: the training loss with which the run began, for ``steps``; None if it is not known.
         seed: of everything random.
     """
 
@@ -235,7 +239,7 @@ class Job:
     seconds: float | None = None
     current: bool = False
     steps: bool = False
-    keeps_momentum: bool = True
+    first_loss: float | None = None
     seed: int = 0
 
     def to_dict(self) -> dict[str, Any]:
@@ -253,7 +257,7 @@ class Job:
         space["lr"] = tuple(math.inf if bound is None else bound for bound in plain["space"]["lr"])
         rest = {
             name: plain[name]
-            for name in ("batch", "horizon", "share", "seconds", "current", "steps", "keeps_momentum", "seed")
+            for name in ("batch", "horizon", "share", "seconds", "current", "steps", "first_loss", "seed")
         }
         return cls(
             start=Setting.from_dict(plain["start"]), space=Space(**space), scaling=Scaling(**plain["scaling"]), **rest
@@ -504,7 +508,7 @@ class Search:
         batches = self.job.batches
         if self.job.steps and self.profile is not None and self.job.seconds is not None:
             # Three probes have to fit in, and one batch more or less does not matter to them.
-            affordable = 0.95 * self.budget / 3 * self.throughput(setting) / self.job.batch
+            affordable = 0.3 * self.budget * self.throughput(setting) / self.job.batch
             batches = int(min(max(affordable, FEWEST), MOST)) if not self.tried else self._batches_of_first
         return Probe(len(self.observations), setting, batches * self.job.batch, why)
 
@@ -537,24 +541,25 @@ class Search:
         return Choice(best, self._reasons(best, forecast), outlook)
 
     def _best_step(self) -> Choice:
-        """A smaller step has to be better by much, a larger one at once.
+        """A step as it is, unless another is clearly better at once.
 
-        A smaller step nearly always gains at once, because the weights come to rest, and loses later.
+        A smaller step nearly always gains at once, because the weights come to rest, and loses later; one that is too
+        large may never come to the target.
         """
         start = self._as_it_would_be(self.job.start)
-        first = self.tried[0]
-        pays = _PAYS
-        if not self.job.keeps_momentum:  # then its step has not come to its full noise yet
-            held_up = first.setting.momentum / (1 - first.setting.momentum) / max(1, len(first.samples))
-            pays *= 1 - min(0.5, held_up)
         smaller, larger = (self._gain(number) if len(self.tried) > number else -math.inf for number in (1, 2))
-        if smaller >= pays:
-            return Choice(
-                self.tried[1].setting, f"steps a third as large lower the loss by {min(smaller, 1):.0%} at once"
-            )
-        if larger >= 0:
-            return Choice(self.tried[2].setting, "steps three times as large do no worse at once")
-        return Choice(start, "neither smaller nor larger steps are better: it stays")
+        if smaller >= _PAYS * self._learnt:
+            return Choice(self.tried[1].setting, f"steps a third as large lower the loss by {smaller:.2g} at once")
+        if larger >= max(_DARES * self._learnt, -smaller):
+            return Choice(self.tried[2].setting, f"steps three times as large lower the loss by {larger:.2g} at once")
+        return Choice(start, "neither smaller nor larger steps are better by enough: it stays")
+
+    @property
+    def _learnt(self) -> float:
+        """By how much the run has lowered its loss so far."""
+        level = float(np.mean(self.tried[0].losses))
+        least = _PAYS * abs(level)
+        return least if self.job.first_loss is None else max(self.job.first_loss - level, least)
 
     def _best_by_forecast(self) -> Setting:
         """Careful with what nobody tried; among equals the fewest groups and the smallest step."""
@@ -615,10 +620,22 @@ class Search:
             yield from self._larger_and_smaller()
             return
         yield from self._opening()
+        self._compare_with_one_group()
         if any(each.has_failed for each in self.tried):
             yield from self._smaller()
         else:
             yield from self._asked(self._ask)
+
+    def _compare_with_one_group(self) -> None:
+        """Several groups that come out far above one have not diverged yet, but will."""
+        if len(self.tried) < 2 or any(each.has_failed for each in self.tried):
+            return
+        apart, together = self.tried
+        until = min(apart.end, together.end)
+        above, level = (float(each.blocks(until)[-3:].mean()) for each in (apart, together))
+        if above > level + _ABOVE * abs(level):
+            tried = replace(apart, problem="its loss is far above that of one group")
+            self.observations[0] = replace(self.observations[0], tried=tried)
 
     def _smaller(self) -> Plan:
         """Steps a third as large, until one does not diverge."""
@@ -636,12 +653,12 @@ class Search:
             if factor > 1 and self._gain(1) >= 0:
                 return
             probe = self._probe(self.proposal(self.job.start.groups, factor), why)
-            if not self.affords(probe):
+            if self.spent + self.cost(probe) > _TOLERATED * self.budget:
                 return
             yield probe
 
     def _gain(self, number: int) -> float:
-        """The part of the loss by which a probe was better than the first.
+        """By how much lower the loss of a probe was than that of the first.
 
         They trained on the same samples, so that the difference is exact to a per cent where the losses are not.
         """
@@ -650,7 +667,7 @@ class Search:
             return -math.inf if other.has_failed else math.inf
         until = min(first.end, other.end)
         was, is_now = (float(each.blocks(until)[2:].mean()) for each in (first, other))
-        return (was - is_now) / abs(was)
+        return was - is_now
 
     def _skopt(self) -> Plan:
         """Plain scikit-optimize, which knows nothing but times."""

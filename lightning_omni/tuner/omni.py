@@ -359,6 +359,7 @@ class OmniTunerHooks(_CallbackBase):
         seconds = self._allowance(job, reason)
         share = seconds * self._rate / job.horizon if job.horizon else 0.0
         job = replace(job, share=share, seconds=seconds, steps=reason != _SPEED, current=True)
+        job = replace(job, first_loss=self._first_loss)
         if not self._strategy.world.agree([job.batches if trainer.is_global_zero else 0])[0]:
             return
         self.rank_zero_info(f"OmniTuner: looks again, because {reason}; there are {seconds:.1f} s for it")
@@ -371,6 +372,15 @@ class OmniTunerHooks(_CallbackBase):
             return earned
         whole = self._epochs_planned * self._samples_an_epoch / self._rate
         return max(earned, self.budget * (_AT_START + _UNDER_WAY) * whole - self._spent)
+
+    @property
+    def _first_loss(self) -> float | None:
+        """The training loss with which the run began; rank 0 knows it from its first probe."""
+        tried = [each for search in self.searches for each in search.tried if each.losses]
+        if not tried:
+            return None
+        first = tried[0].losses[: tried[0].setting.groups]
+        return sum(first) / len(first)
 
     def _reason(self, trainer: Any, epoch: int, rate: float) -> str:
         """Why another search may be worth its time, or nothing. What rank 0 finds counts."""

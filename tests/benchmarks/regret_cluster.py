@@ -35,6 +35,8 @@ EVERY = 10
 """Batches of all ranks between two evaluations."""
 SMOOTHED = 5
 """Evaluations over which the held-out loss is averaged: a single lucky one is not the target."""
+REPEATED = 30
+"""Batches of all ranks that come once more before a probe of a run under way: they fill the momentum buffer."""
 SECONDS = 1.0
 """For which a device of speed 1 computes a batch."""
 
@@ -93,7 +95,7 @@ def fashion() -> Workload:
     if (directory := fashion_data.find_directory()) is None:
         print("Fashion-MNIST is not installed: scikit-learn's digits stand in, and figures will differ")
         (images, labels), held_out, _ = fashion_data.load_digits()
-        return _of_images("digits", images, labels, held_out, target=0.45, horizon=1200, lr=0.1)
+        return _of_images("digits", images, labels, held_out, target=0.08, horizon=900, lr=0.1)
     images, labels = fashion_data.load_pair(directory, "train")
     held_out = images[50_000:53_000], labels[50_000:53_000]
     return _of_images("fashion", images[:20_000], labels[:20_000], held_out, target=0.5, horizon=1400, lr=0.1)
@@ -201,10 +203,14 @@ class Snapshot:
     Args:
         model: with its weights.
         history: how it came there; the empty string for the very start.
+        before: the same `REPEATED` batches earlier, None for the very start.
+        setting: with which it came there.
     """
 
     model: nn.Module
     history: str = ""
+    before: nn.Module | None = None
+    setting: Setting | None = None
 
 
 @dataclass(eq=False)
@@ -264,13 +270,15 @@ class Machine:
     def _simulate(
         self, snapshot: Snapshot, setting: Setting, topology: Topology | None, *, seed: int = 0, **options: Any
     ) -> Trace:
+        options.setdefault(
+            "optimizer", lambda parameters: torch.optim.SGD(parameters, lr=setting.lr, momentum=setting.momentum)
+        )
         return simulate(
             "async_sgd",
             topology or Topology.even(RANKS, setting.groups),
             self.cluster,
             snapshot.model,
             self.workload.data,
-            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=setting.lr, momentum=setting.momentum),
             loss=loss,
             batch_size=BATCH,
             rebalance="auto" if setting.rebalance else "off",
@@ -292,23 +300,52 @@ class Machine:
         """
         topology = None if profile is None else self.topology(setting, profile)
         updates = samples * setting.groups // (BATCH * RANKS)
-        trace = self._simulate(snapshot, setting, topology, seed=seed, max_updates=updates)
+        trace, skipped, began = self._probed(snapshot, setting, topology, seed, updates)
         try:
             measured = Measured.of(trace)
         except ConfigurationError:  # a slow rank did not make its two steps
             measured = None
-        ended = tuple(np.cumsum(trace.rows["samples"]).tolist())
+        ended = tuple(np.cumsum(trace.rows["samples"][skipped:]).tolist())
         problem = trace.ended if trace.ended.startswith("diverged") else ""
-        return Tried(setting, ended, tuple(trace.rows["loss"].tolist()), trace.seconds, problem), measured
+        losses = tuple(trace.rows["loss"][skipped:].tolist())
+        return Tried(setting, ended, losses, trace.seconds - began, problem), measured
+
+    def _probed(
+        self, snapshot: Snapshot, setting: Setting, topology: Topology | None, seed: int, updates: int
+    ) -> tuple[Trace, int, float]:
+        """The trace, and how many updates and seconds of it came before the probe.
+
+        A fork of a real run has the optimizer's state, a simulation begins without. So a run under way is repeated for
+        a while, and then goes on at the probe's learning rate.
+        """
+        was = snapshot.setting
+        if snapshot.before is None or was is None or (was.groups, was.momentum) != (setting.groups, setting.momentum):
+            return self._simulate(snapshot, setting, topology, seed=seed, max_updates=updates), 0, 0.0
+        skipped, made = REPEATED * setting.groups, []
+
+        def make(parameters: Any) -> torch.optim.Optimizer:
+            made.append(torch.optim.SGD(parameters, lr=was.lr, momentum=was.momentum))
+            return made[-1]
+
+        def switch(model: nn.Module) -> dict[str, float]:
+            for optimizer in made:
+                optimizer.param_groups[0]["lr"] = setting.lr
+            return {"switched": 1.0}
+
+        options = {"optimizer": make, "evaluate": switch, "evaluate_every": skipped, "max_updates": skipped + updates}
+        trace = self._simulate(Snapshot(snapshot.before), setting, topology, seed=seed, **options)
+        return trace, skipped, float(trace.evaluated["time"][0])
 
     def train(self, snapshot: Snapshot, setting: Setting, batches: int, seed: int) -> tuple[Snapshot, float]:
         """Trains for so many batches of all ranks; where that leads to, and the seconds."""
         topology = self.topology(setting)
-        trace = self._simulate(snapshot, setting, topology, seed=seed, max_updates=batches * setting.groups)
-        model = network(*_widths(snapshot.model))
-        model.load_state_dict({name: torch.as_tensor(weight) for name, weight in trace.weights.items()})
+        models = []
+        for count in (batches - REPEATED, batches):  # the longer run begins as the shorter one
+            trace = self._simulate(snapshot, setting, topology, seed=seed, max_updates=count * setting.groups)
+            models.append(network(*_widths(snapshot.model)))
+            models[-1].load_state_dict({name: torch.as_tensor(weight) for name, weight in trace.weights.items()})
         history = f"{snapshot.history}/{self.name}:{setting}:{batches}:{seed}"
-        return Snapshot(model, history), trace.seconds
+        return Snapshot(models[1], history, models[0], setting), trace.seconds
 
     def seconds_to_target(
         self, setting: Setting, seed: int, cap: float = math.inf, snapshot: Snapshot | None = None
