@@ -27,7 +27,7 @@ _BLOCKS, _TAIL = 8, 3
 """A probe's losses are averaged over so many equal stretches, of which the last few say where it came."""
 _SLOWEST = 0.02
 """No pace is read off as slower than that: such a probe stood still."""
-_DEVIATION, _NOISE = 0.25, 0.3
+_DEVIATION, _NOISE = 0.25, 1.0
 """Standard deviations of what theory is off by, and of what a short probe from a cold start says of the whole run, in
 logarithms. Both are experience: what such probes show of paces is little but whether they diverge."""
 FAILED = 3.0
@@ -201,7 +201,7 @@ class _Curve:
         momentum = min(tried.setting.momentum, 0.99) if tried.gathers else 0.0
         held_up = momentum / (1 - momentum) * (1 - momentum ** (centres / update)) * update
         # Half an update at least: before the first one nothing is learnt.
-        return cls(tried.blocks(until), np.maximum(centres - held_up, 0.25 * centres))
+        return cls(tried.blocks(until), np.maximum(centres - held_up, 0.5 * centres))
 
     @property
     def level(self) -> float:

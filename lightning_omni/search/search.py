@@ -46,6 +46,10 @@ _FASTER = 1.05
 """More groups, and proportional batches, have to be that much faster to be considered."""
 _CLEARLY = 4.0
 """Speeds differ if their mean squared deviation is that many times what chance would make of it."""
+_LOST, _NOISY = 0.5, 0.2
+"""A run is lost when this part of what its probe gained is gone, and the loss is higher by at least this part of it."""
+_GAIN = 1.1
+"""A run under way changes its groups only for what is expected to be that many times as fast."""
 _PAYS, _DARES = 0.04, 0.057
 """A smaller and a larger step have to lower the loss at once by these parts of what was learnt so far."""
 _ABOVE = 0.12
@@ -368,11 +372,17 @@ class Search:
         self.observations.append(observation)
         self._current = None
 
-    def level_of(self, setting: Setting) -> float:
-        """The loss to which a setting came in its probe; NaN if it was not tried, or only with other groups."""
+    def ruin_of(self, setting: Setting) -> float:
+        """The training loss above which a run with that setting is lost: half of what its probe gained is gone.
+
+        NaN if there was no probe with as many groups.
+        """
         tried = [each for each in self.tried if not each.has_failed and each.setting.groups == setting.groups]
-        alike = [each for each in tried if (each.setting.momentum, each.setting.lr) == (setting.momentum, setting.lr)]
-        return float(np.mean([each.blocks(each.end)[-3:].mean() for each in alike or tried])) if tried else math.nan
+        if not tried:
+            return math.nan
+        ends = [float(each.blocks(each.end)[-3:].mean()) for each in tried]
+        level, first = max(ends), float(np.mean(tried[0].losses[: setting.groups]))
+        return level + max(_LOST * (first - level), _NOISY * abs(level))
 
     def stop(self, why: str) -> None:
         """No more probes: a rank was lost, or the user wants to go on."""
@@ -486,20 +496,30 @@ class Search:
         return self.job.space.holds(replace(setting, rebalance=self.is_uneven(groups, steps)))
 
     def candidates(self) -> list[Setting]:
-        """What can be chosen: what was tried, and what theory proposes for each number of groups.
-
-        If something diverged, the largest steps that did not are taken for any number of groups.
-        """
+        """What can be chosen: what was tried, and what theory proposes for each number of groups."""
         sound = [each.setting for each in self.tried if not each.has_failed]
-        factor, groups = 1.0, self.groups()
-        if len(sound) < len(self.tried):
-            factor = min((self.job.scaling.step(each) / self.theory.step for each in sound), default=1.0)
+        if self.tried and 1 not in {each.groups for each in sound}:
             sound = []
-        elif self.tried and 1 not in {each.groups for each in sound}:
-            sound, groups = [], [1]  # what the user knows; others have to be seen beside it
-        return list(
-            dict.fromkeys([*map(self._as_it_would_be, sound), *(self.proposal(each, factor) for each in groups)])
-        )
+        proposed = [self.proposal(groups, factor) for groups in self.groups() if (factor := self._largest_step(groups))]
+        return list(dict.fromkeys([*map(self._as_it_would_be, sound), *proposed])) or [self.job.start]
+
+    def _largest_step(self, groups: int) -> float:
+        """By what the user's step has to be multiplied with that many groups; 0 if they are out of the question.
+
+        One group is what the user knows: unless it diverges its steps are theirs, and others have to be seen beside it.
+        If several groups diverged, the largest steps that did not are taken.
+        """
+        if not self.tried:
+            return 1.0
+        alone = [each for each in self.tried if each.setting.groups == 1]
+        if groups == 1:
+            return 1.0 if any(not each.has_failed for each in alone) or not alone else 1 / 3
+        apart = [each for each in self.tried if each.setting.groups > 1]
+        if not alone or all(each.has_failed for each in apart):
+            return 0.0
+        if not any(each.has_failed for each in apart):
+            return 1.0
+        return min(self.job.scaling.step(each.setting) / self.theory.step for each in apart if not each.has_failed)
 
     def _as_it_would_be(self, setting: Setting) -> Setting:
         return replace(setting, rebalance=self.is_uneven(setting.groups, setting.period))
@@ -536,7 +556,7 @@ class Search:
         outlook = forecast.of(best)
         if self.job.current:
             gain = math.exp(forecast.log_seconds(self._as_it_would_be(start)) - forecast.log_seconds(best))
-            if gain < 1.1 and best.groups == start.groups:
+            if gain < _GAIN:
                 return Choice(start, "nothing that was tried is clearly better: it stays", forecast.of(start))
         return Choice(best, self._reasons(best, forecast), outlook)
 
@@ -620,6 +640,8 @@ class Search:
             yield from self._larger_and_smaller()
             return
         yield from self._opening()
+        if self.profile is None:
+            return
         self._compare_with_one_group()
         if any(each.has_failed for each in self.tried):
             yield from self._smaller()

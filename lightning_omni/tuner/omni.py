@@ -65,7 +65,7 @@ class Order:
         speeds: samples per second of each rank, if they are known.
         by_speed: whether groups are formed by them.
         scale: by what learning rates are multiplied, if the search is over.
-        level: the loss to which that setting came in its probe; NaN if it was not tried.
+        ruin: the training loss above which the run is lost with that setting; NaN if that is not known.
         why: of the choice.
         error: why nothing can go on; every rank raises it.
     """
@@ -75,7 +75,7 @@ class Order:
     speeds: Mapping[int, float] | None = None
     by_speed: bool = False
     scale: float = 1.0
-    level: float = math.nan
+    ruin: float = math.nan
     why: str = ""
     error: str = ""
 
@@ -89,7 +89,7 @@ class Order:
                 "speeds": None if self.speeds is None else sorted(self.speeds.items()),
                 "by_speed": self.by_speed,
                 "scale": self.scale,
-                "level": self.level,
+                "ruin": self.ruin,
                 "why": self.why,
                 "error": self.error,
             }
@@ -106,7 +106,7 @@ class Order:
             None if speeds is None else {int(rank): float(speed) for rank, speed in speeds},
             said["by_speed"],
             said["scale"],
-            said["level"],
+            said["ruin"],
             said["why"],
             said["error"],
         )
@@ -370,7 +370,7 @@ class OmniTunerHooks(_CallbackBase):
         earned = self.budget * (self._seconds + self._spent) - self._spent
         if reason != _UNDER_WAY_ALREADY or not self._rate:
             return earned
-        whole = self._epochs_planned * self._samples_an_epoch / self._rate
+        whole = min(self._epochs_planned * self._samples_an_epoch / self._rate, self._expected)
         return max(earned, self.budget * (_AT_START + _UNDER_WAY) * whole - self._spent)
 
     @property
@@ -381,6 +381,17 @@ class OmniTunerHooks(_CallbackBase):
             return None
         first = tried[0].losses[: tried[0].setting.groups]
         return sum(first) / len(first)
+
+    @property
+    def _expected(self) -> float:
+        """Seconds of training until the target, very roughly: twice as long as at the pace of late."""
+        if self.target is None or len(self._reached) < 3:
+            return math.inf
+        (before, was), (now, value) = self._reached[-3], self._reached[-1]
+        gained = abs(self.target - was) - abs(self.target - value)
+        if self._is_reached(value):
+            return 0.0
+        return now + 2 * abs(self.target - value) * (now - before) / gained if gained > 0 else math.inf
 
     def _reason(self, trainer: Any, epoch: int, rate: float) -> str:
         """Why another search may be worth its time, or nothing. What rank 0 finds counts."""
@@ -426,7 +437,8 @@ class OmniTunerHooks(_CallbackBase):
             raise ConfigurationError(order.error)
         kept = Kept(module, trainer.optimizers[0])
         self._apply(trainer, hyperparameters, order)
-        self._watch = Watch(kept, order.level) if math.isfinite(order.level) else None
+        ruin = max(order.ruin, self._watch.ruin if self._watch is not None else -math.inf)
+        self._watch = Watch(kept, ruin) if math.isfinite(ruin) else None
         self._unfinished, self._rounds, self._rate = False, self._rounds + 1, 0.0
         self._spent += time.perf_counter() - began  # what the report takes is not in its own figures
         self._publish(trainer, order)
@@ -467,8 +479,8 @@ class OmniTunerHooks(_CallbackBase):
             setting = self._feasible(self.choice.setting)
             scale = setting.lr / search.job.start.lr
             placed = self._placed(search, setting)
-            level = search.level_of(setting)
-            return replace(placed, setting=setting, scale=scale, level=level, why=self.choice.why).to_text()
+            ruin = search.ruin_of(setting)
+            return replace(placed, setting=setting, scale=scale, ruin=ruin, why=self.choice.why).to_text()
         except OmniError as error:
             return Order(error=str(error)).to_text()
 
@@ -537,9 +549,9 @@ class OmniTunerHooks(_CallbackBase):
         hyperparameters.set_momentum(momentum)
         hyperparameters.scale(lr / was.lr)
         self._regroup(trainer, self._setting, None, False)
-        self._watch = Watch(self._watch.kept, self._watch.level)
+        self._watch = Watch(self._watch.kept, self._watch.ruin)
         self.rank_zero_info(
-            f"OmniTuner: with {was} the loss has risen above that of before: it goes back to the weights of the last"
+            f"OmniTuner: with {was} the loss has risen: it goes back to the weights of the last"
             f" search, and on with {self._setting}"
         )
 

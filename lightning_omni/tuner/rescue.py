@@ -16,8 +16,6 @@ from torch.optim import Optimizer
 
 REFUSED = 8
 """Pushes of a group that are refused in a row before it gives the epoch up."""
-_WORSE = 0.05
-"""A loss counts as worse if it is higher by more than this part of it."""
 _MEMORY = 0.05
 """Weight of the newest loss in the running mean."""
 
@@ -50,11 +48,11 @@ class Watch:
 
     Args:
         kept: what the run had before it trained with the choice.
-        level: the loss to which the chosen setting had come in its probe; what the run must not be above for long.
+        ruin: the training loss above which the run is lost.
     """
 
-    def __init__(self, kept: Kept, level: float) -> None:
-        self.kept, self.level = kept, level
+    def __init__(self, kept: Kept, ruin: float) -> None:
+        self.kept, self.ruin = kept, ruin
         self._mean: Tensor | None = None
         self._refused = 0
 
@@ -82,8 +80,8 @@ class Watch:
         return self._mean.to(like)
 
     def is_worse(self, mean: float) -> bool:
-        """Whether a mean loss is above what was there before."""
-        return not mean <= self.level + _WORSE * abs(self.level)
+        """Whether the run is lost with that mean loss, or has none that is finite."""
+        return not mean <= self.ruin
 
 
 def loss_in(outputs: Any, accumulated: int) -> Tensor | None:

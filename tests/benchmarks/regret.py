@@ -170,8 +170,13 @@ def tuned(machine: Machine, strategy: Strategy, seed: int, best: Best, retunes: 
         seconds = SHARE * job.horizon / max(map(search.throughput, search.candidates()))
         later = replace(job, start=chosen, current=True, steps=strategy == "bayes", seconds=seconds)
         later = replace(later, first_loss=statistics.mean(first))
+        ruin, uneven = search.ruin_of(chosen), search.is_uneven(1)
         search = search_from(machine, snapshot, later, strategy, search.measured)
-        chosen, spent, probes = search.choice().setting, spent + search.spent, probes + len(search.tried)
+        if search.tried and statistics.mean(search.tried[0].losses) > ruin:
+            # The choice has ruined the run: as in a fit it begins once more, with one group as the user set it.
+            chosen, snapshot = replace(start, rebalance=uneven), None
+        else:
+            chosen, spent, probes = search.choice().setting, spent + search.spent, probes + len(search.tried)
     cap = GIVEN_UP * best.seconds
     seconds = min(cap, began + mean_seconds(machine, chosen, cap, snapshot))
     return Outcome(chosen, seconds / best.seconds - 1, spent / (spent + seconds), probes)

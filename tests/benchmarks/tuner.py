@@ -300,7 +300,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--seeds", type=int, default=3, help="how many")
     add("--rates", type=float, nargs="+", default=list(RATES), help="learning rates of DDPStrategy; one is taken as is")
     add("--target", type=float, default=0.88, help="part of the held-out images that is right")
-    add("--epochs", type=int, default=4, help="at most; the tuner's budget is a part of them")
+    add("--epochs", type=int, default=3, help="at most; the tuner's budget is a part of them")
     add("--quick", action="store_true", help="one seed to 80 %% with lr 0.05: does it run at all?")
     add("--verbose", action="store_true", help="what the tuner says of its probes")
     add("--json", type=Path, help="file for all figures")
