@@ -53,7 +53,7 @@ def observed(setting: Setting, pace: float = 1.0, problem: str = "", seed: int =
 def search(*observations: Observation, horizon: float = 1e5, space: Space | None = None) -> Search:
     """A search that saw these."""
     job = Job(START, BATCH * len(SLOWNESS), horizon, 0.1, space or Space.of({}, len(SLOWNESS)))
-    made = Search(job, "grid")  # which asks nobody
+    made = Search(job)  # told, and never asked
     for observation in observations:
         made.tell(observation)
     return made

@@ -23,7 +23,6 @@ FITS: dict[str, dict[str, Any]] = {
     "too large a step": {"tuner": ONCE, "lr": 1e9},
     "a loss that is none": {"tuner": {**ONCE, "target": 0.99, "monitor": "val_acc"}, "nan_at": 3},
     "groups before": {"tuner": {"budget": 0.4, "target": 1e-4}, "strategy": {"groups": 2}},
-    "published": {"tuner": {**ONCE, "search": "omnivore"}},
     "local steps": {"tuner": ONCE, "strategy": {"method": "local_sgd:period=4"}},
 }
 
@@ -71,7 +70,7 @@ def test_probes_that_lead_to_no_change_change_nothing_to_the_bit(fits: dict[str,
 
 
 def test_an_epoch_is_still_one_pass_over_the_data(fits: dict[str, list[dict[str, Any]]]) -> None:
-    for name in ("tuned", "groups before", "published"):
+    for name in ("tuned", "groups before"):
         assert sorted(number for rank in fits[name] for number in rank["last_epoch"]) == list(range(1024))
 
 
@@ -127,7 +126,7 @@ def four() -> Run:
         "ruined_after": 40,
         "trainer": {"max_epochs": 3},
     }
-    dying = {"devices": 4, "seconds": even, "trainer": {"max_epochs": 2}, "tuner": ONCE, "dies": [3, 4]}
+    dying = {"devices": 4, "seconds": even, "trainer": {"max_epochs": 2}, "tuner": ONCE, "dies": [3, 1]}
     return run("omni_tuner.py", {"fits": [straggling, ruined, dying]}, timeout=200)
 
 

@@ -70,7 +70,7 @@ def test_the_picture_is_as_wide_as_a_page(saved: tuple[TuningReport, Path]) -> N
 
 
 def test_the_page_is_one_file_that_fetches_nothing(saved: tuple[TuningReport, Path]) -> None:
-    page = (saved[1] / "omni-tuning.html").read_text()
+    page = re.sub(r"base64,[^\"]*", "base64,", (saved[1] / "omni-tuning.html").read_text())  # which may spell anything
     for word in ("http:", "https:", "//www", "@import", "<script", "<link", "url("):
         assert word not in page
     assert page.count("data:image/png;base64,") == 2  # one of each search

@@ -186,6 +186,8 @@ class OmniTunerHooks(_CallbackBase):
         self.choice: Choice | None = None
         self.searches: list[Search] = []
         self._when: list[tuple[int, float]] = []
+        self._after: list[dict[int, float]] = []
+        self._folder: Path | None = None
         self.problem = ""
         self._strategy: Any = None
         self._call: Callable[[], None] | None = None
@@ -257,6 +259,8 @@ class OmniTunerHooks(_CallbackBase):
         if self._reached:
             self._at_epochs.append(self._reached[-1][1])
         rate, self._rate = self._rate, self._measure_rate(trainer)
+        if self._after and self._setting is not None:
+            self._after[-1][self._setting.groups] = self._rate
         if self._is_ruined(trainer):
             self._rescue(trainer)
             return
@@ -273,7 +277,9 @@ class OmniTunerHooks(_CallbackBase):
             self._retune(trainer, pl_module, reason)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Says if the target was not reached."""
+        """Says if the target was not reached; the report gets to know how fast the run was with what was chosen."""
+        if self._folder is not None:
+            self._report(trainer, self._folder)
         if self.target is not None and not any(self._is_reached(value) for _, value in self._reached):
             values = [value for _, value in self._reached]
             best = (min(values) if self._mode == "min" else max(values)) if values else None
@@ -293,6 +299,7 @@ class OmniTunerHooks(_CallbackBase):
         return {
             "searches": [each.to_dict() for each in self.searches],
             "when": self._when,
+            "after": [sorted(each.items()) for each in self._after],
             "setting": self._setting.to_dict() if self._setting is not None else None,
             "own": self._own.to_dict() if self._own is not None else None,
             "unfinished": self._unfinished,
@@ -307,6 +314,7 @@ class OmniTunerHooks(_CallbackBase):
         """Before the first batch it is known what is left to do."""
         self.searches = [Search.from_dict(each) for each in state_dict["searches"]]
         self._when = [tuple(each) for each in state_dict["when"]]
+        self._after = [{int(groups): rate for groups, rate in each} for each in state_dict["after"]]
         setting = state_dict["setting"]
         self._setting = Setting.from_dict(setting) if setting is not None else None
         own = state_dict["own"]
@@ -345,7 +353,7 @@ class OmniTunerHooks(_CallbackBase):
             return
         observations = self.searches[-1].observations if self._unfinished and self.searches else []
         if self._unfinished:
-            self.searches, self._when = self.searches[:-1], self._when[:-1]
+            self.searches, self._when, self._after = self.searches[:-1], self._when[:-1], self._after[:-1]
         self._find(trainer, module, hyperparameters, job, hyperparameters.lr, observations)
 
     def _retune(self, trainer: Any, module: Any, reason: str) -> None:
@@ -424,10 +432,10 @@ class OmniTunerHooks(_CallbackBase):
         observations: Any,
     ) -> None:
         """Probes until rank 0 has chosen, then trains with that."""
-        began = time.perf_counter()
+        began, when = time.perf_counter(), (trainer.current_epoch, self._seconds)
         prober = Prober(trainer, module, hyperparameters, lr, self.seed + self._rounds)
         self._unfinished = True
-        search = self._begin(trainer, job, observations) if trainer.is_global_zero else None
+        search = self._begin(job, observations, when) if trainer.is_global_zero else None
         try:
             with Shown(trainer, job, self.rank_zero_info) as shown:
                 order = self._go_through(prober, search, shown)
@@ -462,10 +470,11 @@ class OmniTunerHooks(_CallbackBase):
                 if newly := sorted(set(world.lost) - lost):
                     search.stop(f"rank {', '.join(map(str, newly))} was lost while tuning")
 
-    def _begin(self, trainer: Any, job: Job, observations: Any) -> Search:
+    def _begin(self, job: Job, observations: Any, when: tuple[int, float]) -> Search:
         known = self.searches[-1].measured if self.searches and not self._strategy.world.lost else []
         self.searches.append(Search(job, self.search, observations, known))
-        self._when.append((trainer.current_epoch, self._seconds))
+        self._when.append(when)
+        self._after.append({})
         return self.searches[-1]
 
     def _order(self, search: Search, shown: Shown) -> str:
@@ -670,14 +679,15 @@ class OmniTunerHooks(_CallbackBase):
         folder = trainer.log_dir if trainer.loggers else None  # asks all ranks
         if folder is None or "://" in str(folder) or not trainer.is_global_zero:
             return
-        self._report(trainer, Path(folder))
+        self._folder = Path(folder)
+        self._report(trainer, self._folder)
 
     def _report(self, trainer: Any, folder: Path) -> None:
         from lightning_omni.report import Round, TuningReport
 
         rounds = tuple(
-            Round(search, *when, reasons=tuple(probe.why for probe in search.probes))
-            for search, when in zip(self.searches, self._when, strict=True)
+            Round(search, *when, measured_after=after, reasons=tuple(probe.why for probe in search.probes))
+            for search, when, after in zip(self.searches, self._when, self._after, strict=True)
             if search.observations
         )
         if not rounds:
