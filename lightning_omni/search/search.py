@@ -50,7 +50,7 @@ _LOST, _NOISY = 0.5, 0.2
 """A run is lost when this part of what its probe gained is gone, and the loss is higher by at least this part of it."""
 _GAIN = 1.1
 """A run under way changes its groups only for what is expected to be that many times as fast."""
-_PAYS, _DARES = 0.04, 0.057
+_PAYS, _DARES = 0.036, 0.057
 """A smaller and a larger step have to lower the loss at once by these parts of what was learnt so far."""
 _ABOVE = 0.12
 """Groups whose loss is above that of one group by more than this part, with the same steps, are on their way up."""
