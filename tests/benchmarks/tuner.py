@@ -3,17 +3,17 @@
     python tests/benchmarks/tuner.py [--scenarios equal straggler exponential] [--seeds 3] [--quick] [--json FILE]
 
 Four workers train a small network on Fashion-MNIST until 88 % of 5,000 held-out images are right, looked at every
-quarter of an epoch. They sleep 1.5 ms for each sample, 48 ms a batch: what is slow are emulated devices, not the cores.
+quarter of an epoch. They sleep 2 ms for each sample, 64 ms a batch: what is slow are emulated devices, not the cores.
 
     equal        all are as fast
     straggler    the last one sleeps four times as long
-    exponential  each batch takes 48 ms times an exponentially distributed number; on average all are as fast
+    exponential  each batch takes 64 ms times an exponentially distributed number; on average all are as fast
 
 The learning rate with which DDPStrategy takes the fewest batches (mean over the seeds, momentum 0.9, no sleeping) is
 found first. DDPStrategy trains with it, and OmniTuner starts from it; they take turns, and both are timed from
 on_train_start, right before the first batch or the search, to the end of the validation that reaches the target.
 Promised are medians over the seeds: straggler 2.5 times as soon, exponential 1.6 times, equal at most 10 % later. Ends
-with 1 if one of these is missed. About 20 minutes on two cores.
+with 1 if one of these is missed. About 25 minutes on two cores.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ import lightning_omni as omni
 from lightning_omni.errors import OmniError
 
 WORKERS, BATCH_SIZE = 4, 32
-PER_SAMPLE = 1.5e-3
+PER_SAMPLE = 2e-3
 """Seconds that a device of speed 1 takes."""
 MOMENTUM = 0.9
 RATES = (0.02, 0.05, 0.1, 0.2)
