@@ -14,7 +14,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 
@@ -232,13 +233,6 @@ class _Curve:
 # --- Pace ------------------------------------------------------------------------------------------------------------
 
 
-class Throughput(Protocol):
-    """Anything that knows how fast samples are trained: a `Profile`, say, behind a function."""
-
-    def __call__(self, setting: Setting) -> float:
-        """Samples per second."""
-
-
 @dataclass(frozen=True)
 class Theory:
     """What is expected of settings before they are tried: logarithms of samples, relative to where one starts.
@@ -410,7 +404,7 @@ class Forecast:
     ) -> None:
         self.pace, self.throughput, self.samples = pace, throughput, samples
         self._tried = set(tried)
-        self._width = float(np.sqrt(2) * _inverse_error(level))
+        self._width = _deviations(level)
 
     def log_seconds(self, setting: Setting) -> float:
         """The logarithm of the time to the target, but for a constant: what a search makes small."""
@@ -481,9 +475,8 @@ def _times(estimate: Estimate, value: float, low: float, high: float) -> Estimat
     return Estimate(estimate.value * value, estimate.low * low, estimate.high * high, estimate.chance)
 
 
-def _inverse_error(level: float) -> float:
-    from statistics import NormalDist
-
+def _deviations(level: float) -> float:
+    """How many standard deviations to either side hold a normal number with that probability."""
     if not 0 < level < 1:
         raise ConfigurationError(f"level={level}: pass a probability between 0 and 1")
-    return NormalDist().inv_cdf((1 + level) / 2) / math.sqrt(2)
+    return NormalDist().inv_cdf((1 + level) / 2)

@@ -326,6 +326,8 @@ class Search:
         self._plan = getattr(self, f"_{strategy}")()
         self._current: Probe | None = None
         self._is_over = False
+        self._fitted: tuple[int, Profile] | None = None
+        self._rates: dict[tuple[int, bool, int], float] = {}
         for observation in observations:
             if self.next() is None:
                 break
@@ -375,13 +377,14 @@ class Search:
     def ruin_of(self, setting: Setting) -> float:
         """The training loss above which a run with that setting is lost: half of what its probe gained is gone.
 
-        NaN if there was no probe with as many groups.
+        Probes of as many groups count, or all, if there was none of these. NaN if all failed.
         """
-        tried = [each for each in self.tried if not each.has_failed and each.setting.groups == setting.groups]
+        sound = [each for each in self.tried if not each.has_failed]
+        tried = [each for each in sound if each.setting.groups == setting.groups] or sound
         if not tried:
             return math.nan
         ends = [float(each.blocks(each.end)[-3:].mean()) for each in tried]
-        level, first = max(ends), float(np.mean(tried[0].losses[: setting.groups]))
+        level, first = max(ends), float(np.mean(tried[0].losses[: tried[0].setting.groups]))
         return level + max(_LOST * (first - level), _NOISY * abs(level))
 
     def stop(self, why: str) -> None:
@@ -408,12 +411,6 @@ class Search:
             self._fitted = (len(measured), Profile.fit(measured))
             self._rates.clear()
         return self._fitted[1]
-
-    _fitted: tuple[int, Profile] | None = None
-
-    @property
-    def _rates(self) -> dict[Any, float]:
-        return self.__dict__.setdefault("_cached_rates", {})  # type: ignore[no-any-return]
 
     def throughput(self, setting: Setting) -> float:
         """Samples per second that are to be expected; 1.0 as long as nothing was timed."""

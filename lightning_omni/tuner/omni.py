@@ -26,6 +26,7 @@ from lightning_omni.protocol.leases import apportion
 from lightning_omni.search import Choice, Job, Observation, Probe, Search, Space
 from lightning_omni.search.surrogate import load_libraries
 from lightning_omni.strategy.hooks import OmniStrategyHooks
+from lightning_omni.topology import Topology
 from lightning_omni.trace import reaches
 from lightning_omni.tuner import _private
 from lightning_omni.tuner.hyperparameters import Hyperparameters
@@ -445,8 +446,9 @@ class OmniTunerHooks(_CallbackBase):
             raise ConfigurationError(order.error)
         kept = Kept(module, trainer.optimizers[0])
         self._apply(trainer, hyperparameters, order)
-        ruin = max(order.ruin, self._watch.ruin if self._watch is not None else -math.inf)
-        self._watch = Watch(kept, ruin) if math.isfinite(ruin) else None
+        known = [order.ruin] if math.isfinite(order.ruin) else []
+        known += [self._watch.ruin] if self._watch is not None else []
+        self._watch = Watch(kept, max(known)) if known else None
         self._unfinished, self._rounds, self._rate = False, self._rounds + 1, 0.0
         self._spent += time.perf_counter() - began  # what the report takes is not in its own figures
         self._publish(trainer, order)
@@ -553,7 +555,7 @@ class OmniTunerHooks(_CallbackBase):
         was = self._setting
         lr = self._own.lr if was.groups > 1 else was.lr / 3
         momentum = self._own.momentum if was.groups > 1 else was.momentum
-        rebalance = bool(self._strategy.epochs.leases) and any(_as_list(self._space.get("rebalance", True)))
+        rebalance = bool(self._strategy.epochs.leases) and Space.of(self._space, world.size).rebalance
         self._setting = replace(was, groups=1, momentum=momentum, lr=lr, rebalance=rebalance)
         hyperparameters.set_momentum(momentum)
         hyperparameters.scale(lr / was.lr)
@@ -705,13 +707,7 @@ class OmniTunerHooks(_CallbackBase):
             self._strategy.on_ready.remove(self._call)
 
 
-def _as_list(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, (list, tuple, set)) else [value]
-
-
 def _in_order(ranks: list[int], groups: int) -> list[tuple[int, ...]]:
-    from lightning_omni.topology import Topology
-
     return list(Topology.of(ranks, groups).groups)
 
 
