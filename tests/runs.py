@@ -28,13 +28,27 @@ class Run:
 
 
 class Running:
-    """A run in a process group of its own, which ends with it, whatever happens."""
+    """A run in a process group of its own, which ends with it, whatever happens.
 
-    def __init__(self, script: str, options: dict[str, Any] | None = None, env: dict[str, str] | None = None) -> None:
+    Args:
+        script: file in ``scripts``.
+        options: what it is to do.
+        env: additions to the environment.
+        spares: ranks that rank 0 keeps ready, see ``scripts/spares.py``; 0 starts each of them afresh.
+    """
+
+    def __init__(
+        self,
+        script: str,
+        options: dict[str, Any] | None = None,
+        env: dict[str, str] | None = None,
+        spares: int = 3,
+    ) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="omni-run-"))
         self._log = (self.folder / "output.txt").open("w+")
         environment = {k: v for k, v in os.environ.items() if k not in _NOT_INHERITED}
         environment |= {"OMP_NUM_THREADS": "1", "OMNI_TEST_FOLDER": str(self.folder)}
+        environment["OMNI_TEST_SPARES"] = str(spares)
         environment["PYTHONPATH"] = f"{SCRIPTS}{os.pathsep}{environment.get('PYTHONPATH', '')}"
         self.process = subprocess.Popen(
             [sys.executable, str(SCRIPTS / script), json.dumps(options or {})],

@@ -17,7 +17,7 @@ HERE = {"groups": [1], "momentum": 0.9, "lr": 0.05, "rebalance": False}
 FITS: dict[str, dict[str, Any]] = {
     "plain": {},
     "no budget": {"tuner": {"budget": 0.0}},
-    "tuned": {"tuner": ONCE},
+    "tuned": {"tuner": {**ONCE, "budget": 0.8}, "seconds": {"0": 2e-3, "1": 2e-3}},
     "nothing to choose": {"tuner": {**ONCE, "space": HERE}},
     "warm-up": {"tuner": {**ONCE, "space": {"lr": [0.01, 0.5]}}, "warmup": True},
     "too large a step": {"tuner": ONCE, "lr": 1e9},
@@ -119,10 +119,10 @@ def four() -> Run:
     """A straggler among four; a choice that ruins the run; then, in a third fit, a worker that dies in a probe."""
     slow = {str(rank): 4e-3 if rank == 3 else 1e-3 for rank in range(4)}
     even = {str(rank): 5e-4 for rank in range(4)}
-    straggling = {"devices": 4, "seconds": slow, "trainer": {"max_epochs": 2}, "tuner": {**ONCE, "budget": 0.6}}
+    straggling = {"devices": 4, "seconds": slow, "trainer": {"max_epochs": 2}, "tuner": {**ONCE, "budget": 0.9}}
     ruined = {
         **straggling,
-        "tuner": {**ONCE, "budget": 0.8, "space": {"rebalance": False}},
+        "tuner": {**ONCE, "budget": 0.9, "space": {"rebalance": False}},
         "ruined_after": 40,
         "trainer": {"max_epochs": 3},
     }

@@ -29,8 +29,10 @@ from lightning_omni.server.process import Ready, Settings
 
 def main() -> int:
     """Serves one parent process."""
-    # Ctrl-C reaches the whole foreground group. The run's ranks decide what it means; the server ends with them.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Ctrl-C reaches the whole foreground group, torchrun and SLURM send SIGTERM to all that rank 0 has started. The
+    # run's ranks decide what it means; the server ends with them, and tells the other nodes why.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(format="lightning-omni server: %(message)s", level=logging.WARNING)
     settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=Settings)
     torch.set_num_threads(settings.threads)

@@ -72,7 +72,7 @@ def one_run(draw: random.Random) -> tuple[bool, str]:
         "sleep": {str(rank): 0.03 for rank in range(RANKS)},
         "trainer": {"max_epochs": EPOCHS, "val_check_interval": 0.5},
     }
-    with Running("groups.py", {"fits": [fit]}) as running:
+    with Running("groups.py", {"fits": [fit]}, spares=0) as running:
         events = running.folder / f"events{victim}"
         deadline = time.monotonic() + 90
         while not (events.exists() and "batch" in events.read_text()):
