@@ -36,8 +36,12 @@ class Spare:
         with open(self._wire, "w") as wire:
             json.dump(environment, wire)
 
-    def forget(self) -> None:
+    def close(self) -> None:
         os.close(self._wire)
+
+    def dismiss(self) -> None:
+        self.close()
+        self.wait()
 
     def poll(self) -> int | None:
         with self._lock:
@@ -73,6 +77,8 @@ class Popen(subprocess.Popen[Any]):
     def __new__(cls, *args: Any, env: dict[str, str] | None = None, **options: Any) -> Any:
         if not env or "LOCAL_RANK" not in env or not _spares:
             return super().__new__(cls)
+        while len(_spares) > int(env["WORLD_SIZE"]) - int(env["LOCAL_RANK"]):
+            _spares.pop().dismiss()
         spare = _spares.pop()
         spare.start(env)
         return spare
@@ -95,7 +101,7 @@ def prepare(count: int) -> None:
 
 def _become_a_rank(read: int) -> None:
     for other in _spares:
-        other.forget()
+        other.close()
     _spares.clear()
     interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever waits has nothing to interrupt
     with open(read) as wire:
