@@ -156,7 +156,7 @@ def test_measuring_leaves_weights_data_order_and_chance_to_the_bit(monkeypatch: 
     plain, tuned = made(Linear), made(Linear)
     fit(plain, loader=data((3,)))
     made(Linear)  # the same chance again
-    tuner = DeviceTuner(budget=5, propose=("precision", "batch_size"))
+    tuner = DeviceTuner(budget=15, propose=("precision", "batch_size"))
     fit(tuned, tuner, loader=data((3,)))
     assert tuner.report is not None
     measured = {each.step for each in tuner.report.findings if each.gain is not None}

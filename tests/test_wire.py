@@ -600,12 +600,18 @@ sys.stdin.read()
 
 
 @pytest.mark.processes
-def test_the_server_process_does_not_outlive_a_parent_that_was_killed() -> None:
+@pytest.mark.parametrize(
+    "way",
+    [lambda pid: os.kill(pid, signal.SIGKILL), lambda pid: os.killpg(pid, signal.SIGTERM)],
+    ids=["SIGKILL to the parent", "SIGTERM to all it started"],
+)
+def test_the_server_process_outlives_its_parent_for_as_long_as_it_takes_to_say_so(way: Callable[[int], None]) -> None:
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT, msgspec.json.encode(settings()).decode()],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
+        start_new_session=True,
     )
     with parent:
         assert parent.stdout is not None
@@ -613,7 +619,7 @@ def test_the_server_process_does_not_outlive_a_parent_that_was_killed() -> None:
         assert is_running(int(pid))
         with ranks(address, 1) as (rank,):
             rank.begin((0,))
-            parent.send_signal(signal.SIGKILL)
+            way(parent.pid)  # the second is what torchrun does when another rank has failed
             assert eventually(lambda: not is_running(int(pid)))
             with pytest.raises(RankLost, match="rank 0 has ended"):
                 rank.push(0, read_at=0)

@@ -1,0 +1,18 @@
+"""The order of the files."""
+
+from __future__ import annotations
+
+import pytest
+
+LONGEST = (
+    *("test_omni_tuner", "test_cluster_methods", "test_deaths", "test_device", "test_faces", "test_groups"),
+    *("test_merged", "test_serve", "test_proportional", "test_device_tuner", "test_regroup", "test_two_nodes"),
+    *("test_refusals", "test_report", "test_profile", "test_cli_device", "test_cli_plan", "test_parity"),
+)
+"""Files of many seconds each, longest first: side by side, none is left to run alone in the end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files first, the others as they come."""
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
