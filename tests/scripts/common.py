@@ -28,11 +28,14 @@ import lightning_omni as omni  # noqa: E402
 
 logging.getLogger("pytorch_lightning.utilities.rank_zero").setLevel(logging.INFO)
 torch.set_num_threads(1)
-assert omni.OmniStrategy  # imported here, and so in no copy
-spares.prepare(int(os.environ.get("OMNI_TEST_SPARES", 0)))
+
 
 FOLDER = Path(os.environ.get("OMNI_TEST_FOLDER", "."))
 OPTIONS: dict[str, Any] = json.loads(sys.argv[1]) if len(sys.argv) > 1 else {}
+
+assert omni.OmniStrategy  # imported here, and so in no copy
+if SPARES := int(os.environ.get("OMNI_TEST_SPARES", 0)):
+    spares.prepare(ranks=SPARES, servers=len(OPTIONS.get("fits", [0])))
 
 
 class Net(pl.LightningModule):

@@ -1,46 +1,58 @@
-"""Ranks that are there before they are wanted.
+"""Processes that are there before they are wanted: ranks, and parameter servers.
 
-Importing torch and Lightning takes a process three seconds of a core, most of what a short fit costs. So the first
-process of a training script copies itself right after its imports. Each copy waits until Lightning's launcher starts a
-rank, and goes on as that rank: a process of its own, a child of rank 0, with the environment that the launcher made for
-it. What such ranks share, and ranks that are started afresh do not, is the seed of Python's hashes; the tests with
-torchrun, of which no process is a copy, have that, too.
+Importing torch and Lightning takes a rank three seconds of a core and a server one, most of what a short fit costs. So
+the first process of a training script copies itself right after its imports. Each copy waits until Lightning's launcher
+starts a rank, or the strategy a server, and goes on as that: a process of its own, a child of rank 0, with the
+environment and the pipes that were made for it. What such processes share, and those that are started afresh do not, is
+the seed of Python's hashes; the tests with torchrun, of which no process is a copy, have that, too.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
-from typing import Any
+from typing import IO, Any
 
 from lightning_fabric.utilities.rank_zero import rank_zero_only
 
-_spares: list[Spare] = []
+from lightning_omni.server import __main__ as server
+
+_ranks: list[Spare] = []
+_servers: list[Spare] = []
 
 
 class Spare:
     """A waiting copy of this process; once started, what `subprocess.Popen` is of any other."""
 
-    def __init__(self, pid: int, wire: int) -> None:
+    def __init__(self, pid: int, wire: socket.socket) -> None:
         self.pid = pid
+        self.wire = wire
         self.returncode: int | None = None
-        self._wire = wire
+        self.stdin: IO[bytes] | None = None
+        self.stdout: IO[bytes] | None = None
         self._lock = threading.Lock()
 
-    def start(self, environment: dict[str, str]) -> None:
-        with open(self._wire, "w") as wire:
-            json.dump(environment, wire)
-
-    def close(self) -> None:
-        os.close(self._wire)
+    def start(self, environment: dict[str, str], pipes: bool) -> None:
+        theirs: list[int] = []
+        if pipes:
+            (read, write), (read_back, write_back) = os.pipe(), os.pipe()
+            theirs = [read, write_back]
+            self.stdin, self.stdout = open(write, "wb"), open(read_back, "rb")
+        with self.wire:
+            socket.send_fds(self.wire, [b"start"], theirs)
+            self.wire.sendall(json.dumps(environment).encode())
+        for number in theirs:
+            os.close(number)
 
     def dismiss(self) -> None:
-        self.close()
+        self.wire.close()
         self.wait()
 
     def poll(self) -> int | None:
@@ -56,7 +68,7 @@ class Spare:
         while self.poll() is None:
             if time.monotonic() > deadline:
                 raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
-            time.sleep(0.01)
+            time.sleep(0.002)
         assert self.returncode is not None
         return self.returncode
 
@@ -72,43 +84,61 @@ class Spare:
 
 
 class Popen(subprocess.Popen[Any]):
-    """Takes a spare for a rank, while there is one."""
+    """Takes a spare for a rank or a server, while there is one."""
 
-    def __new__(cls, *args: Any, env: dict[str, str] | None = None, **options: Any) -> Any:
-        if not env or "LOCAL_RANK" not in env or not _spares:
-            return super().__new__(cls)
-        while len(_spares) > int(env["WORLD_SIZE"]) - int(env["LOCAL_RANK"]):
-            _spares.pop().dismiss()
-        spare = _spares.pop()
-        spare.start(env)
-        return spare
+    def __new__(cls, command: Any, *args: Any, env: dict[str, str] | None = None, **options: Any) -> Any:
+        if env and "LOCAL_RANK" in env and _ranks:
+            while len(_ranks) > int(env["WORLD_SIZE"]) - int(env["LOCAL_RANK"]):
+                _ranks.pop().dismiss()
+            return _started(_ranks.pop(), env, pipes=False)
+        if env and command[1:] == ["-m", "lightning_omni.server"] and _servers:
+            return _started(_servers.pop(), env, pipes=True)
+        return super().__new__(cls)
 
 
-def prepare(count: int) -> None:
-    """Makes copies of this process; in a copy, this returns when it is to go on as a rank."""
+def prepare(ranks: int, servers: int) -> None:
+    """Makes copies of this process; in a copy for a rank, this returns when it is to go on as one."""
     if "LOCAL_RANK" in os.environ or sys.platform != "linux":
         return
-    for _ in range(count):
-        read, write = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            os.close(write)
-            return _become_a_rank(read)
-        os.close(read)
-        _spares.append(Spare(pid, write))
+    for kept, count in ((_servers, servers), (_ranks, ranks)):
+        for _ in range(count):
+            ours, theirs = socket.socketpair()
+            pid = os.fork()
+            if pid == 0:
+                return _go_on(theirs, as_server=kept is _servers, unneeded=ours)
+            theirs.close()
+            kept.append(Spare(pid, ours))
     subprocess.Popen = Popen  # type: ignore[misc]
 
 
-def _become_a_rank(read: int) -> None:
-    for other in _spares:
-        other.close()
-    _spares.clear()
+def _started(spare: Spare, environment: dict[str, str], pipes: bool) -> Spare:
+    spare.start(environment, pipes)
+    return spare
+
+
+def _go_on(wire: socket.socket, as_server: bool, unneeded: socket.socket) -> None:
+    unneeded.close()
+    for other in (*_ranks, *_servers):
+        other.wire.close()
+    _ranks.clear()
+    _servers.clear()
     interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever waits has nothing to interrupt
-    with open(read) as wire:
-        text = wire.read()
-    if not text:
-        os._exit(0)  # rank 0 has ended and never wanted it
+    with wire, contextlib.suppress(ConnectionError):
+        word, pipes, _, _ = socket.recv_fds(wire, len(b"start"), 2)
+        if not word:
+            os._exit(0)  # rank 0 has ended and never wanted it
+        with wire.makefile() as text:
+            environment = json.load(text)
     signal.signal(signal.SIGINT, interrupt)
     os.environ.clear()
-    os.environ.update(json.loads(text))
+    os.environ.update(environment)
+    if as_server:
+        _serve(pipes)
     rank_zero_only.rank = int(os.environ["LOCAL_RANK"])  # what Lightning reads when it is imported
+
+
+def _serve(pipes: list[int]) -> None:
+    for number, pipe in enumerate(pipes):
+        os.dup2(pipe, number)
+        os.close(pipe)
+    os._exit(server.main())
