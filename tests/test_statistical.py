@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torchmetrics.aggregation import RunningMean
@@ -170,6 +170,7 @@ def test_a_start_that_is_no_decay_is_left_out_and_targets_in_it_are_read_off() -
 
 
 @given(st.lists(st.floats(0, 1e9), min_size=8, max_size=60), st.floats(0, 1e9))
+@example([162507340.0, 565999585.0, 20.0, 13287012.0, 0.0, 0.0, 0.0, 0.0], 2.1300272834346146e-74)
 @settings(max_examples=60, deadline=None)
 def test_any_curve_has_a_verdict(losses: list[float], target: float) -> None:
     verdict = fit_decay(LossCurve(np.arange(len(losses)), losses), draws=100)

@@ -314,7 +314,7 @@ class DecayFit:
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             left = (target - floor) / drop
             speed = np.where(bend > 0, np.expm1(-bend * np.log(left)) / np.where(bend > 0, bend, 1), -np.log(left))
-        updates = np.where(floor + drop <= target, 0.0, np.where(left > 0, scale * speed, np.inf))
+            updates = np.where(floor + drop <= target, 0.0, np.where(left > 0, scale * speed, np.inf))
         # What lies before the fit is not extrapolated but read off.
         if not len(self.skipped):
             return updates

@@ -47,7 +47,7 @@ class Spare:
             self.stdin, self.stdout = open(write, "wb"), open(read_back, "rb")
         with self.wire:
             socket.send_fds(self.wire, [b"start"], theirs)
-            self.wire.sendall(json.dumps(environment).encode())
+            self.wire.sendall(json.dumps(environment).encode() + b"\n")
         for number in theirs:
             os.close(number)
 
@@ -128,7 +128,7 @@ def _go_on(wire: socket.socket, as_server: bool, unneeded: socket.socket) -> Non
         if not word:
             os._exit(0)  # rank 0 has ended and never wanted it
         with wire.makefile() as text:
-            environment = json.load(text)
+            environment = json.loads(text.readline())  # to its end it may never come: loader workers hold it open, too
     signal.signal(signal.SIGINT, interrupt)
     os.environ.clear()
     os.environ.update(environment)
