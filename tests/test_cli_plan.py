@@ -7,9 +7,10 @@ import re
 from pathlib import Path
 
 import pytest
-from searches import BATCH, START, found, search
+from searches import BATCH, START, found, observed, search, smaller
 
 from lightning_omni.cli import main
+from lightning_omni.performance.forecast import Setting
 from lightning_omni.performance.profile import Profile
 from lightning_omni.report import Round, TuningReport
 
@@ -100,6 +101,36 @@ def test_on_the_same_machines_the_advice_is_the_choice_of_the_search(
     assert row[-2:] == [f"{choice.momentum:.3g}", f"{choice.lr:.3g}"]
 
 
+def test_what_diverged_is_not_advised(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "omni-tuning.json"
+    # Eight groups would be far faster, and their loss was not a number.
+    made = search(observed(Setting(8, 0.2, 0.05), 1.0, "diverged"), observed(START))
+    path.write_text(json.dumps(TuningReport((Round(made, 0, 0.0),), None, "loss").to_dict()))
+    output = said(capsys, str(path))
+    assert f"use {made.choice().setting}: " in output
+    assert made.choice().setting.groups == 1
+    assert {row[5] for groups, row in cells(output).items() if groups > 1} == {"diverges"}
+    assert said(capsys, str(path), "--ranks", "64", "--out", str(tmp_path))
+    assert (tmp_path / "plan.png").stat().st_size > 10_000
+
+
+def test_steps_that_were_made_smaller_since_are_advised_as_they_are_now(
+    tmp_path: Path, file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = cells(said(capsys, file))
+    path = tmp_path / "two.json"
+    rounds = (Round(found(), 0, 0.0), Round(smaller(), 1, 60.0))
+    path.write_text(json.dumps(TuningReport(rounds, None, "loss").to_dict()))
+    for groups, row in cells(said(capsys, str(path))).items():
+        assert row[-2] == before[groups][-2]
+        assert float(row[-1]) == pytest.approx(float(before[groups][-1]) / 3, rel=0.01)
+
+
+def test_without_a_learning_rate_none_is_invented(profile: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert re.search(r"use .* times your lr: ", said(capsys, profile))
+    assert re.search(r"use .* lr [\d.]+: ", said(capsys, profile, "--lr", "0.1"))
+
+
 def test_momentum_and_learning_rate_follow_the_theory_of_what_is_passed(
     profile: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -164,7 +195,7 @@ def test_wrong_options_are_one_line_that_names_the_flag(
     )
     assert "--bandwidth -1: pass bytes" in refusal(capsys, file, "--bandwidth=-1")
     assert "--latency=-1" in refusal(capsys, file, "--latency=-1")
-    assert "--batch-size 0.0: pass a number above 0" in refusal(capsys, file, "--batch-size", "0")
+    assert "--batch-size 0.0: pass a number of samples, 1 or more" in refusal(capsys, file, "--batch-size", "0")
     assert "--samples -5.0: pass" in refusal(capsys, file, "--samples=-5")
     assert "--period=0: pass local steps" in refusal(capsys, file, "--period", "0")
     assert "--momentum 1.0: pass a number from 0 up to 1" in refusal(capsys, file, "--momentum", "1")

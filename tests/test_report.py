@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import io
 import json
+import math
 import re
 import sys
 from dataclasses import replace
@@ -13,13 +14,17 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from searches import FOUND, PROBLEM, START, found, observed, search
+from searches import FOUND, PROBLEM, START, found, observed, search, smaller
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.performance.forecast import Setting
 from lightning_omni.report import Round, TuningReport
 from lightning_omni.report.digest import rate_of
 from lightning_omni.search import Space
+
+LOST = observed(Setting(8, 0.2, 0.05), 1.0, PROBLEM)
+NOTHING = replace(LOST, tried=replace(LOST.tried, losses=(math.nan, math.inf) * (len(LOST.tried.losses) // 2)))
+"""A probe without a finite loss."""
 
 
 def report(*rounds: Round, target: float | None = None, monitor: str = "train_loss") -> TuningReport:
@@ -120,17 +125,42 @@ def test_what_users_and_errors_say_is_escaped() -> None:
     [
         search(horizon=100),
         search(observed(Setting(8, 0.2, 0.05), 1.0, PROBLEM), observed(START, 1.0, PROBLEM)),
+        search(NOTHING, replace(NOTHING, tried=replace(NOTHING.tried, setting=START))),
         search(observed(START)),
         search(observed(START), space=Space((1,))),
         search(observed(START), space=Space(tuple(range(1, 9)))),
     ],
-    ids=["no probe", "all diverged", "one probe", "one group", "all numbers of groups"],
+    ids=["no probe", "all diverged", "no number at all", "one probe", "one group", "all numbers of groups"],
 )
 def test_whatever_was_found_can_be_shown(made: object) -> None:
     shown = report(Round(made, 0, 0.0), target=0.5)  # type: ignore[arg-type]
     assert png_size(shown.picture() or b"") == (1400, 1150)
     assert html.escape(shown.statement) in shown.html()
-    assert TuningReport.from_dict(shown.to_dict()).statement == shown.statement
+    again = json.loads(json.dumps(shown.to_dict(), allow_nan=False))
+    assert TuningReport.from_dict(again).statement == shown.statement
+
+
+def test_a_look_at_the_step_alone_is_shown_as_that_and_the_search_for_groups_beside_it() -> None:
+    whole = report(Round(found(), 0, 0.0), Round(smaller(), 1, 60.0))
+    step = whole.digests[1]
+    assert whole.main == 0
+    assert step.start == START  # not what the first search had chosen
+    assert step.systems == {}
+    assert "steps a third as large lower the loss" in whole.statement
+    page = html.unescape(whole.html())
+    assert page.count("What others would have cost") == 1
+    assert page.count(f"<td>{START}</td>") >= 2
+    assert png_size(whole.picture() or b"") == (1400, 1150)
+    width, height = png_size(whole.picture(-1) or b"")
+    assert width == 1400
+    assert height < 600
+
+
+def test_a_ratio_to_the_choice_is_as_sure_as_their_difference() -> None:
+    digest = report().digests[0]
+    own = digest.time(digest.choice.setting)
+    assert own.low == own.value == own.high == pytest.approx(1.0)
+    assert digest.time(Setting(8, 0.0, 0.01)).low < digest.time(Setting(8, 0.0, 0.01)).high
 
 
 def test_what_was_not_timed_is_not_drawn() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
@@ -15,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.performance.forecast import Scaling, Setting, Tried
+from lightning_omni.performance.forecast import Pace, Scaling, Setting, Tried, log_costs
 from lightning_omni.performance.profile import Measured
 from lightning_omni.search import Choice, Job, Observation, Probe, Search, Space
 from lightning_omni.search.search import FEWEST, MOST, MOST_PROBES, Strategy
@@ -275,6 +276,67 @@ def test_a_setting_that_is_trained_with_stays_unless_another_is_clearly_better()
     assert "stays" in choice.why
 
 
+UNDER_WAY = replace(JOB, steps=True, current=True, seconds=1e3)
+
+
+def test_a_step_that_has_come_to_diverge_is_made_smaller() -> None:
+    search = Search(UNDER_WAY)
+    for probe in drive(search, most=2, shows=lambda probe: show(probe, "" if probe.number else "diverged")):
+        assert probe.number < 2
+    assert search.choice().setting == search.tried[1].setting
+    assert "diverge" in search.choice().why
+    lost = replace(search.observations[0].tried, losses=(math.nan,) * 8, samples=tuple(range(8)), problem="")
+    search.observations[0] = replace(search.observations[0], tried=lost)
+    assert search.choice().setting.lr == pytest.approx(START.lr / 3)
+
+
+def test_groups_are_judged_at_the_period_with_which_they_would_train() -> None:
+    slow_network = replace(JOB, start=replace(START, period=16))
+
+    def shows(probe: Probe) -> Observation:
+        seen = show(probe)
+        assert seen.measured is not None
+        apart = probe.setting.groups > 1
+        slow = [np.asarray(row) + 0.5 / 16 * apart for row in seen.measured.steps]
+        exchanges = tuple((0.5 / 16 * apart,) * len(row) for row in slow)
+        steps = tuple(tuple(row.tolist()) for row in slow)
+        return replace(seen, measured=replace(seen.measured, steps=steps, exchanges=exchanges, period=16))
+
+    search = Search(slow_network)
+    for probe in drive(search, most=2, shows=shows):
+        assert probe.setting.period == 16
+    one, several = (search.throughput(Setting(groups, 0.0, 0.0, False, 16)) for groups in (1, 4))
+    assert several > 1.1 * one > 1.1 * search.throughput(Setting(4, 0.0, 0.0))
+    assert 4 in search.groups()
+
+
+def test_a_period_that_the_user_fixed_is_that_of_every_probe() -> None:
+    search = Search(replace(JOB, start=replace(START, period=16), space=Space.of({"period": 8}, RANKS)))
+    assert {probe.setting.period for probe in drive(search)} == {8}
+    assert search.choice().setting.period == 8
+
+
+def test_the_users_own_momentum_is_not_out_of_bounds_unless_they_say_so() -> None:
+    start = Setting(1, 0.99, 0.05)
+    for space, momentum in (({}, 0.99), ({"momentum": [0.0, 0.9]}, 0.9)):
+        search = Search(replace(JOB, start=start, space=Space.of(space, RANKS, momentum=start.momentum)))
+        assert search.proposal(1).momentum == momentum
+
+
+def test_the_surrogate_knows_probes_of_groups_that_were_dropped_for_what_they_are() -> None:
+    search = Search(replace(JOB, space=replace(SPACE, rebalance=False)))
+    list(drive(search, most=2))
+    search.groups = lambda: [1]  # type: ignore[method-assign]  # nothing else has proved to be faster
+    costs = [cost for cost, _ in log_costs(search.tried)]
+    times = [cost - math.log(search.throughput(each.setting)) for cost, each in zip(costs, search.tried, strict=True)]
+    predict = search._log_seconds([0.0, 0.0])([{"momentum": 0.0}] * 2, times)
+    pace = Pace(search.theory, [each.setting for each in search.tried], costs, [0.0, 0.0])
+    alone = search._setting_at({"momentum": 0.9})
+    assert predict({"momentum": 0.9})[0] == pytest.approx(
+        pace(alone)[0] - pace.offset - math.log(search.throughput(alone))
+    )
+
+
 def test_there_is_no_other_strategy() -> None:
     with pytest.raises(ConfigurationError, match="search='best'"):
         Search(JOB, "best")  # type: ignore[arg-type]
@@ -293,11 +355,12 @@ job_of = st.builds(
         groups=st.sets(st.integers(1, 9), max_size=4).map(lambda groups: tuple(sorted(groups | {1}))),
         lr=st.sampled_from([(0.0, math.inf), (0.01, 0.1), (0.5, math.inf)]),
         rebalance=st.booleans(),
-        period=st.sampled_from([(1,), (1, 4)]),
+        period=st.sampled_from([(), (1,), (1, 4)]),
     ),
     scaling=st.builds(Scaling, st.booleans()),
     seconds=st.none() | st.floats(0, 1e6),
     current=st.booleans(),
+    own=st.none() | st.just(START),
     seed=st.integers(0, 99),
 )
 
@@ -364,6 +427,9 @@ def test_ranges_are_the_least_and_the_largest_value(a: float, b: float, low: flo
         ({"momentum": [-0.1, 0.5]}, "momentum"),
         ({"momentum": math.nan}, "momentum"),
         ({"lr": -0.1}, "lr"),
+        ({"lr": 0}, "lr"),
+        ({"rebalance": "off"}, "rebalance"),
+        ({"rebalance": []}, "rebalance"),
         ({"period": 0}, "period"),
         ({"period": []}, "period"),
     ],
@@ -371,6 +437,11 @@ def test_ranges_are_the_least_and_the_largest_value(a: float, b: float, low: flo
 def test_what_cannot_be_searched_is_refused_by_name(given_: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigurationError, match=f"space=.*{named}"):
         Space.of(given_, 8)
+
+
+def test_a_rate_of_nothing_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=re.escape("lr=0.0: there is nothing to tune")):
+        replace(JOB, start=replace(START, lr=0.0))
 
 
 def test_a_space_without_one_group_is_refused() -> None:

@@ -7,7 +7,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +20,8 @@ from rich.text import Text
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.performance.forecast import Pace, Scaling, Setting, Theory, Tried
 from lightning_omni.performance.profile import Prediction, Profile
-from lightning_omni.search import Observation, Search
+from lightning_omni.report import Round
+from lightning_omni.search import Search
 
 _WIDTH = 160
 """Columns of a table that goes into a file or a pipe."""
@@ -68,17 +69,20 @@ def plan(
         lr: Learning rate that suits a single group. None for the file's; if it has none, rates are multiples of it.
         out: Folder for a picture.
     """
-    _check_numbers(batch_size=batch_size, samples=samples, lr=lr)
+    _check_numbers(samples=samples, lr=lr)
+    if batch_size is not None and not 1 <= batch_size < math.inf:
+        raise ConfigurationError(f"--batch-size {batch_size}: pass a number of samples, 1 or more")
     if momentum is not None and not 0 <= momentum < 1:
         raise ConfigurationError(f"--momentum {momentum}: pass a number from 0 up to 1, without 1")
     if out is not None and importlib.util.find_spec("matplotlib") is None:
         raise ConfigurationError("--out: pictures need matplotlib; install it with: pip install 'lightning-omni[plot]'")
     known = Known.of(file)
     cluster = Cluster(known.profile, ranks, None if bandwidth is None else _bytes(bandwidth), latency)
-    outlook = Outlooks(cluster, known.pace(momentum, lr), known.tried, known.rebalance, batch_size, period)
+    has_lr = known.search is not None or lr is not None
+    outlook = Outlooks(cluster, known, known.pace(momentum, lr), batch_size, period, has_lr)
     console = Console() if sys.stdout.isatty() else Console(width=_WIDTH)
-    console.print(_table(outlook, samples, has_lr=known.search is not None or lr is not None))
-    for line in _sentences(outlook, known, samples):
+    console.print(_table(outlook, samples))
+    for line in _sentences(outlook, samples):
         console.print(Text(line), soft_wrap=True)
     if out is not None:
         console.print(Text(f"picture: {_draw(outlook, out)}"), soft_wrap=True)
@@ -94,11 +98,13 @@ class Known:
 
     Args:
         profile: of the cluster that was measured.
-        search: the last search; None if the file is a profile only.
+        search: the last one that looked at groups; None if the file is a profile only.
+        factor: by which steps have changed since.
     """
 
     profile: Profile
     search: Search | None
+    factor: float = 1.0
 
     @classmethod
     def of(cls, path: Path) -> Known:
@@ -111,23 +117,28 @@ class Known:
             plain = json.loads(path.read_text(encoding="utf-8"))
             if "measured" in plain:
                 return cls(Profile.from_dict(plain), None)
-            plain = plain["rounds"][-1]["search"]
-            search = Search.from_dict({**plain, "observations": []})  # what was seen is told, not searched once more
-            for each in plain["observations"]:
-                search.tell(Observation.from_dict(each))
-        except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+            searches = [Round.from_dict(each).search for each in plain["rounds"]]
+            places = [place for place, each in enumerate(searches) if not each.job.steps] or [len(searches) - 1]
+            search, since = searches[places[-1]], searches[places[-1] + 1 :]
+            factor = math.prod(each.choice().setting.lr / each.job.start.lr for each in since)
+        except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
             if isinstance(error, ConfigurationError) and "SciPy" in str(error):
                 raise
             reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
             raise ConfigurationError(f"file {str(path)!r}: {reason}; {_FILE}") from error
         if search.profile is None:
             raise ConfigurationError(f"file {str(path)!r}: no probe was timed in it; {_FILE}")
-        return cls(search.profile, search)
+        return cls(search.profile, search, factor)
 
     @property
     def tried(self) -> list[Tried]:
-        """The probes."""
-        return self.search.tried if self.search is not None else []
+        """The probes, as if their steps had been those of by now."""
+        tried = self.search.tried if self.search is not None else []
+        return [replace(each, setting=replace(each.setting, lr=each.setting.lr * self.factor)) for each in tried]
+
+    def largest_step(self, groups: int) -> float:
+        """By what the step has to be multiplied with that many groups; 0 if all probes of several diverged."""
+        return self.search.largest_step(groups) if self.search is not None else 1.0
 
     @property
     def rebalance(self) -> bool:
@@ -142,10 +153,11 @@ class Known:
             lr: that suits one group; None for the file's.
         """
         theory = self.search.theory if self.search is not None else Theory(Setting(1, _USUAL_MOMENTUM, 1.0), Scaling())
+        theory = replace(theory, start=replace(theory.start, lr=theory.start.lr * self.factor))
         if momentum is not None or lr is not None:
             alone = theory.setting(1)
             base = Setting(1, alone.momentum if momentum is None else momentum, alone.lr if lr is None else lr)
-            theory = replace(theory, start=base)
+            theory = replace(theory, start=base, most=None)
         return Pace.of(theory, self.tried) if self.tried else Pace(theory)
 
 
@@ -217,15 +229,19 @@ class Row:
         setting: the best that is known for it.
         prediction: of the hardware.
         pace: logarithm of the samples to a target, but for a constant, and its standard deviation.
+        diverges: whether probes with several groups came to no good, however small their steps.
     """
 
     setting: Setting
     prediction: Prediction
     pace: tuple[float, float]
+    diverges: bool = False
 
     @property
     def log_seconds(self) -> float:
         """Logarithm of the time to a target, but for a constant."""
+        if self.diverges:
+            return math.inf
         return self.pace[0] - math.log(self.prediction.samples_per_second.value)
 
     @property
@@ -240,19 +256,25 @@ class Outlooks:
 
     Args:
         cluster: the machines.
+        known: what the file says.
         pace: samples that settings need.
-        tried: probes.
-        rebalance: whether batches may be split in proportion to speeds.
         batch_size: samples of a rank's batch; None for what was measured.
         period: local steps between exchanges; None for what was measured.
+        has_lr: whether learning rates are known; otherwise they are multiples of the user's.
     """
 
     cluster: Cluster
+    known: Known
     pace: Pace
-    tried: Sequence[Tried]
-    rebalance: bool
     batch_size: float | None
     period: int | None
+    has_lr: bool
+
+    def say(self, setting: Setting) -> str:
+        """A setting in words."""
+        if self.has_lr:
+            return str(setting)
+        return f"{str(setting).rpartition(', lr')[0]}, {setting.lr:.3g} times your lr"
 
     @cached_property
     def rows(self) -> list[Row]:
@@ -263,16 +285,18 @@ class Outlooks:
 
     def _row(self, groups: int) -> Row:
         prediction, rebalance = self.predict(groups, False), False
-        if self.rebalance and groups < self.cluster.profile.ranks:
+        if self.known.rebalance and groups < self.cluster.profile.ranks:
             split = self.predict(groups, True)
             if split.samples_per_second.value > _FASTER * prediction.samples_per_second.value:
                 prediction, rebalance = split, True
         period = self.period or self.pace.theory.start.period
-        known = [each.setting for each in self.tried if each.setting.groups == groups and not each.has_failed]
-        options = [self.pace.theory.setting(groups), *known]
+        tried = self.known.tried
+        known = [each.setting for each in tried if each.setting.groups == groups and not each.has_failed]
+        factor = self.known.largest_step(groups)
+        options = [self.pace.theory.setting(groups, factor=factor or 1.0), *known]
         found = [replace(each, rebalance=rebalance, period=period) for each in dict.fromkeys(options)]
         best = min(found, key=lambda each: self.pace(each)[0] + _CAUTION * self.pace(each)[1])
-        return Row(best, prediction, self.pace(best))
+        return Row(best, prediction, self.pace(best), diverges=not factor)
 
     def predict(self, groups: int, rebalance: bool) -> Prediction:
         """What the hardware model says."""
@@ -297,7 +321,7 @@ class Outlooks:
 
     def seconds(self, row: Row, samples: float) -> float:
         """Time for so many samples, at the pace of the best probe (or of one group, if nothing was tried)."""
-        offset = self.pace.offset if self.tried else self.pace(self.pace.theory.setting(1))[0]
+        offset = self.pace.offset if self.known.tried else self.pace(self.pace.theory.setting(1))[0]
         return samples * math.exp(row.log_seconds - offset)
 
     def with_cluster(self, **changes: Any) -> Outlooks:
@@ -308,14 +332,14 @@ class Outlooks:
 # --- What is said -----------------------------------------------------------------------------------------------------
 
 
-def _table(outlook: Outlooks, samples: float | None, has_lr: bool) -> Table:
+def _table(outlook: Outlooks, samples: float | None) -> Table:
     profile = outlook.cluster.profile
     table = Table(title=f"{profile.ranks} ranks, {_speeds(profile)}")
     heads = ["groups", "batches", "samples/s", "ms/update", "binds", "samples", "time"]
-    heads += ["hours" if samples is not None else "", "momentum", "lr" if has_lr else "lr / yours"]
+    heads += ["hours" if samples is not None else "", "momentum", "lr" if outlook.has_lr else "lr / yours"]
     for head in filter(None, heads):
         table.add_column(head, justify="left" if head in ("batches", "binds") else "right")
-    fewest = min(row.pace[0] for row in outlook.rows)
+    fewest = min(row.pace[0] for row in outlook.rows if not row.diverges)
     for row in outlook.rows:
         is_best = row is outlook.best
         setting, prediction = row.setting, row.prediction
@@ -325,7 +349,7 @@ def _table(outlook: Outlooks, samples: float | None, has_lr: bool) -> Table:
             str(prediction.samples_per_second),
             f"{1000 * prediction.seconds_per_update.value:.4g}",
             _BINDS[prediction.binding],
-            f"{math.exp(row.pace[0] - fewest):.2f}×",
+            "diverges" if row.diverges else f"{math.exp(row.pace[0] - fewest):.2f}×",
             f"{outlook.relative(row):.2f}×",
             *([f"{outlook.seconds(row, samples) / 3600:.3g}"] if samples is not None else []),
             f"{setting.momentum:.3g}",
@@ -342,10 +366,10 @@ def _speeds(profile: Profile) -> str:
     return f"{slowest:.4g} to {fastest:.4g} samples/s each"
 
 
-def _sentences(outlook: Outlooks, known: Known, samples: float | None) -> list[str]:
-    best = outlook.best
+def _sentences(outlook: Outlooks, samples: float | None) -> list[str]:
+    best, known = outlook.best, outlook.known
     alone = outlook.relative(outlook.rows[0])
-    said = f"use {best.setting}: {best.prediction.samples_per_second.value:.4g} samples/s"
+    said = f"use {outlook.say(best.setting)}: {best.prediction.samples_per_second.value:.4g} samples/s"
     if best.setting.groups > 1:
         said += f", {alone:.2f} times as soon at the target as one group"
     if samples is not None:
@@ -379,7 +403,8 @@ def _advice(outlook: Outlooks) -> str:
             f"{_BINDS[binding]} binds; {what} would give at most {_halved(outlook.best.prediction):.2f} times the speed"
         )
     gain = math.exp(outlook.best.log_seconds - other.best.log_seconds)
-    return f"{_BINDS[binding]} binds; {said} would be at the target {gain:.2f} times as soon, with {other.best.setting}"
+    best = outlook.say(other.best.setting)
+    return f"{_BINDS[binding]} binds; {said} would be at the target {gain:.2f} times as soon, with {best}"
 
 
 def _halved(prediction: Prediction) -> float:
@@ -449,13 +474,14 @@ def _draw_speed(axes: Any, outlook: Outlooks) -> None:
 
 
 def _draw_time(axes: Any, outlook: Outlooks) -> None:
-    groups = [row.setting.groups for row in outlook.rows]
-    times = [outlook.relative(row) for row in outlook.rows]
-    widths = [1.2816 * row.pace[1] for row in outlook.rows]
+    rows = [row for row in outlook.rows if not row.diverges]
+    groups = [row.setting.groups for row in rows]
+    times = [outlook.relative(row) for row in rows]
+    widths = [1.2816 * outlook.pace.deviation(row.setting, outlook.best.setting) for row in rows]
     ends = [[each * math.exp(sign * width) for each, width in zip(times, widths, strict=True)] for sign in (-1, 1)]
     axes.plot(groups, times, color=_BLUE, marker="o")
     axes.fill_between(groups, *ends, color=_BLUE, alpha=0.2, linewidth=0)
-    axes.set(ylabel="time to the target  (1: the best)", title=f"★ {outlook.best.setting}")
+    axes.set(ylabel="time to the target  (1: the best)", title=f"★ {outlook.say(outlook.best.setting)}")
     axes.set_ylim(0, 1.25 * max(times))
     if max(times) > 6:  # or one could not tell those apart that matter
         ticks = [tick for tick in (0.5, 1, 2, 5, 10, 20, 50, 100, 1000) if tick < 2 * max(times)]

@@ -137,8 +137,9 @@ class Tried:
         return bool(self.problem) or not self.samples or not all(map(math.isfinite, self.losses))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self)
+        """Plain values; a loss that is not finite is None, which JSON knows."""
+        losses = [loss if math.isfinite(loss) else None for loss in self.losses]
+        return {**asdict(self), "losses": losses}
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> Tried:
@@ -146,7 +147,7 @@ class Tried:
         return cls(
             Setting.from_dict(plain["setting"]),
             tuple(plain["samples"]),
-            tuple(plain["losses"]),
+            tuple(math.nan if loss is None else loss for loss in plain["losses"]),
             plain["seconds"],
             plain["problem"],
             plain["gathers"],
@@ -242,8 +243,9 @@ class Theory:
     strongly is a matter of experience, and probes correct it.
 
     Args:
-        start: the user's own setting.
+        start: the setting that all others are measured by: the user's own, or what a run trains with by now.
         scaling: of learning rates.
+        most: the largest explicit momentum; that of ``start`` if None.
         staleness: the cost of the first staleness, which is what it would be of very many groups but for ``spread``.
         spread: what every further group costs.
         narrow: the cost of a step that is e times as large or small, as a fraction.
@@ -254,6 +256,7 @@ class Theory:
 
     start: Setting
     scaling: Scaling
+    most: float | None = None
     staleness: float = 0.4
     spread: float = 0.01
     narrow: float = 0.15
@@ -269,10 +272,11 @@ class Theory:
         return 1 - (1 - self.start.momentum) / self.start.groups
 
     def momentum(self, groups: int) -> float:
-        """The explicit momentum that is left for the optimizer; never more than the user's."""
+        """The explicit momentum that is left for the optimizer; never more than ``most``."""
         if self.scaling.is_adaptive:
             return self.start.momentum
-        return min(self.start.momentum, max(0.0, round(1 - (1 - self.total_momentum) * groups, 6)))
+        most = self.start.momentum if self.most is None else self.most
+        return min(most, max(0.0, round(1 - (1 - self.total_momentum) * groups, 6)))
 
     def setting(self, groups: int, rebalance: bool = False, period: int = 1, factor: float = 1.0) -> Setting:
         """The setting that theory proposes for a number of groups; ``factor`` makes larger or smaller steps."""
@@ -284,7 +288,7 @@ class Theory:
         away = math.log(max(self.scaling.step(setting), 1e-12) / self.step)
         steepness = self.narrow if away < 0 else 2 * self.narrow
         momentum = 0.5 * (setting.momentum - self.momentum(setting.groups)) ** 2
-        apart = setting.groups * setting.period
+        apart = setting.groups * setting.period if setting.groups > 1 else 1  # one group exchanges with nobody
         stale = self.staleness * (1 - 1 / apart) + self.spread * (apart - 1)
         return math.log1p(stale) + steepness * away**2 + momentum
 
@@ -346,6 +350,16 @@ class Pace:
         near = _kernel(np.array([self._place(setting)]), self._places)[0]
         variance = _DEVIATION**2 - near @ self._inverse @ near
         return float(expected + near @ self._inverse @ self._left), math.sqrt(max(float(variance), 1e-6))
+
+    def deviation(self, one: Setting, other: Setting) -> float:
+        """The standard deviation of the logarithm of the ratio of their samples: 0 if they are the same."""
+        places = np.array([self._place(one), self._place(other)])
+        covariance = _kernel(places, places)
+        if len(self._left):
+            near = _kernel(places, self._places)
+            covariance = covariance - near @ self._inverse @ near.T
+        difference = np.array([1.0, -1.0])
+        return math.sqrt(max(float(difference @ covariance @ difference), 0.0))
 
     def _place(self, setting: Setting) -> list[float]:
         return [
@@ -429,7 +443,7 @@ class Forecast:
             raise ConfigurationError("candidates: there is nothing to choose from; pass at least one setting")
         return self.of(min(candidates, key=self.log_seconds))
 
-    def of_systems(self, ranks: int, saturating: int) -> dict[str, Outlook]:
+    def of_systems(self, ranks: int, saturating: int, own: Setting | None = None) -> dict[str, Outlook]:
         """What well-known systems would have set, and what it would have cost.
 
         Learning rates are the user's, as these systems leave them, but for Rudra's, which divides by the staleness,
@@ -438,9 +452,10 @@ class Forecast:
         Args:
             ranks: number of ranks.
             saturating: groups at which a serial part saturates.
+            own: the user's setting; None for the theory's start.
         """
         theory = self.pace.theory
-        start = theory.start
+        start = own or theory.start
         alone = Setting(1, start.momentum, start.lr)
         systems = {
             "DDP, Horovod (synchronous)": alone,
@@ -453,7 +468,7 @@ class Forecast:
 
 
 def samples_to(target: float, tried: Sequence[Tried], level: float = 0.8) -> Estimate | None:
-    """Samples to a training loss, extrapolated from the longest probe of the best pace; None if that says nothing.
+    """Samples to a training loss, extrapolated from the probe that came furthest; None if that says nothing.
 
     Args:
         target: the loss.

@@ -4,9 +4,10 @@ Each group is a pipeline of its own (compute, all-reduce, exchange, a turn at a 
 is serial: the server's arithmetic, its link, the head. An update comes as often as the groups together can bring one,
 or as the busiest serial part can take one (Hadjis et al. 2016, with the head as its one serial part):
 
-    t(g) = max(t_serve, t_link, t_head, (t_compute(b/k) + t_allreduce(k) + t_exchange / H + t_head) / g),  k = N / g
+    t(g) = max(t_serve / H, t_link / H, t_head, (t_compute(b/k) + t_allreduce(k) + t_exchange / H + t_head) / g)
 
-with H local steps between two exchanges. Where a serial part saturates, more groups add staleness and nothing else.
+with k = N / g ranks in a group and H local steps between two exchanges. Where a serial part saturates, more groups add
+staleness and nothing else.
 """
 
 from __future__ import annotations

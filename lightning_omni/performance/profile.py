@@ -55,8 +55,8 @@ class Measured:
     Args:
         groups: ranks of each group.
         samples: of each rank, in ascending order of ranks: its samples of each of its steps.
-        own: of each rank in that order: seconds of its own work in each of these steps (load, forward, backward up to
-            the last gradient), without waiting for others.
+        own: of each rank in that order: seconds of its own work in each of these steps (load, forward, backward, the
+            optimizer's step): all of it but the exchange and waiting for others.
         steps: of each group: seconds of each of its steps, from the end of one to the end of the next.
         exchanges: of each group: seconds of each of these steps that went into the exchange with the server; zeros if
             there is one group.

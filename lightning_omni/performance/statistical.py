@@ -32,6 +32,8 @@ Key = TypeVar("Key", bound=Hashable)
 _FEWEST = 8
 _MOST = 256
 _WINDOW = 0.2
+_NOTHING = 1e-6
+"""A penalty of 0, the end of an interval, is drawn as this on a logarithmic axis."""
 _SKIPPED, _CROWDED, _IMPROVED = (0.25, 0.5), 2.0, 1.5
 
 
@@ -187,12 +189,12 @@ class LossCurve:
 
 def _level(moments: Array, losses: Array) -> Level:
     points = len(losses)
+    if not np.isfinite(losses).all():
+        return Level(math.inf, 0.0, points)
     if points < 3:
         raise ConfigurationError(
             f"{points} points in the window: a level needs 3; log more often, lengthen the probe, or widen share="
         )
-    if not np.isfinite(losses).all():
-        return Level(math.inf, 0.0, points)
     design = np.stack([np.ones(points), moments - moments.mean()], axis=1)
     residuals = losses - design @ np.linalg.lstsq(design, losses, rcond=None)[0]
     variance = float(residuals @ residuals) / (points - 2) * crowding(residuals)
@@ -541,7 +543,8 @@ class Penalty:
         if any(figure == math.inf for known, figure in figures.items() if known < groups):
             return math.inf
         # Of an infinite one further up no more is known than that it is larger.
-        usable = [known for known, figure in figures.items() if 0 < figure < math.inf]
+        figures = {known: max(figure, _NOTHING) for known, figure in figures.items()}
+        usable = [known for known, figure in figures.items() if figure < math.inf]
         if groups > usable[-1]:
             return figures[usable[-1]] * groups / usable[-1]
         return math.exp(np.interp(math.log(groups), np.log(usable), np.log([figures[known] for known in usable])))

@@ -89,7 +89,12 @@ class Digest:
     @property
     def start(self) -> Setting:
         """The user's own setting."""
-        return self.search.job.start
+        return self.search.job.own or self.search.job.start
+
+    @property
+    def is_about_steps(self) -> bool:
+        """Whether only the size of the step was searched: by what losses say at once, not by a forecast of time."""
+        return self.search.job.steps
 
     @property
     def groups(self) -> tuple[int, ...]:
@@ -109,15 +114,15 @@ class Digest:
     def time(self, setting: Setting) -> Estimate:
         """Time to the target with a setting, relative to the choice's."""
         unit = math.exp(self.forecast.log_seconds(self.choice.setting))
-        return self._relative(setting, 1 / self.search.throughput(setting) / unit)
+        error = self.forecast.pace.deviation(setting, self.choice.setting)
+        return self._relative(setting, 1 / self.search.throughput(setting) / unit, error)
 
     def samples(self, setting: Setting) -> Estimate:
         """Samples to the target with a setting, relative to the best probe's."""
-        return self._relative(setting, math.exp(-self.forecast.pace.offset))
+        return self._relative(setting, math.exp(-self.forecast.pace.offset), self.forecast.pace(setting)[1])
 
-    def _relative(self, setting: Setting, factor: float) -> Estimate:
-        mean, error = self.forecast.pace(setting)
-        width = _QUANTILE * error
+    def _relative(self, setting: Setting, factor: float, error: float) -> Estimate:
+        mean, width = self.forecast.pace(setting)[0], _QUANTILE * error
         return Estimate(*(factor * math.exp(each) for each in (mean, mean - width, mean + width)))
 
     # --- Settings ----------------------------------------------------------------------------------------------------
@@ -141,10 +146,12 @@ class Digest:
 
     @cached_property
     def systems(self) -> dict[str, Outlook]:
-        """The user's own setting, and those of well-known systems."""
+        """The user's own setting, and those of well-known systems; none if only the step was searched."""
+        if self.is_about_steps:
+            return {}
         saturating = self.profile.saturating_groups() if self.profile is not None else self.ranks
         own = self.forecast.of(self.start)
-        return {"your own setting": own, **self.forecast.of_systems(self.ranks, saturating)}
+        return {"your own setting": own, **self.forecast.of_systems(self.ranks, saturating, self.start)}
 
     @cached_property
     def predictions(self) -> dict[tuple[int, bool], Prediction]:
@@ -199,6 +206,8 @@ class Digest:
             return f"{self.choice.setting}: {self.choice.why}"
         if self.choice.setting == self.start:
             return f"your own setting stays: {self.choice.setting}"
+        if self.search.job.current and self.choice.setting == self.search.job.start:
+            return f"what was chosen before stays: {self.choice.setting}"
         gain = self.time(self.start).value
         said = f"{gain:.2f} times as soon at the target as yours" if gain > _ALIKE else "about as soon as yours"
         return f"{self.choice.setting}: {said} ({self.start})"

@@ -73,8 +73,7 @@ def _round(report: TuningReport, place: int) -> str:
         _picture(report, place),
         "<h3>Probes</h3>",
         _probes(digest),
-        "<h3>What others would have cost</h3>",
-        _systems(digest),
+        *([] if digest.is_about_steps else ["<h3>What others would have cost</h3>", _systems(digest)]),
         *_hardware(digest, each),
     ]
     return "\n".join(parts)
@@ -130,12 +129,14 @@ def _probes(digest: Digest) -> str:
                 number(row.tried.end),
                 number(row.loss),
                 number(row.rate),
-                times(row.time),
+                "" if digest.is_about_steps else times(row.time),
                 number(row.tried.seconds),
                 row.tried.problem,
             ]
         )
     note = "Time: to the target, as this probe alone tells it, relative to what is expected of the choice."
+    if digest.is_about_steps:
+        note = "These probes trained on the same samples; the step is chosen by what it lowers the loss by at once."
     return f'{_table(heads, rows, chosen)}<p class="faint">{note}</p>'
 
 

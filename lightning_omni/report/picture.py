@@ -33,7 +33,7 @@ _MOST = 12.0
 
 
 def draw(digest: Digest, when: str, measured_after: Mapping[int, float]) -> Any:
-    """The picture, as a matplotlib figure.
+    """The picture, as a matplotlib figure. Of a search for the size of a step alone there is less to show.
 
     Args:
         digest: of the search.
@@ -50,10 +50,18 @@ def draw(digest: Digest, when: str, measured_after: Mapping[int, float]) -> Any:
         raise ConfigurationError(
             "pictures need matplotlib; install it with: pip install 'lightning-omni[plot]'"
         ) from error
+    size = (14, 5.2) if digest.is_about_steps else (14, 11.5)
     with rc_context(_STYLE):
-        figure = Figure(figsize=(14, 11.5), dpi=100, layout="constrained", facecolor="white")
+        figure = Figure(figsize=size, dpi=100, layout="constrained", facecolor="white")
         engine: Any = figure.get_layout_engine()
         engine.set(w_pad=0.11, h_pad=0.09)
+        figure.suptitle(_heading(digest, when), fontsize=13, x=0.01, ha="left", linespacing=1.5)
+        if digest.is_about_steps:
+            losses, hardware, step = figure.subplots(1, 3)
+            _losses(losses, digest)
+            _hardware(hardware, digest, measured_after)
+            _step(step, digest)
+            return figure
         # Rows of their own, so that the long names of the last do not move the margins of all.
         bands: Any = figure.subfigures(3, 1, height_ratios=[1.06, 1, 0.62], hspace=0.03)
         upper, middle, lower = bands
@@ -67,7 +75,6 @@ def draw(digest: Digest, when: str, measured_after: Mapping[int, float]) -> Any:
         _losses(losses, digest)
         _plane(plane, digest, middle)
         _systems(lower.subplots(), digest)
-        figure.suptitle(_heading(digest, when), fontsize=13, x=0.01, ha="left", linespacing=1.5)
     return figure
 
 
@@ -246,14 +253,18 @@ def _losses(axes: Any, digest: Digest) -> None:
     rows = [row for row in digest.probes if len(row.tried.samples) > 1]
     if not rows:
         return _empty(axes, "No probe was run")
-    colours = _colours(digest.groups)
+    is_step = digest.is_about_steps
+    colours = _colours(sorted({row.tried.setting.lr for row in rows}) if is_step else digest.groups)
     curves = [(row, *_smooth(row.tried)) for row in rows]
     sound = [losses for row, _, losses in curves if not row.tried.has_failed] or [losses for _, _, losses in curves]
-    first, low = max(float(losses[0]) for losses in sound), min(float(np.nanmin(losses)) for losses in sound)
+    sound = [finite for losses in sound if len(finite := losses[np.isfinite(losses)])]
+    if not sound:
+        return _empty(axes, "No probe had a finite loss")
+    first, low = max(float(losses[0]) for losses in sound), min(float(losses.min()) for losses in sound)
     diverged = sum(row.tried.has_failed for row in rows)
     top = first + (0.25 if diverged else 0.05) * max(first - low, 1e-9)
     for row, samples, losses in curves:
-        failed, colour = row.tried.has_failed, colours[row.tried.setting.groups]
+        failed, colour = row.tried.has_failed, colours[_kind(row, is_step)]
         is_choice = digest.as_it_would_be(row.tried.setting) == digest.choice.setting
         style = {"linestyle": ":" if failed else "-", "linewidth": 2.8 if is_choice else 1.3}
         axes.plot(samples, losses, color=colour, **style)
@@ -265,15 +276,23 @@ def _losses(axes: Any, digest: Digest) -> None:
     axes.set(xlabel="samples", ylabel="training loss", ylim=(low - 0.05 * (top - low), top))
     count = f"{len(rows)} probe{'s' * (len(rows) > 1)}"
     axes.set_title(f"{count} from the same weights" + (f", {diverged} failed (×)" if diverged else ""))
-    _name_colours(axes, {g: colours[g] for g in digest.groups if any(row.tried.setting.groups == g for row in rows)})
+    shown = {_kind(row, is_step) for row in rows}
+    _name_colours(
+        axes,
+        {f"lr {kind:.3g}" if is_step else _groups(int(kind)): colours[kind] for kind in colours if kind in shown},
+    )
     return None
 
 
-def _name_colours(axes: Any, colours: Mapping[int, Any]) -> None:
+def _kind(row: ProbeRow, is_step: bool) -> float:
+    """By which probes are coloured."""
+    return row.tried.setting.lr if is_step else row.tried.setting.groups
+
+
+def _name_colours(axes: Any, colours: Mapping[str, Any]) -> None:
     from matplotlib.lines import Line2D
 
-    handles = [Line2D([], [], color=colour) for colour in colours.values()]
-    axes.legend(handles, [_groups(g) for g in colours], loc="lower left")
+    axes.legend([Line2D([], [], color=colour) for colour in colours.values()], list(colours), loc="lower left")
 
 
 def _smooth(tried: Tried) -> tuple[Any, Any]:
@@ -284,12 +303,12 @@ def _smooth(tried: Tried) -> tuple[Any, Any]:
     return samples, losses
 
 
-def _colours(groups: Sequence[int]) -> dict[int, Any]:
+def _colours(kinds: Sequence[float]) -> dict[float, Any]:
     from matplotlib import colormaps
 
     # Not up to its yellow, which white would swallow.
-    span = math.log(max(groups)) or 1.0
-    return {g: colormaps["viridis"](0.85 * math.log(g) / span) for g in groups}
+    span = math.log(max(kinds) / min(kinds)) or 1.0
+    return {kind: colormaps["viridis"](0.85 * math.log(kind / min(kinds)) / span) for kind in kinds}
 
 
 # --- Time ------------------------------------------------------------------------------------------------------------

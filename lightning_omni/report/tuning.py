@@ -162,24 +162,31 @@ class TuningReport:
 
     # --- To look at --------------------------------------------------------------------------------------------------
 
-    def figure(self, which: int = -1) -> Any:
-        """The picture of one round, as a matplotlib figure of 1400 by 1150 pixels.
+    @property
+    def main(self) -> int:
+        """Number of the round that says most: the last that was not about the size of a step alone."""
+        whole = [place for place, digest in enumerate(self.digests) if not digest.is_about_steps]
+        return (whole or [len(self.rounds) - 1])[-1]
+
+    def figure(self, which: int | None = None) -> Any:
+        """The picture of one round, as a matplotlib figure, 1400 pixels wide.
 
         Args:
-            which: number of the round; the last by default.
+            which: number of the round; `main` by default.
 
         Raises:
             ConfigurationError: matplotlib is missing.
         """
         from lightning_omni.report.picture import draw
 
+        which = self.main if which is None else which
         chosen = self.rounds[which]
         when = f"epoch {chosen.epoch}, after {duration(chosen.seconds_run)} of training"
         return draw(self.digests[which], when, chosen.measured_after)
 
-    def picture(self, which: int = -1) -> bytes | None:
+    def picture(self, which: int | None = None) -> bytes | None:
         """The figure of one round as a PNG file's bytes; None if matplotlib is missing."""
-        which %= len(self.rounds)
+        which = (self.main if which is None else which) % len(self.rounds)
         if importlib.util.find_spec("matplotlib") is None:
             return None
         if which not in self._pictures:
@@ -214,7 +221,7 @@ class TuningReport:
                     Text(row.why),
                     number(row.rate),
                     number(row.loss),
-                    times(row.time),
+                    "" if digest.is_about_steps else times(row.time),
                     number(row.tried.seconds),
                     Text(row.tried.problem, style="red"),
                 )

@@ -75,7 +75,7 @@ class Space:
         lr: the least and the largest learning rate.
         factor: by what the step may differ from the user's (see `Scaling`), at least and at most.
         rebalance: whether batches may be split in proportion to speeds.
-        period: local steps between two exchanges.
+        period: local steps between two exchanges; none for those of the setting that a search starts from.
 
     Raises:
         ConfigurationError: a range is empty or out of bounds.
@@ -86,30 +86,38 @@ class Space:
     lr: tuple[float, float] = (0.0, math.inf)
     factor: tuple[float, float] = (0.1, 10.0)
     rebalance: bool = True
-    period: tuple[int, ...] = (1,)
+    period: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if 1 not in self.groups:
             raise ConfigurationError(f'space={{"groups": {list(self.groups)}}}: one group has to be among them; add 1')
-        for name, least, most in (("momentum", 0.0, 1.0), ("lr", 0.0, math.inf), ("factor", 0.0, math.inf)):
-            low, high = getattr(self, name)
-            if (
-                not least <= low <= high <= most
-                or (name == "momentum" and high >= 1)
-                or (name != "momentum" and not high)
-            ):
-                raise ConfigurationError(f'space={{"{name}": {(low, high)}}}: pass the least and the largest value')
-        if not self.period or min(self.period) < 1:
+        for name, is_good, what in (
+            ("momentum", 0 <= self.momentum[0] <= self.momentum[1] < 1, "from 0 up to 1, without 1"),
+            ("lr", 0 <= self.lr[0] <= self.lr[1] and self.lr[1] > 0, "above 0"),
+            ("factor", 0 < self.factor[0] <= self.factor[1], "above 0"),
+        ):
+            if not is_good:
+                raise ConfigurationError(
+                    f'space={{"{name}": {getattr(self, name)}}}: pass the least and the largest value, {what}'
+                )
+        if any(each < 1 for each in self.period):
             raise ConfigurationError(f'space={{"period": {list(self.period)}}}: pass numbers of steps, 1 or more')
 
     @classmethod
-    def of(cls, given: Mapping[str, Any], ranks: int, allowed: Callable[[int], bool] = lambda groups: True) -> Space:
+    def of(
+        cls,
+        given: Mapping[str, Any],
+        ranks: int,
+        allowed: Callable[[int], bool] = lambda groups: True,
+        momentum: float = 0.0,
+    ) -> Space:
         """From what a user passes, with the rest filled in.
 
         Args:
             given: any of ``groups``, ``momentum``, ``lr``, ``rebalance``, ``period``; single values, lists or ranges.
             ranks: number of ranks.
             allowed: whether there may be that many groups.
+            momentum: of the user's own setting, which is never out of bounds unless ``given`` says so.
 
         Raises:
             ConfigurationError: there is no such name, or a value cannot be.
@@ -126,8 +134,13 @@ class Space:
             if name in given:
                 numbers = _numbers(name, given[name])
                 options[name] = min(numbers), max(numbers)
+        if "momentum" not in given:
+            options["momentum"] = (0.0, max(momentum, cls.momentum[1]))
         if "rebalance" in given:
-            options["rebalance"] = any(_list(given["rebalance"]))
+            values = _list(given["rebalance"])
+            if not values or not all(isinstance(each, bool) for each in values):
+                raise ConfigurationError(f'space={{"rebalance": {given["rebalance"]!r}}}: pass True, False or both')
+            options["rebalance"] = any(values)
         if "period" in given:
             options["period"] = tuple(sorted(set(_numbers("period", given["period"], whole=True))))
         return cls(tuple(sorted({1, *(g for g in groups if g == 1 or allowed(g))})), **options)
@@ -231,7 +244,11 @@ class Job:
         current: whether ``start`` has been trained with already, so that only a clear gain is worth a change.
         steps: whether only the size of the step is searched, for a run that is under way.
         first_loss: the training loss with which the run began, for ``steps``; None if it is not known.
+        own: the user's own setting, if ``start`` is what an earlier search of the run has chosen.
         seed: of everything random.
+
+    Raises:
+        ConfigurationError: the learning rate of ``start`` is 0, which no factor changes.
     """
 
     start: Setting
@@ -244,7 +261,12 @@ class Job:
     current: bool = False
     steps: bool = False
     first_loss: float | None = None
+    own: Setting | None = None
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.start.lr > 0:
+            raise ConfigurationError(f"lr={self.start.lr}: there is nothing to tune; pass a learning rate above 0")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values; a bound that is infinite is None."""
@@ -264,7 +286,11 @@ class Job:
             for name in ("batch", "horizon", "share", "seconds", "current", "steps", "first_loss", "seed")
         }
         return cls(
-            start=Setting.from_dict(plain["start"]), space=Space(**space), scaling=Scaling(**plain["scaling"]), **rest
+            start=Setting.from_dict(plain["start"]),
+            space=Space(**space),
+            scaling=Scaling(**plain["scaling"]),
+            own=Setting.from_dict(plain["own"]) if plain["own"] is not None else None,
+            **rest,
         )
 
     @property
@@ -317,7 +343,7 @@ class Search:
         if strategy not in get_args(Strategy):
             raise ConfigurationError(f"search={strategy!r}: pass one of {', '.join(map(repr, get_args(Strategy)))}")
         self.job, self.strategy = job, strategy
-        self.theory = Theory(job.start, job.scaling)
+        self.theory = Theory(job.start, job.scaling, most=job.own.momentum if job.own is not None else None)
         self.observations: list[Observation] = []
         self.probes: list[Probe] = []
         self.known = list(known)
@@ -476,8 +502,9 @@ class Search:
             return list(self.job.space.groups)
         kept: list[int] = []
         fastest = 0.0
+        period = self._period
         for number in self.job.space.groups:
-            rate = self.throughput(Setting(number, 0.0, 0.0, self.is_uneven(number)))
+            rate = self.throughput(Setting(number, 0.0, 0.0, self.is_uneven(number, period), period))
             if number == 1 or rate > _FASTER * fastest:
                 kept.append(number)
                 fastest = max(fastest, rate)
@@ -485,22 +512,28 @@ class Search:
 
     def proposal(self, groups: int, factor: float = 1.0, period: int | None = None) -> Setting:
         """What theory proposes for that many groups."""
-        steps = period or self.job.start.period
+        steps = period or self._period
         if groups == self.job.start.groups:
             setting = replace(self.job.start, lr=self.job.start.lr * factor, period=steps)
         else:
             setting = self.theory.setting(groups, period=steps, factor=factor)
         return self.job.space.holds(replace(setting, rebalance=self.is_uneven(groups, steps)))
 
+    @property
+    def _period(self) -> int:
+        """Local steps between two exchanges, unless others are asked for."""
+        allowed, own = self.job.space.period, self.job.start.period
+        return own if not allowed or own in allowed else min(allowed)
+
     def candidates(self) -> list[Setting]:
         """What can be chosen: what was tried, and what theory proposes for each number of groups."""
         sound = [each.setting for each in self.tried if not each.has_failed]
         if self.tried and 1 not in {each.groups for each in sound}:
             sound = []
-        proposed = [self.proposal(groups, factor) for groups in self.groups() if (factor := self._largest_step(groups))]
+        proposed = [self.proposal(groups, factor) for groups in self.groups() if (factor := self.largest_step(groups))]
         return list(dict.fromkeys([*map(self._as_it_would_be, sound), *proposed])) or [self.job.start]
 
-    def _largest_step(self, groups: int) -> float:
+    def largest_step(self, groups: int) -> float:
         """By what the user's step has to be multiplied with that many groups; 0 if they are out of the question.
 
         One group is what the user knows: unless it diverges its steps are theirs, and others have to be seen beside it.
@@ -564,6 +597,8 @@ class Search:
         large may never come to the target.
         """
         start = self._as_it_would_be(self.job.start)
+        if self.tried[0].has_failed:  # or all would have
+            return Choice(self.tried[1].setting, "steps as large as they are diverge, and a third as large do not")
         smaller, larger = (self._gain(number) if len(self.tried) > number else -math.inf for number in (1, 2))
         if smaller >= _PAYS * self._learnt:
             return Choice(self.tried[1].setting, f"steps a third as large lower the loss by {smaller:.2g} at once")
@@ -740,7 +775,7 @@ class Search:
         while True:
             for lr in (best, best / 10):
                 for momentum in (0.9, 0.6, 0.3, 0.0):
-                    free = Setting(groups, momentum, lr, period=self.job.start.period)
+                    free = Setting(groups, momentum, lr, period=self._period)
                     setting = self._as_it_would_be(self.job.space.holds(free))
                     if self._is_pruned(setting):
                         continue
@@ -769,7 +804,7 @@ class Search:
     def _setting(self, groups: int, momentum: float, step: float, period: int | None = None) -> Setting:
         momentum = round(momentum, 2)
         lr = float(f"{self.job.scaling.lr(groups, momentum, step):.3g}")
-        steps = period or self.job.start.period
+        steps = period or self._period
         return self.job.space.holds(Setting(groups, momentum, lr, self.is_uneven(groups, steps), steps))
 
     def _ask(self) -> tuple[Setting, str] | None:
@@ -817,7 +852,7 @@ class Search:
         groups = int(point.get("groups", self.groups()[0]))
         step = self.theory.step * math.exp(point.get("factor", 0.0))
         return self._setting(
-            groups, point.get("momentum", start.momentum), step, int(point.get("period", start.period))
+            groups, point.get("momentum", start.momentum), step, int(point.get("period", self._period))
         )
 
     def _log_seconds(self, errors: Sequence[float]) -> Callable[..., Callable[..., tuple[float, float]]]:
@@ -826,7 +861,8 @@ class Search:
         def fit(
             points: Sequence[Mapping[str, float]], times: Sequence[float]
         ) -> Callable[[Mapping[str, float]], tuple[float, float]]:
-            settings = [self._setting_at(point) for point in points]
+            # The points lack what is no longer searched: numbers of groups that proved to be no faster, say.
+            settings = [each.setting for each in self.tried]
             costs = [time + math.log(self.throughput(each)) for time, each in zip(times, settings, strict=True)]
             pace = Pace(self.theory, settings, costs, errors)
 

@@ -9,6 +9,7 @@ Rule 2: a search ends with the run's own state on every rank, and then the choic
 from __future__ import annotations
 
 import json
+import logging
 import math
 import threading
 import time
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     from pytorch_lightning.callbacks import Callback as _CallbackBase
 else:
     _CallbackBase = object
+
+_log = logging.getLogger(__name__)
 
 _AT_START, _UNDER_WAY = 0.4, 0.4
 """The parts of the budget for the search before the first batch, and for the first look at the run under way. More is
@@ -134,7 +137,8 @@ class OmniTunerHooks(_CallbackBase):
             theory; ``"omnivore"`` is the published algorithm; ``"grid"`` and ``"random"`` are what their names say.
         space: what is searched: any of ``"groups"``, ``"momentum"``, ``"lr"``, ``"rebalance"``, ``"period"``, each a
             value, a list, or the least and the largest value. By default groups are powers of two and the number of
-            ranks, momentum 0 to 0.95, the learning rate within a factor of ten, and batches may be split by speed.
+            ranks, momentum 0 to 0.95 (or yours, if it is more), the learning rate what goes with them so that steps
+            stay yours (or get a third, or three times, as large), and batches may be split by speed.
         retune_every: epochs between two looks at whether the setting is still the best; None for none.
         mode: whether ``monitor`` is better if it is smaller; by its name if None ("loss" or "error" in it).
         seed: of the search, and of the samples that probes train on.
@@ -362,9 +366,12 @@ class OmniTunerHooks(_CallbackBase):
         try:
             hyperparameters = self._look_at(trainer)
             start = self._present(trainer, hyperparameters, hyperparameters.lr_now)
+            job = self._job(trainer, hyperparameters, start, share=0.0)
         except ConfigurationError:
             return  # a schedule has come to 0, say: there is nothing to multiply
-        job = self._job(trainer, hyperparameters, start, share=0.0)
+        if self._own is not None:
+            decayed = hyperparameters.lr_now / hyperparameters.lr
+            job = replace(job, own=replace(self._own, lr=self._own.lr * decayed))
         seconds = self._allowance(job, reason)
         share = seconds * self._rate / job.horizon if job.horizon else 0.0
         job = replace(job, share=share, seconds=seconds, steps=reason != _SPEED, current=True)
@@ -597,13 +604,14 @@ class OmniTunerHooks(_CallbackBase):
     ) -> Job:
         world = self._strategy.world
         batch = batch_size_of(trainer.train_dataloader) * len(world.live_ranks) * int(trainer.accumulate_grad_batches)
-        space = Space.of(self._space, len(world.live_ranks), lambda groups: self._allows(trainer, groups))
+        own = self._own.momentum if self._own is not None else start.momentum
+        space = Space.of(self._space, len(world.live_ranks), lambda groups: self._allows(trainer, groups), own)
         if not hyperparameters.is_momentum_free:
             space = replace(space, momentum=(start.momentum, start.momentum))
         if self._strategy.epochs.leases is None:
             space = replace(space, rebalance=False)
         if not hasattr(world.method, "period"):
-            space = replace(space, period=(1,))
+            space = replace(space, period=())
             start = replace(start, period=1)
         return Job(
             start,
@@ -685,6 +693,15 @@ class OmniTunerHooks(_CallbackBase):
         self._report(trainer, self._folder)
 
     def _report(self, trainer: Any, folder: Path) -> None:
+        """Files and pictures; whatever is wrong with them, the run goes on."""
+        try:
+            self._write_report(trainer, folder)
+        except Exception as error:
+            _log.warning(
+                "OmniTuner: the report could not be written to %s: %s: %s", folder, type(error).__name__, error
+            )
+
+    def _write_report(self, trainer: Any, folder: Path) -> None:
         from lightning_omni.report import Round, TuningReport
 
         rounds = tuple(
@@ -700,7 +717,7 @@ class OmniTunerHooks(_CallbackBase):
         for logger in trainer.loggers:
             add_figure = getattr(getattr(logger, "experiment", None), "add_figure", None)
             if callable(add_figure):
-                add_figure("omni/tuning", report.figure(), global_step=trainer.global_step)
+                add_figure("omni/tuning", report.figure(-1), global_step=trainer.global_step)
 
     def _leave(self) -> None:
         if self._strategy is not None and self._call in self._strategy.on_ready:

@@ -44,7 +44,7 @@ class Spare:
         if pipes:
             (read, write), (read_back, write_back) = os.pipe(), os.pipe()
             theirs = [read, write_back]
-            self.stdin, self.stdout = open(write, "wb"), open(read_back, "rb")
+            self.stdin, self.stdout = os.fdopen(write, "wb"), os.fdopen(read_back, "rb")
         with self.wire:
             socket.send_fds(self.wire, [b"start"], theirs)
             self.wire.sendall(json.dumps(environment).encode() + b"\n")
