@@ -305,7 +305,8 @@ class World:
         kind = type(self.method)
         return () if kind.__module__.startswith("lightning_omni.") else (class_path(kind),)
 
-    def _check_method(self, groups: int) -> None:
+    def check_method(self, groups: int) -> None:
+        """Raises if there cannot be that many groups with this method."""
         self.method.check(groups)
         kind = type(self.method)
         if kind.__module__ == "__main__" or "<locals>" in kind.__qualname__:
@@ -391,7 +392,7 @@ class World:
         self.last = Exchanged()
         self._check_not_shared()
         if not self.is_synchronous:
-            self._check_method(len(self.topology.alive))
+            self.check_method(len(self.topology.alive))
             self._join()
             self._form()
             self._seed()
@@ -777,7 +778,7 @@ class World:
         """
         check_groups(groups, len(self.live_ranks))
         if groups > 1:
-            self._check_method(groups)
+            self.check_method(groups)
         spans: tuple[tuple[int, int], ...] = ()
         computing, was_synchronous = self._in_compute, self.is_synchronous
         self.enter_world(buffers)

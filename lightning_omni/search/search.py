@@ -816,9 +816,10 @@ class Search:
         times = [cost - math.log(self.throughput(each.setting)) for cost, each in zip(costs, self.tried, strict=True)]
         errors = [error for _, error in log_costs(self.tried)]
         point, gain = ask(self._dimensions(), points, times, self._log_seconds(errors), seed=self.job.seed)
-        if gain < _WORTH:
+        setting = self._setting_at(point)
+        if gain < _WORTH or setting in {each.setting for each in self.tried}:
             return None
-        return self._setting_at(point), f"expected to save {1 - math.exp(-gain):.0%}"
+        return setting, f"expected to save {1 - math.exp(-gain):.0%}"
 
     def _ask_plainly(self) -> tuple[Setting, str] | None:
         from lightning_omni.search.surrogate import ask

@@ -97,6 +97,11 @@ class EpochDriver:
         return self._world
 
     @property
+    def max_steps(self) -> int:
+        """Steps after which the user wants the run to end, or -1. The Trainer's own may be another for a while."""
+        return self._max_steps
+
+    @property
     def is_dynamic(self) -> bool:
         """Whether samples are drawn from the server's book."""
         return self.leases is not None and not self.leases.is_local
@@ -176,6 +181,8 @@ class EpochDriver:
                 self._count_steps_together()
             elif self._open_ended:
                 self.leases.begin_local(self._plan, goes_on=True)
+            else:
+                self._count_steps_alone(epoch)
 
     @property
     def _is_bereft(self) -> bool:
@@ -340,6 +347,12 @@ class EpochDriver:
         assert self._plan is not None
         reached = self._max_steps <= self._plan.epoch * self._steps_an_epoch
         self._trainer.fit_loop.epoch_loop.max_steps = self._trainer.global_step if reached else sys.maxsize
+
+    def _count_steps_alone(self, epoch: int) -> None:
+        """One group counts for itself again, if there were several before: what is left of the steps of DDP."""
+        loop = self._trainer.fit_loop.epoch_loop
+        if self._max_steps != -1 and loop.max_steps == sys.maxsize:
+            loop.max_steps = self._trainer.global_step + max(0, self._max_steps - epoch * self._steps_an_epoch)
 
     def _reaches_max_steps(self) -> bool:
         if self._max_steps == -1 or self._plan is None:

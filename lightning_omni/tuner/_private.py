@@ -13,6 +13,11 @@ def is_compiled(module: Any) -> bool:
     return getattr(module, "_compiler_ctx", None) is not None
 
 
+def before_transfer(module: Any, batch: Any) -> Any:
+    """What the hook ``on_before_batch_transfer`` of the module, or of its data module, makes of a batch."""
+    return module._on_before_batch_transfer(batch, dataloader_idx=0)
+
+
 def skip_the_rest(trainer: Any) -> None:
     """Called in ``on_train_batch_start``: the epoch ends here, as if the module's hook had returned -1."""
     trainer.fit_loop.epoch_loop.batch_progress.increment_processed()

@@ -13,10 +13,11 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -55,6 +56,8 @@ _REASONS = _NONE, _UNDER_WAY_ALREADY, _SPEED, _STALLED = (
     "the ranks do not train as fast as before",
     "the target would not be reached in time",
 )
+_UNTUNED: WeakKeyDictionary[Any, tuple[Any, Any, Any]] = WeakKeyDictionary()
+"""Groups, method and balance of strategies as they were before they were tuned: their next fit begins with these."""
 _CHANGED = 0.2
 """Speed that has changed by more than this part is a reason to search again."""
 
@@ -160,6 +163,7 @@ class OmniTunerHooks(_CallbackBase):
     """
 
     rank_zero_info: Callable[[str], None]
+    mute_logger: type
 
     def __init__(
         self,
@@ -188,14 +192,18 @@ class OmniTunerHooks(_CallbackBase):
         self.retune_every, self.seed = retune_every, seed
         self._space = dict(space or {})
         self._mode = mode or ("min" if "loss" in monitor or "error" in monitor else "max")
+        self._strategy: Any = None
+        self._call: Callable[[], None] | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        """Nothing is known of a fit."""
         self.choice: Choice | None = None
         self.searches: list[Search] = []
+        self.problem = ""
         self._when: list[tuple[int, float]] = []
         self._after: list[dict[int, float]] = []
         self._folder: Path | None = None
-        self.problem = ""
-        self._strategy: Any = None
-        self._call: Callable[[], None] | None = None
         self._setting: Setting | None = None
         self._rounds = 0
         self._unfinished = False
@@ -206,6 +214,10 @@ class OmniTunerHooks(_CallbackBase):
         self._seconds_before = 0.0
         self._watch: Watch | None = None
         self._own: Setting | None = None
+        self._scaled = 1.0
+        self._ranks = 0
+        self._speeds: dict[int, float] = {}
+        self._exchanged = 0.0
         self._samples_an_epoch = self._epochs_planned = 0.0
         self._warned = False
 
@@ -221,12 +233,16 @@ class OmniTunerHooks(_CallbackBase):
                 " pass Trainer(strategy=OmniStrategy())"
             )
         self._leave()
+        self._forget()
         self._strategy, self._call = trainer.strategy, lambda: self._before_first_batch(trainer, pl_module)
+        world, untuned = self._strategy.world, _UNTUNED.pop(self._strategy, None)
+        if untuned is not None and not world.ever_lost:  # an earlier fit of this strategy was tuned
+            world.topology, world.method, self._strategy.balance = untuned
         self._strategy.on_ready.append(self._call)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """What a search needs comes up while the data is prepared: a server for several groups, and slow libraries."""
-        if self.budget > 0 and trainer.world_size > 1:
+        if self.budget > 0 and trainer.world_size > 1 and not self._why_not(trainer, 2):
             trainer.strategy.world.start_server()
         if self.budget > 0 and trainer.is_global_zero:
             threading.Thread(target=load_libraries, name="omni-libraries", daemon=True).start()
@@ -241,12 +257,14 @@ class OmniTunerHooks(_CallbackBase):
         if self._watch is not None:
             world = self._strategy.world
             loss = loss_in(outputs, int(trainer.accumulate_grad_batches))
-            self._watch.batch_done(loss, world.is_synchronous or world.last.applied)
+            before, self._exchanged = self._exchanged, world.last.seconds
+            applied = world.last.applied if world.last.seconds != before else None
+            self._watch.batch_done(loss, not world.is_synchronous, applied)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """How far the run is from its target."""
         value = trainer.callback_metrics.get(self.monitor)
-        if trainer.sanity_checking or value is None:
+        if trainer.sanity_checking or trainer.state.fn != "fit" or value is None:
             return
         self._reached.append((self._seconds, float(value)))
         if self.target is not None and self._is_reached(float(value)) and not self._warned:
@@ -307,6 +325,9 @@ class OmniTunerHooks(_CallbackBase):
             "after": [sorted(each.items()) for each in self._after],
             "setting": self._setting.to_dict() if self._setting is not None else None,
             "own": self._own.to_dict() if self._own is not None else None,
+            "scaled": self._scaled,
+            "ranks": self._ranks,
+            "speeds": sorted(self._speeds.items()),
             "unfinished": self._unfinished,
             "rounds": self._rounds,
             "spent": self._spent,
@@ -324,6 +345,7 @@ class OmniTunerHooks(_CallbackBase):
         self._setting = Setting.from_dict(setting) if setting is not None else None
         own = state_dict["own"]
         self._own = Setting.from_dict(own) if own is not None else None
+        self._scaled, self._ranks, self._speeds = state_dict["scaled"], state_dict["ranks"], dict(state_dict["speeds"])
         self._unfinished, self._rounds = state_dict["unfinished"], state_dict["rounds"]
         self._spent, self._trained = state_dict["spent"], state_dict["trained"]
         self._reached = [tuple(each) for each in state_dict["reached"]]
@@ -333,21 +355,43 @@ class OmniTunerHooks(_CallbackBase):
 
     def _before_first_batch(self, trainer: Any, module: Any) -> None:
         """The groups stand, and no batch has begun."""
+        world = self._strategy.world
+        _UNTUNED.setdefault(self._strategy, (world.topology, world.method, self._strategy.balance))
         self._began = time.perf_counter()
-        resumed = self._setting is not None and not self._unfinished
         try:
             hyperparameters = self._look_at(trainer)
         except (ConfigurationError, UnsupportedError) as error:
             self.problem = str(error)
             self.rank_zero_info(f"OmniTuner: nothing is tuned: {self.problem}")
             return
-        if resumed:
-            assert self._setting is not None
-            self._regroup(trainer, self._setting, None, False)  # rates and momentum are in the checkpoint
+        if self._setting is not None and self._ranks != self._strategy.world.size:
+            self._begin_anew(hyperparameters)
+        if self._setting is not None:
+            self._go_on(trainer, self._setting)
         else:
+            self._ranks = self._strategy.world.size
             self._tune_first(trainer, module, hyperparameters)
         self._began = time.perf_counter()
         self._seconds_before = self._trained
+
+    def _begin_anew(self, hyperparameters: Hyperparameters) -> None:
+        """A run is resumed with another number of ranks: what was found of the others does not hold for these."""
+        self.rank_zero_info(
+            f"OmniTuner: the run is resumed with {self._strategy.world.size} ranks instead of {self._ranks}, and"
+            " searches once more"
+        )
+        if self._own is not None:
+            hyperparameters.set_momentum(self._own.momentum)
+        hyperparameters.scale(1 / self._scaled)
+        self._setting, self._scaled, self._speeds, self._unfinished = None, 1.0, {}, False
+        self.searches, self._when, self._after = [], [], []
+
+    def _go_on(self, trainer: Any, setting: Setting) -> None:
+        """A run is resumed with what was chosen; rates and momentum are in the checkpoint."""
+        if self._unfinished:  # a look at the run under way was interrupted: it is done once more when it is due
+            self.searches, self._when, self._after = self.searches[:-1], self._when[:-1], self._after[:-1]
+            self._unfinished = False
+        self._regroup(trainer, setting, self._speeds or None, bool(self._speeds))
 
     def _tune_first(self, trainer: Any, module: Any, hyperparameters: Hyperparameters) -> None:
         self._own = start = self._present(trainer, hyperparameters, hyperparameters.lr)
@@ -369,8 +413,10 @@ class OmniTunerHooks(_CallbackBase):
             job = self._job(trainer, hyperparameters, start, share=0.0)
         except ConfigurationError:
             return  # a schedule has come to 0, say: there is nothing to multiply
+        decayed = hyperparameters.lr_now / hyperparameters.lr  # bounds are of where the schedule is highest
+        low, high = job.space.lr
+        job = replace(job, space=replace(job.space, lr=(low * decayed, high * decayed)))
         if self._own is not None:
-            decayed = hyperparameters.lr_now / hyperparameters.lr
             job = replace(job, own=replace(self._own, lr=self._own.lr * decayed))
         seconds = self._allowance(job, reason)
         share = seconds * self._rate / job.horizon if job.horizon else 0.0
@@ -441,7 +487,10 @@ class OmniTunerHooks(_CallbackBase):
     ) -> None:
         """Probes until rank 0 has chosen, then trains with that."""
         began, when = time.perf_counter(), (trainer.current_epoch, self._seconds)
-        prober = Prober(trainer, module, hyperparameters, lr, self.seed + self._rounds)
+        several = max(job.space.groups) > 1
+        prober = Prober(
+            trainer, module, hyperparameters, lr, self.seed + self._rounds, several, self.mute_logger, self._rounds == 0
+        )
         self._unfinished = True
         search = self._begin(job, observations, when) if trainer.is_global_zero else None
         try:
@@ -525,7 +574,9 @@ class OmniTunerHooks(_CallbackBase):
         assert setting is not None
         hyperparameters.set_momentum(setting.momentum)
         hyperparameters.scale(order.scale)
+        self._scaled *= order.scale
         self._setting = setting
+        self._speeds = dict(order.speeds or {}) if order.by_speed else {}
         self._regroup(trainer, setting, order.speeds, order.by_speed)
 
     def _regroup(self, trainer: Any, setting: Setting, speeds: Mapping[int, float] | None, by_speed: bool) -> None:
@@ -560,12 +611,13 @@ class OmniTunerHooks(_CallbackBase):
             self._strategy.form(1)
         self._watch.kept.put_back()
         was = self._setting
-        lr = self._own.lr if was.groups > 1 else was.lr / 3
+        factor = 1 / self._scaled if was.groups > 1 else 1 / 3  # the user's own schedule, or smaller steps
         momentum = self._own.momentum if was.groups > 1 else was.momentum
         rebalance = bool(self._strategy.epochs.leases) and Space.of(self._space, world.size).rebalance
-        self._setting = replace(was, groups=1, momentum=momentum, lr=lr, rebalance=rebalance)
+        self._setting = replace(was, groups=1, momentum=momentum, lr=was.lr * factor, rebalance=rebalance)
         hyperparameters.set_momentum(momentum)
-        hyperparameters.scale(lr / was.lr)
+        hyperparameters.scale(factor)
+        self._scaled *= factor
         self._regroup(trainer, self._setting, None, False)
         self._watch = Watch(self._watch.kept, self._watch.ruin)
         self.rank_zero_info(
@@ -588,7 +640,7 @@ class OmniTunerHooks(_CallbackBase):
         """What the run trains with at the moment."""
         world = self._strategy.world
         return Setting(
-            groups=len(world.topology.alive),
+            groups=max(1, len(world.live_groups)),
             momentum=hyperparameters.momentum,
             lr=lr,
             rebalance=self._strategy.balance.is_on,
@@ -605,7 +657,11 @@ class OmniTunerHooks(_CallbackBase):
         world = self._strategy.world
         batch = batch_size_of(trainer.train_dataloader) * len(world.live_ranks) * int(trainer.accumulate_grad_batches)
         own = self._own.momentum if self._own is not None else start.momentum
-        space = Space.of(self._space, len(world.live_ranks), lambda groups: self._allows(trainer, groups), own)
+        live, given = len(world.live_ranks), dict(self._space)
+        if world.lost and "groups" in given:  # the user could not know
+            groups = given["groups"] if isinstance(given["groups"], Iterable) else [given["groups"]]
+            given["groups"] = [1, *(each for each in groups if each <= live)]
+        space = Space.of(given, live, lambda groups: self._allows(trainer, groups), own)
         if not hyperparameters.is_momentum_free:
             space = replace(space, momentum=(start.momentum, start.momentum))
         if self._strategy.epochs.leases is None:
@@ -625,24 +681,32 @@ class OmniTunerHooks(_CallbackBase):
 
     def _allows(self, trainer: Any, groups: int) -> bool:
         """Whether there may be that many groups."""
+        reason = self._why_not(trainer, groups)
+        if reason and not self.problem:
+            self.rank_zero_info(f"OmniTuner: {groups} groups are not tried: {reason}")
+        return not reason
+
+    def _why_not(self, trainer: Any, groups: int) -> str:
+        """Why there cannot be that many groups; empty if there can."""
         world = self._strategy.world
         try:
-            world.method.check(groups)
+            world.check_method(groups)
             self._strategy.check_several(trainer)
             for optimizer in trainer.optimizers:
                 world.check_optimizer(optimizer)
         except (ConfigurationError, UnsupportedError) as error:
-            if not self.problem:
-                self.rank_zero_info(f"OmniTuner: {groups} groups are not tried: {error}")
-            return False
-        return True
+            return str(error)
+        if any(getattr(each, "sparse", False) is True for each in trainer.lightning_module.modules()):
+            return "sparse gradients travel inside one group only"
+        return ""
 
     def _epochs(self, trainer: Any) -> float:
         """Epochs that the run will train."""
         batches = max(1, trainer.num_training_batches if math.isfinite(trainer.num_training_batches) else 1)
         limits = [trainer.max_epochs] if trainer.max_epochs not in (None, -1) else []
-        if trainer.max_steps != -1:
-            limits.append(trainer.max_steps * int(trainer.accumulate_grad_batches) / batches)
+        steps = self._strategy.epochs.max_steps
+        if steps != -1:
+            limits.append(steps * int(trainer.accumulate_grad_batches) / batches)
         return float(min(limits)) if limits else float(_UNLIMITED)
 
     def _horizon(self, trainer: Any, batch: int) -> float:

@@ -21,7 +21,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.optim import SGD
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
 
 from lightning_omni.errors import ConfigurationError, OmniError
 from lightning_omni.optimizer.balance import Balance, gather
@@ -32,7 +33,9 @@ from lightning_omni.protocol import EpochPlan
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.leases import apportion
 from lightning_omni.search import Observation, Probe
+from lightning_omni.tuner import _private
 from lightning_omni.tuner.hyperparameters import Hyperparameters
+from lightning_omni.tuner.rescue import REFUSED
 from lightning_omni.tuner.snapshot import Snapshot
 from lightning_omni.tuner.step import arguments_of, loss_of, silence
 
@@ -60,24 +63,38 @@ class Prober:
         hyperparameters: of its optimizer.
         lr: the learning rate that settings are relative to, see `Hyperparameters.lr`.
         seed: of the samples that probes train on.
+        several: whether there will be probes with several groups.
+        mute_logger: class of a logger that says nothing.
+        is_first: whether no epoch has begun.
 
     Raises:
         ConfigurationError: this fit cannot be probed; the message says why.
     """
 
-    def __init__(self, trainer: Any, module: Any, hyperparameters: Hyperparameters, lr: float, seed: int) -> None:
+    def __init__(
+        self,
+        trainer: Any,
+        module: Any,
+        hyperparameters: Hyperparameters,
+        lr: float,
+        seed: int,
+        several: bool,
+        mute_logger: type,
+        is_first: bool,
+    ) -> None:
         self._trainer, self._module = trainer, module
         self._strategy = trainer.strategy
         self._hyperparameters, self._lr, self._seed = hyperparameters, lr, seed
         self.loader = probed_loader(trainer)
         self._arguments = arguments_of(type(module).training_step)
         self._method = self._strategy.world.method
+        self._mute_logger, self._is_first = mute_logger, is_first
         self._count = 0
         self._lost = set(self._strategy.world.lost)
         self._go_home()
         self._counters = _Counters(self._strategy)
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
-        if self._strategy.world.size > 1:
+        self._scaler = scaler = getattr(trainer.precision_plugin, "scaler", None)
+        if several:
             self._strategy.world.connect()
         optimizer = trainer.optimizers[0]
         self._gathers = isinstance(optimizer, SGD) and not optimizer.state
@@ -149,6 +166,7 @@ class Prober:
         batches: list[Batch] = []
         began, exchanged = time.perf_counter(), world.last.seconds
         micro: list[Any] = []
+        overflows, scale = 0, self._scale
         window = int(self._trainer.accumulate_grad_batches)
         for batch in self._batches(leases):
             leases.begin_batch()
@@ -166,7 +184,10 @@ class Prober:
             batches.append(
                 Batch(stop, (stop - current.start) * window, loss, now - began, world.last.seconds - exchanged)
             )
-            if self._has_diverged():
+            # A loss scaler that begins too high skips steps until it fits: that is its way, for a while.
+            overflows = overflows + 1 if self._scale < scale else 0
+            is_settling, scale = 0 < overflows < REFUSED, self._scale
+            if not is_settling and (overflows or self._has_diverged()):
                 if not world.is_synchronous:
                     leases.leave("skip")
                 return batches, "diverged: gradients or weights are not finite"
@@ -194,6 +215,11 @@ class Prober:
         module.optimizer_step(self._trainer.current_epoch, 0, optimizer, closure)
         return float(torch.stack(losses).mean())
 
+    @property
+    def _scale(self) -> float:
+        """Of the loss, where 16-bit gradients need one."""
+        return float(self._scaler.get_scale()) if self._scaler is not None else 1.0
+
     def _has_diverged(self) -> bool:
         """Known alike to all members of the group, without a word between them."""
         world = self._strategy.world
@@ -209,6 +235,7 @@ class Prober:
 
     def _on_device(self, batch: Any) -> Any:
         batch = self._trainer.precision_plugin.convert_input(batch)
+        batch = _private.before_transfer(self._module, batch)
         return self._strategy.batch_to_device(batch, dataloader_idx=0)
 
     # --- Data ---------------------------------------------------------------------------------------------------------
@@ -307,11 +334,13 @@ class Prober:
         strategy, trainer = self._strategy, self._trainer
         kept = strategy.epochs.leases, strategy.balance, trainer.callbacks, trainer.loggers
         strategy.epochs.leases, strategy.balance = leases, balance
-        trainer.callbacks, trainer.loggers = [], []
+        trainer.callbacks, trainer.loggers = [], [self._mute_logger() for _ in trainer.loggers]
         world = strategy.world
         world.last.stop, world.last.applied = "", True
         try:
             with silence(self._module), torch.enable_grad():
+                if self._is_first:  # what it makes here is taken back, and made once more when the epoch begins
+                    self._module.on_train_epoch_start()
                 if not world.is_synchronous:
                     world.enter_compute()
                 yield
@@ -443,12 +472,19 @@ def probed_loader(trainer: Any) -> DataLoader[Any]:
         raise ConfigurationError(f"it needs one optimizer, and there are {len(trainer.optimizers)}")
     if any(part.head is not None for part in trainer.strategy.world.parts):
         raise ConfigurationError("a merged head keeps weights at the server; groups of such a run are yours to choose")
+    arguments_of(type(trainer.lightning_module).training_step)
     loader = trainer.train_dataloader
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         raise ConfigurationError("the training data are a stream, or come from several loaders")
     if loader.batch_size is None and getattr(loader.batch_sampler, "batch_size", None) is None:
         raise ConfigurationError("the DataLoader does not say how large its batches are")
+    is_usual = type(loader.sampler) in _SAMPLERS and type(loader.batch_sampler) in _BATCHES
+    if not hasattr(loader, "leases") and not is_usual:
+        raise ConfigurationError("a sampler of your own decides what is trained on, and probes would not ask it")
     return loader
+
+
+_SAMPLERS, _BATCHES = (RandomSampler, SequentialSampler, DistributedSampler), (BatchSampler, type(None))
 
 
 def batch_size_of(loader: DataLoader[Any]) -> int:

@@ -56,17 +56,22 @@ class Watch:
         self._mean: Tensor | None = None
         self._refused = 0
 
-    def batch_done(self, loss: Tensor | None, applied: bool) -> None:
+    def batch_done(self, loss: Tensor | None, is_guarded: bool, applied: bool | None) -> None:
         """A batch was trained.
 
         Args:
             loss: its loss, or None if there is none.
-            applied: whether what the group pushed last was applied.
+            is_guarded: whether there is a server, which refuses what is not finite: a loss that is not does no harm.
+            applied: whether what the group pushed was applied; None if it pushed nothing.
         """
         if loss is not None:
-            loss = loss.detach()
-            self._mean = loss.clone() if self._mean is None else self._mean.lerp(loss, _MEMORY)
-        self._refused = 0 if applied else self._refused + 1
+            loss, before = loss.detach(), self._mean
+            mean = loss.clone() if before is None else before.lerp(loss, _MEMORY)
+            if is_guarded and before is not None:
+                mean = torch.where(torch.isfinite(loss), mean, before)
+            self._mean = mean
+        if applied is not None:
+            self._refused = 0 if applied else self._refused + 1
 
     @property
     def gives_up(self) -> bool:
