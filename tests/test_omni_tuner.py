@@ -18,6 +18,8 @@ FITS: dict[str, dict[str, Any]] = {
     "plain": {},
     "no budget": {"tuner": {"budget": 0.0}},
     "tuned": {"tuner": {**ONCE, "budget": 0.8}, "seconds": {"0": 2e-3, "1": 2e-3}},
+    "tuned by the same tuner": {"tuner": ONCE, "again": True},
+    "hooks of a module": {"tuner": ONCE, "hooks": True},
     "nothing to choose": {"tuner": {**ONCE, "space": HERE}},
     "warm-up": {"tuner": {**ONCE, "space": {"lr": [0.01, 0.5]}}, "warmup": True},
     "too large a step": {"tuner": ONCE, "lr": 1e9},
@@ -33,6 +35,7 @@ def fits(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, A
     saved = str(tmp_path_factory.mktemp("checkpoints") / "tuned.ckpt")
     fits = {**FITS, "tuned": {**FITS["tuned"], "save": saved}, "resumed": {**FITS["tuned"], "ckpt_path": saved}}
     fits["resumed"]["trainer"] = {"max_epochs": 5}
+    fits["own sampler"] = {"tuner": ONCE, "data": {"samples": 1024, "half": True}, "trainer": {"max_epochs": 1}}
     finished = run("omni_tuner.py", {"fits": [{**EVEN, **fit} for fit in fits.values()]}, timeout=230)
     found = {name: [finished.results[rank][number] for rank in (0, 1)] for number, name in enumerate(fits)}
     return {**found, "printed": [{"text": finished.output}]}
@@ -76,6 +79,21 @@ def test_an_epoch_is_still_one_pass_over_the_data(fits: dict[str, list[dict[str,
 
 def test_one_group_and_all_groups_are_tried(fits: dict[str, list[dict[str, Any]]]) -> None:
     assert {1, 2} <= {setting["groups"] for setting, _ in fits["tuned"][0]["tried"]}
+
+
+def test_a_second_fit_is_searched_for_itself(fits: dict[str, list[dict[str, Any]]]) -> None:
+    again = fits["tuned by the same tuner"]
+    assert again[0]["searches"] == 1
+    for rank in again:
+        assert len(rank["before"]) == 1
+        assert rank["momentum"] == rank["setting"]["momentum"]
+
+
+def test_samplers_of_a_users_own_are_left_alone(fits: dict[str, list[dict[str, Any]]]) -> None:
+    for rank in fits["own sampler"]:
+        assert "a sampler of your own" in rank["problem"]
+        assert not rank["tried"]
+        assert rank["steps"] == 32
 
 
 def test_a_schedule_keeps_its_shape(fits: dict[str, list[dict[str, Any]]]) -> None:
@@ -124,7 +142,7 @@ def four() -> Run:
         **straggling,
         "tuner": {**ONCE, "budget": 0.9, "space": {"rebalance": False}},
         "ruined_after": 40,
-        "trainer": {"max_epochs": 3},
+        "trainer": {"max_epochs": 50, "max_steps": 192},
     }
     dying = {"devices": 4, "seconds": even, "trainer": {"max_epochs": 2}, "tuner": ONCE, "dies": [3, 1]}
     return run("omni_tuner.py", {"fits": [straggling, ruined, dying]}, timeout=200)
@@ -144,6 +162,7 @@ def test_a_run_that_the_choice_ruins_goes_back_and_on_as_the_user_set_it(four: R
         assert ruined["setting"]["groups"] == 1
         assert (ruined["lr"], ruined["momentum"]) == pytest.approx((0.05, 0.9))
         assert ruined["logged"]["val_loss"] < 1.0
+        assert ruined["max_steps"] < 1000  # as many as DDP would have left, after steps of several groups
     assert "it goes back to the weights of the last search" in four.output
 
 
@@ -155,6 +174,17 @@ def test_a_worker_lost_while_tuning_costs_the_search_and_not_the_run(four: Run) 
         assert rank["setting"]["groups"] == 1
     assert "rank 3 was lost while tuning" in alive[0]["why"]
     assert {number for rank in alive for number in rank["last_epoch"]} == set(range(2048))
+
+
+def test_a_worker_lost_in_training_is_not_counted_on_later() -> None:
+    seconds = {"0": 1e-3, "1": 1e-3, "2": 4e-3}
+    tuner = {"budget": 0.9, "space": {"rebalance": False, "groups": [1, 3]}}
+    fit = {"devices": 3, "seconds": seconds, "trainer": {"max_epochs": 3}, "tuner": tuner, "dies": [2, 24]}
+    finished = run("omni_tuner.py", {"fits": [{**fit, "data": {"samples": 1536}}]}, timeout=100)
+    assert sorted(finished.results) == [0, 1]
+    assert "looks again" in finished.output
+    for each in finished.results.values():
+        assert each[0]["setting"]["groups"] <= 2
 
 
 def test_ctrl_c_in_a_probe_saves_the_runs_own_weights() -> None:

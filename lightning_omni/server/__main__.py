@@ -68,8 +68,9 @@ def main() -> int:
 
 
 def _say(ready: Ready) -> None:
-    sys.stdout.buffer.write(msgspec.json.encode(ready) + b"\n")
-    sys.stdout.buffer.flush()
+    with contextlib.suppress(BrokenPipeError):  # the run has ended already; standard input says so, too
+        sys.stdout.buffer.write(msgspec.json.encode(ready) + b"\n")
+        sys.stdout.buffer.flush()
 
 
 def _watch_parent(orphaned: threading.Event) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from common import FOLDER, OPTIONS, omni, pl, report, trainer
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 
 RANK = int(os.environ.get("LOCAL_RANK", 0))
 
@@ -27,8 +27,18 @@ class Classifier(pl.LightningModule):
         self.steps = 0
         self.chance = random.Random(RANK)
 
+    def on_train_epoch_start(self) -> None:
+        self.of_epoch: list[int] = []
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch if "hooks" not in self.options else [*batch, "transferred"]
+
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.steps += 1
+        if "hooks" in self.options:  # what modules rely on
+            assert batch[-1] == "transferred"
+            self.of_epoch.append(self.steps)
+            self.logger.experiment.log_metrics({"own": 1.0}, self.steps)
         seconds = self.options.get("seconds", {}).get(str(RANK), 0.0) * len(batch[0])
         if self.options.get("exponential"):
             seconds *= self.chance.expovariate(1.0)
@@ -92,26 +102,33 @@ class State(pl.Callback):
         self.last_epoch.clear()
 
 
-def data(samples: int = 2048, batch_size: int = 8, **options: Any) -> tuple[DataLoader[Any], DataLoader[Any]]:
+def data(
+    samples: int = 2048, batch_size: int = 8, half: bool = False, **options: Any
+) -> tuple[DataLoader[Any], DataLoader[Any]]:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(samples, 16, generator=generator)
     y = x[:, :4].argmax(1)
     whole = TensorDataset(x, y, torch.arange(samples))
-    return DataLoader(whole, batch_size=batch_size, shuffle=True, **options), DataLoader(whole, batch_size=256)
+    options |= {"sampler": SubsetRandomSampler(range(samples // 2))} if half else {"shuffle": True}
+    return DataLoader(whole, batch_size=batch_size, **options), DataLoader(whole, batch_size=256)
 
 
 def main() -> None:
-    results = []
+    results: list[Any] = []
+    tuner = None
     for fit in OPTIONS["fits"]:
         pl.seed_everything(1)
         strategy = omni.OmniStrategy(**fit.get("strategy", {}))
         module, state = Classifier(fit), State()
-        tuner = omni.OmniTuner(**fit["tuner"]) if "tuner" in fit else None
+        if "again" not in fit:
+            tuner = omni.OmniTuner(**fit["tuner"]) if "tuner" in fit else None
         callbacks = [State(), tuner, state] if tuner else [state]
         options = {"max_epochs": 4, **fit.get("trainer", {})}
         if fit.get("exception_checkpoint"):
             callbacks.append(pl.callbacks.OnExceptionCheckpoint(FOLDER, filename="stopped"))
             options["enable_checkpointing"] = True
+        if "hooks" in fit:
+            options["logger"] = pl.loggers.CSVLogger(FOLDER)
         run = trainer(strategy, fit.get("devices", 2), callbacks=callbacks, **options)
         began = time.perf_counter()
         loaders = data(**fit.get("data", {}))
@@ -125,6 +142,8 @@ def main() -> None:
                 "first": state.first,
                 "last_epoch": sorted(state.last_epoch),
                 "steps": module.steps,
+                "max_steps": run.max_steps,
+                "searches": len(tuner.searches) if tuner else 0,
                 "weights": [parameter.flatten().tolist() for parameter in module.parameters()],
                 "lr": run.optimizers[0].param_groups[0]["lr"] if run.optimizers else None,
                 "momentum": run.optimizers[0].param_groups[0].get("momentum") if run.optimizers else None,

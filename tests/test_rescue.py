@@ -1,0 +1,86 @@
+"""When `OmniTuner` takes a run for lost: by its mean loss, and by pushes that nobody applies."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_omni.tuner.rescue import REFUSED, Kept, Watch
+
+ZERO = torch.zeros(())
+
+
+def watch(ruin: float = 1.0) -> Watch:
+    module = torch.nn.Linear(2, 1)
+    return Watch(Kept(module, torch.optim.SGD(module.parameters(), lr=0.1)), ruin)
+
+
+def follow(made: Watch, losses: list[float], is_guarded: bool, applied: bool | None) -> float:
+    for loss in losses:
+        made.batch_done(torch.tensor(loss), is_guarded, applied)
+    return float(made.mean(ZERO))
+
+
+def test_one_loss_that_is_no_number_is_the_servers_business() -> None:
+    made = watch()
+    follow(made, [0.5], True, True)
+    follow(made, [math.nan], True, False)
+    mean = follow(made, [0.5, 0.5], True, True)
+    assert mean == pytest.approx(0.5)
+    assert not made.is_worse(mean)
+
+
+def test_in_one_group_it_is_the_end() -> None:
+    made = watch()
+    assert made.is_worse(follow(made, [0.5, math.nan, 0.5], False, None))
+
+
+@pytest.mark.parametrize(("applied", "gives_up"), [(False, True), (None, False), (True, False)])
+def test_pushes_count_and_not_batches(applied: Any, gives_up: bool) -> None:
+    made = watch()
+    mean = follow(made, [0.5] * REFUSED, True, applied)
+    assert made.gives_up == gives_up == made.is_worse(mean)
+
+
+def test_between_refusals_batches_that_push_nothing_change_nothing() -> None:
+    made = watch()
+    for _ in range(REFUSED):
+        assert not made.gives_up
+        follow(made, [0.5] * 3, True, None)
+        follow(made, [0.5], True, False)
+    assert made.gives_up
+    follow(made, [0.5], True, True)
+    assert not made.gives_up
+
+
+def test_a_loss_that_rises_above_the_bound_is_worse() -> None:
+    made = watch(ruin=1.0)
+    assert not made.is_worse(follow(made, [0.9] * 5, True, True))
+    assert made.is_worse(follow(made, [2.0] * 50, True, True))
+
+
+def test_everything_comes_back_as_it_was_but_hyperparameters() -> None:
+    module = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        module(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+
+    step()
+    kept, before = Kept(module, optimizer), [each.detach().clone() for each in module.parameters()]
+    momentum = [optimizer.state[each]["momentum_buffer"].clone() for each in module.parameters()]
+    optimizer.param_groups[0]["lr"] = 0.05
+    step()
+    for _ in range(2):  # more than once, if need be
+        kept.put_back()
+        assert all(map(torch.equal, before, module.parameters()))
+        assert all(
+            map(torch.equal, momentum, [optimizer.state[each]["momentum_buffer"] for each in module.parameters()])
+        )
+        step()
+    assert optimizer.param_groups[0]["lr"] == 0.05
