@@ -20,7 +20,7 @@ from rich.text import Text
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.performance.forecast import Pace, Scaling, Setting, Theory, Tried
 from lightning_omni.performance.profile import Prediction, Profile
-from lightning_omni.report import Round
+from lightning_omni.report import TuningReport
 from lightning_omni.search import Search
 
 _WIDTH = 160
@@ -117,9 +117,8 @@ class Known:
             plain = json.loads(path.read_text(encoding="utf-8"))
             if "measured" in plain:
                 return cls(Profile.from_dict(plain), None)
-            searches = [Round.from_dict(each).search for each in plain["rounds"]]
-            places = [place for place, each in enumerate(searches) if not each.job.steps] or [len(searches) - 1]
-            search, since = searches[places[-1]], searches[places[-1] + 1 :]
+            report = TuningReport.from_dict(plain)
+            search, *since = (each.search for each in report.rounds[report.main :])
             factor = math.prod(each.choice().setting.lr / each.job.start.lr for each in since)
         except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
             if isinstance(error, ConfigurationError) and "SciPy" in str(error):

@@ -165,7 +165,7 @@ class TuningReport:
     @property
     def main(self) -> int:
         """Number of the round that says most: the last that was not about the size of a step alone."""
-        whole = [place for place, digest in enumerate(self.digests) if not digest.is_about_steps]
+        whole = [place for place, each in enumerate(self.rounds) if not each.search.job.steps]
         return (whole or [len(self.rounds) - 1])[-1]
 
     def figure(self, which: int | None = None) -> Any:
