@@ -57,6 +57,8 @@ class Running:
             stdin=subprocess.DEVNULL,
             env=environment | (env or {}),
             start_new_session=True,
+            # Shells have what they start in the background ignore Ctrl-C, and children inherit that.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
     def __enter__(self) -> Running:

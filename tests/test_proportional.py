@@ -149,9 +149,11 @@ def test_equal_speeds_are_left_alone_to_the_bit(trained: Run) -> None:
 
 def test_speeds_that_change_are_followed(trained: Run) -> None:
     for each in result(trained, "speeds change"):
-        assert each["splits"][24][0] < 7
-        assert each["splits"][-1][3] < 5
-        assert each["splits"][-1][0] > 7
+        before, after = each["splits"][24], each["splits"][-1]
+        assert min(before) == before[0] < 8, "rank 0 sleeps longest"
+        assert min(after) == after[3] < 8, "then rank 3 does"
+        assert after[0] > before[0]
+        assert after[3] < before[3]
 
 
 def test_a_new_loader_keeps_the_shares_and_drops_the_groups_last_batch(trained: Run) -> None:

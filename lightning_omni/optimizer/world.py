@@ -216,12 +216,13 @@ class World:
         self._in_compute = False
         self.phase = 0
         self._data: DataConnection | None = None
-        self._process: ServerProcess | None = None
         self._peers: Peers | None = None
         self._resumed: Mapping[str, Any] = {}
         self._meetings = 0
         self._closed = threading.Event()
         self.ever_lost: set[int] = set()
+        self.process: ServerProcess | None = None
+        """Of the embedded server, on rank 0; one that was started before it was needed may be put here."""
 
     # --- Who is where ------------------------------------------------------------------------------------------------
 
@@ -280,9 +281,13 @@ class World:
 
     def start_server(self) -> None:
         """Rank 0 starts the embedded server; returns at once, so that it comes up while the model is built."""
-        if self.rank == 0 and self.options.server is None and self._process is None:
+        if self.rank != 0 or self.options.server is not None:
+            return
+        if self.process is None:
+            self.process = ServerProcess()
+        if not self.process.is_told:
             self._key = new_key()
-            self._process = ServerProcess(
+            self.process.tell(
                 Settings(
                     key=self._key.hex(),
                     host=self._host(),
@@ -298,6 +303,12 @@ class World:
                     record=os.path.abspath(self.options.record) if self.options.record else "",
                 )
             )
+
+    def dismiss_server(self) -> None:
+        """A server that was started before it was needed, and is not, ends."""
+        if self.process is not None and not self.process.is_told:
+            self.process.stop()
+            self.process = None
 
     @property
     def _foreign_method(self) -> tuple[str, ...]:
@@ -466,9 +477,9 @@ class World:
         self.ever_lost.update(self.lost)
         self.control = self._data = None
         self._place_heads()
-        if self._process is not None:
-            self._process.stop()
-            self._process = None
+        if self.process is not None:
+            self.process.stop()
+            self.process = None
 
     # --- Phases ------------------------------------------------------------------------------------------------------
 
@@ -884,8 +895,8 @@ class World:
         if self.rank == 0:
             try:
                 if self.options.server is None:
-                    assert self._process is not None
-                    said = {"address": self._published(self._process.address()), "key": self._key.hex()}
+                    assert self.process is not None
+                    said = {"address": self._published(self.process.address()), "key": self._key.hex()}
                 else:
                     said = {"address": self.options.server, "key": ""}
             except Exception as error:

@@ -695,11 +695,19 @@ class Search:
         """Steps a third as large, until one does not diverge."""
         for power in range(1, _THIRDS + 1):
             probe = self._probe(self.proposal(max(self.job.space.groups), 3.0**-power), "a smaller step")
-            if not self.affords(probe):
+            if not self.affords(probe) or (self.largest_step(1) == 1.0 and not self._could_pay(probe.setting)):
                 return
             yield probe
             if not self.tried[-1].has_failed:
                 return
+
+    def _could_pay(self, setting: Setting) -> bool:
+        """Whether it is faster than one group by more than theory expects it to lose again."""
+        alone, other = (
+            self.theory(each) - math.log(self.throughput(each))
+            for each in (self.proposal(1), self._as_it_would_be(setting))
+        )
+        return other < alone
 
     def _larger_and_smaller(self) -> Plan:
         """The step as it is, a third of it, and if that is worse three times as large."""

@@ -34,7 +34,11 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(format="lightning-omni server: %(message)s", level=logging.WARNING)
-    settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=Settings)
+    threading.Thread(target=_make_an_optimizer, daemon=True).start()
+    line = sys.stdin.buffer.readline()
+    if not line:  # the run has ended and never needed a server
+        return 0
+    settings = msgspec.json.decode(line, type=Settings)
     torch.set_num_threads(settings.threads)
     try:
         with contextlib.redirect_stdout(sys.stderr):  # the first line on standard output is ours
@@ -58,13 +62,16 @@ def main() -> int:
     orphaned = threading.Event()
     threading.Thread(target=_watch_parent, args=(orphaned,), daemon=True).start()
     parent = os.getppid()
-    # The first optimizer that torch makes takes it a second: now, while the ranks still prepare themselves.
-    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
     # A forked data loader may hold the other end of the pipe after the parent's death, so look at both.
     server.run(until=lambda: orphaned.is_set() or os.getppid() != parent)
     server.farewell("rank 0 has ended, and the parameter server with it")
     server.close()
     return 0
+
+
+def _make_an_optimizer() -> None:
+    """The first one takes torch a second, for imports: now, while the ranks still start and join."""
+    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
 
 
 def _say(ready: Ready) -> None:

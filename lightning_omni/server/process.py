@@ -42,20 +42,29 @@ class ServerProcess:
     A process, not a thread: the optimizer step and the sockets would take their time from the trainer's interpreter.
 
     Args:
-        settings: address, key and timeouts.
+        settings: address, key and timeouts; None if they are not known yet: the process imports meanwhile what it
+            needs, and waits for `tell`.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings | None = None) -> None:
         self._address = ""
+        self.is_told = False
         self._process = subprocess.Popen(
             [sys.executable, "-m", "lightning_omni.server"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=_environment(),
         )
+        if settings is not None:
+            self.tell(settings)
+
+    def tell(self, settings: Settings) -> None:
+        """What it waits for; once."""
         assert self._process.stdin is not None
-        self._process.stdin.write(msgspec.json.encode(settings) + b"\n")
-        self._process.stdin.flush()
+        self.is_told = True
+        with contextlib.suppress(BrokenPipeError):  # it has died, as `address` will find out and say
+            self._process.stdin.write(msgspec.json.encode(settings) + b"\n")
+            self._process.stdin.flush()
 
     @property
     def pid(self) -> int:

@@ -27,6 +27,7 @@ from lightning_omni.optimizer.balance import Balance
 from lightning_omni.optimizer.head import RemoteHead
 from lightning_omni.optimizer.world import frozen
 from lightning_omni.protocol import messages as m
+from lightning_omni.server import ServerProcess
 from lightning_omni.strategy import _private
 from lightning_omni.strategy.epochs import EpochDriver
 from lightning_omni.strategy.launcher import say_exit
@@ -125,6 +126,7 @@ class OmniStrategyHooks(_Base):
         self.on_ready: list[Callable[[], None]] = []
         """Called on every rank when the groups stand and the first batch has not begun: a tuner's moment."""
         self._own_steps: dict[Optimizer, Callable[..., Any] | None] = {}
+        self._server_process: ServerProcess | None = None
 
     # --- Processes ---------------------------------------------------------------------------------------------------
 
@@ -137,8 +139,23 @@ class OmniStrategyHooks(_Base):
             check_groups(self._groups, ranks)
         if _private.start_method(self) == "popen":
             launcher = self.launcher_class(self.cluster_environment, self.num_processes, self.num_nodes)
-            launcher.on_death = self._on_child_death
+            launcher.on_death, launcher.on_launch = self._on_child_death, self._on_launch
             _private.set_launcher(self, launcher)
+
+    def _on_launch(self, trainer: Any) -> None:
+        """The other ranks import what they need, for seconds: time for others to do the same. On rank 0."""
+        if trainer is None or not self._is_fitting(trainer):
+            return
+        for callback in trainer.callbacks:
+            if callable(prepare := getattr(callback, "on_launch", None)):
+                prepare(trainer)
+        if self._groups != 1 and (self._groups is not None or self.num_nodes > 1):
+            self.prepare_server()
+
+    def prepare_server(self) -> None:
+        """Rank 0 starts the embedded server's process, which waits to be told what to do. Returns at once."""
+        if self._omni_options["server"] is None and self.world is None and self._server_process is None:
+            self._server_process = ServerProcess()
 
     def _on_child_death(self, local_rank: int, code: int) -> bool:
         """A process that this rank started has ended badly. Called from the launcher's thread."""
@@ -161,6 +178,7 @@ class OmniStrategyHooks(_Base):
                 options=WorldOptions(**self._omni_options, timeout=timeout or timedelta(minutes=30)),
                 ranks_per_node=[self.num_processes] * self.num_nodes,
             )
+            self.world.process, self._server_process = self._server_process, None
 
     # --- Model and optimizers ----------------------------------------------------------------------------------------
 
@@ -332,6 +350,9 @@ class OmniStrategyHooks(_Base):
             if self.world.control is not None:
                 self._last_status = self.world.control.status
             self.world.fail(f"{type(exception).__name__}: {exception}")
+        elif self._server_process is not None:
+            self._server_process.stop()
+            self._server_process = None
 
     def teardown(self) -> None:
         """Leaves the run; the embedded server stops."""

@@ -33,9 +33,11 @@ class OmniLauncherHooks(_Base):
 
     Attributes:
         on_death: called with (local rank, exit code) when a child ends badly; says whether the run goes on.
+        on_launch: called with the Trainer on rank 0, while the others start; it must return at once.
     """
 
     on_death: Callable[[int, int], bool]
+    on_launch: Callable[[Any], None]
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Starts the other ranks of this node, then calls the function."""
@@ -48,6 +50,8 @@ class OmniLauncherHooks(_Base):
         elif _observer is not None:
             _observer.on_death = self.on_death  # the script's next fit, with a strategy of its own
         _share_threads(self.num_processes)
+        if self.cluster_environment.node_rank() == self.cluster_environment.local_rank() == 0:
+            self.on_launch(trainer)
         return function(*args, **kwargs)
 
 

@@ -240,12 +240,20 @@ class OmniTunerHooks(_CallbackBase):
             world.topology, world.method, self._strategy.balance = untuned
         self._strategy.on_ready.append(self._call)
 
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """What a search needs comes up while the data is prepared: a server for several groups, and slow libraries."""
-        if self.budget > 0 and trainer.world_size > 1 and not self._why_not(trainer, 2):
-            trainer.strategy.world.start_server()
-        if self.budget > 0 and trainer.is_global_zero:
+    def on_launch(self, trainer: Any) -> None:
+        """What a search needs comes up while the other ranks start: a server for several groups, and slow libraries."""
+        if self.budget > 0:
             threading.Thread(target=load_libraries, name="omni-libraries", daemon=True).start()
+            if trainer.world_size > 1:
+                trainer.strategy.prepare_server()
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """The server is needed, or it is not."""
+        world = trainer.strategy.world
+        if self.budget > 0 and trainer.world_size > 1 and not self._why_not(trainer, 2):
+            world.start_server()
+        elif world.is_synchronous:
+            world.dismiss_server()
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Where nothing is learnt any more, the epoch ends early."""
