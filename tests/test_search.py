@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.performance.forecast import Pace, Scaling, Setting, Tried, log_costs
+from lightning_omni.performance.forecast import Scaling, Setting, Tried
 from lightning_omni.performance.profile import Measured
 from lightning_omni.search import Choice, Job, Observation, Probe, Search, Space
 from lightning_omni.search.search import FEWEST, MOST, MOST_PROBES, Strategy
@@ -323,18 +323,25 @@ def test_the_users_own_momentum_is_not_out_of_bounds_unless_they_say_so() -> Non
         assert search.proposal(1).momentum == momentum
 
 
-def test_the_surrogate_knows_probes_of_groups_that_were_dropped_for_what_they_are() -> None:
-    search = Search(replace(JOB, space=replace(SPACE, rebalance=False)))
-    list(drive(search, most=2))
-    search.groups = lambda: [1]  # type: ignore[method-assign]  # nothing else has proved to be faster
-    costs = [cost for cost, _ in log_costs(search.tried)]
-    times = [cost - math.log(search.throughput(each.setting)) for cost, each in zip(costs, search.tried, strict=True)]
-    predict = search._log_seconds([0.0, 0.0])([{"momentum": 0.0}] * 2, times)
-    pace = Pace(search.theory, [each.setting for each in search.tried], costs, [0.0, 0.0])
-    alone = search._setting_at({"momentum": 0.9})
-    assert predict({"momentum": 0.9})[0] == pytest.approx(
-        pace(alone)[0] - pace.offset - math.log(search.throughput(alone))
-    )
+def test_proportional_batches_are_not_tried_for_themselves() -> None:
+    search = ended("bayes")
+    assert search.is_uneven(1)
+    assert len({replace(each.setting, rebalance=False) for each in search.tried}) == len(search.tried)
+
+
+@pytest.mark.parametrize("reduction", [0.075, 0.0], ids=["slow all-reduce", "none"])
+def test_smaller_steps_are_tried_where_several_groups_could_pay_for_them(reduction: float) -> None:
+    def shows(probe: Probe) -> Observation:
+        seen = show(probe, problem="diverged" if probe.setting.groups > 1 else "")
+        assert seen.measured is not None
+        saved = 0.075 - reduction if probe.setting.groups == 1 else 0.0
+        steps = tuple(tuple(step - saved for step in row) for row in seen.measured.steps)
+        return replace(seen, measured=replace(seen.measured, steps=steps))
+
+    search = Search(JOB)
+    whys = [probe.why for probe in drive(search, shows=shows)]
+    assert ("a smaller step" in whys) == bool(reduction)
+    assert search.choice().setting.groups == 1
 
 
 def test_there_is_no_other_strategy() -> None:

@@ -819,13 +819,19 @@ class Search:
         """The setting with the largest expected improvement over the best so far, unless that is a trifle."""
         from lightning_omni.search.surrogate import ask
 
-        points = [self._coordinates(each.setting) for each in self.tried]
-        costs = Pace.of(self.theory, self.tried).costs
-        times = [cost - math.log(self.throughput(each.setting)) for cost, each in zip(costs, self.tried, strict=True)]
-        errors = [error for _, error in log_costs(self.tried)]
-        point, gain = ask(self._dimensions(), points, times, self._log_seconds(errors), seed=self.job.seed)
+        # Not as they were tried: what proportional batches save is known without a probe of them.
+        settings = [self._as_it_would_be(each.setting) for each in self.tried]
+        pace = Pace.of(self.theory, self.tried)
+        times = [cost - math.log(self.throughput(each)) for cost, each in zip(pace.costs, settings, strict=True)]
+
+        def predict(point: Mapping[str, float]) -> tuple[float, float]:
+            setting = self._setting_at(point)
+            mean, error = pace(setting)
+            return mean - pace.offset - math.log(self.throughput(setting)), error
+
+        point, gain = ask(self._dimensions(), list(map(self._coordinates, settings)), times, predict, self.job.seed)
         setting = self._setting_at(point)
-        if gain < _WORTH or setting in {each.setting for each in self.tried}:
+        if gain < _WORTH or setting in settings:
             return None
         return setting, f"expected to save {1 - math.exp(-gain):.0%}"
 
@@ -839,7 +845,7 @@ class Search:
             min(cost, worst) - math.log(self.throughput(each.setting))
             for cost, each in zip(costs, self.tried, strict=True)
         ]
-        point, _ = ask(self._dimensions(), points, times, None, seed=self.job.seed)
+        point, _ = ask(self._dimensions(), points, times, None, self.job.seed)
         return self._setting_at(point), "asked of scikit-optimize"
 
     def _dimensions(self) -> dict[str, tuple[float, float] | list[int]]:
@@ -863,26 +869,6 @@ class Search:
         return self._setting(
             groups, point.get("momentum", start.momentum), step, int(point.get("period", self._period))
         )
-
-    def _log_seconds(self, errors: Sequence[float]) -> Callable[..., Callable[..., tuple[float, float]]]:
-        """Makes the surrogate out of points and logarithms of times: theory, corrected by them."""
-
-        def fit(
-            points: Sequence[Mapping[str, float]], times: Sequence[float]
-        ) -> Callable[[Mapping[str, float]], tuple[float, float]]:
-            # The points lack what is no longer searched: numbers of groups that proved to be no faster, say.
-            settings = [each.setting for each in self.tried]
-            costs = [time + math.log(self.throughput(each)) for time, each in zip(times, settings, strict=True)]
-            pace = Pace(self.theory, settings, costs, errors)
-
-            def predict(point: Mapping[str, float]) -> tuple[float, float]:
-                setting = self._setting_at(point)
-                mean, error = pace(setting)
-                return mean - pace.offset - math.log(self.throughput(setting)), error
-
-            return predict
-
-        return fit
 
 
 def _rose(tried: Tried) -> bool:

@@ -14,7 +14,6 @@ from lightning_omni.errors import ConfigurationError
 
 Point = Mapping[str, float]
 Predict = Callable[[Point], tuple[float, float]]
-Fit = Callable[[Sequence[Point], Sequence[float]], Predict]
 
 _LOOKED_AT = 600
 
@@ -30,7 +29,7 @@ def ask(
     dimensions: Mapping[str, tuple[float, float] | list[int]],
     points: Sequence[Point],
     times: Sequence[float],
-    fit: Fit | None,
+    predict: Predict | None,
     seed: int,
 ) -> tuple[dict[str, float], float]:
     """Where the largest improvement is to be expected.
@@ -39,12 +38,12 @@ def ask(
         dimensions: by name a range of numbers, or a list of those that are possible.
         points: what was tried, with a number for each dimension (and others, which are ignored).
         times: what came of it; less is better.
-        fit: makes a prediction of mean and standard deviation from points and times; None for scikit-optimize's own
-            Gaussian process.
+        predict: mean and standard deviation of the time at a point, from all that was tried; None for scikit-optimize's
+            own Gaussian process.
         seed: of the points that are looked at.
 
     Returns:
-        The point, and the improvement that is expected there; NaN without ``fit``.
+        The point, and the improvement that is expected there; NaN without ``predict``.
 
     Raises:
         ConfigurationError: scikit-optimize is missing.
@@ -61,12 +60,12 @@ def ask(
         return dict(points[0]), 0.0
     names = list(dimensions)
     axes = [
-        Categorical(values, transform="identity" if fit is not None else "onehot")
+        Categorical(values, transform="identity" if predict is not None else "onehot")
         if isinstance(values, list)
         else Real(*values)
         for values in dimensions.values()
     ]
-    model: Any = "GP" if fit is None else _surrogate(fit, names)
+    model: Any = "GP" if predict is None else _surrogate(predict, names)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of points asked for twice, and of bounds that a kernel's length comes to
         optimizer = Optimizer(
@@ -82,7 +81,7 @@ def ask(
         optimizer.tell(inside, list(times))
         asked = optimizer.ask()
         gain = float("nan")
-        if fit is not None:
+        if predict is not None:
             place = optimizer.space.transform([asked])
             gain = float(gaussian_ei(place, optimizer.models[-1], y_opt=min(times), xi=0.0)[0])
     return dict(zip(names, map(float, asked), strict=True)), gain
@@ -99,33 +98,31 @@ def _inside(values: list[float], dimensions: Mapping[str, tuple[float, float] | 
     return bounded
 
 
-def _surrogate(fit: Fit, names: list[str]) -> Any:
+def _surrogate(predict: Predict, names: list[str]) -> Any:
     from sklearn.base import BaseEstimator, RegressorMixin
 
     class Surrogate(RegressorMixin, BaseEstimator):  # type: ignore[misc]
-        """A regressor as scikit-optimize wants one."""
+        """A regressor as scikit-optimize wants one; it knows already what it is to fit."""
 
-        def __init__(self, fit_: Any = None) -> None:
-            self.fit_ = fit_
+        def __init__(self, kept: Any = None) -> None:
+            self.kept = kept
 
         def fit(self, X: Any, y: Any) -> Surrogate:
-            points = [dict(zip(names, map(float, row), strict=True)) for row in X]
-            self.predict_ = self.fit_.fit(points, [float(value) for value in y])
             return self
 
         def predict(self, X: Any, return_std: bool = False) -> Any:
-            rows = [self.predict_(dict(zip(names, map(float, row), strict=True))) for row in X]
+            rows = [self.kept.predict(dict(zip(names, map(float, row), strict=True))) for row in X]
             means, errors = (np.array(column) for column in zip(*rows, strict=True))
             return (means, errors) if return_std else means
 
-    return Surrogate(_Kept(fit))
+    return Surrogate(_Kept(predict))
 
 
 class _Kept:
     """Holds a function, so that copies of an estimator share it."""
 
-    def __init__(self, fit: Fit) -> None:
-        self.fit = fit
+    def __init__(self, predict: Predict) -> None:
+        self.predict = predict
 
     def __deepcopy__(self, memo: Any) -> _Kept:
         return self
