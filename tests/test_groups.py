@@ -131,6 +131,11 @@ def test_without_arguments_one_node_is_one_group_and_says_so(trained: Run) -> No
     assert trained.output.count("1 group, which is DistributedDataParallel") == 1
 
 
+def test_several_groups_have_a_server_process_as_soon_as_rank_0_is_launched(trained: Run) -> None:
+    assert [each["is_server_prepared"] for each in result(trained, "plain")] == [True, False, False, False]
+    assert not any(each["is_server_prepared"] for each in result(trained, "no arguments"))
+
+
 def test_updates_are_counted_over_all_groups(trained: Run) -> None:
     for each in result(trained, "plain"):
         assert each["report"]["updates"] == 2 * 256 // 16

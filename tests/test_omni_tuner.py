@@ -57,6 +57,22 @@ def test_all_ranks_take_the_same_decision(fits: dict[str, list[dict[str, Any]]],
     assert one["tried"], "rank 0 searches"
 
 
+@pytest.mark.parametrize(
+    ("name", "servers"),
+    [
+        ("plain", [False, False]),
+        ("no budget", [False, False]),
+        ("nothing to choose", [False, False]),
+        ("tuned", [True, True]),
+        ("own sampler", [True, False]),
+    ],
+)
+def test_a_server_is_started_at_launch_if_it_may_be_needed_and_stays_if_it_is(
+    fits: dict[str, list[dict[str, Any]]], name: str, servers: list[bool]
+) -> None:
+    assert [rank["servers"] for rank in fits[name]] == [servers, [False, False]]
+
+
 def test_a_budget_of_nothing_changes_nothing_to_the_bit(fits: dict[str, list[dict[str, Any]]]) -> None:
     for plain, tuned in zip(fits["plain"], fits["no budget"], strict=True):
         assert plain["weights"] == tuned["weights"]

@@ -122,6 +122,7 @@ class Link:
         self.world_size = world_size
         self.now = 100.0
         self.inbox: dict[tuple[bytes, str], list[Received]] = defaultdict(list)
+        self.unasked: dict[bytes, m.Status] = {}
 
     def say(self, peer: bytes, message: m.Message, payload: bytes = b"", channel: str = m.CONTROL) -> list[Received]:
         """A message from a peer; the answers that the same peer gets on the same channel."""
@@ -142,6 +143,9 @@ class Link:
         for item in out:
             message = m.decode(m.encode(item.message), at="rank", channel=item.channel)
             parts = [part if isinstance(part, bytes) else part.numpy().tobytes() for part in item.payload]
+            if isinstance(message, m.Status) and message.sent < 0:
+                self.unasked[item.peer] = message
+                continue
             self.inbox[item.peer, item.channel].append((message, b"".join(parts)))
 
     def control(self, rank: int, message: m.Message, payload: bytes = b"") -> Any:
@@ -392,6 +396,12 @@ def test_a_ticket_opens_one_data_connection_at_a_time() -> None:
 
 
 # --- Groups and weights --------------------------------------------------------------------------------------------
+
+
+def test_all_ranks_hear_of_new_groups_before_rank_0_hears_that_they_stand() -> None:
+    link = trained_link((0, 1), (2,))
+    assert set(link.unasked) == {control_peer(rank) for rank in range(3)}
+    assert {tuple(group.ranks for group in status.groups) for status in link.unasked.values()} == {((0, 1), (2,))}
 
 
 @pytest.mark.parametrize(

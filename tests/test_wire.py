@@ -578,6 +578,23 @@ def test_the_server_process_serves_and_stops() -> None:
 
 
 @pytest.mark.processes
+def test_a_server_process_waits_to_be_told_what_to_do() -> None:
+    process = ServerProcess()
+    try:
+        process.tell(settings())
+        with ranks(process.address(), 1) as (rank,):
+            assert_exact_training(rank, rank.begin((0,)), steps=1)
+    finally:
+        process.stop()
+
+
+def test_a_server_process_that_is_never_told_anything_ends_in_silence() -> None:
+    command = [sys.executable, "-m", "lightning_omni.server"]
+    ended = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, b"", b"")
+
+
+@pytest.mark.processes
 def test_a_server_process_that_cannot_listen_says_why() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -305,8 +305,8 @@ class World:
             )
 
     def dismiss_server(self) -> None:
-        """A server that was started before it was needed, and is not, ends."""
-        if self.process is not None and not self.process.is_told:
+        """With one group, a server that was started because it might be needed, and that nobody joined, ends."""
+        if self.process is not None and self.control is None and self.is_synchronous:
             self.process.stop()
             self.process = None
 

@@ -189,10 +189,10 @@ class GroupStatus(msgspec.Struct, frozen=True):
 
 
 class Status(Message, frozen=True, kw_only=True):
-    """How the run goes. Answers every heartbeat.
+    """How the run goes. Answers every heartbeat, and comes unasked when groups have been formed.
 
     Attributes:
-        sent: from the heartbeat.
+        sent: from the heartbeat; 0 answers `AskStatus`, and a negative number nothing.
         clock: updates applied so far.
         refused: pushes refused because their gradients were not finite.
         strangers: messages refused because they were malformed or their sender had not been admitted.

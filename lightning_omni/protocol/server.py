@@ -307,7 +307,11 @@ class ServerCore:
         self._serves = False
         sizes = {group: len(topology.members(group)) for group in topology.alive}
         self.epochs.form(sizes, message.generation, message.keep_epoch)
-        return [Out(member.peer, m.CONTROL, m.Formed(generation=message.generation))]
+        # Whoever asks how the run goes before the next heartbeat should hear of these groups.
+        return [
+            *self._tell_everyone(self.status(-1.0)),
+            Out(member.peer, m.CONTROL, m.Formed(generation=message.generation)),
+        ]
 
     def _open_epoch(self, member: Member, message: m.OpenEpoch, payload: Payload) -> list[Out]:
         self._group_of(member)

@@ -244,16 +244,15 @@ class OmniTunerHooks(_CallbackBase):
         """What a search needs comes up while the other ranks start: a server for several groups, and slow libraries."""
         if self.budget > 0:
             threading.Thread(target=load_libraries, name="omni-libraries", daemon=True).start()
-            if trainer.world_size > 1:
+            if self._may_form_groups(trainer):
                 trainer.strategy.prepare_server()
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """The server is needed, or it is not."""
-        world = trainer.strategy.world
-        if self.budget > 0 and trainer.world_size > 1 and not self._why_not(trainer, 2):
-            world.start_server()
-        elif world.is_synchronous:
-            world.dismiss_server()
+        if self._may_form_groups(trainer) and not self._why_not(trainer, 2):
+            trainer.strategy.world.start_server()
+        else:
+            trainer.strategy.world.dismiss_server()
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Where nothing is learnt any more, the epoch ends early."""
@@ -371,6 +370,7 @@ class OmniTunerHooks(_CallbackBase):
         except (ConfigurationError, UnsupportedError) as error:
             self.problem = str(error)
             self.rank_zero_info(f"OmniTuner: nothing is tuned: {self.problem}")
+            world.dismiss_server()
             return
         if self._setting is not None and self._ranks != self._strategy.world.size:
             self._begin_anew(hyperparameters)
@@ -693,6 +693,10 @@ class OmniTunerHooks(_CallbackBase):
         if reason and not self.problem:
             self.rank_zero_info(f"OmniTuner: {groups} groups are not tried: {reason}")
         return not reason
+
+    def _may_form_groups(self, trainer: Any) -> bool:
+        """Whether several groups are among what is searched."""
+        return self.budget > 0 and trainer.world_size > 1 and self._space.get("groups") not in (1, [1], (1,))
 
     def _why_not(self, trainer: Any, groups: int) -> str:
         """Why there cannot be that many groups; empty if there can."""

@@ -128,7 +128,11 @@ class Notes(pl.Callback):
         self.regroup_times: list[float] = []
         self.threads: list[int] = []
         self.files: list[int] = []
+        self.is_server_prepared = False
         self.events = (FOLDER / f"events{RANK}").open("a")
+
+    def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
+        self.is_server_prepared = trainer.strategy.world.process is not None  # none is needed yet
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         self.samples.append([])
@@ -252,6 +256,7 @@ def fit(options: dict[str, Any]) -> dict[str, Any]:
         "regroup_times": notes.regroup_times,
         "threads": notes.threads,
         "files": notes.files,
+        "is_server_prepared": notes.is_server_prepared,
         **odd_buffers(module),
         "best": getattr(run.checkpoint_callback, "best_model_path", "") if checkpoint else "",
         "children": len(strategy.launcher.procs) if strategy.launcher and RANK == 0 else 0,
