@@ -1,6 +1,7 @@
 """Training across compute groups without Lightning: `OmniOptimizer` and the `World` that it stands in."""
 
 from lightning_omni.optimizer.optimizer import OmniOptimizer, names_of
-from lightning_omni.optimizer.world import World, WorldOptions
+from lightning_omni.optimizer.options import WorldOptions
+from lightning_omni.optimizer.world import World
 
 __all__ = ["OmniOptimizer", "World", "WorldOptions", "names_of"]

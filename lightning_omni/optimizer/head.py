@@ -26,7 +26,8 @@ from lightning_omni.protocol.codec import Packed, pack, unpack
 from lightning_omni.protocol.layout import DTYPES
 
 if TYPE_CHECKING:
-    from lightning_omni.optimizer.world import Part, World
+    from lightning_omni.optimizer.replica import Part
+    from lightning_omni.optimizer.world import World
 
 _LETTER = 1024
 """Bytes of a leader's note to its group that travel in one broadcast; longer ones take two."""
@@ -75,7 +76,7 @@ class RemoteHead:
         if self._is_open:
             self._is_open = False
             if self._world.is_leader:
-                self._world.ask(m.HeadRelease(optimizer=self._number), m.HeadReleased)
+                self._world.channel.ask(m.HeadRelease(optimizer=self._number), m.HeadReleased)
 
     def __reduce__(self) -> Any:
         # A copy of the module, or its pickle, has a forward pass of its own again.
@@ -105,8 +106,8 @@ class RemoteHead:
 
     def _look(self, tree: Any) -> Any:
         """The output of this rank's rows alone, which the head is not trained on: a rank may ask by itself."""
-        with self._world.timed():
-            answer, payload = self._world.ask(*self._forward_message(tree, turn=False))
+        with self._world.channel.timed():
+            answer, payload = self._world.channel.ask(*self._forward_message(tree, turn=False))
         output = unpack(answer.packed, payload)
         return with_tensors(output, [tensor.to(self._world.device) for tensor in tensors_of(output)])
 
@@ -134,13 +135,13 @@ class RemoteHead:
             tensors: what is to be put in the places of its tensors.
         """
         world = self._world
-        with world.timed():
+        with world.channel.timed():
             self._rows = self._count_rows(tensors)
             whole = self._gather(tensors)
             packed, payload = Packed(b"", ()), torch.empty(0)
             if world.is_leader:
                 with self._explained():
-                    answer, payload = world.ask(*self._forward_message(with_tensors(tree, whole), turn=True))
+                    answer, payload = world.channel.ask(*self._forward_message(with_tensors(tree, whole), turn=True))
                 packed = answer.packed
             packed = self._tell(packed)
             views = packed.layout.views(payload) if world.is_leader else []
@@ -184,7 +185,7 @@ class RemoteHead:
         if not self._is_open:
             raise self._used_twice()
         self._is_open = False
-        with world.timed():
+        with world.channel.timed():
             told = self._agree_on_presence(gradients)
             gathered = iter(self._gather([gradient for gradient in told if gradient is not None]))
             whole = [None if gradient is None else next(gathered) for gradient in told]
@@ -192,7 +193,7 @@ class RemoteHead:
             back: list[Any] = []
             if world.is_leader:
                 with self._explained():
-                    answer, payload = world.ask(*self._backward_message(whole))
+                    answer, payload = world.channel.ask(*self._backward_message(whole))
                 back = unpack(answer.packed, payload)
                 there = msgspec.msgpack.encode(
                     ([gradient is not None for gradient in back], answer.applied, answer.refused_in_row)
@@ -204,14 +205,14 @@ class RemoteHead:
                 if is_there
             ]
             mine = iter(self._scatter([gradient for gradient in back if gradient is not None], shapes))
-        world.watch_refusals(applied, refused)
+        world.channel.watch_refusals(applied, refused)
         return [next(mine) if is_there else None for is_there in present]
 
     def _backward_message(
         self, gradients: Sequence[Tensor | None]
     ) -> tuple[m.HeadBackward, type[m.HeadGradients], Tensor]:
         packed, buffer = pack(list(gradients))
-        epoch, trained = self._world.trained()
+        epoch, trained = self._world.channel.trained()
         message = m.HeadBackward(
             optimizer=self._number,
             packed=packed,
@@ -317,14 +318,14 @@ class RemoteHead:
             beginning = torch.frombuffer(bytearray(data[:_LETTER]), dtype=torch.uint8)
             letter[:8].view(torch.int64)[0] = len(data)
             letter[8 : 8 + beginning.numel()] = beginning
-        self._world.broadcast_in_group(letter)
+        self._world.channel.broadcast_in_group(letter)
         size = int(letter[:8].view(torch.int64)[0])
         if size <= _LETTER:
             return letter[8 : 8 + size].numpy().tobytes()
         long = torch.zeros(size, dtype=torch.uint8)
         if self._world.is_leader:
             long.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-        self._world.broadcast_in_group(long)
+        self._world.channel.broadcast_in_group(long)
         return long.numpy().tobytes()
 
 

@@ -105,7 +105,7 @@ class OmniOptimizer(Optimizer):
         own: dict[str, Any] = self.optimizer.state_dict()
         at_server = self.world.control is not None and not self.world.steps_at_worker
         if at_server and not self.world.is_synchronous and self.world.rank == 0:
-            own["state"] = self.world.whole_state(self.optimizer, self.world.snapshot())
+            own["state"] = self.world.states.whole(self.optimizer, self.world.channel.snapshot())
         return own
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -149,35 +149,35 @@ class OmniOptimizer(Optimizer):
 
     def _advance(self, gradient: Gradient) -> None:
         """Drives the group side of the method from this gradient to the next."""
-        elsewhere = self.world.last.seconds
+        elsewhere = self.world.channel.last.seconds
         self._local.look_at_phase(self.world.phase)
         need = self._side().send(gradient)
         while not isinstance(need, NextGradient):
             need = self._side().send(self._supply(need))
-        self._local.step_done(self.world.last.seconds - elsewhere)
+        self._local.step_done(self.world.channel.last.seconds - elsewhere)
 
     def _supply(self, need: Need) -> Answer:
         world, index = self.world, self._index
         match need:
             case Publish():
-                world.publish(index, need.tensors)
+                world.channel.publish(index, need.tensors)
                 return None
             case SendPeer():
-                world.send_peer(index, need.group, need.tensors)
+                world.channel.send_peer(index, need.group, need.tensors)
                 return None
             case Exchange():
-                return world.exchange(index, need)
+                return world.channel.exchange(index, need)
             case Step():
                 self._replica.step(need.gradient.tensors)
                 return None
             case Fetch():
-                return world.fetch(index)
+                return world.channel.fetch(index)
             case StepTime():
                 return self._local.mean()
             case ReadPeer():
-                return world.read_peer(index, need.group)
+                return world.channel.read_peer(index, need.group)
             case ReadInbox():
-                return world.read_inbox(index)
+                return world.channel.read_inbox(index)
         raise TypeError(f"{type(world.method).__name__} needs {need!r}, and nobody knows what that is")
 
     def _side(self) -> GroupSide:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from lightning_omni.errors import UnsupportedError
@@ -111,3 +112,15 @@ def _on(tree: Any, device: torch.device) -> Any:
     if isinstance(tree, (list, tuple)):
         return type(tree)(_on(value, device) for value in tree)
     return tree
+
+
+@dataclass
+class Part:
+    """One optimizer's share of the exchange."""
+
+    optimizer: Optimizer
+    replica: ModelReplica
+    into: Tensor | None = None
+    staleness: list[int] = field(default_factory=list)
+    head: tuple[str, Module] | None = None
+    """Name and submodule, if this is a merged head: it lives at the server, and nothing of it is pushed."""

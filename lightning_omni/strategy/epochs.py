@@ -68,7 +68,7 @@ class EpochDriver:
         trainer = self._trainer
         self._started, self._stopping = True, False
         self._max_steps = trainer.max_steps
-        self.world.trained = self._trained
+        self.world.channel.trained = self._trained
         self._adopt()
         if self.leases is not None:
             self._nominal_batches = self._count_nominal_batches()
@@ -175,7 +175,7 @@ class EpochDriver:
         if self.leases is not None:
             self._plan = self._make_plan(epoch)
             self._epochs_done, self._epoch_trained = epoch, _size(self._plan.trained)
-            self.world.last.progress, self.world.last.stop = self._epoch_trained, ""
+            self.world.channel.last.progress, self.world.channel.last.stop = self._epoch_trained, ""
             if self.is_dynamic:
                 self.leases.begin(self._plan)
                 self._count_steps_together()
@@ -265,8 +265,8 @@ class EpochDriver:
 
     def _what_next(self) -> str:
         leases = self.leases
-        if self.world.last.stop:
-            return f"stop:{self.world.last.stop}"
+        if self.world.channel.last.stop:
+            return f"stop:{self.world.channel.last.stop}"
         if not self._open_ended or leases is None:
             return ""
         coming = leases.peek()
@@ -394,7 +394,7 @@ class EpochDriver:
         if not self.is_dynamic:
             return _size(self.leases.trained_spans)
         # Groups that exchange weights now and then, or never, hear too seldom of the others.
-        return self.leases.position if self.world.steps_at_worker else self.world.last.progress
+        return self.leases.position if self.world.steps_at_worker else self.world.channel.last.progress
 
     def _pace(self) -> None:
         """Schedulers follow the run's common progress, where groups differ in speed."""

@@ -147,7 +147,7 @@ class OmniStrategyHooks(_Base):
         if trainer is None or not self._is_fitting(trainer):
             return
         for callback in trainer.callbacks:
-            if callable(prepare := getattr(callback, "on_launch", None)):
+            if callable(prepare := getattr(callback, "on_omni_launch", None)):
                 prepare(trainer)
         if self._groups != 1 and (self._groups is not None or self.num_nodes > 1):
             self.prepare_server()
@@ -178,7 +178,7 @@ class OmniStrategyHooks(_Base):
                 options=WorldOptions(**self._omni_options, timeout=timeout or timedelta(minutes=30)),
                 ranks_per_node=[self.num_processes] * self.num_nodes,
             )
-            self.world.process, self._server_process = self._server_process, None
+            self.world.server.process, self._server_process = self._server_process, None
 
     # --- Model and optimizers ----------------------------------------------------------------------------------------
 
@@ -280,7 +280,7 @@ class OmniStrategyHooks(_Base):
         self._synchronous_steps, self._last_status = 0, None
         for part, clock in zip(world.parts, self.epochs.resume.get("clocks", ()), strict=False):
             part.replica.clock = clock
-        world.resume(self.epochs.resume)
+        world.states.resume(self.epochs.resume)
         world.begin()
         self.epochs.start()
         assert self.lightning_module is not None
@@ -293,7 +293,7 @@ class OmniStrategyHooks(_Base):
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         """The forward pass is done: the last moment at which a rank's time is its own and not its group's."""
-        self.stopwatch.forward_done(self._world.last.seconds)
+        self.stopwatch.forward_done(self._world.channel.last.seconds)
         super().pre_backward(closure_loss)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -307,7 +307,7 @@ class OmniStrategyHooks(_Base):
         if self._head is not None and not self._world.is_synchronous:
             self._check_merged(self._trainer)  # once more: accumulation, for one, may have a schedule
             self._head.step_done()  # what callbacks did with it since the last step
-        self.stopwatch.begin(self._world.last.seconds, self._world.last.moved)
+        self.stopwatch.begin(self._world.channel.last.seconds, self._world.channel.last.moved)
         self.balance.begin_batch()
         self.epochs.begin_batch()
 
@@ -317,7 +317,7 @@ class OmniStrategyHooks(_Base):
         if self._head is not None:
             self._head.step_done()
         if world.control is not None:
-            self.stopwatch.end(world.last.seconds, world.last.moved)
+            self.stopwatch.end(world.channel.last.seconds, world.channel.last.moved)
             world.control.report_timings(*self.stopwatch.means)
         self.balance.end_batch()
         self.epochs.end_batch()
@@ -338,7 +338,7 @@ class OmniStrategyHooks(_Base):
         if world.control is not None and not world.is_synchronous:
             self._warn_if_nothing_was_exchanged()
             if self.is_global_zero:
-                world.take_states_back()
+                world.states.take_back()
             for part in world.parts:
                 part.replica.abandon()
             self._unguard_optimizers()
@@ -456,9 +456,9 @@ class OmniStrategyHooks(_Base):
             return state
         world = self._world
         if not world.is_computing:
-            world.deposit()
+            world.channel.deposit()
         if self.is_global_zero:
-            self._snapshot = world.snapshot()
+            self._snapshot = world.channel.snapshot()
             self._overlay(state, self._snapshot)
         return state
 
@@ -488,8 +488,8 @@ class OmniStrategyHooks(_Base):
         if all(world.steps_here(part) for part in world.parts if part.optimizer is raw):
             return own
         if self._snapshot is None:
-            self._snapshot = world.snapshot()
-        return {"state": world.whole_state(raw, self._snapshot), "param_groups": own["param_groups"]}
+            self._snapshot = world.channel.snapshot()
+        return {"state": world.states.whole(raw, self._snapshot), "param_groups": own["param_groups"]}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Adds what server and groups know beyond Lightning: clocks, samples trained, and the method's own state."""
@@ -505,7 +505,7 @@ class OmniStrategyHooks(_Base):
             if "optimizer_states" in checkpoint:  # save_weights_only means it
                 checkpoint["omni"] |= {
                     "method": m.method_to_wire(self._world.method),
-                    "parameters": self._world.part_names,
+                    "parameters": self._world.states.names,
                     "server": [part["method"] for part in self._snapshot["parts"]],
                     "states": dict(self._snapshot["groups"]),
                 }

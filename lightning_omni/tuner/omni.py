@@ -240,7 +240,7 @@ class OmniTunerHooks(_CallbackBase):
             world.topology, world.method, self._strategy.balance = untuned
         self._strategy.on_ready.append(self._call)
 
-    def on_launch(self, trainer: Any) -> None:
+    def on_omni_launch(self, trainer: Any) -> None:
         """What a search needs comes up while the other ranks start: a server for several groups, and slow libraries."""
         if self.budget > 0:
             threading.Thread(target=load_libraries, name="omni-libraries", daemon=True).start()
@@ -264,8 +264,8 @@ class OmniTunerHooks(_CallbackBase):
         if self._watch is not None:
             world = self._strategy.world
             loss = loss_in(outputs, int(trainer.accumulate_grad_batches))
-            before, self._exchanged = self._exchanged, world.last.seconds
-            applied = world.last.applied if world.last.seconds != before else None
+            before, self._exchanged = self._exchanged, world.channel.last.seconds
+            applied = world.channel.last.applied if world.channel.last.seconds != before else None
             self._watch.batch_done(loss, not world.is_synchronous, applied)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:

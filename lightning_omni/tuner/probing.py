@@ -164,7 +164,7 @@ class Prober:
         """All batches that this rank's group gets of the probe's samples."""
         world = self._strategy.world
         batches: list[Batch] = []
-        began, exchanged = time.perf_counter(), world.last.seconds
+        began, exchanged = time.perf_counter(), world.channel.last.seconds
         micro: list[Any] = []
         overflows, scale = 0, self._scale
         window = int(self._trainer.accumulate_grad_batches)
@@ -182,7 +182,7 @@ class Prober:
             assert current is not None
             stop = current.stop
             batches.append(
-                Batch(stop, (stop - current.start) * window, loss, now - began, world.last.seconds - exchanged)
+                Batch(stop, (stop - current.start) * window, loss, now - began, world.channel.last.seconds - exchanged)
             )
             # A loss scaler that begins too high skips steps until it fits: that is its way, for a while.
             overflows = overflows + 1 if self._scale < scale else 0
@@ -191,7 +191,7 @@ class Prober:
                 if not world.is_synchronous:
                     leases.leave("skip")
                 return batches, "diverged: gradients or weights are not finite"
-            if world.last.stop:
+            if world.channel.last.stop:
                 return batches, "diverged in another group"
         return batches, ""
 
@@ -224,7 +224,7 @@ class Prober:
         """Known alike to all members of the group, without a word between them."""
         world = self._strategy.world
         if not world.is_synchronous:
-            return not world.last.applied
+            return not world.channel.last.applied
         # The same gradient on every rank, and it is not finite if one rank's loss is not.
         total = sum(
             float(parameter.grad.detach().float().abs().sum())
@@ -336,7 +336,7 @@ class Prober:
         strategy.epochs.leases, strategy.balance = leases, balance
         trainer.callbacks, trainer.loggers = [], [self._mute_logger() for _ in trainer.loggers]
         world = strategy.world
-        world.last.stop, world.last.applied = "", True
+        world.channel.last.stop, world.channel.last.applied = "", True
         try:
             with silence(self._module), torch.enable_grad():
                 if self._is_first:  # what it makes here is taken back, and made once more when the epoch begins
@@ -371,14 +371,14 @@ class _Counters:
 
     def __init__(self, strategy: Any) -> None:
         self._strategy, self._steps = strategy, strategy._synchronous_steps
-        self._last = replace(strategy.world.last)
+        self._last = replace(strategy.world.channel.last)
         self._staleness = [list(part.staleness) for part in strategy.world.parts]
         self._clocks = [part.replica.clock for part in strategy.world.parts]
 
     def restore(self) -> None:
         """Puts them back."""
         self._strategy._synchronous_steps = self._steps
-        self._strategy.world.last = replace(self._last)
+        self._strategy.world.channel.last = replace(self._last)
         for part, kept in zip(self._strategy.world.parts, self._staleness, strict=True):
             part.staleness[:] = kept
         for part, clock in zip(self._strategy.world.parts, self._clocks, strict=True):

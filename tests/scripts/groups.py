@@ -132,7 +132,7 @@ class Notes(pl.Callback):
         self.events = (FOLDER / f"events{RANK}").open("a")
 
     def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
-        self.is_server_prepared = trainer.strategy.world.process is not None  # none is needed yet
+        self.is_server_prepared = trainer.strategy.world.server.process is not None  # none is needed yet
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         self.samples.append([])

@@ -81,7 +81,7 @@ class State(pl.Callback):
         self.servers: list[bool] = []
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        self.servers.append(trainer.strategy.world.process is not None)
+        self.servers.append(trainer.strategy.world.server.process is not None)
         if hasattr(trainer.strategy, "on_ready"):
             trainer.strategy.on_ready.append(lambda: self.note(trainer, pl_module))
 
@@ -97,7 +97,7 @@ class State(pl.Callback):
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if not self.first:
-            self.servers.append(trainer.strategy.world.process is not None)
+            self.servers.append(trainer.strategy.world.server.process is not None)
             self.first = batch[2].tolist()
         self.last_epoch += batch[2].tolist()
 

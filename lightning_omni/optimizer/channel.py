@@ -1,0 +1,340 @@
+"""A group's way to the parameter server and to other groups: the leader asks, and its group gets the answer."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from lightning_omni.errors import NonFiniteGradients
+from lightning_omni.methods import Exchange, Inbox, Pulled
+from lightning_omni.optimizer.replica import Part
+from lightning_omni.protocol import messages as m
+from lightning_omni.protocol.codec import pack, unpack
+from lightning_omni.server import Address, DataConnection, PeerConnections, PeerSocket
+from lightning_omni.server.connection import own_host
+
+if TYPE_CHECKING:
+    from lightning_omni.optimizer.world import World
+
+_log = logging.getLogger(__name__)
+
+PREFIX = 128
+"""Bytes in front of the weights that a leader broadcasts to its group: what else the answer said."""
+_NUMBERS = 64
+"""Where among them the note lies, in bytes; whole numbers come before it."""
+_STOPS = ("", "validate", "end", "skip")
+_Answer = TypeVar("_Answer", bound=m.Message)
+
+
+@dataclass
+class Exchanged:
+    """What the last exchange with the server said, and what all of them took."""
+
+    staleness: int = -1
+    applied: bool = True
+    progress: int = 0
+    stop: str = ""
+    seconds: float = 0.0
+    moved: int = 0
+    """Bytes of tensors to and from the server, in the whole run; only the leader of a group moves any."""
+
+
+@dataclass
+class Peers:
+    """A leader's way to the other leaders."""
+
+    socket: PeerSocket
+    connections: PeerConnections
+
+    def close(self) -> None:
+        """Ends both directions."""
+        self.connections.close()
+        self.socket.close()
+
+
+class Channel:
+    """What a rank exchanges with the server and with other groups. Every rank of a group makes the same calls.
+
+    Args:
+        world: this rank's place in the run.
+
+    Attributes:
+        last: what the last exchange said, and what all of them took.
+        trained: epoch, and batches of it that this rank has trained, which travel with every message.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.last = Exchanged()
+        self.trained: Callable[[], tuple[int, int]] = lambda: (-1, 0)
+        self._data: DataConnection | None = None
+        self._peers: Peers | None = None
+
+    # --- Server -------------------------------------------------------------------------------------------------------
+
+    def exchange(self, index: int, need: Exchange) -> Pulled:
+        """Pushes for this group and hears the server's answer.
+
+        Raises:
+            NonFiniteGradients: the server refused too many pushes in a row.
+        """
+        part = self._world.parts[index]
+
+        def push() -> m.Weights:
+            epoch, trained = self.trained()
+            present, payload = part.replica.flatten(need.tensors)
+            message = m.PushMessage(
+                optimizer=index,
+                read_at=need.read_at,
+                present=present,
+                hyperparameters=tuple(dict(group) for group in need.hyperparameters),
+                epoch=epoch,
+                trained=trained,
+                nbytes=payload.numel(),
+                note=need.note,
+                pull=need.pull,
+            )
+            return self._ask(part, message, payload)
+
+        return self._share(part, push, need.pull)
+
+    def fetch(self, index: int) -> Pulled:
+        """The server's weights for this group."""
+        part = self._world.parts[index]
+
+        def ask() -> m.Weights:
+            epoch, trained = self.trained()
+            return self._ask(part, m.Fetch(optimizer=index, epoch=epoch, trained=trained))
+
+        return self._share(part, ask)
+
+    def mean(self, index: int) -> Pulled:
+        """The mean of all groups' own weights."""
+        part = self._world.parts[index]
+
+        def contribute() -> m.Weights:
+            _, payload = part.replica.flatten(part.replica.weights())
+            return self._ask(part, m.Average(optimizer=index, nbytes=payload.numel()), payload)
+
+        return self._share(part, contribute)
+
+    def snapshot(self, with_state: bool = True) -> dict[str, Any]:
+        """Weights, optimizer states and clocks of all optimizers, as of one moment. For leaders.
+
+        Returns:
+            ``{"parts": [{"weights": {name: tensor}, "state": {...}, "clock": 0, "method": {...}}], "epoch": {...},
+            "trained": [], "groups": {group: what it deposited}}``
+        """
+        answer, payload = self._data_connection().exchange(m.TakeSnapshot(with_state=with_state), m.Snapshot)
+        # Copies: what is unpacked shares one memory, which torch.save refuses if there is more than one dtype.
+        tree: dict[str, Any] = tree_map(
+            lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, unpack(answer.packed, payload)
+        )
+        return tree
+
+    def deposit(self) -> None:
+        """At a meeting, on every rank: what each group alone knows becomes part of the next `snapshot`."""
+        if self._world.is_leader:
+            states = [part.replica.own_state(whole=self._world.steps_here(part)) for part in self._world.parts]
+            packed, buffer = pack(states)
+            self._data_connection().exchange(m.Deposit(packed=packed, nbytes=buffer.numel()), m.Deposited, buffer)
+        self._world.barrier()
+
+    def ask(self, message: m.Message, expect: type[_Answer], payload: Tensor | None = None) -> tuple[_Answer, Tensor]:
+        """Asks the server on the data channel; for leaders. Returns the answer and its payload, uint8."""
+        return self._data_connection().exchange(message, expect, payload)
+
+    # --- Peers --------------------------------------------------------------------------------------------------------
+
+    def meet_peers(self) -> None:
+        """New groups stand: where the method has them talk to each other, leaders say where they listen."""
+        self._close_peers()
+        if not self._world.method.talks_to_peers or self._world.is_synchronous:
+            return
+        assert self._world.control is not None
+        layouts = [part.replica.layout for part in self._world.parts]
+        host = own_host(self._world.control.address)
+        if host.startswith("127.") and not self._world.server.is_on_this_node_only:
+            host = "0.0.0.0"  # the server is on this machine, and the other nodes know it by another address
+        socket = PeerSocket(host, layouts) if self._world.is_leader else None
+        mine = b""
+        if socket is not None:
+            address = self._world.server.published(socket.address)
+            mine = msgspec.json.encode(Address(self._world.group, address, socket.ticket))
+        said = self._world.meet("peers", mine)
+        if socket is not None:
+            others = [msgspec.json.decode(payload, type=Address) for _, payload in said if payload]
+            self._peers = Peers(
+                socket,
+                PeerConnections(
+                    {other.group: other for other in others if other.group != self._world.group},
+                    layouts,
+                    lambda group: group not in self._world.live_groups,
+                    self._world.control.check,
+                ),
+            )
+
+    def publish(self, index: int, tensors: Sequence[Tensor]) -> None:
+        """Other groups may read these weights."""
+        if self._peers is not None:
+            self._peers.socket.publish(index, tensors)
+
+    def send_peer(self, index: int, group: int, tensors: Sequence[Tensor]) -> None:
+        """Weights for another group's inbox."""
+        if self._peers is not None:
+            with self.timed():
+                self._peers.connections.send(group, index, tensors)
+
+    def read_peer(self, index: int, group: int) -> Sequence[Tensor] | None:
+        """What another group has published."""
+
+        def read() -> tuple[Sequence[Tensor] | None, int]:
+            assert self._peers is not None
+            theirs = self._peers.connections.read(group, index)
+            return theirs, int(theirs is not None)
+
+        return self._share_tensors(self._world.parts[index], read)[0]
+
+    def read_inbox(self, index: int) -> Inbox:
+        """What other groups have sent."""
+
+        def read() -> tuple[Sequence[Tensor] | None, int]:
+            assert self._peers is not None
+            inbox = self._peers.socket.read_inbox(index)
+            return inbox.total, inbox.count
+
+        return Inbox(*self._share_tensors(self._world.parts[index], read))
+
+    # --- Inside the group ---------------------------------------------------------------------------------------------
+
+    def broadcast_in_group(self, memory: Tensor) -> None:
+        """From the leader to its group."""
+        if len(self._world.members) == 1:
+            return
+        shared = memory.to(self._world.device) if self._world.device.type != "cpu" else memory
+        dist.broadcast(shared, src=self.source(), group=self._world.compute_group)
+        if shared is not memory:
+            memory.copy_(shared)
+
+    def source(self) -> int:
+        """The leader, as torch's collectives want it."""
+        # torch takes src as a rank of the default group if that is the very group, as a global one otherwise
+        return 0 if self._world.compute_group is dist.group.WORLD else self._world.members[0]
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Counts time and bytes as those of exchanges."""
+        began, moved = time.perf_counter(), self._data.moved if self._data is not None else 0
+        yield
+        self.last.seconds += time.perf_counter() - began
+        if self._data is not None:
+            self.last.moved += self._data.moved - moved
+
+    def watch_refusals(self, applied: bool, in_row: int) -> None:
+        """Warns of what was not finite, and gives up when there is no end to it.
+
+        Raises:
+            NonFiniteGradients: the server refused too many pushes in a row.
+        """
+        if in_row >= self._world.options.refusals:
+            raise NonFiniteGradients(
+                f"what group {self._world.group} pushed was NaN or infinite {in_row} times in a row, and none of it was"
+                " applied: lower the learning rate, clip gradients (gradient_clip_val), or use precision='16-mixed'"
+                " with its loss scaling; more groups need less momentum; refusals= sets how many are borne"
+            )
+        if not applied and in_row == 1:
+            _log.warning(
+                "group %d pushed something that is not finite; it was refused and the weights did not move",
+                self._world.group,
+            )
+
+    def _ask(self, part: Part, message: m.Message, payload: Tensor | None = None) -> m.Weights:
+        return self._data_connection().exchange(message, m.Weights, payload, self._memory(part)[PREFIX:])[0]
+
+    def _share(self, part: Part, ask: Callable[[], m.Weights], pull: bool = True) -> Pulled:
+        """The leader asks the server; its group gets the answer."""
+        memory = self._memory(part) if pull else self._memory(part)[:PREFIX]
+        prefix, numbers = memory[:_NUMBERS].view(torch.int64), memory[_NUMBERS:PREFIX].view(torch.float64)
+        with self.timed():
+            if self._world.is_leader:
+                answer = ask()
+                prefix[:6] = torch.tensor(
+                    [
+                        answer.clock,
+                        answer.staleness,
+                        int(answer.applied),
+                        answer.refused_in_row,
+                        answer.progress,
+                        _STOPS.index(answer.stop),
+                    ]
+                )
+                numbers[0] = answer.note
+            self.broadcast_in_group(memory)
+        clock, staleness, applied, refused, progress, stop = prefix[:6].tolist()
+        self.last.staleness, self.last.applied = staleness, bool(applied)
+        self.last.progress, self.last.stop = progress, _STOPS[stop]
+        if staleness >= 0:
+            part.staleness.append(staleness)
+        self.watch_refusals(bool(applied), refused)
+        tensors = part.replica.layout.views(memory[PREFIX:]) if pull else ()
+        return Pulled(tensors, clock, float(numbers[0]), refused=not applied)
+
+    def _share_tensors(
+        self, part: Part, read: Callable[[], tuple[Sequence[Tensor] | None, int]]
+    ) -> tuple[Sequence[Tensor] | None, int]:
+        """The leader reads something, and a count; its group gets both."""
+        with self.timed():
+            tensors, count = read() if self._world.is_leader else (None, 0)
+            if len(self._world.members) == 1:
+                return tensors, count
+            memory = self._memory(part)
+            prefix, views = memory[:_NUMBERS].view(torch.int64), part.replica.layout.views(memory[PREFIX:])
+            if self._world.is_leader:
+                prefix[0] = count
+                for view, tensor in zip(views, tensors or (), strict=False):
+                    view.copy_(tensor)
+            self.broadcast_in_group(memory[:PREFIX])
+            count = int(prefix[0])
+            if count:
+                self.broadcast_in_group(memory)
+            return (views if count else None), count
+
+    def _memory(self, part: Part) -> Tensor:
+        if part.into is None:
+            part.into = torch.zeros(PREFIX + part.replica.layout.nbytes, dtype=torch.uint8)
+        return part.into
+
+    # --- Connections --------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Ends all connections; the next exchange makes new ones."""
+        if self._data is not None:
+            self._data.close()
+            self._data = None
+        self._close_peers()
+
+    def _close_peers(self) -> None:
+        if self._peers is not None:
+            self._peers.close()
+            self._peers = None
+
+    def _data_connection(self) -> DataConnection:
+        if self._data is None:
+            assert self._world.control is not None
+            self._data = DataConnection(
+                self._world.control.data_address,
+                self._world.control.ticket,
+                self._world.control.check,
+                timeout=self._world.options.timeout.total_seconds(),
+            )
+        return self._data

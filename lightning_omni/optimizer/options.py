@@ -1,0 +1,67 @@
+"""What a run is told about itself, beside its size."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from datetime import timedelta
+
+from lightning_omni.errors import ConfigurationError
+from lightning_omni.methods import Method, checked, method_named
+from lightning_omni.server.connection import check_address
+from lightning_omni.topology import check_groups
+
+
+@dataclass(frozen=True)
+class WorldOptions:
+    """Everything about a run that is not its size. All ranks must be given the same.
+
+    Attributes:
+        groups: number of compute groups, or None for one group for each node.
+        method: how groups exchange, by name or as a `lightning_omni.methods.Method`.
+        server: ``"tcp://host:port"`` of a server that runs already; None starts one with the run.
+        host: address that the embedded server binds; None takes loopback on one node, and otherwise the address by
+            which the other nodes reach rank 0 (MASTER_ADDR).
+        heartbeat_timeout: seconds of silence after which a rank counts as dead.
+        refusals: pushes with NaN or infinite gradients that a group may make in a row before the run ends.
+        timeout: seconds after which a collective that does not complete is an error.
+        server_threads: threads of the embedded server's arithmetic.
+        record: file for a record of everything that moves the weights, written by the embedded server; see
+            `lightning_omni.simulator.replay`.
+    """
+
+    groups: int | None = None
+    method: str | Method = "async_sgd"
+    server: str | None = None
+    host: str | None = None
+    heartbeat_timeout: float = 30.0
+    refusals: int = 50
+    timeout: timedelta = timedelta(minutes=30)
+    server_threads: int = 1
+    record: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.groups is not None:
+            check_groups(self.groups, sys.maxsize)
+        if self.server is not None:
+            check_address(self.server)
+        if self.heartbeat_timeout < 2:
+            raise ConfigurationError(
+                f"heartbeat_timeout={self.heartbeat_timeout}: ranks give two signs of life a second, and a busy one"
+                " may be late; pass at least 2 seconds"
+            )
+        for name in ("refusals", "server_threads"):
+            if getattr(self, name) < 1:
+                raise ConfigurationError(f"{name}={getattr(self, name)}: pass a positive number")
+        if self.record is not None and self.server is not None:
+            raise ConfigurationError(
+                f"record={self.record!r}: the server at {self.server} runs already; start it with"
+                " lightning-omni serve --record FILE"
+            )
+        method = self.resolved_method()
+        if self.groups is not None:
+            method.check(self.groups)
+
+    def resolved_method(self) -> Method:
+        """The method as a value."""
+        return method_named(self.method) if isinstance(self.method, str) else checked(self.method)

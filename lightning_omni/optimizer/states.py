@@ -1,0 +1,152 @@
+"""Optimizer state and weights on their way: from the ranks to the server, back again, and into a resumed run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from lightning_omni.methods.master import describe, places_of
+from lightning_omni.methods.modules import describe_module
+from lightning_omni.optimizer.replica import Part
+from lightning_omni.protocol import messages as m
+from lightning_omni.protocol.codec import Packed, pack, unpack
+
+if TYPE_CHECKING:
+    from lightning_omni.optimizer.world import World
+
+
+class States:
+    """Hands optimizer state over, so that none is lost or kept twice.
+
+    Rule 1: what the server steps has its state there, and none on any rank; with one group it is the other way round.
+    Rule 2: what steps on the ranks keeps its state there, the same on all members of a group.
+
+    Args:
+        world: this rank's place in the run.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._resumed: Mapping[str, Any] = {}
+
+    # --- A resumed run -----------------------------------------------------------------------------------------------
+
+    def resume(self, saved: Mapping[str, Any]) -> None:
+        """When training begins, go on from what `snapshot` and `deposit` said at a meeting.
+
+        Args:
+            saved: ``{"method": {...}, "groups": n, "parameters": [[...]], "server": [...], "states": {group: [...]}}``.
+                What the groups knew by themselves counts only if method, number of groups and parts are the same again.
+        """
+        same = (
+            saved.get("method") == m.method_to_wire(self._world.method)
+            and saved.get("groups") == len(self._world.topology.alive)
+            and len(saved.get("server", ())) == len(self._world.parts)
+            and saved.get("parameters", self.names if not self._world.heads else None) == self.names
+        )
+        self._resumed = saved if same else {}
+
+    @property
+    def names(self) -> list[list[str]]:
+        """The parameters of each part, by which a checkpoint tells whether its parts are these."""
+        return [list(part.replica.parameters) for part in self._world.parts]
+
+    @property
+    def of_this_group(self) -> list[Any]:
+        """What this group knew by itself when the checkpoint was saved, for each part."""
+        states = self._resumed.get("states", {})
+        in_order = [states[group] for group in sorted(states)]  # numbers may have had gaps, where groups had died
+        return list(in_order[self._world.group]) if self._world.group < len(in_order) else []
+
+    def forget(self) -> None:
+        """Training has begun: what was to be resumed is."""
+        self._resumed = {}
+
+    # --- To the server and back ---------------------------------------------------------------------------------------
+
+    def seed(self) -> None:
+        """Rank 0 hands weights and optimizer states to the server; every rank's own state is given up."""
+        if self._world.rank == 0:
+            parts = [
+                {
+                    "optimizer": None if self._world.steps_here(part) else _describe(part),
+                    "weights": {name: p.detach() for name, p in part.replica.parameters.items()},
+                    "clock": part.replica.clock,
+                    "method": state,
+                    "head": _describe_head(part),
+                }
+                for part, state in zip_longest(self._world.parts, self._resumed.get("server", ()))
+            ]
+            packed, buffer = pack({"parts": parts})
+            self._world.channel.ask(m.Seed(packed=packed, nbytes=buffer.numel()), m.Seeded, buffer)
+        for part in self._world.parts:
+            for parameter in () if self._world.steps_here(part) else part.replica.ordered:
+                part.optimizer.state.pop(parameter, None)
+        self._world.barrier()
+
+    def take_back(self) -> tuple[tuple[int, int], ...]:
+        """This rank's optimizers get the server's state, to step for themselves or to be saved.
+
+        Returns:
+            The ranges of the epoch that are trained.
+        """
+        tree = self._world.channel.snapshot(with_state=not all(map(self._world.steps_here, self._world.parts)))
+        for optimizer in dict.fromkeys(part.optimizer for part in self._world.parts):
+            if any(part.optimizer is optimizer and not self._world.steps_here(part) for part in self._world.parts):
+                plain = optimizer.state_dict()
+                optimizer.load_state_dict({**plain, "state": self.whole(optimizer, tree)})
+        return tuple((start, stop) for start, stop in tree["trained"])
+
+    def whole(self, optimizer: Optimizer, tree: Mapping[str, Any]) -> dict[int, Any]:
+        """An optimizer's state as in its ``state_dict``: the server's, and this rank's own for what steps here.
+
+        Args:
+            optimizer: one that was attached.
+            tree: from `snapshot`.
+        """
+        state = dict(optimizer.state_dict()["state"])
+        for part, theirs in zip(self._world.parts, tree["parts"], strict=True):
+            if part.optimizer is optimizer and not self._world.steps_here(part):
+                places = places_of(optimizer, set(part.replica.ordered))
+                for place, whole in enumerate(places):
+                    state.pop(whole, None)
+                    if place in theirs["state"]:
+                        state[whole] = theirs["state"][place]
+        return state
+
+    def share(self) -> None:
+        """Members of a new group may come from different ones: they take up their leader's optimizer state."""
+        if len(self._world.members) == 1:
+            return
+        for part in (part for part in self._world.parts if self._world.steps_here(part)):
+            packed, buffer = pack(part.optimizer.state_dict()["state"] if self._world.is_leader else {})
+            head = msgspec.msgpack.encode(packed)
+            sizes = torch.tensor([len(head), buffer.numel()], device=self._world.device)
+            dist.broadcast(sizes, src=self._world.channel.source(), group=self._world.compute_group)
+            flat = torch.empty(int(sizes.sum()), dtype=torch.uint8)
+            if self._world.is_leader:
+                flat.copy_(torch.cat([torch.frombuffer(bytearray(head), dtype=torch.uint8), buffer]))
+            self._world.channel.broadcast_in_group(flat)
+            if not self._world.is_leader:
+                cut = int(sizes[0])
+                theirs = msgspec.msgpack.decode(flat[:cut].numpy().tobytes(), type=Packed)
+                state = unpack(theirs, flat[cut:].clone())
+                part.optimizer.load_state_dict({**part.optimizer.state_dict(), "state": state})
+
+
+def _describe(part: Part) -> dict[str, Any]:
+    return describe(part.optimizer, {p: name for name, p in part.replica.parameters.items()})
+
+
+def _describe_head(part: Part) -> dict[str, Any] | None:
+    if part.head is None:
+        return None
+    name, module = part.head
+    seed = int(torch.randint(1 << 62, (), generator=torch.Generator().manual_seed(torch.initial_seed())))
+    return {"name": name, "module": describe_module(module), "seed": seed}
