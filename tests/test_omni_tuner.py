@@ -150,7 +150,7 @@ def test_a_resumed_run_goes_on_with_what_was_chosen(fits: dict[str, list[dict[st
 
 @pytest.fixture(scope="module")
 def four() -> Run:
-    """A straggler among four; a choice that ruins the run; then, in a third fit, a worker that dies in a probe."""
+    """A straggler among four; a choice that ruins the run; nothing to choose; then a worker that dies in a probe."""
     slow = {str(rank): 4e-3 if rank == 3 else 1e-3 for rank in range(4)}
     even = {str(rank): 5e-4 for rank in range(4)}
     straggling = {"devices": 4, "seconds": slow, "trainer": {"max_epochs": 2}, "tuner": {**ONCE, "budget": 0.9}}
@@ -161,7 +161,16 @@ def four() -> Run:
         "trainer": {"max_epochs": 50, "max_steps": 192},
     }
     dying = {"devices": 4, "seconds": even, "trainer": {"max_epochs": 2}, "tuner": ONCE, "dies": [3, 1]}
-    return run("omni_tuner.py", {"fits": [straggling, ruined, dying]}, timeout=200)
+    plain = {"devices": 4, "seconds": even, "trainer": {"max_epochs": 1}}
+    searched = {**plain, "tuner": {**ONCE, "budget": 0.9, "space": HERE}}
+    return run("omni_tuner.py", {"fits": [straggling, ruined, plain, searched, dying]}, timeout=200)
+
+
+def test_sums_are_rounded_as_if_there_had_been_no_probes(four: Run) -> None:
+    for rank in range(4):  # of two ranks' numbers the sum is the same in any order
+        plain, searched = four.results[rank][2:4]
+        assert plain["weights"] == searched["weights"]
+    assert four.results[0][3]["tried"]
 
 
 def test_a_straggler_is_not_waited_for(four: Run) -> None:
@@ -183,8 +192,8 @@ def test_a_run_that_the_choice_ruins_goes_back_and_on_as_the_user_set_it(four: R
 
 
 def test_a_worker_lost_while_tuning_costs_the_search_and_not_the_run(four: Run) -> None:
-    alive = [four.results[rank][2] for rank in range(3)]
-    assert len(four.results[3]) == 2
+    alive = [four.results[rank][4] for rank in range(3)]
+    assert len(four.results[3]) == 4
     for rank in alive:
         assert rank["before"] == rank["after"]
         assert rank["setting"]["groups"] == 1

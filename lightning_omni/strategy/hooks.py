@@ -204,9 +204,10 @@ class OmniStrategyHooks(_Base):
             return
         assert self.lightning_module is not None
         world.broadcast_initial(self.lightning_module)
-        self._wrap_for_group()
+        self.wrap_for_group()
 
-    def _wrap_for_group(self) -> None:
+    def wrap_for_group(self) -> None:
+        """Wraps the module into a new DDP over the compute group; a group of one needs none."""
         world = self._world
         self.model = self.lightning_module
         if len(world.members) > 1 or world.is_synchronous:
@@ -416,7 +417,7 @@ class OmniStrategyHooks(_Base):
         spans = world.regroup(groups, self.buffers(), speeds) or spans
         if not world.is_synchronous:
             self._guard_optimizers()
-        self._wrap_for_group()
+        self.wrap_for_group()
         self.epochs.after_regroup(spans, was_synchronous)
         self.balance.regrouped()
 

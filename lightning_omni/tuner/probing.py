@@ -138,6 +138,9 @@ class Prober:
         self._strategy.world.method = self._method
         self._snapshot.restore()
         self._counters.restore()
+        if self._is_first and self._strategy.world.is_synchronous:
+            # DDP orders its buckets anew after its first step, and sums are rounded as the buckets lie.
+            self._strategy.wrap_for_group()
 
     def _train(
         self, probe: Probe, speeds: Mapping[int, float] | None, by_speed: bool
