@@ -29,6 +29,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.loggers.logger import DummyLogger
 from pytorch_lightning.utilities import rank_zero_only
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -104,16 +105,19 @@ class Compare(pl.Callback):
         self.cluster, self.batches = cluster, batches
         self.points: list[Point] = []
 
-    def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         trainer.strategy.on_ready.append(lambda: self._compare(trainer, pl_module))
 
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         trainer.strategy.world.start_server()
 
-    def _compare(self, trainer: pl.Trainer, module: Any) -> None:
+    def _compare(self, trainer: Any, module: Any) -> None:
         strategy = trainer.strategy
         self._world = strategy.world
-        self._prober = Prober(trainer, module, Hyperparameters(trainer.optimizers[0]), LR, seed=0)
+        hyperparameters = Hyperparameters(trainer.optimizers[0])
+        self._prober = Prober(
+            trainer, module, hyperparameters, LR, seed=0, several=True, mute_logger=DummyLogger, is_first=True
+        )
         ends = [self._measure(groups, rebalance, self.batches) for groups, rebalance in ENDS]
         profile = Profile.fit(ends) if trainer.is_global_zero else None
         for groups, rebalance in BETWEEN:
@@ -167,7 +171,7 @@ def main() -> int:
     torch.set_num_threads(1)
     say("cluster      groups  batches       predicted ms  (80 %)            measured ms  samples/s  error")
     points = [point for cluster in options.clusters for point in run(cluster, options)]
-    if rank_zero_only.rank:
+    if rank_zero_only.rank:  # type: ignore[attr-defined]
         return 0
     if options.json:
         options.json.write_text(json.dumps([asdict(point) for point in points], indent=2))

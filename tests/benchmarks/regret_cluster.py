@@ -357,7 +357,7 @@ class Machine:
         place = "synchronous" if setting.groups == 1 else f"{self.name}|{self.topology(setting).groups}"
         split = setting.rebalance and setting.groups > 1
         key = f"{self.workload.name}|{where.history}|{place}|{split}|{setting.momentum:.4g}|{setting.lr:.4g}|{seed}"
-        known: Mapping[str, float] | None = self.cache.known.get(key)
+        known: Mapping[str, Any] | None = self.cache.known.get(key)
         if known is None or (known["reached"] is None and known["cap"] < 0.999 * min(cap / unit, self._longest)):
             known = self.cache.known[key] = self._run(where, setting, seed, min(cap / unit, self._longest))
         return math.inf if known["reached"] is None or known["reached"] * unit > cap else known["reached"] * unit

@@ -215,7 +215,7 @@ def carry_out(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     task = json.loads(options.task)
     answer = asdict(train(options, *task["train"])) if "train" in task else {"lr": best_rate(options)}
-    if not rank_zero_only.rank:
+    if not rank_zero_only.rank:  # type: ignore[attr-defined]
         options.answer.write_text(json.dumps(answer))
 
 
@@ -228,7 +228,7 @@ def best_rate(options: argparse.Namespace) -> float:
         each = ", ".join(f"{run.steps:.0f}" for run in runs)
         pace = statistics.mean(1e3 * run.seconds / run.steps for run in runs)
         say(f"DDPStrategy, lr {rate:g}: {needed[rate]:.0f} batches ({each}), {pace:.1f} ms each without sleeping")
-    best = min(needed, key=lambda rate: needed[rate])
+    best: float = min(needed, key=lambda rate: needed[rate])
     say(f"lr {best:g}, momentum {MOMENTUM:g} is where both begin")
     return best
 
@@ -257,7 +257,7 @@ def train(options: argparse.Namespace, rate: float, scenario: str | None, seed: 
         trainer.fit(Emulated(rate, scenario, seed), *loaders())
     except OmniError as error:  # on all ranks; the other pairs are worth having
         problem = f"{type(error).__name__}: {str(error)[:120]}"
-    if tuner is None or rank_zero_only.rank:
+    if tuner is None or rank_zero_only.rank:  # type: ignore[attr-defined]
         return Outcome(clock.seconds, clock.steps, clock.best, clock.ready, problem=problem)
     chosen = str(tuner.choice.setting) if tuner.choice is not None else tuner.problem
     spent = tuner.state_dict()["spent"]
