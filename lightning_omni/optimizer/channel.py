@@ -93,18 +93,7 @@ class Channel:
         def push() -> m.Weights:
             epoch, trained = self.trained()
             present, payload = part.replica.flatten(need.tensors)
-            message = m.PushMessage(
-                optimizer=index,
-                read_at=need.read_at,
-                present=present,
-                hyperparameters=tuple(dict(group) for group in need.hyperparameters),
-                epoch=epoch,
-                trained=trained,
-                nbytes=payload.numel(),
-                note=need.note,
-                pull=need.pull,
-            )
-            return self._ask(part, message, payload)
+            return self._ask(part, m.PushMessage.of(need, index, present, payload.numel(), epoch, trained), payload)
 
         return self._share(part, push, need.pull)
 
@@ -135,7 +124,7 @@ class Channel:
             ``{"parts": [{"weights": {name: tensor}, "state": {...}, "clock": 0, "method": {...}}], "epoch": {...},
             "trained": [], "groups": {group: what it deposited}}``
         """
-        answer, payload = self._data_connection().exchange(m.TakeSnapshot(with_state=with_state), m.Snapshot)
+        answer, payload = self.ask(m.TakeSnapshot(with_state=with_state), m.Snapshot)
         # Copies: what is unpacked shares one memory, which torch.save refuses if there is more than one dtype.
         tree: dict[str, Any] = tree_map(
             lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, unpack(answer.packed, payload)
@@ -147,7 +136,7 @@ class Channel:
         if self._world.is_leader:
             states = [part.replica.own_state(whole=self._world.steps_here(part)) for part in self._world.parts]
             packed, buffer = pack(states)
-            self._data_connection().exchange(m.Deposit(packed=packed, nbytes=buffer.numel()), m.Deposited, buffer)
+            self.ask(m.Deposit(packed=packed, nbytes=buffer.numel()), m.Deposited, buffer)
         self._world.barrier()
 
     def ask(self, message: m.Message, expect: type[_Answer], payload: Tensor | None = None) -> tuple[_Answer, Tensor]:

@@ -255,7 +255,7 @@ class World:
         self._check_not_shared()
         if not self.is_synchronous:
             self.check_method(len(self.topology.alive))
-            self._join()
+            self.connect()
             self._form()
             self.states.seed()
             for part, state in zip(self.parts, self.states.of_this_group, strict=False):
@@ -384,7 +384,7 @@ class World:
         if was_synchronous:
             if groups == 1:
                 return spans
-            self._join()
+            self.connect()
         self._form(groups, speeds)
         self._check_not_shared()
         for part in self.parts:
@@ -406,8 +406,8 @@ class World:
 
     # --- How ---------------------------------------------------------------------------------------------------------
 
-    def _join(self) -> None:
-        """Connects to the server, which rank 0 has started or which runs elsewhere."""
+    def connect(self) -> None:
+        """Joins the server, which rank 0 starts or which runs elsewhere. All ranks call it, even with one group yet."""
         if self.control is not None:
             return
         self.start_server()
@@ -475,10 +475,6 @@ class World:
     def barrier(self) -> None:
         """Everyone who lives waits for everyone who lives."""
         self.process_groups.barrier()
-
-    def connect(self) -> None:
-        """Joins the server while there is one group yet: forming several takes less then. All ranks call it."""
-        self._join()
 
     def meet(self, what: str, payload: bytes) -> list[tuple[int, bytes]]:
         """Bytes of everyone who lives, by rank; ``what`` is the same on all. All ranks call it, or wait for it."""

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from lightning_omni.errors import ConfigurationError, MalformedMessage
-from lightning_omni.methods import METHODS
+from lightning_omni.methods import METHODS, Exchange
 from lightning_omni.protocol.codec import Packed
 from lightning_omni.protocol.leases import Batch, EpochPlan
 
@@ -321,6 +321,32 @@ class PushMessage(Message, tag="Push", frozen=True, kw_only=True):
     nbytes: int
     note: float = 0.0
     pull: bool = True
+
+    @classmethod
+    def of(
+        cls, need: Exchange, optimizer: int, present: tuple[bool, ...], nbytes: int, epoch: int, trained: int
+    ) -> PushMessage:
+        """What a group side needs exchanged, as a message.
+
+        Args:
+            need: from the group side.
+            optimizer: which of the model's optimizers.
+            present: one flag for each parameter.
+            nbytes: of the payload.
+            epoch: the epoch, -1 if its data is not leased.
+            trained: group batches of the epoch that are trained with this push.
+        """
+        return cls(
+            optimizer=optimizer,
+            read_at=need.read_at,
+            present=present,
+            hyperparameters=tuple(dict(group) for group in need.hyperparameters),
+            epoch=epoch,
+            trained=trained,
+            nbytes=nbytes,
+            note=need.note,
+            pull=need.pull,
+        )
 
 
 class Average(Message, frozen=True, kw_only=True):

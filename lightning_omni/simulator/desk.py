@@ -93,18 +93,7 @@ class Desk:
         """A push arrives."""
         present = tuple(tensor is not None for tensor in need.tensors)
         payload = self._flatten(need.tensors, present)
-        message = m.PushMessage(
-            optimizer=0,
-            read_at=need.read_at,
-            present=present,
-            hyperparameters=tuple(dict(group) for group in need.hyperparameters),
-            epoch=epoch,
-            trained=trained,
-            nbytes=payload.numel(),
-            note=need.note,
-            pull=need.pull,
-        )
-        return self._data(leader, message, payload)
+        return self._data(leader, m.PushMessage.of(need, 0, present, payload.numel(), epoch, trained), payload)
 
     def fetch(self, leader: int, epoch: int, trained: int) -> list[Out]:
         """A group fetches the master weights."""

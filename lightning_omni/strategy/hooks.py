@@ -149,7 +149,7 @@ class OmniStrategyHooks(_Base):
         for callback in trainer.callbacks:
             if callable(prepare := getattr(callback, "on_omni_launch", None)):
                 prepare(trainer)
-        if self._groups != 1 and (self._groups is not None or self.num_nodes > 1):
+        if (self.num_nodes if self._groups is None else self._groups) > 1:
             self.prepare_server()
 
     def prepare_server(self) -> None:
