@@ -120,7 +120,7 @@ def test_a_schedule_keeps_its_shape(fits: dict[str, list[dict[str, Any]]]) -> No
 
 def test_if_everything_diverges_the_users_setting_stays(fits: dict[str, list[dict[str, Any]]]) -> None:
     first = fits["too large a step"][0]
-    assert all("not finite" in problem or problem for _, problem in first["tried"])
+    assert all("not finite" in problem for _, problem in first["tried"])
     assert "diverged" in first["why"]
     assert first["lr"] == 1e9
 

@@ -115,7 +115,7 @@ class Prober:
         """
         began = time.perf_counter()
         try:
-            batches, problem, own, serve = self._train(probe, speeds, by_speed)
+            batches, has_diverged, own, serve = self._train(probe, speeds, by_speed)
             groups = self._strategy.world.topology.groups
             self._go_home()
             self._snapshot.restore()
@@ -123,10 +123,11 @@ class Prober:
         except BaseException as error:
             self._give_up(error)
             raise
-        lost = set(self._strategy.world.lost) - self._lost
+        lost = self._ranks(set(self._strategy.world.lost) - self._lost)
+        diverged = self._ranks({self._strategy.world.rank} if has_diverged else set())
+        problem = f"diverged: gradients or weights are not finite on rank {diverged[0]}" if diverged else ""
         if lost:
-            problem = f"rank {', '.join(map(str, sorted(lost)))} was lost"
-        problem = self._agree(problem)
+            problem = f"rank {', '.join(map(str, lost))} was lost"
         seconds = float(self._strategy.world.tell(repr(time.perf_counter() - began)))
         serve = float(self._strategy.world.tell(repr(serve)))
         tried = replace(_tried(probe.setting, table, seconds, problem), gathers=self._gathers)
@@ -144,7 +145,7 @@ class Prober:
 
     def _train(
         self, probe: Probe, speeds: Mapping[int, float] | None, by_speed: bool
-    ) -> tuple[list[Batch], str, list[tuple[int, float]], float]:
+    ) -> tuple[list[Batch], bool, list[tuple[int, float]], float]:
         strategy, world = self._strategy, self._strategy.world
         self._hyperparameters.set(probe.setting, self._lr)
         world.method = with_period(self._method, probe.setting.period)
@@ -155,16 +156,16 @@ class Prober:
         with self._in_place_of_the_run(leases, balance):
             balance.begin(world, self._module, lambda: leases)
             try:
-                batches, problem = self._go_through(leases, balance)
+                batches, has_diverged = self._go_through(leases, balance)
             finally:
                 balance.end()
             serve = self._ask_serve_time()
             world.enter_world(strategy.buffers())
         window = int(self._trainer.accumulate_grad_batches)
-        return batches, problem, [(samples * window, seconds) for samples, seconds in balance.measured], serve
+        return batches, has_diverged, [(samples * window, seconds) for samples, seconds in balance.measured], serve
 
-    def _go_through(self, leases: Leases, balance: Balance) -> tuple[list[Batch], str]:
-        """All batches that this rank's group gets of the probe's samples."""
+    def _go_through(self, leases: Leases, balance: Balance) -> tuple[list[Batch], bool]:
+        """All batches that this rank's group gets of the probe's samples, and whether it saw itself diverge."""
         world = self._strategy.world
         batches: list[Batch] = []
         began, exchanged = time.perf_counter(), world.channel.last.seconds
@@ -193,10 +194,10 @@ class Prober:
             if not is_settling and (overflows or self._has_diverged()):
                 if not world.is_synchronous:
                     leases.leave("skip")
-                return batches, "diverged: gradients or weights are not finite"
-            if world.channel.last.stop:
-                return batches, "diverged in another group"
-        return batches, ""
+                return batches, True
+            if world.channel.last.stop:  # another group has diverged, and says so
+                break
+        return batches, False
 
     def _step(self, micro: Sequence[Any]) -> float:
         """One optimizer step, as Lightning's automatic optimization makes it. Returns the mean loss."""
@@ -309,13 +310,11 @@ class Prober:
             table[rank] = _Row.of(row, int(count), int(own_count), most)
         return table
 
-    def _agree(self, problem: str) -> str:
-        """Any rank's problem is everybody's; the first rank that has one is heard."""
+    def _ranks(self, own: set[int]) -> list[int]:
+        """All that any live rank names, the same on all."""
         world = self._strategy.world
-        first = world.size - max(world.agree([world.size - world.rank if problem else 0]))
-        if first == world.size:
-            return ""
-        return problem if problem and first == world.rank else (problem or "diverged on another rank")
+        named = world.agree([int(rank in own) for rank in range(world.size)])
+        return [rank for rank in range(world.size) if named[rank]]
 
     def _ask_serve_time(self) -> float:
         world = self._strategy.world
