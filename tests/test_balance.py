@@ -72,6 +72,15 @@ def test_a_small_gain_has_to_be_seen_twice_in_a_row() -> None:
     assert NOTICEABLE < split.gain < AT_ONCE
 
 
+def test_a_small_gain_has_to_be_seen_twice_with_the_same_member_too_slow() -> None:
+    balancer = Balancer()
+    for speeds in ((10.0, 12.0, 12.0), (12.0, 10.0, 12.0), (12.0, 12.0, 10.0)) * 2:  # chance, and nobody is slow
+        assert balancer.decide((80, 80, 80), speeds) is None
+    balancer = Balancer()
+    assert balancer.decide((80, 80, 80), (10.0, 10.1, 12.0)) is None
+    assert balancer.decide((80, 80, 80), (10.1, 10.0, 12.0)) is not None, "two are slow, now one, now the other"
+
+
 def test_nothing_is_decided_before_everybody_is_known() -> None:
     assert Balancer().decide((8, 8), (1.0, 0.0)) is None
 

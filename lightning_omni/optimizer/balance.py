@@ -35,6 +35,7 @@ class Balance:
         rebalance: ``"auto"`` does all this, ``"off"`` nothing.
         say: tells the user something, on rank 0.
         only_measures: whether the split is left to somebody else, who reads ``measured``.
+        clock: where moments come from; None for the device's own.
 
     Attributes:
         measured: samples and seconds of this rank's own work of every batch so far, if it ``only_measures``.
@@ -44,7 +45,11 @@ class Balance:
     """
 
     def __init__(
-        self, rebalance: Literal["off", "auto"], say: Callable[[str], None], only_measures: bool = False
+        self,
+        rebalance: Literal["off", "auto"],
+        say: Callable[[str], None],
+        only_measures: bool = False,
+        clock: HostClock | EventClock | None = None,
     ) -> None:
         if rebalance not in ("off", "auto"):
             raise ConfigurationError(
@@ -57,7 +62,8 @@ class Balance:
         self._world: World | None = None
         self._leases: Callable[[], Leases | None] = lambda: None
         self._module: Module | None = None
-        self._own = OwnTime(HostClock())
+        self._clock = clock
+        self._own = OwnTime(clock or HostClock())
         self._hooks: dict[object, Any] = {}
         self._throughput = Throughput()
         self._balancer = Balancer()
@@ -88,7 +94,7 @@ class Balance:
             )
             return
         self._world, self._module, self._leases = world, module, leases
-        self._own = OwnTime(EventClock() if world.device.type == "cuda" else HostClock())
+        self._own = OwnTime(self._clock or (EventClock() if world.device.type == "cuda" else HostClock()))
         self._throughput = Throughput()
         self.regrouped()
         self._until_meeting = FIRST

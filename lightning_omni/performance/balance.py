@@ -1,7 +1,7 @@
 """How a group's batch is split among members of different speed: the measurements in, the decision out. No I/O.
 
 Rule 1: a split changes only if the group gets noticeably faster by it, so that ranks of one speed are left alone.
-Rule 2: what is noticed once may be chance; a small gain has to be seen twice in a row.
+Rule 2: what is noticed once may be chance; a small gain has to be seen twice in a row, with the same member too slow.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Balancer:
     """
 
     def __init__(self) -> None:
-        self._seen = False
+        self._relieved: frozenset[int] = frozenset()
 
     def decide(self, shares: Sequence[int], speeds: Sequence[float]) -> Split | None:
         """What would be better, if anything is.
@@ -102,10 +102,12 @@ class Balancer:
             return None
         best = apportion(sum(shares), speeds)
         gain = seconds(shares, speeds) / seconds(best, speeds) - 1
-        seen_before, self._seen = self._seen, gain > NOTICEABLE
+        seen_before = slowest(shares, speeds) in self._relieved
+        self._relieved = frozenset()
         if gain > AT_ONCE or (gain > NOTICEABLE and seen_before):
-            self._seen = False
             return Split(best, gain)
+        if gain > NOTICEABLE:
+            self._relieved = frozenset(place for place, share in enumerate(best) if share < shares[place])
         return None
 
 
@@ -121,3 +123,13 @@ def seconds(shares: Sequence[int], speeds: Sequence[float]) -> float:
         0.8
     """
     return max(share / speed for share, speed in zip(shares, speeds, strict=True))
+
+
+def slowest(shares: Sequence[int], speeds: Sequence[float]) -> int:
+    """The member that the others wait for.
+
+    Example:
+        >>> slowest((8, 8), (10.0, 40.0))
+        0
+    """
+    return max(range(len(shares)), key=lambda place: shares[place] / speeds[place])

@@ -15,22 +15,38 @@ from common import OPTIONS, Net, dataset, digest, omni, pl, report, trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, WeightedRandomSampler
 
+from lightning_omni.optimizer.balance import Balance, HostClock
+
 RANK = int(os.environ.get("LOCAL_RANK", 0))
 DATA = dataset(1024)
+
+
+class Emulated(HostClock):
+    """Time that passes when it is told to: measured speeds are exact, whatever else this machine does."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def mark(self, instead_of: Any = None) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
 
 
 class Paced(Net):
     """Sleeps in proportion to its samples; its speed may change after some batches."""
 
-    def __init__(self, sleep: dict[str, list[float]]) -> None:
+    def __init__(self, sleep: dict[str, list[float]], clock: Any = time) -> None:
         super().__init__(norm=False)
+        self.clock = clock
         self.sleep = {int(batch): per_rank[RANK] for batch, per_rank in sleep.items()}
         self.per_sample, self.batches = 0.0, 0
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.per_sample = self.sleep.get(self.batches, self.per_sample)
         self.batches += 1
-        time.sleep(self.per_sample * len(batch[2]))
+        self.clock.sleep(self.per_sample * len(batch[2]))
         return self.loss(batch)
 
     def configure_optimizers(self) -> Any:
@@ -144,8 +160,10 @@ class Loader(pl.LightningDataModule):
 def fit(options: dict[str, Any]) -> dict[str, Any]:
     pl.seed_everything(5, verbose=False)
     strategy = omni.OmniStrategy(**{"groups": 1, **options.get("strategy", {})})
-    notes = Notes(options)
-    module = (ByHand if options.get("by_hand") else Paced)(options.get("sleep", {}))
+    notes, clock = Notes(options), Emulated() if options.get("emulated") else None
+    if clock and strategy.balance.is_on:
+        strategy.balance = Balance("auto", strategy.rank_zero_info, clock=clock)
+    module = (ByHand if options.get("by_hand") else Paced)(options.get("sleep", {}), clock or time)
     run = trainer(
         strategy, 4, callbacks=[notes], limit_val_batches=0, log_every_n_steps=1, **options.get("trainer", {})
     )
