@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 SCRIPTS = Path(__file__).parent / "scripts"
-_NOT_INHERITED = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "PL_GLOBAL_SEED")
+_NOT_INHERITED = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "PL_GLOBAL_SEED", "MASTER_ADDR", "MASTER_PORT")
 """What a test in this process may have left in the environment."""
+_PORTS = itertools.count(20_000 + 1_000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")))
 
 
 @dataclass
@@ -25,6 +29,16 @@ class Run:
     code: int
     output: str
     results: dict[int, Any] = field(default_factory=dict)
+
+
+def free_port() -> int:
+    """A port for the ranks' meeting, below those that systems give away: it is still free when rank 0 comes to it."""
+    for port in _PORTS:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("", port))
+            return port
+    raise AssertionError("unreachable: there is always another number")
 
 
 class Running:
@@ -49,6 +63,7 @@ class Running:
         environment = {k: v for k, v in os.environ.items() if k not in _NOT_INHERITED}
         environment |= {"OMP_NUM_THREADS": "1", "OMNI_TEST_FOLDER": str(self.folder)}
         environment["OMNI_TEST_SPARES"] = str(spares)
+        environment["MASTER_PORT"] = str(free_port())
         environment["PYTHONPATH"] = f"{SCRIPTS}{os.pathsep}{environment.get('PYTHONPATH', '')}"
         self.process = subprocess.Popen(
             [sys.executable, str(SCRIPTS / script), json.dumps(options or {})],
@@ -81,6 +96,9 @@ class Running:
             code = self.process.wait(timeout)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"the run did not end within {timeout} s:\n{self.output[-6000:]}") from None
+        deadline = time.monotonic() + 20  # ranks that end after rank 0 still have something to say
+        while self.survivors and time.monotonic() < deadline:
+            time.sleep(0.02)
         results = {
             int(path.stem.removeprefix("rank")): json.loads(path.read_text()) for path in self.folder.glob("rank*.json")
         }

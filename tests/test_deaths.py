@@ -16,6 +16,7 @@ FIT = {
     "sleep": {str(rank): 0.02 for rank in range(4)},
     "trainer": {"max_epochs": 2, "val_check_interval": 0.5},
 }
+pytestmark = pytest.mark.timeout(240)
 
 
 def finish(running: Running, timeout: float = 90) -> Run:
@@ -70,7 +71,7 @@ def test_a_death_in_the_first_group_ends_the_run_and_says_why() -> None:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_the_end_of_the_main_process_leaves_nothing_running(number: signal.Signals) -> None:
     with Running("groups.py", {"fits": [{**FIT, "trainer": {"max_epochs": 200}}]}, spares=0) as running:
-        until(lambda: all(begun(running, rank) for rank in range(4)), 60, "training never began")
+        until(lambda: all(begun(running, rank) for rank in range(4)), 120, "training never began")
         server = [
             pid
             for pid in running.survivors

@@ -616,7 +616,7 @@ def test_what_cannot_be_sent_to_processes_is_rejected() -> None:
         optimizer,
         batches(),
         propose=("workers",),
-        budget=25,
+        budget=60,
         cores=2,
         skip=dict.fromkeys(("compile", "threads", "allocator", "memory format", "fused optimizer"), "a test"),
     )

@@ -9,7 +9,7 @@ from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from lightning_omni.errors import ConfigurationError
@@ -138,11 +138,12 @@ def test_plain_probes_are_the_probes_even_if_they_diverged() -> None:
 
 @pytest.mark.parametrize("law", LAWS.values(), ids=LAWS)
 @FEW
+@example(factor=math.nextafter(1, 2), batches=52)
 @given(factor=st.floats(1, 3), batches=st.integers(14, 60))
 def test_a_curve_that_is_slower_by_a_factor_costs_that_factor(law: Law, factor: float, batches: int) -> None:
     best, cost = costs_of(probe(law, batches=batches), probe(slowed(law, factor), batches=batches))
-    assert best == 0.0
-    assert math.exp(cost) == pytest.approx(factor, rel=0.15)
+    assert min(best, cost) == 0.0  # at a factor of 1, rounding decides
+    assert math.exp(cost - best) == pytest.approx(factor, rel=0.15)
 
 
 @FEW

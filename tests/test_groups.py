@@ -14,7 +14,7 @@ FITS: dict[str, dict[str, Any]] = {
     "no arguments": {"strategy": {}},
     "plain": {"trainer": {"max_epochs": 2}, "test": True},
     "slow group, one-cycle schedule": {
-        "sleep": SLOW,
+        "sleep": {"2": 0.1, "3": 0.1},
         "schedule": "onecycle",
         "trainer": {"max_epochs": 2, "accumulate_grad_batches": 2},
     },
@@ -70,7 +70,7 @@ FITS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def trained() -> Run:
-    return run("groups.py", {"fits": [dict(options) for options in FITS.values()]}, timeout=400)
+    return run("groups.py", {"fits": [{"in_time": True, **options} for options in FITS.values()]}, timeout=400)
 
 
 def result(trained: Run, name: str) -> list[Any]:

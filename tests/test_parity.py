@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from runs import Run, run
 
+pytestmark = pytest.mark.timeout(260)
 ROW_NAMES = [
     "SGD",
     "AdamW",

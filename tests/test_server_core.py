@@ -536,10 +536,13 @@ def test_a_push_that_cannot_be_is_refused_and_changes_nothing(
 
 @pytest.mark.parametrize(
     "hyperparameters",
-    [{"lr": "fast"}, {"lr": None}, {"lr": [0.1]}, {"momentum": {}}, {"lr": float("nan")}, {"weight_decay": b"0"}],
+    [
+        *({"lr": "fast"}, {"lr": None}, {"lr": [0.1]}, {"momentum": {}}, {"lr": float("nan")}, {"weight_decay": b"0"}),
+        *({"nesterov": 1}, {"maximize": 2.5}),
+    ],
     ids=str,
 )
-def test_hyperparameters_that_are_no_numbers_are_refused_and_change_nothing(
+def test_hyperparameters_of_another_kind_are_refused_and_change_nothing(
     link: Link, hyperparameters: dict[str, Any]
 ) -> None:
     good = hyperparameters_of(sgd(new_parameters()))[0]

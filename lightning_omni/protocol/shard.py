@@ -219,7 +219,9 @@ def _fits(value: Any, present: Any) -> bool:
     """Whether a hyperparameter is of the kind that the optimizer has, and finite."""
     if isinstance(present, (list, tuple)):
         return isinstance(value, (list, tuple)) and len(value) == len(present) and all(map(_fits, value, present))
-    if isinstance(present, (bool, int, float)):
+    if isinstance(present, bool):  # fused optimizers take no number for a switch
+        return isinstance(value, bool)
+    if isinstance(present, (int, float)):
         return isinstance(value, (bool, int, float)) and (math.isfinite(value) or not math.isfinite(present))
     return present is None or value is None or type(value) is type(present)
 

@@ -499,6 +499,8 @@ class OmniTunerHooks(_CallbackBase):
         prober = Prober(
             trainer, module, hyperparameters, lr, self.seed + self._rounds, several, self.mute_logger, self._rounds == 0
         )
+        if trainer.is_global_zero:
+            load_libraries()  # waits for those under way: beside a probe they would be taken for a slow rank
         self._unfinished = True
         search = self._begin(job, observations, when) if trainer.is_global_zero else None
         try:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import OPTIONS, Net, dataset, digest, omni, pl, report, trainer
+from common import OPTIONS, InTime, Net, dataset, digest, omni, pl, report, trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, WeightedRandomSampler
 
@@ -165,7 +165,7 @@ def fit(options: dict[str, Any]) -> dict[str, Any]:
         strategy.balance = Balance("auto", strategy.rank_zero_info, clock=clock)
     module = (ByHand if options.get("by_hand") else Paced)(options.get("sleep", {}), clock or time)
     run = trainer(
-        strategy, 4, callbacks=[notes], limit_val_batches=0, log_every_n_steps=1, **options.get("trainer", {})
+        strategy, 4, callbacks=[notes, InTime()], limit_val_batches=0, log_every_n_steps=1, **options.get("trainer", {})
     )
     error = ""
     try:

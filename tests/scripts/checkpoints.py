@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 import torch
-from common import FOLDER, Net, digest, loaders, omni, pl, report, trainer
+from common import FOLDER, InTime, Net, digest, loaders, omni, pl, report, trainer
 
 RANK = int(os.environ.get("LOCAL_RANK", 0))
 
@@ -20,9 +20,9 @@ class AdamNet(Net):
 def fit(strategy: Any, epochs: int, save: str = "", resume: str = "", devices: int = 2) -> dict[str, Any]:
     pl.seed_everything(1, verbose=False)
     module = AdamNet(norm=False)
-    callbacks = []
+    callbacks: list[Any] = [InTime()]
     if save:
-        callbacks = [pl.callbacks.ModelCheckpoint(FOLDER, filename=save, save_top_k=-1, every_n_epochs=epochs)]
+        callbacks += [pl.callbacks.ModelCheckpoint(FOLDER, filename=save, save_top_k=-1, every_n_epochs=epochs)]
     run = trainer(strategy, devices, max_epochs=epochs, callbacks=callbacks, enable_checkpointing=bool(save))
     run.fit(module, *loaders(), ckpt_path=f"{FOLDER}/{resume}.ckpt" if resume else None)
     saved = FOLDER / f"{save}.ckpt"

@@ -95,6 +95,16 @@ def trainer(strategy: Any, devices: int, **options: Any) -> pl.Trainer:
     return pl.Trainer(accelerator="cpu", devices=devices, strategy=strategy, **{**quiet, **options})
 
 
+class InTime(pl.Callback):
+    """Groups begin to train an epoch when all have a batch of it: one that comes when the others have trained all there
+    is would train the epoch's first batch once more."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        world = getattr(trainer.strategy, "world", None)
+        if batch_idx == 0 and world is not None and not world.is_synchronous:
+            world.barrier()
+
+
 def digest(module: nn.Module) -> str:
     """All bits of a module's state."""
     hasher = hashlib.sha256()
@@ -111,4 +121,4 @@ def report(rank: int, result: Any) -> None:
     partial.rename(FOLDER / f"rank{rank}.json")
 
 
-__all__ = ["FOLDER", "OPTIONS", "Net", "dataset", "digest", "loaders", "omni", "pl", "report", "trainer"]
+__all__ = ["FOLDER", "OPTIONS", "InTime", "Net", "dataset", "digest", "loaders", "omni", "pl", "report", "trainer"]

@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 import torch
-from common import OPTIONS, omni, pl, report, trainer
+from common import OPTIONS, InTime, omni, pl, report, trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -56,7 +56,9 @@ def main() -> None:
             tuner = omni.DeviceTuner(budget=fit["budget"], allow=("precision",))
         module = ConvNet()
         before = torch.get_num_threads()
-        run = trainer(strategy, fit.get("devices", 2), callbacks=[tuner] if tuner else [], max_epochs=2)
+        run = trainer(
+            strategy, fit.get("devices", 2), callbacks=[tuner, InTime()] if tuner else [InTime()], max_epochs=2
+        )
         run.fit(module, data())
         results.append(
             {

@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from common import FOLDER, OPTIONS, Net, dataset, digest, loaders, omni, pl, report, trainer
+from common import FOLDER, OPTIONS, InTime, Net, dataset, digest, loaders, omni, pl, report, trainer
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, WeightedRandomSampler
 
@@ -221,7 +221,7 @@ def fit(options: dict[str, Any]) -> dict[str, Any]:
     train = make_loader(options.pop("loader", ""), options.pop("data", {}))
     checkpoint = options.pop("checkpoint", None)
     resume = options.pop("resume", None)
-    callbacks: list[Any] = [notes]
+    callbacks: list[Any] = [notes, InTime()] if options.pop("in_time", False) else [notes]
     if checkpoint:
         callbacks.append(pl.callbacks.ModelCheckpoint(FOLDER / "checkpoints", **checkpoint))
     if early := options.pop("early", None):

@@ -133,9 +133,16 @@ def gradient_sums(model: HeadNet, optimizer: torch.optim.Optimizer) -> dict[str,
     }
 
 
+@torch.no_grad()
+def validation_loss(model: HeadNet) -> float:
+    x, y, _ = dataset(64).tensors
+    return float(nn.functional.cross_entropy(model.eval()(x), y))
+
+
 def fit(number: int, options: dict[str, Any]) -> dict[str, Any]:
     torch.manual_seed(1)
     model = HeadNet(**options.get("model", {}))
+    untrained = validation_loss(copy.deepcopy(model))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     record = f"{FOLDER}/record{number}" if options.get("record") else None
     strategy = omni.OmniStrategy(
@@ -166,6 +173,7 @@ def fit(number: int, options: dict[str, Any]) -> dict[str, Any]:
         "own_forward": "forward" in vars(model.classifier),
         "trainable": all(parameter.requires_grad for parameter in model.parameters()),
         "val_loss": float(run.callback_metrics.get("val_loss", float("nan"))),
+        "untrained": untrained,
         "report": vars(strategy.report()),
         "saved": saved_matches(checkpoint.last_model_path, model) if RANK == 0 else None,
     }

@@ -71,12 +71,13 @@ def main() -> None:
     parser.add_argument("--server")
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--pace", type=float, default=0.0)
+    parser.add_argument("--heartbeat-timeout", type=float, default=30.0)
     options = parser.parse_args()
 
     pl.seed_everything(1)
     inputs = torch.randn(384, 4)
     loader = DataLoader(TensorDataset(inputs, inputs @ TRUTH), batch_size=8, shuffle=True)
-    strategy = OmniStrategy(groups=options.groups, server=options.server)
+    strategy = OmniStrategy(groups=options.groups, server=options.server, heartbeat_timeout=options.heartbeat_timeout)
     witness = Witness(options.pace)
     trainer = pl.Trainer(
         accelerator="cpu",
