@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from processes import Process
+from runs import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.timeout(240)]
 
@@ -37,7 +38,8 @@ def start() -> Iterator[Start]:
 
 
 def train(start: Start, address: str, key: str) -> Process:
-    return start(sys.executable, str(SCRIPT), "--groups=2", f"--server={address}", LIGHTNING_OMNI_KEY=key)
+    command = [sys.executable, str(SCRIPT), "--groups=2", f"--server={address}"]
+    return start(*command, LIGHTNING_OMNI_KEY=key, MASTER_PORT=str(free_port()))
 
 
 @pytest.fixture
