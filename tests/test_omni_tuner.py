@@ -93,6 +93,15 @@ def test_an_epoch_is_still_one_pass_over_the_data(fits: dict[str, list[dict[str,
         assert sorted(number for rank in fits[name] for number in rank["last_epoch"]) == list(range(1024))
 
 
+def test_a_report_counts_the_runs_own_updates(fits: dict[str, list[dict[str, Any]]]) -> None:
+    probed = [name for name in FITS if {setting["groups"] for setting, _ in fits[name][0]["tried"]} >= {1, 2}]
+    assert {fits[name][0]["setting"]["groups"] for name in probed} >= {1}
+    for name in probed:
+        for rank in fits[name]:
+            if rank["setting"]["groups"] == 1:
+                assert (rank["updates"], rank["staleness"]) == (4 * 1024 // 16, 0), name
+
+
 def test_one_group_and_all_groups_are_tried(fits: dict[str, list[dict[str, Any]]]) -> None:
     assert {1, 2} <= {setting["groups"] for setting, _ in fits["tuned"][0]["tried"]}
 

@@ -535,9 +535,13 @@ class OmniStrategyHooks(_Base):
         """The run in numbers, while it runs or after it."""
         world = self._world
         status = (world.control.status if world.control else None) or self._last_status
+        clock = status.clock if status else 0
+        if status and world.is_synchronous:  # its groups are of the past, and some may have been a tuner's probe
+            clock = sum(part.replica.clock for part in world.parts if part.head is None)
+            status = status if clock else None
         seen: tuple[int, ...] = status.staleness if status else ()
         return RunReport(
-            updates=self._synchronous_steps + (status.clock if status else 0),
+            updates=self._synchronous_steps + clock,
             staleness_mean=sum(t * count for t, count in enumerate(seen)) / max(1, sum(seen)),
             staleness_max=max(0, len(seen) - 1),
             groups=len(status.groups) if status else len(world.topology.alive),

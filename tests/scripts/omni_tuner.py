@@ -165,6 +165,8 @@ def main() -> None:
                     for search in (tuner.searches if tuner else [])
                     for each in search.observations
                 ],
+                "updates": strategy.report().updates,
+                "staleness": strategy.report().staleness_max,
                 "logged": {name: float(value) for name, value in run.callback_metrics.items()},
             }
             if fit.get("dump"):
