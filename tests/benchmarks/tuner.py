@@ -183,7 +183,7 @@ def main() -> int:
         return 0
     rate = options.rates[0] if len(options.rates) == 1 else started({"rate": None}).get("lr")
     if rate is None:
-        say("the search for DDPStrategy's own learning rate failed, see above; pass --rates with one rate to go without")
+        say("the search for DDPStrategy's own learning rate failed, see above; --rates with one rate goes without")
         return 1
     pairs = []
     say(f"{'scenario':12} seed  DDP s  tuned s (tuning)  ratio  choice")
