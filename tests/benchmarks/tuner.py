@@ -11,10 +11,11 @@ quarter of an epoch. They sleep 2 ms for each sample, 64 ms a batch: what is slo
 
 The learning rate with which DDPStrategy takes the fewest batches (mean over the seeds, momentum 0.9, no sleeping) is
 found first. DDPStrategy trains with it, and OmniTuner starts from it, both with seeds that had no part in choosing it;
-they take turns, each run is a script of its own, as a user's is, and both are timed from on_train_start, right before the first batch or the search, to the end of the
-validation that reaches the target. (How long it takes from the script's start to there is told, too.) Promised are
-medians over the seeds: straggler 2.5 times as soon, exponential 1.6 times, equal at most 10 % later. Ends with 1 if one
-of these is missed. About 30 minutes on two cores.
+they take turns, each run is a script of its own, as a user's is, and both are timed from on_train_start, right before
+the first batch or the search, to the end of the validation that reaches the target. (How long it takes from the
+script's start to there is told, too.) Promised are medians over the seeds: straggler 2.5 times as soon, exponential 1.6
+times, equal at most 10 % later. Which validation is the first at the target is chance: from seed to seed that is half
+an epoch more or less, so --seeds 6 tells more than 3. Ends with 1 if one of these is missed. About 30 minutes on two cores.
 """
 
 from __future__ import annotations
