@@ -15,7 +15,8 @@ they take turns, each run is a script of its own, as a user's is, and both are t
 the first batch or the search, to the end of the validation that reaches the target. (How long it takes from the
 script's start to there is told, too.) Promised are medians over the seeds: straggler 2.5 times as soon, exponential 1.6
 times, equal at most 10 % later. Which validation is the first at the target is chance: from seed to seed that is half
-an epoch more or less, so --seeds 6 tells more than 3. Ends with 1 if one of these is missed. About 30 minutes on two cores.
+an epoch more or less, so --seeds 6 tells more than 3. Ends with 1 if one of these is missed. About 30
+minutes on two cores.
 """
 
 from __future__ import annotations
