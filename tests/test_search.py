@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_omni import OmniTuner
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.performance.forecast import Scaling, Setting, Tried
 from lightning_omni.performance.profile import Measured
@@ -288,6 +289,41 @@ def test_a_step_that_has_come_to_diverge_is_made_smaller() -> None:
     lost = replace(search.observations[0].tried, losses=(math.nan,) * 8, samples=tuple(range(8)), problem="")
     search.observations[0] = replace(search.observations[0], tried=lost)
     assert search.choice().setting.lr == pytest.approx(START.lr / 3)
+
+
+@pytest.mark.parametrize(("near", "times", "factor"), [(False, 1.0, 1.0), (True, 1.0, 1 / 3), (True, 1.2, 1.0)])
+def test_near_the_target_steps_get_smaller_unless_that_is_clearly_worse(
+    near: bool, times: float, factor: float
+) -> None:
+    def shows(probe: Probe) -> Observation:
+        seen = show(replace(probe, setting=START))
+        losses = tuple(loss * (times if probe.number == 1 else 1.0) for loss in seen.tried.losses)
+        return replace(seen, tried=replace(seen.tried, setting=probe.setting, losses=losses))
+
+    search = Search(replace(UNDER_WAY, near=near))
+    for probe in drive(search, most=3, shows=shows):
+        assert probe.number < 3
+    assert search.choice().setting.lr == pytest.approx(factor * START.lr)
+    assert ("near" in search.choice().why) == (factor < 1)
+
+
+@pytest.mark.parametrize(
+    ("values", "seconds", "near"),
+    [
+        ((0.84, 0.86, 0.868, 0.873), 40.0, True),  # 0.7 % are left, and the latest two gained 1.3 %
+        ((0.60, 0.61, 0.612, 0.614), 40.0, False),
+        ((0.84, 0.86), 20.0, False),
+        ((0.84, 0.86, 0.86, 0.86), 40.0, False),
+        ((0.84, 0.86, 0.87, 0.88), 40.0, False),  # it is there
+    ],
+)
+def test_a_target_is_near_if_it_is_expected_before_the_run_has_lasted_three_times_as_long(
+    values: tuple[float, ...], seconds: float, near: bool
+) -> None:
+    tuner = OmniTuner(target=0.88, monitor="val_acc")
+    reached = [(10.0 * number, value) for number, value in enumerate(values, 1)]
+    tuner.load_state_dict({**tuner.state_dict(), "trained": seconds, "reached": reached})
+    assert tuner._is_near is near
 
 
 def test_groups_are_judged_at_the_period_with_which_they_would_train() -> None:

@@ -244,6 +244,8 @@ class Job:
         current: whether ``start`` has been trained with already, so that only a clear gain is worth a change.
         steps: whether only the size of the step is searched, for a run that is under way.
         first_loss: the training loss with which the run began, for ``steps``; None if it is not known.
+        near: whether the target will be there so soon, for ``steps``, that what a smaller step gains at once is worth
+            more than what it loses later.
         own: the user's own setting, if ``start`` is what an earlier search of the run has chosen.
         seed: of everything random.
 
@@ -261,6 +263,7 @@ class Job:
     current: bool = False
     steps: bool = False
     first_loss: float | None = None
+    near: bool = False
     own: Setting | None = None
     seed: int = 0
 
@@ -283,7 +286,7 @@ class Job:
         space["lr"] = tuple(math.inf if bound is None else bound for bound in plain["space"]["lr"])
         rest = {
             name: plain[name]
-            for name in ("batch", "horizon", "share", "seconds", "current", "steps", "first_loss", "seed")
+            for name in ("batch", "horizon", "share", "seconds", "current", "steps", "first_loss", "near", "seed")
         }
         return cls(
             start=Setting.from_dict(plain["start"]),
@@ -594,7 +597,8 @@ class Search:
         """A step as it is, unless another is clearly better at once.
 
         A smaller step nearly always gains at once, because the weights come to rest, and loses later; one that is too
-        large may never come to the target.
+        large may never come to the target. If the target is near, a smaller step need not show in a probe's losses: it
+        shows where they are measured without noise, in validation.
         """
         start = self._as_it_would_be(self.job.start)
         if self.tried[0].has_failed:  # or all would have
@@ -604,6 +608,10 @@ class Search:
             return Choice(self.tried[1].setting, f"steps a third as large lower the loss by {smaller:.2g} at once")
         if larger >= max(_DARES * self._learnt, -smaller):
             return Choice(self.tried[2].setting, f"steps three times as large lower the loss by {larger:.2g} at once")
+        if self.job.near and smaller >= -_PAYS * self._learnt:
+            return Choice(
+                self.tried[1].setting, "the target is near, and with steps a third as large weights come to rest"
+            )
         return Choice(start, "neither smaller nor larger steps are better by enough: it stays")
 
     @property

@@ -50,6 +50,8 @@ _UNLIMITED = 10
 """Epochs that a run without limits is taken to train."""
 _EARLY = 0.25
 """Up to this part of the run it counts as early: the steps that are best then are best for most of it."""
+_NEAR = 3.0
+"""How many times as long as now the run may last until the target for this to be near."""
 _REASONS = _NONE, _UNDER_WAY_ALREADY, _SPEED, _STALLED = (
     "",
     "the run is under way",
@@ -429,7 +431,7 @@ class OmniTunerHooks(_CallbackBase):
         seconds = self._allowance(job, reason)
         share = seconds * self._rate / job.horizon if job.horizon else 0.0
         job = replace(job, share=share, seconds=seconds, steps=reason != _SPEED, current=True)
-        job = replace(job, first_loss=self._first_loss)
+        job = replace(job, first_loss=self._first_loss, near=self._is_near and not trainer.lr_scheduler_configs)
         if not self._strategy.world.agree([job.batches if trainer.is_global_zero else 0])[0]:
             return
         self.rank_zero_info(f"OmniTuner: looks again, because {reason}; there are {seconds:.1f} s for it")
@@ -462,6 +464,14 @@ class OmniTunerHooks(_CallbackBase):
         if self._is_reached(value):
             return 0.0
         return now + 2 * abs(self.target - value) * (now - before) / gained if gained > 0 else math.inf
+
+    @property
+    def _is_near(self) -> bool:
+        """Whether the target is expected before the run has lasted three times as long.
+
+        About so long a run whose steps have become a third as large is ahead of one whose steps have not.
+        """
+        return 0 < self._expected <= _NEAR * self._seconds
 
     def _reason(self, trainer: Any, epoch: int, rate: float) -> str:
         """Why another search may be worth its time, or nothing. What rank 0 finds counts."""
