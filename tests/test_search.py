@@ -291,20 +291,27 @@ def test_a_step_that_has_come_to_diverge_is_made_smaller() -> None:
     assert search.choice().setting.lr == pytest.approx(START.lr / 3)
 
 
-@pytest.mark.parametrize(("near", "times", "factor"), [(False, 1.0, 1.0), (True, 1.0, 1 / 3), (True, 1.2, 1.0)])
-def test_near_the_target_steps_get_smaller_unless_that_is_clearly_worse(
-    near: bool, times: float, factor: float
-) -> None:
-    def shows(probe: Probe) -> Observation:
-        seen = show(replace(probe, setting=START))
-        losses = tuple(loss * (times if probe.number == 1 else 1.0) for loss in seen.tried.losses)
-        return replace(seen, tried=replace(seen.tried, setting=probe.setting, losses=losses))
-
+@pytest.mark.parametrize("near", [False, True])
+def test_near_the_target_steps_get_smaller_whatever_probes_say(near: bool) -> None:
     search = Search(replace(UNDER_WAY, near=near))
-    for probe in drive(search, most=3, shows=shows):
-        assert probe.number < 3
-    assert search.choice().setting.lr == pytest.approx(factor * START.lr)
-    assert ("near" in search.choice().why) == (factor < 1)
+    for probe in drive(search, most=3, shows=lambda probe: replace_setting(show(replace(probe, setting=START)), probe)):
+        assert probe.number < (1 if near else 3)
+    assert search.choice().setting.lr == pytest.approx(START.lr / (3 if near else 1))
+    assert ("near" in search.choice().why) is near
+
+
+def test_near_the_target_steps_that_diverge_are_probed_smaller() -> None:
+    search = Search(replace(UNDER_WAY, near=True))
+    for _ in drive(search, most=2, shows=lambda probe: show(probe, "" if probe.number else "diverged")):
+        pass
+    assert len(search.tried) == 2
+    assert search.choice().setting == search.tried[1].setting
+    assert Job.from_dict(json.loads(json.dumps(search.job.to_dict()))) == search.job
+
+
+def replace_setting(seen: Observation, probe: Probe) -> Observation:
+    """What was seen, as if with the probe's own setting."""
+    return replace(seen, tried=replace(seen.tried, setting=probe.setting))
 
 
 @pytest.mark.parametrize(

@@ -597,21 +597,19 @@ class Search:
         """A step as it is, unless another is clearly better at once.
 
         A smaller step nearly always gains at once, because the weights come to rest, and loses later; one that is too
-        large may never come to the target. If the target is near, a smaller step need not show in a probe's losses: it
-        shows where they are measured without noise, in validation.
+        large may never come to the target. If the target is near, there is no later, and nothing to ask.
         """
         start = self._as_it_would_be(self.job.start)
         if self.tried[0].has_failed:  # or all would have
             return Choice(self.tried[1].setting, "steps as large as they are diverge, and a third as large do not")
+        rested = self.proposal(start.groups, 1 / 3)
+        if self.job.near and rested != start:
+            return Choice(rested, "the target is near: with steps a third as large the weights come to rest")
         smaller, larger = (self._gain(number) if len(self.tried) > number else -math.inf for number in (1, 2))
         if smaller >= _PAYS * self._learnt:
             return Choice(self.tried[1].setting, f"steps a third as large lower the loss by {smaller:.2g} at once")
         if larger >= max(_DARES * self._learnt, -smaller):
             return Choice(self.tried[2].setting, f"steps three times as large lower the loss by {larger:.2g} at once")
-        if self.job.near and smaller >= -_PAYS * self._learnt:
-            return Choice(
-                self.tried[1].setting, "the target is near, and with steps a third as large weights come to rest"
-            )
         return Choice(start, "neither smaller nor larger steps are better by enough: it stays")
 
     @property
@@ -722,6 +720,8 @@ class Search:
         for factor, why in ((1.0, "as it is"), (1 / 3, "a smaller step"), (3.0, "a larger step")):
             if factor > 1 and self._gain(1) >= 0:
                 return
+            if factor < 1 and self.job.near and not self.tried[0].has_failed:
+                return  # a third it will be
             probe = self._probe(self.proposal(self.job.start.groups, factor), why)
             if self.spent + self.cost(probe) > _TOLERATED * self.budget:
                 return
