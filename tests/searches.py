@@ -76,7 +76,8 @@ def smaller() -> Search:
     """A look at a run under way, which finds that a third of the step of four groups is better."""
     chosen = Setting(4, 0.6, 0.05)
     probes = [observed(chosen), observed(replace(chosen, lr=0.05 / 3), 2.0)]
-    return search(*probes, start=chosen, steps=True, current=True, seconds=60.0, own=START)
+    of_a_group = BATCH * len(SLOWNESS) / chosen.groups
+    return search(*probes, start=chosen, steps=True, current=True, seconds=60.0, own=START, reference=of_a_group)
 
 
 @cache

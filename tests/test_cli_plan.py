@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -236,3 +237,15 @@ def test_the_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None
     with pytest.raises(SystemExit):
         main(["--help"])
     assert "plan" in capsys.readouterr().out
+
+
+def test_a_plan_is_the_same_however_many_groups_the_run_began_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = []
+    for groups in (1, 8):
+        path = tmp_path / f"{groups}.json"
+        began = search(observed(Setting(8, 0.2, 0.05), 0.7), observed(START), start=replace(START, groups=groups))
+        path.write_text(json.dumps(TuningReport((Round(began, 0, 0.0),), None, "loss").to_dict()))
+        shown.append(said(capsys, str(path)))
+    assert shown[0] == shown[1]

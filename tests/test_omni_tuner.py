@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from runs import SCRIPTS, Run, Running, run
+from runs import SCRIPTS, Run, Running, free_port, run
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.timeout(240)]
 
@@ -152,6 +153,42 @@ def test_a_resumed_run_goes_on_with_what_was_chosen(fits: dict[str, list[dict[st
         assert resumed["lr"] == pytest.approx(tuned["setting"]["lr"])
         assert len(resumed["last_epoch"]) < 1024
     assert fits["resumed"][0]["tried"] == fits["tuned"][0]["tried"]
+
+
+def test_the_users_rate_is_that_of_all_ranks_if_several_groups_come_first(
+    fits: dict[str, list[dict[str, Any]]],
+) -> None:
+    tried = [setting for setting, _ in fits["groups before"][0]["tried"]]
+    alone, apart = ([(each["momentum"], each["lr"]) for each in tried if each["groups"] == groups] for groups in (1, 2))
+    assert alone[0] == (0.9, 0.05)
+    assert apart[0] == pytest.approx((0.8, 0.05))
+
+
+def test_nodes_that_begin_as_groups_are_tuned_about_the_users_rate() -> None:
+    """Two nodes with one rank each, which are groups of their own unless somebody says otherwise."""
+    nodes = {**EVEN, "devices": 1, "tuner": {**ONCE, "budget": 0.9}, "trainer": {"max_epochs": 4, "num_nodes": 2}}
+    port = str(free_port())
+    with ExitStack() as stack:
+        started = [
+            stack.enter_context(
+                Running(
+                    "omni_tuner.py",
+                    {"fits": [nodes]},
+                    {"NODE_RANK": str(node), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
+                    spares=0,
+                )
+            )
+            for node in (0, 1)
+        ]
+        ended = [each.wait(100) for each in started]
+    assert [each.code for each in ended] == [0, 0], "".join(each.output for each in ended)
+    first, second = (each.results[0][0] for each in ended)
+    assert first["weights"] == second["weights"]
+    tried = {setting["groups"]: (setting["momentum"], setting["lr"]) for setting, _ in reversed(first["tried"])}
+    assert tried[1] == (0.9, 0.05)
+    assert tried[2] == pytest.approx((0.8, 0.05))
+    step = first["lr"] * first["setting"]["groups"] / (1 - first["momentum"])
+    assert step <= 0.05 / (1 - 0.9) * 1.01
 
 
 # --- Trouble ---------------------------------------------------------------------------------------------------------

@@ -392,6 +392,64 @@ def test_there_is_no_other_strategy() -> None:
         Search(JOB, "best")  # type: ignore[arg-type]
 
 
+# --- The reference batch ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_however_many_groups_a_run_begins_with_the_search_is_the_same(strategy: Strategy, adaptive: bool) -> None:
+    came = []
+    for groups in (1, 2, 4):
+        job = replace(JOB, start=replace(START, groups=groups), scaling=Scaling(adaptive))
+        search = again(Search(job, strategy))
+        probes = list(drive(search))
+        assert search.choice().setting != job.start or groups == 1
+        came.append((probes, search.choice().setting, search.candidates()))
+    assert came[0] == came[1] == came[2]
+
+
+def test_the_users_rate_and_momentum_are_those_of_one_synchronous_group() -> None:
+    search = Search(replace(JOB, start=replace(START, groups=4)))
+    assert search.proposal(1) == START
+    assert search.proposal(4) == Search(JOB).proposal(4) == replace(START, groups=4, momentum=0.6)
+
+
+def test_what_a_search_has_chosen_belongs_to_the_batch_of_one_group() -> None:
+    chosen = Search(JOB).proposal(4)
+    later = Search(replace(JOB, start=chosen, current=True, own=START, reference=JOB.batch / 4))
+    assert later.proposal(4) == chosen
+    assert later.proposal(1) == START
+
+
+def test_if_everything_diverges_a_run_goes_on_as_it_began() -> None:
+    start = replace(START, groups=4)
+    search = Search(replace(JOB, start=start))
+    list(drive(search, shows=lambda probe: show(probe, problem="diverged")))
+    assert search.choice().setting == start
+
+
+def test_steps_of_a_run_under_way_are_those_it_takes_whatever_they_belong_to() -> None:
+    start = replace(START, groups=4)
+    search = Search(replace(UNDER_WAY, start=start))
+    lrs = [
+        probe.setting.lr / start.lr
+        for probe in drive(search)
+        if (probe.setting.groups, probe.setting.momentum) == (4, 0.9)
+    ]
+    assert lrs[:2] == pytest.approx([1.0, 1 / 3])
+
+
+def test_a_file_of_before_means_what_it_meant() -> None:
+    plain = replace(JOB, start=replace(START, groups=4)).to_dict()
+    del plain["reference"]
+    assert Job.from_dict(plain).basis.groups == 4
+
+
+def test_a_reference_batch_of_nothing_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="reference=0: pass a number of samples"):
+        replace(JOB, reference=0)
+
+
 # --- Jobs ------------------------------------------------------------------------------------------------------------
 
 job_of = st.builds(
@@ -412,6 +470,7 @@ job_of = st.builds(
     current=st.booleans(),
     own=st.none() | st.just(START),
     seed=st.integers(0, 99),
+    reference=st.none() | st.floats(0.5, 4096),
 )
 
 

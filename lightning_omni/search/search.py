@@ -236,6 +236,9 @@ class Job:
     Attributes:
         start: the setting that would be used without a search.
         batch: samples of all ranks in one batch.
+        reference: the *reference batch*: samples of the batch that learning rate and momentum of ``start`` belong to.
+            None for ``batch``: a user's own belong to one synchronous step of all ranks, however many groups a run
+            begins with. Those that an earlier search has chosen belong to one group's batch.
         horizon: samples that the run will train on.
         share: of the horizon's time that probes may take, 0.1 for a tenth.
         space: what is searched.
@@ -266,10 +269,13 @@ class Job:
     near: bool = False
     own: Setting | None = None
     seed: int = 0
+    reference: float | None = None
 
     def __post_init__(self) -> None:
         if not self.start.lr > 0:
             raise ConfigurationError(f"lr={self.start.lr}: there is nothing to tune; pass a learning rate above 0")
+        if self.reference is not None and not 0 < self.reference < math.inf:
+            raise ConfigurationError(f"reference={self.reference}: pass a number of samples above 0, or None")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values; a bound that is infinite is None."""
@@ -288,13 +294,22 @@ class Job:
             name: plain[name]
             for name in ("batch", "horizon", "share", "seconds", "current", "steps", "first_loss", "near", "seed")
         }
+        start = Setting.from_dict(plain["start"])
         return cls(
-            start=Setting.from_dict(plain["start"]),
+            start=start,
+            # Files without it took what a search started with for that of as many groups.
+            reference=plain.get("reference", plain["batch"] / start.groups),
             space=Space(**space),
             scaling=Scaling(**plain["scaling"]),
             own=Setting.from_dict(plain["own"]) if plain["own"] is not None else None,
             **rest,
         )
+
+    @property
+    def basis(self) -> Setting:
+        """``start``, with the number of groups that its learning rate and momentum belong to; theory builds on it."""
+        belongs_to = self.reference if self.reference is not None else self.batch
+        return replace(self.start, groups=max(1, round(self.batch / belongs_to)))
 
     @property
     def batches(self) -> int:
@@ -346,7 +361,7 @@ class Search:
         if strategy not in get_args(Strategy):
             raise ConfigurationError(f"search={strategy!r}: pass one of {', '.join(map(repr, get_args(Strategy)))}")
         self.job, self.strategy = job, strategy
-        self.theory = Theory(job.start, job.scaling, most=job.own.momentum if job.own is not None else None)
+        self.theory = Theory(job.basis, job.scaling, most=job.own.momentum if job.own is not None else None)
         self.observations: list[Observation] = []
         self.probes: list[Probe] = []
         self.known = list(known)
@@ -516,11 +531,19 @@ class Search:
     def proposal(self, groups: int, factor: float = 1.0, period: int | None = None) -> Setting:
         """What theory proposes for that many groups."""
         steps = period or self._period
-        if groups == self.job.start.groups:
-            setting = replace(self.job.start, lr=self.job.start.lr * factor, period=steps)
+        if groups == self.theory.start.groups:
+            setting = replace(self.theory.start, lr=self.theory.start.lr * factor, period=steps)
         else:
             setting = self.theory.setting(groups, period=steps, factor=factor)
-        return self.job.space.holds(replace(setting, rebalance=self.is_uneven(groups, steps)))
+        return self._within(setting)
+
+    def stepped(self, factor: float) -> Setting:
+        """What the run trains with, in larger or smaller steps."""
+        start = self.job.start
+        return self._within(replace(start, lr=start.lr * factor, period=self._period))
+
+    def _within(self, setting: Setting) -> Setting:
+        return self.job.space.holds(self._as_it_would_be(setting))
 
     @property
     def _period(self) -> int:
@@ -602,7 +625,7 @@ class Search:
         start = self._as_it_would_be(self.job.start)
         if self.tried[0].has_failed:  # or all would have
             return Choice(self.tried[1].setting, "steps as large as they are diverge, and a third as large do not")
-        rested = self.proposal(start.groups, 1 / 3)
+        rested = self.stepped(1 / 3)
         if self.job.near and rested != start:
             return Choice(rested, "the target is near: with steps a third as large the weights come to rest")
         smaller, larger = (self._gain(number) if len(self.tried) > number else -math.inf for number in (1, 2))
@@ -722,7 +745,7 @@ class Search:
                 return
             if factor < 1 and self.job.near and not self.tried[0].has_failed:
                 return  # a third it will be
-            probe = self._probe(self.proposal(self.job.start.groups, factor), why)
+            probe = self._probe(self.stepped(factor), why)
             if self.spent + self.cost(probe) > _TOLERATED * self.budget:
                 return
             yield probe

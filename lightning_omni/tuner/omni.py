@@ -216,6 +216,7 @@ class OmniTunerHooks(_CallbackBase):
         self._seconds_before = 0.0
         self._watch: Watch | None = None
         self._own: Setting | None = None
+        self._reference = 0.0  # samples of the batch that momentum and learning rate belong to
         self._scaled = 1.0
         self._ranks = 0
         self._speeds: dict[int, float] = {}
@@ -334,6 +335,7 @@ class OmniTunerHooks(_CallbackBase):
             "after": [sorted(each.items()) for each in self._after],
             "setting": self._setting.to_dict() if self._setting is not None else None,
             "own": self._own.to_dict() if self._own is not None else None,
+            "reference": self._reference,
             "scaled": self._scaled,
             "ranks": self._ranks,
             "speeds": sorted(self._speeds.items()),
@@ -354,6 +356,7 @@ class OmniTunerHooks(_CallbackBase):
         self._setting = Setting.from_dict(setting) if setting is not None else None
         own = state_dict["own"]
         self._own = Setting.from_dict(own) if own is not None else None
+        self._reference = state_dict.get("reference", 0.0)
         self._scaled, self._ranks, self._speeds = state_dict["scaled"], state_dict["ranks"], dict(state_dict["speeds"])
         self._unfinished, self._rounds = state_dict["unfinished"], state_dict["rounds"]
         self._spent, self._trained = state_dict["spent"], state_dict["trained"]
@@ -405,6 +408,7 @@ class OmniTunerHooks(_CallbackBase):
 
     def _tune_first(self, trainer: Any, module: Any, hyperparameters: Hyperparameters) -> None:
         self._own = start = self._present(trainer, hyperparameters, hyperparameters.lr)
+        self._reference = float(self._batch(trainer, self._strategy.world.size))
         job = self._job(trainer, hyperparameters, start, share=self.budget * _AT_START)
         if not job.batches:
             self.problem = Search(job, self.search).choice().why
@@ -521,6 +525,9 @@ class OmniTunerHooks(_CallbackBase):
         if order.error:
             raise ConfigurationError(order.error)
         kept = Kept(module, trainer.optimizers[0])
+        assert order.setting is not None
+        if not job.steps and order.setting != job.start:  # what was chosen belongs to the batch of one group
+            self._reference = job.batch / order.setting.groups
         self._apply(trainer, hyperparameters, order)
         known = [order.ruin] if math.isfinite(order.ruin) else []
         known += [self._watch.ruin] if self._watch is not None else []
@@ -635,6 +642,7 @@ class OmniTunerHooks(_CallbackBase):
         momentum = self._own.momentum if was.groups > 1 else was.momentum
         rebalance = bool(self._strategy.epochs.leases) and Space.of(self._space, world.size).rebalance
         self._setting = replace(was, groups=1, momentum=momentum, lr=was.lr * factor, rebalance=rebalance)
+        self._reference = float(self._batch(trainer, len(world.live_ranks)))
         hyperparameters.set_momentum(momentum)
         hyperparameters.scale(factor)
         self._scaled *= factor
@@ -675,7 +683,7 @@ class OmniTunerHooks(_CallbackBase):
         share: float,
     ) -> Job:
         world = self._strategy.world
-        batch = batch_size_of(trainer.train_dataloader) * len(world.live_ranks) * int(trainer.accumulate_grad_batches)
+        batch = self._batch(trainer, len(world.live_ranks))
         own = self._own.momentum if self._own is not None else start.momentum
         live, given = len(world.live_ranks), dict(self._space)
         if world.lost and "groups" in given:  # the user could not know
@@ -697,7 +705,13 @@ class OmniTunerHooks(_CallbackBase):
             space,
             hyperparameters.scaling,
             seed=self.seed + self._rounds,
+            reference=self._reference or batch / start.groups,
         )
+
+    @staticmethod
+    def _batch(trainer: Any, ranks: int) -> int:
+        """Samples in one synchronous step of so many ranks."""
+        return batch_size_of(trainer.train_dataloader) * ranks * int(trainer.accumulate_grad_batches)
 
     def _allows(self, trainer: Any, groups: int) -> bool:
         """Whether there may be that many groups."""
