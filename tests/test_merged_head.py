@@ -263,6 +263,22 @@ def test_only_torchs_own_classes_are_imported_unless_told() -> None:
         module_resolver(("torch.nn:functional",))("torch.nn:functional")
 
 
+@pytest.mark.parametrize(
+    "path",
+    [
+        "torch.nn:modules.module.torch.jit.ScriptModule",
+        "torch.nn.modules.module:torch.jit.ScriptModule",
+        "torch.nn:DataParallel",
+        "torch.nn:Linear.__class__",
+        "torch.nn.modules.linear:Linear.forward",
+    ],
+)
+def test_a_class_path_cannot_leave_torch_nn_through_attributes(path: str) -> None:
+    with pytest.raises(UnsupportedError, match=r"is not from torch\.nn|is not a torch\.nn\.Module"):
+        module_resolver(())(path)
+    assert module_resolver(())("torch.nn:Linear") is nn.Linear
+
+
 class Foreign(nn.Linear):
     """A class that is not torch's."""
 

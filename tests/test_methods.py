@@ -409,6 +409,18 @@ def test_a_module_that_is_not_allowed_is_not_even_imported() -> None:
     assert "this" not in sys.modules
 
 
+class Foreign(torch.optim.SGD):
+    """An optimizer that is not torch's."""
+
+
+def test_a_class_path_cannot_leave_torch_optim_through_attributes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.optim.sgd, "Foreign", Foreign, raising=False)
+    for path in ("torch.optim.sgd:Foreign", "torch.optim:sgd.SGD", "torch.optim.sgd:torch.optim.AdamW"):
+        with pytest.raises(UnsupportedError, match=r"is not from torch\.optim|is not a torch\.optim\.Optimizer"):
+            resolver(())(path)
+    assert resolver(())("torch.optim:SGD") is torch.optim.SGD
+
+
 def test_an_allowed_class_is_served_and_its_neighbours_are_not() -> None:
     path = class_path(Mine)
     assert resolver([path])(path) is Mine

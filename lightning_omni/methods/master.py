@@ -194,25 +194,52 @@ def resolver(allowed: Sequence[str]) -> Resolve:
     """A resolver that admits ``torch.optim`` and the class paths (``module:Class``) in ``allowed``, nothing else."""
 
     def resolve(path: str) -> type[Optimizer]:
-        module, _, name = path.partition(":")
-        if not (module == "torch.optim" or module.startswith("torch.optim.")) and path not in allowed:
-            raise UnsupportedError(
-                f"the optimizer {path} is not from torch.optim, and this server was not told to allow it; start it"
-                f" with: lightning-omni serve --allow-optimizer {path}"
-            )
+        refusal = (
+            f"the optimizer {path} is not from torch.optim, and this server was not told to allow it; start it with:"
+            f" lightning-omni serve --allow-optimizer {path}"
+        )
+        if not _is_torch_optim(path.partition(":")[0]) and path not in allowed:
+            raise UnsupportedError(refusal)
         try:
-            kind: Any = importlib.import_module(module)
-            for part in name.split("."):
-                kind = getattr(kind, part)
+            kind = import_class(path)
         except (ImportError, AttributeError, ValueError) as error:
             raise UnsupportedError(
                 f"the server cannot import the optimizer {path} ({error}); it must live in an installed module"
             ) from error
-        if not (isinstance(kind, type) and issubclass(kind, Optimizer)) or kind is Optimizer:
+        except TypeError:
+            kind = object
+        else:
+            if not _is_torch_optim(kind.__module__) and path not in allowed:
+                raise UnsupportedError(refusal)
+        if not issubclass(kind, Optimizer) or kind is Optimizer:
             raise UnsupportedError(f"{path} is not a torch.optim.Optimizer")
         return kind
 
     return resolve
+
+
+def _is_torch_optim(module: str) -> bool:
+    return module == "torch.optim" or module.startswith("torch.optim.")
+
+
+def import_class(path: str) -> type:
+    """The class at ``module:Class``, or ``module:Outer.Inner``.
+
+    Every step is a class: a path cannot walk from a module to what that has imported.
+
+    Raises:
+        ImportError: there is no such module.
+        AttributeError: it has nothing of that name.
+        TypeError: what is there is no class.
+    """
+    module, _, name = path.partition(":")
+    found: Any = importlib.import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
+        if not isinstance(found, type):
+            raise TypeError(f"{part!r} is no class")
+    kind: type = found
+    return kind
 
 
 def check_servable(optimizer: Optimizer) -> None:

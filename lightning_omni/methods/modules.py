@@ -7,7 +7,6 @@ from where the server was told to allow.
 
 from __future__ import annotations
 
-import importlib
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from lightning_omni.errors import UnsupportedError
-from lightning_omni.methods.master import class_path
+from lightning_omni.methods.master import class_path, import_class
 
 ResolveModule = Callable[[str], type[nn.Module]]
 
@@ -80,8 +79,8 @@ def check_describable(module: nn.Module, where: str = "") -> None:
             " import it; move it to a module of its own"
         )
     try:
-        found = _import(class_path(kind))
-    except (ImportError, AttributeError, ValueError):
+        found = import_class(class_path(kind))
+    except (ImportError, AttributeError, ValueError, TypeError):
         found = None
     if found is not kind:
         raise UnsupportedError(
@@ -142,18 +141,24 @@ def module_resolver(allowed: Sequence[str]) -> ResolveModule:
     """A resolver that admits ``torch.nn`` and the class paths (``module:Class``) in ``allowed``, nothing else."""
 
     def resolve(path: str) -> type[nn.Module]:
+        refusal = (
+            f"the module class {path} is not from torch.nn, and this server was not told to allow it; start it with:"
+            f" lightning-omni serve --allow-module {path}"
+        )
         if not path.startswith(("torch.nn.modules.", "torch.nn:")) and path not in allowed:
-            raise UnsupportedError(
-                f"the module class {path} is not from torch.nn, and this server was not told to allow it; start it"
-                f" with: lightning-omni serve --allow-module {path}"
-            )
+            raise UnsupportedError(refusal)
         try:
-            kind = _import(path)
+            kind = import_class(path)
         except (ImportError, AttributeError, ValueError) as error:
             raise UnsupportedError(
                 f"the server cannot import the module class {path} ({error}); it must live in an installed module"
             ) from error
-        if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
+        except TypeError:
+            kind = object
+        else:
+            if not kind.__module__.startswith("torch.nn.modules.") and path not in allowed:
+                raise UnsupportedError(refusal)
+        if not issubclass(kind, nn.Module):
             raise UnsupportedError(f"{path} is not a torch.nn.Module")
         return kind
 
@@ -164,14 +169,6 @@ def class_paths(description: Mapping[str, Any]) -> set[str]:
     """All class paths in a description."""
     children = [child for child in description["children"].values() if child is not None]
     return {description["class"]}.union(*(class_paths(child) for child in children))
-
-
-def _import(path: str) -> Any:
-    module, _, name = path.partition(":")
-    found: Any = importlib.import_module(module)
-    for part in name.split("."):
-        found = getattr(found, part)
-    return found
 
 
 def _encode(value: Any, module: nn.Module, where: str, key: str) -> Any:
