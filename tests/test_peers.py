@@ -15,7 +15,7 @@ from lightning_omni.errors import RankLost, Refused
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.server import Address, PeerConnections, PeerSocket
-from lightning_omni.server.connection import own_host
+from lightning_omni.server.addresses import own_host
 
 SHAPES = {"w": (300, 1000), "b": (7,)}  # more than one chunk
 LAYOUT = Layout.of({name: torch.zeros(shape) for name, shape in SHAPES.items()})
@@ -40,7 +40,7 @@ class Peers:
         self.lost: set[int] = set()
         self.ended = False
         self._stack = ExitStack()
-        self.sockets = [PeerSocket("127.0.0.1", [LAYOUT]) for _ in range(count)]
+        self.sockets = [PeerSocket("tcp://127.0.0.1:*", [LAYOUT]) for _ in range(count)]
         addresses = {group: Address(group, socket.address, socket.ticket) for group, socket in enumerate(self.sockets)}
         self.addresses = addresses
         self.connections = [
@@ -114,7 +114,7 @@ def test_a_peer_that_does_not_take_its_gifts_gets_no_more(peers: Peers) -> None:
     for _ in range(5):
         peers.connections[0].send(1, 0, weights(1.0))
     assert peers.connections[0].dropped == 3
-    peers.sockets[1] = PeerSocket("127.0.0.1", [LAYOUT])
+    peers.sockets[1] = PeerSocket("tcp://127.0.0.1:*", [LAYOUT])
 
 
 def test_nobody_waits_for_a_dead_peer(peers: Peers) -> None:
@@ -127,7 +127,7 @@ def test_nobody_waits_for_a_dead_peer(peers: Peers) -> None:
     peers.ended = True
     with pytest.raises(RankLost):
         peers.connections[0].read(1, 0)
-    peers.sockets[1] = PeerSocket("127.0.0.1", [LAYOUT])
+    peers.sockets[1] = PeerSocket("tcp://127.0.0.1:*", [LAYOUT])
 
 
 def test_gifts_that_are_not_finite_are_thrown_away(peers: Peers) -> None:

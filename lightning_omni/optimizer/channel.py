@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +22,8 @@ from lightning_omni.optimizer.replica import Part
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.codec import pack, unpack
 from lightning_omni.server import Address, DataConnection, PeerConnections, PeerSocket
-from lightning_omni.server.connection import own_host
+from lightning_omni.server.addresses import own_host, tcp_endpoint
+from lightning_omni.server.directory import is_private, sibling
 
 if TYPE_CHECKING:
     from lightning_omni.optimizer.world import World
@@ -152,10 +154,7 @@ class Channel:
             return
         assert self._world.control is not None
         layouts = [part.replica.layout for part in self._world.parts]
-        host = own_host(self._world.control.address)
-        if host.startswith("127.") and not self._world.server.is_on_this_node_only:
-            host = "0.0.0.0"  # the server is on this machine, and the other nodes know it by another address
-        socket = PeerSocket(host, layouts) if self._world.is_leader else None
+        socket = PeerSocket(self._peer_endpoint(), layouts) if self._world.is_leader else None
         mine = b""
         if socket is not None:
             address = self._world.server.published(socket.address)
@@ -172,6 +171,17 @@ class Channel:
                     self._world.control.check,
                 ),
             )
+
+    def _peer_endpoint(self) -> str:
+        """Where this leader listens: beside the server's sockets, or on the address by which that is reached."""
+        assert self._world.control is not None
+        server = self._world.control.address
+        if is_private(server):
+            return sibling(server, f"peer-{self._world.rank}-{secrets.token_hex(4)}")
+        host = own_host(server)
+        if host.startswith("127.") and not self._world.server.is_on_this_node_only:
+            host = "0.0.0.0"  # the server is on this machine, and the other nodes know it by another address
+        return tcp_endpoint(host)
 
     def publish(self, index: int, tensors: Sequence[Tensor]) -> None:
         """Other groups may read these weights."""

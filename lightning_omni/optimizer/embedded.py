@@ -14,7 +14,7 @@ from lightning_omni.methods.master import class_path
 from lightning_omni.methods.modules import class_paths, describe_module
 from lightning_omni.optimizer.options import WorldOptions
 from lightning_omni.optimizer.replica import Part
-from lightning_omni.server import ServerProcess
+from lightning_omni.server import ServerProcess, directory
 from lightning_omni.server.keys import load as load_key
 from lightning_omni.server.keys import new_key
 from lightning_omni.server.process import Settings
@@ -115,7 +115,7 @@ class RunServer:
         if self._options.host is not None:
             return self._options.host
         if self.is_on_this_node_only:
-            return "127.0.0.1"
+            return "" if directory.is_offered() else "127.0.0.1"
         address = _resolve(_main_host())
         # Many systems call themselves 127.0.1.1; the other nodes know this one by another address.
         return "0.0.0.0" if address.startswith("127.") and not _is_loopback(_main_host()) else address

@@ -8,7 +8,7 @@ from datetime import timedelta
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import Method, checked, method_named
-from lightning_omni.server.connection import check_address
+from lightning_omni.server.addresses import check_address
 from lightning_omni.topology import check_groups
 
 
@@ -20,8 +20,8 @@ class WorldOptions:
         groups: number of compute groups, or None for one group for each node.
         method: how groups exchange, by name or as a `lightning_omni.methods.Method`.
         server: ``"tcp://host:port"`` of a server that runs already; None starts one with the run.
-        host: address that the embedded server binds; None takes loopback on one node, and otherwise the address by
-            which the other nodes reach rank 0 (MASTER_ADDR).
+        host: address that the embedded server binds; None takes no port at all on one node (sockets in a directory that
+            only this user may enter), and otherwise the address by which the other nodes reach rank 0 (MASTER_ADDR).
         heartbeat_timeout: seconds of silence after which a rank counts as dead.
         refusals: pushes with NaN or infinite gradients that a group may make in a row before the run ends.
         timeout: seconds after which a collective that does not complete is an error.

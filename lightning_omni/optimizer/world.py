@@ -38,6 +38,7 @@ from lightning_omni.optimizer.states import States
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.server import ControlConnection
+from lightning_omni.server.directory import remove_if_abandoned
 from lightning_omni.topology import Topology, check_groups
 
 _log = logging.getLogger(__name__)
@@ -513,6 +514,7 @@ class World:
         def end() -> None:
             if not self._closed.wait(GRACE):
                 _log.critical("rank %d stops: %s", self.rank, error)
+                remove_if_abandoned(self.server_address)
                 os._exit(1)
 
         threading.Thread(target=end, name="omni-end", daemon=True).start()

@@ -23,6 +23,7 @@ from lightning_omni.methods.master import resolver
 from lightning_omni.methods.modules import module_resolver
 from lightning_omni.protocol.record import RecordFile
 from lightning_omni.protocol.server import ServerCore
+from lightning_omni.server.directory import PrivateDirectory
 from lightning_omni.server.loop import Server
 from lightning_omni.server.process import Ready, Settings
 
@@ -54,7 +55,8 @@ def main() -> int:
             resolve_module=module_resolver(settings.allow_modules),
             record=RecordFile(settings.record) if settings.record else None,
         )
-        server = Server(core, host=settings.host, port=settings.port)
+        directory = None if settings.host else PrivateDirectory()
+        server = Server(core, host=settings.host, port=settings.port, directory=directory)
     except Exception as error:
         _say(Ready(address="", error=str(error)))
         return 1

@@ -5,23 +5,23 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
-import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 import torch
 import zmq
 from torch import Tensor
 from zmq.utils.monitor import recv_monitor_message
 
-from lightning_omni.errors import ConfigurationError, ConnectionLost, MalformedMessage, OmniError, RankLost, Refused
+from lightning_omni.errors import ConnectionLost, MalformedMessage, OmniError, RankLost, Refused
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.handshake import NONCE_BYTES, is_equal, rank_mac, server_mac
 from lightning_omni.protocol.layout import Layout
+from lightning_omni.server.addresses import check_address, data_address
+from lightning_omni.server.directory import remove_if_abandoned
 from lightning_omni.server.frames import CHUNK_MARK, KNOCK, Assembly, chunks, configure
 
 _log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class ControlConnection:
     """A rank's control connection. Requests come from one thread; a second one keeps the connection alive.
 
     Args:
-        address: the server's control socket, ``tcp://host:port``.
+        address: the server's control socket, ``tcp://host:port`` or ``ipc:///directory/control``.
         key: the run's shared secret.
         run: a name that all ranks of the run agree on.
         rank: this rank.
@@ -93,8 +93,7 @@ class ControlConnection:
             raise
         self.ticket = welcome.ticket
         self.heartbeat_timeout = welcome.heartbeat_timeout
-        parts = urlsplit(address)
-        self.data_address = f"tcp://{parts.netloc.rpartition(':')[0]}:{welcome.data_port}"
+        self.data_address = data_address(address, welcome.data_port)
         self._thread = threading.Thread(target=self._keep_alive, name="omni-control", daemon=True)
         self._thread.start()
 
@@ -133,6 +132,11 @@ class ControlConnection:
                     " if its work really takes that long"
                 )
 
+    @property
+    def is_ended(self) -> bool:
+        """Whether something has ended this rank's run; `check` says what."""
+        return self._ended is not None
+
     def check(self) -> None:
         """Raises what ended this rank's run, if anything did."""
         if self._ended is not None:
@@ -161,6 +165,7 @@ class ControlConnection:
         for wire in (self._wire, self._monitor, self._inside, self._outside):
             wire.close(0)
         self._context.term()
+        remove_if_abandoned(self.address)
 
     # --- Admission ---------------------------------------------------------------------------------------------------
 
@@ -350,28 +355,3 @@ class DataConnection:
                     " each other, perhaps one of them needs longer than that: raise timeout="
                 )
         return self._wire.recv_multipart(copy=False)
-
-
-def own_host(server: str) -> str:
-    """The address by which this machine is known on the way to a server: loopback if that runs here.
-
-    Args:
-        server: ``tcp://host:port``.
-    """
-    parts = urlsplit(server)
-    kind, _, _, _, target = socket.getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(kind, socket.SOCK_DGRAM) as probe:
-        probe.connect(target)  # a datagram socket: nothing is sent, but the system picks the route
-        return str(probe.getsockname()[0])
-
-
-def check_address(address: str) -> None:
-    """Raises `ConfigurationError` unless the address reads ``tcp://host:port``."""
-    try:
-        parts = urlsplit(address)
-        good = parts.scheme == "tcp" and bool(parts.hostname) and bool(parts.port)
-        good = good and not (parts.path or parts.query or parts.fragment or parts.username or " " in address)
-    except ValueError:
-        good = False
-    if not good:
-        raise ConfigurationError(f'server={address!r}: pass the address of a running server as "tcp://host:port"')

@@ -16,6 +16,8 @@ from torch import Tensor
 from lightning_omni.errors import ConfigurationError, MalformedMessage, ProtocolError, Refused
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.server import Out, ServerCore
+from lightning_omni.server.addresses import tcp_endpoint
+from lightning_omni.server.directory import CONTROL, DATA, PrivateDirectory
 from lightning_omni.server.frames import CHUNK_MARK, KNOCK, Assembly, chunks, configure
 
 _log = logging.getLogger(__name__)
@@ -40,23 +42,34 @@ class Server:
         host: address to bind, an IP or a name; loopback by default, so that nobody outside can connect.
         port: port of the control socket; 0 takes a free one.
         data_port: port of the data socket; 0 takes a free one.
+        directory: where to listen instead, with no port of TCP at all; it is removed when the server closes.
 
     Raises:
         ConfigurationError: an address cannot be bound.
     """
 
-    def __init__(self, core: ServerCore, host: str = "127.0.0.1", port: int = 0, data_port: int = 0) -> None:
+    def __init__(
+        self,
+        core: ServerCore,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        data_port: int = 0,
+        directory: PrivateDirectory | None = None,
+    ) -> None:
         self.core = core
+        self._directory = directory
         self._context = zmq.Context()
         self._sockets: dict[m.Channel, zmq.Socket[bytes]] = {}
         try:
-            for channel, number in ((m.CONTROL, port), (m.DATA, data_port)):
-                self._sockets[channel] = self._bind(host, number)
+            for channel, number, name in ((m.CONTROL, port, CONTROL), (m.DATA, data_port, DATA)):
+                endpoint = tcp_endpoint(host, number) if directory is None else directory.address(name)
+                self._sockets[channel] = self._bind(endpoint)
         except zmq.ZMQError as error:
             self.close()
+            where = f"{host}:{number}" if directory is None else endpoint
             raise ConfigurationError(
-                f"cannot listen on {host}:{number}: {error.strerror}; pass another port= (0 takes a free one) or the"
-                " address of this machine as host="
+                f"cannot listen on {where}: {error.strerror}; pass another port= (0 takes a free one) or the address of"
+                " this machine as host="
             ) from error
         self.address = self._sockets[m.CONTROL].getsockopt_string(zmq.LAST_ENDPOINT)
         # Whoever is gone is noticed when something is sent to him.
@@ -66,15 +79,15 @@ class Server:
         self._buffers: dict[bytes, dict[int, Tensor]] = {}
         self._refusals: Counter[bytes] = Counter()
 
-    def _bind(self, host: str, port: int) -> zmq.Socket[bytes]:
+    def _bind(self, endpoint: str) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.ROUTER)
         configure(socket)
-        socket.setsockopt(zmq.IPV6, int(":" in host))
+        socket.setsockopt(zmq.IPV6, int("[" in endpoint))
         # Answers are at most one for each question, so they may queue; what comes in must not.
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, 256)
         try:
-            socket.bind(f"tcp://{f'[{host}]' if ':' in host else host}:{port or '*'}")
+            socket.bind(endpoint)
         except zmq.ZMQError:
             socket.close(0)
             raise
@@ -110,6 +123,8 @@ class Server:
         for socket in self._sockets.values():
             socket.close(LAST_WORDS)
         self._context.term()
+        if self._directory is not None:
+            self._directory.remove()
 
     def _drain(self, channel: m.Channel) -> None:
         socket = self._sockets[channel]

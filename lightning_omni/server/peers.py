@@ -49,11 +49,11 @@ class PeerSocket:
     """A leader's own side: publishes weights, takes gifts in.
 
     Args:
-        host: address to bind.
+        endpoint: what to bind: ``tcp://host:*`` or ``ipc:///directory/name``.
         layouts: of each optimizer's parameters.
     """
 
-    def __init__(self, host: str, layouts: Sequence[Layout]) -> None:
+    def __init__(self, endpoint: str, layouts: Sequence[Layout]) -> None:
         self.ticket = secrets.token_hex(16)
         self.strangers = 0
         self._layouts = list(layouts)
@@ -67,8 +67,8 @@ class PeerSocket:
         configure(self._wire)
         # A window is queued whole; each peer asks for one at a time, so there is nothing to bound.
         self._wire.setsockopt(zmq.SNDHWM, 0)
-        self._wire.setsockopt(zmq.IPV6, int(":" in host))
-        self._wire.bind(f"tcp://{f'[{host}]' if ':' in host else host}:*")
+        self._wire.setsockopt(zmq.IPV6, int("[" in endpoint))
+        self._wire.bind(endpoint)
         self.address = self._wire.getsockopt_string(zmq.LAST_ENDPOINT)
         self._thread = threading.Thread(target=self._serve, name="omni-peers", daemon=True)
         self._thread.start()

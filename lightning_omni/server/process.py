@@ -12,10 +12,15 @@ import time
 import msgspec
 
 from lightning_omni.errors import ConfigurationError, ConnectionLost
+from lightning_omni.server.directory import remove_if_abandoned
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """What the server process is told on its standard input."""
+    """What the server process is told on its standard input.
+
+    Attributes:
+        host: address to bind; empty for sockets in a private directory, with no port of TCP.
+    """
 
     key: str
     host: str
@@ -72,7 +77,7 @@ class ServerProcess:
         return self._process.pid
 
     def address(self, timeout: float = 120.0) -> str:
-        """The control socket's address, ``tcp://host:port``.
+        """The control socket's address, ``tcp://host:port`` or ``ipc:///directory/control``.
 
         Raises:
             ConfigurationError: the server could not listen where it was told to.
@@ -96,6 +101,7 @@ class ServerProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        remove_if_abandoned(self._address)
 
     def _first_line(self, timeout: float) -> bytes:
         assert self._process.stdout is not None
