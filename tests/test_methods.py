@@ -414,8 +414,8 @@ class Foreign(torch.optim.SGD):
 
 
 def test_a_class_path_cannot_leave_torch_optim_through_attributes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.optim.sgd, "Foreign", Foreign, raising=False)
-    for path in ("torch.optim.sgd:Foreign", "torch.optim:sgd.SGD", "torch.optim.sgd:torch.optim.AdamW"):
+    monkeypatch.setattr(sys.modules["torch.optim.sgd"], "Foreign", Foreign, raising=False)
+    for path in ("torch.optim.sgd:Foreign", "torch.optim:lr_scheduler.Optimizer", "torch.optim.sgd:torch.optim.AdamW"):
         with pytest.raises(UnsupportedError, match=r"is not from torch\.optim|is not a torch\.optim\.Optimizer"):
             resolver(())(path)
     assert resolver(())("torch.optim:SGD") is torch.optim.SGD
