@@ -133,28 +133,38 @@ class Server:
                 peer, *frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            take = self._on_control if channel == m.CONTROL else self._on_data
-            try:
-                take(peer.bytes, frames)
-            except Refused as no:
-                self._assemblies.pop(peer.bytes, None)
-                self._send([Out(peer.bytes, channel, m.RefusedMessage(code=no.code, reason=str(no)))])
-            except ProtocolError as error:
-                self._assemblies.pop(peer.bytes, None)
-                self._send(self.core.refuse(channel, peer.bytes, str(error)))
+            self._send(self.take(channel, peer.bytes, frames))
+            self.core.handed_over()
 
-    def _on_control(self, peer: bytes, frames: list[Any]) -> None:
+    def take(self, channel: m.Channel, peer: bytes, frames: list[Any]) -> list[Out]:
+        """One message came in: what is to be sent for it. Nothing that a peer can say makes this raise.
+
+        Args:
+            channel: the channel that it came on.
+            peer: the connection that it came from.
+            frames: its frames, as `zmq.Frame`.
+        """
+        try:
+            return self._on_control(peer, frames) if channel == m.CONTROL else self._on_data(peer, frames)
+        except Refused as no:
+            self._assemblies.pop(peer, None)
+            return [Out(peer, channel, m.RefusedMessage(code=no.code, reason=str(no)))]
+        except ProtocolError as error:
+            self._assemblies.pop(peer, None)
+            return self.core.refuse(channel, peer, str(error))
+
+    def _on_control(self, peer: bytes, frames: list[Any]) -> list[Out]:
         if not 1 <= len(frames) <= 2:
             raise MalformedMessage(f"{len(frames)} frames on the control channel")
         message = m.decode(frames[0].buffer, at="server", channel=m.CONTROL)
         payload = frames[1].bytes if len(frames) == 2 else b""
-        self._send(self.core.receive(m.CONTROL, peer, message, payload, time.monotonic()))
+        return self.core.receive(m.CONTROL, peer, message, payload, time.monotonic())
 
-    def _on_data(self, peer: bytes, frames: list[Any]) -> None:
+    def _on_data(self, peer: bytes, frames: list[Any]) -> list[Out]:
         if len(frames) == 2 and len(frames[0]) == len(CHUNK_MARK):
             assembly = self._assemblies.get(peer)
             if assembly is None:
-                return  # the rest of a payload that was refused
+                return []  # the rest of a payload that was refused
             assembly.add(frames[1].buffer)
         elif len(frames) == 1:
             message = m.decode(frames[0].buffer, at="server", channel=m.DATA)
@@ -162,10 +172,10 @@ class Server:
             self._assemblies[peer] = assembly
         else:
             raise MalformedMessage(f"{len(frames)} frames on the data channel")
-        if assembly.is_complete:
-            del self._assemblies[peer]
-            self._send(self.core.receive(m.DATA, peer, assembly.message, assembly.buffer, time.monotonic()))
-            self.core.handed_over()
+        if not assembly.is_complete:
+            return []
+        del self._assemblies[peer]
+        return self.core.receive(m.DATA, peer, assembly.message, assembly.buffer, time.monotonic())
 
     def _buffer(self, peer: bytes, nbytes: int) -> Tensor:
         """Memory for a payload; the same as for one of the last of that size, for fresh memory is slow to touch."""
