@@ -329,4 +329,5 @@ def _choose_fastest_kernel(optimizer: Optimizer) -> None:
             continue
         group["foreach"] = False
         if "fused" in group:
-            group["fused"] = fusable and all(p.is_floating_point() for p in group["params"])
+            # In half precision the fused SGD of torch 2.13 leaves weights on a CPU as they are, and says nothing.
+            group["fused"] = fusable and all(p.dtype in (torch.float32, torch.float64) for p in group["params"])
