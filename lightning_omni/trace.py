@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -11,6 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from lightning_omni.errors import ConfigurationError
+from lightning_omni.palette import EXPECTED, FAINT, GREY, MEASURED, PROPORTIONAL, YOURS, line_styles, method_colours
 
 Array = np.ndarray[Any, Any]
 
@@ -46,7 +48,7 @@ class Trace:
         updates: updates in the run.
         seconds: length of the run.
         ended: why it ended: ``"max_updates"``, ``"max_epochs"``, ``"max_seconds"``, ``"target"``, ``"interrupted"``,
-            or ``"lost: ..."`` or ``"diverged: ..."`` with the reason.
+            ``"stopped"``, or ``"lost: ..."`` or ``"diverged: ..."`` with the reason.
         meta: the run's settings as plain values.
         weights: the final weights by name.
         work: what each rank did; empty if nobody measured.
@@ -195,16 +197,27 @@ class Trace:
 
     # --- A picture ---------------------------------------------------------------------------------------------------
 
-    def plot(self, path: str | Path) -> None:
+    @property
+    def time_axis(self) -> str:
+        """What its seconds are: virtual ones, if it was simulated."""
+        return "virtual time / s" if "cluster" in self.meta else "time / s"
+
+    def plot(self, path: str | Path, title: str = "") -> None:
         """Draws the run: loss and figures over time and over updates, staleness, and what the groups did when.
 
         Args:
             path: the image file; its suffix says which kind.
+            title: what was run, in a line.
 
         Raises:
-            ConfigurationError: matplotlib is missing.
+            ConfigurationError: matplotlib is missing, or the file cannot be written.
         """
-        figure_of(self).savefig(path, dpi=120)
+        try:
+            figure_of(self, title).savefig(path, dpi=120)
+        except OSError as error:
+            raise ConfigurationError(
+                f"path={str(path)!r}: {error.strerror}; pass a file that can be written"
+            ) from error
 
 
 def reaches(metric: str, figure: float, value: float) -> bool:
@@ -212,54 +225,96 @@ def reaches(metric: str, figure: float, value: float) -> bool:
     return bool(figure <= value if "loss" in metric or "error" in metric else figure >= value)
 
 
-def figure_of(trace: Trace) -> Any:
+def figure_of(trace: Trace, title: str = "") -> Any:
     """The picture of a trace, as a matplotlib figure."""
+    figure = _new_figure(11, 7.4)
+    (over_time, over_updates), (histogram, timeline) = figure.subplots(2, 2)
+    _draw_course(over_time, trace, "time", "time", trace.time_axis)
+    _draw_course(over_updates, trace, "write", "update", "updates")
+    counts = trace.staleness_histogram()
+    histogram.bar(range(len(counts)), counts, width=0.9, color=GREY)
+    histogram.set(xlabel="staleness / updates", ylabel="pushes", title=f"mean staleness {trace.mean_staleness:.3g}")
+    histogram.xaxis.get_major_locator().set_params(integer=True)
+    _draw_pushes(timeline, trace, figure)
+    name, lr = trace.meta.get("name", ""), trace.meta.get("lr")
+    rate = "" if lr is None else f", lr {lr:.3g}"
+    said = f"{trace.updates} updates in {trace.seconds:.4g} s{' of virtual time' * ('cluster' in trace.meta)}"
+    figure.suptitle("\n".join(filter(None, (f"{name}{rate}: {said}" if name else said, title))), fontsize="medium")
+    return figure
+
+
+def _new_figure(width: float, height: float) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigurationError(
-            "pictures need matplotlib; install it with: pip install lightning-omni[plot]"
+            "pictures need matplotlib; install it with: pip install 'lightning-omni[plot]'"
         ) from error
-    figure = Figure(figsize=(11, 7), layout="constrained")
-    (over_time, over_updates), (histogram, timeline) = figure.subplots(2, 2)
-    _draw_course(over_time, trace, "time", "time", "seconds")
-    _draw_course(over_updates, trace, "write", "update", "updates")
-    counts = trace.staleness_histogram()
-    histogram.bar(range(len(counts)), counts, width=1.0)
-    histogram.set(xlabel="staleness / updates", ylabel="pushes", title=f"mean staleness {trace.mean_staleness:.3g}")
-    shown = trace.rows["time"] <= trace.rows["time"][:2000].max(initial=0)
-    timeline.scatter(trace.rows["time"][shown], trace.rows["group"][shown], s=4, c=trace.rows["staleness"][shown])
-    timeline.set(xlabel="time / seconds", ylabel="group", title="pushes (colour: staleness)")
-    figure.suptitle(f"{trace.updates} updates in {trace.seconds:.4g} s")
-    return figure
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def _draw_pushes(axes: Any, trace: Trace, figure: Any) -> None:
+    """When which group pushed; of long runs the beginning."""
+    shown = trace.rows["time"] <= trace.rows["time"][:_PUSHES].max(initial=0)
+    times, groups, staleness = (trace.rows[name][shown] for name in ("time", "group", "staleness"))
+    points = axes.scatter(times, groups, s=5, c=staleness, cmap="cividis")
+    first = "" if shown.all() else f"the first {int(shown.sum())} "
+    axes.set(xlabel=trace.time_axis, ylabel="group", title=f"{first}pushes".capitalize())
+    axes.yaxis.get_major_locator().set_params(integer=True)
+    if len(staleness):
+        bar = figure.colorbar(points, ax=axes, label="staleness / updates", aspect=30)
+        bar.locator.set_params(integer=True)
 
 
 def _draw_course(axes: Any, trace: Trace, row: str, evaluated: str, unit: str) -> None:
+    """Losses on the left, other figures on the right."""
     loss = trace.rows["loss"]
     window = max(1, len(loss) // 100)
     count = len(loss) // window
     if count:
         smooth = loss[: count * window].reshape(count, window).mean(1)
-        axes.plot(trace.rows[row][window - 1 :: window][:count], smooth, color="0.6", label="training loss")
+        axes.plot(trace.rows[row][window - 1 :: window][:count], smooth, color=FAINT, label="training loss")
     axes.set(xlabel=unit, ylabel="loss")
-    figures = [name for name in trace.evaluated if name not in ("time", "update", "samples")]
-    right = axes.twinx() if figures else axes
+    axes.grid(color="0.92")
+    figures = _figures_of([trace])
+    others = [name for name in figures if "loss" not in name]
+    right = axes.twinx() if others else axes
+    colours = dict(zip(figures, (MEASURED, EXPECTED, PROPORTIONAL, YOURS), strict=False))
     for name in figures:
-        right.plot(trace.evaluated[evaluated], trace.evaluated[name], marker=".", label=name)
-    right.legend(loc="best", fontsize="small")
+        drawn = right if name in others else axes
+        label = f"{name} (right)" if name in others else name
+        drawn.plot(
+            trace.evaluated[evaluated], trace.evaluated[name], marker=".", color=colours.get(name, GREY), label=label
+        )
+    if others:
+        right.set_ylabel(", ".join(others))
+    handles = [*axes.get_lines(), *(right.get_lines() if others else ())]
+    (right if others else axes).legend(handles, [line.get_label() for line in handles], loc="best", fontsize="small")
+
+
+def _figures_of(traces: Iterable[Trace]) -> list[str]:
+    """Names of what was evaluated, as many as there is room for."""
+    names = dict.fromkeys(name for trace in traces for name in trace.evaluated)
+    return [name for name in names if name not in ("time", "update", "samples")][:_MOST_FIGURES]
 
 
 # --- A picture of several ---------------------------------------------------------------------------------------------
 
 _MOST_FIGURES = 4
+_PUSHES = 2000
+_MANY_TIMES = 3
 
 
-def plot_comparison(traces: Mapping[str, Trace], path: str | Path) -> None:
+def plot_comparison(
+    traces: Mapping[str, Trace], path: str | Path, title: str = "", target: tuple[str, float] | None = None
+) -> None:
     """Draws several runs into one picture: each figure, or else the training loss, over time and over updates.
 
     Args:
-        traces: the runs by name.
+        traces: the runs by name; a method's name gives a run that method's colour.
         path: the image file; its suffix says which kind.
+        title: what was compared, in a line.
+        target: name and value of a figure, drawn as a line.
 
     Raises:
         ConfigurationError: there is no run, matplotlib is missing, or the file cannot be written.
@@ -267,32 +322,69 @@ def plot_comparison(traces: Mapping[str, Trace], path: str | Path) -> None:
     if not traces:
         raise ConfigurationError("traces: there is nothing to draw; pass at least one")
     try:
-        comparison_of(traces).savefig(path, dpi=120)
+        comparison_of(traces, title, target).savefig(path, dpi=120)
     except OSError as error:
         raise ConfigurationError(f"path={str(path)!r}: {error.strerror}; pass a file that can be written") from error
 
 
-def comparison_of(traces: Mapping[str, Trace]) -> Any:
-    """The picture of several runs, as a matplotlib figure."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigurationError(
-            "pictures need matplotlib; install it with: pip install lightning-omni[plot]"
-        ) from error
-    names = dict.fromkeys(name for trace in traces.values() for name in trace.evaluated)
-    figures = [name for name in names if name not in ("time", "update", "samples")][:_MOST_FIGURES]
+def comparison_of(traces: Mapping[str, Trace], title: str = "", target: tuple[str, float] | None = None) -> Any:
+    """The picture of several runs, as a matplotlib figure; see `plot_comparison`."""
+    figures = _figures_of(traces.values())
     shown = figures if "loss" in figures else ["training loss", *figures]
-    figure = Figure(figsize=(11, 1 + 3.2 * len(shown)), layout="constrained")
-    for name, (over_time, over_updates) in zip(shown, figure.subplots(len(shown), 2, squeeze=False), strict=True):
-        for label, trace in traces.items():
-            over_time.plot(*_course(trace, name, "time"), marker=".", markersize=4, linewidth=1, label=label)
-            over_updates.plot(*_course(trace, name, "update"), marker=".", markersize=4, linewidth=1, label=label)
-        over_time.set(xlabel="time / seconds", ylabel=name)
-        over_updates.set(xlabel="updates", ylabel=name)
+    figure = _new_figure(11, 1.4 + 3.2 * len(shown))
+    counts = [len(trace.meta.get("groups", ())) for trace in traces.values()]
+    styles = line_styles(method_colours(list(traces), counts))
+    axis = next(iter(traces.values())).time_axis
+    panels = figure.subplots(len(shown), 2, squeeze=False, sharey="row")
+    for name, (over_time, over_updates) in zip(shown, panels, strict=True):
+        for axes, over, unit in ((over_time, "time", axis), (over_updates, "update", "updates")):
+            for place, ((label, trace), style) in enumerate(zip(traces.items(), styles, strict=True)):
+                course = _course(trace, name, over)
+                every = max(1, len(course[0]) // 12)
+                begin = every * place // len(styles)  # where curves are one, their markers are not
+                axes.plot(*course, label=_label(label, trace), markevery=(begin, every), **style)
+            if target is not None and target[0] == name:
+                axes.axhline(target[1], color=GREY, linestyle=":", linewidth=1)
+                axes.text(0.01, target[1], "target", transform=axes.get_yaxis_transform(), va="bottom", color=GREY)
+            axes.set(xlabel=unit)
+            axes.grid(color="0.92")
+        _tell_apart(over_updates, traces.values())
+        over_time.set_ylabel(name)
+        _leave_out_divergence(over_time, traces.values(), name)
     handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=min(4, len(labels)), fontsize="small")
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(3, len(labels)), fontsize="small")
+    if title:
+        figure.suptitle("\n".join(textwrap.wrap(title, 120)), fontsize="medium")
     return figure
+
+
+def _label(name: str, trace: Trace) -> str:
+    """A run in the legend: its name, its groups, its learning rate."""
+    groups, lr = len(trace.meta.get("groups", ())), trace.meta.get("lr")
+    known = [f"{groups} group{'s' * (groups > 1)}"] if groups else []
+    known += [f"lr {lr:.3g}"] if lr is not None else []
+    return f"{name}  ({', '.join(known)})" if known else name
+
+
+def _tell_apart(axes: Any, traces: Iterable[Trace]) -> None:
+    """Runs of a few updates are not to be squeezed by one of many."""
+    updates = [trace.updates for trace in traces if trace.updates]
+    if updates and max(updates) > _MANY_TIMES * min(updates):
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter("{x:g}")
+
+
+def _leave_out_divergence(axes: Any, traces: Iterable[Trace], name: str) -> None:
+    """One run whose loss explodes is not to flatten those of all others."""
+    if "loss" not in name:
+        return
+    courses = [values[np.isfinite(values)] for values in (_course(trace, name, "time")[1] for trace in traces)]
+    courses = [values for values in courses if len(values)]
+    if courses:
+        least = min(float(values.min()) for values in courses)
+        top = 1.3 * max(float(values[0]) for values in courses)
+        if max(float(values.max()) for values in courses) > top:
+            axes.set_ylim(least - 0.05 * (top - least), top)
 
 
 def _course(trace: Trace, name: str, over: str) -> tuple[Array, Array]:

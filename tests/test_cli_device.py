@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lightning_omni.cli import main
-from lightning_omni.cli.device import _lines
+from lightning_omni.cli.subject import lines_of
 from lightning_omni.performance import DeviceReport, DeviceSetting
 
 MODEL = """
@@ -120,7 +120,7 @@ def test_wrong_settings_are_one_line_with_the_remedy(model: str, capsys: pytest.
     assert "--batch-size and --classes are for random data" in said(f"{model}:Whole", "--batch-size", "8")
     assert "--input and --classes: pass numbers of 1 or more" in said(f"{model}:Model", "--input", "[0]")
     assert "--allow half: pass some of precision, batch_size, workers" in said(f"{model}:Whole", "--allow", "half")
-    assert "budget=0.0: pass seconds above 0" in said(f"{model}:Whole", "--budget", "0")
+    assert "--budget 0.0: pass a time above 0" in said(f"{model}:Whole", "--budget", "0")
     assert "cannot be trained as it comes: RuntimeError" in said(f"{model}:Model", "--input", "[7]", "--classes", "3")
     assert "there is no folder '/absent'" in said(f"{model}:Whole", "--json", "/absent/device.json")
 
@@ -131,7 +131,7 @@ def report(setting: DeviceSetting) -> DeviceReport:
 
 def test_the_lines_to_paste_say_what_was_found() -> None:
     setting = DeviceSetting(threads=2, fused=True, precision="bf16-mixed", batch_size=64, workers=2)
-    assert _lines(report(setting)).splitlines() == [
+    assert lines_of(report(setting)).splitlines() == [
         "from lightning_omni import DeviceTuner",
         "from lightning_omni.performance import DeviceSetting",
         "",
@@ -139,4 +139,4 @@ def test_the_lines_to_paste_say_what_was_found() -> None:
         " callbacks=[DeviceTuner(setting=DeviceSetting(threads=2, fused=True))])",
         "# and batch_size=64 in your DataLoader",
     ]
-    assert _lines(report(DeviceSetting())) == "trainer = Trainer()  # nothing was faster"
+    assert lines_of(report(DeviceSetting())) == "trainer = Trainer()  # nothing was faster"

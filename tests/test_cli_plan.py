@@ -64,7 +64,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ([], {}, {}),
         (["--ranks", "32", "--bandwidth", "10Gbit", "--latency", "1e-4"],
          {"ranks": 32, "bandwidth": 1.25e9, "latency": 1e-4}, {}),
-        (["--bandwidth", "1e8"], {"bandwidth": 1e8}, {}),
+        (["--bandwidth", "100MB/s", "--latency", "50us"], {"bandwidth": 1e8, "latency": 5e-5}, {}),
         (["--batch-size", "64", "--period", "4"], {}, {"batch_size": 64, "period": 4}),
     ],
     ids=["as measured", "more ranks", "another network", "another batch"],
@@ -191,11 +191,11 @@ def test_wrong_options_are_one_line_that_names_the_flag(
     file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert "--ranks=0: pass a whole number" in refusal(capsys, file, "--ranks", "0")
-    assert "--bandwidth 1Gbat: pass bytes per second, as in 1e9, or bits" in refusal(
+    assert "--bandwidth 1Gbat: pass bytes per second, as in 1e9 or 1GB/s, or bits, as in 10Gbit" in refusal(
         capsys, file, "--bandwidth", "1Gbat"
     )
-    assert "--bandwidth -1: pass bytes" in refusal(capsys, file, "--bandwidth=-1")
-    assert "--latency=-1" in refusal(capsys, file, "--latency=-1")
+    assert "--bandwidth -1.0: pass bytes" in refusal(capsys, file, "--bandwidth=-1")
+    assert "--latency -1.0: pass seconds" in refusal(capsys, file, "--latency=-1")
     assert "--batch-size 0.0: pass a number of samples, 1 or more" in refusal(capsys, file, "--batch-size", "0")
     assert "--samples -5.0: pass" in refusal(capsys, file, "--samples=-5")
     assert "--period=0: pass local steps" in refusal(capsys, file, "--period", "0")

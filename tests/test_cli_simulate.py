@@ -14,13 +14,15 @@ import pytest
 import torch
 from processes import Process
 
-from lightning_omni import simulator
+from lightning_omni import palette, simulator
 from lightning_omni.cli import main
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.trace import Trace, plot_comparison
+from lightning_omni.trace import Trace, comparison_of, plot_comparison
 
 ROOT = Path(__file__).parent.parent
 SHORT = ("--devices", "4", "--batch-size", "8", "--updates", "24")
+SHARED = (*SHORT, "--lr", "0.1")
+"""One rate for all methods: none is looked for."""
 START = 60.0
 """Seconds for a process to import what it needs, on a busy machine."""
 
@@ -42,6 +44,12 @@ def adam(parameters):
 
 def blind():
     return Workload(nn.Linear(1, 1), made().data, error)
+
+def bowl():
+    x = torch.cat([torch.eye(2), -torch.eye(2)]).repeat(64, 1) * 3**0.5
+    data = torch.utils.data.TensorDataset(x, x @ torch.tensor([[1.0], [2.0]]))
+    figures = lambda model: {"loss": float(error(model, data.tensors))}
+    return Workload(nn.Linear(2, 1, bias=False), data, error, figures, lambda each: torch.optim.SGD(each, lr=0.3))
 
 def nothing():
     return None
@@ -132,6 +140,58 @@ def test_of_several_learning_rates_each_method_is_shown_with_its_best(
     assert [row["loss"] for row in best] == [row["loss"] for row in alone]
 
 
+def test_each_method_is_given_a_rate_of_its_own_and_the_output_says_how(
+    workload: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a quadratic whose best rate is known: one step of rate 1/3 solves it, eight stale ones of it diverge."""
+    own = ["--workload", f"{workload}:bowl", "--devices", "8", "--batch-size", "8", "--epochs", "6"]
+    command = ["compare", "--methods", "async_sgd@1 async_sgd", *own, "--jitter", "none", "--out", str(tmp_path)]
+    assert main([*command, "--no-picture"]) == 0
+    output = capsys.readouterr().out
+    alone, eight = (float(row["lr"]) for row in rows(output))
+    assert eight < alone / 2
+    assert "each method has its own best learning rate of" in output
+    assert [Trace.load(tmp_path / f"{name}.npz").meta["lr"] for name in ("async_sgd@1", "async_sgd")] == [alone, eight]
+    losses = {row["method"]: float(row["loss"]) for row in rows(output)}
+    assert main([*command, "--no-picture", "--lr", str(alone)]) == 0
+    output = capsys.readouterr().out
+    assert f"all methods share the learning rate {alone:g}, which flatters" in output
+    shared = {row["method"]: float(row["loss"]) for row in rows(output)}
+    assert shared["async_sgd@1"] == losses["async_sgd@1"]
+    assert shared["async_sgd"] > 2 * losses["async_sgd"]
+
+
+def test_the_picture_names_the_cluster_and_each_run_and_hides_no_curve() -> None:
+    evaluated = {"time": np.arange(5.0), "update": np.arange(5), "accuracy": np.linspace(0, 1, 5)}
+    empty = {name: np.empty(0, kind) for name, kind in Trace.COLUMNS.items()}
+    meta = {"cluster": {}, "groups": [[0], [1]], "lr": 0.05}
+    traces = {
+        name: Trace(empty, evaluated, 5, 5.0, meta={**meta, "groups": [[0]]} if name.endswith("@1") else meta)
+        for name in ("async_sgd@1", "hardsync", "async_sgd:power=0.5", "async_sgd")
+    }
+    figure = comparison_of(traces, "2 devices", ("accuracy", 0.8))
+    assert figure.get_suptitle() == "2 devices"
+    [legend] = figure.legends
+    assert [text.get_text() for text in legend.get_texts()][:2] == [
+        "async_sgd@1  (1 group, lr 0.05)",
+        "hardsync  (2 groups, lr 0.05)",
+    ]
+    over_time = next(axes for axes in figure.axes if axes.get_ylabel() == "accuracy")
+    assert over_time.get_xlabel() == "virtual time / s"
+    curves = [line for line in over_time.get_lines() if len(line.get_xdata()) == 5]
+    # All are the same curve: the later ones lie above and are narrower, or dashed on one of the same colour.
+    widths = [line.get_linewidth() for line in curves]
+    assert widths == sorted(widths, reverse=True)
+    assert len(set(widths)) == len({line.get_marker() for line in curves}) == 4
+    assert [line.get_color() for line in curves] == [
+        palette.ONE_GROUP,
+        palette.METHODS["hardsync"],
+        palette.METHODS["async_sgd"],
+        palette.METHODS["async_sgd"],
+    ]
+    assert curves[2].get_linestyle() != curves[3].get_linestyle()
+
+
 def test_one_seed_gives_one_file(tmp_path: Path) -> None:
     for folder, seed in (("one", "3"), ("same", "3"), ("other", "4")):
         command = ["simulate", *SHORT, "--jitter", "exponential", "--seed", seed, "--no-picture"]
@@ -153,7 +213,7 @@ def test_one_seed_gives_one_file(tmp_path: Path) -> None:
 def test_compare_has_one_row_a_method_and_one_picture(
     methods: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["compare", "--methods", methods, *SHORT, "--updates", "6", "--out", str(tmp_path)]) == 0
+    assert main(["compare", "--methods", methods, *SHARED, "--updates", "6", "--out", str(tmp_path)]) == 0
     found = rows(capsys.readouterr().out)
     assert [row["method"] for row in found] == ["async_sgd@1", "hardsync", "diloco:period=2,outer_lr=0.7"]
     assert [row["groups"] for row in found] == ["1", "4", "4"]
@@ -165,14 +225,14 @@ def test_compare_has_one_row_a_method_and_one_picture(
 def test_yaml_describes_all_and_flags_win(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = ROOT / "examples" / "simulate.yaml"
     out = tmp_path / "two.png"
-    arguments = ["compare", "--config", str(config), "--epochs", "1", "--out", str(out)]
+    arguments = ["compare", "--config", str(config), "--epochs", "1", "--lr", "0.1", "--out", str(out)]
     assert main([*arguments, "--methods", "async_sgd,softsync:n=2"]) == 0
     assert [row["method"] for row in rows(capsys.readouterr().out)] == ["async_sgd", "softsync:n=2"]
     assert_is_picture(out)
     cluster = Trace.load(tmp_path / "two-async_sgd.npz").meta["cluster"]
     assert [kind["count"] for kind in cluster["devices"]] == [4, 4]
     assert cluster["devices"][1]["jitter"]["kind"] == "exponential"
-    assert cluster["link"] == {"bandwidth": 1.25e7, "latency": 1e-4}
+    assert cluster["link"] == {"bandwidth": 1.25e7, "latency": pytest.approx(1e-4)}
     assert cluster["events"][1]["time"] == 3.0
 
 
@@ -202,7 +262,7 @@ def test_a_workload_of_ones_own(workload: str, tmp_path: Path, capsys: pytest.Ca
 
 
 def test_a_workload_without_figures_is_drawn_by_its_training_loss(workload: str, tmp_path: Path) -> None:
-    command = ["compare", "--workload", f"{workload}:blind", "--methods", "async_sgd,hardsync", *SHORT]
+    command = ["compare", "--workload", f"{workload}:blind", "--methods", "async_sgd,hardsync", *SHARED]
     assert main([*command, "--out", str(tmp_path)]) == 0
     assert_is_picture(tmp_path / "comparison.png")
     assert not len(Trace.load(tmp_path / "hardsync.npz").evaluated["time"])
@@ -239,11 +299,14 @@ def test_wrong_workloads_are_told(workload: str, capsys: pytest.CaptureFixture[s
         (("--straggler", "0"), "--straggler 0.0: pass a number above 0"),
         (("--evaluate-every", "0"), "--evaluate-every 0: pass a number above 0"),
         (("--lr", "-1"), "--lr -1.0: pass a number, 0 or more"),
-        (("--bandwidth", "0"), "pass bytes per second, above 0"),
+        (("--bandwidth", "0"), "--bandwidth 0.0: pass bytes per second"),
         (("--jitter", "lognormal"), "pass lognormal:0.2"),
         (("--jitter", "much"), "--jitter much: pass none, exponential"),
         (("--cluster.devices", '[{"count": 2}]', "--devices", "4"), "move --devices into it"),
-        (("--cluster.devices", '[{"count": 2}]', "--cluster.link.latency", "-1"), "latency=-1.0: pass seconds"),
+        (
+            ("--cluster.devices", '[{"count": 2}]', "--cluster.link.latency", "-1"),
+            "cluster.link.latency -1.0: pass seconds",
+        ),
         (("--out", f"{__file__}/folder"), "pass a folder that can be written"),
     ],
 )
@@ -282,7 +345,7 @@ def test_ctrl_c_reports_what_was_simulated(
         return real(method, *arguments, progress=show, **options)
 
     monkeypatch.setattr(simulator, "simulate", interrupted)
-    assert main(["compare", "--methods", "async_sgd,hardsync,gossip", *SHORT, "--out", str(tmp_path)]) == 130
+    assert main(["compare", "--methods", "async_sgd,hardsync,gossip", *SHARED, "--out", str(tmp_path)]) == 130
     whole, half = rows(capsys.readouterr().out)
     assert (whole["method"], whole["ended"], whole["updates"]) == ("async_sgd", "updates", "24")
     assert (half["method"], half["ended"]) == ("hardsync", "interrupted")
@@ -294,8 +357,8 @@ def test_ctrl_c_reports_what_was_simulated(
 def test_a_narrow_table_stands_upright(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("lightning_omni.cli.simulate._WIDTH", 60)
-    command = ["compare", "--methods", "async_sgd,hardsync", *SHORT, "--no-picture", "--out", str(tmp_path)]
+    monkeypatch.setenv("COLUMNS", "80")
+    command = ["compare", "--methods", "async_sgd,hardsync", *SHARED, "--no-picture", "--out", str(tmp_path)]
     assert main(command) == 0
     output = capsys.readouterr().out
     upright = {row.pop("method"): row for row in rows(output)}

@@ -18,6 +18,7 @@ ROOT = Path(lightning_omni.errors.__file__).parent
 RANKS = {
     "errors": 0,
     "topology": 1,
+    "palette": 0,
     "metrics": 1,
     "trace": 1,
     "methods": 2,

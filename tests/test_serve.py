@@ -80,7 +80,7 @@ def test_ctrl_c_ends_an_idle_server_in_good_order(start: Start, tmp_path: Path) 
     server = start(*COMMAND, "serve", "--port", "0", "--key-file", str(tmp_path / "key"))
     server.expect(LISTENS, timeout=START)
     server.interrupt()
-    assert server.end(timeout=30) == 0
+    assert server.end(timeout=30) == 130
     assert "parameter server stopped" in server.output
     assert "Traceback" not in server.output
 

@@ -8,10 +8,12 @@ from jsonargparse import ActionYesNo, ArgumentParser, auto_cli
 from rich.console import Console
 from rich.text import Text
 
+from lightning_omni import __version__
+from lightning_omni.cli.console import INTERRUPTED
 from lightning_omni.cli.device import device
 from lightning_omni.cli.plan import plan
 from lightning_omni.cli.serve import serve
-from lightning_omni.cli.simulate import INTERRUPTED, compare, simulate
+from lightning_omni.cli.simulate import compare, simulate
 from lightning_omni.errors import OmniError
 
 
@@ -46,7 +48,14 @@ def main(arguments: list[str] | None = None) -> int:
         "plan": plan,
     }
     try:
-        code = auto_cli(commands, args=arguments, as_positional=True, prog="lightning-omni", parser_class=_Parser)
+        code = auto_cli(
+            commands,
+            args=arguments,
+            as_positional=True,
+            prog="lightning-omni",
+            parser_class=_Parser,
+            version=__version__,
+        )
     except (OmniError, ValueError) as error:
         own = _own(error)
         if own is None:

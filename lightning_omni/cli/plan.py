@@ -3,51 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import math
-import re
-import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
-from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
+from lightning_omni.cli.console import say, show, tell
+from lightning_omni.cli.units import Quantity, rate_of, seconds_of
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.performance.forecast import Pace, Scaling, Setting, Theory, Tried
-from lightning_omni.performance.profile import Prediction, Profile
-from lightning_omni.report import TuningReport
-from lightning_omni.search import Search
-
-_WIDTH = 160
-"""Columns of a table that goes into a file or a pipe."""
-_FASTER = 1.05
-"""Proportional batches, and more groups, are to be that much faster."""
-_CAUTION = 0.25
-"""How many standard deviations of the forecast count against a setting, as in a search."""
-_USUAL_MOMENTUM = 0.9
-_BITS = re.compile(r"([\d.]+)\s*([kmgt]?)bit(?:/s|ps)?", re.IGNORECASE)
-_THOUSANDS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
-_BINDS = {
-    "compute": "compute",
-    "allreduce": "all-reduce",
-    "exchange": "way to the server",
-    "server": "server",
-    "link": "server's link",
-    "head": "merged head",
-}
-_FILE = "pass an omni-tuning.json that OmniTuner wrote, or the JSON of a Profile"
 
 
 def plan(
     file: Path,
     ranks: int | None = None,
-    bandwidth: str | None = None,
-    latency: float | None = None,
+    bandwidth: Quantity | None = None,
+    latency: Quantity | None = None,
     batch_size: float | None = None,
     period: int | None = None,
     samples: float | None = None,
@@ -60,8 +28,8 @@ def plan(
     Args:
         file: An omni-tuning.json that OmniTuner wrote, or the JSON of a Profile.
         ranks: Devices of the planned machines, of the kinds that were measured. None for those that were.
-        bandwidth: Of the network, in bytes per second, or as in 10Gbit. None for the one that was measured.
-        latency: Of one message, in seconds. None for the one that was measured.
+        bandwidth: Of the network, as in 10Gbit or 1GB/s, or in bytes per second. None for the one that was measured.
+        latency: Of one message, as in 50us, or in seconds. None for the one that was measured.
         batch_size: Samples in one device's batch. None for those that were measured.
         period: Local steps between two exchanges. None for those that were measured.
         samples: Samples that training takes at the best pace of the probes, to know the time.
@@ -76,415 +44,23 @@ def plan(
         raise ConfigurationError(f"--momentum {momentum}: pass a number from 0 up to 1, without 1")
     if out is not None and importlib.util.find_spec("matplotlib") is None:
         raise ConfigurationError("--out: pictures need matplotlib; install it with: pip install 'lightning-omni[plot]'")
-    known = Known.of(file)
-    cluster = Cluster(known.profile, ranks, None if bandwidth is None else _bytes(bandwidth), latency)
+    rate = None if bandwidth is None else rate_of("--bandwidth", bandwidth)
+    delay = None if latency is None else seconds_of("--latency", latency)
+    from lightning_omni.cli import outlook as of  # not above: --help is not to wait for torch
+
+    known = of.Known.of(file)
+    cluster = of.Cluster(known.profile, ranks, rate, delay)
     has_lr = known.search is not None or lr is not None
-    outlook = Outlooks(cluster, known, known.pace(momentum, lr), batch_size, period, has_lr)
-    console = Console() if sys.stdout.isatty() else Console(width=_WIDTH)
-    console.print(_table(outlook, samples))
-    for line in _sentences(outlook, samples):
-        console.print(Text(line), soft_wrap=True)
+    outlook = of.Outlooks(cluster, known, known.pace(momentum, lr), batch_size, period, has_lr)
+    show(of.table(outlook, samples), of.tall_table(outlook, samples))
+    for line in of.sentences(outlook, samples):
+        tell(line)
     if out is not None:
-        console.print(Text(f"picture: {_draw(outlook, out)}"), soft_wrap=True)
+        say(f"picture: {of.draw(outlook, out)}")
     return 0
-
-
-# --- What is given ----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Known:
-    """What a file says.
-
-    Args:
-        profile: of the cluster that was measured.
-        search: the last one that looked at groups; None if the file is a profile only.
-        factor: by which steps have changed since.
-    """
-
-    profile: Profile
-    search: Search | None
-    factor: float = 1.0
-
-    @classmethod
-    def of(cls, path: Path) -> Known:
-        """Reads a file.
-
-        Raises:
-            ConfigurationError: it is none of those that can be read, or nothing was timed.
-        """
-        try:
-            plain = json.loads(path.read_text(encoding="utf-8"))
-            if "measured" in plain:
-                return cls(Profile.from_dict(plain), None)
-            report = TuningReport.from_dict(plain)
-            search, *since = (each.search for each in report.rounds[report.main :])
-            factor = math.prod(each.choice().setting.lr / each.job.start.lr for each in since)
-        except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-            if isinstance(error, ConfigurationError) and "SciPy" in str(error):
-                raise
-            reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-            raise ConfigurationError(f"file {str(path)!r}: {reason}; {_FILE}") from error
-        if search.profile is None:
-            raise ConfigurationError(f"file {str(path)!r}: no probe was timed in it; {_FILE}")
-        return cls(search.profile, search, factor)
-
-    @property
-    def tried(self) -> list[Tried]:
-        """The probes, as if their steps had been those of by now."""
-        tried = self.search.tried if self.search is not None else []
-        return [replace(each, setting=replace(each.setting, lr=each.setting.lr * self.factor)) for each in tried]
-
-    def largest_step(self, groups: int) -> float:
-        """By what the step has to be multiplied with that many groups; 0 if all probes of several diverged."""
-        return self.search.largest_step(groups) if self.search is not None else 1.0
-
-    @property
-    def rebalance(self) -> bool:
-        """Whether batches may be split in proportion to speeds."""
-        return self.search is None or self.search.job.space.rebalance
-
-    def pace(self, momentum: float | None, lr: float | None) -> Pace:
-        """Samples that settings need, from theory and the probes.
-
-        Args:
-            momentum: that suits one group; None for the file's.
-            lr: that suits one group; None for the file's.
-        """
-        theory = self.search.theory if self.search is not None else Theory(Setting(1, _USUAL_MOMENTUM, 1.0), Scaling())
-        theory = replace(theory, start=replace(theory.start, lr=theory.start.lr * self.factor))
-        if momentum is not None or lr is not None:
-            alone = theory.setting(1)
-            base = Setting(1, alone.momentum if momentum is None else momentum, alone.lr if lr is None else lr)
-            theory = replace(theory, start=base, most=None)
-        return Pace.of(theory, self.tried) if self.tried else Pace(theory)
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """The planned machines: those that were measured, with what the user says is different.
-
-    Args:
-        measured: the cluster that was measured.
-        ranks: how many.
-        bandwidth: in bytes per second.
-        latency: in seconds.
-    """
-
-    measured: Profile
-    ranks: int | None = None
-    bandwidth: float | None = None
-    latency: float | None = None
-
-    @cached_property
-    def profile(self) -> Profile:
-        """As it would be.
-
-        Raises:
-            ConfigurationError: an option is out of range.
-        """
-        changes: dict[str, Any] = {
-            name: getattr(self, name) for name in ("ranks", "bandwidth", "latency") if getattr(self, name) is not None
-        }
-        if not changes:
-            return self.measured
-        try:
-            return self.measured.scaled(**changes)
-        except ConfigurationError as error:
-            raise ConfigurationError(f"--{error}") from error
-
-
-def _bytes(given: str) -> float:
-    """Bytes per second.
-
-    Example:
-        >>> _bytes("1Gbit"), _bytes("2.5e8")
-        (125000000.0, 250000000.0)
-    """
-    found = _BITS.fullmatch(given.strip())
-    try:
-        value = float(found[1]) * _THOUSANDS[found[2].lower()] / 8 if found else float(given)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise ConfigurationError(f"--bandwidth {given}: pass bytes per second, as in 1e9, or bits, as in 10Gbit")
-    return value
 
 
 def _check_numbers(**given: float | None) -> None:
     for name, value in given.items():
         if value is not None and not 0 < value < math.inf:
             raise ConfigurationError(f"--{name.replace('_', '-')} {value}: pass a number above 0")
-
-
-# --- What is to be expected -------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Row:
-    """One number of groups.
-
-    Args:
-        setting: the best that is known for it.
-        prediction: of the hardware.
-        pace: logarithm of the samples to a target, but for a constant, and its standard deviation.
-        diverges: whether probes with several groups came to no good, however small their steps.
-    """
-
-    setting: Setting
-    prediction: Prediction
-    pace: tuple[float, float]
-    diverges: bool = False
-
-    @property
-    def log_seconds(self) -> float:
-        """Logarithm of the time to a target, but for a constant."""
-        if self.diverges:
-            return math.inf
-        return self.pace[0] - math.log(self.prediction.samples_per_second.value)
-
-    @property
-    def careful(self) -> float:
-        """The same, with what nobody tried made a little worse."""
-        return self.log_seconds + _CAUTION * self.pace[1]
-
-
-@dataclass(frozen=True)
-class Outlooks:
-    """What is to be expected of planned machines, for each number of groups.
-
-    Args:
-        cluster: the machines.
-        known: what the file says.
-        pace: samples that settings need.
-        batch_size: samples of a rank's batch; None for what was measured.
-        period: local steps between exchanges; None for what was measured.
-        has_lr: whether learning rates are known; otherwise they are multiples of the user's.
-    """
-
-    cluster: Cluster
-    known: Known
-    pace: Pace
-    batch_size: float | None
-    period: int | None
-    has_lr: bool
-
-    def say(self, setting: Setting) -> str:
-        """A setting in words."""
-        if self.has_lr:
-            return str(setting)
-        return f"{str(setting).rpartition(', lr')[0]}, {setting.lr:.3g} times your lr"
-
-    @cached_property
-    def rows(self) -> list[Row]:
-        """Powers of two, and as many groups as ranks."""
-        most = self.cluster.profile.ranks
-        counts = sorted({2**power for power in range(most.bit_length()) if 2**power <= most} | {most})
-        return [self._row(groups) for groups in counts]
-
-    def _row(self, groups: int) -> Row:
-        prediction, rebalance = self.predict(groups, False), False
-        if self.known.rebalance and groups < self.cluster.profile.ranks:
-            split = self.predict(groups, True)
-            if split.samples_per_second.value > _FASTER * prediction.samples_per_second.value:
-                prediction, rebalance = split, True
-        period = self.period or self.pace.theory.start.period
-        tried = self.known.tried
-        known = [each.setting for each in tried if each.setting.groups == groups and not each.has_failed]
-        factor = self.known.largest_step(groups)
-        options = [self.pace.theory.setting(groups, factor=factor or 1.0), *known]
-        found = [replace(each, rebalance=rebalance, period=period) for each in dict.fromkeys(options)]
-        best = min(found, key=lambda each: self.pace(each)[0] + _CAUTION * self.pace(each)[1])
-        return Row(best, prediction, self.pace(best), diverges=not factor)
-
-    def predict(self, groups: int, rebalance: bool) -> Prediction:
-        """What the hardware model says."""
-        try:
-            return self.cluster.profile.predict(
-                groups, batch_size=self.batch_size, rebalance=rebalance, period=self.period
-            )
-        except ConfigurationError as error:
-            if str(error).startswith("period"):
-                raise ConfigurationError(f"--{error}") from error
-            raise
-
-    @cached_property
-    def best(self) -> Row:
-        """The one that is expected at the target first; among equals the one with the fewest groups."""
-        least = min(row.careful for row in self.rows)
-        return next(row for row in self.rows if row.careful <= least + math.log(_FASTER))
-
-    def relative(self, row: Row) -> float:
-        """Time to the target, relative to that of the best."""
-        return math.exp(row.log_seconds - self.best.log_seconds)
-
-    def seconds(self, row: Row, samples: float) -> float:
-        """Time for so many samples, at the pace of the best probe (or of one group, if nothing was tried)."""
-        offset = self.pace.offset if self.known.tried else self.pace(self.pace.theory.setting(1))[0]
-        return samples * math.exp(row.log_seconds - offset)
-
-    def with_cluster(self, **changes: Any) -> Outlooks:
-        """The same question for other machines."""
-        return replace(self, cluster=replace(self.cluster, **changes))
-
-
-# --- What is said -----------------------------------------------------------------------------------------------------
-
-
-def _table(outlook: Outlooks, samples: float | None) -> Table:
-    profile = outlook.cluster.profile
-    table = Table(title=f"{profile.ranks} ranks, {_speeds(profile)}")
-    heads = ["groups", "batches", "samples/s", "ms/update", "binds", "samples", "time"]
-    heads += ["hours" if samples is not None else "", "momentum", "lr" if outlook.has_lr else "lr / yours"]
-    for head in filter(None, heads):
-        table.add_column(head, justify="left" if head in ("batches", "binds") else "right")
-    fewest = min(row.pace[0] for row in outlook.rows if not row.diverges)
-    for row in outlook.rows:
-        is_best = row is outlook.best
-        setting, prediction = row.setting, row.prediction
-        cells = [
-            f"{'★ ' if is_best else ''}{setting.groups}",
-            "proportional" if setting.rebalance else "equal",
-            str(prediction.samples_per_second),
-            f"{1000 * prediction.seconds_per_update.value:.4g}",
-            _BINDS[prediction.binding],
-            "diverges" if row.diverges else f"{math.exp(row.pace[0] - fewest):.2f}×",
-            f"{outlook.relative(row):.2f}×",
-            *([f"{outlook.seconds(row, samples) / 3600:.3g}"] if samples is not None else []),
-            f"{setting.momentum:.3g}",
-            f"{setting.lr:.3g}",
-        ]
-        table.add_row(*map(Text, cells), style="bold" if is_best else None)
-    return table
-
-
-def _speeds(profile: Profile) -> str:
-    slowest, fastest = min(profile.speeds), max(profile.speeds)
-    if fastest < _FASTER * slowest:
-        return f"{fastest:.4g} samples/s each"
-    return f"{slowest:.4g} to {fastest:.4g} samples/s each"
-
-
-def _sentences(outlook: Outlooks, samples: float | None) -> list[str]:
-    best, known = outlook.best, outlook.known
-    alone = outlook.relative(outlook.rows[0])
-    said = f"use {outlook.say(best.setting)}: {best.prediction.samples_per_second.value:.4g} samples/s"
-    if best.setting.groups > 1:
-        said += f", {alone:.2f} times as soon at the target as one group"
-    if samples is not None:
-        said += f", {_duration(outlook.seconds(best, samples))} for {samples:.4g} samples"
-    lines = [said, f"buy next: {_advice(outlook)}"]
-    batch, before = outlook.batch_size or known.profile.batch_size, known.profile.batch_size
-    growth = outlook.cluster.profile.ranks * batch / (known.profile.ranks * before)
-    if abs(growth - 1) > 0.01:
-        lines.append(
-            f"batches of all ranks together are {growth:.3g} times those that were measured; the samples to a target"
-            " are taken to be the same"
-        )
-    if not known.tried:
-        lines.append("the file has no probes: the samples that groups need are theory's")
-    return lines
-
-
-def _advice(outlook: Outlooks) -> str:
-    """What binds, and what twice as much of it would give."""
-    binding = outlook.best.prediction.binding
-    cluster = outlook.cluster
-    if binding == "compute":
-        count = 2 * cluster.profile.ranks
-        said, other = f"{count} ranks", outlook.with_cluster(ranks=count)
-    elif binding in ("allreduce", "exchange", "link") and cluster.bandwidth is not None:
-        said, other = "twice the bandwidth", outlook.with_cluster(bandwidth=2 * cluster.bandwidth)
-    else:
-        what = "a server twice as fast" if binding == "server" else "a network twice as fast"
-        what = "a merged head twice as fast" if binding == "head" else what
-        return (
-            f"{_BINDS[binding]} binds; {what} would give at most {_halved(outlook.best.prediction):.2f} times the speed"
-        )
-    gain = math.exp(outlook.best.log_seconds - other.best.log_seconds)
-    best = outlook.say(other.best.setting)
-    return f"{_BINDS[binding]} binds; {said} would be at the target {gain:.2f} times as soon, with {best}"
-
-
-def _halved(prediction: Prediction) -> float:
-    """How many times as fast updates could come if the part that binds took half as long, at most."""
-    parts: Mapping[str, float] = prediction.parts
-    name = "serve" if prediction.binding == "server" else prediction.binding
-    seconds = prediction.seconds_per_update.value
-    if name in ("allreduce", "exchange"):
-        return seconds / (seconds - parts[name] / 2)
-    step = parts["compute"] + parts["allreduce"] + parts["exchange"]
-    rest = [parts[other] for other in ("serve", "link", "head") if other != name]
-    return seconds / max(step, parts[name] / 2, *rest)
-
-
-def _duration(seconds: float) -> str:
-    for unit, name in ((86400, "days"), (3600, "hours"), (60, "minutes")):
-        if seconds >= 2 * unit:
-            return f"{seconds / unit:.3g} {name}"
-    return f"{seconds:.3g} seconds"
-
-
-# --- A picture --------------------------------------------------------------------------------------------------------
-
-
-def _draw(outlook: Outlooks, folder: Path) -> Path:
-    """Samples per second and time over groups. Returns the file."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 4.8), dpi=120, layout="constrained")
-    hardware, time = figure.subplots(1, 2)
-    _draw_speed(hardware, outlook)
-    _draw_time(time, outlook)
-    groups, best = [row.setting.groups for row in outlook.rows], outlook.best
-    for axes, height in ((hardware, best.prediction.samples_per_second.value), (time, 1.0)):
-        axes.scatter(best.setting.groups, height, marker="*", s=300, color=_RED, edgecolor="white", zorder=5)
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(groups, map(str, groups))
-        axes.set_xlabel("groups")
-        axes.grid(color="0.9")
-        axes.spines[["top", "right"]].set_visible(False)
-    path = folder / "plan.png"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path)
-    except OSError as error:
-        raise ConfigurationError(
-            f"--out {str(folder)!r}: {error.strerror}; pass a folder that can be written"
-        ) from error
-    return path
-
-
-_BLUE, _RED = "#0072b2", "#d55e00"
-
-
-def _draw_speed(axes: Any, outlook: Outlooks) -> None:
-    groups = [row.setting.groups for row in outlook.rows]
-    rates = [row.prediction.samples_per_second for row in outlook.rows]
-    axes.plot(groups, [each.value for each in rates], color=_BLUE, marker="o")
-    axes.fill_between(groups, [each.low for each in rates], [each.high for each in rates], color=_BLUE, alpha=0.2)
-    beside = {"textcoords": "offset points", "ha": "center", "va": "top", "fontsize": 8}
-    box = {"boxstyle": "round,pad=0.1", "fc": "white", "ec": "none", "alpha": 0.8}
-    for row, each in zip(outlook.rows, rates, strict=True):
-        name = _BINDS[row.prediction.binding].replace(" ", "\n", 1)
-        axes.annotate(name, (row.setting.groups, each.value), (0, -11), bbox=box, **beside)
-    title = f"{outlook.cluster.profile.ranks} ranks, and what binds"
-    axes.set(ylabel="samples / s", title=title, ylim=(0, 1.08 * max(each.high for each in rates)))
-
-
-def _draw_time(axes: Any, outlook: Outlooks) -> None:
-    rows = [row for row in outlook.rows if not row.diverges]
-    groups = [row.setting.groups for row in rows]
-    times = [outlook.relative(row) for row in rows]
-    widths = [1.2816 * outlook.pace.deviation(row.setting, outlook.best.setting) for row in rows]
-    ends = [[each * math.exp(sign * width) for each, width in zip(times, widths, strict=True)] for sign in (-1, 1)]
-    axes.plot(groups, times, color=_BLUE, marker="o")
-    axes.fill_between(groups, *ends, color=_BLUE, alpha=0.2, linewidth=0)
-    axes.set(ylabel="time to the target  (1: the best)", title=f"★ {outlook.say(outlook.best.setting)}")
-    axes.set_ylim(0, 1.25 * max(times))
-    if max(times) > 6:  # or one could not tell those apart that matter
-        ticks = [tick for tick in (0.5, 1, 2, 5, 10, 20, 50, 100, 1000) if tick < 2 * max(times)]
-        axes.set_yscale("log")
-        axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
-        axes.minorticks_off()
-        axes.set_ylim(0.5, 2 * max(times))

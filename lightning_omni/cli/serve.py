@@ -9,16 +9,10 @@ import time
 from pathlib import Path
 from types import FrameType
 
-import torch
 from rich.console import Console
 
-from lightning_omni import methods
-from lightning_omni.methods.master import resolver
-from lightning_omni.methods.modules import module_resolver
-from lightning_omni.protocol.record import RecordFile
-from lightning_omni.protocol.server import ServerCore
-from lightning_omni.server import Server
-from lightning_omni.server.keys import load_or_create
+from lightning_omni.cli.console import INTERRUPTED
+from lightning_omni.cli.units import Quantity, seconds_of
 
 
 def serve(
@@ -28,12 +22,12 @@ def serve(
     key_file: Path | None = None,
     allow_optimizer: str = "",
     allow_module: str = "",
-    heartbeat_timeout: float = 30.0,
+    heartbeat_timeout: Quantity = 30.0,
     threads: int = 1,
     once: bool = False,
     record: Path | None = None,
     method: str = "",
-) -> None:
+) -> int:
     """Runs a parameter server that trainings join with OmniStrategy(server="tcp://host:port").
 
     One run at a time; when all its ranks have left, the next one may come. Ctrl-C ends the server.
@@ -45,12 +39,23 @@ def serve(
         key_file: File with the shared key, made on first use. Copy it to the machines that train.
         allow_optimizer: Optimizers outside torch.optim that ranks may ask for, as module:Class, separated by commas.
         allow_module: Modules outside torch.nn that a merged head may consist of, as module:Class, separated by commas.
-        heartbeat_timeout: Seconds of silence after which a rank counts as dead.
+        heartbeat_timeout: Silence after which a rank counts as dead, as in 30s, or in seconds.
         threads: Threads for the optimizer's arithmetic.
         once: End after the first run.
         record: File for a record of everything that moves the weights, to be gone through again in the simulator.
         method: Methods of your own that runs may use, as module:Class, separated by commas.
     """
+    # Not above: --help is not to wait for torch.
+    import torch
+
+    from lightning_omni import methods
+    from lightning_omni.methods.master import resolver
+    from lightning_omni.methods.modules import module_resolver
+    from lightning_omni.protocol.record import RecordFile
+    from lightning_omni.protocol.server import ServerCore
+    from lightning_omni.server import Server
+    from lightning_omni.server.keys import load_or_create
+
     console = Console(stderr=True)
     key, where = load_or_create(key_file)
     torch.set_num_threads(threads)
@@ -59,7 +64,7 @@ def serve(
     core = ServerCore(
         key,
         secrets.token_bytes,
-        heartbeat_timeout=heartbeat_timeout,
+        heartbeat_timeout=seconds_of("--heartbeat-timeout", heartbeat_timeout),
         resolve=resolver(allow_optimizer.split(",") if allow_optimizer else ()),
         clock=time.monotonic,
         resolve_module=module_resolver(allow_module.split(",") if allow_module else ()),
@@ -67,8 +72,10 @@ def serve(
     )
     server = Server(core, host=host, port=port, data_port=data_port)
     stopped = threading.Event()
+    signals: list[int] = []
 
     def stop(number: int, frame: FrameType | None) -> None:
+        signals.append(number)
         stopped.set()
 
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -91,3 +98,4 @@ def serve(
     finally:
         server.close()
     console.print("parameter server stopped")
+    return INTERRUPTED if signal.SIGINT in signals else 0

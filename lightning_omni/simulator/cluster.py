@@ -7,6 +7,7 @@ cluster can be written in YAML.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
@@ -275,6 +276,39 @@ class Cluster:
         slow = (event for event in self.events if isinstance(event, Slowdown) and event.rank == rank)
         return math.prod(event.factor for event in slow if event.start <= time < event.stop)
 
+    @property
+    def words(self) -> str:
+        """The cluster for people, in a line.
+
+        Example:
+            >>> Cluster.with_straggler(8, 4.0, jitter=Jitter("gamma", 0.3), link=Link(1.25e9, 5e-5)).words
+            '8 devices, 1 of them 4× as slow, gamma jitter 0.3; link 10 Gbit/s, 0.05 ms'
+        """
+        return "; ".join(filter(None, (self._devices_in_words, self._link_in_words, self._events_in_words)))
+
+    @property
+    def _devices_in_words(self) -> str:
+        times = [device.seconds(1) for device in self.devices]
+        slower = Counter(round(time / min(times), 2) for time in times if time > 1.001 * min(times))
+        parts = [f"{len(times)} device{'s' * (len(times) > 1)}"]
+        parts += [f"{count} of them {factor:g}× as slow" for factor, count in sorted(slower.items())]
+        kinds = {device.jitter: None for device in self.devices if device.jitter.kind != "none"}
+        scatters = [f"{jitter.kind} jitter{f' {jitter.cv:g}' if jitter.cv else ''}" for jitter in kinds]
+        return ", ".join([*parts, " and ".join(scatters)] if scatters else parts)
+
+    @property
+    def _link_in_words(self) -> str:
+        rate = "" if math.isinf(self.link.bandwidth) else f"{_short(8 * self.link.bandwidth)}bit/s"
+        delay = f"{1e3 * self.link.latency:g} ms" if self.link.latency else ""
+        return f"link {', '.join(filter(None, (rate, delay)))}" if rate or delay else "links without delay"
+
+    @property
+    def _events_in_words(self) -> str:
+        failed = sum(isinstance(event, Failure) for event in self.events)
+        slowed = len({event.rank for event in self.events if isinstance(event, Slowdown)})
+        parts = [f"{failed} fail{'s' * (failed == 1)}"] if failed else []
+        return ", ".join([*parts, f"{slowed} slow for a while"] if slowed else parts)
+
     def summary(self) -> dict[str, Any]:
         """The cluster in plain values, equal devices counted instead of repeated."""
         counted: dict[Device, int] = {}
@@ -284,6 +318,12 @@ class Cluster:
         plain["events"] = [{"kind": type(event).__name__, **asdict(event)} for event in self.events]
         plain["devices"] = [{"count": count, **asdict(device)} for device, count in counted.items()]
         return plain
+
+
+def _short(value: float) -> str:
+    """A large number with the prefix of its unit."""
+    power = max(0, min(4, int(math.log10(value) // 3)))
+    return f"{value / 1000**power:g} {('', 'k', 'M', 'G', 'T')[power]}"
 
 
 def _check_time(name: str, seconds: float) -> None:

@@ -11,6 +11,10 @@ Progress = Callable[[float, str], None]
 """Called with the fraction that is done, 0 to 1, and a text."""
 
 
+class Enough(Exception):
+    """Raised by a function that is told the progress: the run ends there, as if it had been asked for no more."""
+
+
 @contextmanager
 def progress_of(wanted: bool | Progress) -> Iterator[Progress]:
     """What shows progress: a bar, the caller's function, or nothing."""

@@ -40,7 +40,7 @@ from lightning_omni.simulator.cluster import Cluster, Failure, Link
 from lightning_omni.simulator.desk import HEAD, Desk, part_of
 from lightning_omni.simulator.group import Clockwork, Group
 from lightning_omni.simulator.head import SimulatedHead, without
-from lightning_omni.simulator.progress import Progress, progress_of
+from lightning_omni.simulator.progress import Enough, Progress, progress_of
 from lightning_omni.simulator.replicas import SharingReplica, Snapshots
 from lightning_omni.simulator.workbench import Loss, Samples, Workbench
 from lightning_omni.topology import Topology
@@ -118,7 +118,8 @@ def simulate(
             real run of groups of several ranks.
         record: told of every event at the server, as by `lightning_omni.protocol.ServerCore`.
         progress: True shows a progress bar; or a function, called with the fraction done and a text. With either,
-            Ctrl-C returns the trace so far (``ended == "interrupted"``) instead of raising KeyboardInterrupt.
+            Ctrl-C returns the trace so far (``ended == "interrupted"``) instead of raising KeyboardInterrupt; so does
+            a function that raises `lightning_omni.simulator.progress.Enough` (``ended == "stopped"``).
 
     Returns:
         The trace. Its ``ended`` says why the run ended, ``weights`` are those of the model last evaluated.
@@ -308,6 +309,8 @@ class Simulation:
             if not returns_if_interrupted:
                 raise
             self.ended = "interrupted"
+        except Enough:
+            self.ended = "stopped"
         if self.limits.evaluate is not None and self._evaluations.last_update != self.updates:
             self._evaluate()
         return self._trace()

@@ -1,0 +1,333 @@
+"""The runs behind ``simulate`` and ``compare``: who takes part, at which learning rate, and what is written."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from rich.table import Table
+from rich.text import Text
+
+from lightning_omni import simulator
+from lightning_omni.cli.console import INTERRUPTED, progress_bar, say, show, tell
+from lightning_omni.cli.rates import FIRST, SECOND, best_rate, merit
+from lightning_omni.cli.settings import Settings
+from lightning_omni.cli.task import Task
+from lightning_omni.errors import ConfigurationError
+from lightning_omni.methods import Method, method_named
+from lightning_omni.simulator.progress import Enough
+from lightning_omni.topology import Topology
+from lightning_omni.trace import Trace, plot_comparison
+
+_PICTURES = (".png", ".svg", ".pdf")
+
+Told = Callable[[float, str], None]
+
+
+@dataclass(frozen=True)
+class Entrant:
+    """A method with its groups.
+
+    Args:
+        name: as the user wrote it.
+        method: what it means.
+        topology: which rank is in which group.
+    """
+
+    name: str
+    method: Method
+    topology: Topology
+
+    @classmethod
+    def of(cls, name: str, devices: int, groups: int | None) -> Entrant:
+        """The method of that name.
+
+        Args:
+            name: as in ``"softsync:n=2@8"``.
+            devices: number of devices.
+            groups: number of groups, unless the name says it; None for as many as devices.
+
+        Raises:
+            ConfigurationError: there is no such method, or it cannot work with that many groups.
+        """
+        text, _, own = name.partition("@")
+        if own and not own.isdecimal():
+            raise ConfigurationError(f"{name}: after @ stands the number of groups, as in {text}@4")
+        method = method_named(text)
+        try:
+            topology = Topology.even(devices, int(own) if own else devices if groups is None else groups)
+            method.check(len(topology.alive))
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{name}: {error}") from error
+        return cls(name, method, topology)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that is over.
+
+    Args:
+        entrant: who ran.
+        trace: what happened.
+        lr: learning rate; None if the optimizer has none.
+        real_seconds: that it took.
+        tried: the learning rates among which this one was chosen.
+    """
+
+    entrant: Entrant
+    trace: Trace
+    lr: float | None
+    real_seconds: float
+    tried: tuple[float, ...] = ()
+
+
+def run(names: Sequence[str], settings: Settings, together: bool = False) -> int:
+    """All of a command.
+
+    Args:
+        names: the methods.
+        settings: of all.
+        together: compares them: one picture, and a learning rate for each unless the settings name one.
+
+    Returns:
+        The exit code.
+    """
+    if settings.picture and importlib.util.find_spec("matplotlib") is None:
+        raise ConfigurationError(
+            "pictures need matplotlib; install it with: pip install 'lightning-omni[plot]', or pass --no-picture"
+        )
+    task = Task.of(settings)
+    entrants = [Entrant.of(name, len(task.cluster.devices), settings.groups) for name in names]
+    files = _Files(settings.out, "comparison" if together else _file_name(names[0]), together)
+    files.make_folder()
+    torch.set_num_threads(settings.threads)
+    runs, code = _runs(entrants, task, finds_rates=together and not task.rates)
+    for each in runs:
+        each.trace.save(files.trace(each.entrant.name))
+    if settings.picture and together:
+        traces = {each.entrant.name: each.trace for each in runs}
+        plot_comparison(traces, files.picture, _title(task, settings), task.target)
+    elif settings.picture:
+        runs[0].trace.plot(files.picture, _title(task, settings))
+    _report(runs, task, files, settings.picture, together)
+    return code
+
+
+def _runs(entrants: Sequence[Entrant], task: Task, finds_rates: bool) -> tuple[list[Run], int]:
+    """One method after the other; after Ctrl-C no more. Returns the runs and the exit code."""
+    runs: list[Run] = []
+    with progress_bar() as shown:
+        try:
+            for place, entrant in enumerate(entrants):
+
+                def tell_of(done: float, text: str, place: int = place, name: str = entrant.name) -> None:
+                    shown((place + done) / len(entrants), f"{name}: {text}")
+
+                runs.append(_run_method(entrant, task, finds_rates, tell_of))
+                if runs[-1].trace.ended == "interrupted":
+                    return runs, INTERRUPTED
+        except KeyboardInterrupt:
+            if not runs:
+                raise
+            return runs, INTERRUPTED
+    return runs, 0
+
+
+def _run_method(entrant: Entrant, task: Task, finds_rates: bool, told: Told) -> Run:
+    """The run of a method with the rate that suits it, or with the best of those that the user named."""
+    own = task.own_rate
+    if finds_rates and own is not None:
+        began = time.perf_counter()
+        lr, tried = best_rate(own, lambda rate, part: _run_part(entrant, rate, part, task, told), task.target)
+        found = _run_whole(entrant, lr, task, told)
+        return replace(found, tried=tuple(tried), real_seconds=time.perf_counter() - began)
+    runs: list[Run] = []
+    for rate in task.rates or (None,):
+        runs.append(_run_whole(entrant, rate, task, told))
+        if runs[-1].trace.ended == "interrupted":
+            break
+    return replace(min(runs, key=lambda each: merit(each.trace, task.target)), tried=task.rates)
+
+
+def _run_whole(entrant: Entrant, rate: float | None, task: Task, told: Told) -> Run:
+    lr = task.own_rate if rate is None else rate
+    began = time.perf_counter()
+    trace = _simulated(entrant, rate, task, lambda done, text: told(done, f"{_at(lr)}{text}"))
+    told(1.0, "done")
+    return Run(entrant, replace(trace, meta={**trace.meta, "name": entrant.name, "lr": lr}), lr, _since(began))
+
+
+def _run_part(entrant: Entrant, rate: float, part: float, task: Task, told: Told) -> Trace:
+    """The beginning of a run."""
+
+    def until(done: float, text: str) -> None:
+        told(0.0, f"{_at(rate)}for {part:.0%} of the run")
+        if done >= part:
+            raise Enough
+
+    trace = _simulated(entrant, rate, task, until)
+    if trace.ended == "interrupted":
+        raise KeyboardInterrupt  # what was seen of it is not to be compared with whole runs
+    return trace
+
+
+def _simulated(entrant: Entrant, rate: float | None, task: Task, progress: Told) -> Trace:
+    return simulator.simulate(
+        entrant.method,
+        entrant.topology,
+        task.cluster,
+        task.workload.model,
+        task.workload.data,
+        optimizer=task.optimizer(rate),
+        loss=task.workload.loss,
+        target=task.target,
+        progress=progress,
+        **task.options,
+    )
+
+
+def _at(rate: float | None) -> str:
+    return "" if rate is None else f"lr {rate:.3g}, "
+
+
+def _since(began: float) -> float:
+    return time.perf_counter() - began
+
+
+# --- Results ---------------------------------------------------------------------------------------------------------
+
+
+class _Files:
+    """Where results go.
+
+    Args:
+        out: a folder, or the picture's file.
+        stem: name of the picture in a folder, without suffix.
+        together: whether several traces lie beside one picture.
+    """
+
+    def __init__(self, out: Path, stem: str, together: bool) -> None:
+        names_picture = out.suffix.lower() in _PICTURES
+        self.picture = out if names_picture else out / f"{stem}.png"
+        self._prefix = f"{out.stem}-" if names_picture else ""
+        self._together = together
+
+    def make_folder(self) -> None:
+        """Makes the folder, before anything is computed."""
+        try:
+            self.picture.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigurationError(
+                f"--out: {str(self.picture.parent)!r}: {error.strerror}; pass a folder that can be written"
+            ) from error
+
+    def trace(self, name: str) -> Path:
+        """The file for a run's trace."""
+        if not self._together:
+            return self.picture.with_name(f"{self.picture.stem}.npz")
+        return self.picture.with_name(f"{self._prefix}{_file_name(name)}.npz")
+
+
+def _file_name(method: str) -> str:
+    return re.sub(r"[^\w.=@]+", "-", method)
+
+
+def _title(task: Task, settings: Settings) -> str:
+    """The cluster and the workload, in a line."""
+    words = task.cluster.words
+    return f"{words}; {settings.workload.rpartition('/')[2]}, batches of {settings.batch_size} a device"
+
+
+def _report(runs: Sequence[Run], task: Task, files: _Files, picture: bool, together: bool) -> None:
+    """A table of the runs and the paths of the files, on standard output."""
+    rows = [_row(each, task.target) for each in runs]
+    show(_table(rows), _tall_table(rows))
+    if together:
+        tell(_of_rates(runs, task))
+    for kind, path in (
+        *((("picture", files.picture),) if picture else ()),
+        *(("trace", files.trace(each.entrant.name)) for each in runs),
+    ):
+        say(f"{kind}: {path}")
+
+
+def _of_rates(runs: Sequence[Run], task: Task) -> str:
+    """How the learning rates came about, and whom that favours."""
+    momentum = task.workload.optimizer(task.workload.model.parameters()).param_groups[0].get("momentum")
+    shared = task.momentum or momentum
+    rest = f"; all have momentum {shared:g}, which suits fewer groups better than many" if shared else ""
+    if len(task.rates) == 1:
+        return (
+            f"all methods share the learning rate {task.rates[0]:g}, which flatters those that it happens to suit;"
+            f" leave --lr out, and each gets its own best{rest}"
+        )
+    if task.rates:
+        return f"each method is shown with the best of {_listed(task.rates)}, whole runs of each{rest}"
+    tried = sorted({rate for each in runs for rate in each.tried})
+    if not tried:
+        return f"the workload's optimizer has no learning rate to vary: all methods share what it has{rest}"
+    return (
+        f"each method has its own best learning rate of {_listed([tried[0], tried[-1]], ' to ')}, found by runs of"
+        f" {FIRST:.0%} and {SECOND:.0%} of the length{rest}"
+    )
+
+
+def _listed(rates: Sequence[float], between: str = ", ") -> str:
+    return between.join(f"{rate:.3g}" for rate in rates)
+
+
+def _table(rows: Sequence[Mapping[str, str]]) -> Table:
+    """One row for each run."""
+    heads = list(dict.fromkeys(head for row in rows for head in row))
+    table = Table()
+    for head in heads:
+        table.add_column(head, justify="left" if head in ("method", "ended") else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(Text(row.get(head, "-")) for head in heads))
+    return table
+
+
+def _tall_table(rows: Sequence[Mapping[str, str]]) -> Table:
+    """One column for each run, for narrow terminals."""
+    first, *heads = dict.fromkeys(head for row in rows for head in row)
+    table = Table()
+    table.add_column(first, no_wrap=True)
+    for row in rows:
+        table.add_column(Text(row[first]), justify="right", overflow="fold")
+    for head in heads:
+        table.add_row(head, *(Text(row.get(head, "-")) for row in rows))
+    return table
+
+
+def _row(run: Run, target: tuple[str, float] | None) -> Mapping[str, str]:
+    trace = run.trace
+    known = ("time", "update", "samples")
+    finals = {name: _number(column[-1]) for name, column in trace.evaluated.items() if name not in known}
+    reached = {}
+    if target is not None:
+        name, value = target
+        reached = {f"s to {name} {value:g}": _number(trace.time_to(name, value))}
+    return {
+        "method": run.entrant.name,
+        "groups": str(len(run.entrant.topology.alive)),
+        **({"lr": _number(run.lr)} if run.lr is not None else {}),
+        "updates": str(trace.updates),
+        "virtual s": _number(trace.seconds),
+        "s/update": _number(trace.seconds_per_update),
+        "staleness": _number(trace.mean_staleness),
+        **finals,
+        **reached,
+        "ended": trace.ended.removeprefix("max_"),
+        "real s": f"{run.real_seconds:.1f}",
+    }
+
+
+def _number(value: float) -> str:
+    """Four digits; a dash for what there is not."""
+    return "-" if math.isnan(value) else f"{value:.4g}"

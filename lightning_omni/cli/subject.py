@@ -1,0 +1,165 @@
+"""What ``lightning-omni device`` measures: a model and data that the command line names; and the lines to paste."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_omni.errors import ConfigurationError
+from lightning_omni.performance import DeviceReport
+from lightning_omni.performance.device import ALLOWABLE
+from lightning_omni.performance.setting import DeviceSetting
+from lightning_omni.simulator import workload
+from lightning_omni.tuner import tuner_module
+
+_SYNTHETIC_BATCHES = 4
+
+
+def measure(module: Any, given: dict[str, Any], batches: list[Any] | None, **options: Any) -> DeviceReport:
+    """What the device can be made to give for the model.
+
+    Args:
+        module: the LightningModule.
+        given: its data, as `Trainer.fit` takes them.
+        batches: in their place, if there are any.
+        options: as of `lightning_omni.performance.tune_device`.
+    """
+    with _quiet():
+        probe = tuner_module(_flavour(module)).DeviceProbe
+        report: DeviceReport = probe.measure(module, given, batches, **options)
+    return report
+
+
+def made_from(text: str, what: str, arguments: dict[str, Any] | None = None) -> Any:
+    """What a class or function of that name returns."""
+    try:
+        make = workload._function(text)
+    except ConfigurationError as error:  # which speaks of workloads
+        said = str(error).replace("workload", what).replace("'synthetic', ", "").replace("function", "class")
+        raise ConfigurationError(said) from error
+    try:
+        inspect.signature(make).bind(**(arguments or {}))
+    except TypeError as error:
+        remedy = " with --arguments" if what == "model" else " none"
+        raise ConfigurationError(f"{what} {text!r}: {error}; pass its arguments{remedy}") from error
+    except ValueError:
+        pass  # it says nothing about itself
+    return make(**(arguments or {}))
+
+
+def data_of(
+    module: Any, data: str | None, shape: list[int] | None, classes: int | None, batch_size: int | None
+) -> tuple[dict[str, Any], list[Any] | None]:
+    """What `Trainer.fit` takes, and batches to measure with if they are not to come from there."""
+    if shape is not None:
+        if data is not None:
+            raise ConfigurationError("--data and --input exclude each other; leave one out")
+        if not shape or min(shape) < 1 or (classes is not None and classes < 1):
+            raise ConfigurationError("--input and --classes: pass numbers of 1 or more, as in --input '[3, 32, 32]'")
+        batches = [_random(shape, classes, batch_size or 64, number) for number in range(_SYNTHETIC_BATCHES)]
+        return {"train_dataloaders": torch.utils.data.DataLoader([0])}, batches  # type: ignore[arg-type]
+    if batch_size is not None or classes is not None:
+        raise ConfigurationError("--batch-size and --classes are for random data; pass --input, too, or leave them out")
+    if data is None:
+        if not _overrides(module, "train_dataloader"):
+            raise ConfigurationError(
+                "the model has no train_dataloader of its own; pass --data file.py:DataModule, or random data with"
+                " --input '[3, 32, 32]' --classes 10"
+            )
+        return {}, None
+    made = made_from(data, "data")
+    return {"datamodule" if hasattr(made, "prepare_data") else "train_dataloaders": made}, None
+
+
+def _random(shape: list[int], classes: int | None, size: int, seed: int) -> Any:
+    """A batch of normal inputs, float32 (size, *shape), and labels, int64 (size,)."""
+    chance = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(size, *shape, generator=chance)
+    return inputs if classes is None else (inputs, torch.randint(0, classes, (size,), generator=chance))
+
+
+def _overrides(module: Any, name: str) -> bool:
+    """Whether a method is the user's own, not Lightning's."""
+    home = next((kind for kind in type(module).__mro__ if name in vars(kind)), object)
+    return not _is_lightnings(home)
+
+
+def _is_lightnings(kind: type) -> bool:
+    return kind.__module__.split(".")[0] in ("lightning", "pytorch_lightning")
+
+
+def _flavour(module: Any) -> str:
+    """Name of the module of Lightning that the model is made from."""
+    return next((kind.__module__ for kind in type(module).__mro__ if _is_lightnings(kind)), "lightning.pytorch")
+
+
+def names_of(option: str, text: str) -> tuple[str, ...]:
+    """Names that are separated by commas."""
+    names = tuple(name for name in text.replace(",", " ").split())
+    for name in names:
+        if name not in ALLOWABLE:
+            raise ConfigurationError(f"--{option} {name}: pass some of {', '.join(ALLOWABLE)}")
+    return names
+
+
+def write(report: DeviceReport, path: Path | None, picture: Path | None) -> None:
+    """Writes the report as JSON, and a picture of it."""
+    if path is not None:
+        try:
+            path.write_text(json.dumps(report.to_dict(), indent=1))
+        except OSError as error:
+            raise ConfigurationError(
+                f"--json: {str(path)!r}: {error.strerror}; pass a file that can be written"
+            ) from error
+    if picture is not None:
+        report.plot(picture)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without Lightning's remarks on a Trainer that trains nothing."""
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "pytorch_lightning")]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def lines_of(report: DeviceReport) -> str:
+    """What to paste into a script."""
+    setting = report.setting
+    own = DeviceSetting(
+        **{
+            name: getattr(setting, name)
+            for name in ("threads", "keep_memory", "cudnn_benchmark", "channels_last", "fused", "compiled")
+        }
+    )
+    changed = ", ".join(
+        f"{name}={value!r}" for name, value in vars(own).items() if value != getattr(DeviceSetting(), name)
+    )
+    trainer = [f'precision="{setting.precision}"'] if setting.precision == "bf16-mixed" else []
+    trainer += [f"devices={setting.workers}"] if setting.workers > 1 else []
+    trainer += [f"callbacks=[DeviceTuner(setting=DeviceSetting({changed}))]"] if changed else []
+    text = []
+    if changed:
+        text += ["from lightning_omni import DeviceTuner", "from lightning_omni.performance import DeviceSetting", ""]
+    if setting.precision == "tf32":
+        text += ['torch.set_float32_matmul_precision("high")']
+    text += [f"trainer = Trainer({', '.join(trainer)})" + ("" if trainer else "  # nothing was faster")]
+    if setting.batch_size is not None:
+        text += [f"# and batch_size={setting.batch_size} in your DataLoader"]
+    return "\n".join(text)

@@ -1,0 +1,257 @@
+"""What becomes of the settings of ``simulate`` and ``compare``: a cluster, a workload, and when a run ends."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from lightning_omni.cli.settings import Death, Devices, Machines, Network, Scatter, Settings, SlowTime
+from lightning_omni.cli.units import rate_of, seconds_of
+from lightning_omni.errors import ConfigurationError
+from lightning_omni.simulator import Cluster, Device, Failure, Jitter, Link, Slowdown, Workload, workload_named
+
+_EVALUATIONS = 50
+"""About that many in a run, unless the user says how often."""
+_DEFAULT_EPOCHS = 10
+_OF_CLUSTER = (
+    "devices",
+    "seconds_per_sample",
+    "overhead",
+    "jitter",
+    "straggler",
+    "bandwidth",
+    "latency",
+    "server_bandwidth",
+    "update_seconds",
+    "head_seconds_per_sample",
+)
+"""The settings whose place a whole cluster takes."""
+_POSITIVE = ("devices", "straggler", "batch_size", "epochs", "updates", "evaluate_every", "threads")
+_POSITIVE_TIMES = ("seconds", "evaluate_every_seconds")
+
+
+@dataclass(frozen=True)
+class Task:
+    """The settings as objects, checked.
+
+    Args:
+        cluster: the simulated machines.
+        workload: what is trained on them.
+        target: name and value of the figure that ends a run, or None.
+        rates: the learning rates that the user named; empty for the workload's own.
+        momentum: None for the workload's own.
+        options: the rest of what `lightning_omni.simulator.simulate` takes by keyword.
+    """
+
+    cluster: Cluster
+    workload: Workload
+    target: tuple[str, float] | None
+    rates: tuple[float, ...]
+    momentum: float | None
+    options: dict[str, Any]
+
+    @classmethod
+    def of(cls, settings: Settings) -> Task:
+        """What the settings describe.
+
+        Raises:
+            ConfigurationError: a setting is wrong; the message names it.
+        """
+        for name in _POSITIVE:
+            value = getattr(settings, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ConfigurationError(f"{_flag(name)} {value}: pass a number above 0")
+        times = {name: getattr(settings, name) for name in _POSITIVE_TIMES if getattr(settings, name) is not None}
+        times = {name: seconds_of(_flag(name), value) for name, value in times.items()}
+        for name, value in times.items():
+            if not value:
+                raise ConfigurationError(f"{_flag(name)} {getattr(settings, name)}: pass a time above 0")
+        settings = replace(settings, **times)
+        cluster = cluster_of(settings)
+        workload = workload_named(settings.workload, settings.seed)
+        options = {
+            "batch_size": settings.batch_size,
+            "rebalance": settings.rebalance,
+            "merged": settings.merged,
+            "evaluate": workload.evaluate,
+            "max_updates": settings.updates,
+            "max_epochs": epochs_of(settings),
+            "max_seconds": settings.seconds,
+            "seed": settings.seed,
+            **(periods_of(settings, cluster, workload) if workload.evaluate is not None else {}),
+        }
+        rates = settings.lr if isinstance(settings.lr, list) else [] if settings.lr is None else [settings.lr]
+        if settings.lr == []:
+            raise ConfigurationError("--lr []: pass at least one learning rate")
+        for name, given in (*(("lr", rate) for rate in rates), ("momentum", settings.momentum)):
+            if given is not None and not 0 <= given < math.inf:
+                raise ConfigurationError(f"{_flag(name)} {given}: pass a number, 0 or more")
+        target = target_of(settings.target, workload)
+        task = cls(cluster, workload, target, tuple(dict.fromkeys(rates)), settings.momentum, options)
+        task.optimizer(rates[0] if rates else None)(copy.deepcopy(workload.model).parameters())  # may refuse
+        return task
+
+    @property
+    def own_rate(self) -> float | None:
+        """The learning rate of the workload's own optimizer; None if it has none, or 0."""
+        optimizer = self.workload.optimizer(copy.deepcopy(self.workload.model).parameters())
+        rate = optimizer.param_groups[0].get("lr")
+        return float(rate) if rate else None
+
+    def optimizer(self, rate: float | None) -> Callable[[Any], Optimizer]:
+        """Makes the workload's optimizer with this learning rate, and the momentum that the user named.
+
+        Args:
+            rate: of all parameter groups; None for the workload's own.
+        """
+        given = {name: value for name, value in (("lr", rate), ("momentum", self.momentum)) if value is not None}
+
+        def make(parameters: Any) -> Optimizer:
+            optimizer = self.workload.optimizer(parameters)
+            for name, value in given.items():
+                if name not in optimizer.defaults:
+                    raise ConfigurationError(f"{_flag(name)}: {type(optimizer).__name__} has none; leave it out")
+                for group in optimizer.param_groups:
+                    group[name] = value
+                optimizer.defaults[name] = value
+            return optimizer
+
+        return make
+
+
+# --- The cluster ------------------------------------------------------------------------------------------------------
+
+
+def cluster_of(settings: Settings) -> Cluster:
+    """The cluster of the simple settings, or the whole one that was given instead."""
+    if settings.cluster is not None:
+        plain = {each.name: each.default for each in fields(Settings)}
+        changed = [name for name in _OF_CLUSTER if getattr(settings, name) != plain[name]]
+        if changed:
+            flags = ", ".join(_flag(name) for name in changed)
+            raise ConfigurationError(f"cluster describes the whole cluster; move {flags} into it, or leave it out")
+        return _whole(settings.cluster)
+    link = _link("--", Network(settings.bandwidth, settings.latency))
+    card = settings.server_bandwidth
+    return Cluster.with_straggler(
+        settings.devices,
+        settings.straggler,
+        seconds_of("--seconds-per-sample", settings.seconds_per_sample),
+        seconds_of("--overhead", settings.overhead),
+        jitter_of("--jitter", settings.jitter),
+        link=link,
+        server=Link(link.bandwidth if card is None else rate_of("--server-bandwidth", card)),
+        group_link=link,
+        update_seconds=seconds_of("--update-seconds", settings.update_seconds),
+        head_seconds_per_sample=seconds_of("--head-seconds-per-sample", settings.head_seconds_per_sample),
+    )
+
+
+def _whole(machines: Machines) -> Cluster:
+    kinds = [(kind.count, _device(f"cluster.devices[{place}]", kind)) for place, kind in enumerate(machines.devices)]
+    link, server, group_link = (
+        _link(f"cluster.{name}.", getattr(machines, name)) for name in ("link", "server", "group_link")
+    )
+    return Cluster(
+        tuple(device for count, device in kinds for _ in range(count)),
+        link,
+        server,
+        group_link,
+        seconds_of("cluster.update_seconds", machines.update_seconds),
+        seconds_of("cluster.head_seconds_per_sample", machines.head_seconds_per_sample),
+        tuple(_event(f"cluster.events[{place}]", event) for place, event in enumerate(machines.events)),
+    )
+
+
+def _device(name: str, kind: Devices) -> Device:
+    return Device(
+        seconds_of(f"{name}.seconds_per_sample", kind.seconds_per_sample),
+        seconds_of(f"{name}.overhead", kind.overhead),
+        jitter_of(f"{name}.jitter", kind.jitter),
+    )
+
+
+def _link(place: str, network: Network) -> Link:
+    return Link(rate_of(f"{place}bandwidth", network.bandwidth), seconds_of(f"{place}latency", network.latency))
+
+
+def _event(name: str, event: Death | SlowTime) -> Failure | Slowdown:
+    if isinstance(event, Death):
+        return Failure(event.rank, seconds_of(f"{name}.time", event.time))
+    start, stop = (seconds_of(f"{name}.{end}", getattr(event, end)) for end in ("start", "stop"))
+    return Slowdown(event.rank, start, stop, event.factor)
+
+
+def jitter_of(name: str, given: str | Scatter) -> Jitter:
+    """How times scatter.
+
+    Args:
+        name: of the option, as the user wrote it.
+        given: a text such as ``"lognormal:0.2"``, or its parts.
+    """
+    if isinstance(given, Scatter):
+        return Jitter(given.kind, given.cv)  # type: ignore[arg-type]  # which it checks
+    kind, _, cv = given.partition(":")
+    if kind in ("normal", "lognormal", "gamma") and not cv:
+        raise ConfigurationError(f"{name} {given}: by how much? pass {kind}:0.2 for a fifth of the mean")
+    try:
+        return Jitter(kind, float(cv) if cv else 0.0)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise ConfigurationError(
+            f"{name} {given}: pass none, exponential, or normal, lognormal or gamma as in lognormal:0.2"
+        ) from error
+
+
+# --- The run ----------------------------------------------------------------------------------------------------------
+
+
+def epochs_of(settings: Settings) -> int | None:
+    """Epochs after which a run ends, if nothing else ends it before."""
+    if settings.epochs is None and settings.updates is None and settings.seconds is None:
+        return _DEFAULT_EPOCHS
+    return settings.epochs
+
+
+def periods_of(settings: Settings, cluster: Cluster, workload: Workload) -> dict[str, Any]:
+    """How often a run is evaluated: as the user says, or about 50 times."""
+    if settings.evaluate_every is not None or settings.evaluate_every_seconds is not None:
+        return {
+            "evaluate_every": settings.evaluate_every,
+            "evaluate_every_seconds": settings.evaluate_every_seconds,
+        }
+    if settings.seconds is not None:
+        return {"evaluate_every_seconds": float(settings.seconds) / _EVALUATIONS}
+    if settings.updates is not None:
+        return {"evaluate_every": max(1, settings.updates // _EVALUATIONS)}
+    size = max(1, settings.batch_size)
+    there_and_back = 2 * cluster.link.seconds(workload.nbytes)
+    pace = sum(size / (device.seconds(size) + there_and_back) for device in cluster.devices)
+    return {"evaluate_every_seconds": len(workload.data) * (epochs_of(settings) or 1) / pace / _EVALUATIONS}
+
+
+def target_of(text: str | None, workload: Workload) -> tuple[str, float] | None:
+    """Name and value of the figure that ends a run."""
+    if text is None:
+        return None
+    name, _, value = text.partition("=")
+    try:
+        target = (name.strip(), float(value))
+    except ValueError as error:
+        raise ConfigurationError(f"--target {text}: pass a figure and its value, as in accuracy=0.9") from error
+    if workload.evaluate is None:
+        raise ConfigurationError(f"--target {text}: the workload evaluates nothing; give it evaluate=")
+    with torch.no_grad():
+        figures = workload.evaluate(copy.deepcopy(workload.model).eval())
+    if target[0] not in figures:
+        raise ConfigurationError(f"--target {text}: the workload evaluates {', '.join(figures)}; pass one of these")
+    return target
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

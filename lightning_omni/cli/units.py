@@ -1,0 +1,79 @@
+"""Quantities as people write them, ``10Gbit`` or ``5ms``: one spelling in all commands and in YAML."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from lightning_omni.errors import ConfigurationError
+
+Quantity = float | str
+"""A number in the base unit, or a number with a unit."""
+
+_NUMBER = r"([+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*"
+_RATE = re.compile(_NUMBER + r"([kKmMgGtT]i?)?([bB]it|b|B)(/s|ps)?")
+_TIME = re.compile(_NUMBER + r"(ns|us|µs|ms|s|min|h)")
+_PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+_PREFIXES |= {"ki": 2.0**10, "mi": 2.0**20, "gi": 2.0**30, "ti": 2.0**40}
+_SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
+_AS_RATE = "pass bytes per second, as in 1e9 or 1GB/s, or bits, as in 10Gbit"
+_AS_TIME = "pass seconds, as in 0.005, or with a unit, as in 5ms, 2s, 10min"
+
+
+def rate_of(name: str, given: Quantity) -> float:
+    """Bytes per second.
+
+    Args:
+        name: of the option, as the user wrote it; errors begin with it.
+        given: bytes per second, or a number with ``bit``, ``bit/s``, ``bps``, ``B`` or ``B/s`` and k, M, G or T before
+            it (powers of 1000; Ki, Mi, Gi and Ti are those of 1024).
+
+    Raises:
+        ConfigurationError: it is none, or not above 0.
+
+    Example:
+        >>> rate_of("--bandwidth", "1Gbit"), rate_of("--bandwidth", "1.5 MB/s"), rate_of("--bandwidth", 2.5e8)
+        (125000000.0, 1500000.0, 250000000.0)
+    """
+    text = str(given).strip()
+    found = _RATE.fullmatch(text)
+    if found and found[3] == "b" and found[4] != "ps":
+        number = f"{found[1]}{found[2] or ''}"
+        raise ConfigurationError(f"{name} {given}: bits or bytes? pass {number}bit or {number}B")
+    if found:
+        value = float(found[1]) * _PREFIXES[(found[2] or "").lower()] / (1 if found[3] == "B" else 8)
+    else:
+        value = _plain(text)
+    if not value > 0:
+        raise ConfigurationError(f"{name} {given}: {_AS_RATE}; above 0")
+    return value
+
+
+def seconds_of(name: str, given: Quantity) -> float:
+    """Seconds.
+
+    Args:
+        name: of the option, as the user wrote it; errors begin with it.
+        given: seconds, or a number with ``ns``, ``us``, ``ms``, ``s``, ``min`` or ``h``.
+
+    Raises:
+        ConfigurationError: it is none, or negative.
+
+    Example:
+        >>> seconds_of("--latency", "5ms"), seconds_of("--latency", "2 min"), seconds_of("--latency", 1e-4)
+        (0.005, 120.0, 0.0001)
+    """
+    text = str(given).strip()
+    found = _TIME.fullmatch(text)
+    value = float(found[1]) * _SECONDS[found[2]] if found else _plain(text)
+    if not 0 <= value < math.inf:
+        raise ConfigurationError(f"{name} {given}: {_AS_TIME}; 0 or more")
+    return value
+
+
+def _plain(text: str) -> float:
+    """A number without a unit; NaN if it is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan

@@ -1,0 +1,145 @@
+"""What all commands have in common: help at once, the version, units, Ctrl-C, and tables that fit."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from processes import Process
+
+import lightning_omni
+from lightning_omni.cli import main
+from lightning_omni.cli.console import say, show
+from lightning_omni.cli.units import rate_of, seconds_of
+from lightning_omni.errors import ConfigurationError
+
+COMMAND = [sys.executable, "-m", "lightning_omni"]
+START = 60.0
+
+
+def test_help_and_version_do_not_wait_for_torch() -> None:
+    program = """
+import sys, contextlib, io
+from lightning_omni.cli import main
+for arguments in (["--help"], ["--version"], ["simulate", "--help"], ["compare", "--help"], ["plan", "--help"],
+                  ["device", "--help"], ["serve", "--help"]):
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        try:
+            main(arguments)
+        except SystemExit as ended:
+            assert not ended.code
+    assert said.getvalue()
+print(sorted({name.partition(".")[0] for name in sys.modules} & {"torch", "numpy", "msgspec", "zmq", "matplotlib"}))
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=START)
+    assert ran.stdout.strip() == "[]"
+
+
+def test_the_module_is_the_command_and_knows_its_version() -> None:
+    ran = subprocess.run([*COMMAND, "--version"], capture_output=True, text=True, check=True, timeout=START)
+    assert ran.stdout.strip() == f"lightning-omni {lightning_omni.__version__}"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("10Gbit", 1.25e9),
+        ("100 Mbit/s", 1.25e7),
+        ("10Gbps", 1.25e9),
+        ("5GBps", 5e9),
+        ("1GB/s", 1e9),
+        ("1MiB/s", 2.0**20),
+        ("1e7", 1e7),
+        (2.5e8, 2.5e8),
+        ("inf", float("inf")),
+    ],
+)
+def test_rates_are_read_with_their_units(given: float | str, expected: float) -> None:
+    assert rate_of("--bandwidth", given) == expected
+
+
+@pytest.mark.parametrize(("given", "expected"), [("5ms", 5e-3), ("2s", 2), ("50 us", 5e-5), ("2min", 120), (1.5, 1.5)])
+def test_times_are_read_with_their_units(given: float | str, expected: float) -> None:
+    assert seconds_of("--latency", given) == pytest.approx(expected, rel=1e-12)
+
+
+def test_what_is_no_quantity_is_refused_with_the_option_and_the_spelling() -> None:
+    for given in ("fast", "10Gbat", "0", "-1", "nan", "5ms"):
+        with pytest.raises(ConfigurationError, match=rf"--bandwidth {given}: pass bytes per second, as in 1e9"):
+            rate_of("--bandwidth", given)
+    with pytest.raises(ConfigurationError, match=r"--bandwidth 10Gb: bits or bytes\? pass 10Gbit or 10GB"):
+        rate_of("--bandwidth", "10Gb")
+    for given in ("soon", "-1", "inf", "10Gbit", "5 m"):
+        with pytest.raises(ConfigurationError, match=rf"--latency {given}: pass seconds, as in 0.005, or with a unit"):
+            seconds_of("--latency", given)
+
+
+def test_all_commands_and_yaml_know_the_same_units(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each command refuses the same wrong text in the same words, so each reads it with the same parser."""
+    cluster = tmp_path / "cluster.yaml"
+    cluster.write_text("cluster:\n  devices: [{count: 2}]\n  link: {latency: 5 parsecs}\n")
+    wrong = "5 parsecs: pass seconds, as in 0.005, or with a unit"
+    for arguments in (
+        ["simulate", "--latency", "5 parsecs"],
+        ["compare", "--seconds", "5 parsecs"],
+        ["simulate", "--config", str(cluster)],
+        ["plan", "absent.json", "--latency", "5 parsecs"],
+        ["device", "absent.py:Model", "--budget", "5 parsecs"],
+        ["serve", "--heartbeat-timeout", "5 parsecs", "--key-file", str(tmp_path / "key")],
+    ):
+        assert main(arguments) == 2
+        assert wrong in capsys.readouterr().err
+
+
+def test_tables_fit_a_terminal_and_are_whole_in_a_pipe(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from rich.table import Table
+
+    wide, tall = Table("x" * 150), Table("tall")
+    monkeypatch.delenv("COLUMNS", raising=False)
+    show(wide, tall)
+    assert "x" * 150 in capsys.readouterr().out
+    monkeypatch.setenv("COLUMNS", "80")
+    show(wide, tall)
+    output = capsys.readouterr().out
+    assert "tall" in output
+    assert max(map(len, output.splitlines())) <= 80
+    say("y" * 150)
+    assert capsys.readouterr().out == "y" * 150 + "\n"
+
+
+@pytest.mark.processes
+def test_ctrl_c_ends_a_command_without_a_traceback(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(
+        "import time\n\ndef made():\n    print('it runs', flush=True)\n    time.sleep(600)\n"
+    )
+    for arguments, sign in (
+        (["simulate", "--workload", f"{tmp_path / 'slow.py'}:made"], "it runs"),
+        (["device", f"{tmp_path / 'slow.py'}:made"], "it runs"),
+        (["serve", "--port", "0", "--key-file", str(tmp_path / "key")], "parameter server on"),
+    ):
+        process = Process([*COMMAND, *arguments], {"OMP_NUM_THREADS": "1"})
+        try:
+            process.expect(sign, timeout=START)
+            process.interrupt()
+            assert process.end(timeout=START) == 128 + signal.SIGINT, (arguments, process.output)
+        finally:
+            process.kill()
+        assert "Traceback" not in process.output
+        assert "KeyboardInterrupt" not in process.output
+
+
+def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
+    """As in ``lightning-omni ... | head -1``."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [*COMMAND, "simulate", "--updates", "2", "--no-picture", "--out", str(tmp_path)]
+    with os.fdopen(writer, "w") as out:
+        ran = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, timeout=START)
+    assert "Traceback" not in ran.stderr
+    assert "Exception" not in ran.stderr
