@@ -2,6 +2,7 @@
 
     OmniError
     ├── ConfigurationError (also a ValueError)   an argument is wrong; nothing was started
+    │   ├── UnknownArgument (also a TypeError)   there is no argument of that name
     │   └── UnsupportedError                     a feature that asynchronous training cannot serve
     ├── ConnectionLost                           the parameter server cannot be reached, or went away
     ├── ProtocolError                            a message broke the protocol
@@ -24,6 +25,10 @@ class OmniError(RuntimeError):
 
 class ConfigurationError(OmniError, ValueError):
     """An argument is wrong. The message names it and says what to pass instead."""
+
+
+class UnknownArgument(ConfigurationError, TypeError):
+    """There is no argument of that name. The message has the one that was probably meant."""
 
 
 class UnsupportedError(ConfigurationError):

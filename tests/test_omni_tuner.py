@@ -24,9 +24,17 @@ FITS: dict[str, dict[str, Any]] = {
     "nothing to choose": {"tuner": {**ONCE, "space": HERE}},
     "warm-up": {"tuner": {**ONCE, "space": {"lr": [0.01, 0.5]}}, "warmup": True},
     "too large a step": {"tuner": ONCE, "lr": 1e9},
-    "a loss that is none": {"tuner": {**ONCE, "target": 0.99, "monitor": "val_acc"}, "nan_at": 3},
+    "a loss that is none": {"tuner": {**ONCE, "target": 99.0, "mode": "max"}, "nan_at": 3},
     "groups before": {"tuner": {"budget": 0.4, "target": 1e-4}, "strategy": {"groups": 2}},
     "local steps": {"tuner": ONCE, "strategy": {"method": "local_sgd:period=4"}},
+}
+
+WRONG: dict[str, Any] = {"is_refused": True, "trainer": {"max_epochs": 2, "num_sanity_val_steps": 1}}
+MONITORS: dict[str, dict[str, Any]] = {
+    "a metric of steps": {**WRONG, "tuner": {"target": 1e-4, "monitor": "train_loss"}},
+    "a wrong name": {**WRONG, "tuner": {"target": 1e-4, "monitor": "val_los"}, "strategy": {"groups": 2}},
+    "a wrong name, unchecked": {**WRONG, "tuner": {"target": 1e-4, "monitor": "los"}, "trainer": {"max_epochs": 9}},
+    "no validation": {**WRONG, "tuner": {"target": 1e-4}, "trainer": {"limit_val_batches": 0}},
 }
 
 
@@ -36,6 +44,7 @@ def fits(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, A
     saved = str(tmp_path_factory.mktemp("checkpoints") / "tuned.ckpt")
     fits = {**FITS, "tuned": {**FITS["tuned"], "save": saved}, "resumed": {**FITS["tuned"], "ckpt_path": saved}}
     fits["resumed"]["trainer"] = {"max_epochs": 5}
+    fits |= MONITORS
     fits["own sampler"] = {"tuner": ONCE, "data": {"samples": 1024, "half": True}, "trainer": {"max_epochs": 1}}
     finished = run("omni_tuner.py", {"fits": [{**EVEN, **fit} for fit in fits.values()]}, timeout=230)
     found = {name: [finished.results[rank][number] for rank in (0, 1)] for number, name in enumerate(fits)}
@@ -143,7 +152,7 @@ def test_a_loss_that_is_not_finite_ends_its_probe_only(fits: dict[str, list[dict
 
 def test_a_target_that_is_never_reached_is_said(fits: dict[str, list[dict[str, Any]]]) -> None:
     printed = fits["printed"][0]["text"]
-    assert "val_acc has not reached 0.99: it was never logged" in printed
+    assert "val_loss has not reached 99: the best was" in printed
     assert "val_loss has not reached 0.0001: the best was" in printed
 
 
@@ -153,6 +162,33 @@ def test_a_resumed_run_goes_on_with_what_was_chosen(fits: dict[str, list[dict[st
         assert resumed["lr"] == pytest.approx(tuned["setting"]["lr"])
         assert len(resumed["last_epoch"]) < 1024
     assert fits["resumed"][0]["tried"] == fits["tuned"][0]["tried"]
+
+
+def test_a_monitor_that_nobody_logs_is_refused_before_the_first_search(fits: dict[str, list[dict[str, Any]]]) -> None:
+    for rank in fits["a wrong name"]:
+        assert "monitor='val_los': no metric of that name is logged; did you mean 'val_loss'?" in rank["refused"]
+        assert "train_loss" in rank["refused"]
+        assert not rank["tried"]
+        assert rank["steps"] <= 1
+
+
+def test_without_a_sanity_check_the_first_validation_tells(fits: dict[str, list[dict[str, Any]]]) -> None:
+    for rank in fits["a wrong name, unchecked"]:
+        assert "monitor='los': no metric of that name" in rank["refused"]
+        assert len(rank["last_epoch"]) <= 1024
+
+
+def test_a_target_that_nobody_would_look_at_is_refused(fits: dict[str, list[dict[str, Any]]]) -> None:
+    for rank in fits["no validation"]:
+        assert "pass validation data, or target=None" in rank["refused"]
+        assert rank["steps"] == 0
+
+
+def test_a_metric_that_only_the_training_step_logs_may_be_monitored(fits: dict[str, list[dict[str, Any]]]) -> None:
+    for rank in fits["a metric of steps"]:
+        assert rank["refused"] == ""
+        assert rank["before"] == rank["after"]
+    assert fits["a metric of steps"][0]["tried"]
 
 
 def test_the_users_rate_is_that_of_all_ranks_if_several_groups_come_first(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -23,6 +24,42 @@ def load_libraries() -> None:
     with suppress(ImportError):
         importlib.import_module("scipy.optimize")
         importlib.import_module("skopt")
+
+
+def check_libraries(strategy: str) -> None:
+    """Refuses a search whose libraries are missing, without importing them.
+
+    Args:
+        strategy: of the search.
+
+    Raises:
+        ConfigurationError: SciPy, or for ``"bayes"`` scikit-optimize, is not installed.
+    """
+    needed = {"scipy": "SciPy", **({"skopt": "scikit-optimize"} if strategy in ("bayes", "skopt") else {})}
+    for module, name in needed.items():
+        if importlib.util.find_spec(module) is None:
+            raise ConfigurationError(_missing(name))
+
+
+def import_libraries(strategy: str) -> None:
+    """Imports what a search needs, before its first probe: an installation may be broken.
+
+    Args:
+        strategy: of the search.
+
+    Raises:
+        ConfigurationError: a library cannot be imported.
+    """
+    try:
+        importlib.import_module("scipy.optimize")
+        if strategy in ("bayes", "skopt"):
+            importlib.import_module("skopt")
+    except ImportError as error:
+        raise ConfigurationError(f"{_missing(error.name or 'a library')} ({error})") from error
+
+
+def _missing(name: str) -> str:
+    return f"OmniTuner needs {name}; install it with: pip install 'lightning-omni[tune]'"
 
 
 def ask(
@@ -53,9 +90,7 @@ def ask(
         from skopt.acquisition import gaussian_ei
         from skopt.space import Categorical, Real
     except ImportError as error:
-        raise ConfigurationError(
-            "OmniTuner needs scikit-optimize; install it with: pip install 'lightning-omni[tune]'"
-        ) from error
+        raise ConfigurationError(_missing("scikit-optimize")) from error
     if not dimensions:
         return dict(points[0]), 0.0
     names = list(dimensions)

@@ -29,8 +29,10 @@ from lightning_omni.optimizer.world import frozen
 from lightning_omni.protocol import messages as m
 from lightning_omni.server import ServerProcess
 from lightning_omni.strategy import _private
+from lightning_omni.strategy.arguments import check_strategy, refuse_unknown_of_ddp
 from lightning_omni.strategy.epochs import EpochDriver
 from lightning_omni.strategy.launcher import say_exit
+from lightning_omni.strategy.namespaces import refuse_other_namespace
 from lightning_omni.strategy.watch import Stopwatch, live_metrics, straggler_sentence
 from lightning_omni.topology import check_groups
 
@@ -93,6 +95,8 @@ class OmniStrategyHooks(_Base):
         rebalance: Literal["off", "auto"] = "off",
         **ddp: Any,
     ) -> None:
+        refuse_unknown_of_ddp(self, OmniStrategyHooks, ddp)
+        check_strategy(method, server, host, heartbeat_timeout, refusals, merged, record)
         if data not in ("dynamic", "static"):
             raise ConfigurationError(f'data={data!r}: pass "dynamic" or "static"')
         if data == "static" and rebalance == "auto":
@@ -131,6 +135,7 @@ class OmniStrategyHooks(_Base):
     # --- Processes ---------------------------------------------------------------------------------------------------
 
     def _configure_launcher(self) -> None:
+        refuse_other_namespace(self, self.accelerator, "strategy")
         super()._configure_launcher()
         ranks = self.num_nodes * self.num_processes
         if self._groups is not None and self.cluster_environment is not None:

@@ -9,6 +9,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info  # type: ignore
 
 from lightning_omni.strategy.hooks import OmniCallbackHooks, OmniStrategyHooks
 from lightning_omni.strategy.launcher import OmniLauncherHooks
+from lightning_omni.strategy.namespaces import introduce
 
 
 class OmniCallback(OmniCallbackHooks, Callback):
@@ -30,3 +31,4 @@ class OmniStrategy(OmniStrategyHooks, DDPStrategy):  # noqa: D101
 StrategyRegistry.register(
     "omni", OmniStrategy, description="Synchronous inside compute groups, asynchronous across them", override=True
 )
+introduce()

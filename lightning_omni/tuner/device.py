@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,7 +27,9 @@ from lightning_omni.performance.agreement import TOLERANCE
 from lightning_omni.performance.device import Progress, usable_cores
 from lightning_omni.performance.setting import Applied, contiguous
 from lightning_omni.performance.trial import same_chance
+from lightning_omni.strategy.arguments import check_kind, check_number, refuses_unknown
 from lightning_omni.strategy.hooks import OmniStrategyHooks
+from lightning_omni.strategy.namespaces import refuse_other_namespace
 from lightning_omni.tuner import _private
 from lightning_omni.tuner.step import arguments_of, loss_of, say_nothing
 
@@ -78,6 +81,7 @@ class DeviceTunerHooks(_CallbackBase):
     mute_logger: type
     strategies: tuple[type, ...]
 
+    @refuses_unknown
     def __init__(
         self,
         allow: Iterable[str] = (),
@@ -99,14 +103,20 @@ class DeviceTunerHooks(_CallbackBase):
         _check_names("allow", self._options.allow, _ALLOWABLE)
         _check_names("propose", self._options.propose, _PROPOSABLE)
         for name, value in (("budget", budget), ("tolerance", tolerance)):
-            if not value > 0:
-                raise ConfigurationError(f"{name}={value}: pass a number above 0")
+            check_number(name, value, "a number above 0", low=sys.float_info.min)
+        check_kind("setting", setting, (DeviceSetting, type(None)), "a DeviceSetting, or None")
+        if batches is not None and (not isinstance(batches, Sequence) or isinstance(batches, str) or not batches):
+            raise ConfigurationError(f"batches={batches!r}: pass a list of at least one batch, or None")
         self.report: DeviceReport | None = None
         self.problem: str | None = None
         self._setting, self._batches = setting, batches
         self._applied: _AppliedToFit | None = None
 
     # --- Hooks --------------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """A Trainer of the other namespace is refused."""
+        refuse_other_namespace(self, trainer, "tuner")
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Data, optimizers and checkpoint are there, and no server has seen the weights yet."""
@@ -291,6 +301,7 @@ class _Options:
 def _names(argument: str, given: Iterable[str]) -> tuple[str, ...]:
     if isinstance(given, str):
         raise ConfigurationError(f"{argument}={given!r}: pass a tuple, as in ({given!r},)")
+    check_kind(argument, given, Iterable, "a tuple of names")
     return tuple(given)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -26,12 +27,15 @@ from lightning_omni.optimizer.balance import Balance
 from lightning_omni.performance.forecast import Setting
 from lightning_omni.protocol.leases import apportion
 from lightning_omni.search import Choice, Job, Observation, Probe, Search, Space
-from lightning_omni.search.surrogate import load_libraries
+from lightning_omni.search.surrogate import check_libraries, import_libraries, load_libraries
+from lightning_omni.strategy.arguments import check_kind, check_number, check_whole, refuses_unknown
 from lightning_omni.strategy.hooks import OmniStrategyHooks
+from lightning_omni.strategy.namespaces import refuse_other_namespace
 from lightning_omni.topology import Topology
 from lightning_omni.trace import reaches
 from lightning_omni.tuner import _private
 from lightning_omni.tuner.hyperparameters import Hyperparameters
+from lightning_omni.tuner.monitor import Monitor
 from lightning_omni.tuner.probing import Prober, batch_size_of, probed_loader, with_period
 from lightning_omni.tuner.rescue import Kept, Watch, loss_in
 from lightning_omni.tuner.show import Shown
@@ -60,6 +64,9 @@ _REASONS = _NONE, _UNDER_WAY_ALREADY, _SPEED, _STALLED = (
 )
 _UNTUNED: WeakKeyDictionary[Any, tuple[Any, Any, Any]] = WeakKeyDictionary()
 """Groups, method and balance of strategies as they were before they were tuned: their next fit begins with these."""
+_BELOW_ONE = math.nextafter(1.0, 0.0)
+_MOST_SEED = (1 << 32) - (1 << 16)
+"""Libraries take seeds below 2³², and a search adds small numbers to its own."""
 _CHANGED = 0.2
 """Speed that has changed by more than this part is a reason to search again."""
 
@@ -167,6 +174,7 @@ class OmniTunerHooks(_CallbackBase):
     rank_zero_info: Callable[[str], None]
     mute_logger: type
 
+    @refuses_unknown
     def __init__(
         self,
         target: float | None = None,
@@ -179,17 +187,21 @@ class OmniTunerHooks(_CallbackBase):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        if not 0 <= budget < 1:
-            raise ConfigurationError(f"budget={budget}: pass the part of the run's time that probes may take, as 0.1")
+        if target is not None:
+            check_number("target", target, "a finite number, or None", -sys.float_info.max, sys.float_info.max)
+        check_kind("monitor", monitor, str, "the name of a metric that is logged")
+        check_number("budget", budget, "the part of the run's time that probes may take, as 0.1", 0, _BELOW_ONE)
         if search not in ("bayes", "omnivore", "grid", "random"):
             raise ConfigurationError(f'search={search!r}: pass "bayes", "omnivore", "grid" or "random"')
-        if retune_every is not None and (isinstance(retune_every, bool) or retune_every < 1):
-            raise ConfigurationError(f"retune_every={retune_every}: pass a number of epochs, or None")
+        check_kind("space", space, (Mapping, type(None)), "a dictionary, or None")
+        if retune_every is not None:
+            check_whole("retune_every", retune_every, "a number of epochs, or None", low=1)
         if mode not in (None, "min", "max"):
             raise ConfigurationError(f'mode={mode!r}: pass "min", "max" or None')
-        if target is not None and not math.isfinite(target):
-            raise ConfigurationError(f"target={target}: pass a finite number, or None")
+        check_whole("seed", seed, "a whole number from 0 up", high=_MOST_SEED)
         Space.of(dict(space or {}), ranks=1 << 30)
+        if budget > 0:
+            check_libraries(search)
         self.target, self.monitor, self.budget, self.search = target, monitor, budget, search
         self.retune_every, self.seed = retune_every, seed
         self._space = dict(space or {})
@@ -223,11 +235,13 @@ class OmniTunerHooks(_CallbackBase):
         self._exchanged = 0.0
         self._samples_an_epoch = self._epochs_planned = 0.0
         self._warned = False
+        self._monitor = Monitor(self.monitor, self.target is not None)
 
     # --- Hooks --------------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Finds the strategy."""
+        refuse_other_namespace(self, trainer, "tuner")
         if stage != "fit":
             return
         if not isinstance(trainer.strategy, OmniStrategyHooks):
@@ -252,6 +266,7 @@ class OmniTunerHooks(_CallbackBase):
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """The server is needed, or it is not."""
+        self._monitor.check_validated(trainer)
         if self._may_form_groups(trainer) and not self._why_not(trainer, 2):
             trainer.strategy.world.start_server()
         else:
@@ -271,10 +286,20 @@ class OmniTunerHooks(_CallbackBase):
             applied = world.channel.last.applied if world.channel.last.seconds != before else None
             self._watch.batch_done(loss, not world.is_synchronous, applied)
 
+    def on_sanity_check_end(self, trainer: Any, pl_module: Any) -> None:
+        """Which metrics a validation logs."""
+        self._monitor.sanity_checked(trainer.callback_metrics)
+
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """How far the run is from its target."""
         value = trainer.callback_metrics.get(self.monitor)
-        if trainer.sanity_checking or trainer.state.fn != "fit" or value is None:
+        if trainer.sanity_checking or trainer.state.fn != "fit":
+            return
+        if self._monitor.is_open:
+            problem = self._monitor.validated(trainer, pl_module, trainer.callback_metrics)
+            if self._strategy.world.agree([trainer.is_global_zero and bool(problem)])[0]:
+                raise ConfigurationError(problem or f"monitor={self.monitor!r}: no metric of that name is logged")
+        if value is None:
             return
         self._reached.append((self._seconds, float(value)))
         if self.target is not None and self._is_reached(float(value)) and not self._warned:
@@ -518,6 +543,7 @@ class OmniTunerHooks(_CallbackBase):
         self._unfinished = True
         search = self._begin(job, observations, when) if trainer.is_global_zero else None
         try:
+            self._check_monitor(trainer, module, prober, job)
             with Shown(trainer, job, self.rank_zero_info) as shown:
                 order = self._go_through(prober, search, shown)
         finally:
@@ -536,6 +562,14 @@ class OmniTunerHooks(_CallbackBase):
         self._spent += time.perf_counter() - began  # what the report takes is not in its own figures
         self._publish(trainer, order)
         self._began += time.perf_counter() - began
+
+    def _check_monitor(self, trainer: Any, module: Any, prober: Prober, job: Job) -> None:
+        """Before time goes into probes: the metric that they are for exists. What rank 0 finds counts."""
+        world, problem = self._strategy.world, ""
+        if world.agree([trainer.is_global_zero and self._monitor.needs_a_step(trainer, module)])[0]:
+            problem = self._monitor.stepped(prober.names_of(job.start, job.batch))
+        if problem := world.tell(problem):
+            raise ConfigurationError(problem)
 
     def _go_through(self, prober: Prober, search: Search | None, shown: Shown) -> Order:
         """Probe after probe, until the search is over. ``search`` is rank 0's."""
@@ -565,6 +599,7 @@ class OmniTunerHooks(_CallbackBase):
     def _order(self, search: Search, shown: Shown) -> str:
         """What all ranks do next."""
         try:
+            import_libraries(search.strategy)
             probe = search.next()
             if probe is not None:
                 shown.tries(search, probe)

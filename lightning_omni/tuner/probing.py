@@ -90,6 +90,7 @@ class Prober:
         self._method = self._strategy.world.method
         self._mute_logger, self._is_first = mute_logger, is_first
         self._count = 0
+        self._names: set[str] = set()
         self._lost = set(self._strategy.world.lost)
         self._go_home()
         self._counters = _Counters(self._strategy)
@@ -133,6 +134,11 @@ class Prober:
         tried = replace(_tried(probe.setting, table, seconds, problem), gathers=self._gathers)
         measured = None if lost else _measured(groups, table, probe.setting.period, self._nbytes, serve)
         return Observation(tried, measured)
+
+    def names_of(self, setting: Setting, samples: int) -> set[str]:
+        """Names of all that the training step logs, from one batch of every rank; nothing of it is kept."""
+        self.run(Probe(0, replace(setting, groups=1, rebalance=False), samples, "which metrics there are"), None, False)
+        return self._names
 
     def close(self) -> None:
         """The run is as it was before the first probe, in one group of all live ranks."""
@@ -340,7 +346,7 @@ class Prober:
         world = strategy.world
         world.channel.last.stop, world.channel.last.applied = "", True
         try:
-            with silence(self._module), torch.enable_grad():
+            with silence(self._module, self._names), torch.enable_grad():
                 if self._is_first:  # what it makes here is taken back, and made once more when the epoch begins
                     self._module.on_train_epoch_start()
                 if not world.is_synchronous:

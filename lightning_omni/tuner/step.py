@@ -38,11 +38,22 @@ def loss_of(found: Any) -> Tensor:
 
 
 @contextmanager
-def silence(module: nn.Module) -> Iterator[None]:
-    """While it lasts, nobody hears what the module and modules inside it log."""
+def silence(module: nn.Module, names: set[str] | None = None) -> Iterator[None]:
+    """While it lasts, nobody hears what the module and modules inside it log.
+
+    Args:
+        module: the LightningModule.
+        names: takes the names of what would have been logged; None to forget them, too.
+    """
+
+    def note(name: Any, *_: Any, **__: Any) -> None:
+        if names is not None:  # a metric that is logged for steps and epochs has a name for each
+            for each in [name] if isinstance(name, str) else list(name):
+                names.update((each, f"{each}_step", f"{each}_epoch"))
+
     muted = [each for each in module.modules() if hasattr(type(each), "training_step") and "log" not in vars(each)]
     for each in muted:
-        each.log = each.log_dict = say_nothing  # type: ignore[assignment]
+        each.log = each.log_dict = note  # type: ignore[assignment]
     try:
         yield
     finally:

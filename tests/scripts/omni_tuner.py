@@ -13,6 +13,8 @@ from common import FOLDER, OPTIONS, omni, pl, report, trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 
+from lightning_omni.errors import ConfigurationError
+
 RANK = int(os.environ.get("LOCAL_RANK", 0))
 
 
@@ -140,9 +142,13 @@ def main() -> None:
             options["logger"] = pl.loggers.CSVLogger(FOLDER)
         run = trainer(strategy, fit.get("devices", 2), callbacks=callbacks, **options)
         began = time.perf_counter()
-        loaders = data(**fit.get("data", {}))
+        loaders, refused = data(**fit.get("data", {})), ""
         try:
             run.fit(module, *loaders, ckpt_path=fit.get("ckpt_path"))
+        except ConfigurationError as error:
+            refused = str(error)
+            if "is_refused" not in fit:
+                raise
         finally:
             result = {
                 "seconds": time.perf_counter() - began,
@@ -160,6 +166,7 @@ def main() -> None:
                 "setting": tuner.state_dict()["setting"] if tuner else None,
                 "why": tuner.choice.why if tuner and tuner.choice else "",
                 "problem": tuner.problem if tuner else "",
+                "refused": refused,
                 "tried": [
                     [each.tried.setting.to_dict(), each.tried.problem]
                     for search in (tuner.searches if tuner else [])

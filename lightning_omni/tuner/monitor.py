@@ -1,0 +1,130 @@
+"""The metric that a run is tuned for: whether it will be there, as early as that can be known.
+
+A validation metric is known after the sanity check, one of the training step when that has run once. What hooks and
+callbacks log comes later; then the first validations decide, as they do for EarlyStopping.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Iterable
+from types import CodeType
+from typing import Any
+
+from lightning_omni.errors import ConfigurationError
+from lightning_omni.strategy import NAMESPACES
+
+_HOOKS = (
+    "on_train_epoch_end",
+    "on_train_batch_start",
+    "on_train_batch_end",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+)
+"""In which a module or a callback may log, and which a probe does not call (or calls without listening)."""
+
+_STEPS = ("training_step", "validation_step")
+
+
+class Monitor:
+    """Follows which metrics are logged, until it is known whether the wanted one is among them.
+
+    Args:
+        name: of the metric.
+        is_needed: whether anything depends on it.
+    """
+
+    def __init__(self, name: str, is_needed: bool) -> None:
+        self.name, self._is_needed = name, is_needed
+        self._known: set[str] = set()
+        self._validations = 0
+        self._is_checked = False
+        self._is_settled = not is_needed
+
+    def check_validated(self, trainer: Any) -> None:
+        """Refuses a fit in which nobody will look at the metric.
+
+        Raises:
+            ConfigurationError: there is no validation.
+        """
+        if not self._is_settled and not trainer.enable_validation:
+            raise ConfigurationError(
+                f"target= is compared with monitor={self.name!r} when the run validates, and this one never does; pass"
+                " validation data, or target=None"
+            )
+
+    def sanity_checked(self, names: Iterable[str]) -> None:
+        """What one validation logs is known before training begins."""
+        self._is_checked = True
+        self._hear(names)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the next validation may still decide; the same on all ranks, whatever each of them logs."""
+        return self._is_needed and self._validations < 2
+
+    def needs_a_step(self, trainer: Any, module: Any) -> bool:
+        """Whether one training step would tell: nothing else is left that could log the metric."""
+        return self._is_checked and not self._is_settled and not _may_log(trainer, module, _HOOKS)
+
+    def stepped(self, names: Iterable[str]) -> str:
+        """What a training step logs. Returns what is wrong, if the metric is nowhere."""
+        self._hear(names)
+        return "" if self._is_settled else self._problem
+
+    def validated(self, trainer: Any, module: Any, names: Iterable[str]) -> str:
+        """What was logged by the end of a validation. Returns what is wrong, if the metric is nowhere."""
+        self._hear(names)
+        self._validations += 1
+        if self._is_settled or (self._validations == 1 and _may_log(trainer, module, _HOOKS[:1])):
+            return ""  # what is logged at an epoch's end is there in the next validation
+        return self._problem
+
+    def _hear(self, names: Iterable[str]) -> None:
+        self._known |= set(names)
+        self._is_settled = self._is_settled or self.name in self._known
+
+    @property
+    def _problem(self) -> str:
+        known = sorted(name for name in self._known if name.removesuffix("_step").removesuffix("_epoch") == name)
+        near = difflib.get_close_matches(self.name, known, n=1)
+        meant = f"did you mean {near[0]!r}? " if near else ""
+        there = f"Logged are {', '.join(known)}" if known else "Nothing is logged"
+        return f"monitor={self.name!r}: no metric of that name is logged; {meant}{there}"
+
+
+def _may_log(trainer: Any, module: Any, hooks: Iterable[str]) -> bool:
+    """Whether a hook of the module, or of a callback that is not Lightning's or ours, might log something."""
+    return any(
+        any(not _is_known(_home(each, hook)) for hook in hooks) and _speaks_of_logging(each)
+        for each in (module, *trainer.callbacks)
+    )
+
+
+def _home(owner: Any, hook: str) -> type:
+    """The class that defines a hook."""
+    return next((kind for kind in type(owner).__mro__ if hook in vars(kind)), object)
+
+
+def _is_known(kind: type) -> bool:
+    home = kind.__module__
+    return kind is object or any(home.startswith(f"{name}.") for name in (*NAMESPACES, "lightning_omni"))
+
+
+def _speaks_of_logging(owner: Any) -> bool:
+    """Whether ``log`` or ``log_dict`` is called in a method of its own, other than the steps, which were heard."""
+    kinds = [kind for kind in type(owner).__mro__ if not _is_known(kind)]
+    methods = [inspect.unwrap(each) for kind in kinds for name, each in vars(kind).items() if _is_method(name, each)]
+    return any({"log", "log_dict"} & _names_in(each.__code__) for each in methods if inspect.isfunction(each))
+
+
+def _is_method(name: str, value: object) -> bool:
+    return name not in _STEPS and inspect.isfunction(value)
+
+
+def _names_in(code: CodeType) -> set[str]:
+    inner = [_names_in(each) for each in code.co_consts if isinstance(each, CodeType)]
+    return set(code.co_names).union(*inner)

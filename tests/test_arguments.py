@@ -1,0 +1,293 @@
+"""What constructors are given: unknown names, wrong values, missing libraries, another namespace are refused there."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_omni.errors import ConfigurationError, UnknownArgument
+from lightning_omni.strategy.arguments import check_whole, refuses_unknown
+from lightning_omni.strategy.pytorch_lightning import OmniStrategy
+from lightning_omni.tuner.pytorch_lightning import DeviceTuner, OmniTuner
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.parametrize(
+    ("make", "given", "said"),
+    [
+        (OmniStrategy, {"group": 2}, "OmniStrategy(group=2): there is no argument group; did you mean groups=2?"),
+        (OmniStrategy, {"find_unused_parameter": True}, "did you mean find_unused_parameters=True?"),
+        (OmniStrategy, {"bucket_cap": 1}, "did you mean bucket_cap_mb=1?"),
+        (OmniStrategy, {"xyz": 1}, "it takes groups, method, server"),
+        (OmniStrategy, {"device_ids": [0]}, "Lightning passes it to DistributedDataParallel"),
+        (OmniTuner, {"buget": 0.2}, "OmniTuner(buget=0.2): there is no argument buget; did you mean budget=0.2?"),
+        (OmniTuner, {"metric": "val_loss"}, "it takes target, monitor, budget"),
+        (DeviceTuner, {"alow": ()}, "did you mean allow=()?"),
+    ],
+)
+def test_a_name_that_there_is_not_is_refused_with_the_one_that_was_meant(make: Any, given: Any, said: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        make(**given)
+    assert said in str(caught.value)
+    assert isinstance(caught.value, TypeError) == ("no argument" in str(caught.value))
+
+
+def test_what_ddp_takes_is_passed_on() -> None:
+    options = {"find_unused_parameters": True, "static_graph": False, "gradient_as_bucket_view": True}
+    assert OmniStrategy(groups=2, start_method="popen", **options)._ddp_options == options
+
+
+def test_a_strategy_of_a_users_own_may_have_arguments_of_its_own() -> None:
+    class Mine(OmniStrategy):
+        def __init__(self, mine: int, **others: Any) -> None:
+            super().__init__(**others)
+            self.mine = mine
+
+    assert Mine(mine=3, groups=2).mine == 3
+    with pytest.raises(UnknownArgument, match=r"Mine.*did you mean groups=2"):
+        Mine(mine=3, group=2)
+
+
+@pytest.mark.parametrize("kind", [OmniTuner, DeviceTuner])
+def test_signatures_are_still_there_to_be_read(kind: type) -> None:
+    kinds = [each.kind for each in inspect.signature(kind).parameters.values()]
+    assert set(kinds) == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
+
+
+BAD: dict[Any, dict[str, list[Any]]] = {
+    OmniTuner: {
+        "target": ["0.88", True, math.nan, math.inf, torch.tensor(1.0)],
+        "monitor": [None, 3],
+        "budget": ["0.1", True, -0.1, 1.0, math.nan, None],
+        "search": ["best", None, 3],
+        "space": [["groups"], "groups", 3],
+        "retune_every": [0, True, 1.5, "1", math.nan],
+        "mode": ["least", 1, True],
+        "seed": [-1, 1.0, "1", None, True, 1 << 40],
+    },
+    DeviceTuner: {
+        "allow": ["precision", 3, ("speed",)],
+        "propose": ["precision", 3, ("speed",)],
+        "budget": [0, -1, math.nan, "60", None, True],
+        "tolerance": [0, -1, math.nan, "0.1", True],
+        "setting": [{}, "fast"],
+        "batches": [[], 3, "batch"],
+    },
+    OmniStrategy: {
+        "groups": ["2", 2.0, True],
+        "method": [3, None],
+        "server": [3],
+        "data": [None],
+        "host": [3],
+        "heartbeat_timeout": ["30", None, math.nan, True],
+        "refusals": ["50", 1.5, math.nan, True],
+        "merged": [3],
+        "record": [3],
+        "rebalance": [True, "on"],
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "value"),
+    [(make, name, value) for make, names in BAD.items() for name, values in names.items() for value in values],
+    ids=lambda each: getattr(each, "__name__", repr(each)),
+)
+def test_a_value_of_the_wrong_kind_or_size_is_refused_by_name(make: Any, name: str, value: Any) -> None:
+    with pytest.raises(ConfigurationError, match=f"^{name}="):
+        make(**{name: value})
+
+
+@pytest.mark.parametrize("make", BAD)
+def test_every_argument_has_values_that_are_refused(make: Any) -> None:
+    own = [name for name in inspect.signature(make.__init__).parameters if name not in ("self", "ddp")]
+    assert set(own) <= set(BAD[make])
+
+
+def test_good_values_are_taken() -> None:
+    numpy = pytest.importorskip("numpy")
+    OmniTuner(target=numpy.float32(0.5), budget=0, seed=numpy.int64(3), retune_every=None, space={"groups": [1, 2]})
+    OmniTuner(target=-3, budget=0.999)
+    DeviceTuner(budget=math.inf, allow=["precision"], batches=[torch.zeros(1)])
+    check_whole("seed", 0, "a whole number")
+
+
+def test_positional_arguments_still_work() -> None:
+    class Thing:
+        @refuses_unknown
+        def __init__(self, one: int, two: int = 2) -> None:
+            self.both = one, two
+
+    assert Thing(1).both == (1, 2)  # type: ignore[call-arg,arg-type]
+    assert Thing(1, two=3).both == (1, 3)  # type: ignore[call-arg,arg-type]
+
+
+# --- Libraries --------------------------------------------------------------------------------------------------------
+
+WITHOUT = """
+import importlib, json, pkgutil, sys
+import pytorch_lightning  # which takes what is installed for what can be imported
+gone = []
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in gone:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+def miss(*names):
+    gone[:] = names
+    for name in [name for name in sys.modules if name.partition(".")[0] in gone]:
+        del sys.modules[name]
+
+sys.meta_path.insert(0, Blocker())
+real = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name.partition(".")[0] in gone else real(name, *rest)
+miss("scipy", "skopt", "sklearn", "matplotlib")
+import lightning_omni
+for module in pkgutil.walk_packages(lightning_omni.__path__, "lightning_omni."):
+    if not module.name.endswith("__main__"):
+        importlib.import_module(module.name)
+from lightning_omni.errors import ConfigurationError
+from lightning_omni.performance import DeviceReport, DeviceSetting
+from lightning_omni.performance.forecast import Setting
+from lightning_omni.report import Round, TuningReport
+from lightning_omni.search import Job, Search, Space
+from lightning_omni.tuner.pytorch_lightning import DeviceTuner, OmniTuner
+
+def refusal(call):
+    try:
+        call()
+        return ""
+    except ConfigurationError as error:
+        return str(error)
+
+def refusals():
+    job = Job(Setting(1, 0.9, 0.1), batch=64, horizon=100, share=0.1, space=Space((1, 2)))
+    report = TuningReport((Round(Search(job), epoch=0, seconds_run=0.0),), target=None, monitor="loss")
+    device = DeviceReport((), DeviceSetting(), DeviceSetting(), 1.0, 1.0, None, 8)
+    searches = ("bayes", "omnivore", "grid", "random")
+    calls = {search: lambda search=search: OmniTuner(search=search) for search in searches}
+    calls |= {"no budget": lambda: OmniTuner(budget=0), "device": DeviceTuner}
+    calls |= {"page": report.html, "figure": report.figure, "plot": lambda: device.plot("/dev/null")}
+    return {name: said for name, call in calls.items() if (said := refusal(call))}
+
+found = []
+for names in (["scipy"], ["skopt", "sklearn"], ["matplotlib"]):
+    miss(*names)
+    found.append(refusals())
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+def test_without_an_extra_everything_imports_and_what_needs_it_says_so_at_once() -> None:
+    ended = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, timeout=110)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    needed = [
+        ({"bayes", "omnivore", "grid", "random"}, "OmniTuner needs SciPy; install it with: pip install"),
+        ({"bayes"}, "OmniTuner needs scikit-optimize; install it with: pip install"),
+        ({"figure", "plot"}, "pictures need matplotlib; install it with: pip install"),
+    ]
+    for said, (refused, words) in zip(json.loads(ended.stdout.splitlines()[-1]), needed, strict=True):
+        assert set(said) == refused
+        assert all(text.startswith(words) and "lightning-omni[" in text for text in said.values())
+
+
+DISTRIBUTIONS = {
+    "skopt": "scikit-optimize",
+    "sklearn": "scikit-learn",
+    "zmq": "pyzmq",
+    "typing_extensions": "typing-extensions",
+}
+OF_OTHERS = {"lightning_utilities": "pytorch-lightning", "packaging": "pytorch-lightning"}
+
+
+def test_whatever_is_imported_is_among_the_dependencies_or_an_extra() -> None:
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.11 reads TOML")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    listed = [
+        *project["dependencies"],
+        *(each for name in ("tune", "plot", "lightning", "pytorch-lightning") for each in extras[name]),
+    ]
+    names = {inspect.cleandoc(each).split("[")[0].split(">")[0].split("=")[0].strip() for each in listed}
+    for path in sorted((ROOT / "lightning_omni").rglob("*.py")):
+        for found in imported(ast.parse(path.read_text())):
+            if found in sys.stdlib_module_names or found in ("lightning_omni", "__future__", "lightning_fabric"):
+                continue
+            name = DISTRIBUTIONS.get(found, OF_OTHERS.get(found, found.replace("_", "-")))
+            assert name in names, f"{path.relative_to(ROOT)} imports {found}"
+
+
+def imported(tree: ast.AST) -> set[str]:
+    """Top-level names of all modules that are imported anywhere, also by name."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "import_module":
+            argument = node.args[0]
+            if isinstance(argument, ast.Constant):
+                found.add(argument.value)
+    return {name.partition(".")[0] for name in found}
+
+
+# --- Namespaces -------------------------------------------------------------------------------------------------------
+
+MIXED = """
+import json, sys
+import lightning.pytorch as new, pytorch_lightning as old
+import lightning_omni
+from lightning_omni.strategy import lightning as new_strategy, pytorch_lightning as old_strategy
+from lightning_omni.tuner import lightning as new_tuner, pytorch_lightning as old_tuner
+from lightning.pytorch.demos.boring_classes import BoringModel as New
+from pytorch_lightning.demos.boring_classes import BoringModel as Old
+
+quiet = dict(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+             enable_model_summary=False, max_steps=1)
+said = {}
+def attempt(name, call):
+    try:
+        call()
+        said[name] = ""
+    except ValueError as error:
+        said[name] = f"{type(error).__name__}: {error}"
+
+for name, pl, Model, strategy, right, tuner in (
+    ("new", new, New, old_strategy, new_strategy, old_tuner),
+    ("old", old, Old, new_strategy, old_strategy, new_tuner),
+):
+    attempt(f"{name} strategy", lambda: pl.Trainer(strategy=strategy.OmniStrategy(groups=1), **quiet))
+    for callback in ("OmniTuner", "DeviceTuner"):
+        mixed = [getattr(tuner, callback)()]
+        attempt(f"{name} {callback}", lambda: pl.Trainer(strategy="ddp" if callback == "DeviceTuner" else
+            right.OmniStrategy(groups=1), callbacks=mixed, **quiet).fit(Model()))
+    attempt(f"{name} by name", lambda: pl.Trainer(strategy="omni", **quiet))
+print(json.dumps(said))
+"""
+
+
+@pytest.mark.slow
+def test_the_other_namespaces_trainer_is_refused_with_the_import_to_use(tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", MIXED]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=110, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    said = json.loads(ended.stdout.splitlines()[-1])
+    for name, module in (("new", "lightning"), ("old", "pytorch_lightning")):
+        for room, kind in (("strategy", "OmniStrategy"), ("tuner", "OmniTuner"), ("tuner", "DeviceTuner")):
+            text = said[f"{name} {'strategy' if room == 'strategy' else kind}"]
+            assert text.startswith("ConfigurationError: this ")
+            assert text.endswith(f"from lightning_omni.{room}.{module} import {kind}")
+        assert said[f"{name} by name"] == ""
