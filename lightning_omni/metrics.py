@@ -86,3 +86,23 @@ class RunReport:
     head_time: float = 0.0
     serve_time: float = 0.0
     total_momentum: float | None = None
+
+    def __str__(self) -> str:
+        """For people, rounded; on one rank: ``if trainer.is_global_zero: print(strategy.report())``.
+
+        Example:
+            >>> print(RunReport(1024, 0.98123, 4, 2, 2, serve_time=0.00021))
+            1,024 updates, 2 groups of up to 2 ranks; staleness 0.98, at most 4; 0.21 ms a push
+        """
+        groups = f"{self.groups} group{'s' * (self.groups > 1)} of up to {self.group_size} rank"
+        parts = [f"{self.updates:,} updates, {groups}{'s' * (self.group_size > 1)}"]
+        if self.groups > 1:
+            parts.append(f"staleness {self.staleness_mean:.2g}, at most {self.staleness_max}")
+        costs = [f"{self.bytes_per_step / 1000:,.3g} kB exchanged a step"] if self.bytes_per_step else []
+        costs += [f"{1000 * self.serve_time:.2g} ms a push"] if self.serve_time else []
+        costs += [f"{1000 * self.head_time:.2g} ms a turn at the head"] if self.head_time else []
+        parts += [", ".join(costs)] if costs else []
+        parts += [f"total momentum {self.total_momentum:.2g}"] if self.total_momentum is not None else []
+        parts += [f"{self.refused} pushes refused"] if self.refused else []
+        parts += [f"ranks lost: {', '.join(map(str, self.ranks_lost))}"] if self.ranks_lost else []
+        return "; ".join(parts)

@@ -239,6 +239,20 @@ class EpochDriver:
             trainer.val_check_batch = self._val_check_batch
         self._open_ended = False
 
+    def expected_batches(self, done: int) -> int | None:
+        """How many batches this rank trains in this epoch, if all groups go on as so far; None if Lightning knows.
+
+        Args:
+            done: batches of this rank that are trained.
+        """
+        plan = self._plan
+        if plan is None or self.leases is None or not self._open_ended:
+            return None
+        if self._over:
+            return done
+        seen = min(self._seen(), plan.budget)
+        return max(done + 1, -(-done * plan.budget // seen) if seen else self._nominal_batches)
+
     def leave(self, stop: str) -> None:
         """This group ends the epoch early; ``stop`` says how the others end it, or the run."""
         control = self.world.control

@@ -30,6 +30,7 @@ from lightning_omni.protocol import messages as m
 from lightning_omni.server import ServerProcess
 from lightning_omni.strategy import _private
 from lightning_omni.strategy.arguments import check_strategy, refuse_unknown_of_ddp
+from lightning_omni.strategy.bar import ProgressDisplay
 from lightning_omni.strategy.epochs import EpochDriver
 from lightning_omni.strategy.launcher import say_exit
 from lightning_omni.strategy.namespaces import refuse_other_namespace
@@ -41,8 +42,6 @@ if TYPE_CHECKING:
     from pytorch_lightning.strategies import DDPStrategy as _Base
 else:
     _Base = _CallbackBase = object
-
-_ON_PROGRESS_BAR = ("omni/staleness_mean", "omni/updates_per_s")
 
 
 class OmniStrategyHooks(_Base):
@@ -653,6 +652,7 @@ class OmniCallbackHooks(_CallbackBase):
         super().__init__()
         self._strategy = strategy
         self._staleness = Staleness()
+        self._display = ProgressDisplay()
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Before anyone else: the groups part."""
@@ -668,13 +668,15 @@ class OmniCallbackHooks(_CallbackBase):
         """A batch is done."""
         self._strategy.end_batch()
         control = self._strategy._world.control
+        self._display.show(trainer, self._strategy.epochs.expected_batches(batch_idx + 1))
         if _private.logs_now(trainer):
             values = self._strategy.balance.metrics()
             if control is not None:
                 self._watch_staleness()
                 values |= live_metrics(control.status, self._staleness, self._strategy.stopwatch)
+                self._display.tell(values)
             for name, value in values.items():
-                pl_module.log(name, value, prog_bar=name in _ON_PROGRESS_BAR, rank_zero_only=False)
+                pl_module.log(name, value)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Before anyone else: the groups meet."""
@@ -695,6 +697,10 @@ class OmniCallbackHooks(_CallbackBase):
         can_rebalance = self._strategy.epochs.leases is not None and not self._strategy.balance.is_on
         if control.status is not None and (sentence := straggler_sentence(control.status, can_rebalance)):
             self._strategy.rank_zero_info(f"OmniStrategy: {sentence}")
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """The fit is over, well or badly."""
+        self._display.release()
 
     def _watch_staleness(self) -> None:
         world = self._strategy._world
