@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import csv
+import html
+import io
+import json
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -9,6 +13,9 @@ from typing import Any
 import pytest
 import torch
 from runs import SCRIPTS, Run, Running, free_port, run
+
+from lightning_omni.report import TuningReport
+from lightning_omni.report.digest import duration, number
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.timeout(240)]
 
@@ -26,6 +33,12 @@ FITS: dict[str, dict[str, Any]] = {
     "too large a step": {"tuner": ONCE, "lr": 1e9},
     "a loss that is none": {"tuner": {**ONCE, "target": 99.0, "mode": "max"}, "nan_at": 3},
     "groups before": {"tuner": {"budget": 0.4, "target": 1e-4}, "strategy": {"groups": 2}},
+    "cut short": {
+        "tuner": {**ONCE, "target": 1e9},
+        "seconds": {"0": 2e-3, "1": 2e-3},
+        "trainer": {"max_epochs": 4, "max_steps": 72},  # an eighth of the second epoch
+        "logger": True,
+    },
     "local steps": {"tuner": ONCE, "strategy": {"method": "local_sgd:period=4"}},
 }
 
@@ -189,6 +202,32 @@ def test_a_metric_that_only_the_training_step_logs_may_be_monitored(fits: dict[s
         assert rank["refused"] == ""
         assert rank["before"] == rank["after"]
     assert fits["a metric of steps"][0]["tried"]
+
+
+def test_no_more_samples_a_second_are_told_than_the_ranks_can_train(fits: dict[str, list[dict[str, Any]]]) -> None:
+    ((_, rate),) = fits["cut short"][0]["in_training"][-1]
+    assert 0 < rate <= 2 / 2e-3
+
+
+def test_each_figure_of_a_run_is_the_same_wherever_it_is_told(fits: dict[str, list[dict[str, Any]]]) -> None:
+    files = fits["cut short"][0]["files"]
+    report = TuningReport.from_dict(json.loads(files["omni-tuning.json"]))
+    page, times = html.unescape(files["omni-tuning.html"]), report.times
+    assert times is not None
+    assert times.tuning == pytest.approx(sum(each.search.spent for each in report.rounds))
+    rows = list(csv.DictReader(io.StringIO(files["metrics.csv"])))
+    for name, value in times.metrics.items():
+        assert [float(row[name]) for row in rows if row.get(name)][-1] == pytest.approx(value), name
+    assert times.to_target is not None
+    assert times.tuning <= times.to_target <= times.total
+    assert times.sentence in fits["printed"][0]["text"]
+    assert f"<td>{times.sentence.removeprefix('the target was ')}</td>" in page
+    assert f"<td>{duration(times.tuning)}</td>" in page
+    assert report.digests[0].expense in page
+    ((groups, rate),) = fits["cut short"][0]["in_training"][-1]
+    assert report.rounds[-1].measured_after == {groups: rate}
+    assert rate * times.training >= 0.9 * 70 * 16
+    assert f'<td class="number">{number(rate)}</td>' in page
 
 
 def test_the_users_rate_is_that_of_all_ranks_if_several_groups_come_first(

@@ -17,10 +17,12 @@ from rich.console import Console
 from searches import FOUND, PROBLEM, START, found, observed, search, smaller
 
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.performance.forecast import Setting
-from lightning_omni.report import Round, TuningReport
-from lightning_omni.report.digest import rate_of
-from lightning_omni.search import Space
+from lightning_omni.performance.forecast import Setting, Tried
+from lightning_omni.performance.profile import Measured
+from lightning_omni.report import Round, RunTimes, TuningReport
+from lightning_omni.report.digest import duration, interval, rate_of, span, times
+from lightning_omni.search import Job, Observation, Search, Space
+from lightning_omni.tuner.throughput import Throughput
 
 LOST = observed(Setting(8, 0.2, 0.05), 1.0, PROBLEM)
 NOTHING = replace(LOST, tried=replace(LOST.tried, losses=(math.nan, math.inf) * (len(LOST.tried.losses) // 2)))
@@ -208,6 +210,86 @@ def test_seconds_are_told_only_for_a_target_of_a_loss() -> None:
     assert report(target=0.9, monitor="accuracy").digests[0].seconds is None
     assert report().digests[0].seconds is None
     assert "time to the target" in report(target=0.9).html()
+
+
+def test_what_is_told_twice_is_told_alike() -> None:
+    whole = replace(report(target=0.9), times=RunTimes(120.0, 6.0, (80.0, 5.0)))
+    digest, page = whole.digests[0], html.unescape(whole.html())
+    assert digest.seconds is not None
+    for figure in (span(digest.speed_up), interval(digest.seconds)):
+        assert figure in whole.statement
+        assert f"<td>{figure}</td>" in page
+    own = digest.systems["your own setting"].setting
+    assert own == START
+    assert times(digest.time(own).value) == times(digest.speed_up.value)
+    assert f">{times(digest.speed_up.low)} to {times(digest.speed_up.high)}</td>" in page  # among the systems
+    assert f">{duration(digest.seconds.value)}</td>" in page
+    assert "<td>reached after 80 s, 5 s of them for tuning</td>" in page
+    assert whole.times is not None
+    assert whole.times.metrics == {"omni/tuner/seconds": 6.0, "omni/tuner/target_seconds": 80.0}
+    assert [row.loss for row in digest.probes[:3]] == [each.last_loss for each in whole.rounds[0].search.tried[:3]]
+    read = TuningReport.from_dict(json.loads(json.dumps(whole.to_dict())))
+    assert (read.times, read.statement) == (whole.times, whole.statement)
+
+
+def test_headlines_have_their_intervals() -> None:
+    said = report(target=0.9).statement
+    assert re.search(r"speed-up [\d.]+× \(80 % interval [\d.]+× to [\d.]+×\) over your own setting", said)
+    assert re.search(r"target expected after .* \(.* to .*\) of training", said)
+
+
+def test_a_rate_is_told_beside_the_batches_that_it_was_measured_with() -> None:
+    shown = report(Round(found(), 2, 600.0, {found().choice().setting.groups: 123.0}))
+    assert html.unescape(shown.html()).count('<td class="number">123</td>') == 1
+
+
+def test_a_rate_counts_what_was_trained_in_the_time_that_it_took() -> None:
+    now = 0.0
+    counted = Throughput(clock=lambda: now)
+    for batches in (10, 4):  # of the second epoch only a part is trained
+        now += 3.0  # between epochs
+        counted.go()
+        for batch in range(batches):
+            now += 0.005
+            counted.batch_done(16)
+            if batch == 2:
+                counted.rest()
+                now += 0.1  # a validation
+                counted.go()
+        counted.rest()
+        trained = counted.take()
+        assert trained.samples == 16 * batches
+        assert trained.timed == 16 * (batches - 2)
+        assert trained.timed / trained.seconds == pytest.approx(16 / 0.005)
+
+
+def test_what_is_told_of_machines_is_what_they_can_do() -> None:
+    """Four ranks with known step times in a simulated cluster: 16 samples in 0.1 s each, and nothing waits."""
+    step, size, ranks = 0.1, 16, 4
+    groups = tuple((rank,) for rank in range(ranks))
+    rows = ((float(size),) * 12,) * ranks
+    times_ = ((step,) * 12,) * ranks
+    seen = []
+    for together in (True, False):
+        members = (tuple(range(ranks)),) if together else groups
+        count = len(members)
+        measured = Measured(members, rows, times_, ((step,) * 12,) * count, ((0.0,) * 12,) * count, 0.0)
+        ends = tuple(float(size * ranks / count * (batch + 1)) for batch in range(12 * count))
+        losses = tuple(2.0 / (1 + end / 500) for end in ends)
+        tried = Tried(Setting(count, 0.9 if together else 0.6, 0.05), ends, losses, 12 * step + 1.0)
+        seen.append(Observation(tried, measured))
+    job = Job(START, size * ranks, 1e5, 0.1, Space.of({}, ranks))
+    made = Search(job)
+    for each in seen:
+        made.tell(each)
+    digest = TuningReport((Round(made, 0, 0.0, {1: 640.0}),), None, "loss").digests[0]
+    physical = ranks * size / step
+    assert [row.rate for row in digest.probes] == pytest.approx([physical] * 2)
+    assert [each.samples_per_second.value for each in digest.predictions.values()] == pytest.approx(
+        [physical] * len(digest.predictions), rel=0.01
+    )
+    assert made.spent == pytest.approx(2 * (12 * step + 1.0))
+    assert digest.probes[0].tried.first_loss == pytest.approx(2.0 / (1 + size * ranks / 500))
 
 
 def test_the_table_has_every_probe(saved: tuple[TuningReport, Path]) -> None:

@@ -132,6 +132,16 @@ class Tried:
         return self.samples[-1] if self.samples else 0.0
 
     @property
+    def first_loss(self) -> float:
+        """Mean loss of each group's first batch, from the weights that the probe began with; NaN if there is none."""
+        return float(np.mean(self.losses[: self.setting.groups])) if self.losses else math.nan
+
+    @property
+    def last_loss(self) -> float:
+        """Mean loss of the last eighth of the samples; NaN if there is none."""
+        return float(self.blocks(self.end)[-1]) if self.samples else math.nan
+
+    @property
     def has_failed(self) -> bool:
         """Whether it diverged, or came to no end."""
         return bool(self.problem) or not self.samples or not all(map(math.isfinite, self.losses))

@@ -23,9 +23,6 @@ PARTS = {
 }
 """What can bind, in words."""
 
-_ALIKE = 1.05
-"""Times that differ by less than that are called equal."""
-
 
 @dataclass(frozen=True)
 class ProbeRow:
@@ -51,8 +48,8 @@ class ProbeRow:
 
     @property
     def loss(self) -> float:
-        """Mean loss of the last eighth that was trained; NaN if nothing was."""
-        return float(self.tried.blocks(self.tried.end)[-1]) if self.tried.samples else math.nan
+        """At the end of the probe; NaN if nothing was trained."""
+        return self.tried.last_loss
 
 
 class Digest:
@@ -110,6 +107,11 @@ class Digest:
             return None
         found = self.forecast.of(self.choice.setting).seconds
         return found if math.isfinite(found.value) else None
+
+    @property
+    def speed_up(self) -> Estimate:
+        """How many times faster than your own setting the choice is expected to reach the target."""
+        return self.time(self.start)
 
     def time(self, setting: Setting) -> Estimate:
         """Time to the target with a setting, relative to the choice's."""
@@ -208,9 +210,8 @@ class Digest:
             return f"your own setting stays: {self.choice.setting}"
         if self.search.job.current and self.choice.setting == self.search.job.start:
             return f"what was chosen before stays: {self.choice.setting}"
-        gain = self.time(self.start).value
-        said = f"{gain:.2f} times as soon at the target as yours" if gain > _ALIKE else "about as soon as yours"
-        return f"{self.choice.setting}: {said} ({self.start})"
+        said = f"{self.choice.setting}: expected speed-up {span(self.speed_up)} over your own setting, {self.start}"
+        return said if self.seconds is None else f"{said}; target expected after {interval(self.seconds)} of training"
 
     @property
     def expense(self) -> str:
@@ -288,6 +289,16 @@ def times(value: float) -> str:
     if math.isinf(value):
         return "∞"
     return f"{value:.2f}×" if value < 10 else f"{value:.0f}×"
+
+
+def span(ratio: Estimate) -> str:
+    """A ratio with its interval.
+
+    Example:
+        >>> span(Estimate(1.5, 1.2, 2.0))
+        '1.50× (80 % interval 1.20× to 2.00×)'
+    """
+    return f"{times(ratio.value)} (80 % interval {times(ratio.low)} to {times(ratio.high)})"
 
 
 def duration(seconds: float) -> str:

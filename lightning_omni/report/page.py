@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
-from lightning_omni.report.digest import PARTS, Digest, duration, interval, number, times
+from lightning_omni.report.digest import PARTS, Digest, duration, interval, number, span, times
 
 if TYPE_CHECKING:
     from lightning_omni.report.tuning import Round, TuningReport
@@ -46,6 +46,7 @@ def page(report: TuningReport) -> str:
     parts = [
         f"<h1>OmniTuner{escape(target)}</h1>",
         f'<p class="finding">{escape(report.statement)}</p>',
+        *_times(report),
         *([_rounds(rounds)] if len(rounds) > 1 else []),
         *(_round(report, place) for place in reversed(range(len(rounds)))),  # what holds now comes first
     ]
@@ -54,6 +55,19 @@ def page(report: TuningReport) -> str:
     title = "<title>OmniTuner</title>"
     head = f"<head>{head}{title}<style>{_STYLE}</style></head>"
     return f'<!DOCTYPE html>\n<html lang="en">{head}\n<body>{body}</body></html>\n'
+
+
+def _times(report: TuningReport) -> list[str]:
+    """What became of the run; nothing as long as it has not trained."""
+    times = report.times
+    if times is None:
+        return []
+    rows = [["trained", duration(times.training)], ["tuned", duration(times.tuning)]]
+    rows.append(["wrote reports", duration(times.reports)])
+    if report.target is not None:
+        reached = "not reached" if times.to_target is None else times.sentence.removeprefix("the target was ")
+        rows.append(["target", reached])
+    return ["<h2>The run</h2>", _table([], rows)]
 
 
 def _rounds(rounds: Sequence[tuple[Round, Digest]]) -> str:
@@ -94,6 +108,8 @@ def _choice(digest: Digest) -> str:
         rows.insert(2, ["binds", PARTS[digest.prediction(setting.groups).binding]])
     if digest.seconds is not None:
         rows.append(["time to the target", interval(digest.seconds)])
+    if not digest.is_about_steps and digest.choice.outlook is not None:
+        rows.append(["speed-up over your own setting", span(digest.speed_up)])
     if digest.search.stopped:
         rows.append(["ended early", digest.search.stopped])
     return _table([], rows)
@@ -145,8 +161,8 @@ def _systems(digest: Digest) -> str:
     values = [1.0]
     for name, outlook in digest.systems.items():
         time = digest.time(outlook.setting)
-        span = f"{times(time.low)} to {times(time.high)}"
-        rows.append([name, str(outlook.setting), times(time.value), span, *_absolute(digest, time.value)])
+        between = f"{times(time.low)} to {times(time.high)}"
+        rows.append([name, str(outlook.setting), times(time.value), between, *_absolute(digest, time.value)])
         values.append(time.value)
     heads = ["system", "setting", "time", "80 % interval", *(["to the target"] if digest.seconds is not None else [])]
     most = max(values)
@@ -160,13 +176,14 @@ def _absolute(digest: Digest, relative: float) -> list[str]:
 def _hardware(digest: Digest, each: Round) -> list[str]:
     if digest.profile is None:
         return ['<h3>Hardware</h3><p class="faint">Nothing was timed.</p>']
-    speeds = digest.profile.speeds
+    speeds, setting = digest.profile.speeds, digest.choice.setting
     ranks = [[str(rank), number(speed)] for rank, speed in enumerate(speeds)]
     bars = {1: [speed / max(speeds) for speed in speeds]}
     rows = []
     for (groups, rebalance), said in digest.predictions.items():
         costs = [number(1000 * said.parts[name]) for name in _COSTS]
-        measured = number(each.measured_after.get(groups, math.nan))
+        has_trained = groups != setting.groups or rebalance == setting.rebalance
+        measured = number(each.measured_after.get(groups, math.nan) if has_trained else math.nan)
         rows.append(
             [
                 str(groups),
@@ -178,8 +195,7 @@ def _hardware(digest: Digest, each: Round) -> list[str]:
                 PARTS[said.binding],
             ]
         )
-    chosen = digest.choice.setting
-    place = list(digest.predictions).index((chosen.groups, chosen.rebalance)) if _is_known(digest) else None
+    place = list(digest.predictions).index((setting.groups, setting.rebalance)) if _is_known(digest) else None
     heads = ["groups", "batches", "samples/s", "in training", "ms per update", *_COSTS.values(), "binds"]
     note = (
         '<p class="faint">The columns after “ms per update” are parts of it, in ms; groups share the first three.</p>'

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.report.digest import Digest, duration, number, times
+from lightning_omni.report.times import RunTimes
 from lightning_omni.search import Observation, Search
 
 _STEM = "omni-tuning"
@@ -29,7 +30,8 @@ class Round:
         search: what was tried and found.
         epoch: number of the epoch in which it began.
         seconds_run: seconds of training before it.
-        measured_after: samples per second that were measured while training with what was chosen, by groups.
+        measured_after: samples per second while the run trained with what was chosen, by groups: samples that all ranks
+            trained, over the seconds of these batches, without validations, searches and the first batch after them.
         reasons: why each probe was tried; where there are none the search is asked once more.
     """
 
@@ -66,7 +68,8 @@ class TuningReport:
     Args:
         rounds: the first search and the retunings, in their order.
         target: value of ``monitor`` at which the run is over; None if nobody named one.
-        monitor: name of the figure that is to reach it. Seconds to the target are told for losses only.
+        monitor: name of the figure that is to reach it. Seconds to the target are expected for losses only.
+        times: where the run's time went by now; None before it has trained.
 
     Raises:
         ConfigurationError: there is no round.
@@ -85,6 +88,7 @@ class TuningReport:
     rounds: tuple[Round, ...]
     target: float | None
     monitor: str
+    times: RunTimes | None = None
 
     def __post_init__(self) -> None:
         if not self.rounds:
@@ -110,12 +114,15 @@ class TuningReport:
             {**each.to_dict(), "reasons": list(digest.reasons)}
             for each, digest in zip(self.rounds, self.digests, strict=True)
         ]
-        return {"target": self.target, "monitor": self.monitor, "rounds": rounds}
+        times = self.times.to_dict() if self.times is not None else None
+        return {"target": self.target, "monitor": self.monitor, "rounds": rounds, "times": times}
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> TuningReport:
         """What `to_dict` gave."""
-        return cls(tuple(map(Round.from_dict, plain["rounds"])), plain["target"], plain["monitor"])
+        times = plain.get("times")
+        rounds = tuple(map(Round.from_dict, plain["rounds"]))
+        return cls(rounds, plain["target"], plain["monitor"], RunTimes.from_dict(times) if times else None)
 
     def save(self, folder: str | Path) -> list[Path]:
         """Writes ``omni-tuning.json``, ``omni-tuning.html`` and, if matplotlib is there, ``omni-tuning.png``.

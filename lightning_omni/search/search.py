@@ -428,7 +428,7 @@ class Search:
         if not tried:
             return math.nan
         ends = [float(each.blocks(each.end)[-3:].mean()) for each in tried]
-        level, first = max(ends), float(np.mean(tried[0].losses[: tried[0].setting.groups]))
+        level, first = max(ends), tried[0].first_loss
         return level + max(_LOST * (first - level), _NOISY * abs(level))
 
     def stop(self, why: str) -> None:
@@ -479,7 +479,7 @@ class Search:
 
     @property
     def spent(self) -> float:
-        """Seconds that probes have taken, and what belongs to no probe."""
+        """Seconds that the search took: its probes, and what belongs to no probe."""
         return sum(each.seconds for each in self.tried) + self.overhead
 
     @property

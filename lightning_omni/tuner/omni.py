@@ -26,6 +26,7 @@ from lightning_omni.errors import ConfigurationError, OmniError, UnsupportedErro
 from lightning_omni.optimizer.balance import Balance
 from lightning_omni.performance.forecast import Setting
 from lightning_omni.protocol.leases import apportion
+from lightning_omni.report.times import RunTimes
 from lightning_omni.search import Choice, Job, Observation, Probe, Search, Space
 from lightning_omni.search.surrogate import check_libraries, import_libraries, load_libraries
 from lightning_omni.strategy.arguments import check_kind, check_number, check_whole, refuses_unknown
@@ -39,6 +40,7 @@ from lightning_omni.tuner.monitor import Monitor
 from lightning_omni.tuner.probing import Prober, batch_size_of, probed_loader, with_period
 from lightning_omni.tuner.rescue import Kept, Watch, loss_in
 from lightning_omni.tuner.show import Shown
+from lightning_omni.tuner.throughput import Throughput, samples_in
 
 if TYPE_CHECKING:
     from pytorch_lightning.callbacks import Callback as _CallbackBase
@@ -221,7 +223,10 @@ class OmniTunerHooks(_CallbackBase):
         self._setting: Setting | None = None
         self._rounds = 0
         self._unfinished = False
-        self._spent = self._trained = self._began = 0.0
+        self._forgotten = self._reporting = self._trained = self._began = 0.0
+        self._at_target: tuple[float, float] | None = None
+        self._throughput = Throughput()
+        self._totals: dict[int, tuple[float, float]] = {}
         self._reached: list[tuple[float, float]] = []
         self._at_epochs: list[float] = []
         self._rate = 0.0
@@ -234,7 +239,6 @@ class OmniTunerHooks(_CallbackBase):
         self._speeds: dict[int, float] = {}
         self._exchanged = 0.0
         self._samples_an_epoch = self._epochs_planned = 0.0
-        self._warned = False
         self._monitor = Monitor(self.monitor, self.target is not None)
 
     # --- Hooks --------------------------------------------------------------------------------------------------------
@@ -272,13 +276,23 @@ class OmniTunerHooks(_CallbackBase):
         else:
             trainer.strategy.world.dismiss_server()
 
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        """Batches come."""
+        self._throughput.go()
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """This is no training."""
+        self._throughput.rest()
+
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Where nothing is learnt any more, the epoch ends early."""
         if self._watch is not None and self._watch.gives_up:
             _private.skip_the_rest(trainer)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Whether the run goes well with what was chosen."""
+        """Whether the run goes well with what was chosen, and how fast it is."""
+        if not self.problem:
+            self._throughput.batch_done(samples_in(trainer, batch_idx))
         if self._watch is not None:
             world = self._strategy.world
             loss = loss_in(outputs, int(trainer.accumulate_grad_batches))
@@ -295,6 +309,7 @@ class OmniTunerHooks(_CallbackBase):
         value = trainer.callback_metrics.get(self.monitor)
         if trainer.sanity_checking or trainer.state.fn != "fit":
             return
+        self._throughput.go()
         if self._monitor.is_open:
             problem = self._monitor.validated(trainer, pl_module, trainer.callback_metrics)
             if self._strategy.world.agree([trainer.is_global_zero and bool(problem)])[0]:
@@ -302,12 +317,11 @@ class OmniTunerHooks(_CallbackBase):
         if value is None:
             return
         self._reached.append((self._seconds, float(value)))
-        if self.target is not None and self._is_reached(float(value)) and not self._warned:
-            self._warned = True
-            self.rank_zero_info(
-                f"OmniTuner: {self.monitor}={float(value):.4g} has reached {self.target:.4g} after"
-                f" {self._seconds + self._spent:.1f} s, {self._spent:.1f} s of them for tuning"
-            )
+        if self.target is not None and self._is_reached(float(value)) and self._at_target is None:
+            self._at_target = self._times.total, self._spent
+            self.rank_zero_info(f"OmniTuner: {self.monitor}={float(value):.4g}: {self._times.sentence}")
+            for logger in trainer.loggers:
+                logger.log_metrics(self._times.metrics, step=trainer.global_step)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Groups have met: time to look whether the setting is still the best."""
@@ -317,8 +331,6 @@ class OmniTunerHooks(_CallbackBase):
         if self._reached:
             self._at_epochs.append(self._reached[-1][1])
         rate, self._rate = self._rate, self._measure_rate(trainer)
-        if self._after and self._setting is not None:
-            self._after[-1][self._setting.groups] = self._rate
         if self._is_ruined(trainer):
             self._rescue(trainer)
             return
@@ -367,6 +379,9 @@ class OmniTunerHooks(_CallbackBase):
             "unfinished": self._unfinished,
             "rounds": self._rounds,
             "spent": self._spent,
+            "forgotten": self._forgotten,
+            "reporting": self._reporting,
+            "at_target": self._at_target,
             "trained": self._seconds,
             "reached": self._reached,
             "at_epochs": self._at_epochs,
@@ -384,7 +399,10 @@ class OmniTunerHooks(_CallbackBase):
         self._reference = state_dict.get("reference", 0.0)
         self._scaled, self._ranks, self._speeds = state_dict["scaled"], state_dict["ranks"], dict(state_dict["speeds"])
         self._unfinished, self._rounds = state_dict["unfinished"], state_dict["rounds"]
-        self._spent, self._trained = state_dict["spent"], state_dict["trained"]
+        self._forgotten, self._trained = state_dict.get("forgotten", 0.0), state_dict["trained"]
+        self._reporting = state_dict.get("reporting", 0.0)
+        at_target = state_dict.get("at_target")
+        self._at_target = tuple(at_target) if at_target is not None else None
         self._reached = [tuple(each) for each in state_dict["reached"]]
         self._at_epochs = list(state_dict["at_epochs"])
 
@@ -422,11 +440,13 @@ class OmniTunerHooks(_CallbackBase):
             hyperparameters.set_momentum(self._own.momentum)
         hyperparameters.scale(1 / self._scaled)
         self._setting, self._scaled, self._speeds, self._unfinished = None, 1.0, {}, False
+        self._forgotten = self._spent
         self.searches, self._when, self._after = [], [], []
 
     def _go_on(self, trainer: Any, setting: Setting) -> None:
         """A run is resumed with what was chosen; rates and momentum are in the checkpoint."""
         if self._unfinished:  # a look at the run under way was interrupted: it is done once more when it is due
+            self._forgotten += self.searches[-1].spent if self.searches else 0.0
             self.searches, self._when, self._after = self.searches[:-1], self._when[:-1], self._after[:-1]
             self._unfinished = False
         self._regroup(trainer, setting, self._speeds or None, bool(self._speeds))
@@ -478,10 +498,7 @@ class OmniTunerHooks(_CallbackBase):
     def _first_loss(self) -> float | None:
         """The training loss with which the run began; rank 0 knows it from its first probe."""
         tried = [each for search in self.searches for each in search.tried if each.losses]
-        if not tried:
-            return None
-        first = tried[0].losses[: tried[0].setting.groups]
-        return sum(first) / len(first)
+        return tried[0].first_loss if tried else None
 
     @property
     def _expected(self) -> float:
@@ -542,6 +559,7 @@ class OmniTunerHooks(_CallbackBase):
             load_libraries()  # waits for those under way: beside a probe they would be taken for a slow rank
         self._unfinished = True
         search = self._begin(job, observations, when) if trainer.is_global_zero else None
+        before = search.spent if search is not None else 0.0
         try:
             self._check_monitor(trainer, module, prober, job)
             with Shown(trainer, job, self.rank_zero_info) as shown:
@@ -559,9 +577,13 @@ class OmniTunerHooks(_CallbackBase):
         known += [self._watch.ruin] if self._watch is not None else []
         self._watch = Watch(kept, max(known)) if known else None
         self._unfinished, self._rounds, self._rate = False, self._rounds + 1, 0.0
-        self._spent += time.perf_counter() - began  # what the report takes is not in its own figures
+        ended = time.perf_counter()
+        if search is not None:
+            search.overhead += ended - began - (search.spent - before)
+        self._began += ended - began
         self._publish(trainer, order)
-        self._began += time.perf_counter() - began
+        took = time.perf_counter() - ended
+        self._reporting, self._began = self._reporting + took, self._began + took
 
     def _check_monitor(self, trainer: Any, module: Any, prober: Prober, job: Job) -> None:
         """Before time goes into probes: the metric that they are for exists. What rank 0 finds counts."""
@@ -594,6 +616,7 @@ class OmniTunerHooks(_CallbackBase):
         self.searches.append(Search(job, self.search, observations, known))
         self._when.append(when)
         self._after.append({})
+        self._totals = {}
         return self.searches[-1]
 
     def _order(self, search: Search, shown: Shown) -> str:
@@ -792,17 +815,40 @@ class OmniTunerHooks(_CallbackBase):
         return epoch >= self._epochs(trainer)
 
     def _measure_rate(self, trainer: Any) -> float:
-        """Samples per second of all ranks in the epoch that has just ended."""
-        batch = batch_size_of(trainer.train_dataloader) * len(self._strategy.world.live_ranks)
+        """Samples per second of all ranks in the epoch that has just ended, or in what was trained of it.
+
+        Validations count here; for the report they do not.
+        """
+        strategy = self._strategy
+        own = self._throughput.take()
+        counts = torch.tensor([float(own.samples), float(own.timed)], device=strategy.root_device)
+        trained, timed = strategy.reduce(counts, reduce_op="sum").tolist()
+        longest = strategy.world.agree([round(1e6 * own.seconds)])[0] / 1e6
+        if self._after and self._setting is not None and longest > 0:
+            groups = self._setting.groups
+            before = self._totals.get(groups, (0.0, 0.0))
+            self._totals[groups] = before[0] + timed, before[1] + longest
+            self._after[-1][groups] = self._totals[groups][0] / self._totals[groups][1]
+        batch = batch_size_of(trainer.train_dataloader) * len(strategy.world.live_ranks)
         self._samples_an_epoch = batch * trainer.num_training_batches
         self._epochs_planned = self._epochs(trainer)
         seconds, self._seconds_before = self._seconds - self._seconds_before, self._seconds
-        return self._samples_an_epoch / seconds if seconds > 0 else 0.0
+        return trained / seconds if seconds > 0 else 0.0
 
     @property
     def _seconds(self) -> float:
         """Seconds of training so far, without those of searches."""
         return self._trained + (time.perf_counter() - self._began if self._began else 0.0)
+
+    @property
+    def _spent(self) -> float:
+        """Seconds of all searches of the run; rank 0's count."""
+        return self._forgotten + sum(each.spent for each in self.searches)
+
+    @property
+    def _times(self) -> RunTimes:
+        """Where the run's time went."""
+        return RunTimes(self._seconds, self._spent, self._at_target, self._reporting)
 
     def _is_reached(self, value: float) -> bool:
         assert self.target is not None
@@ -819,7 +865,7 @@ class OmniTunerHooks(_CallbackBase):
             "omni/groups": float(setting.groups),
             "omni/momentum": setting.momentum,
             "omni/lr": setting.lr,
-            "omni/tuner/seconds": self._spent,
+            **self._times.metrics,
         }
         for logger in trainer.loggers:
             logger.log_metrics(figures, step=trainer.global_step)
@@ -839,7 +885,7 @@ class OmniTunerHooks(_CallbackBase):
             )
 
     def _write_report(self, trainer: Any, folder: Path) -> None:
-        from lightning_omni.report import Round, TuningReport
+        from lightning_omni.report import Round, TuningReport  # which few ranks need
 
         rounds = tuple(
             Round(search, *when, measured_after=after, reasons=tuple(probe.why for probe in search.probes))
@@ -848,7 +894,7 @@ class OmniTunerHooks(_CallbackBase):
         )
         if not rounds:
             return
-        report = TuningReport(rounds, self.target, self.monitor)
+        report = TuningReport(rounds, self.target, self.monitor, self._times if self._seconds_before else None)
         folder.mkdir(parents=True, exist_ok=True)
         report.save(folder)
         for logger in trainer.loggers:

@@ -64,4 +64,4 @@ class Shown:
         costs = [cost for cost, _ in log_costs(search.tried)]
         pace = f"{math.exp(min(costs) - costs[-1]):.2f} of the best pace" if math.isfinite(costs[-1]) else "no progress"
         rate = f", {search.throughput(probe.setting):.4g} samples/s" if search.profile is not None else ""
-        self._say(f"{number}loss {tried.losses[-1]:.4g} after {tried.end:.0f} samples, {pace}{rate}{left}")
+        self._say(f"{number}loss {tried.last_loss:.4g} after {tried.end:.0f} samples, {pace}{rate}{left}")

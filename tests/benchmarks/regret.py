@@ -166,10 +166,9 @@ def tuned(machine: Machine, strategy: Strategy, seed: int, best: Best, retunes: 
     chosen, spent, probes, began, snapshot = search.choice().setting, search.spent, len(search.tried), 0.0, None
     if retunes:
         snapshot, began = machine.train(machine.start, chosen, horizon // 8, 1000 + seed)
-        first = search.tried[0].losses[: search.tried[0].setting.groups]
         seconds = SHARE * job.horizon / max(map(search.throughput, search.candidates()))
         later = replace(job, start=chosen, current=True, steps=strategy == "bayes", seconds=seconds)
-        later = replace(later, first_loss=statistics.mean(first), reference=batch / chosen.groups)
+        later = replace(later, first_loss=search.tried[0].first_loss, reference=batch / chosen.groups)
         ruin, uneven = search.ruin_of(chosen), search.is_uneven(1)
         search = search_from(machine, snapshot, later, strategy, search.measured)
         if search.tried and statistics.mean(search.tried[0].losses) > ruin:

@@ -6,6 +6,7 @@ import hashlib
 import os
 import random
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -138,7 +139,7 @@ def main() -> None:
         if fit.get("exception_checkpoint"):
             callbacks.append(pl.callbacks.OnExceptionCheckpoint(FOLDER, filename="stopped"))
             options["enable_checkpointing"] = True
-        if "hooks" in fit:
+        if "hooks" in fit or "logger" in fit:
             options["logger"] = pl.loggers.CSVLogger(FOLDER)
         run = trainer(strategy, fit.get("devices", 2), callbacks=callbacks, **options)
         began = time.perf_counter()
@@ -167,6 +168,7 @@ def main() -> None:
                 "why": tuner.choice.why if tuner and tuner.choice else "",
                 "problem": tuner.problem if tuner else "",
                 "refused": refused,
+                "in_training": tuner.state_dict()["after"] if tuner else [],
                 "tried": [
                     [each.tried.setting.to_dict(), each.tried.problem]
                     for search in (tuner.searches if tuner else [])
@@ -176,6 +178,10 @@ def main() -> None:
                 "staleness": strategy.report().staleness_max,
                 "logged": {name: float(value) for name, value in run.callback_metrics.items()},
             }
+            if "logger" in fit and RANK == 0:
+                folder = Path(run.logger.log_dir)
+                names = ("omni-tuning.json", "omni-tuning.html", "metrics.csv")
+                result["files"] = {name: (folder / name).read_text() for name in names}
             if fit.get("dump"):
                 result["dump"] = [each.to_dict() for search in tuner.searches for each in search.observations]
             results.append(result)

@@ -1,0 +1,70 @@
+"""`RunTimes`: where the time of a tuned run went. Every figure of it, wherever it is told, comes from here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lightning_omni.report.digest import duration
+
+
+@dataclass(frozen=True)
+class RunTimes:
+    """Seconds of a run, from the moment before its first batch (or first search) on; rank 0's clock.
+
+    Args:
+        training: seconds that belong to no search: batches, validations, checkpoints.
+        tuning: seconds that all searches took, from the end of training to its going on: probes, imports, forming
+            groups. It is the sum of what each search has *spent*.
+        reached: all seconds, and those of them for tuning, at the end of the validation that first showed the target;
+            None as long as none did.
+        reports: seconds that writing reports took after searches.
+
+    Example:
+        >>> times = RunTimes(training=90.0, tuning=6.0, reached=(45.0, 5.0))
+        >>> times.to_target, times.sentence
+        (45.0, 'the target was reached after 45 s, 5 s of them for tuning')
+    """
+
+    training: float
+    tuning: float
+    reached: tuple[float, float] | None = None
+    reports: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """All seconds."""
+        return self.training + self.tuning + self.reports
+
+    @property
+    def to_target(self) -> float | None:
+        """Seconds until the target was reached, with everything in between; None if it was not."""
+        return self.reached[0] if self.reached is not None else None
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """What loggers are told."""
+        found = {"omni/tuner/seconds": self.tuning}
+        return found if self.to_target is None else {**found, "omni/tuner/target_seconds": self.to_target}
+
+    @property
+    def sentence(self) -> str:
+        """What users are told."""
+        if self.reached is None or self.to_target is None:
+            return (
+                f"{duration(self.training)} of training, {duration(self.tuning)} of tuning; the target was not reached"
+            )
+        tuning = duration(self.reached[1])
+        return f"the target was reached after {duration(self.to_target)}, {tuning} of them for tuning"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> RunTimes:
+        """What `to_dict` gave."""
+        reached = plain["reached"]
+        at = None if reached is None else (reached[0], reached[1])
+        return cls(plain["training"], plain["tuning"], at, plain["reports"])
