@@ -53,6 +53,7 @@ from comparison import (
 from torch import nn
 
 from lightning_omni.methods import Downpour
+from lightning_omni.palette import FAINT, ONE_GROUP, line_styles, number_colours
 from lightning_omni.simulator import Cluster, Jitter, Link
 from lightning_omni.trace import Trace
 
@@ -237,10 +238,12 @@ def _times(speedup: float) -> str:
 def draw(out: Outcome, found: list[Finding], images: Images, path: Path) -> None:
     """Speed-ups from a warm start, tuned and not; courses from both starts."""
     figure, ((tuned, equal), (warm, cold)) = new_figure(2, 2)
+    colours = number_colours(out.n_sync)
+    styles = dict(zip(out.n_sync, line_styles(list(colours.values())), strict=True))
     for n_sync in out.n_sync:
         for axes, speedup in ((tuned, out.speedup), (equal, out.speedup_at_equal_rate)):
             speedups = [1.0, *(speedup("warm", n_sync, clients) for clients in out.clients[1:])]
-            axes.plot(out.clients, speedups, marker="o", label=f"n_sync {n_sync}")
+            axes.plot(out.clients, speedups, label=f"n_sync {n_sync}", **styles[n_sync])
             axes.set(xlabel="clients", ylabel="times as fast as one client")
     settings = [(1, 1), *((n_sync, out.clients[-1]) for n_sync in out.n_sync)]
     for axes, starts in ((warm, ("warm",)), (cold, ("cold", "lock-step"))):
@@ -252,10 +255,11 @@ def draw(out: Outcome, found: list[Finding], images: Images, path: Path) -> None
                     course["time"],
                     course["steady"],
                     "--" if start == "lock-step" else "-",
+                    color=ONE_GROUP if clients == 1 else colours[n_sync],
                     label=f"{start}: {whose if clients > 1 else 'one client'}, lr {out.rate[setting]:g}",
                 )
-        axes.axhline(TARGETS[starts[0]], color="0.7")
-        axes.set(xlabel="time / seconds", ylabel="test accuracy")
+        axes.axhline(TARGETS[starts[0]], color=FAINT)
+        axes.set(xlabel="virtual time / s", ylabel="test accuracy")
     for axes, finding in zip((tuned, equal, warm, cold), found, strict=True):
         caption(axes, finding)
         axes.legend(fontsize="x-small")

@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from comparison import (
@@ -47,6 +48,7 @@ from comparison import (
     simulate_all,
 )
 
+from lightning_omni import palette
 from lightning_omni.methods import ElasticAveraging, Gossip, HardSync, Method
 from lightning_omni.simulator import Cluster, Jitter, Link
 from lightning_omni.trace import Trace
@@ -224,18 +226,26 @@ def findings(out: Outcome) -> list[Finding]:
     ]
 
 
+def styles() -> dict[str, dict[str, Any]]:
+    """How each method is drawn, in all panels."""
+    elastic, gossip = palette.METHODS["elastic_averaging"], palette.METHODS["gossip"]
+    colours = dict(zip(METHODS, (palette.ONE_GROUP, elastic, elastic, gossip, gossip), strict=True))
+    return dict(zip(METHODS, palette.line_styles(list(colours.values())), strict=True))
+
+
 def draw(out: Outcome, found: list[Finding], images: Images, path: Path) -> None:
     """Time to the target, speed-up, and two courses."""
     figure, ((times, speedups), (few, many)) = new_figure(2, 2)
-    for name in METHODS:
+    for name, style in styles().items():
         seconds = np.array([out.seconds(name, workers) for workers in out.workers])
         seconds[np.isinf(seconds)] = np.nan
-        times.plot(out.workers, seconds, marker="o", label=name)
-        speedups.plot(out.workers, seconds[0] / seconds, marker="o", label=name)
+        times.plot(out.workers, seconds, label=name, **style)
+        speedups.plot(out.workers, seconds[0] / seconds, label=name, **style)
         for axes, workers in ((few, out.workers[0]), (many, out.workers[-1])):
             course = out.fastest[name, workers].evaluated
-            axes.plot(course["time"], 1 - course["steady"], label=f"{name}, lr {out.rate[name, workers]:g}")
-            axes.set(xlabel="time / seconds", ylabel="test error", yscale="log")
+            label = f"{name}, lr {out.rate[name, workers]:g}"
+            axes.plot(course["time"], 1 - course["steady"], label=label, **{**style, "marker": ""})
+            axes.set(xlabel="virtual time / s", ylabel="test error", yscale="log")
             axes.set(xlim=(0, 1.5 * max(out.fastest[name, workers].seconds for name in ("all-reduce", "pull-gossip"))))
     times.set(xscale="log", yscale="log", xlabel="workers", ylabel=f"seconds to {out.target:.0%} accuracy")
     speedups.set(xscale="log", yscale="log", xlabel="workers", ylabel=f"speed-up over {out.workers[0]} workers")

@@ -62,6 +62,7 @@ from comparison import (
     simulate_all,
 )
 
+from lightning_omni.palette import EXPECTED, MEASURED, PROPORTIONAL, line_styles, number_colours
 from lightning_omni.simulator import Cluster, Jitter, Link
 from lightning_omni.trace import Trace
 
@@ -387,27 +388,32 @@ def show(results: Results, source: str) -> None:
 def draw(results: Results, findings: dict[str, Finding]) -> Any:
     figure, axes = new_figure(2, 3)
     panels = dict(zip(("hardware", "random", "product", "random_momentum", "trap", "spread"), axes.flat, strict=True))
+    kinds = {"homogeneous": EXPECTED, "straggling": PROPORTIONAL, "random": MEASURED}
+    styles = dict(zip(kinds, line_styles(list(kinds.values())), strict=True))
     for kind, points in results.points.items():
         groups = [point.groups for point in points]
+        style = {**styles[kind], "label": kind}
         if kind != "random":
-            panels["hardware"].plot(groups, [1e3 * point.update_seconds for point in points], "o-", label=kind)
-            line = panels["product"].plot(groups, [point.seconds for point in points], "o-", label=kind)
+            panels["hardware"].plot(groups, [1e3 * point.update_seconds for point in points], **style)
+            panels["product"].plot(groups, [point.seconds for point in points], **style)
             predicted = [point.predicted for point in points]
-            panels["product"].plot(groups, predicted, "x:", color=line[0].get_color(), label=f"{kind}, HE x SE")
-        panels["trap"].plot(groups, [point.updates for point in points], "o-", label=kind)
+            panels["product"].plot(groups, predicted, "x:", color=style["color"], label=f"{kind}, HE x SE", zorder=9)
+        panels["trap"].plot(groups, [point.updates for point in points], **style)
         momenta = [results.best_momentum(kind, g) for g in groups]
-        panels["random"].plot(groups, momenta, "o-", label=kind)
+        panels["random"].plot(groups, momenta, **style)
         if kind != "straggling":
-            panels["spread"].plot(points[-1].histogram, drawstyle="steps-mid", label=f"{kind}, g = {groups[-1]}")
+            style |= {"drawstyle": "steps-mid", "marker": "", "label": f"{kind}, g = {groups[-1]}"}
+            panels["spread"].plot(points[-1].histogram, **style)
     panels["random"].plot(groups, [1 - 1 / g for g in groups], "k:", label="implicit, 1 - 1/g")
+    shades = number_colours(results.plan.groups)
     for g in results.plan.groups:
         fewest = [results.fewest("random", g, momentum) for momentum in results.plan.momenta]
-        panels["random_momentum"].plot(results.plan.momenta, fewest, "o-", label=f"g = {g}")
+        panels["random_momentum"].plot(results.plan.momenta, fewest, "o-", color=shades[g], label=f"g = {g}")
     panels["hardware"].axhline(1e3 * SERVER_SECONDS, color="k", linestyle=":", label="server")
     labels = {
-        "hardware": ("g", "ms per update"),
+        "hardware": ("g", "virtual ms per update"),
         "random": ("g", "best explicit momentum"),
-        "product": ("g", "seconds"),
+        "product": ("g", "virtual seconds"),
         "random_momentum": ("explicit momentum (geometric staleness)", "updates, at the best learning rate"),
         "trap": ("g", "updates"),
         "spread": ("staleness / updates", "fraction of pushes"),

@@ -57,6 +57,7 @@ from comparison import (
 )
 
 from lightning_omni.methods import HardSync, Method, SoftSync
+from lightning_omni.palette import EXPECTED, MEASURED, METHODS, PROPORTIONAL, number_colours
 from lightning_omni.simulator import Cluster, Jitter, Link
 from lightning_omni.trace import Trace
 
@@ -316,12 +317,14 @@ def draw(results: Results, findings: dict[str, Finding]) -> Any:
     names = ("fixed", "each", "constant", "mean", "range", "speed")
     panels = dict(zip(names, axes.flat, strict=True))
     hardsync = results.traces[replace(results.hardsync, lr=results.rate)]
+    colours = number_colours(sorted({1, *plan.softsync, plan.learners}))
     for name, rule in (("fixed", "none"), ("each", "each")):
-        panels[name].plot(hardsync.evaluated["time"], hardsync.evaluated["error"], "k:", label="hardsync")
+        times, errors = hardsync.evaluated["time"], hardsync.evaluated["error"]
+        panels[name].plot(times, errors, color=METHODS["hardsync"], linewidth=3, label="hardsync")
         for n in plan.softsync:
             trace = results.traces[replace(results.softsync(n, rule), lr=results.rate)]
-            panels[name].plot(trace.evaluated["time"], trace.evaluated["error"], label=f"n = {n}")
-        panels[name].set(xlabel="seconds", ylabel="test error", ylim=(0, 1))
+            panels[name].plot(trace.evaluated["time"], trace.evaluated["error"], color=colours[n], label=f"n = {n}")
+        panels[name].set(xlabel="virtual time / s", ylabel="test error", ylim=(0, 1))
     for label, combinations in (("μλ", plan.constant), ("μ", (plan.constant[0], *plan.growing))):
         pairs = results.pairs(combinations)
         panels["constant"].scatter(
@@ -329,15 +332,17 @@ def draw(results: Results, findings: dict[str, Finding]) -> Any:
             [results.best_error(setting) for setting in pairs],
             label=f"constant {label}",
             marker="o" if label == "μλ" else "x",
+            color=EXPECTED if label == "μλ" else PROPORTIONAL,
         )
     panels["constant"].set(xlabel="learners λ", ylabel="test error, best α")
     for n in plan.softsync:
         staleness = results.staleness(n)
         counts = np.bincount(staleness) / len(staleness)
-        panels["range"].plot(counts, drawstyle="steps-mid", label=f"n = {n}")
+        panels["range"].plot(counts, drawstyle="steps-mid", color=colours[n], label=f"n = {n}")
     panels["range"].set(xlabel="staleness / updates", ylabel="fraction of gradients")
     laws = [(plan.learners - 1) / (plan.learners // n) for n in plan.softsync]
-    panels["mean"].plot(plan.softsync, [results.staleness(n).mean() for n in plan.softsync], "o", label="measured")
+    means = [results.staleness(n).mean() for n in plan.softsync]
+    panels["mean"].plot(plan.softsync, means, "o", color=MEASURED, label="measured")
     panels["mean"].plot(plan.softsync, laws, "k:", label="(λ-1)/c")
     panels["mean"].set(xlabel="n", ylabel="mean staleness / updates")
     for n in (0, 1, plan.learners):
@@ -348,8 +353,9 @@ def draw(results: Results, findings: dict[str, Finding]) -> Any:
             [results.traces[results.best(setting)].seconds for setting in same],
             [results.best_error(setting) for setting in same],
             label={0: "hardsync", 1: "1-softsync"}.get(n, "λ-softsync"),
+            color=colours.get(n, METHODS["hardsync"]),
         )
-    panels["speed"].set(xlabel="seconds, over all (n, μ, λ)", ylabel="test error, best α", xlim=(0, None))
+    panels["speed"].set(xlabel="virtual seconds, over all (n, μ, λ)", ylabel="test error, best α", xlim=(0, None))
     for name, panel in panels.items():
         panel.legend(fontsize="small")
         caption(panel, findings[name])

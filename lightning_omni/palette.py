@@ -25,6 +25,9 @@ GREY = "#767676"
 FAINT = "#c8c8c8"
 """What was tried and not taken."""
 
+QUANTITY = "cividis"
+"""Colour map of a time or a staleness, with a bar beside it that says how much."""
+
 PARTS: Mapping[str, str] = {"compute": "#bbcc33", "allreduce": "#77aadd", "exchange": "#44bb99", "wait": "#ee8866"}
 """Of which a group's step consists."""
 

@@ -12,7 +12,17 @@ from typing import Any, ClassVar
 import numpy as np
 
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.palette import EXPECTED, FAINT, GREY, MEASURED, PROPORTIONAL, YOURS, line_styles, method_colours
+from lightning_omni.palette import (
+    EXPECTED,
+    FAINT,
+    GREY,
+    MEASURED,
+    PROPORTIONAL,
+    QUANTITY,
+    YOURS,
+    line_styles,
+    method_colours,
+)
 
 Array = np.ndarray[Any, Any]
 
@@ -257,7 +267,7 @@ def _draw_pushes(axes: Any, trace: Trace, figure: Any) -> None:
     """When which group pushed; of long runs the beginning."""
     shown = trace.rows["time"] <= trace.rows["time"][:_PUSHES].max(initial=0)
     times, groups, staleness = (trace.rows[name][shown] for name in ("time", "group", "staleness"))
-    points = axes.scatter(times, groups, s=5, c=staleness, cmap="cividis")
+    points = axes.scatter(times, groups, s=5, c=staleness, cmap=QUANTITY)
     first = "" if shown.all() else f"the first {int(shown.sum())} "
     axes.set(xlabel=trace.time_axis, ylabel="group", title=f"{first}pushes".capitalize())
     axes.yaxis.get_major_locator().set_params(integer=True)

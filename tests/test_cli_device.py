@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 from lightning_omni.cli import main
+from lightning_omni.cli.console import progress_bar
 from lightning_omni.cli.subject import lines_of
-from lightning_omni.performance import DeviceReport, DeviceSetting
+from lightning_omni.performance import DeviceReport, DeviceSetting, Finding
 
 MODEL = """
 import torch
@@ -140,3 +145,48 @@ def test_the_lines_to_paste_say_what_was_found() -> None:
         "# and batch_size=64 in your DataLoader",
     ]
     assert lines_of(report(DeviceSetting())) == "trainer = Trainer()  # nothing was faster"
+
+
+def finding(low: float, high: float, pairs: int = 7) -> Finding:
+    return Finding("step", "tried", "rejected", gain=(low + high) / 2, spread=(low, high), pairs=pairs)
+
+
+def test_a_machine_is_too_noisy_when_its_comparisons_say_nothing() -> None:
+    """Nothing is said by an interval with room for no gain and for one worth having."""
+    plain = report(DeviceSetting())
+    quiet = (finding(0.99, 1.01), finding(0.5, 0.6), finding(1.2, 1.3))
+    noisy = (finding(0.8, 1.3), finding(0.9, 1.2))
+    assert not replace(plain, findings=quiet, spread=(1.9, 2.1)).noise
+    assert not replace(plain, findings=(*quiet, noisy[0]), spread=(1.9, 2.1)).noise
+    told = replace(plain, findings=(*noisy, quiet[0]), spread=(1.9, 2.1)).noise
+    assert "too noisy for these figures: paired ratios scatter from 0.80 to 1.30, so that 2 of 3 comparisons" in told
+    claimed = replace(plain, findings=quiet, spread=(0.7, 2.1))
+    assert "from 0.70 to 2.10, so that the gain in all cannot be told from none" in claimed.noise
+    assert DeviceReport.from_dict(json.loads(json.dumps(claimed.to_dict()))).noise == claimed.noise
+    assert not replace(plain, findings=(finding(0.8, 1.3, pairs=2),)).noise  # of too few pairs nothing is concluded
+
+
+def test_the_table_and_the_picture_say_when_the_machine_is_too_noisy(tmp_path: Path) -> None:
+    console = Console(width=80, file=io.StringIO())
+    loud = replace(report(DeviceSetting(fused=True)), findings=(finding(0.8, 1.3),) * 2, spread=(0.7, 2.1))
+    for table in (loud.table(), loud.tall_table()):
+        console.print(table)
+        assert "too noisy" in console.file.getvalue()  # type: ignore[attr-defined]
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert max(map(len, lines)) <= 80
+    assert "2.00 times, 0.70 to 2.10" in loud.summary
+    loud.plot(tmp_path / "device.png")
+    assert (tmp_path / "device.png").stat().st_size > 10_000
+
+
+def test_progress_is_shown_on_a_terminal_and_only_there(capsys: pytest.CaptureFixture[str]) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    for stream, shows in ((Terminal(), True), (io.StringIO(), False)):
+        with contextlib.redirect_stderr(stream), progress_bar() as told:
+            told(0.5, "threads: 1 instead of 2")
+            told(1.0, "done")
+        assert ("done" in stream.getvalue()) == shows
+    assert capsys.readouterr().out == ""

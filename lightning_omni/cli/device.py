@@ -66,7 +66,7 @@ def device(
             progress=told,
         )
     subject.write(report, json, picture)
-    show(report.table())
+    show(report.table(), report.tall_table())
     for line in subject.lines_of(report).splitlines():
         say(line)
     return 0

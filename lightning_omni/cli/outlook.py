@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_omni.errors import ConfigurationError
+from lightning_omni.palette import CHOSEN, EXPECTED
 from lightning_omni.performance.forecast import Pace, Scaling, Setting, Theory, Tried
 from lightning_omni.performance.profile import Prediction, Profile
 from lightning_omni.report import TuningReport
@@ -385,7 +386,7 @@ def draw(outlook: Outlooks, folder: Path) -> Path:
     _draw_time(time, outlook)
     groups, best = [row.setting.groups for row in outlook.rows], outlook.best
     for axes, height in ((hardware, best.prediction.samples_per_second.value), (time, 1.0)):
-        axes.scatter(best.setting.groups, height, marker="*", s=300, color=_RED, edgecolor="white", zorder=5)
+        axes.scatter(best.setting.groups, height, marker="*", s=300, color=CHOSEN, edgecolor="white", zorder=5)
         axes.set_xscale("log", base=2)
         axes.set_xticks(groups, map(str, groups))
         axes.set_xlabel("groups")
@@ -402,21 +403,27 @@ def draw(outlook: Outlooks, folder: Path) -> Path:
     return path
 
 
-_BLUE, _RED = "#0072b2", "#d55e00"
-
-
 def _draw_speed(axes: Any, outlook: Outlooks) -> None:
     groups = [row.setting.groups for row in outlook.rows]
     rates = [row.prediction.samples_per_second for row in outlook.rows]
-    axes.plot(groups, [each.value for each in rates], color=_BLUE, marker="o")
-    axes.fill_between(groups, [each.low for each in rates], [each.high for each in rates], color=_BLUE, alpha=0.2)
-    beside = {"textcoords": "offset points", "ha": "center", "va": "top", "fontsize": 8}
-    box = {"boxstyle": "round,pad=0.1", "fc": "white", "ec": "none", "alpha": 0.8}
-    for row, each in zip(outlook.rows, rates, strict=True):
-        name = _BINDS[row.prediction.binding].replace(" ", "\n", 1)
-        axes.annotate(name, (row.setting.groups, each.value), (0, -11), bbox=box, **beside)
+    axes.plot(groups, [each.value for each in rates], color=EXPECTED, marker="o", label="expected, with 80 % interval")
+    axes.fill_between(
+        groups, [each.low for each in rates], [each.high for each in rates], color=EXPECTED, alpha=0.2, linewidth=0
+    )
+    for place, (row, each) in enumerate(zip(outlook.rows, rates, strict=True)):
+        falls = place > 0 and rates[place - 1].value > each.value  # then the line comes from above
+        axes.annotate(
+            _BINDS[row.prediction.binding].replace(" ", "\n", 1),
+            (row.setting.groups, each.low if falls else each.high),
+            (0, -10 if falls else 10),
+            textcoords="offset points",
+            ha="center",
+            va="top" if falls else "bottom",
+            fontsize=8,
+        )
     title = f"{outlook.cluster.profile.ranks} ranks, and what binds"
-    axes.set(ylabel="samples / s", title=title, ylim=(0, 1.08 * max(each.high for each in rates)))
+    axes.set(ylabel="samples / s", title=title, ylim=(0, 1.18 * max(each.high for each in rates)))
+    axes.legend(loc="lower left", frameon=False, fontsize="small")
 
 
 def _draw_time(axes: Any, outlook: Outlooks) -> None:
@@ -425,8 +432,8 @@ def _draw_time(axes: Any, outlook: Outlooks) -> None:
     times = [outlook.relative(row) for row in rows]
     widths = [1.2816 * outlook.pace.deviation(row.setting, outlook.best.setting) for row in rows]
     ends = [[each * math.exp(sign * width) for each, width in zip(times, widths, strict=True)] for sign in (-1, 1)]
-    axes.plot(groups, times, color=_BLUE, marker="o")
-    axes.fill_between(groups, *ends, color=_BLUE, alpha=0.2, linewidth=0)
+    axes.plot(groups, times, color=EXPECTED, marker="o")
+    axes.fill_between(groups, *ends, color=EXPECTED, alpha=0.2, linewidth=0)
     axes.set(ylabel="time to the target  (1: the best)", title=f"★ {outlook.say(outlook.best.setting)}")
     axes.set_ylim(0, 1.25 * max(times))
     if max(times) > 6:  # or one could not tell those apart that matter

@@ -477,12 +477,13 @@ class _Search:
     def _report(self) -> DeviceReport:
         """All that is applied against all as it came, in pairs of their own."""
         self._tell("all together")
-        setting, gain = self._best.setting, None
+        setting, gain, spread = self._best.setting, None, None
         baseline = tuned = self._job.batch_size / self._step_seconds
         if self._best is not self._baseline:
             found = compare(self._baseline, self._best, self._began + self._budget, self._job.clock)
             if found.before:
                 gain, baseline, tuned = found.gain, statistics.median(found.before), statistics.median(found.after)
+                spread = found.spread
             else:
                 gain = math.prod(each.gain or 1.0 for each in self._findings if each.verdict == "applied")
                 tuned = baseline * gain
@@ -503,6 +504,7 @@ class _Search:
             self._job.clock() - self._began,
             _name_of(self._job.device, self._cores),
             self._curves,
+            spread,
         )
 
 

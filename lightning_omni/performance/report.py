@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -11,7 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_omni.errors import ConfigurationError
+from lightning_omni.palette import CHOSEN, EXPECTED, FAINT, GREY, PROPORTIONAL, YOURS
 from lightning_omni.performance.setting import DeviceSetting
+from lightning_omni.performance.timing import FEWEST, MARGIN
 
 Verdict = Literal["applied", "proposed", "rejected", "skipped", "noted"]
 """In use; faster, but yours to decide; measured and not taken; not measured; nothing to decide."""
@@ -66,6 +69,7 @@ class DeviceReport:
         seconds: that all took.
         device: what was measured, in words.
         curves: throughput by batch size, and losses of the precision probe: name to numbers.
+        spread: smallest and largest of the paired ratios behind `gain`.
 
     Example:
         >>> found = Finding("threads", "2 instead of 1", "applied", before=100.0, after=150.0, gain=1.5)
@@ -84,13 +88,36 @@ class DeviceReport:
     seconds: float = 0.0
     device: str = ""
     curves: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    spread: tuple[float, float] | None = None
+
+    @property
+    def noise(self) -> str:
+        """Why the figures are not to be trusted, in a sentence; empty if they are.
+
+        Smallest and largest of n paired ratios enclose their true median with probability 1 - 2^(1-n): 75 % of three
+        pairs, 98 % of seven. If that interval has room for both no gain and one worth having, and is wider than the
+        smallest such gain, the comparison says nothing. The machine is too noisy if that is so for what is claimed in
+        all, or for half of what was compared.
+        """
+        spreads = [each.spread for each in self.findings if each.spread is not None and each.pairs >= FEWEST]
+        lost = [each for each in spreads if _says_nothing(each)]
+        claim = self.gain is not None and self.spread is not None and self.spread[0] <= 1
+        if not claim and (not lost or 2 * len(lost) < len(spreads)):
+            return ""
+        low, high = (self.spread if claim else None) or (min(each[0] for each in lost), max(each[1] for each in lost))
+        what = "the gain in all" if claim else f"{len(lost)} of {len(spreads)} comparisons"
+        return (
+            f"this machine is too noisy for these figures: paired ratios scatter from {low:.2f} to {high:.2f}, so that"
+            f" {what} cannot be told from none; stop other programs and measure again, or raise the budget"
+        )
 
     @property
     def summary(self) -> str:
         """One sentence."""
         if self.gain is None:
             return f"{_number(self.baseline)} samples/s as it comes; nothing faster was found"
-        times = f"{_number(self.tuned)} instead of {_number(self.baseline)} samples/s ({self.gain:.2f} times)"
+        scatter = f", {self.spread[0]:.2f} to {self.spread[1]:.2f}" if self.spread else ""
+        times = f"{_number(self.tuned)} instead of {_number(self.baseline)} samples/s ({self.gain:.2f} times{scatter})"
         return f"{times}: {self.setting.words}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -101,40 +128,54 @@ class DeviceReport:
             "proposal": self.proposal.to_dict(),
             "findings": [asdict(finding) for finding in self.findings],
             "curves": {name: list(numbers) for name, numbers in self.curves.items()},
+            "spread": list(self.spread) if self.spread else None,
+            "noise": self.noise,
         }
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> DeviceReport:
         """The report that `to_dict` wrote."""
         return cls(
-            findings=tuple(
-                Finding(**{**each, "spread": tuple(each["spread"]) if each["spread"] else None})
-                for each in values["findings"]
-            ),
+            findings=tuple(Finding(**{**each, "spread": _pair(each["spread"])}) for each in values["findings"]),
             setting=DeviceSetting.from_dict(values["setting"]),
             proposal=DeviceSetting.from_dict(values["proposal"]),
             curves={name: tuple(numbers) for name, numbers in values["curves"].items()},
+            spread=_pair(values.get("spread")),
             **{name: values[name] for name in _PLAIN},
         )
 
+    @property
+    def _caption(self) -> str:
+        return f"{self.summary}\n{self.noise}" if self.noise else self.summary
+
     def table(self) -> Table:
         """For `rich.print`: one row for each thing that was tried."""
-        table = Table(title=f"{self.device}, batches of {self.batch_size}", caption=self.summary)
+        table = Table(title=f"{self.device}, batches of {self.batch_size}", caption=self._caption)
         for head in ("step", "tried", "before", "after", "gain", "spread", "verdict"):
             right = head in ("before", "after", "gain", "spread")
             table.add_column(head, justify="right" if right else "left", overflow="fold", no_wrap=right)
         for each in self.findings:
-            spread = f"{each.spread[0]:.2f}–{each.spread[1]:.2f}" if each.spread else "-"
-            verdict = f"{each.verdict}: {each.reason}" if each.reason else each.verdict
             table.add_row(
                 each.step,
                 Text(each.tried),
                 _number(each.before),
                 _number(each.after),
                 f"{each.gain:.2f}" if each.gain is not None else "-",
-                spread,
-                Text(verdict, style=_STYLES[each.verdict]),
+                _interval(each.spread),
+                Text(_verdict(each), style=_STYLES[each.verdict]),
             )
+        return table
+
+    def tall_table(self) -> Table:
+        """The same for narrow terminals: what was tried and what became of it below one another."""
+        table = Table(title=f"{self.device}, batches of {self.batch_size}", caption=self._caption, show_lines=True)
+        table.add_column("tried", overflow="fold")
+        for head in ("samples/s", "gain", "spread"):
+            table.add_column(head, justify="right", no_wrap=True)
+        for each in self.findings:
+            told = Text(f"{each.step}: {each.tried}\n").append(_verdict(each), style=_STYLES[each.verdict])
+            gain = f"{each.gain:.2f}" if each.gain is not None else "-"
+            table.add_row(told, _number(each.after), gain, _interval(each.spread))
         return table
 
     def plot(self, path: str | Path) -> None:
@@ -154,7 +195,25 @@ class DeviceReport:
             ) from error
 
 
+def _pair(given: Sequence[float] | None) -> tuple[float, float] | None:
+    return (given[0], given[1]) if given else None
+
+
+def _says_nothing(spread: tuple[float, float]) -> bool:
+    """Whether there may be no gain, or one worth having, for all that the interval says."""
+    low, high = spread
+    return low <= 1 and high >= 1 + MARGIN and high - low > 2 * MARGIN
+
+
 _PLAIN = ("baseline", "tuned", "gain", "batch_size", "seconds", "device")
+
+
+def _interval(spread: tuple[float, float] | None) -> str:
+    return f"{spread[0]:.2f}–{spread[1]:.2f}" if spread else "-"
+
+
+def _verdict(finding: Finding) -> str:
+    return f"{finding.verdict}: {finding.reason}" if finding.reason else finding.verdict
 
 
 def _number(value: float | None) -> str:
@@ -168,30 +227,52 @@ def _figure_of(report: DeviceReport) -> Any:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigurationError(
-            "pictures need matplotlib; install it with: pip install lightning-omni[plot]"
+            "pictures need matplotlib; install it with: pip install 'lightning-omni[plot]'"
         ) from error
+    from matplotlib.patches import Patch
+
     measured = [each for each in report.findings if each.after is not None]
     losses = {name: numbers for name, numbers in report.curves.items() if name.startswith("loss")}
-    figure = Figure(figsize=(11, 1.8 + 0.3 * (len(measured) + 4)), layout="constrained")
-    bars, curves = figure.subplots(1, 2)
+    figure = Figure(figsize=(12, 2.2 + 0.3 * (len(measured) + 4)), layout="constrained")
+    bars, curves = figure.subplots(1, 2, width_ratios=(1.3, 1))
     labels = ["as it comes", *(f"{each.step}: {each.tried}" for each in measured)]
-    colours = {"applied": "tab:green", "proposed": "tab:orange"}
+    colours = {"applied": CHOSEN, "proposed": PROPORTIONAL}
+    places = range(len(labels))
     bars.barh(
-        labels,
+        places,
         [report.baseline, *(each.after for each in measured)],
-        color=["0.5", *(colours.get(each.verdict, "0.8") for each in measured)],
+        color=[YOURS, *(colours.get(each.verdict, FAINT) for each in measured)],
     )
+    for place, each in enumerate(measured, 1):
+        if each.spread is not None and each.before is not None:
+            bars.plot([each.before * end for end in each.spread], [place, place], color="0.2", linewidth=1.2)
+    bars.set_yticks(places, ["\n".join(textwrap.wrap(label, 34)) for label in labels], fontsize="small")
     bars.invert_yaxis()
-    bars.set(xlabel="samples/s", title="green: applied, orange: proposed")
-    for name, numbers in losses.items():
-        curves.plot(numbers, label=name.removeprefix("loss "), linewidth=1)
+    bars.set(xlabel="samples/s (line: smallest and largest of the paired ratios)", title="What was measured")
+    named = {"as it comes": YOURS, "applied": CHOSEN, "proposed": PROPORTIONAL, "not taken": FAINT}
+    figure.legend(
+        [Patch(color=colour) for colour in named.values()],
+        list(named),
+        loc="outside lower center",
+        ncols=4,
+        frameon=False,
+    )
+    for place, (name, numbers) in enumerate(losses.items()):
+        curves.plot(
+            numbers,
+            label=name.removeprefix("loss "),
+            color=(YOURS, PROPORTIONAL, EXPECTED, GREY)[place % 4],
+            linewidth=max(1.2, 3.2 - 2 * place),
+        )
     if losses:
         curves.legend(fontsize="small")
-        curves.set(xlabel="step", ylabel="loss", title="precision probe")
+        curves.set(xlabel="step", ylabel="loss", title="Losses in other precisions")
     elif "batch size" in report.curves:
-        curves.plot(report.curves["batch size"], report.curves["samples/s"], marker=".")
+        curves.plot(report.curves["batch size"], report.curves["samples/s"], marker=".", color=EXPECTED)
         curves.set(xlabel="batch size", ylabel="samples/s", xscale="log")
+        curves.set_xticks(report.curves["batch size"], [f"{size:g}" for size in report.curves["batch size"]])
+        curves.minorticks_off()
     else:
         curves.set_axis_off()
-    figure.suptitle(report.summary, fontsize="medium")
+    figure.suptitle("\n".join(line for part in report._caption.splitlines() for line in textwrap.wrap(part, 130)))
     return figure

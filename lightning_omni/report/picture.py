@@ -1,6 +1,6 @@
 """The picture of one search, on one page: both efficiencies, their product, and what the probes did.
 
-Colours are those of Okabe and Ito, and viridis for numbers: people who see colours differently can tell them apart.
+Its colours mean what they mean in all pictures, see `lightning_omni.palette`.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from typing import Any
 import numpy as np
 
 from lightning_omni.errors import ConfigurationError
+from lightning_omni.palette import CHOSEN, EXPECTED, GREY, MEASURED, PROPORTIONAL, QUANTITY, YOURS, number_colours
+from lightning_omni.palette import PARTS as PARTS_COLOURS
 from lightning_omni.performance.forecast import Setting, Tried
 from lightning_omni.performance.statistical import Estimate
 from lightning_omni.report.digest import PARTS, Digest, ProbeRow, interval, shares, times
 
-BLUE, ORANGE, GREEN, RED, PURPLE = "#0072b2", "#e69f00", "#009e73", "#d55e00", "#aa4499"
-GREY = "#767676"
-_PARTS = {
-    "compute": (BLUE, "compute"),
-    "allreduce": (ORANGE, "all-reduce"),
-    "exchange": (GREEN, "way to the server"),
-    "wait": (RED, "turn at server, link or head"),
+_PART_LABELS = {
+    "compute": "compute",
+    "allreduce": "all-reduce",
+    "exchange": "way to the server",
+    "wait": "turn at server, link or head",
 }
 _LETTERS = "YSPDRO"
 """Of the user's own setting and the well-known systems, in the order of `Digest.systems`."""
-_CHOSEN = {"marker": "*", "s": 330, "color": RED, "edgecolor": "white", "zorder": 6}
+_CHOSEN = {"marker": "*", "s": 430, "color": CHOSEN, "edgecolor": "white", "zorder": 6}
 _MOST = 12.0
 """Times as long as the choice: axes go no further."""
 
@@ -60,6 +60,7 @@ def draw(digest: Digest, when: str, measured_after: Mapping[int, float]) -> Any:
             losses, hardware, step = figure.subplots(1, 3)
             _losses(losses, digest)
             _hardware(hardware, digest, measured_after)
+            hardware.legend(*_entries(digest, measured_after, has_systems=False), loc="lower right")
             _step(step, digest)
             return figure
         # Rows of their own, so that the long names of the last do not move the margins of all.
@@ -80,24 +81,30 @@ def draw(digest: Digest, when: str, measured_after: Mapping[int, float]) -> Any:
 
 def _legend(figure: Any, digest: Digest, measured_after: Mapping[int, float]) -> None:
     """One for the three panels over groups, where it hides nothing."""
+    handles, texts = _entries(digest, measured_after)
+    figure.legend(handles, texts, loc="outside upper left", ncols=len(texts), columnspacing=1.4)
+
+
+def _entries(
+    digest: Digest, measured_after: Mapping[int, float], has_systems: bool = True
+) -> tuple[list[Any], list[str]]:
+    """Of a legend: what is drawn, and what it is."""
     from matplotlib.lines import Line2D
 
-    entries: list[tuple[str, dict[str, Any]]] = [("expected, with 80 % interval", {"color": BLUE, "marker": "o"})]
+    entries: list[tuple[str, dict[str, Any]]] = [("expected, with 80 % interval", {"color": EXPECTED, "marker": "o"})]
     if any(rebalance for _, rebalance in digest.predictions):
-        entries.append(("with proportional batches", {"color": ORANGE, "marker": "o"}))
+        entries.append(("with proportional batches", {"color": PROPORTIONAL, "marker": "o"}))
     alone: dict[str, Any] = {"linestyle": "", "markersize": 8}
     entries.append(("a probe", {**alone, "marker": "D", "color": "white", "markeredgecolor": "black"}))
-    if not all(math.isfinite(row.time) for row in digest.probes):
+    if not all(math.isfinite(row.time) for row in digest.probes) and has_systems:
         entries.append(("diverged", {**alone, "marker": "x", "color": "black"}))
     if measured_after:
-        entries.append(("measured in training", {**alone, "marker": "X", "color": GREEN}))
-    entries.append(("the choice", {**alone, "marker": "*", "color": RED, "markersize": 15}))
-    letters = {**alone, "marker": "s", "color": "white", "markeredgecolor": PURPLE, "markersize": 11}
-    entries.append(("yours and other systems' (letters: see below)", letters))
-    handles = [Line2D([], [], **{"markersize": 5, **style}) for _, style in entries]
-    figure.legend(
-        handles, [text for text, _ in entries], loc="outside upper left", ncols=len(entries), columnspacing=1.4
-    )
+        entries.append(("measured in training", {**alone, "marker": "X", "color": MEASURED}))
+    entries.append(("the choice", {**alone, "marker": "*", "color": CHOSEN, "markersize": 15}))
+    if has_systems:
+        letters = {**alone, "marker": "s", "color": "white", "markeredgecolor": YOURS, "markersize": 11}
+        entries.append(("yours and other systems' (letters: see below)", letters))
+    return [Line2D([], [], **{"markersize": 5, **style}) for _, style in entries], [text for text, _ in entries]
 
 
 _STYLE: Any = {
@@ -139,7 +146,7 @@ def _over_groups(axes: Any, groups: Sequence[int]) -> None:
     axes.set_xlabel("groups (more: less waiting, more staleness)")
 
 
-def _with_interval(axes: Any, groups: Sequence[int], estimates: Sequence[Estimate], colour: str = BLUE) -> None:
+def _with_interval(axes: Any, groups: Sequence[int], estimates: Sequence[Estimate], colour: str = EXPECTED) -> None:
     axes.plot(groups, [each.value for each in estimates], color=colour, marker="o", markersize=4)
     lows, highs = ([getattr(each, end) for each in estimates] for end in ("low", "high"))
     axes.fill_between(groups, lows, highs, color=colour, alpha=0.16, linewidth=0)
@@ -147,8 +154,8 @@ def _with_interval(axes: Any, groups: Sequence[int], estimates: Sequence[Estimat
 
 def _diamonds(axes: Any, rows: Sequence[ProbeRow], places: Sequence[float], heights: Sequence[float]) -> None:
     """Probes, in the colour of their batches."""
-    colours = [ORANGE if row.tried.setting.rebalance else BLUE for row in rows]
-    axes.scatter(places, heights, marker="D", s=40, facecolor="white", edgecolor=colours, linewidth=1.7, zorder=4)
+    colours = [PROPORTIONAL if row.tried.setting.rebalance else EXPECTED for row in rows]
+    axes.scatter(places, heights, marker="D", s=40, facecolor="none", edgecolor=colours, linewidth=1.7, zorder=7)
 
 
 def _crosses(axes: Any, digest: Digest, height: float) -> None:
@@ -166,13 +173,13 @@ def _hardware(axes: Any, digest: Digest, measured_after: Mapping[int, float]) ->
     rates = {key: each.samples_per_second for key, each in digest.predictions.items()}
     _with_interval(axes, digest.groups, [rates[g, False] for g in digest.groups])
     uneven = [g for g in digest.groups if (g, True) in rates]
-    _with_interval(axes, uneven, [rates[g, True] for g in uneven], ORANGE)
+    _with_interval(axes, uneven, [rates[g, True] for g in uneven], PROPORTIONAL)
     rows = [row for row in digest.probes if math.isfinite(row.rate)]
     _diamonds(axes, rows, [_beside(row, digest) for row in rows], [row.rate for row in rows])
     chosen = digest.choice.setting
     axes.scatter(chosen.groups, digest.search.throughput(chosen), **_CHOSEN)
     if measured_after:
-        axes.scatter(*zip(*measured_after.items(), strict=True), marker="X", s=70, color=GREEN, zorder=7, ec="white")
+        axes.scatter(*zip(*measured_after.items(), strict=True), marker="X", s=70, color=MEASURED, zorder=7, ec="white")
     _over_groups(axes, digest.groups)
     axes.set(ylabel="samples / s", title=_of_hardware(digest))
     axes.set_ylim(0, axes.get_ylim()[1] * 1.05)
@@ -196,10 +203,10 @@ def _step(axes: Any, digest: Digest) -> None:
     bottom = np.zeros(len(digest.groups))
     found = [digest.prediction(g) for g in digest.groups]
     rows = [shares(each.parts, each.seconds_per_update.value, g) for each, g in zip(found, digest.groups, strict=True)]
-    for name, (colour, label) in _PARTS.items():
+    for name, label in _PART_LABELS.items():
         heights = np.array([1000 * row[name] for row in rows])
         if heights.max() > 0.002 * max(sum(row.values()) for row in rows) * 1000:
-            axes.bar(places, heights, bottom=bottom, color=colour, width=0.62, label=label)
+            axes.bar(places, heights, bottom=bottom, color=PARTS_COLOURS[name], width=0.62, label=label)
             bottom += heights
     for place, each in zip(places, found, strict=True):
         style = {"ha": "center", "va": "bottom", "fontsize": 9, "rotation": 90 if len(places) > 5 else 0}
@@ -254,7 +261,7 @@ def _losses(axes: Any, digest: Digest) -> None:
     if not rows:
         return _empty(axes, "No probe was run")
     is_step = digest.is_about_steps
-    colours = _colours(sorted({row.tried.setting.lr for row in rows}) if is_step else digest.groups)
+    colours = number_colours(sorted({row.tried.setting.lr for row in rows}) if is_step else digest.groups)
     curves = [(row, *_smooth(row.tried)) for row in rows]
     sound = [losses for row, _, losses in curves if not row.tried.has_failed] or [losses for _, _, losses in curves]
     sound = [finite for losses in sound if len(finite := losses[np.isfinite(losses)])]
@@ -263,10 +270,12 @@ def _losses(axes: Any, digest: Digest) -> None:
     first, low = max(float(losses[0]) for losses in sound), min(float(losses.min()) for losses in sound)
     diverged = sum(row.tried.has_failed for row in rows)
     top = first + (0.25 if diverged else 0.05) * max(first - low, 1e-9)
-    for row, samples, losses in curves:
+    for place, (row, samples, losses) in enumerate(curves):
         failed, colour = row.tried.has_failed, colours[_kind(row, is_step)]
         is_choice = digest.as_it_would_be(row.tried.setting) == digest.choice.setting
-        style = {"linestyle": ":" if failed else "-", "linewidth": 2.8 if is_choice else 1.3}
+        # The choice is the thick one and lies below the others, the first of which are wider: none hides another.
+        width = 3.4 if is_choice else max(1.0, 2.2 - 0.3 * place)
+        style = {"linestyle": ":" if failed else "-", "linewidth": width, "zorder": 2 if is_choice else 3}
         axes.plot(samples, losses, color=colour, **style)
         if failed:
             gone = [place for place, loss in enumerate(losses) if not loss < top]
@@ -301,14 +310,6 @@ def _smooth(tried: Tried) -> tuple[Any, Any]:
     losses = np.convolve(tried.losses, np.ones(window) / window, mode="valid")
     samples = np.convolve(tried.samples, np.ones(window) / window, mode="valid")
     return samples, losses
-
-
-def _colours(kinds: Sequence[float]) -> dict[float, Any]:
-    from matplotlib import colormaps
-
-    # Not up to its yellow, which white would swallow.
-    span = math.log(max(kinds) / min(kinds)) or 1.0
-    return {kind: colormaps["viridis"](0.85 * math.log(kind / min(kinds)) / span) for kind in kinds}
 
 
 # --- Time ------------------------------------------------------------------------------------------------------------
@@ -348,9 +349,9 @@ def _letters(axes: Any, digest: Digest, top: float) -> None:
             textcoords="offset points",
             ha="right" if is_last else "left",
             va="center",
-            color=PURPLE,
+            color=YOURS,
             fontsize=8.5,
-            bbox={"boxstyle": "round,pad=0.22", "fc": "white", "ec": PURPLE, "lw": 1.2},
+            bbox={"boxstyle": "round,pad=0.22", "fc": "white", "ec": YOURS, "lw": 1.2},
             zorder=5,
         )
 
@@ -367,7 +368,7 @@ def _systems(axes: Any, digest: Digest) -> None:
     values = [digest.time(each) for each in settings]
     most = min(_MOST, max(each.value for each in values))
     places = range(len(names))
-    colours = [RED, PURPLE, *[GREY] * (len(names) - 2)]
+    colours = [CHOSEN, YOURS, *[GREY] * (len(names) - 2)]
     axes.barh(places, [min(each.value, most) for each in values], color=colours, height=0.6, alpha=0.85)
     for place, (estimate, setting) in enumerate(zip(values, settings, strict=True)):
         beyond = "→ " if estimate.value > most else ""
@@ -383,7 +384,7 @@ def _systems(axes: Any, digest: Digest) -> None:
     axes.set_yticks(places, [f"{name}  {letter}" for letter, name in zip(letters, names, strict=True)])
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
-    axes.axvline(1, color=RED, linewidth=1, linestyle="--", zorder=0)
+    axes.axvline(1, color=CHOSEN, linewidth=1, linestyle="--", zorder=0)
     what = "time" if digest.profile is not None else "samples"
     axes.set(xlabel=f"{what} to the target (1: the choice), with 80 % intervals in brackets", xlim=(0, 1.62 * most))
     axes.set_title(_of_systems(digest))
@@ -417,7 +418,7 @@ def _plane(axes: Any, digest: Digest, figure: Any) -> None:
             [row.tried.setting.momentum for row in rows],
             c=[row.time for row in rows],
             norm=LogNorm(least, worst),
-            cmap="viridis",
+            cmap=QUANTITY,
             s=260,
             edgecolor="white",
             zorder=4,
