@@ -19,7 +19,8 @@ from typing import Any
 SCRIPTS = Path(__file__).parent / "scripts"
 _NOT_INHERITED = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "PL_GLOBAL_SEED", "MASTER_ADDR", "MASTER_PORT")
 """What a test in this process may have left in the environment."""
-_PORTS = itertools.count(20_000 + 1_000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")))
+_WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+_PORTS = itertools.count(20_000 + 1_000 * _WORKER + os.getpid() % 900)  # tests of two trees may run side by side
 
 
 @dataclass

@@ -1,10 +1,15 @@
-"""Notices when a release of Lightning changes one of the underscore names that `_private` touches."""
+"""Notices when a release of Lightning or torch changes one of the underscore names that a `_private` touches."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 from pytorch_lightning import LightningModule, Trainer
 from pytorch_lightning.loops import _TrainingEpochLoop
 from pytorch_lightning.loops.fetchers import _PrefetchDataFetcher
@@ -12,6 +17,7 @@ from pytorch_lightning.strategies import DDPStrategy
 from pytorch_lightning.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from torch.utils.data import DataLoader
 
+from lightning_omni.optimizer._private import new_named_group
 from lightning_omni.strategy import _private
 
 
@@ -104,3 +110,24 @@ def test_the_logger_connector_says_when_it_logs(trainer: Trainer) -> None:
         loop._batches_that_stepped = stepped
         seen.append(_private.logs_now(trainer))
     assert sum(seen) == 3, "one in log_every_n_steps"
+
+
+@pytest.fixture
+def default_group(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("default_group")
+def test_torch_lets_a_process_group_be_named() -> None:
+    groups = [new_named_group(name, [0], timedelta(seconds=5)) for name in ("one", "other")]
+    assert [group.group_name for group in groups] == ["one", "other"]
+    assert [dist.distributed_c10d._world.pg_names[group] for group in groups] == ["one", "other"]
+    dist.destroy_process_group(groups[0])
+    dist.all_reduce(torch.ones(1), group=new_named_group("one", [0], timedelta(seconds=5)))
+    ours = dist.new_group([0], use_local_synchronization=True)
+    assert ours.group_name not in ("one", "other")
+    source = inspect.getsource(dist.distributed_c10d._new_group_with_tag)
+    assert "_process_group_name(ranks, use_hashed_name=use_local_synchronization)" in source
+    assert "default_pg.bound_device_id" in source, "what decides whether a communicator is split off the default's"

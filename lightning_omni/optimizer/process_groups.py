@@ -1,16 +1,70 @@
-"""torch.distributed's process groups: one for each compute group, one for all that live, and which is the default."""
+"""torch.distributed's process groups: one for each compute group, one for all that live, and which is the default.
+
+Compute groups are kept for the life of the process, for a later fit of the same script would have to make them again.
+Whether a topology's groups are there, or are to be made, all live ranks decide together, from what every one of them
+holds; how many groups a rank has made or destroyed before, on its user's behalf or ours, does not matter.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
 
+from lightning_omni.optimizer._private import new_named_group
 from lightning_omni.optimizer.live_world import BACKEND, LiveWorld, Meet, register
 from lightning_omni.topology import Topology
+
+MOST_KEPT = 16
+"""Topologies whose process groups are kept; each has sockets and threads."""
+
+Groups = tuple[tuple[int, ...], ...]
+Gather = Callable[[list[int]], list[list[int]]]
+"""Takes whole numbers of this rank, returns those of every live rank, in rank order."""
+
+
+@dataclass
+class _Made:
+    """A process group, and the number that its members know it by."""
+
+    number: int
+    group: ref[Any]
+
+
+class _Kept:
+    """What was made beside one default process group. It is torch's: who destroys the default destroys all of it.
+
+    Nothing here keeps a process group alive, nor its store, which another default process group may need the port of.
+    """
+
+    def __init__(self, default: Any) -> None:
+        self.default = ref(default)
+        self.live: ref[LiveWorld] | None = None
+        self.compute: dict[Groups, _Made] = {}
+
+    def destroy(self, groups: Groups) -> None:
+        """Ends the process group of one topology, if it is there."""
+        made = self.compute.pop(groups, None)
+        group = made.group() if made is not None else None
+        if group is not None and group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+
+
+_kept: _Kept | None = None
+
+
+def _kept_beside(default: Any) -> _Kept:
+    """What is kept beside a default process group; of one that was destroyed, nothing is."""
+    global _kept
+    if _kept is None or _kept.default() is not default:
+        _kept = _Kept(default)
+    return _kept
 
 
 class ProcessGroups:
@@ -26,8 +80,6 @@ class ProcessGroups:
     def __init__(self, rank: int, size: int, timeout: timedelta, device: torch.device) -> None:
         self._rank, self._size, self._timeout, self._device = rank, size, timeout, device
         self._found: Any = None
-        self._live: LiveWorld | None = None
-        self._compute: dict[tuple[tuple[int, ...], ...], Any] = {}
 
     @property
     def original(self) -> Any:
@@ -37,29 +89,45 @@ class ProcessGroups:
         return self._found
 
     @property
+    def _kept(self) -> _Kept:
+        return _kept_beside(self.original)
+
+    @property
     def live(self) -> LiveWorld:
         """The group of all ranks that live; there is one once the server was joined."""
-        assert self._live is not None
-        return self._live
+        live = self._kept.live() if self._kept.live is not None else None
+        assert live is not None
+        return live
+
+    def make(self, topology: Topology, gather: Gather | None = None) -> None:
+        """Makes the process groups of a topology, unless all ranks have them. All live ranks call it.
+
+        Args:
+            topology: every rank of it is here.
+            gather: how they hear of each other; None takes the default process group as it was found.
+        """
+        members, kept = topology.members(topology.group_of(self._rank)), self._kept
+        if len(members) == self._size:
+            return
+        held = kept.compute.get(topology.groups)
+        offer = 1 + secrets.randbelow(1 << 62)
+        everyone = (gather or self._gather)([held.number if held else 0, offer])
+        if held is not None and all(theirs == held.number for theirs, _ in everyone):
+            kept.compute[topology.groups] = kept.compute.pop(topology.groups)  # the last used
+            return
+        kept.destroy(topology.groups)
+        before, number = dist.group.WORLD, everyone[0][1]
+        self.use(self.original)
+        group = new_named_group(f"omni-{number:x}-{members[0]}", members, self._timeout)
+        kept.compute[topology.groups] = _Made(number, ref(group))
+        self.use(before)
+        while len(kept.compute) > MOST_KEPT:
+            kept.destroy(next(iter(kept.compute)))
 
     def compute(self, topology: Topology) -> Any:
-        """The process group of this rank's group in a topology; made when first needed, then kept.
-
-        Every rank makes one for each topology, even if it has one of the same ranks: torch names a group by its ranks
-        and by the number of groups that the rank has, and mates must arrive at the same name.
-        """
+        """The process group of this rank's group in a topology that was made."""
         members = topology.members(topology.group_of(self._rank))
-        original = self.original
-        if len(members) == self._size:
-            return original
-        if topology.groups not in self._compute:
-            before = dist.group.WORLD
-            self.use(original)
-            self._compute[topology.groups] = dist.new_group(
-                members, timeout=self._timeout, use_local_synchronization=True
-            )
-            self.use(before)
-        return self._compute[topology.groups]
+        return self.original if len(members) == self._size else self._kept.compute[topology.groups].group()
 
     def use(self, group: Any) -> None:
         """Makes a process group the default of torch.distributed."""
@@ -70,20 +138,21 @@ class ProcessGroups:
         """From now on those who live meet this way. All ranks call it."""
         register()
         self.use(self.original)
-        if self._live is None:
+        if self._kept.live is None:
             made = dist.new_group(range(self._size), timeout=self._timeout, backend=BACKEND)
             assert isinstance(made, LiveWorld)
-            self._live = made
-        self._live.connect(meet)
+            self._kept.live = ref(made)
+        self.live.connect(meet)
         dist.barrier()
 
-    def give_up(self) -> None:
-        """Keeps no process group alive beyond the run: torch must be able to end them before the interpreter does."""
-        kept = dist.group.WORLD
-        for group in self._compute.values():
-            if group is not kept:
-                dist.destroy_process_group(group)
-        self._compute, self._found = {}, None
+    def abandon(self, topology: Topology) -> None:
+        """This rank fails: whoever waits for it inside its compute group hears of it at once."""
+        self.use(self.original)
+        self._kept.destroy(topology.groups)
+
+    def leave(self) -> None:
+        """The run is over; what torch's default is now is found anew by the next one."""
+        self._found = None
 
     # --- Among all ranks -----------------------------------------------------------------------------------------
 
@@ -96,7 +165,7 @@ class ProcessGroups:
 
     def largest(self, numbers: Sequence[int], group: Any) -> list[int]:
         """The largest of each number over a group."""
-        device = torch.device("cpu") if group is self._live else self._device
+        device = torch.device("cpu") if isinstance(group, LiveWorld) else self._device
         tensor = torch.tensor(list(numbers), dtype=torch.int64, device=device)
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
         largest: list[int] = tensor.tolist()
@@ -111,3 +180,10 @@ class ProcessGroups:
             data = torch.empty(int(size), dtype=torch.uint8, device=self._device)
         dist.broadcast(data, src=0, group=group)
         return bytes(data.cpu().numpy()).decode()
+
+    def _gather(self, numbers: list[int]) -> list[list[int]]:
+        """Everyone's whole numbers, over the default process group as it was found."""
+        mine = torch.tensor(numbers, dtype=torch.int64, device=self._device)
+        places = [torch.empty_like(mine) for _ in range(self._size)]
+        dist.all_gather(places, mine, group=self.original)
+        return [place.tolist() for place in places]

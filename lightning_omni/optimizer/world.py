@@ -154,7 +154,7 @@ class World:
 
     @property
     def compute_group(self) -> Any:
-        """The process group of this rank's compute group."""
+        """The process group of this rank's compute group, which `broadcast_initial` and `regroup` make."""
         return self.process_groups.compute(self.topology)
 
     # --- Life --------------------------------------------------------------------------------------------------------
@@ -274,20 +274,25 @@ class World:
         if self.control is not None:
             self.control.close(reason=f"rank {self.rank} failed: {reason}")
         self._close_connections()
+        self.process_groups.abandon(self.topology)
 
     def close(self) -> None:
         """Leaves the run in good order and stops the embedded server. Gives the default process group back."""
         if self.control is not None:
             self.barrier()  # nobody stops the server while others still need it
+        groups, after = self.process_groups, self.process_groups.original
+        if self.control is not None and self.lost:  # those who lost somebody go on, if at all, without
+            # As they meet now, for they hear of a loss at different moments.
+            survivors = Topology((tuple(rank for rank, _ in self.meet("survivors", b"")),))
+            groups.make(survivors, self._gather)
+            after = groups.compute(survivors)
         self._closed.set()
-        # Those who lost somebody go on, if at all, without.
-        groups = self.process_groups
-        groups.use(groups.compute(Topology((self.live_ranks,))) if self.lost else groups.original)
+        groups.use(after)
         self._in_compute = False
         if self.control is not None:
             self.control.close(reason="")
         self._close_connections()
-        groups.give_up()
+        groups.leave()
 
     def _close_connections(self) -> None:
         self.channel.close()
@@ -343,7 +348,8 @@ class World:
             return DistributedDataParallel(module, process_group=self.compute_group, init_sync=False, **ddp_options)
 
     def broadcast_initial(self, module: Module) -> None:
-        """Everyone gets the parameters and buffers of rank 0; called before training begins."""
+        """Everyone gets the parameters and buffers of rank 0; called before training begins, while all are here."""
+        self.process_groups.make(self.topology)
         for tensor in (*module.parameters(), *module.buffers()):
             dist.broadcast(tensor.detach(), src=0)
 
@@ -434,7 +440,7 @@ class World:
         self.generation += 1
         if self.rank not in self.topology.ranks:
             self.control.check()
-        _ = self.compute_group  # made now, while all its members are here
+        self.process_groups.make(self.topology, self._gather)
         for part in self.parts:
             # As formed, not as alive: mates hear of a loss at different moments, and must draw the same peer.
             part.replica.group, part.replica.peers = self.group, self.topology.alive
@@ -486,6 +492,10 @@ class World:
             message, m.Gathered, payload, timeout=self.options.timeout.total_seconds()
         )
         return list(zip(gathered.ranks, parts, strict=True))
+
+    def _gather(self, numbers: list[int]) -> list[list[int]]:
+        """Whole numbers of everyone who lives, in rank order."""
+        return [json.loads(text) for _, text in self.meet("numbers", json.dumps(numbers).encode())]
 
     def _average(self, buffers: Iterable[Tensor]) -> None:
         """The mean over groups of every floating-point buffer; of whole numbers (they count things) the largest."""

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from subprocess import Popen
 from typing import TYPE_CHECKING, Any
+from weakref import WeakMethod
 
 if TYPE_CHECKING:
     from pytorch_lightning.strategies.launchers.subprocess_script import _SubprocessScriptLauncher as _Base
@@ -48,7 +49,7 @@ class OmniLauncherHooks(_Base):
             _observer = ChildObserver(self.procs, self.on_death)
             _observer.start()
         elif _observer is not None:
-            _observer.on_death = self.on_death  # the script's next fit, with a strategy of its own
+            _observer.ask(self.on_death)  # the script's next fit, with a strategy of its own
         _share_threads(self.num_processes)
         if self.cluster_environment.node_rank() == self.cluster_environment.local_rank() == 0:
             self.on_launch(trainer)
@@ -68,7 +69,11 @@ class ChildObserver(threading.Thread):
     def __init__(self, children: Sequence[Popen[bytes]], on_death: Callable[[int, int], bool]) -> None:
         super().__init__(name="omni-child-observer", daemon=True)
         self._children = children
-        self.on_death = on_death
+        self.ask(on_death)
+
+    def ask(self, on_death: Callable[[int, int], bool]) -> None:
+        """From now on this is asked; it is not kept alive, for with a strategy its process groups would be."""
+        self._on_death = WeakMethod(on_death)
 
     def run(self) -> None:
         """Looks until every child has ended."""
@@ -80,9 +85,13 @@ class ChildObserver(threading.Thread):
                 if code is None:
                     continue
                 del watched[rank]
-                if code != 0 and not self.on_death(rank, code):
+                if code != 0 and not self._goes_on(rank, code):
                     self._end_everything(rank, code)
                     return
+
+    def _goes_on(self, rank: int, code: int) -> bool:
+        on_death = self._on_death()
+        return on_death is not None and on_death(rank, code)
 
     def _end_everything(self, rank: int, code: int) -> None:
         _log.error("the process of local rank %d ended with %s; the run cannot go on without it", rank, say_exit(code))

@@ -1,0 +1,69 @@
+"""Many fits in one script, whose ranks come late and have process groups of their own, each other ones.
+
+Run by hand::
+
+    OMP_NUM_THREADS=1 python tests/scripts/histories.py '{"fits": 50, "delay": 0.5}'
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from common import OPTIONS, Net, digest, loaders, omni, pl, report, trainer
+
+RANK = int(os.environ.get("LOCAL_RANK", 0))
+GROUPS = (2, 4, 3, 1, 2, 2, 3)
+DEVICES = 4
+FITS = (
+    OPTIONS["fits"] if isinstance(OPTIONS["fits"], list) else [GROUPS[i % len(GROUPS)] for i in range(OPTIONS["fits"])]
+)
+
+
+def remake(own: list[Any], chance: random.Random) -> None:
+    """A user's own groups: some ranks have many, some have ended some."""
+    while own and chance.random() < 0.5:
+        dist.destroy_process_group(own.pop(chance.randrange(len(own))))
+    own += [dist.new_group([RANK]) for _ in range(chance.randrange(3))]
+
+
+def start_over(port: int) -> None:
+    """Ends torch.distributed; the next fit begins it again."""
+    gc.collect()
+    dist.destroy_process_group()
+    os.environ["MASTER_PORT"] = str(port)  # of rank 0's old one, another process may be the new owner
+
+
+def main() -> None:
+    chance = random.Random(f"rank {RANK}")  # another for each rank
+    own: list[Any] = []
+    seen = []
+    for number, groups in enumerate(FITS):
+        pl.seed_everything(number, verbose=False)
+        time.sleep(chance.random() * OPTIONS["delay"])
+        module = Net(norm=False)
+        limit = timedelta(seconds=OPTIONS.get("timeout", 60))
+        strategy = omni.OmniStrategy(groups=groups, data="static", timeout=limit)
+        fit = trainer(strategy, DEVICES, max_steps=2)
+        fit.fit(module, loaders(64)[0])
+        total = torch.ones(())
+        dist.all_reduce(total)
+        assert total == DEVICES, "the default process group is that of all ranks again"
+        seen.append(digest(module))
+        if number == OPTIONS.get("destroy_after"):
+            own.clear()
+            del strategy, fit, module
+            start_over(OPTIONS["port"])
+        else:
+            remake(own, chance)
+    report(RANK, {"weights": seen, "process_groups": len(dist.distributed_c10d._world.pg_names) - len(own)})
+
+
+if __name__ == "__main__":
+    main()
