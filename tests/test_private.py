@@ -131,3 +131,18 @@ def test_torch_lets_a_process_group_be_named() -> None:
     source = inspect.getsource(dist.distributed_c10d._new_group_with_tag)
     assert "_process_group_name(ranks, use_hashed_name=use_local_synchronization)" in source
     assert "default_pg.bound_device_id" in source, "what decides whether a communicator is split off the default's"
+
+
+def test_ranks_agree_before_every_batch_where_lightning_broadcasts_sigterm(trainer: Trainer) -> None:
+    source = inspect.getsource(_TrainingEpochLoop.advance)
+    assert source.index("self._broadcast_sigterm_tensor()") < source.index("next(data_fetcher)")
+    loop = trainer.fit_loop.epoch_loop
+    agreed = []
+    _private.set_batch_agreement(trainer, lambda: agreed.append(1))
+    loop._broadcast_sigterm_tensor()
+    _private.set_batch_agreement(trainer, None)
+    assert agreed
+    assert loop._broadcast_sigterm_tensor.__func__ is _TrainingEpochLoop._broadcast_sigterm_tensor
+    assert not trainer.received_sigterm
+    _private.mark_terminated(trainer)
+    assert trainer.received_sigterm

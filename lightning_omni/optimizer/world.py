@@ -14,7 +14,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -99,6 +99,8 @@ class World:
         self.channel = Channel(self)
         self.states = States(self)
         self.phase = 0
+        self.wants_stop = self.is_finished = False
+        self.on_stop: Callable[[], None] | None = None
         self.ever_lost: set[int] = set()
         self._in_compute = False
         self._meetings = 0
@@ -252,6 +254,7 @@ class World:
     def begin(self) -> None:
         """Training begins on every rank: with several groups the server is joined and given the weights of rank 0."""
         self._closed.clear()
+        self.is_finished = False
         self.channel.last = Exchanged()
         self._check_not_shared()
         if not self.is_synchronous:
@@ -271,21 +274,26 @@ class World:
     def fail(self, reason: str) -> None:
         """This rank cannot go on: says so to the server, so that nobody waits for it."""
         self._closed.set()
-        if self.control is not None:
-            self.control.close(reason=f"rank {self.rank} failed: {reason}")
+        if self.control is not None:  # who has trained to the end has not failed, whatever comes then
+            self.control.close(reason="" if self.is_finished else f"rank {self.rank} failed: {reason}")
         self._close_connections()
         self.process_groups.abandon(self.topology)
 
     def close(self) -> None:
         """Leaves the run in good order and stops the embedded server. Gives the default process group back."""
-        if self.control is not None:
-            self.barrier()  # nobody stops the server while others still need it
         groups, after = self.process_groups, self.process_groups.original
-        if self.control is not None and self.lost:  # those who lost somebody go on, if at all, without
-            # As they meet now, for they hear of a loss at different moments.
-            survivors = Topology((tuple(rank for rank, _ in self.meet("survivors", b"")),))
-            groups.make(survivors, self._gather)
-            after = groups.compute(survivors)
+        try:
+            if self.control is not None:
+                # Nobody stops the server while others still need it. Who is here goes on, if at all, without the lost;
+                # of a loss they may hear at different moments.
+                live = tuple(rank for rank, _ in self.meet("survivors", b""))
+                if len(live) < self.size:
+                    survivors = Topology((live,))
+                    groups.make(survivors, self._gather)
+                    after = groups.compute(survivors)
+        except OmniError:
+            if not self.is_finished:
+                raise
         self._closed.set()
         groups.use(after)
         self._in_compute = False
@@ -320,7 +328,8 @@ class World:
     def enter_world(self, buffers: Iterable[Tensor] = ()) -> None:
         """The groups meet: every rank gets the weights to evaluate, and the mean of all groups' floating-point buffers.
 
-        Weights of their own, if the method has groups keep any, come back with `enter_compute`.
+        Weights of their own, if the method has groups keep any, come back with `enter_compute`. If any rank
+        ``wants_stop``, all are told, by ``on_stop``.
 
         Args:
             buffers: the model's buffers (running statistics of BatchNorm, say), in one order on all ranks.
@@ -331,9 +340,11 @@ class World:
             head.release()
         self.process_groups.use(self.process_groups.live)
         self._in_compute = False
-        dist.barrier()
+        stops = any(self.agree([int(self.wants_stop)]))  # a barrier, too
         self.pull()
         self._average(buffers)
+        if stops and self.on_stop is not None:
+            self.on_stop()
 
     def wrap(self, module: Module, **ddp_options: Any) -> Module:
         """Wraps a module into DistributedDataParallel over the compute group; a group of one needs none.

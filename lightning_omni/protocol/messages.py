@@ -53,12 +53,14 @@ class Heartbeat(Message, frozen=True, kw_only=True):
         compute_time: seconds that the rank itself worked in its last steps, on average.
         step_time: seconds that a whole step took, waiting included.
         exchange_time: of these, seconds in the exchange with the server.
+        signal: a signal that the rank was given, as a number; the larger, the sooner it is to be heeded.
     """
 
     sent: float
     compute_time: float = 0.0
     step_time: float = 0.0
     exchange_time: float = 0.0
+    signal: int = 0
 
 
 class Form(Message, frozen=True, kw_only=True):
@@ -202,6 +204,7 @@ class Status(Message, frozen=True, kw_only=True):
             hand until its answers have been handed to the socket; 0 before the first, and in virtual time.
         total_momentum: explicit momentum and what asynchrony adds to it, sensed lately over all pushes; None while it
             is unknown: too few pushes, another optimizer than plain SGD, or one that steps at the workers.
+        signal: the largest of those that the ranks' last heartbeats told of.
     """
 
     sent: float
@@ -215,6 +218,7 @@ class Status(Message, frozen=True, kw_only=True):
     head_time: float = 0.0
     serve_time: float = 0.0
     total_momentum: float | None = None
+    signal: int = 0
 
 
 class Formed(Message, frozen=True, kw_only=True):

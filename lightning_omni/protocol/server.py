@@ -705,6 +705,9 @@ class ServerCore:
             head_time=sum(head.turn_time for _, head in self._heads),
             serve_time=fmean(self._serve_times) if self._serve_times else 0.0,
             total_momentum=total_momentum(shard.sensing for _, shard in self._pushed),
+            signal=max(
+                (self.roster.members[r].timings.signal for r in self.roster.live if r in self.roster.members), default=0
+            ),
         )
 
     def _group_status(self, group: int) -> m.GroupStatus:

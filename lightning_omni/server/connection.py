@@ -69,6 +69,7 @@ class ControlConnection:
         self.address, self.rank = address, rank
         self.status: m.Status | None = None
         self.lost: tuple[int, ...] = ()
+        self.signal = 0
         self._timings = (0.0, 0.0, 0.0)
         self._posted: deque[m.Message] = deque()
         self._ended: OmniError | None = None
@@ -230,7 +231,11 @@ class ControlConnection:
             if now >= beat:
                 compute, step, exchange = self._timings
                 self._wire.send(
-                    m.encode(m.Heartbeat(sent=now, compute_time=compute, step_time=step, exchange_time=exchange))
+                    m.encode(
+                        m.Heartbeat(
+                            sent=now, compute_time=compute, step_time=step, exchange_time=exchange, signal=self.signal
+                        )
+                    )
                 )
                 beat = now + HEARTBEAT
 

@@ -6,6 +6,7 @@ these names is gone or behaves otherwise.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 
@@ -108,3 +109,17 @@ def ignore_missing_step(optimizer: Any) -> None:
 def logs_now(trainer: Any) -> bool:
     """Whether Lightning sends what is logged in this batch to the loggers."""
     return bool(trainer._logger_connector.should_update_logs)
+
+
+def set_batch_agreement(trainer: Any, agree: Callable[[], None] | None) -> None:
+    """What all ranks do together before every training batch, in place of Lightning's own broadcast of SIGTERM."""
+    loop = trainer.fit_loop.epoch_loop
+    if agree is None:
+        vars(loop).pop("_broadcast_sigterm_tensor", None)
+    else:
+        loop._broadcast_sigterm_tensor = agree
+
+
+def mark_terminated(trainer: Any) -> None:
+    """What ``trainer.received_sigterm`` reads."""
+    trainer._signal_connector.received_sigterm = True

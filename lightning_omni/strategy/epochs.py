@@ -253,6 +253,12 @@ class EpochDriver:
         seen = min(self._seen(), plan.budget)
         return max(done + 1, -(-done * plan.budget // seen) if seen else self._nominal_batches)
 
+    def interrupt(self, buffers: Any) -> None:
+        """The run ends here, in mid-epoch: the groups meet for the last time, with what each has trained."""
+        if self.world.is_computing:
+            self.leave("skip")
+        self.world.enter_world(buffers)
+
     def leave(self, stop: str) -> None:
         """This group ends the epoch early; ``stop`` says how the others end it, or the run."""
         control = self.world.control

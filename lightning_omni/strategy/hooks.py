@@ -34,6 +34,7 @@ from lightning_omni.strategy.bar import ProgressDisplay
 from lightning_omni.strategy.epochs import EpochDriver
 from lightning_omni.strategy.launcher import say_exit
 from lightning_omni.strategy.namespaces import refuse_other_namespace
+from lightning_omni.strategy.signals import Signals
 from lightning_omni.strategy.watch import Stopwatch, live_metrics, straggler_sentence
 from lightning_omni.topology import check_groups
 
@@ -79,6 +80,7 @@ class OmniStrategyHooks(_Base):
     rank_zero_info: Callable[[str], None]
     callback_class: type
     launcher_class: type
+    terminated_class: type[SystemExit]
 
     def __init__(
         self,
@@ -121,6 +123,7 @@ class OmniStrategyHooks(_Base):
         self.world: World | None = None
         self.epochs = EpochDriver(data, self.rank_zero_info)
         self.balance = Balance(rebalance, self.rank_zero_info)
+        self.signals = Signals(self.terminated_class)
         self._proxies: dict[int, OmniOptimizer] = {}
         self._snapshot: dict[str, Any] | None = None
         self._last_status: m.Status | None = None
@@ -165,7 +168,9 @@ class OmniStrategyHooks(_Base):
         """A process that this rank started has ended badly. Called from the launcher's thread."""
         world, rank = self.world, self.node_rank * self.num_processes + local_rank
         control = world.control if world is not None else None  # read once: the run may end meanwhile
-        if world is not None and (rank in world.lost or rank in world.ever_lost):
+        if self.signals.is_stopping or (
+            world is not None and (world.is_finished or rank in world.lost or rank in world.ever_lost)
+        ):
             return True
         if world is None or control is None or world.is_synchronous:
             return False
@@ -192,6 +197,7 @@ class OmniStrategyHooks(_Base):
             trainer.callbacks.insert(0, self.callback_class(self))
         if self._is_fitting(trainer):
             self._check_trainer(trainer)
+            self.signals.prepare(_requeue_signal(self.cluster_environment))
             self.epochs.connect(trainer, self._world)
         super().setup(trainer)
         if self._is_fitting(trainer):
@@ -278,9 +284,24 @@ class OmniStrategyHooks(_Base):
 
     # --- Training ----------------------------------------------------------------------------------------------------
 
+    def _install_signals(self) -> None:
+        self.signals.install(self._trainer, self._world, lambda: self.epochs.interrupt(self.buffers()))
+
+    def on_validation_start(self) -> None:
+        """The first hook after Lightning has registered its signal handlers, if there is a sanity check."""
+        super().on_validation_start()
+        if self._is_fitting(self._trainer):
+            self._install_signals()
+
+    def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """A batch of whatever loop: a sign of life."""
+        self.signals.progress()
+        return super().batch_to_device(batch, *args, **kwargs)
+
     def on_train_start(self) -> None:
         """The last hook before the first batch: the server gets the weights, and groups go their own ways."""
         super().on_train_start()
+        self._install_signals()
         world = self._world
         self._synchronous_steps, self._last_status = 0, None
         for part, clock in zip(world.parts, self.epochs.resume.get("clocks", ()), strict=False):
@@ -336,8 +357,10 @@ class OmniStrategyHooks(_Base):
     def on_train_end(self) -> None:
         """After the last callback: what the server knows comes home."""
         super().on_train_end()
+        self.signals.pause()
         self.balance.end()
         world = self._world
+        world.is_finished = True
         self._remember_status()
         self.epochs.finish()
         if world.control is not None and not world.is_synchronous:
@@ -351,6 +374,8 @@ class OmniStrategyHooks(_Base):
     def on_exception(self, exception: BaseException) -> None:
         """Tells the others why this rank does not come back."""
         super().on_exception(exception)
+        if self.signals.is_stopping and isinstance(exception, self.terminated_class):
+            return  # all ranks leave together, in good order: see `teardown`
         if self.world is not None:
             if self.world.control is not None:
                 self._last_status = self.world.control.status
@@ -362,6 +387,7 @@ class OmniStrategyHooks(_Base):
     def teardown(self) -> None:
         """Leaves the run; the embedded server stops."""
         super().teardown()
+        self.signals.restore()
         self.balance.end()
         if self.world is not None:
             self.world.close()
@@ -456,6 +482,7 @@ class OmniStrategyHooks(_Base):
         know each for itself is collected. In between rank 0 speaks for itself and the server; where the mean of all
         groups' weights would count, the checkpoint then has those of rank 0's group.
         """
+        self.signals.pause()
         state = super().lightning_module_state_dict()
         if not self._is_asynchronous:
             return state
@@ -712,6 +739,11 @@ class OmniCallbackHooks(_CallbackBase):
 
 class _GivenRank(int):
     """A rank that OmniStrategy gave to a sampler."""
+
+
+def _requeue_signal(environment: Any) -> int | None:
+    """The signal on which Lightning has SLURM put a job into the queue again, if it does."""
+    return getattr(environment, "requeue_signal", None) if getattr(environment, "auto_requeue", False) else None
 
 
 def _is_given(loader: DataLoader[Any]) -> bool:

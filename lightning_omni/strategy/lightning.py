@@ -5,6 +5,7 @@ from __future__ import annotations
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_omni.strategy.hooks import OmniCallbackHooks, OmniStrategyHooks
@@ -26,6 +27,7 @@ class OmniStrategy(OmniStrategyHooks, DDPStrategy):  # noqa: D101
     rank_zero_info = staticmethod(rank_zero_info)
     callback_class = OmniCallback
     launcher_class = OmniLauncher
+    terminated_class = SIGTERMException
 
 
 StrategyRegistry.register(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pytorch_lightning.callbacks import Callback
 from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
 from pytorch_lightning.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from pytorch_lightning.utilities.exceptions import SIGTERMException
 from pytorch_lightning.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
 
 from lightning_omni.strategy.hooks import OmniCallbackHooks, OmniStrategyHooks
@@ -26,6 +27,7 @@ class OmniStrategy(OmniStrategyHooks, DDPStrategy):  # noqa: D101
     rank_zero_info = staticmethod(rank_zero_info)
     callback_class = OmniCallback
     launcher_class = OmniLauncher
+    terminated_class = SIGTERMException
 
 
 StrategyRegistry.register(

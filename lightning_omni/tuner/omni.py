@@ -598,6 +598,7 @@ class OmniTunerHooks(_CallbackBase):
         world = self._strategy.world
         lost, began = set(world.lost), time.perf_counter()
         while True:
+            self._strategy.signals.agree()
             order = Order.from_text(world.tell(self._order(search, shown) if search is not None else ""))
             if order.probe is None:
                 return order

@@ -1,0 +1,206 @@
+"""SIGTERM and SLURM's requeue signal: a handler sets a flag, and all ranks act on it at the same batch.
+
+Lightning's own handlers make collectives inside the handler, wherever that interrupts the rank: ranks then wait for
+each other in different ones. Here nothing but a flag is set, and it travels with what is exchanged anyway: with the
+broadcast that Lightning makes before every batch, and with the heartbeats where there is a server.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_omni.optimizer import World
+from lightning_omni.strategy import _private
+
+_log = logging.getLogger(__name__)
+
+GRACE = 30.0
+"""Seconds without progress after which a rank that is to end is taken to be blocked, by the dead, say, and ends."""
+POLL = 1.0
+"""Seconds between two questions to all ranks whether one of them was signalled, if there is no server to tell."""
+_LOOK = 0.25
+"""Seconds between two looks at the flags."""
+
+# What rank 0 of a process group says before a batch, and what heartbeats tell; of those of several ranks the largest.
+_NOTHING, _ASK, _REQUEUE, _TERMINATE = range(4)
+
+_Handler = Callable[[int, FrameType | None], Any] | int | None
+
+
+class Signals:
+    """The signals of one rank, from the first batch of a fit to its end.
+
+    Args:
+        terminated: the exception by which Lightning's loops end on SIGTERM.
+
+    Attributes:
+        is_stopping: whether all ranks have agreed to end.
+    """
+
+    def __init__(self, terminated: type[SystemExit]) -> None:
+        self._terminated = terminated
+        self._before: dict[int, _Handler] = {}
+        self._replaced: dict[int, _Handler] = {}
+        self._trainer: Any = None
+        self._world: World | None = None
+        self._leave: Callable[[], None] = lambda: None
+        self._terminates = self._requeues = self._requeued = False
+        self._asked = self._progress = self._longest = 0.0
+        self._watcher: threading.Thread | None = None
+        self.is_stopping = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_terminated": self._terminated}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["_terminated"])  # type: ignore[misc]
+
+    # --- Handlers -----------------------------------------------------------------------------------------------------
+
+    def prepare(self, requeue: int | None) -> None:
+        """Before Lightning registers its handlers.
+
+        Args:
+            requeue: SLURM's signal on which a job is put into the queue again, if that is on.
+        """
+        self.is_stopping = self._terminates = self._requeues = self._requeued = False
+        self._before = {number: signal.getsignal(number) for number in (signal.SIGTERM, requeue) if number is not None}
+
+    def install(self, trainer: Any, world: World, leave: Callable[[], None]) -> None:
+        """After Lightning has registered its handlers, in whose place ours come. Called again, does nothing.
+
+        Args:
+            trainer: the Trainer.
+            world: this rank's place in the run.
+            leave: brings all groups together, for the last time.
+        """
+        if self._replaced or world.size == 1 or threading.current_thread() is not threading.main_thread():
+            return
+        self._trainer, self._world, self._leave = trainer, world, leave
+        for number, before in self._before.items():
+            if number == signal.SIGTERM:
+                self._replaced[number] = signal.signal(number, self._on_terminate)
+            elif before in (None, signal.SIG_DFL) and callable(signal.getsignal(number)):  # none of the user's
+                self._replaced[number] = signal.signal(number, self._on_requeue)
+        _private.set_batch_agreement(trainer, self.agree)
+        world.wants_stop, world.on_stop = False, self._stop
+        self._longest, self._progress = 0.0, time.monotonic()
+        self._watcher = threading.Thread(target=self._watch, name="omni-signals", daemon=True)
+        self._watcher.start()
+
+    def restore(self) -> None:
+        """The handlers are Lightning's again, which restores what was there before."""
+        for number, handler in self._replaced.items():
+            if signal.getsignal(number) in (self._on_terminate, self._on_requeue):
+                signal.signal(number, handler)
+        self._replaced, self._watcher = {}, None
+        if self._trainer is not None:
+            _private.set_batch_agreement(self._trainer, None)
+        self._trainer = self._world = None
+
+    def _on_terminate(self, number: int, frame: FrameType | None) -> None:
+        self._terminates = True
+        if callable(theirs := self._before.get(number)):
+            theirs(number, frame)
+
+    def _on_requeue(self, number: int, frame: FrameType | None) -> None:
+        self._requeues = True
+
+    # --- Together -----------------------------------------------------------------------------------------------------
+
+    def agree(self) -> None:
+        """At the start of a batch, on every rank of the default process group: whether there is something to do."""
+        if self._trainer is None:
+            return
+        self.progress()
+        said = torch.tensor(self._say(), device=self._trainer.strategy.root_device)
+        dist.broadcast(said, src=0)
+        if said == _ASK:
+            said.fill_(self._wanted())
+            dist.all_reduce(said, op=dist.ReduceOp.MAX)
+        if said == _REQUEUE:
+            self._requeue()
+        elif said == _TERMINATE:
+            assert self._world is not None
+            self._world.wants_stop = True
+            self._leave()
+            self._stop()
+
+    def _requeue(self) -> None:
+        """The group of rank 0 saves, and rank 0 has the job put into the queue again: all as Lightning does it."""
+        self._requeued = True
+        for number, handler in self._replaced.items():
+            if number != signal.SIGTERM and callable(handler):
+                handler(number, None)
+
+    def _stop(self) -> None:
+        """All ranks are here, and end."""
+        _private.mark_terminated(self._trainer)
+        self.is_stopping = True
+        self.pause()
+        raise self._terminated(128 + signal.SIGTERM)
+
+    def _say(self) -> int:
+        """What rank 0 of a process group says to the others."""
+        wanted = self._wanted()
+        now = time.monotonic()
+        if wanted or now - self._asked < POLL or self._is_told:
+            return wanted
+        self._asked = now
+        return _ASK
+
+    @property
+    def _is_told(self) -> bool:
+        """Whether there is a server, which tells every rank of every other's signals."""
+        return self._world is not None and self._world.control is not None
+
+    def _wanted(self) -> int:
+        """What this rank was told to do, or has heard that another was."""
+        world = self._world
+        assert world is not None
+        status = world.control.status if world.control is not None else None
+        heard = status.signal if status is not None else _NOTHING
+        if 0 in world.members and not self._requeued and (self._requeues or heard == _REQUEUE):
+            return _REQUEUE
+        return _TERMINATE if self._terminates or heard == _TERMINATE else _NOTHING
+
+    # --- While the rank is elsewhere ----------------------------------------------------------------------------------
+
+    def progress(self) -> None:
+        """This rank is not blocked: it begins a batch, say."""
+        now = time.monotonic()
+        if math.isfinite(self._progress):
+            self._longest = max(self._longest, now - self._progress)
+        self._progress = now
+
+    def pause(self) -> None:
+        """What comes now, a checkpoint, say, may take its time."""
+        self._progress = math.inf
+
+    def _watch(self) -> None:
+        """Tells others of this rank's signals, and ends it if it is blocked."""
+        trainer, world, is_told = self._trainer, self._world, False
+        while self._watcher is threading.current_thread() and world is not None:
+            time.sleep(_LOOK)
+            if world.control is not None:
+                world.control.signal = _TERMINATE if self._terminates else _REQUEUE if self._requeues else _NOTHING
+            if self._terminates and not is_told:
+                is_told = True
+                _log.warning("rank %d was told to end by SIGTERM; the run ends after this batch", world.rank)
+                if trainer.strategy.launcher is not None:
+                    trainer.strategy.launcher.kill(signal.SIGTERM)
+            silent = time.monotonic() - self._progress
+            if self._terminates and not self.is_stopping and silent > max(GRACE, 2 * self._longest):
+                _log.critical("rank %d ends: SIGTERM, and for %.0f s no batch has begun or ended", world.rank, silent)
+                os._exit(128 + signal.SIGTERM)

@@ -1,0 +1,72 @@
+"""Trains until it is told to end, by signals that come from elsewhere; leaves its process number, and what it saved."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import torch
+from common import FOLDER, OPTIONS, Net, loaders, omni, pl, report, trainer
+from torch import Tensor
+
+import lightning_omni.strategy.signals as signals
+
+RANK = int(os.environ.get("SLURM_PROCID", os.environ.get("LOCAL_RANK", 0)))
+
+
+class SlowNet(Net):
+    """Says when it trains, and can be blocked in a step."""
+
+    steps = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.steps += 1
+        if self.steps == OPTIONS.get("block", {}).get(str(RANK)):
+            (FOLDER / f"blocked{RANK}").touch()
+            time.sleep(600)
+        time.sleep(0.01)
+        if self.steps == OPTIONS.get("ready", 5):
+            (FOLDER / f"ready{RANK}").write_text(str(os.getpid()))
+        return super().training_step(batch, batch_idx)
+
+
+class Notes(pl.Callback):
+    """What a user's callback sees when the run ends."""
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: Any, exception: BaseException) -> None:
+        name = type(exception).__name__
+        seen = {"exception": name, "received": trainer.received_sigterm, "step": trainer.global_step}
+        report(RANK, {**seen, "world": torch.distributed.get_world_size()})
+
+
+class InterruptedAtEnd(pl.plugins.Precision):
+    """Ctrl-C comes when the fit is over and the ranks take leave of each other."""
+
+    def teardown(self) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.1)
+
+
+def main() -> None:
+    pl.seed_everything(1, verbose=False)
+    signals.GRACE = OPTIONS.get("grace", signals.GRACE)
+    callbacks: list[Any] = [
+        Notes(),
+        pl.callbacks.OnExceptionCheckpoint(FOLDER, "exception"),
+        pl.callbacks.ModelCheckpoint(FOLDER, "model", save_on_exception=True, save_top_k=0),
+    ]
+    if OPTIONS.get("tuner"):
+        callbacks.append(omni.OmniTuner(**OPTIONS["tuner"]))
+    strategy = omni.OmniStrategy(**OPTIONS.get("strategy", {}))
+    options = {"max_epochs": 500, "enable_checkpointing": True, **OPTIONS.get("trainer", {})}
+    if OPTIONS.get("interrupt_at_end"):
+        options["plugins"] = InterruptedAtEnd()
+    run = trainer(strategy, OPTIONS.get("devices", 4), callbacks=callbacks, **options)
+    run.fit(SlowNet(norm=False), *loaders(OPTIONS.get("samples", 256)))
+    report(RANK, {"exception": "", "step": run.global_step, "handler": str(signal.getsignal(signal.SIGTERM))})
+
+
+if __name__ == "__main__":
+    main()

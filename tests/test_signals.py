@@ -1,0 +1,150 @@
+"""SIGTERM, SLURM's requeue signal and Ctrl-C: all ranks end together, with what is to be saved, and nothing stays."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import Run, Running, free_port
+
+pytestmark = pytest.mark.timeout(240)
+TERMINATED = 128 + signal.SIGTERM
+
+
+def until(condition: Callable[[], bool], otherwise: Callable[[], str], timeout: float = 120) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, otherwise()[-6000:]
+        time.sleep(0.02)
+
+
+def processes(folder: Path, ranks: int, output: Callable[[], str]) -> list[int]:
+    """Waits until all ranks train; their process numbers."""
+    files = [folder / f"ready{rank}" for rank in range(ranks)]
+    until(lambda: all(file.exists() and file.read_text() for file in files), output)
+    return [int(file.read_text()) for file in files]
+
+
+def finish(running: Running) -> Run:
+    finished = running.wait(90)
+    assert not running.survivors, "processes are left behind"
+    return finished
+
+
+@pytest.mark.parametrize(
+    ("options", "to_all"),
+    [
+        ({"strategy": {"groups": 1}, "devices": 2}, False),
+        ({"strategy": {"groups": 2}}, True),
+        ({"strategy": {"groups": 2, "method": "local_sgd:period=500", "data": "static"}, "devices": 2}, False),
+    ],
+    ids=["one group, one rank", "two groups, all ranks", "groups that hardly ever exchange, one rank"],
+)
+def test_sigterm_ends_all_ranks_at_one_batch_and_saves(options: dict[str, Any], to_all: bool) -> None:
+    ranks = options.get("devices", 4)
+    with Running("signals.py", options) as running:
+        last = processes(running.folder, ranks, lambda: running.output)[-1]
+        if to_all:
+            os.killpg(running.process.pid, signal.SIGTERM)
+        else:
+            os.kill(last, signal.SIGTERM)
+        finished = finish(running)
+        assert finished.code == TERMINATED, finished.output[-6000:]
+        assert set(finished.results) == set(range(ranks))
+        for seen in finished.results.values():
+            assert (seen["exception"], seen["received"]) == ("SIGTERMException", True)
+            assert seen["world"] == ranks, "callbacks see all ranks, not a group's"
+        for name in ("exception", "model"):
+            saved = torch.load(running.folder / f"{name}.ckpt", weights_only=False)
+            assert saved["global_step"] == finished.results[0]["step"] > 0
+    if options["strategy"]["groups"] == 1:
+        assert finished.results[0] == finished.results[1]
+
+
+def test_sigterm_while_the_tuner_probes_ends_all_ranks() -> None:
+    with Running("signals.py", {"tuner": {}, "devices": 2, "samples": 2048, "ready": 20}) as running:
+        processes(running.folder, 2, lambda: running.output)
+        os.killpg(running.process.pid, signal.SIGTERM)
+        finished = finish(running)
+        assert finished.code == TERMINATED, finished.output[-6000:]
+        assert [seen["exception"] for seen in finished.results.values()] == ["SIGTERMException"] * 2
+        assert (running.folder / "exception.ckpt").exists()
+
+
+def test_a_rank_that_sigterm_finds_blocked_ends_after_a_while() -> None:
+    options = {"strategy": {"groups": 1}, "devices": 2, "ready": 2, "block": {"1": 3}, "grace": 1.0}
+    with Running("signals.py", options) as running:
+        processes(running.folder, 2, lambda: running.output)
+        until((running.folder / "blocked1").exists, lambda: running.output)
+        os.killpg(running.process.pid, signal.SIGTERM)
+        finished = finish(running)
+    assert finished.code != 0
+    assert "no batch has begun or ended" in finished.output
+
+
+def test_a_finished_fit_that_is_interrupted_has_not_failed() -> None:
+    options = {"strategy": {"groups": 2}, "devices": 2, "interrupt_at_end": True, "trainer": {"max_epochs": 1}}
+    with Running("signals.py", options) as running:
+        finished = finish(running)
+    assert "Detected KeyboardInterrupt" in finished.output
+    for claim in ("failed", "cannot go on", "Traceback", "stops:", "lost"):
+        assert claim not in finished.output, finished.output[-6000:]
+
+
+@contextmanager
+def slurm_job(folder: Path, options: dict[str, Any], tasks: int) -> Iterator[list[Running]]:
+    """As srun starts tasks; ``scontrol`` writes down what it is asked."""
+    scontrol = folder / "scontrol"
+    scontrol.write_text(f'#!/bin/sh\necho "$@" >> {folder}/asked\n')
+    scontrol.chmod(0o755)
+    port = str(free_port())
+    with ExitStack() as stack:
+        yield [
+            stack.enter_context(
+                Running(
+                    "signals.py",
+                    options,
+                    env={
+                        "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}",
+                        "OMNI_TEST_FOLDER": str(folder),
+                        "MASTER_ADDR": "127.0.0.1",
+                        "MASTER_PORT": port,
+                        "SLURM_JOB_ID": "4242",
+                        "SLURM_JOB_NAME": "train",
+                        "SLURM_NTASKS": str(tasks),
+                        "SLURM_NTASKS_PER_NODE": str(tasks),
+                        "SLURM_NNODES": "1",
+                        "SLURM_NODEID": "0",
+                        "SLURM_PROCID": str(task),
+                        "SLURM_LOCALID": str(task),
+                    },
+                    spares=0,
+                )
+            )
+            for task in range(tasks)
+        ]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="SLURM runs on Linux")
+def test_slurm_requeues_a_job_with_groups_and_then_ends_it(tmp_path: Path) -> None:
+    """Both signals come to a rank that is neither rank 0 nor in its group."""
+    with slurm_job(tmp_path, {"strategy": {"groups": 2}, "devices": 2}, tasks=2) as (first, second):
+        processes(tmp_path, 2, lambda: first.output + second.output)
+        saved = tmp_path / "hpc_ckpt_1.ckpt"
+        os.kill(second.process.pid, signal.SIGUSR1)
+        until((tmp_path / "asked").exists, lambda: first.output + second.output)
+        assert (tmp_path / "asked").read_text() == "requeue 4242\n"
+        assert torch.load(saved, weights_only=False)["omni"]["groups"] == 2
+        os.kill(second.process.pid, signal.SIGTERM)
+        for each in (first, second):
+            assert each.process.wait(60) == TERMINATED
+            until(lambda each=each: not each.survivors, lambda: "processes are left behind", 20)
+    assert not (tmp_path / "hpc_ckpt_2.ckpt").exists()
