@@ -56,7 +56,10 @@ def test_an_exception_in_one_group_is_told_to_the_others_who_go_on() -> None:
     with Running("groups.py", {"fits": [{**FIT, "raise_at": {"3": 4}}]}) as running:
         finished = finish(running)
     assert finished.code == 0, finished.output[-4000:]
-    assert "something is wrong with this batch" in finished.output
+    reason = "rank 3 failed: ValueError: something is wrong with this batch"
+    assert f"RuntimeError: rank 2's group is out of the run: {reason}" in finished.output, "rank 2 only lost its peer"
+    assert f"{reason}; its group is retired" in finished.output
+    assert "rank 2 failed" not in finished.output
     assert finished.results[0][0]["report"]["ranks_lost"] == [2, 3]
 
 

@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -45,6 +46,8 @@ _log = logging.getLogger(__name__)
 
 GRACE = 10.0
 """Seconds that a rank which must stop is given to find out by itself."""
+LEARN = 2.0
+"""Seconds in which a rank whose collective failed may hear from the server which other rank failed first."""
 
 
 class World:
@@ -270,6 +273,20 @@ class World:
     def training(self) -> _Training:
         """A context in which to train without Lightning: begins, and ends with the master weights on every rank."""
         return _Training(self)
+
+    def explain(self, error: BaseException) -> None:
+        """If another rank's failure is the cause of this one, the error is told to name that; call it before `fail`.
+
+        A rank that waits in a collective sees no more than a broken connection, often before the server has heard why.
+        """
+        if not _is_of_a_collective(error):
+            return
+        if self.control is None:
+            time.sleep(LEARN)  # the process of the rank that failed first shall end first: a launcher names it
+            return
+        cause = self.control.wait_for_end(LEARN)
+        if cause is not None:
+            error.args = (f"{cause} (here: {error})",)
 
     def fail(self, reason: str) -> None:
         """This rank cannot go on: says so to the server, so that nobody waits for it."""
@@ -554,6 +571,14 @@ def frozen(parameters: Iterable[Parameter]) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
+def _is_of_a_collective(error: BaseException) -> bool:
+    """Whether torch.distributed raised it; gloo's errors have no class of their own."""
+    names = ("gloo", "nccl")
+    return isinstance(error, dist.DistError) or (
+        type(error) is RuntimeError and any(name in str(error).lower() for name in names)
+    )
+
+
 def _count_ranks_per_node(size: int) -> list[int]:
     local = int(os.environ.get("LOCAL_WORLD_SIZE", size))  # torchrun's word
     full, rest = divmod(size, local)
@@ -578,6 +603,7 @@ class _Training:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is not None:
+            self._world.explain(error)
             self._world.fail(f"{type(error).__name__}: {error}")
             return
         self._world.enter_world()

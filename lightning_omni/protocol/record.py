@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import io
+import logging
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -9,6 +14,8 @@ from typing import Any, Literal
 import msgspec
 
 from lightning_omni.errors import ConfigurationError
+
+_log = logging.getLogger(__name__)
 
 Kind = Literal["seed", "form", "push", "train", "fetch", "rest", "resume", "retire", "leave"]
 Spans = tuple[tuple[int, int], ...]
@@ -59,29 +66,52 @@ Recorder = Callable[[Event], None]
 class RecordFile:
     """A record on disk: one event in a line of JSON.
 
+    If it cannot be written any more, because the disk is full, say, the recording ends with a warning and with its last
+    whole line; the run goes on.
+
     Args:
         path: the file; anew if it exists.
 
     Raises:
-        ConfigurationError: it cannot be written.
+        ConfigurationError: it cannot be opened.
     """
 
     def __init__(self, path: str | Path) -> None:
+        self._path = str(path)
+        self._file: io.FileIO | None
         try:
-            self._file = Path(path).open("wb")  # noqa: SIM115  # it stays open for as long as the server runs
+            self._file = Path(path).open("wb", buffering=0)  # noqa: SIM115  # open for as long as the server runs
         except OSError as error:
             raise ConfigurationError(
                 f"record={str(path)!r}: {error.strerror}; pass a file that can be written"
             ) from error
+        self._written = 0
 
     def __call__(self, event: Event) -> None:
-        """Writes an event down; flushed, for the process may be killed."""
-        self._file.write(msgspec.json.encode(event) + b"\n")
-        self._file.flush()
+        """Writes an event down; at once, for the process may be killed."""
+        if self._file is None:
+            return
+        line = msgspec.json.encode(event) + b"\n"
+        try:
+            if self._file.write(line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._written += len(line)
+        except OSError as error:
+            _log.warning(
+                "record=%r: %s; the record ends here, after %d bytes, and the run goes on without",
+                self._path,
+                error.strerror,
+                self._written,
+            )
+            with contextlib.suppress(OSError):
+                self._file.truncate(self._written)
+            self.close()
 
     def close(self) -> None:
         """Closes the file."""
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
 
 def read_record(path: str | Path) -> Iterator[Event]:

@@ -143,6 +143,13 @@ class ControlConnection:
         if self._ended is not None:
             raise self._ended
 
+    def wait_for_end(self, seconds: float) -> OmniError | None:
+        """What ended this rank's run, if the server says so within that time."""
+        deadline = time.monotonic() + seconds
+        while self._ended is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return self._ended
+
     def post(self, message: m.Message) -> None:
         """Sends a message that has no answer, within half a second. From any thread."""
         self._posted.append(message)

@@ -81,6 +81,8 @@ class OmniStrategyHooks(_Base):
     callback_class: type
     launcher_class: type
     terminated_class: type[SystemExit]
+    plain_checkpoint_io: type
+    checkpoint_io_class: type
 
     def __init__(
         self,
@@ -379,6 +381,7 @@ class OmniStrategyHooks(_Base):
         if self.world is not None:
             if self.world.control is not None:
                 self._last_status = self.world.control.status
+            self.world.explain(exception)
             self.world.fail(f"{type(exception).__name__}: {exception}")
         elif self._server_process is not None:
             self._server_process.stop()
@@ -541,6 +544,8 @@ class OmniStrategyHooks(_Base):
                     "server": [part["method"] for part in self._snapshot["parts"]],
                     "states": dict(self._snapshot["groups"]),
                 }
+        if type(self.checkpoint_io) is self.plain_checkpoint_io:  # and no plugin of the user's
+            self.checkpoint_io = self.checkpoint_io_class()
         super().save_checkpoint(checkpoint, filepath, storage_options)
         self._snapshot = None
 

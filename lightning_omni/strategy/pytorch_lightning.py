@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pytorch_lightning.callbacks import Callback
+from pytorch_lightning.plugins.io import TorchCheckpointIO
 from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
 from pytorch_lightning.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 from pytorch_lightning.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
 
+from lightning_omni.strategy.checkpoint_file import WholeFileHooks
 from lightning_omni.strategy.hooks import OmniCallbackHooks, OmniStrategyHooks
 from lightning_omni.strategy.launcher import OmniLauncherHooks
 from lightning_omni.strategy.namespaces import introduce
@@ -21,6 +23,10 @@ class OmniLauncher(OmniLauncherHooks, _SubprocessScriptLauncher):
     """Starts ranks, and lets a run outlive the death of some."""
 
 
+class OmniCheckpointIO(WholeFileHooks, TorchCheckpointIO):
+    """Saves checkpoints as whole files, or not at all."""
+
+
 class OmniStrategy(OmniStrategyHooks, DDPStrategy):  # noqa: D101
     __doc__ = OmniStrategyHooks.__doc__
 
@@ -28,6 +34,8 @@ class OmniStrategy(OmniStrategyHooks, DDPStrategy):  # noqa: D101
     callback_class = OmniCallback
     launcher_class = OmniLauncher
     terminated_class = SIGTERMException
+    plain_checkpoint_io = TorchCheckpointIO
+    checkpoint_io_class = OmniCheckpointIO
 
 
 StrategyRegistry.register(

@@ -357,6 +357,7 @@ class Prober:
 
     def _give_up(self, error: BaseException) -> None:
         """This rank cannot go on. What is saved now has to be the run's state, not the probe's."""
+        self._strategy.world.explain(error)
         self._strategy.world.fail(f"{type(error).__name__} in a probe: {error}")
         self.close()
 
