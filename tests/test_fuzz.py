@@ -202,8 +202,9 @@ def test_frames_of_strangers_are_refused_and_counted_beside_an_unharmed_run(fuzz
         counted, said = core.strangers, fuzzed.take(channel, peer, frames_of(source, examples, channel))
         assert [(out.peer, out.channel) for out in said] in ([], [(peer, channel)]), "told to somebody else"
         if core.strangers == counted:
-            # Hello's answer; or no answer at all, to a chunk of nothing.
-            assert said == [] or isinstance(said[0].message, m.Challenge) or said[0].message.code == "version"
+            # The answer to Hello or Attach; or no answer at all, to a chunk of nothing.
+            challenges = (m.Challenge, m.AttachChallenge)
+            assert said == [] or isinstance(said[0].message, challenges) or said[0].message.code == "version"
             answered += 1
         else:
             assert core.strangers == counted + 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 
 import pytest
 import torch
@@ -13,11 +13,14 @@ from torch import Tensor
 
 from lightning_omni.errors import RankLost, Refused
 from lightning_omni.protocol import messages as m
+from lightning_omni.protocol.handshake import attach_mac
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.server import Address, PeerConnections, PeerSocket
 from lightning_omni.server.addresses import own_host
+from lightning_omni.server.encryption import RunKeys
 
 SHAPES = {"w": (300, 1000), "b": (7,)}  # more than one chunk
+KEYS = RunKeys(bytes(32))
 LAYOUT = Layout.of({name: torch.zeros(shape) for name, shape in SHAPES.items()})
 
 
@@ -40,13 +43,14 @@ class Peers:
         self.lost: set[int] = set()
         self.ended = False
         self._stack = ExitStack()
-        self.sockets = [PeerSocket("tcp://127.0.0.1:*", [LAYOUT]) for _ in range(count)]
-        addresses = {group: Address(group, socket.address, socket.ticket) for group, socket in enumerate(self.sockets)}
+        self.sockets = [PeerSocket("tcp://127.0.0.1:*", [LAYOUT], KEYS) for _ in range(count)]
+        addresses = {group: Address(group, socket.address) for group, socket in enumerate(self.sockets)}
         self.addresses = addresses
         self.connections = [
             PeerConnections(
                 {other: address for other, address in addresses.items() if other != group},
                 [LAYOUT],
+                KEYS,
                 lambda other: other in self.lost,
                 self.check,
                 timeout=20,
@@ -110,11 +114,13 @@ def test_a_window_can_be_read_after_gifts_on_the_same_connection(peers: Peers) -
 
 
 def test_a_peer_that_does_not_take_its_gifts_gets_no_more(peers: Peers) -> None:
+    peers.sockets[1].publish(0, weights(1.0))
+    assert peers.connections[0].read(1, 0) is not None
     peers.sockets[1].close()  # nobody answers any more
     for _ in range(5):
         peers.connections[0].send(1, 0, weights(1.0))
     assert peers.connections[0].dropped == 3
-    peers.sockets[1] = PeerSocket("tcp://127.0.0.1:*", [LAYOUT])
+    peers.sockets[1] = PeerSocket("tcp://127.0.0.1:*", [LAYOUT], KEYS)
 
 
 def test_nobody_waits_for_a_dead_peer(peers: Peers) -> None:
@@ -127,7 +133,7 @@ def test_nobody_waits_for_a_dead_peer(peers: Peers) -> None:
     peers.ended = True
     with pytest.raises(RankLost):
         peers.connections[0].read(1, 0)
-    peers.sockets[1] = PeerSocket("tcp://127.0.0.1:*", [LAYOUT])
+    peers.sockets[1] = PeerSocket("tcp://127.0.0.1:*", [LAYOUT], KEYS)
 
 
 def test_gifts_that_are_not_finite_are_thrown_away(peers: Peers) -> None:
@@ -137,14 +143,51 @@ def test_gifts_that_are_not_finite_are_thrown_away(peers: Peers) -> None:
     assert torch.equal(peers.sockets[0].read_inbox(0).total[0], weights(1.0)[0])  # type: ignore[index]
 
 
-def test_a_stranger_without_the_ticket_is_refused_and_counted(peers: Peers) -> None:
+@contextmanager
+def raw_dealer(address: str, keys: RunKeys) -> Iterator[zmq.Socket[bytes]]:
+    context = zmq.Context()
+    dealer = context.socket(zmq.DEALER)
+    dealer.setsockopt(zmq.LINGER, 0)
+    keys.prepare(dealer, address, "client")
+    dealer.connect(address)
+    try:
+        yield dealer
+    finally:
+        dealer.close(0)
+        context.term()
+
+
+def test_a_leader_with_another_key_is_not_answered(peers: Peers) -> None:
     peers.sockets[1].publish(0, weights(1.0))
-    peers.connections[0]._addresses[1] = Address(1, peers.sockets[1].address, "wrong")
-    with pytest.raises(Refused, match="this ticket opens nothing"):
-        peers.connections[0].read(1, 0)
-    peers.connections[0].send(1, 0, weights(1.0))
-    wait_for(lambda: peers.sockets[1].strangers == 2)
-    assert peers.sockets[1].read_inbox(0).count == 0
+    addresses = {1: peers.addresses[1]}
+    stranger = PeerConnections(addresses, [LAYOUT], RunKeys(b"x" * 32), lambda _: False, peers.check, timeout=0.5)
+    with pytest.raises(Refused, match="the key does not match"):
+        stranger.read(1, 0)
+    stranger.close()
+    assert peers.connections[0].read(1, 0) is not None
+
+
+@pytest.mark.parametrize("message", [m.ReadWindow(optimizer=0), m.Gift(optimizer=0, nbytes=LAYOUT.nbytes)])
+def test_a_connection_that_has_not_proved_itself_is_refused_and_counted_also_without_encryption(
+    message: m.Message,
+) -> None:
+    keys = RunKeys(bytes(32), "off")
+    socket = PeerSocket("tcp://127.0.0.1:*", [LAYOUT], keys)
+    socket.publish(0, weights(1.0))
+    with raw_dealer(socket.address, keys) as stranger:
+        stranger.send(m.encode(message))
+        assert stranger.poll(20_000)
+        answer = m.decode(stranger.recv(), at="rank", channel=m.PEER)
+        assert isinstance(answer, m.RefusedMessage)
+        stranger.send(m.encode(m.Attach(rank=0, nonce=b"nonce")))
+        stranger.recv()
+        stranger.send(m.encode(m.AttachProof(mac=b"guess")))
+        answer = m.decode(stranger.recv(), at="rank", channel=m.PEER)
+        assert isinstance(answer, m.RefusedMessage)
+        assert answer.reason == "this proof opens nothing"
+    assert socket.strangers == 2
+    assert socket.read_inbox(0).count == 0
+    socket.close()
 
 
 @pytest.mark.parametrize(
@@ -158,34 +201,29 @@ def test_a_stranger_without_the_ticket_is_refused_and_counted(peers: Peers) -> N
     ids=["noise", "frames", "answer", "chunk"],
 )
 def test_noise_between_peers_harms_nobody(peers: Peers, frames: list[bytes]) -> None:
-    context = zmq.Context()
-    stranger = context.socket(zmq.DEALER)
-    stranger.setsockopt(zmq.LINGER, 0)
-    stranger.connect(peers.sockets[1].address)
-    stranger.send_multipart(frames)
-    peers.sockets[1].publish(0, weights(4.0))
-    read = peers.connections[0].read(1, 0)
-    assert read is not None
-    assert torch.equal(read[0], weights(4.0)[0])
-    stranger.close(0)
-    context.term()
+    with raw_dealer(peers.sockets[1].address, KEYS) as mate:
+        mate.send_multipart(frames)
+        peers.sockets[1].publish(0, weights(4.0))
+        read = peers.connections[0].read(1, 0)
+        assert read is not None
+        assert torch.equal(read[0], weights(4.0)[0])
 
 
 @pytest.mark.parametrize("change", [{"nbytes": LAYOUT.nbytes + 1}, {"nbytes": -1}, {"optimizer": 1}])
 def test_a_gift_of_another_size_or_for_nobody_is_refused(peers: Peers, change: dict[str, int]) -> None:
     socket = peers.sockets[1]
-    context = zmq.Context()
-    mate = context.socket(zmq.DEALER)
-    mate.setsockopt(zmq.LINGER, 0)
-    mate.connect(socket.address)
-    fields = {"optimizer": 0, "nbytes": LAYOUT.nbytes, **change}
-    mate.send(m.encode(m.Gift(ticket=socket.ticket, **fields)))
-    assert mate.poll(20_000)
-    answer = m.decode(mate.recv(), at="rank", channel=m.PEER)
+    with raw_dealer(socket.address, KEYS) as mate:
+        attach = m.Attach(rank=0, nonce=bytes(32))
+        mate.send(m.encode(attach))
+        challenge = m.decode(mate.recv(), at="rank", channel=m.PEER).nonce
+        mate.send(m.encode(m.AttachProof(mac=attach_mac(KEYS.peers, "rank", attach, challenge))))
+        assert isinstance(m.decode(mate.recv(), at="rank", channel=m.PEER), m.Attached)
+        fields = {"optimizer": 0, "nbytes": LAYOUT.nbytes, **change}
+        mate.send(m.encode(m.Gift(**fields)))
+        assert mate.poll(20_000)
+        answer = m.decode(mate.recv(), at="rank", channel=m.PEER)
     assert isinstance(answer, m.RefusedMessage)
     assert socket.read_inbox(0).count == 0
-    mate.close(0)
-    context.term()
 
 
 def test_a_leader_listens_where_the_server_can_be_reached() -> None:

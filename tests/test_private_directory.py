@@ -21,6 +21,7 @@ from lightning_omni.protocol.layout import Layout
 from lightning_omni.server import ControlConnection, PeerSocket
 from lightning_omni.server.addresses import check_address
 from lightning_omni.server.directory import PREFIX, PrivateDirectory, remove_if_abandoned, sibling
+from lightning_omni.server.encryption import RunKeys
 from lightning_omni.server.process import Settings
 
 SETTINGS = Settings("00" * 32, "", 0, 30.0, 60.0, 1, ())
@@ -62,6 +63,7 @@ def join(address: str) -> ControlConnection:
 PARENT = """
 import sys, msgspec
 from lightning_omni.server import ServerProcess
+from lightning_omni.server.encryption import RunKeys
 from lightning_omni.server.process import Settings
 process = ServerProcess(msgspec.json.decode(sys.argv[1], type=Settings))
 print(process.pid, process.address(), flush=True)
@@ -165,7 +167,8 @@ def test_a_path_too_long_for_sockets_is_passed_over_and_alone_it_is_an_error(
 
 def test_leaders_talk_beside_the_servers_sockets() -> None:
     directory = PrivateDirectory()
-    socket = PeerSocket(sibling(directory.address("control"), "peer-0"), [Layout.of({"w": torch.zeros(1)})])
+    layout = Layout.of({"w": torch.zeros(1)})
+    socket = PeerSocket(sibling(directory.address("control"), "peer-0"), [layout], RunKeys(bytes(32)))
     assert socket.address == directory.address("peer-0")
     socket.close()
     directory.remove()

@@ -21,7 +21,7 @@ from lightning_omni.methods.master import describe, hyperparameters_of
 from lightning_omni.protocol import EpochPlan, Out, ServerCore
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.codec import Packed, pack, unpack
-from lightning_omni.protocol.handshake import rank_mac, server_mac
+from lightning_omni.protocol.handshake import attach_mac, derive, rank_mac, server_mac, session_key
 from lightning_omni.protocol.layout import Layout
 
 varied = settings(
@@ -120,6 +120,7 @@ class Link:
         self.core = ServerCore(KEY, random.Random(0).randbytes, TIMEOUT, JOIN_TIMEOUT)
         self.core.data_port = 4242
         self.world_size = world_size
+        self.sessions: dict[int, bytes] = {}
         self.now = 100.0
         self.inbox: dict[tuple[bytes, str], list[Received]] = defaultdict(list)
         self.unasked: dict[bytes, m.Status] = {}
@@ -170,8 +171,16 @@ class Link:
         challenge = self.control(rank, knock)
         welcome: m.Welcome = self.control(rank, m.Proof(mac=rank_mac(KEY, knock, challenge.nonce)))
         assert isinstance(welcome, m.Welcome), welcome
-        assert self.data(rank, m.Attach(ticket=welcome.ticket))[0] == m.Attached()
+        self.sessions[rank] = session_key(KEY, knock, challenge.nonce)
+        assert isinstance(self.attach(rank, data_peer(rank)), m.Attached)
         return welcome
+
+    def attach(self, rank: int, peer: bytes) -> m.Message:
+        attach = m.Attach(rank=rank, nonce=bytes([rank % 256]) * 32)
+        ((challenge, _),) = self.say(peer, attach, channel=m.DATA)
+        proof = m.AttachProof(mac=attach_mac(self.sessions[rank], "rank", attach, challenge.nonce))
+        ((answer, _),) = self.say(peer, proof, channel=m.DATA)
+        return answer
 
     def form(self, *groups: tuple[int, ...], generation: int = 1, **options: Any) -> Any:
         form = m.Form(generation=generation, groups=groups, method=m.method_to_wire(AsyncSGD()), **options)
@@ -359,7 +368,7 @@ def test_a_stranger_is_refused_on_the_control_channel(kind: type[m.Message], dat
 
 @varied
 @given(st.data())
-@pytest.mark.parametrize("kind", DATA_MESSAGES)
+@pytest.mark.parametrize("kind", [kind for kind in DATA_MESSAGES if kind is not m.Attach])
 def test_a_stranger_is_refused_on_the_data_channel(kind: type[m.Message], data: st.DataObject) -> None:
     core = Link().core
     (out,) = core.receive(m.DATA, b"stranger", data.draw(some(kind)), b"payload", 0.0)
@@ -386,13 +395,85 @@ def test_a_control_connection_does_not_open_the_data_channel(link: Link) -> None
     expect_refusal(out.message, "stranger", "attach first")
 
 
-def test_a_ticket_opens_one_data_connection_at_a_time() -> None:
+def test_a_second_data_connection_of_a_rank_is_refused_and_the_first_one_stays() -> None:
     link = Link(world_size=1)
-    ticket = link.join(0).ticket
-    ((answer, _),) = link.say(b"data again", m.Attach(ticket=ticket), channel=m.DATA)
-    assert answer == m.Attached()
-    (out,) = link.core.receive(m.DATA, data_peer(0), m.TakeSnapshot(), b"", link.now)
-    expect_refusal(out.message, "stranger")
+    link.join(0)
+    expect_refusal(link.attach(0, b"data again"), "attached", "rank 0 has a data connection already")
+    assert link.core.is_admitted(m.DATA, data_peer(0))
+    assert not link.core.is_admitted(m.DATA, b"data again")
+
+
+def test_a_proof_of_attachment_opens_nothing_twice_and_nothing_for_another_rank_or_nonce() -> None:
+    link = Link(world_size=2)
+    for rank in range(2):
+        knock = hello(rank, 2)
+        challenge = link.control(rank, knock)
+        link.control(rank, m.Proof(mac=rank_mac(KEY, knock, challenge.nonce)))
+        link.sessions[rank] = session_key(KEY, knock, challenge.nonce)
+    assert link.sessions[0] != link.sessions[1]
+    attach = m.Attach(rank=0, nonce=b"n" * 32)
+    ((challenge, _),) = link.say(b"first", attach, channel=m.DATA)
+    right = m.AttachProof(mac=attach_mac(link.sessions[0], "rank", attach, challenge.nonce))
+    for secret in (KEY, link.sessions[1]):  # the run's key alone does not attach
+        ((asked, _),) = link.say(b"thief", attach, channel=m.DATA)
+        wrong = m.AttachProof(mac=attach_mac(secret, "rank", attach, asked.nonce))
+        ((answer, _),) = link.say(b"thief", wrong, channel=m.DATA)
+        expect_refusal(answer, "stranger", "this proof opens nothing")
+    link.say(b"thief", attach, channel=m.DATA)
+    ((answer, _),) = link.say(b"thief", right, channel=m.DATA)  # overheard: it answers another challenge
+    expect_refusal(answer, "stranger", "this proof opens nothing")
+    ((answer, _),) = link.say(b"first", right, channel=m.DATA)
+    assert isinstance(answer, m.Attached)
+    ((answer, _),) = link.say(b"first", right, channel=m.DATA)
+    expect_refusal(answer, "stranger", "this proof opens nothing")
+    assert link.core.strangers == 4
+
+
+def test_bytes_too_many_for_the_control_channel_are_brought_and_collected(link: Link) -> None:
+    large, small = bytes(range(256)) * 1000, b"small"
+    assert link.data(1, m.Bring(nbytes=len(large)), large)[0] == m.Brought()
+    link.say(control_peer(0), m.Contribute(number=0, what="gather"), small)
+    link.say(control_peer(1), m.Contribute(number=0, what="gather", brought=True))
+    link.say(control_peer(2), m.Contribute(number=0, what="gather"), b"")
+    for rank in range(3):
+        (gathered,) = [message for message in link.news(rank) if isinstance(message, m.Gathered)]
+        assert (gathered.sizes, gathered.collect) == ((5, len(large), 0), True)
+        assert link.data(rank, m.Collect(number=0)) == (m.Collected(nbytes=5 + len(large)), small + large)
+    expect_refusal(link.data(0, m.Collect(number=1))[0], "protocol", "nothing to collect of meeting 1")
+    answer = link.control(0, m.Contribute(number=1, what="gather", brought=True))
+    expect_refusal(answer, "protocol", "has brought nothing")
+
+
+def test_a_message_too_large_for_the_control_channel_is_brought_and_only_such_as_an_admitted_rank_may_send(
+    link: Link,
+) -> None:
+    for inner, known in ((m.AskStatus(), True), (hello(0), False), (m.ReadBrought(), False)):
+        data = m.encode(inner)
+        link.data(0, m.Bring(nbytes=len(data)), data)
+        answer = link.control(0, m.ReadBrought())
+        assert isinstance(answer, m.Status if known else m.RefusedMessage)
+    for nbytes in (0, -1, m.LARGEST_BROUGHT + 1):
+        with pytest.raises(MalformedMessage, match=f"{nbytes} bytes are announced"):
+            link.core.check_payload(data_peer(0), m.Bring(nbytes=nbytes))
+    with pytest.raises(Refused, match="attach first"):
+        link.core.check_payload(b"stranger", m.Long(nbytes=10))
+
+
+@pytest.mark.parametrize("field", ["run", "fingerprint", "nonce"])
+def test_what_a_stranger_may_say_has_a_largest_size(field: str) -> None:
+    long = "x" * 10_000 if field != "nonce" else b"x" * 10_000
+    with pytest.raises(MalformedMessage, match="Expected"):
+        m.decode(m.encode(hello(0, 1, **{field: long})), at="server", channel=m.CONTROL)
+
+
+def test_secrets_are_derived_by_hkdf() -> None:
+    # RFC 5869, test cases 1 and 3
+    assert derive(b"\x0b" * 22, bytes(range(0xF0, 0xFA)), bytes(range(13)), 42).hex() == (
+        "3cb25f25faacd57a90434f64d0362f2a2d2d0a90cf1a5a4c5db02d56ecc4c5bf34007208d5b887185865"
+    )
+    assert derive(b"\x0b" * 22, b"", b"", 42).hex() == (
+        "8da4e775a563c18f715f802a063c5a31b8a11f5c5ee1879ec3454e5f3c738d2d9d201395faa4b61a96c8"
+    )
 
 
 # --- Groups and weights --------------------------------------------------------------------------------------------
@@ -876,7 +957,12 @@ SAMPLES: dict[type[m.Message], m.Message] = {
         m.Lost(rank=2, reason="killed"),
         m.Goodbye(reason="done"),
         m.AskStatus(),
-        m.Attach(ticket=b"ticket"),
+        m.ReadBrought(),
+        m.Attach(rank=1, nonce=b"nonce"),
+        m.AttachProof(mac=b"mac"),
+        m.Long(nbytes=1 << 20),
+        m.Bring(nbytes=8),
+        m.Collect(number=3),
         seed_of({"parts": [torch.ones(2)]})[0],
         push_of(gradient(0))[0],
         m.Average(optimizer=0, nbytes=LAYOUT.nbytes),
@@ -943,5 +1029,6 @@ def test_strangers_change_nothing_for_the_run(script: list[tuple[tuple[str, m.Me
         read_at = max(0, tick - 2)
         noisy = link.data(0, *push_of(gradient(tick), read_at=read_at))
         assert noisy == quiet.data(0, *push_of(gradient(tick), read_at=read_at))
-    assert link.core.strangers >= sum(not isinstance(message, m.Hello) for (_, message), _ in script)
+    said = sum(not isinstance(message, (m.Hello, m.Attach)) for (_, message), _ in script)
+    assert link.core.strangers >= said
     assert link.core.roster.members.keys() == quiet.core.roster.members.keys()

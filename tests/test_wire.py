@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import random
 import secrets
@@ -23,7 +24,7 @@ import zmq
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_omni.errors import ConfigurationError, ConnectionLost, OmniError, RankLost, Refused
+from lightning_omni.errors import ConfigurationError, ConnectionLost, MalformedMessage, OmniError, RankLost, Refused
 from lightning_omni.methods import AsyncSGD
 from lightning_omni.methods.master import describe, hyperparameters_of
 from lightning_omni.protocol import ServerCore
@@ -62,7 +63,7 @@ class Rank:
         options = {"key": KEY, "run": "a run", "layout": self.layout, "connect_timeout": DEADLINE, **options}
         self.control = ControlConnection(address, rank=rank, world_size=world_size, **options)
         try:
-            self.data = DataConnection(self.control.data_address, self.control.ticket, self.control.check, DEADLINE)
+            self.data = DataConnection(self.control.session, self.control.check, DEADLINE)
         except BaseException:
             self.control.close()
             raise
@@ -121,9 +122,9 @@ def assert_exact_training(rank: Rank, parameters: list[Parameter], steps: int) -
 class Serving:
     """A server in a thread."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, encryption: str = "curve", **options: Any) -> None:
         self.core = ServerCore(KEY, secrets.token_bytes, **options)
-        self.server = Server(self.core)
+        self.server = Server(self.core, encryption=encryption)
         self.address = self.server.address
         self.failure: BaseException | None = None
         self._stopping = threading.Event()
@@ -152,6 +153,14 @@ class Serving:
 @pytest.fixture
 def serving() -> Iterator[Serving]:
     server = Serving()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def plain() -> Iterator[Serving]:
+    """A server that anybody can talk to, without encryption."""
+    server = Serving(encryption="off")
     yield server
     server.stop()
 
@@ -185,7 +194,7 @@ def raw_dealer(address: str) -> Iterator[zmq.Socket[bytes]]:
 @pytest.mark.parametrize("nbytes", [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 17])
 def test_a_payload_is_put_together_from_its_chunks(nbytes: int) -> None:
     payload = torch.arange(nbytes).to(torch.uint8)
-    assembly = Assembly(m.Attached(), torch.zeros(nbytes, dtype=torch.uint8))
+    assembly = Assembly(m.Seeded(), torch.zeros(nbytes, dtype=torch.uint8))
     pieces = list(chunks(payload))
     assert all(0 < len(piece) <= CHUNK for piece in pieces)
     for index, piece in enumerate(pieces):
@@ -249,22 +258,39 @@ def test_a_refused_payload_does_not_spoil_the_next_one(serving: Serving) -> None
         assert_exact_training(rank, parameters, steps=2)
 
 
-def test_meetings_carry_each_ranks_bytes(serving: Serving) -> None:
+@pytest.mark.parametrize("size", [1000, 100_000])
+def test_meetings_carry_each_ranks_bytes(serving: Serving, size: int) -> None:
     with ranks(serving.address, 3) as joined:
         answers: dict[int, list[bytes]] = {}
 
         def meet(rank: int) -> None:
-            message = m.Contribute(number=0, what="all_gather")
-            payload = bytes([rank]) * 100_000 * rank
-            answers[rank] = joined[rank].control.request_payload(message, m.Gathered, payload, DEADLINE)[1]
+            control, data, payload = joined[rank].control, joined[rank].data, bytes([rank]) * size * rank
+            if brought := len(payload) > m.LARGEST_INLINE:
+                data.exchange(
+                    m.Bring(nbytes=len(payload)), m.Brought, torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+                )
+            message = m.Contribute(number=0, what="all_gather", brought=brought)
+            gathered, parts = control.request_payload(message, m.Gathered, b"" if brought else payload, DEADLINE)
+            assert gathered.collect == (size * 2 > m.LARGEST_INLINE)
+            if gathered.collect:
+                _, whole = data.exchange(m.Collect(number=0), m.Collected)
+                parts = [part.numpy().tobytes() for part in whole.split(list(gathered.sizes))]
+            answers[rank] = parts
 
         threads = [threading.Thread(target=meet, args=(rank,)) for rank in range(3)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        expected = [bytes([rank]) * 100_000 * rank for rank in range(3)]
+        expected = [bytes([rank]) * size * rank for rank in range(3)]
         assert answers == dict.fromkeys(range(3), expected)
+
+
+def test_what_is_too_large_for_the_control_channel_is_an_error_before_it_is_sent(serving: Serving) -> None:
+    with ranks(serving.address, 1) as (rank,):
+        with pytest.raises(MalformedMessage, match="bring it over the data channel"):
+            rank.control.request(m.Contribute(number=0, what="gather"), m.Gathered, bytes(m.LARGEST_INLINE + 1))
+        assert rank.control.request(m.AskStatus(), m.Status, timeout=DEADLINE).lost == ()
 
 
 def test_heartbeats_bring_the_status_home(serving: Serving) -> None:
@@ -316,17 +342,17 @@ def garbage(seed: int) -> Iterator[list[bytes]]:
     for _ in range(60):
         yield [source.randbytes(source.randrange(200)) for _ in range(source.randrange(1, 5))]
     yield from ([push], [push[: len(push) // 2]], [seed_message], [b"", b"x" * 1000], [b"", b""], [b""], [b""] * 5)
-    yield from ([m.encode(message)] for message in (m.AskStatus(), m.Fetch(optimizer=0), m.Attach(ticket=b"x" * 32)))
+    yield from ([m.encode(message)] for message in (m.AskStatus(), m.Fetch(optimizer=0), m.AttachProof(mac=b"x" * 32)))
     yield [b"\x80\x04\x95" + b"cos\nsystem\n(S'true'\ntR."]  # a pickle
     yield [b"\xdd\xff\xff\xff\xff"]
 
 
-def test_garbage_is_refused_and_counted_and_harms_no_exchange(serving: Serving) -> None:
+def test_garbage_is_refused_and_counted_and_harms_no_exchange(plain: Serving) -> None:
     with ExitStack() as stack:
-        (rank,) = stack.enter_context(ranks(serving.address, 1, numel=50_000))
+        (rank,) = stack.enter_context(ranks(plain.address, 1, numel=50_000, encryption="off"))
         parameters = rank.begin((0,))
-        control = stack.enter_context(raw_dealer(serving.address))
-        data = stack.enter_context(raw_dealer(serving.data_address))
+        control = stack.enter_context(raw_dealer(plain.address))
+        data = stack.enter_context(raw_dealer(plain.data_address))
         finished = threading.Event()
 
         def pester() -> None:
@@ -344,7 +370,7 @@ def test_garbage_is_refused_and_counted_and_harms_no_exchange(serving: Serving) 
         finally:
             finished.set()
             thread.join()
-        assert eventually(lambda: serving.core.strangers >= 100)
+        assert eventually(lambda: plain.core.strangers >= 100)
         assert control.poll(DEADLINE * 1000)
         refusal = m.decode(control.recv_multipart()[0], at="rank", channel=m.CONTROL)
         assert isinstance(refusal, m.RefusedMessage)
@@ -364,23 +390,39 @@ def test_bytes_that_are_not_even_zeromq_harm_no_exchange(serving: Serving) -> No
 
 
 @pytest.mark.parametrize("message", [m.Fetch(optimizer=0), m.Seed(packed=Packed(b"", ()), nbytes=2**50)])
-def test_a_stranger_on_the_data_channel_is_refused_as_a_stranger_once(serving: Serving, message: m.Message) -> None:
-    with raw_dealer(serving.data_address) as dealer:
+def test_a_stranger_on_the_data_channel_is_refused_as_a_stranger_once(plain: Serving, message: m.Message) -> None:
+    with raw_dealer(plain.data_address) as dealer:
         dealer.send(m.encode(message))
         assert dealer.poll(DEADLINE * 1000)
         answer = m.decode(dealer.recv_multipart()[0], at="rank", channel=m.DATA)
-    assert (answer.code, serving.core.strangers) == ("stranger", 1)
+    assert (answer.code, plain.core.strangers) == ("stranger", 1)
 
 
-def test_a_wrong_ticket_opens_nothing(serving: Serving) -> None:
-    with pytest.raises(Refused, match="this ticket opens nothing"):
-        DataConnection(serving.data_address, b"x" * 32, lambda: None, DEADLINE)
+def test_the_secret_of_another_process_attaches_nothing_and_its_owner_keeps_its_connection(serving: Serving) -> None:
+    with ranks(serving.address, 1) as (rank,):
+        parameters = rank.begin((0,))
+        thief = dataclasses.replace(rank.control.session, secret=bytes(32))
+        with pytest.raises(Refused, match="this proof opens nothing"):
+            DataConnection(thief, lambda: None, DEADLINE)
+        with pytest.raises(Refused, match="has a data connection already"):
+            DataConnection(rank.control.session, lambda: None, DEADLINE)
+        assert_exact_training(rank, parameters, steps=2)
 
 
-def test_another_key_is_refused(serving: Serving) -> None:
-    with pytest.raises(Refused, match="the same key") as refusal:
-        Rank(serving.address, key=new_key())
-    assert refusal.value.code == "key"
+def test_another_key_is_refused_with_and_without_encryption(serving: Serving, plain: Serving) -> None:
+    for server, options in ((serving, {}), (plain, {"encryption": "off"})):
+        with pytest.raises(Refused, match="the same key") as refusal:
+            Rank(server.address, key=new_key(), connect_timeout=1.0, **options)
+        assert refusal.value.code == "key"
+
+
+def test_a_rank_without_encryption_is_not_heard_by_a_server_with_it_nor_the_other_way_round(
+    serving: Serving, plain: Serving
+) -> None:
+    for server, encryption in ((serving, "off"), (plain, "curve")):
+        with pytest.raises(Refused, match='only one side was given encryption="off"'):
+            Rank(server.address, connect_timeout=1.0, encryption=encryption)
+    assert serving.core.strangers == plain.core.strangers == 0
 
 
 def test_a_server_without_the_key_is_not_believed() -> None:
@@ -392,14 +434,16 @@ def test_a_server_without_the_key_is_not_believed() -> None:
         peer, _ = impostor.recv_multipart()
         impostor.send_multipart([peer, m.encode(m.Challenge(nonce=b"n" * 32))])
         peer, _ = impostor.recv_multipart()
-        welcome = m.Welcome(mac=b"guess", ticket=b"t", data_port=1, heartbeat_timeout=30.0)
+        welcome = m.Welcome(mac=b"guess", data_port=1, heartbeat_timeout=30.0)
         impostor.send_multipart([peer, m.encode(welcome)])
 
     thread = threading.Thread(target=answer_everything)
     thread.start()
     try:
+        with pytest.raises(Refused, match="the key does not match"):  # it hears nothing at all
+            Rank(f"tcp://127.0.0.1:{port}", connect_timeout=0.5)
         with pytest.raises(Refused, match="does not hold the run's key"):
-            Rank(f"tcp://127.0.0.1:{port}")
+            Rank(f"tcp://127.0.0.1:{port}", encryption="off")
     finally:
         thread.join()
         impostor.close(0)
@@ -434,11 +478,15 @@ class Wiretap:
                 target.sendall(data)
             target.shutdown(socket.SHUT_WR)
 
-    def messages(self) -> Iterator[list[bytes]]:
-        """Everything that was said, once both sides have hung up: the frames of each ZeroMQ message."""
+    def all(self) -> list[bytearray]:
+        """What either side said, once both have hung up."""
         for thread in self._threads:
             thread.join(DEADLINE)
-        for heard in self.heard:
+        return self.heard
+
+    def messages(self) -> Iterator[list[bytes]]:
+        """Everything that was said, once both sides have hung up: the frames of each ZeroMQ message."""
+        for heard in self.all():
             frames, position = [], 64  # after the greeting
             while position < len(heard):
                 flags, width = heard[position], 8 if heard[position] & 2 else 1
@@ -452,10 +500,10 @@ class Wiretap:
                     frames = []
 
 
-def test_everything_on_the_wire_is_messagepack_or_bytes_of_a_tensor(serving: Serving) -> None:
-    control, data = (Wiretap(int(at.rpartition(":")[2])) for at in (serving.address, serving.data_address))
-    serving.core.data_port = data.port
-    with ranks(f"tcp://127.0.0.1:{control.port}", 1) as (rank,):
+def test_without_encryption_everything_on_the_wire_is_messagepack_or_bytes_of_a_tensor(plain: Serving) -> None:
+    control, data = (Wiretap(int(at.rpartition(":")[2])) for at in (plain.address, plain.data_address))
+    plain.core.data_port = data.port
+    with ranks(f"tcp://127.0.0.1:{control.port}", 1, encryption="off") as (rank,):
         assert_exact_training(rank, rank.begin((0,)), steps=2)
         rank.control.request_payload(m.Contribute(number=0, what="gather"), m.Gathered, b"bytes", DEADLINE)
     said = {}
@@ -467,6 +515,18 @@ def test_everything_on_the_wire_is_messagepack_or_bytes_of_a_tensor(serving: Ser
             said[msgspec.msgpack.decode(head)["type"]] = payload
     assert said.keys() >= {"Hello", "Challenge", "Proof", "Welcome", "Form", "Formed", "Seed", "Push", "Weights"}
     assert said["Contribute"] == said["Gathered"] == [b"bytes"]
+
+
+def test_nothing_on_the_wire_can_be_read_with_encryption(serving: Serving) -> None:
+    control, data = (Wiretap(int(at.rpartition(":")[2])) for at in (serving.address, serving.data_address))
+    serving.core.data_port = data.port
+    with ranks(f"tcp://127.0.0.1:{control.port}", 1, numel=1000) as (rank,):
+        assert_exact_training(rank, rank.begin((0,)), steps=2)
+        gradient = rank.gradient(0)[0].numpy().tobytes()
+    heard = [bytes(each) for tap in (control, data) for each in tap.all()]
+    assert sum(map(len, heard)) > 4 * len(gradient)
+    for each in heard:
+        assert not any(word in each for word in (b"Hello", b"Proof", b"Attach", b"Push", b"Weights", gradient[:64]))
 
 
 # --- Addresses -----------------------------------------------------------------------------------------------------

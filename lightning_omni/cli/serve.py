@@ -27,6 +27,7 @@ def serve(
     once: bool = False,
     record: Path | None = None,
     method: str = "",
+    encryption: str = "curve",
 ) -> int:
     """Runs a parameter server that trainings join with OmniStrategy(server="tcp://host:port").
 
@@ -44,6 +45,7 @@ def serve(
         once: End after the first run.
         record: File for a record of everything that moves the weights, to be gone through again in the simulator.
         method: Methods of your own that runs may use, as module:Class, separated by commas.
+        encryption: "curve", or "off" on a network whose every user you trust; the runs must be given the same.
     """
     # Not above: --help is not to wait for torch.
     import torch
@@ -55,6 +57,7 @@ def serve(
     from lightning_omni.protocol.server import ServerCore
     from lightning_omni.server import Server
     from lightning_omni.server.keys import load_or_create
+    from lightning_omni.server.process import raise_limit_of_files
 
     console = Console(stderr=True)
     key, where = load_or_create(key_file)
@@ -70,7 +73,8 @@ def serve(
         resolve_module=module_resolver(allow_module.split(",") if allow_module else ()),
         record=RecordFile(record) if record is not None else None,
     )
-    server = Server(core, host=host, port=port, data_port=data_port)
+    raise_limit_of_files()
+    server = Server(core, host=host, port=port, data_port=data_port, encryption=encryption)
     stopped = threading.Event()
     signals: list[int] = []
 

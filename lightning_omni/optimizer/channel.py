@@ -142,8 +142,18 @@ class Channel:
         self._world.barrier()
 
     def ask(self, message: m.Message, expect: type[_Answer], payload: Tensor | None = None) -> tuple[_Answer, Tensor]:
-        """Asks the server on the data channel; for leaders. Returns the answer and its payload, uint8."""
+        """Asks the server on the data channel. Returns the answer and its payload, uint8."""
         return self._data_connection().exchange(message, expect, payload)
+
+    def bring(self, data: bytes) -> None:
+        """Bytes that the control channel does not take; what is said there next is about them. For every rank."""
+        payload = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        self.ask(m.Bring(nbytes=payload.numel()), m.Brought, payload)
+
+    def collect(self, gathered: m.Gathered) -> list[bytes]:
+        """What a meeting has gathered and the control channel does not give. For every rank."""
+        _, payload = self.ask(m.Collect(number=gathered.number), m.Collected)
+        return [part.numpy().tobytes() for part in payload.split(list(gathered.sizes))]
 
     # --- Peers --------------------------------------------------------------------------------------------------------
 
@@ -154,11 +164,11 @@ class Channel:
             return
         assert self._world.control is not None
         layouts = [part.replica.layout for part in self._world.parts]
-        socket = PeerSocket(self._peer_endpoint(), layouts) if self._world.is_leader else None
+        socket = PeerSocket(self._peer_endpoint(), layouts, self._world.control.keys) if self._world.is_leader else None
         mine = b""
         if socket is not None:
             address = self._world.server.published(socket.address)
-            mine = msgspec.json.encode(Address(self._world.group, address, socket.ticket))
+            mine = msgspec.json.encode(Address(self._world.group, address))
         said = self._world.meet("peers", mine)
         if socket is not None:
             others = [msgspec.json.decode(payload, type=Address) for _, payload in said if payload]
@@ -167,6 +177,7 @@ class Channel:
                 PeerConnections(
                     {other.group: other for other in others if other.group != self._world.group},
                     layouts,
+                    self._world.control.keys,
                     lambda group: group not in self._world.live_groups,
                     self._world.control.check,
                 ),
@@ -331,8 +342,7 @@ class Channel:
         if self._data is None:
             assert self._world.control is not None
             self._data = DataConnection(
-                self._world.control.data_address,
-                self._world.control.ticket,
+                self._world.control.session,
                 self._world.control.check,
                 timeout=self._world.options.timeout.total_seconds(),
             )

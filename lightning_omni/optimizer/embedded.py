@@ -15,8 +15,8 @@ from lightning_omni.methods.modules import class_paths, describe_module
 from lightning_omni.optimizer.options import WorldOptions
 from lightning_omni.optimizer.replica import Part
 from lightning_omni.server import ServerProcess, directory
+from lightning_omni.server.keys import ENVIRONMENT, key_of_environment, new_key
 from lightning_omni.server.keys import load as load_key
-from lightning_omni.server.keys import new_key
 from lightning_omni.server.process import Settings
 
 
@@ -49,7 +49,7 @@ class RunServer:
         if self.process is None:
             self.process = ServerProcess()
         if not self.process.is_told:
-            self._key = new_key()
+            self._key = key_of_environment() or new_key()
             self.process.tell(self._settings(method, list(parts)))
 
     def stop(self) -> None:
@@ -76,7 +76,9 @@ class RunServer:
             try:
                 if self._options.server is None:
                     assert self.process is not None
-                    said = {"address": self.published(self.process.address()), "key": self._key.hex()}
+                    # A key that all ranks were given does not travel: these connections are in the clear.
+                    key = ENVIRONMENT if key_of_environment() else self._key.hex()
+                    said = {"address": self.published(self.process.address()), "key": key}
                 else:
                     said = {"address": self._options.server, "key": ""}
             except Exception as error:
@@ -87,7 +89,19 @@ class RunServer:
             raise failure
         if "error" in said:
             raise ConfigurationError(f"rank 0 could not start the parameter server: {said['error']}")
-        return said["address"], bytes.fromhex(said["key"]) if said["key"] else load_key(), said["run"]
+        return said["address"], self._key_of(said["key"]), said["run"]
+
+    @staticmethod
+    def _key_of(said: str) -> bytes:
+        if said != ENVIRONMENT:
+            return bytes.fromhex(said) if said else load_key()
+        key = key_of_environment()
+        if key is None:
+            raise ConfigurationError(
+                f"rank 0 has its key from the environment variable {ENVIRONMENT}, and this rank has none: set it to the"
+                " same key for all ranks, or for none"
+            )
+        return key
 
     def published(self, address: str) -> str:
         """An address of this machine as the other ranks can reach it."""
@@ -109,6 +123,7 @@ class RunServer:
                 path for part in parts if part.head for path in class_paths(describe_module(part.head[1]))
             ),
             record=os.path.abspath(options.record) if options.record else "",
+            encryption=options.encryption,
         )
 
     def _host(self) -> str:

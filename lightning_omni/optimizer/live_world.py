@@ -1,8 +1,9 @@
 """The live world: a torch process group whose collectives are meetings arranged by the server.
 
 The server knows who is alive, so no collective waits for the dead, and all survivors see the same set of
-contributions. Payloads go through the server's control socket, which is right for metrics, flags and checkpoints'
-names; gradients never go this way. Ranks are numbered by their place among the living.
+contributions. Small payloads go through the server's control socket, which is right for metrics, flags and checkpoints'
+names; larger ones through its data socket. Gradients never go this way. Ranks are numbered by their place among the
+living.
 """
 
 from __future__ import annotations
@@ -18,10 +19,9 @@ from torch import Tensor
 
 from lightning_omni.errors import UnsupportedError
 from lightning_omni.protocol.layout import DTYPES
+from lightning_omni.protocol.messages import LARGEST_BROUGHT
 
 BACKEND = "omni"
-LARGEST_PIECE = 8 << 20
-"""Bytes that one rank brings to one meeting, at most; larger tensors take several."""
 
 Meet = Callable[[str, bytes], list[tuple[int, bytes]]]
 """Contributes bytes for a stated purpose; returns everyone's, as (global rank, bytes) in rank order."""
@@ -179,8 +179,8 @@ class LiveWorld(dist.ProcessGroup):
         data = mine.numpy().tobytes() if only in (None, self._global_rank) else b""
         nbytes = tensor.numel() * tensor.element_size()
         pieces: dict[int, list[bytes]] = {}
-        for start in range(0, max(nbytes, 1), LARGEST_PIECE):
-            for rank, piece in self._meet(what, data[start : start + LARGEST_PIECE]):
+        for start in range(0, max(nbytes, 1), LARGEST_BROUGHT):
+            for rank, piece in self._meet(what, data[start : start + LARGEST_BROUGHT]):
                 pieces.setdefault(rank, []).append(piece)
         gathered = {}
         for rank, parts in pieces.items():

@@ -9,6 +9,7 @@ from datetime import timedelta
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import Method, checked, method_named
 from lightning_omni.server.addresses import check_address
+from lightning_omni.server.encryption import check_encryption
 from lightning_omni.topology import check_groups
 
 
@@ -28,6 +29,8 @@ class WorldOptions:
         server_threads: threads of the embedded server's arithmetic.
         record: file for a record of everything that moves the weights, written by the embedded server; see
             `lightning_omni.simulator.replay`.
+        encryption: of connections over the network: ``"curve"``, or ``"off"`` on a network whose every user you trust;
+            a server that runs already must have been given the same.
     """
 
     groups: int | None = None
@@ -39,12 +42,14 @@ class WorldOptions:
     timeout: timedelta = timedelta(minutes=30)
     server_threads: int = 1
     record: str | None = None
+    encryption: str = "curve"
 
     def __post_init__(self) -> None:
         if self.groups is not None:
             check_groups(self.groups, sys.maxsize)
         if self.server is not None:
             check_address(self.server)
+        check_encryption(self.encryption)
         if self.heartbeat_timeout < 2:
             raise ConfigurationError(
                 f"heartbeat_timeout={self.heartbeat_timeout}: ranks give two signs of life a second, and a busy one"

@@ -449,7 +449,9 @@ class World:
         address, key, run = self.server.find(self.tell)
         self._meetings = 0
         layout = Layout(tuple(spec for part in self.parts for spec in part.replica.layout.specs))
-        self.control = ControlConnection(address, key, run, self.rank, self.size, layout, on_end=self._on_end)
+        self.control = ControlConnection(
+            address, key, run, self.rank, self.size, layout, on_end=self._on_end, encryption=self.options.encryption
+        )
         self.process_groups.join(self.meet)
 
     def _form(self, groups: int | None = None, speeds: Mapping[int, float] | None = None) -> None:
@@ -485,12 +487,21 @@ class World:
                 keep_epoch=groups is not None and not self.is_synchronous,
             )
             try:
-                self.control.request(form, m.Formed)
+                self._say(form, m.Formed)
                 return topology
             except Refused:
                 # A rank died this very moment and the notice is on its way: form without it.
                 if groups is None or topology.ranks == self.live_ranks:
                     raise
+
+    def _say(self, message: m.Message, expect: type[m.Message]) -> None:
+        """A request on the control channel, however large."""
+        assert self.control is not None
+        data = m.encode(message)
+        if len(data) > m.LARGEST_INLINE:
+            self.channel.bring(data)
+            message = m.ReadBrought()
+        self.control.request(message, expect)
 
     def _topology_of_the_living(self, groups: int, speeds: Mapping[int, float] | None) -> Topology:
         if speeds is None:
@@ -514,11 +525,16 @@ class World:
     def meet(self, what: str, payload: bytes) -> list[tuple[int, bytes]]:
         """Bytes of everyone who lives, by rank; ``what`` is the same on all. All ranks call it, or wait for it."""
         assert self.control is not None
-        message = m.Contribute(number=self._meetings, what=what)
+        brought = len(payload) > m.LARGEST_INLINE
+        message = m.Contribute(number=self._meetings, what=what, brought=brought)
         self._meetings += 1
+        if brought:
+            self.channel.bring(payload)
         gathered, parts = self.control.request_payload(
-            message, m.Gathered, payload, timeout=self.options.timeout.total_seconds()
+            message, m.Gathered, b"" if brought else payload, timeout=self.options.timeout.total_seconds()
         )
+        if gathered.collect:
+            parts = self.channel.collect(gathered)
         return list(zip(gathered.ranks, parts, strict=True))
 
     def _gather(self, numbers: list[int]) -> list[list[int]]:

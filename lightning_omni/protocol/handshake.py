@@ -2,6 +2,9 @@
 
 Rule 1: a rank proves that it holds the run's key with a MAC over both nonces; the server proves the same back.
 Rule 2: nothing but version and nonces is revealed to someone without the key.
+Rule 3: every secret beside the run's key is derived from it, each for one purpose; none of them travels.
+Rule 4: a data connection is opened by a proof over fresh nonces with a key of that rank's process alone, so that bytes
+that were overheard open nothing.
 Nonces are arguments here; drawing them is the caller's business.
 """
 
@@ -9,10 +12,11 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+from typing import Literal
 
 import msgspec
 
-from lightning_omni.protocol.messages import VERSION, Hello
+from lightning_omni.protocol.messages import VERSION, Attach, Hello
 
 NONCE_BYTES = 32
 
@@ -25,6 +29,33 @@ def rank_mac(key: bytes, hello: Hello, challenge: bytes) -> bytes:
 def server_mac(key: bytes, hello: Hello, challenge: bytes) -> bytes:
     """The MAC by which the server shows that it holds the key, too."""
     return _mac(key, b"server", hello, challenge)
+
+
+def session_key(key: bytes, hello: Hello, challenge: bytes) -> bytes:
+    """The secret of one admitted process and its server; it opens that process's data connection."""
+    return derive(key, b"session", msgspec.msgpack.encode((hello, challenge)))
+
+
+def attach_mac(secret: bytes, side: Literal["rank", "server"], attach: Attach, challenge: bytes) -> bytes:
+    """The MAC by which either side shows that it holds the secret of a connection."""
+    return hmac.digest(secret, msgspec.msgpack.encode(("attach", side, attach, challenge)), hashlib.sha256)
+
+
+def derive(key: bytes, purpose: bytes, salt: bytes = b"", length: int = 32) -> bytes:
+    """HKDF with SHA-256 (RFC 5869): a secret for one purpose.
+
+    Args:
+        key: the secret to derive from.
+        purpose: what the new secret is for; other purposes give unrelated secrets.
+        salt: makes it another one each time.
+        length: its length in bytes, at most 8160.
+    """
+    extracted = hmac.digest(salt or bytes(hashlib.sha256().digest_size), key, hashlib.sha256)
+    block, derived = b"", b""
+    while len(derived) < length:
+        block = hmac.digest(extracted, block + purpose + bytes([len(derived) // len(extracted) + 1]), hashlib.sha256)
+        derived += block
+    return derived[:length]
 
 
 def is_equal(one: bytes, other: bytes) -> bool:

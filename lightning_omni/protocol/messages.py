@@ -6,7 +6,7 @@ Rule 2: tensors never stand in a message; it says how many bytes of payload trav
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -15,8 +15,18 @@ from lightning_omni.methods import METHODS, Exchange
 from lightning_omni.protocol.codec import Packed
 from lightning_omni.protocol.leases import Batch, EpochPlan
 
-VERSION = 3
+VERSION = 4
 """Protocol version. Both sides must have the same."""
+LARGEST_INLINE = 32 << 10
+"""Bytes of message or payload that a rank may send on the control channel; more is brought over the data channel."""
+LARGEST_BROUGHT = 8 << 20
+"""Bytes that a rank may bring for one collective."""
+LONGEST = 256 << 20
+"""Bytes of one message of an admitted rank on the data channel, payload not counted."""
+
+Name = Annotated[str, msgspec.Meta(max_length=128)]
+Secret = Annotated[bytes, msgspec.Meta(max_length=64)]
+"""What a stranger may say before it is admitted has a largest size: of names and of nonces and MACs."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -30,19 +40,19 @@ class Hello(Message, frozen=True, kw_only=True):
     """A rank knocks. ``version`` stands first for good: it is all that an other version may rely on."""
 
     version: int
-    run: str
+    run: Name
     rank: int
     world_size: int
-    fingerprint: str
+    fingerprint: Name
     tensors: int
     numbers: int
-    nonce: bytes
+    nonce: Secret
 
 
 class Proof(Message, frozen=True, kw_only=True):
     """The answer to a `Challenge`: proves that the rank holds the run's key."""
 
-    mac: bytes
+    mac: Secret
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):
@@ -121,10 +131,16 @@ class Contribute(Message, frozen=True, kw_only=True):
     Attributes:
         number: counts the meetings of this run.
         what: the collective and its signature; all ranks must meet in the same one.
+        brought: whether the payload is what I have brought before, see `Bring`.
     """
 
     number: int
     what: str
+    brought: bool = False
+
+
+class ReadBrought(Message, frozen=True, kw_only=True):
+    """What I have brought before, see `Bring`, is a message, too large for this channel."""
 
 
 class Lost(Message, frozen=True, kw_only=True):
@@ -158,13 +174,11 @@ class Welcome(Message, frozen=True, kw_only=True):
 
     Attributes:
         mac: proves that the server holds the key, too.
-        ticket: opens the data socket.
-        data_port: port of the data socket, on the same host.
+        data_port: port of the data socket, on the same host; 0 if that is a file beside the control socket's.
         heartbeat_timeout: seconds of silence after which a rank counts as dead.
     """
 
     mac: bytes
-    ticket: bytes
     data_port: int
     heartbeat_timeout: float
 
@@ -261,11 +275,13 @@ class Gathered(Message, frozen=True, kw_only=True):
     Attributes:
         ranks: who took part, ascending.
         sizes: bytes of payload of each; the payload follows, in this order.
+        collect: it does not follow: it is too large for this channel, and `Collect` gets it.
     """
 
     number: int
     ranks: tuple[int, ...]
     sizes: tuple[int, ...]
+    collect: bool = False
 
 
 class Notice(Message, frozen=True, kw_only=True):
@@ -290,9 +306,34 @@ class Acknowledged(Message, frozen=True, kw_only=True):
 
 
 class Attach(Message, frozen=True, kw_only=True):
-    """Opens a data connection with the ticket from `Welcome`."""
+    """An admitted rank opens its data connection, or a leader that to another one (then ``rank`` is its group)."""
 
-    ticket: bytes
+    rank: int
+    nonce: Secret
+
+
+class AttachProof(Message, frozen=True, kw_only=True):
+    """The answer to an `AttachChallenge`: proves that the rank's own process is behind this connection, too."""
+
+    mac: Secret
+
+
+class Long(Message, frozen=True, kw_only=True):
+    """A message too large for one frame follows: ``nbytes`` of it in chunks, then its payload. Either way."""
+
+    nbytes: int
+
+
+class Bring(Message, frozen=True, kw_only=True):
+    """Bytes that are too large for the control channel, on which they are needed next. They follow as payload."""
+
+    nbytes: int
+
+
+class Collect(Message, frozen=True, kw_only=True):
+    """Send the payloads of the meeting that was the last."""
+
+    number: int
 
 
 class Seed(Message, frozen=True, kw_only=True):
@@ -436,8 +477,26 @@ class TakeSnapshot(Message, frozen=True, kw_only=True):
 # --- Data, server to rank --------------------------------------------------------------------------------------------
 
 
+class AttachChallenge(Message, frozen=True, kw_only=True):
+    """Prove that you are who was admitted."""
+
+    nonce: Secret
+
+
 class Attached(Message, frozen=True, kw_only=True):
-    """The data connection stands."""
+    """The connection stands; ``mac`` proves that the side that was asked holds the secret, too."""
+
+    mac: Secret
+
+
+class Brought(Message, frozen=True, kw_only=True):
+    """The server has it."""
+
+
+class Collected(Message, frozen=True, kw_only=True):
+    """All payloads of a meeting, in the order of ranks; they follow."""
+
+    nbytes: int
 
 
 class Seeded(Message, frozen=True, kw_only=True):
@@ -511,14 +570,12 @@ class Snapshot(Message, frozen=True, kw_only=True):
 class ReadWindow(Message, frozen=True, kw_only=True):
     """Show me what you have published for one optimizer."""
 
-    ticket: str
     optimizer: int
 
 
 class Gift(Message, frozen=True, kw_only=True):
     """Weights for your inbox. The payload follows."""
 
-    ticket: str
     optimizer: int
     nbytes: int
 
@@ -534,16 +591,21 @@ class Taken(Message, frozen=True, kw_only=True):
 
 
 FromControl = (
-    Hello | Proof | Heartbeat | Form | OpenEpoch | Draw | Await | Leave | Contribute | Lost | Goodbye | AskStatus
-)
+    Hello | Proof | Heartbeat | Form | OpenEpoch | Draw | Await | Leave | Contribute | ReadBrought | Lost | Goodbye
+    | AskStatus
+)  # fmt: skip
 FromData = (
-    Attach | Seed | PushMessage | Average | Deposit | Fetch | TakeSnapshot | HeadForward | HeadBackward | HeadRelease
-)
+    Attach | AttachProof | Long | Seed | PushMessage | Average | Deposit | Fetch | TakeSnapshot | HeadForward
+    | HeadBackward | HeadRelease | Bring | Collect
+)  # fmt: skip
 ToControl = (
     Challenge | Welcome | RefusedMessage | Status | Formed | EpochOpened | Drawn | Verdict | Left | Gathered | Notice
     | Acknowledged
 )  # fmt: skip
-ToData = Attached | Seeded | Deposited | Weights | Snapshot | HeadOutput | HeadGradients | HeadReleased | RefusedMessage
+ToData = (
+    AttachChallenge | Attached | Long | Seeded | Deposited | Weights | Snapshot | HeadOutput | HeadGradients
+    | HeadReleased | RefusedMessage | Brought | Collected
+)  # fmt: skip
 
 Channel = str
 CONTROL: Channel = "control"
@@ -556,8 +618,8 @@ _decoders = {
     ("server", DATA): msgspec.msgpack.Decoder(FromData),
     ("rank", CONTROL): msgspec.msgpack.Decoder(ToControl),
     ("rank", DATA): msgspec.msgpack.Decoder(ToData),
-    ("server", PEER): msgspec.msgpack.Decoder(ReadWindow | Gift),
-    ("rank", PEER): msgspec.msgpack.Decoder(Window | Taken | RefusedMessage),
+    ("server", PEER): msgspec.msgpack.Decoder(Attach | AttachProof | ReadWindow | Gift),
+    ("rank", PEER): msgspec.msgpack.Decoder(AttachChallenge | Attached | Window | Taken | RefusedMessage),
 }
 
 

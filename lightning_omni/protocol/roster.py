@@ -9,21 +9,23 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from lightning_omni.errors import Refused
-from lightning_omni.protocol.handshake import fingerprint_problem, is_equal, rank_mac, version_problem
+from lightning_omni.protocol.handshake import fingerprint_problem, is_equal, rank_mac, session_key, version_problem
 from lightning_omni.protocol.messages import Heartbeat, Hello, Proof
 from lightning_omni.topology import Topology
 
 MOST_RANKS = 1 << 16
 """Ranks of a run, at most."""
+MOST_CHALLENGED = 1024
+"""Connections that may be about to prove something; a further one displaces the first. Each holds at most 1 kB."""
 
 
 @dataclass
 class Member:
-    """An admitted rank."""
+    """An admitted rank. ``session`` is the secret that it shares with the server; it never travels."""
 
     rank: int
     peer: bytes
-    ticket: bytes
+    session: bytes
     last_seen: float
     timings: Heartbeat = field(default_factory=lambda: Heartbeat(sent=0.0))
 
@@ -41,7 +43,6 @@ class Roster:
         self.gone: set[int] = set()
         self.topology: Topology | None = None
         self._ranks: dict[bytes, int] = {}
-        self._tickets: dict[bytes, int] = {}
 
     @property
     def world_size(self) -> int:
@@ -67,10 +68,10 @@ class Roster:
         if problem := version_problem(hello):
             raise Refused("version", problem)
         self._challenged[peer] = (hello, challenge)
-        while len(self._challenged) > 4096:  # strangers may knock as they like, but not fill the memory
+        while len(self._challenged) > MOST_CHALLENGED:  # strangers may knock as they like, but not fill the memory
             self._challenged.pop(next(iter(self._challenged)))
 
-    def admit(self, peer: bytes, proof: Proof, ticket: bytes, now: float) -> tuple[Hello, bytes]:
+    def admit(self, peer: bytes, proof: Proof, now: float) -> tuple[Hello, bytes]:
         """Checks the answer to a challenge and admits the rank.
 
         Returns:
@@ -95,18 +96,13 @@ class Roster:
             raise Refused("fingerprint", problem)
         if self._first is None:
             self._first, self._began = hello, now
-        self.members[hello.rank] = Member(hello.rank, peer, ticket, now)
-        self._ranks[peer] = self._tickets[ticket] = hello.rank
+        self.members[hello.rank] = Member(hello.rank, peer, session_key(self._key, hello, challenge), now)
+        self._ranks[peer] = hello.rank
         return hello, challenge
 
     def by_peer(self, peer: bytes) -> Member | None:
         """The admitted rank behind a control connection."""
         return self.members.get(self._ranks.get(peer, -1))
-
-    def by_ticket(self, ticket: bytes) -> Member | None:
-        """The admitted rank that holds a ticket."""
-        member = self.members.get(self._tickets.get(ticket, -1))
-        return member if member is not None and is_equal(member.ticket, ticket) else None
 
     def silent(self, now: float, timeout: float, join_timeout: float) -> list[tuple[int, str]]:
         """Live ranks that were silent for too long, and how to say so."""

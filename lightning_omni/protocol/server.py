@@ -23,11 +23,11 @@ from lightning_omni.methods.modules import ResolveModule, module_resolver
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.codec import check_specs, pack, unpack
 from lightning_omni.protocol.epochs import Epochs
-from lightning_omni.protocol.handshake import NONCE_BYTES, server_mac
+from lightning_omni.protocol.handshake import NONCE_BYTES, attach_mac, is_equal, server_mac
 from lightning_omni.protocol.head import Arrival, HeadShard
 from lightning_omni.protocol.meetings import Meetings
 from lightning_omni.protocol.record import Event, Kind, Recorder, Spans
-from lightning_omni.protocol.roster import Member, Roster
+from lightning_omni.protocol.roster import MOST_CHALLENGED, Member, Roster
 from lightning_omni.protocol.sensing import total_momentum
 from lightning_omni.protocol.shard import Shard
 from lightning_omni.topology import Topology
@@ -55,7 +55,7 @@ class ServerCore:
 
     Args:
         key: the run's shared secret.
-        random: draws that many random bytes (nonces, tickets).
+        random: draws that many random bytes (nonces).
         heartbeat_timeout: seconds of silence after which a rank counts as dead.
         join_timeout: seconds that a rank may take to join after the first.
         resolve: turns an optimizer's class path into the class.
@@ -64,6 +64,7 @@ class ServerCore:
         record: told of everything that happens to the weights, in order.
 
     Attributes:
+        key: the run's shared secret.
         data_port: told to every admitted rank; whoever drives the machine sets it.
         strangers: messages refused because they were malformed or their sender had not been admitted.
         over: why the run cannot go on, or an empty string.
@@ -80,7 +81,7 @@ class ServerCore:
         resolve_module: ResolveModule | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        self._key = key
+        self.key = key
         self._random = random
         self._heartbeat_timeout = heartbeat_timeout
         self._join_timeout = join_timeout
@@ -94,15 +95,18 @@ class ServerCore:
 
     def reset(self) -> None:
         """Forgets the run; the next one may come."""
-        self.roster = Roster(self._key)
+        self.roster = Roster(self.key)
         self.meetings = Meetings()
         self.epochs = Epochs()
         self._hold([])
         self.generation = 0
         self.over = ""
         self._method: Method | None = None
+        self._attaching: dict[Peer, tuple[m.Attach, bytes]] = {}
         self._attached: dict[Peer, int] = {}
         self._data_peers: dict[int, Peer] = {}
+        self._brought: dict[int, Payload] = {}
+        self._gathered: tuple[int, tuple[Payload, ...]] = (-1, ())  # the last meeting's, where they must be collected
         self._deposits: dict[int, Any] = {}
         self._pending: dict[int, tuple[int, bool]] = {}  # group: optimizer of the push that waits, and whether it pulls
         self._resting_elsewhere: set[int] = set()
@@ -121,6 +125,10 @@ class ServerCore:
     def attached(self) -> set[Peer]:
         """Data connections of ranks that are still here."""
         return {peer for peer, rank in self._attached.items() if rank not in self.roster.gone}
+
+    def is_admitted(self, channel: m.Channel, peer: Peer) -> bool:
+        """Whether a connection is that of an admitted rank."""
+        return peer in self._attached if channel == m.DATA else self.roster.by_peer(peer) is not None
 
     @property
     def clock(self) -> int:
@@ -197,6 +205,12 @@ class ServerCore:
             self._head(message.optimizer)
             check_specs(message.packed.specs, message.nbytes)
             return message.nbytes
+        if isinstance(message, (m.Bring, m.Long)):
+            self._member_of(peer)
+            largest = m.LARGEST_BROUGHT if isinstance(message, m.Bring) else m.LONGEST
+            if not 0 < message.nbytes <= largest:
+                raise MalformedMessage(f"{message.nbytes} bytes are announced, and at most {largest} may come")
+            return message.nbytes
         return 0
 
     def fail(self, reason: str) -> list[Out]:
@@ -263,18 +277,18 @@ class ServerCore:
             return [Out(peer, m.CONTROL, m.Notice(lost=self._lost, reason=reason))]
         if self.over and not isinstance(message, (m.Goodbye, m.AskStatus)):
             return [Out(peer, m.CONTROL, m.Notice(lost=self._lost, reason=self.over, over=True))]
+        if isinstance(message, m.ReadBrought):
+            message = self._brought_message(member)
         return self._handlers[type(message)](self, member, message, payload)
 
     def _admit(self, peer: Peer, message: m.Proof, now: float) -> list[Out]:
-        ticket = self._random(NONCE_BYTES)
         try:
-            hello, challenge = self.roster.admit(peer, message, ticket, now)
+            hello, challenge = self.roster.admit(peer, message, now)
         except Refused as no:
             self.strangers += no.code == "key"
             raise
         welcome = m.Welcome(
-            mac=server_mac(self._key, hello, challenge),
-            ticket=ticket,
+            mac=server_mac(self.key, hello, challenge),
             data_port=self.data_port,
             heartbeat_timeout=self._heartbeat_timeout,
         )
@@ -343,6 +357,8 @@ class ServerCore:
         return [Out(member.peer, m.CONTROL, m.Left()), *self._settle()]
 
     def _contribute(self, member: Member, message: m.Contribute, payload: Payload) -> list[Out]:
+        if message.brought:
+            payload = self._take_brought(member)
         self.meetings.contribute(message.number, member.rank, message.what, payload)
         return self._rest(member) + self._settle()
 
@@ -379,14 +395,9 @@ class ServerCore:
 
     def _on_data(self, peer: Peer, message: m.Message, payload: Payload, now: float) -> list[Out]:
         if isinstance(message, m.Attach):
-            member = self.roster.by_ticket(message.ticket)
-            if member is None:
-                self.strangers += 1
-                raise Refused("stranger", "this ticket opens nothing")
-            self._attached.pop(self._data_peers.get(member.rank, b""), None)
-            self._attached[peer] = member.rank
-            self._data_peers[member.rank] = peer
-            return [Out(peer, m.DATA, m.Attached())]
+            return self._challenge(peer, message)
+        if isinstance(message, m.AttachProof):
+            return self._attach(peer, message)
         member = self._member_of(peer)
         member.last_seen = now
         if isinstance(message, m.PushMessage):
@@ -411,7 +422,54 @@ class ServerCore:
             return [Out(peer, m.DATA, m.HeadReleased()), *self._serve_head(message.optimizer)]
         if isinstance(message, m.Seed):
             return self._seed(peer, member, message, _as_tensor(payload))
+        if isinstance(message, m.Bring):
+            self._brought[member.rank] = payload
+            return [Out(peer, m.DATA, m.Brought())]
+        if isinstance(message, m.Collect):
+            return self._collect(peer, message)
         raise ProtocolError(f"{type(message).__name__} does not belong on the data channel")
+
+    def _challenge(self, peer: Peer, message: m.Attach) -> list[Out]:
+        challenge = self._random(NONCE_BYTES)
+        self._attaching[peer] = (message, challenge)
+        while len(self._attaching) > MOST_CHALLENGED:
+            self._attaching.pop(next(iter(self._attaching)))
+        return [Out(peer, m.DATA, m.AttachChallenge(nonce=challenge))]
+
+    def _attach(self, peer: Peer, message: m.AttachProof) -> list[Out]:
+        attach, challenge = self._attaching.pop(peer, (None, b""))
+        member = self.roster.members.get(attach.rank) if attach is not None else None
+        if attach is None or member is None:
+            self.strangers += 1
+            raise Refused("stranger", "this proof opens nothing")
+        if not is_equal(message.mac, attach_mac(member.session, "rank", attach, challenge)):
+            self.strangers += 1
+            raise Refused("stranger", "this proof opens nothing")
+        if member.rank in self._data_peers:
+            raise Refused("attached", f"rank {member.rank} has a data connection already; it keeps that one")
+        self._attached[peer] = member.rank
+        self._data_peers[member.rank] = peer
+        return [Out(peer, m.DATA, m.Attached(mac=attach_mac(member.session, "server", attach, challenge)))]
+
+    def _take_brought(self, member: Member) -> Payload:
+        if member.rank not in self._brought:
+            raise ProtocolError(f"rank {member.rank} has brought nothing over its data connection")
+        return self._brought.pop(member.rank)
+
+    def _brought_message(self, member: Member) -> m.Message:
+        brought = self._take_brought(member)
+        data = brought.numpy().tobytes() if isinstance(brought, Tensor) else brought
+        message: m.Message = m.decode(data, at="server", channel=m.CONTROL)
+        if type(message) not in self._handlers:
+            raise ProtocolError(f"a {type(message).__name__} cannot be brought")
+        return message
+
+    def _collect(self, peer: Peer, message: m.Collect) -> list[Out]:
+        number, payloads = self._gathered
+        if message.number != number:
+            raise ProtocolError(f"there is nothing to collect of meeting {message.number}")
+        parts = tuple(_as_tensor(payload) for payload in payloads)
+        return [Out(peer, m.DATA, m.Collected(nbytes=sum(map(_nbytes, parts))), parts)]
 
     def _seed(self, peer: Peer, member: Member, message: m.Seed, payload: Tensor) -> list[Out]:
         if member.rank != 0:
@@ -737,13 +795,15 @@ class ServerCore:
         """Answers whoever waited for something that has come true."""
         out: list[Out] = []
         for number, parts in self.meetings.complete(self.roster.live) if not self.meetings.is_idle else ():
-            gathered = m.Gathered(
-                number=number,
-                ranks=tuple(rank for rank, _ in parts),
-                sizes=tuple(_nbytes(payload) for _, payload in parts),
-            )
             payloads = tuple(payload for _, payload in parts)
-            out += [Out(self.roster.members[rank].peer, m.CONTROL, gathered, payloads) for rank, _ in parts]
+            sizes = tuple(map(_nbytes, payloads))
+            ranks = tuple(rank for rank, _ in parts)
+            # All ranks have collected the last one's, or they would not be at this one.
+            collect = max(sizes, default=0) > m.LARGEST_INLINE
+            self._gathered = (number, payloads) if collect else (-1, ())
+            gathered = m.Gathered(number=number, ranks=ranks, sizes=sizes, collect=collect)
+            told = () if collect else payloads
+            out += [Out(self.roster.members[rank].peer, m.CONTROL, gathered, told) for rank in ranks]
             for rank, _ in parts:
                 self._resume(rank)
         for rank, verdict in self.epochs.settle():

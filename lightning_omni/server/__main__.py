@@ -25,7 +25,7 @@ from lightning_omni.protocol.record import RecordFile
 from lightning_omni.protocol.server import ServerCore
 from lightning_omni.server.directory import PrivateDirectory
 from lightning_omni.server.loop import Server
-from lightning_omni.server.process import Ready, Settings
+from lightning_omni.server.process import Ready, Settings, raise_limit_of_files
 
 
 def main() -> int:
@@ -40,6 +40,7 @@ def main() -> int:
     if not line:  # the run has ended and never needed a server
         return 0
     settings = msgspec.json.decode(line, type=Settings)
+    raise_limit_of_files()
     torch.set_num_threads(settings.threads)
     try:
         with contextlib.redirect_stdout(sys.stderr):  # the first line on standard output is ours
@@ -56,7 +57,7 @@ def main() -> int:
             record=RecordFile(settings.record) if settings.record else None,
         )
         directory = None if settings.host else PrivateDirectory()
-        server = Server(core, host=settings.host, port=settings.port, directory=directory)
+        server = Server(core, settings.host, settings.port, directory=directory, encryption=settings.encryption)
     except Exception as error:
         _say(Ready(address="", error=str(error)))
         return 1

@@ -9,6 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -18,11 +19,22 @@ from zmq.utils.monitor import recv_monitor_message
 
 from lightning_omni.errors import ConnectionLost, MalformedMessage, OmniError, RankLost, Refused
 from lightning_omni.protocol import messages as m
-from lightning_omni.protocol.handshake import NONCE_BYTES, is_equal, rank_mac, server_mac
+from lightning_omni.protocol.handshake import NONCE_BYTES, is_equal, rank_mac, server_mac, session_key
 from lightning_omni.protocol.layout import Layout
+from lightning_omni.protocol.quoting import quoted
 from lightning_omni.server.addresses import check_address, data_address
+from lightning_omni.server.dialing import Dialed, attach, dial
 from lightning_omni.server.directory import remove_if_abandoned
-from lightning_omni.server.frames import CHUNK_MARK, KNOCK, Assembly, chunks, configure
+from lightning_omni.server.encryption import RunKeys
+from lightning_omni.server.frames import (
+    CHUNK_MARK,
+    KNOCK,
+    LARGEST_ANSWER_FRAME,
+    LARGEST_DATA_FRAME,
+    Assembly,
+    chunks,
+    message_frames,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -31,6 +43,10 @@ LAST_WORDS = 50
 """Milliseconds in which a connection that has ended may still bring what was said before."""
 HEARTBEAT = 0.5
 """Seconds between two signs of life."""
+CONNECT_TIME = 60.0
+"""Seconds in which a data connection must stand."""
+LONGEST_REASON = 4000
+"""Characters of a reason that are sent."""
 _SLICE = 200
 """Milliseconds after which a waiting rank looks whether there is still something to wait for."""
 
@@ -47,6 +63,11 @@ class ControlConnection:
         layout: the parameters of all optimizers; every rank must have the same.
         connect_timeout: seconds to wait for the server's first answer.
         on_end: called, from the other thread, when this rank must stop.
+        encryption: ``"curve"`` or ``"off"``, as the server's; sockets in a private directory need none.
+
+    Attributes:
+        keys: what the run's key was turned into.
+        session: what opens this rank's data connection.
 
     Raises:
         ConfigurationError: the address is none.
@@ -64,9 +85,11 @@ class ControlConnection:
         layout: Layout,
         connect_timeout: float = 15.0,
         on_end: Callable[[OmniError], None] | None = None,
+        encryption: str = "curve",
     ) -> None:
         check_address(address)
         self.address, self.rank = address, rank
+        self.keys = RunKeys(key, encryption)
         self.status: m.Status | None = None
         self.lost: tuple[int, ...] = ()
         self.signal = 0
@@ -75,9 +98,6 @@ class ControlConnection:
         self._ended: OmniError | None = None
         self._on_end = on_end or (lambda error: None)
         self._context = zmq.Context()
-        self._wire = self._context.socket(zmq.DEALER)
-        configure(self._wire)
-        self._monitor = self._wire.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         inbox = f"inproc://{id(self)}"
         self._inside, self._outside = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
         for wire in (self._inside, self._outside):
@@ -86,15 +106,16 @@ class ControlConnection:
         self._outside.connect(inbox)
         self._closing = False
         self._thread: threading.Thread | None = None
+        self._dialed: Dialed | None = None
         try:
-            self._wire.connect(address)
-            welcome = self._shake_hands(key, run, world_size, layout, connect_timeout)
+            self._dialed, welcome = self._join(key, run, world_size, layout, connect_timeout)
         except BaseException:
             self.close()
             raise
-        self.ticket = welcome.ticket
+        self._wire, self._monitor = self._dialed.wire, self._dialed.monitor
         self.heartbeat_timeout = welcome.heartbeat_timeout
         self.data_address = data_address(address, welcome.data_port)
+        self.session = Session(self.data_address, rank, self._secret, self.keys)
         self._thread = threading.Thread(target=self._keep_alive, name="omni-control", daemon=True)
         self._thread.start()
 
@@ -115,7 +136,13 @@ class ControlConnection:
     ) -> tuple[T, list[bytes]]:
         """Like `request`, and returns the answer's payload, too: one part for each contributor."""
         self.check()
-        self._outside.send_multipart([m.encode(message), payload] if payload else [m.encode(message)])
+        data = m.encode(message)
+        if max(len(data), len(payload)) > m.LARGEST_INLINE:
+            raise MalformedMessage(
+                f"a {type(message).__name__} of {len(data)} bytes with {len(payload)} bytes of payload is too large for"
+                f" the control channel, which takes {m.LARGEST_INLINE}; bring it over the data channel"
+            )
+        self._outside.send_multipart([data, payload] if payload else [data])
         deadline = time.monotonic() + timeout
         while True:
             if self._outside.poll(_SLICE):
@@ -164,50 +191,48 @@ class ControlConnection:
             return
         if reason is not None and self._ended is None and self._thread is not None:
             with contextlib.suppress(OmniError):
-                self.request(m.Goodbye(reason=reason), m.Acknowledged, timeout=5.0)
+                self.request(m.Goodbye(reason=reason[:LONGEST_REASON]), m.Acknowledged, timeout=5.0)
         self._closing = True
         if self._thread is not None:
             self._outside.send(b"")
             self._thread.join(timeout=5.0)
-        self._wire.disable_monitor()
-        for wire in (self._wire, self._monitor, self._inside, self._outside):
+        if self._dialed is not None:
+            self._dialed.close()
+        for wire in (self._inside, self._outside):
             wire.close(0)
         self._context.term()
         remove_if_abandoned(self.address)
 
     # --- Admission ---------------------------------------------------------------------------------------------------
 
-    def _shake_hands(self, key: bytes, run: str, world_size: int, layout: Layout, timeout: float) -> m.Welcome:
-        hello = m.Hello(
-            version=m.VERSION,
-            run=run,
-            rank=self.rank,
-            world_size=world_size,
-            fingerprint=layout.fingerprint,
-            tensors=len(layout.specs),
-            numbers=layout.numel,
-            nonce=secrets.token_bytes(NONCE_BYTES),
-        )
-        deadline = time.monotonic() + timeout
-        challenge = self._ask(hello, m.Challenge, deadline)
-        welcome = self._ask(m.Proof(mac=rank_mac(key, hello, challenge.nonce)), m.Welcome, deadline)
-        if not is_equal(welcome.mac, server_mac(key, hello, challenge.nonce)):
-            raise Refused("key", f"the server at {self.address} does not hold the run's key; it is not ours")
-        return welcome
-
-    def _ask(self, message: m.Message, expect: type[T], deadline: float) -> T:
-        self._wire.send(m.encode(message))
-        if not self._wire.poll(int(max(0.0, deadline - time.monotonic()) * 1000)):
-            raise ConnectionLost(
-                f"no parameter server answers at {self.address}; check server=, that `lightning-omni serve` runs there"
-                " with a host= that this machine can reach, and that no firewall is in between"
+    def _join(self, key: bytes, run: str, world_size: int, layout: Layout, timeout: float) -> tuple[Dialed, m.Welcome]:
+        def shake_hands(attempt: Dialed, deadline: float) -> m.Welcome:
+            hello = m.Hello(
+                version=m.VERSION,
+                run=run,
+                rank=self.rank,
+                world_size=world_size,
+                fingerprint=layout.fingerprint,
+                tensors=len(layout.specs),
+                numbers=layout.numel,
+                nonce=secrets.token_bytes(NONCE_BYTES),
             )
-        answer = m.decode(self._wire.recv_multipart()[0], at="rank", channel=m.CONTROL)
-        if isinstance(answer, m.RefusedMessage):
-            raise Refused(answer.code, answer.reason)
-        if not isinstance(answer, expect):
-            raise MalformedMessage(f"{expect.__name__} was expected, {type(answer).__name__} came")
-        return answer
+            challenge = attempt.ask(hello, m.Challenge, deadline, lambda: None).nonce
+            welcome = attempt.ask(m.Proof(mac=rank_mac(key, hello, challenge)), m.Welcome, deadline, lambda: None)
+            if not is_equal(welcome.mac, server_mac(key, hello, challenge)):
+                raise Refused("key", f"the server at {self.address} does not hold the run's key; it is not ours")
+            self._secret = session_key(key, hello, challenge)
+            return welcome
+
+        return dial(
+            lambda: Dialed(self._context, self.address, self.keys, LARGEST_ANSWER_FRAME, m.CONTROL),
+            shake_hands,
+            self.keys,
+            self.address,
+            f"no parameter server answers at {self.address}; check server=, that `lightning-omni serve` runs there"
+            " with a host= that this machine can reach, and that no firewall is in between",
+            timeout,
+        )
 
     # --- The other thread --------------------------------------------------------------------------------------------
 
@@ -222,7 +247,7 @@ class ControlConnection:
             if self._inside in ready:
                 frames = self._inside.recv_multipart()
                 if frames[0]:
-                    self._wire.send_multipart(frames)
+                    self._send(frames)
             if self._wire in ready:
                 heard = now
                 self._hear()
@@ -234,17 +259,18 @@ class ControlConnection:
             if now - heard > self.heartbeat_timeout:
                 self._end(ConnectionLost(f"the parameter server at {self.address} was silent for {now - heard:.0f} s"))
             while self._posted:
-                self._wire.send(m.encode(self._posted.popleft()))
+                self._send([m.encode(self._posted.popleft())])
             if now >= beat:
                 compute, step, exchange = self._timings
-                self._wire.send(
-                    m.encode(
-                        m.Heartbeat(
-                            sent=now, compute_time=compute, step_time=step, exchange_time=exchange, signal=self.signal
-                        )
-                    )
+                heartbeat = m.Heartbeat(
+                    sent=now, compute_time=compute, step_time=step, exchange_time=exchange, signal=self.signal
                 )
+                self._send([m.encode(heartbeat)])
                 beat = now + HEARTBEAT
+
+    def _send(self, frames: list[bytes]) -> None:
+        with contextlib.suppress(zmq.Again):  # the connection has ended, as the monitor says
+            self._wire.send_multipart(frames, zmq.NOBLOCK)
 
     def _hear(self) -> None:
         try:
@@ -273,7 +299,7 @@ class ControlConnection:
             self._end(RankLost(f"rank {self.rank}'s group is out of the run: {notice.reason}"))
         else:
             _log.warning(
-                "%s; its group is retired, %d ranks are lost, the others go on", notice.reason, len(notice.lost)
+                "%s; its group is retired, %d ranks are lost, the others go on", quoted(notice.reason), len(notice.lost)
             )
 
     def _end(self, error: OmniError) -> None:
@@ -282,12 +308,28 @@ class ControlConnection:
             self._on_end(error)
 
 
+@dataclass(frozen=True)
+class Session:
+    """What opens the data connection of an admitted rank.
+
+    Attributes:
+        address: the server's data socket.
+        rank: the rank.
+        secret: of this rank's process and the server; it never travels.
+        keys: of the run.
+    """
+
+    address: str
+    rank: int
+    secret: bytes
+    keys: RunKeys
+
+
 class DataConnection:
-    """A leader's data connection: tensors out, tensors in. Used from one thread.
+    """A rank's data connection: tensors out, tensors in. Used from one thread.
 
     Args:
-        address: the server's data socket.
-        ticket: from the control connection.
+        session: from the control connection.
         check: called while waiting; raises what makes waiting pointless.
         timeout: seconds to wait for any one answer.
 
@@ -295,22 +337,26 @@ class DataConnection:
         moved: bytes of payload that went out and came in so far.
     """
 
-    def __init__(self, address: str, ticket: bytes, check: Callable[[], None], timeout: float = 300.0) -> None:
+    def __init__(self, session: Session, check: Callable[[], None], timeout: float = 300.0) -> None:
         self._check = check
         self._timeout = timeout
         self.moved = 0
         self._context = zmq.Context()
-        self._wire = self._context.socket(zmq.DEALER)
-        configure(self._wire)
-        # A gradient is queued whole and its memory is not touched before the answer, so there is nothing to bound.
-        self._wire.setsockopt(zmq.SNDHWM, 0)
-        self._wire.setsockopt(zmq.RCVHWM, 0)
-        self._wire.connect(address)
         try:
-            self.exchange(m.Attach(ticket=ticket), m.Attached)
+            dialed, _ = dial(
+                lambda: Dialed(self._context, session.address, session.keys, LARGEST_DATA_FRAME, m.DATA),
+                lambda attempt, deadline: attach(attempt, deadline, session.secret, session.rank, check),
+                session.keys,
+                session.address,
+                f"the parameter server's data socket at {session.address} does not answer; check that no firewall is in"
+                " between",
+                min(timeout, CONNECT_TIME),
+            )
         except BaseException:
-            self.close()
+            self._context.term()
             raise
+        dialed.unwatch()
+        self._wire = dialed.wire
 
     def exchange(
         self, message: m.Message, expect: type[T], payload: Tensor | None = None, into: Tensor | None = None
@@ -330,11 +376,18 @@ class DataConnection:
             Refused: the server refused.
             ConnectionLost: no answer in time.
         """
-        self._wire.send(m.encode(message))
-        if payload is not None:
-            for chunk in chunks(payload):
-                self._wire.send_multipart([CHUNK_MARK, chunk], copy=False)
+        try:  # there is no limit to what is queued: it blocks only where there is no connection any more
+            for frames in message_frames(message):
+                self._wire.send_multipart(frames, zmq.NOBLOCK)
+            for chunk in chunks(payload) if payload is not None else ():
+                self._wire.send_multipart([CHUNK_MARK, chunk], zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            self._check()
+            raise ConnectionLost("the connection to the parameter server's data socket has ended") from None
         answer = m.decode(self._receive()[0].buffer, at="rank", channel=m.DATA)
+        if isinstance(answer, m.Long):
+            long = self._assemble(answer, torch.empty(answer.nbytes, dtype=torch.uint8))
+            answer = m.decode(long.numpy().data, at="rank", channel=m.DATA)
         if isinstance(answer, m.RefusedMessage):
             if answer.code == "over":
                 raise RankLost(f"the run is over: {answer.reason}")
@@ -347,15 +400,18 @@ class DataConnection:
         self.moved += nbytes + (payload.numel() if payload is not None else 0)
         if into is None or into.numel() < nbytes:
             into = torch.empty(nbytes, dtype=torch.uint8)
-        assembly = Assembly(answer, into[:nbytes])
-        while not assembly.is_complete:
-            assembly.add(self._receive()[-1].buffer)
-        return answer, assembly.buffer
+        return answer, self._assemble(answer, into[:nbytes])
 
     def close(self) -> None:
         """Closes the connection at once."""
         self._wire.close(0)
         self._context.term()
+
+    def _assemble(self, message: m.Message, buffer: Tensor) -> Tensor:
+        assembly = Assembly(message, buffer)
+        while not assembly.is_complete:
+            assembly.add(self._receive()[-1].buffer)
+        return assembly.buffer
 
     def _receive(self) -> list[Any]:
         deadline = time.monotonic() + self._timeout

@@ -2,7 +2,8 @@
 
 On the data channel a message is one frame, and its payload follows in messages of two frames: an empty one, and at
 most half a megabyte of bytes. (One frame of 100 MB is half as fast: it cannot be copied out while the rest arrives.)
-On the control channel message and payload are the frames of one ZeroMQ message.
+A message that is larger itself is announced by a `Long` and comes in such pieces, too. On the control channel message
+and payload are the frames of one ZeroMQ message.
 """
 
 from __future__ import annotations
@@ -15,12 +16,19 @@ import zmq
 from torch import Tensor
 
 from lightning_omni.errors import MalformedMessage
-from lightning_omni.protocol.messages import Message
+from lightning_omni.protocol.messages import Long, Message, encode
+from lightning_omni.server.encryption import HANDSHAKE_TIME
 
 CHUNK = 1 << 19
 """Bytes of payload in one frame, at most."""
-LARGEST_FRAME = 64 << 20
-"""Bytes of any frame; ZeroMQ drops the connection of a peer that sends a larger one."""
+_ENVELOPE = 4 << 10
+"""Bytes that encryption adds to a frame, and more."""
+LARGEST_CONTROL_FRAME = 64 << 10
+"""Bytes of a frame that a server takes on the control channel; ZeroMQ ends a connection on which a larger one comes."""
+LARGEST_DATA_FRAME = CHUNK + _ENVELOPE
+"""Bytes of a frame on the data channel and between leaders, likewise."""
+LARGEST_ANSWER_FRAME = 16 << 20
+"""Bytes of a frame that a rank takes on the control channel: the status of a large run is one."""
 CHUNK_MARK = b""
 KNOCK = b""
 """What the server sends on the control channel to find out whether a connection still stands. Nobody answers it."""
@@ -69,8 +77,20 @@ class Assembly:
         self._filled += size
 
 
-def configure(socket: zmq.Socket[bytes]) -> None:
+def message_frames(message: Message) -> Iterator[list[Any]]:
+    """A message of the data channel as it is sent: one ZeroMQ message, or more if it is a long one."""
+    data = encode(message)
+    if len(data) <= CHUNK:
+        yield [data]
+        return
+    yield [encode(Long(nbytes=len(data)))]
+    for start in range(0, len(data), CHUNK):
+        yield [CHUNK_MARK, data[start : start + CHUNK]]
+
+
+def configure(socket: zmq.Socket[bytes], largest_frame: int) -> None:
     """What all sockets here have in common: nothing lingers, nothing is endless."""
     socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_FRAME)
+    socket.setsockopt(zmq.MAXMSGSIZE, largest_frame)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_TIME)
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)

@@ -22,6 +22,16 @@ def default_path() -> Path:
     return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "lightning-omni" / "key"
 
 
+def key_of_environment() -> bytes | None:
+    """The key in ``LIGHTNING_OMNI_KEY``, or None if that is not set.
+
+    Raises:
+        ConfigurationError: what it holds is no key.
+    """
+    text = os.environ.get(ENVIRONMENT)
+    return _parse(text, f"the environment variable {ENVIRONMENT}") if text else None
+
+
 def load(path: Path | None = None) -> bytes:
     """The key for a server that runs already.
 
@@ -32,8 +42,8 @@ def load(path: Path | None = None) -> bytes:
     Raises:
         ConfigurationError: there is none, or it is not a key.
     """
-    if path is None and (text := os.environ.get(ENVIRONMENT)):
-        return _parse(text, f"the environment variable {ENVIRONMENT}")
+    if path is None and (key := key_of_environment()) is not None:
+        return key
     file = path or default_path()
     try:
         text = file.read_text()

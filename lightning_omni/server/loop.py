@@ -18,7 +18,19 @@ from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.server import Out, ServerCore
 from lightning_omni.server.addresses import tcp_endpoint
 from lightning_omni.server.directory import CONTROL, DATA, PrivateDirectory
-from lightning_omni.server.frames import CHUNK_MARK, KNOCK, Assembly, chunks, configure
+from lightning_omni.server.encryption import RunKeys
+from lightning_omni.server.frames import (
+    CHUNK_MARK,
+    KNOCK,
+    LARGEST_CONTROL_FRAME,
+    LARGEST_DATA_FRAME,
+    Assembly,
+    chunks,
+    configure,
+    message_frames,
+)
+from lightning_omni.server.guard import BACKLOG, ConnectionGuard
+from lightning_omni.server.refusals import RefusalLog
 
 _log = logging.getLogger(__name__)
 
@@ -32,6 +44,7 @@ BURST = 64
 """Messages taken from one socket before the other one is looked at."""
 ANSWERED_STRANGERS = 8
 """Refusals that one unadmitted connection is told of; later ones are only counted."""
+_LARGEST_FRAMES = {m.CONTROL: LARGEST_CONTROL_FRAME, m.DATA: LARGEST_DATA_FRAME}
 
 
 class Server:
@@ -43,9 +56,13 @@ class Server:
         port: port of the control socket; 0 takes a free one.
         data_port: port of the data socket; 0 takes a free one.
         directory: where to listen instead, with no port of TCP at all; it is removed when the server closes.
+        encryption: of the ports: ``"curve"``, or ``"off"``. With the latter a stranger is told from a rank only by
+            what it says: it can read and alter what goes over the network, and until it is ended (within
+            `guard.ADMISSION_TIME`, or when it has sent `guard.STRANGERS_MAY_SEND` bytes, where the system counts
+            them) what it sends is held in memory.
 
     Raises:
-        ConfigurationError: an address cannot be bound.
+        ConfigurationError: an address cannot be bound, or this machine cannot encrypt.
     """
 
     def __init__(
@@ -55,15 +72,22 @@ class Server:
         port: int = 0,
         data_port: int = 0,
         directory: PrivateDirectory | None = None,
+        encryption: str = "curve",
     ) -> None:
         self.core = core
+        self._keys = RunKeys(core.key, encryption)
         self._directory = directory
         self._context = zmq.Context()
+        self._guard = ConnectionGuard(self._context, self._keys) if directory is None else None
+        self._refusal_log = RefusalLog(_log)
         self._sockets: dict[m.Channel, zmq.Socket[bytes]] = {}
         try:
             for channel, number, name in ((m.CONTROL, port, CONTROL), (m.DATA, data_port, DATA)):
                 endpoint = tcp_endpoint(host, number) if directory is None else directory.address(name)
-                self._sockets[channel] = self._bind(endpoint)
+                self._sockets[channel] = self._bind(endpoint, _LARGEST_FRAMES[channel])
+        except ConfigurationError:
+            self.close()
+            raise
         except zmq.ZMQError as error:
             self.close()
             where = f"{host}:{number}" if directory is None else endpoint
@@ -78,17 +102,26 @@ class Server:
         self._assemblies: dict[bytes, Assembly] = {}
         self._buffers: dict[bytes, dict[int, Tensor]] = {}
         self._refusals: Counter[bytes] = Counter()
+        if self._guard is not None:
+            self._guard.start()
 
-    def _bind(self, endpoint: str) -> zmq.Socket[bytes]:
+    def _bind(self, endpoint: str, largest_frame: int) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.ROUTER)
-        configure(socket)
+        configure(socket, largest_frame)
+        socket.setsockopt(zmq.BACKLOG, BACKLOG)
         socket.setsockopt(zmq.IPV6, int("[" in endpoint))
         # Answers are at most one for each question, so they may queue; what comes in must not.
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, 256)
         try:
+            self._keys.prepare(socket, endpoint, "server")
+            if self._guard is not None:
+                self._guard.watch(socket, largest_frame)
             socket.bind(endpoint)
-        except zmq.ZMQError:
+        except (zmq.ZMQError, ConfigurationError):
+            if self._guard is not None:
+                self._guard.close()
+                self._guard = None
             socket.close(0)
             raise
         return socket
@@ -120,6 +153,10 @@ class Server:
 
     def close(self) -> None:
         """Closes both sockets, as soon as the last words are out."""
+        self._refusal_log.close()
+        if self._guard is not None:
+            self._guard.close()
+            self._guard = None
         for socket in self._sockets.values():
             socket.close(LAST_WORDS)
         self._context.term()
@@ -158,7 +195,19 @@ class Server:
             raise MalformedMessage(f"{len(frames)} frames on the control channel")
         message = m.decode(frames[0].buffer, at="server", channel=m.CONTROL)
         payload = frames[1].bytes if len(frames) == 2 else b""
+        if isinstance(message, m.Proof):
+            return self._decide(m.CONTROL, peer, message, frames[0])
         return self.core.receive(m.CONTROL, peer, message, payload, time.monotonic())
+
+    def _decide(self, channel: m.Channel, peer: bytes, message: m.Message, frame: zmq.Frame) -> list[Out]:
+        """A connection asks to be let in."""
+        if self._guard is None:
+            return self.core.receive(channel, peer, message, b"", time.monotonic())
+        with self._guard.deciding():
+            out = self.core.receive(channel, peer, message, b"", time.monotonic())
+            if self.core.is_admitted(channel, peer):
+                self._guard.let_in(frame.get(zmq.SRCFD))
+        return out
 
     def _on_data(self, peer: bytes, frames: list[Any]) -> list[Out]:
         if len(frames) == 2 and len(frames[0]) == len(CHUNK_MARK):
@@ -168,14 +217,28 @@ class Server:
             assembly.add(frames[1].buffer)
         elif len(frames) == 1:
             message = m.decode(frames[0].buffer, at="server", channel=m.DATA)
-            assembly = Assembly(message, self._buffer(peer, self.core.check_payload(peer, message)))
-            self._assemblies[peer] = assembly
+            if isinstance(message, m.AttachProof):
+                return self._decide(m.DATA, peer, message, frames[0])
+            assembly = self._begin(peer, message)
         else:
             raise MalformedMessage(f"{len(frames)} frames on the data channel")
+        if assembly.is_complete and isinstance(assembly.message, m.Long):
+            message = m.decode(assembly.buffer.numpy().data, at="server", channel=m.DATA)
+            if isinstance(message, (m.Long, m.Attach, m.AttachProof)):
+                raise MalformedMessage(f"a long {type(message).__name__}")
+            assembly = self._begin(peer, message)
         if not assembly.is_complete:
             return []
         del self._assemblies[peer]
         return self.core.receive(m.DATA, peer, assembly.message, assembly.buffer, time.monotonic())
+
+    def _begin(self, peer: bytes, message: m.Message) -> Assembly:
+        """A message whose payload is on its way."""
+        nbytes = self.core.check_payload(peer, message)
+        is_kept = isinstance(message, (m.Bring, m.Long))  # by the core, or for good; the connection's own is used again
+        assembly = Assembly(message, torch.empty(nbytes, dtype=torch.uint8) if is_kept else self._buffer(peer, nbytes))
+        self._assemblies[peer] = assembly
+        return assembly
 
     def _buffer(self, peer: bytes, nbytes: int) -> Tensor:
         """Memory for a payload; the same as for one of the last of that size, for fresh memory is slow to touch."""
@@ -223,7 +286,8 @@ class Server:
                 self._reach([item.peer, m.encode(item.message), *parts])
                 continue
             socket = self._sockets[m.DATA]
-            socket.send_multipart([item.peer, m.encode(item.message)])
+            for frames in message_frames(item.message):
+                socket.send_multipart([item.peer, *frames])
             for part in item.payload:
                 assert isinstance(part, Tensor)
                 for chunk in chunks(part):
@@ -234,7 +298,7 @@ class Server:
         assert isinstance(item.message, m.RefusedMessage)
         self._refusals[item.peer] += 1
         if self._refusals[item.peer] == 1:
-            _log.warning("refused a %s message: %s", item.channel, item.message.reason)
+            self._refusal_log.say(f"refused a {item.channel} message", item.message.reason)
         if len(self._refusals) > 4096:
             self._refusals.clear()
         return self._refusals[item.peer] <= ANSWERED_STRANGERS or item.message.code not in ("malformed", "stranger")

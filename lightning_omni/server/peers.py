@@ -14,35 +14,40 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-from urllib.parse import urlsplit
 
 import msgspec
 import torch
 import zmq
 from torch import Tensor
 
-from lightning_omni.errors import MalformedMessage, ProtocolError, Refused
+from lightning_omni.errors import ConnectionLost, MalformedMessage, ProtocolError, Refused
 from lightning_omni.methods import Inbox
 from lightning_omni.methods.totals import Total
 from lightning_omni.protocol import messages as m
-from lightning_omni.protocol.handshake import is_equal
+from lightning_omni.protocol.handshake import NONCE_BYTES, attach_mac, is_equal
 from lightning_omni.protocol.layout import Layout
-from lightning_omni.server.frames import CHUNK_MARK, Assembly, chunks, configure
+from lightning_omni.protocol.roster import MOST_CHALLENGED
+from lightning_omni.server.dialing import Dialed, attach, dial
+from lightning_omni.server.directory import is_private
+from lightning_omni.server.encryption import RunKeys
+from lightning_omni.server.frames import CHUNK_MARK, LARGEST_DATA_FRAME, Assembly, chunks, configure
+from lightning_omni.server.guard import BACKLOG, ConnectionGuard
 
 _log = logging.getLogger(__name__)
 
 _SLICE = 100
 """Milliseconds after which a waiting thread looks whether there is still something to wait for."""
+CONNECT_TIME = 5.0
+"""Seconds in which a connection to another leader must stand."""
 UNREAD = 2
 """Gifts to one peer that may be on their way; further ones are dropped, for the peer is too slow to take them."""
 
 
 class Address(msgspec.Struct, frozen=True):
-    """Where a group's leader listens, and what opens the door. All leaders learn it through the control channel."""
+    """Where a group's leader listens. All leaders learn it through the control channel."""
 
     group: int
     address: str
-    ticket: str
 
 
 class PeerSocket:
@@ -51,11 +56,14 @@ class PeerSocket:
     Args:
         endpoint: what to bind: ``tcp://host:*`` or ``ipc:///directory/name``.
         layouts: of each optimizer's parameters.
+        keys: of the run; only who holds them is answered.
     """
 
-    def __init__(self, endpoint: str, layouts: Sequence[Layout]) -> None:
-        self.ticket = secrets.token_hex(16)
+    def __init__(self, endpoint: str, layouts: Sequence[Layout], keys: RunKeys) -> None:
         self.strangers = 0
+        self._secret = keys.peers
+        self._attaching: dict[bytes, tuple[m.Attach, bytes]] = {}
+        self._admitted: set[bytes] = set()
         self._layouts = list(layouts)
         self._windows: dict[int, Tensor] = {}
         self._inboxes = [Total() for _ in layouts]
@@ -63,12 +71,19 @@ class PeerSocket:
         self._closing = threading.Event()
         self._assemblies: dict[bytes, Assembly] = {}
         self._context = zmq.Context()
+        self._guard = None if is_private(endpoint) else ConnectionGuard(self._context, keys)
         self._wire = self._context.socket(zmq.ROUTER)
-        configure(self._wire)
+        configure(self._wire, LARGEST_DATA_FRAME)
+        keys.prepare(self._wire, endpoint, "server")
         # A window is queued whole; each peer asks for one at a time, so there is nothing to bound.
         self._wire.setsockopt(zmq.SNDHWM, 0)
         self._wire.setsockopt(zmq.IPV6, int("[" in endpoint))
+        self._wire.setsockopt(zmq.BACKLOG, BACKLOG)
+        if self._guard is not None:
+            self._guard.watch(self._wire, LARGEST_DATA_FRAME)
         self._wire.bind(endpoint)
+        if self._guard is not None:
+            self._guard.start()
         self.address = self._wire.getsockopt_string(zmq.LAST_ENDPOINT)
         self._thread = threading.Thread(target=self._serve, name="omni-peers", daemon=True)
         self._thread.start()
@@ -92,6 +107,8 @@ class PeerSocket:
         """Nobody is answered any more."""
         self._closing.set()
         self._thread.join()
+        if self._guard is not None:
+            self._guard.close()
         self._wire.close(0)
         self._context.term()
 
@@ -119,8 +136,14 @@ class PeerSocket:
                 self._assemblies[peer].add(frames[1].buffer)
         elif len(frames) == 1:
             message = m.decode(frames[0].buffer, at="server", channel=m.PEER)
-            if not is_equal(message.ticket.encode(), self.ticket.encode()):
-                raise Refused("stranger", "this ticket opens nothing")
+            if isinstance(message, m.Attach):
+                self._challenge(peer, message)
+                return
+            if isinstance(message, m.AttachProof):
+                self._admit(peer, message, frames[0])
+                return
+            if peer not in self._admitted:
+                raise Refused("stranger", "attach first: this connection has not been admitted")
             if not 0 <= message.optimizer < len(self._layouts):
                 raise ProtocolError(f"there is no optimizer {message.optimizer}")
             if isinstance(message, m.ReadWindow):
@@ -132,6 +155,23 @@ class PeerSocket:
         if peer in self._assemblies and self._assemblies[peer].is_complete:
             self._keep(self._assemblies.pop(peer))
             self._say(peer, m.Taken())
+
+    def _challenge(self, peer: bytes, attach: m.Attach) -> None:
+        challenge = secrets.token_bytes(NONCE_BYTES)
+        self._attaching[peer] = (attach, challenge)
+        while len(self._attaching) > MOST_CHALLENGED:
+            self._attaching.pop(next(iter(self._attaching)))
+        self._say(peer, m.AttachChallenge(nonce=challenge))
+
+    def _admit(self, peer: bytes, proof: m.AttachProof, frame: zmq.Frame) -> None:
+        with self._guard.deciding() if self._guard is not None else contextlib.nullcontext():
+            attach, challenge = self._attaching.pop(peer, (None, b""))
+            if attach is None or not is_equal(proof.mac, attach_mac(self._secret, "rank", attach, challenge)):
+                raise Refused("stranger", "this proof opens nothing")
+            self._admitted.add(peer)
+            if self._guard is not None:
+                self._guard.let_in(frame.get(zmq.SRCFD))
+        self._say(peer, m.Attached(mac=attach_mac(self._secret, "server", attach, challenge)))
 
     def _begin(self, gift: m.Gift) -> Assembly:
         expected = self._layouts[gift.optimizer].nbytes
@@ -164,6 +204,7 @@ class PeerConnections:
     Args:
         addresses: of the other groups' leaders.
         layouts: of each optimizer's parameters.
+        keys: of the run.
         is_lost: whether a group is gone, so that waiting for it is pointless.
         check: called while waiting; raises what makes waiting pointless.
         timeout: seconds to wait for a peer that is not known to be gone.
@@ -173,13 +214,14 @@ class PeerConnections:
         self,
         addresses: Mapping[int, Address],
         layouts: Sequence[Layout],
+        keys: RunKeys,
         is_lost: Callable[[int], bool],
         check: Callable[[], None],
         timeout: float = 30.0,
     ) -> None:
         self._addresses = dict(addresses)
         self._layouts = list(layouts)
-        self._is_lost, self._check, self._timeout = is_lost, check, timeout
+        self._keys, self._is_lost, self._check, self._timeout = keys, is_lost, check, timeout
         self._context = zmq.Context()
         self._wires: dict[int, zmq.Socket[bytes]] = {}
         self._unread: Counter[int] = Counter()
@@ -189,7 +231,8 @@ class PeerConnections:
         """What a group has published: CPU tensors; None if there is nothing or nobody."""
         if group not in self._addresses or self._is_lost(group):
             return None
-        self._wire(group).send(m.encode(m.ReadWindow(ticket=self._addresses[group].ticket, optimizer=optimizer)))
+        if self._wire(group) is None or not self._say(group, [m.encode(m.ReadWindow(optimizer=optimizer))]):
+            return None
         window = self._answer(group)
         layout = self._layouts[optimizer]
         if not isinstance(window, m.Window) or window.nbytes != layout.nbytes:
@@ -207,6 +250,9 @@ class PeerConnections:
         if group not in self._addresses or self._is_lost(group):
             return
         wire = self._wire(group)
+        if wire is None:
+            self.dropped += 1
+            return
         while self._unread[group] and wire.poll(0):
             wire.recv_multipart()
             self._unread[group] -= 1
@@ -219,10 +265,10 @@ class PeerConnections:
         buffer = layout.empty()
         for view, tensor in zip(layout.views(buffer), tensors, strict=True):
             view.copy_(tensor)
-        gift = m.Gift(ticket=self._addresses[group].ticket, optimizer=optimizer, nbytes=buffer.numel())
-        wire.send(m.encode(gift))
+        gift = m.Gift(optimizer=optimizer, nbytes=buffer.numel())
+        self._say(group, [m.encode(gift)])
         for chunk in chunks(buffer):
-            wire.send_multipart([CHUNK_MARK, chunk], copy=False)
+            self._say(group, [CHUNK_MARK, chunk])
         self._unread[group] += 1
 
     def close(self) -> None:
@@ -231,16 +277,40 @@ class PeerConnections:
             wire.close(0)
         self._context.term()
 
-    def _wire(self, group: int) -> zmq.Socket[bytes]:
+    def _wire(self, group: int) -> zmq.Socket[bytes] | None:
+        """The connection to a group's leader, made when first needed; None if it cannot be had."""
         if group not in self._wires:
-            wire = self._context.socket(zmq.DEALER)
-            configure(wire)
-            wire.setsockopt(zmq.SNDHWM, 0)  # bounded by UNREAD
-            wire.setsockopt(zmq.RCVHWM, 0)
-            wire.setsockopt(zmq.IPV6, int("[" in urlsplit(self._addresses[group].address).netloc))
-            wire.connect(self._addresses[group].address)
-            self._wires[group] = wire
+            address = self._addresses[group].address
+            try:
+                dialed, _ = dial(
+                    lambda: Dialed(self._context, address, self._keys, LARGEST_DATA_FRAME, m.PEER),
+                    lambda attempt, deadline: attach(
+                        attempt, deadline, self._keys.peers, group, lambda: self._still_wanted(group)
+                    ),
+                    self._keys,
+                    address,
+                    f"group {group} does not answer",
+                    min(self._timeout, CONNECT_TIME),
+                )
+            except ConnectionLost:
+                self._give_up(group)
+                return None
+            dialed.unwatch()
+            self._wires[group] = dialed.wire
         return self._wires[group]
+
+    def _say(self, group: int, frames: list[Any]) -> bool:
+        try:  # what is queued is bounded by what is asked and by UNREAD: it blocks only where there is no connection
+            self._wires[group].send_multipart(frames, zmq.NOBLOCK, copy=False)
+        except (zmq.Again, KeyError):
+            self._give_up(group)
+            return False
+        return True
+
+    def _still_wanted(self, group: int) -> None:
+        self._check()
+        if self._is_lost(group):
+            raise ConnectionLost(f"group {group} is gone")
 
     def _answer(self, group: int) -> m.Message | None:
         answer: m.Message = m.Taken()
@@ -255,7 +325,7 @@ class PeerConnections:
 
     def _receive(self, group: int) -> list[Any] | None:
         deadline = time.monotonic() + self._timeout
-        wire = self._wire(group)
+        wire = self._wires[group]
         while not wire.poll(_SLICE):
             self._check()
             if self._is_lost(group) or time.monotonic() > deadline:
@@ -265,7 +335,8 @@ class PeerConnections:
 
     def _give_up(self, group: int) -> None:
         # A new connection next time: a late answer must not be taken for that to another question.
-        self._wires.pop(group).close(0)
+        if (wire := self._wires.pop(group, None)) is not None:
+            wire.close(0)
         self._unread[group] = 0
         if not self._is_lost(group):
             _log.warning("group %d did not answer within %.0f s; gossip goes on without it", group, self._timeout)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import selectors
 import subprocess
 import sys
@@ -20,6 +21,7 @@ class Settings(msgspec.Struct, frozen=True):
 
     Attributes:
         host: address to bind; empty for sockets in a private directory, with no port of TCP.
+        encryption: of the ports.
     """
 
     key: str
@@ -32,6 +34,7 @@ class Settings(msgspec.Struct, frozen=True):
     record: str = ""
     methods: tuple[str, ...] = ()
     allow_modules: tuple[str, ...] = ()
+    encryption: str = "curve"
 
 
 class Ready(msgspec.Struct, frozen=True):
@@ -127,3 +130,10 @@ def _environment() -> dict[str, str]:
     path = [entry for entry in sys.path if entry]
     environment["PYTHONPATH"] = os.pathsep.join(path)
     return environment
+
+
+def raise_limit_of_files() -> None:
+    """As many connections as the system allows this user."""
+    with contextlib.suppress(ValueError, OSError):
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -19,7 +19,7 @@ from lightning_omni.methods.master import Resolve, class_path, describe, resolve
 from lightning_omni.protocol import EpochPlan, Out, ServerCore
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.codec import pack
-from lightning_omni.protocol.handshake import NONCE_BYTES, rank_mac
+from lightning_omni.protocol.handshake import NONCE_BYTES, attach_mac, rank_mac, session_key
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.record import Recorder
 from lightning_omni.protocol.shard import Shard
@@ -148,8 +148,10 @@ class Desk:
         )
         challenge = cast(m.Challenge, self._control(rank, hello)[0].message)
         proof = m.Proof(mac=rank_mac(self._key, hello, challenge.nonce))
-        welcome = cast(m.Welcome, self._control(rank, proof)[0].message)
-        self._data(rank, m.Attach(ticket=welcome.ticket))
+        self._control(rank, proof)
+        session, attach = session_key(self._key, hello, challenge.nonce), m.Attach(rank=rank, nonce=bytes(NONCE_BYTES))
+        asked = cast(m.AttachChallenge, self._data(rank, attach)[0].message)
+        self._data(rank, m.AttachProof(mac=attach_mac(session, "rank", attach, asked.nonce)))
 
     def _control(self, rank: int, message: m.Message) -> list[Out]:
         return _sound(self.core.receive(m.CONTROL, b"c%d" % rank, message, _NOTHING, self.now))

@@ -80,7 +80,7 @@ def exchange(nbytes: int, repeats: int) -> list[float]:
     settings = Settings(key.hex(), "127.0.0.1", 0, 30.0, 60.0, 1, ())
     process = ServerProcess(settings)
     control = ControlConnection(process.address(), key, "bench", 0, 1, layout)
-    data = DataConnection(control.data_address, control.ticket, control.check)
+    data = DataConnection(control.session, control.check)
     control.request(m.Form(generation=0, groups=((0,),), method=m.method_to_wire(AsyncSGD())), m.Formed)
     part = {"optimizer": describe(optimizer, {weight: "weight"}), "weights": {"weight": weight.detach()}, "clock": 0}
     packed, buffer = pack({"parts": [part]})

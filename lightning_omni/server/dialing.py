@@ -1,0 +1,151 @@
+"""How a rank comes to a connection on which it was admitted: it tries again until it is, or until time is up."""
+
+from __future__ import annotations
+
+import random
+import secrets
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from lightning_omni.errors import ConnectionLost, MalformedMessage, Refused
+from lightning_omni.protocol import messages as m
+from lightning_omni.protocol.handshake import NONCE_BYTES, attach_mac, is_equal
+from lightning_omni.server.encryption import RunKeys
+from lightning_omni.server.frames import configure
+
+T = TypeVar("T")
+Answer = TypeVar("Answer", bound=m.Message)
+
+_SLICE = 100
+"""Milliseconds after which a waiting rank looks whether there is still something to wait for."""
+_PAUSE = 0.1
+"""Seconds, on average, until the next attempt: a server that is beset by strangers may have ended the last one."""
+
+
+class _Ended(Exception):
+    """The other side has ended the connection."""
+
+
+class Dialed:
+    """One attempt: a socket of its own, so that answers to an earlier one are never taken for answers to this.
+
+    Args:
+        context: for the socket.
+        address: where to.
+        keys: of the run.
+        largest_frame: bytes of a frame that may come.
+        channel: what is spoken.
+    """
+
+    def __init__(
+        self, context: zmq.Context[Any], address: str, keys: RunKeys, largest_frame: int, channel: m.Channel
+    ) -> None:
+        self._channel = channel
+        self.wire: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+        configure(self.wire, largest_frame)
+        self.wire.setsockopt(zmq.IPV6, int("[" in address))
+        # What goes out is bounded by who waits for the answer, and so is what comes in.
+        self.wire.setsockopt(zmq.SNDHWM, 0)
+        self.wire.setsockopt(zmq.RCVHWM, 0)
+        self.monitor = self.wire.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        try:
+            keys.prepare(self.wire, address, "client")
+            self.wire.connect(address)
+        except BaseException:
+            self.close()
+            raise
+
+    def ask(self, message: m.Message, expect: type[Answer], deadline: float, check: Callable[[], None]) -> Answer:
+        """Says something and waits for the answer."""
+        try:
+            self.wire.send(m.encode(message), zmq.NOBLOCK)
+        except zmq.Again:  # the handshake below has failed for good
+            raise _Ended from None
+        poller = zmq.Poller()
+        for wire in (self.wire, self.monitor):
+            poller.register(wire, zmq.POLLIN)
+        while self.wire not in (ready := dict(poller.poll(_SLICE))):
+            check()
+            if self.monitor in ready:
+                recv_monitor_message(self.monitor)
+                raise _Ended
+            if time.monotonic() > deadline:
+                raise TimeoutError
+        answer = m.decode(self.wire.recv_multipart()[0], at="rank", channel=self._channel)
+        if isinstance(answer, m.RefusedMessage):
+            raise Refused(answer.code, answer.reason)
+        if not isinstance(answer, expect):
+            raise MalformedMessage(f"{expect.__name__} was expected, {type(answer).__name__} came")
+        return answer
+
+    def close(self) -> None:
+        """Ends the attempt."""
+        self.unwatch()
+        self.wire.close(0)
+
+    def unwatch(self) -> None:
+        """Nobody reads the monitor any more."""
+        if not self.monitor.closed:
+            self.wire.disable_monitor()
+            self.monitor.close(0)
+
+
+def dial(
+    make: Callable[[], Dialed],
+    talk: Callable[[Dialed, float], T],
+    keys: RunKeys,
+    where: str,
+    silence: str,
+    limit: float,
+) -> tuple[Dialed, T]:
+    """Tries until ``talk`` has come to its end.
+
+    Args:
+        make: makes an attempt.
+        talk: what is said, until a deadline; its result is returned.
+        keys: of the run.
+        where: the address, for messages.
+        silence: what is wrong if nobody answers, for messages.
+        limit: seconds.
+
+    Raises:
+        Refused: the other side refused, or ended every connection before it had let it in.
+        ConnectionLost: nobody answered.
+    """
+    deadline = time.monotonic() + limit
+    while True:
+        attempt = make()
+        try:
+            return attempt, talk(attempt, deadline)
+        except TimeoutError:
+            attempt.close()
+            raise ConnectionLost(silence) from None
+        except _Ended:
+            attempt.close()
+            if time.monotonic() > deadline:
+                raise Refused(
+                    "key",
+                    f"the server at {where} ended every connection before it was admitted: the key does not match the"
+                    " server's (both sides must be given the same key), or only one side was given"
+                    f' encryption="off" (this one was given {keys.encryption!r}), or it is another program',
+                ) from None
+        except BaseException:
+            attempt.close()
+            raise
+        time.sleep(random.uniform(0.5, 1.5) * _PAUSE)
+
+
+def attach(
+    attempt: Dialed, deadline: float, secret: bytes, number: int, check: Callable[[], None] = lambda: None
+) -> None:
+    """Proves to hold the secret of a data connection, or of one between leaders, and has it proved."""
+    hello = m.Attach(rank=number, nonce=secrets.token_bytes(NONCE_BYTES))
+    challenge = attempt.ask(hello, m.AttachChallenge, deadline, check).nonce
+    proof = m.AttachProof(mac=attach_mac(secret, "rank", hello, challenge))
+    attached = attempt.ask(proof, m.Attached, deadline, check)
+    if not is_equal(attached.mac, attach_mac(secret, "server", hello, challenge)):
+        raise Refused("key", "who answers does not hold the secret of this connection; it is not ours")

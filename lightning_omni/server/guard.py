@@ -1,0 +1,259 @@
+"""Keeps strangers from using up a listening process: who has connected by TCP, who was let in, and who must go.
+
+ZeroMQ has no way to end one connection of a socket. But the descriptors of all connections belong to this process, and
+the socket's monitor tells them: so a connection that has not shown that it holds the run's key is ended here, when too
+many of them stand, or when it takes too long. Ranks connect again by themselves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import socket
+import struct
+import sys
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import zmq
+
+from lightning_omni.server.encryption import HANDSHAKE_TIME, RunKeys
+from lightning_omni.server.frames import LARGEST_CONTROL_FRAME, LARGEST_DATA_FRAME
+from lightning_omni.server.refusals import RefusalLog
+
+_log = logging.getLogger(__name__)
+
+MOST_STRANGERS = {LARGEST_CONTROL_FRAME: 256, LARGEST_DATA_FRAME: 64}
+"""Connections of one listening socket that have not been let in, by the largest frame that it takes.
+
+What strangers can make a process hold is, for each of its listening sockets, at most
+
+    MOST_STRANGERS x (largest frame + CONNECTION_MEMORY),
+
+which is 256 x (64 kB + 64 kB) = 32 MB for the control socket and 64 x (516 kB + 64 kB) = 37 MB for the data socket and
+for a leader's own: 70 MB in all for a server, whatever is sent, for however long and however often.
+"""
+CONNECTION_MEMORY = 64 << 10
+"""Bytes that ZeroMQ itself needs for one connection: its buffers, pipes and state."""
+ADMISSION_TIME = HANDSHAKE_TIME / 1000 + 2.0
+"""Seconds in which a connection must have been let in."""
+STRANGERS_MAY_SEND = 64 << 10
+"""Bytes that a connection may send in the clear before it is let in; where the system counts them (Linux)."""
+BACKLOG = 1024
+"""Connections that may wait for the system to hand them over."""
+_ENCRYPTED_WORD = 260
+"""Bytes that a CURVE server sends without having seen the key: greeting (64), WELCOME (170) and an ERROR (12).
+
+After the key was shown READY follows, of 67 bytes; so who has been sent more holds the key.
+"""
+_TRAFFIC = struct.Struct("=QQ")
+_TRAFFIC_AT = 120
+"""Where Linux's ``tcp_info`` holds the bytes that were acknowledged by the other side and received from it."""
+_REFUSAL = "the key does not match the server's; both sides must be given the same key, and the same encryption="
+_FAILURES = {
+    int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL): "it ended during the handshake",
+    int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL): "what it sent is no handshake with this key",
+    int(zmq.EVENT_HANDSHAKE_FAILED_AUTH): "its own key is another",
+}
+_FAST, _SLOW = 0.02, 0.5
+"""Seconds between two looks at connections that were not let in: at what they have sent, and at their time."""
+
+
+@dataclass
+class _Stranger:
+    """A connection that was not let in yet; a descriptor of our own, so that it cannot become another's meanwhile."""
+
+    wire: socket.socket
+    since: float
+
+
+class ConnectionGuard:
+    """Watches the listening TCP sockets of one ZeroMQ context, in a thread of its own.
+
+    Args:
+        context: of the sockets.
+        keys: of the run.
+
+    Attributes:
+        ended: connections of strangers that were ended here.
+    """
+
+    def __init__(self, context: zmq.Context[Any], keys: RunKeys) -> None:
+        self._context, self._keys = context, keys
+        self._listeners: list[_Listener] = []
+        self._lock = threading.RLock()
+        self._refusals = RefusalLog(_log)
+        self.ended = 0
+        self._closing = threading.Event()
+        self._awake, self._wake = os.pipe()
+        self._zap = context.socket(zmq.REP)
+        self._zap.setsockopt(zmq.LINGER, 0)
+        self._zap.bind("inproc://zeromq.zap.01")
+        self._thread = threading.Thread(target=self._run, name="omni-guard", daemon=True)
+
+    def watch(self, listening: zmq.Socket[bytes], largest_frame: int) -> None:
+        """Watches a socket from before it is bound."""
+        self._listeners.append(_Listener(self._context, listening, MOST_STRANGERS[largest_frame]))
+
+    def start(self) -> None:
+        """From now on; all sockets are bound."""
+        self._thread.start()
+
+    @contextlib.contextmanager
+    def deciding(self) -> Iterator[None]:
+        """Nothing is ended meanwhile, so that a connection that is being let in is not."""
+        with self._lock:
+            self._read_events()
+            yield
+
+    def let_in(self, descriptor: int) -> None:
+        """The connection with this descriptor is an admitted rank's: it is watched no more."""
+        with self._lock:
+            self._read_events()
+            for listener in self._listeners:
+                listener.forget(descriptor)
+
+    def close(self) -> None:
+        """Ends the watch, before the sockets are closed."""
+        self._closing.set()
+        os.write(self._wake, b"x")
+        if self._thread.ident is not None:
+            self._thread.join()
+        for listener in self._listeners:
+            listener.close()
+        self._zap.close(0)
+        os.close(self._awake)
+        os.close(self._wake)
+        self._refusals.close()
+
+    # --- The thread ---------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        # The descriptors, not the sockets: these are read under the lock only, from two threads.
+        poller = select.poll()
+        for wire in (self._zap, *(listener.monitor for listener in self._listeners)):
+            poller.register(wire.getsockopt(zmq.FD), select.POLLIN)
+        poller.register(self._awake, select.POLLIN)
+        while not self._closing.is_set():
+            poller.poll(self._patience())
+            with self._lock:
+                self._authenticate()
+                self._read_events()
+                for listener in self._listeners:
+                    self._end_excess(listener)
+
+    def _patience(self) -> float | None:
+        """Milliseconds until strangers must be looked at again; None if there are none."""
+        with self._lock:
+            if not any(listener.strangers for listener in self._listeners):
+                return None
+            return 1000 * (_SLOW if self._keys.encryption == "curve" else _FAST)
+
+    def _authenticate(self) -> None:
+        with contextlib.suppress(zmq.Again):
+            while True:
+                self._zap.send_multipart(self._keys.answer_authentication(self._zap.recv_multipart(zmq.NOBLOCK)))
+
+    def _read_events(self) -> None:
+        for listener in self._listeners:
+            for failed in listener.read_events():
+                self._refusals.say("refused a connection", f"{_REFUSAL}; {failed}")
+
+    def _end_excess(self, listener: _Listener) -> None:
+        now, excess = time.monotonic(), len(listener.strangers) - listener.most
+        for descriptor, stranger in list(listener.strangers.items()):
+            acknowledged, received = _traffic(stranger.wire)
+            late = now - stranger.since > ADMISSION_TIME
+            if self._keys.encryption == "curve":
+                talks_too_much = False
+                if (late or excess > 0) and acknowledged > _ENCRYPTED_WORD:
+                    listener.forget(descriptor)  # it holds the key
+                    excess -= 1
+                    continue
+            else:
+                talks_too_much = received > STRANGERS_MAY_SEND
+            if late or excess > 0 or talks_too_much:
+                self._end(listener, descriptor, stranger)
+                excess -= 1
+            elif self._keys.encryption == "curve":
+                break  # the others are younger
+
+    def _end(self, listener: _Listener, descriptor: int, stranger: _Stranger) -> None:
+        with contextlib.suppress(OSError):
+            name = stranger.wire.getpeername()
+            stranger.wire.shutdown(socket.SHUT_RDWR)
+            self.ended += 1
+            self._refusals.say("ended a connection that had not shown that it holds the key", str(name[0]))
+        listener.forget(descriptor)
+
+
+class _Listener:
+    """One listening socket, and the connections to it that were not let in, by descriptor and oldest first."""
+
+    def __init__(self, context: zmq.Context[Any], listening: zmq.Socket[bytes], most: int) -> None:
+        self.most = most
+        self.strangers: OrderedDict[int, _Stranger] = OrderedDict()
+        self._listening = listening
+        endpoint = f"inproc://omni-monitor-{id(listening)}"
+        failures = (
+            zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+        )
+        listening.monitor(endpoint, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | failures)
+        self.monitor: zmq.Socket[bytes] = context.socket(zmq.PAIR)
+        self.monitor.setsockopt(zmq.LINGER, 0)
+        self.monitor.setsockopt(zmq.RCVHWM, 0)  # the thread that serves all connections must not wait for this one
+        self.monitor.connect(endpoint)
+
+    def read_events(self) -> list[str]:
+        """Brings the list up to date; returns the kinds of handshakes that failed."""
+        failed = []
+        with contextlib.suppress(zmq.Again):
+            while True:
+                head, _ = self.monitor.recv_multipart(zmq.NOBLOCK)
+                event, value = struct.unpack("=hi", head)
+                if event == zmq.EVENT_ACCEPTED:
+                    self._add(value)
+                elif event == zmq.EVENT_DISCONNECTED:
+                    self.forget(value)
+                else:
+                    failed.append(_FAILURES.get(event, ""))
+        return failed
+
+    def forget(self, descriptor: int) -> None:
+        """This connection is watched no more."""
+        stranger = self.strangers.pop(descriptor, None)
+        if stranger is not None:
+            stranger.wire.close()
+
+    def close(self) -> None:
+        """Watches nothing any more."""
+        for descriptor in list(self.strangers):
+            self.forget(descriptor)
+        self._listening.disable_monitor()
+        self.monitor.close(0)
+
+    def _add(self, descriptor: int) -> None:
+        self.forget(descriptor)
+        try:
+            wire = socket.socket(fileno=os.dup(descriptor))
+        except OSError:  # it has gone already
+            return
+        self.strangers[descriptor] = _Stranger(wire, time.monotonic())
+
+
+def _traffic(wire: socket.socket) -> tuple[int, int]:
+    """Bytes that the other side has acknowledged, and that came from it; zeros where the system does not count."""
+    if sys.platform != "linux":
+        return 0, 0
+    try:
+        info = wire.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TRAFFIC_AT + _TRAFFIC.size)
+        acknowledged, received = _TRAFFIC.unpack_from(info, _TRAFFIC_AT)
+    except (OSError, struct.error):
+        return 0, 0
+    return int(acknowledged), int(received)
