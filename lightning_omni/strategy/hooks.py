@@ -59,7 +59,8 @@ class OmniStrategyHooks(_Base):
             ``"static"`` gives every rank its share beforehand, as DistributedSampler does.
         rebalance: ``"auto"`` measures how fast ranks are and splits each group's batch in proportion, where that makes
             the group more than 5 % faster; ``"off"`` gives all ranks the same. The loss must be a mean over the batch.
-        host: address that the embedded server binds. None takes loopback on one node, and otherwise MASTER_ADDR.
+        host: address that the embedded server binds. None takes no port at all on one node, and otherwise MASTER_ADDR.
+        encryption: of connections over the network: ``"curve"``, or ``"off"`` on a network whose every user you trust.
         heartbeat_timeout: seconds of silence after which a rank counts as dead.
         refusals: pushes with NaN or infinite gradients that a group may make in a row before the run ends.
         merged: name of a submodule, the last layers of a classifier, say, that stays at the server: each group's batch
@@ -96,6 +97,7 @@ class OmniStrategyHooks(_Base):
         merged: str | None = None,
         record: str | None = None,
         rebalance: Literal["off", "auto"] = "off",
+        encryption: Literal["curve", "off"] = "curve",
         **ddp: Any,
     ) -> None:
         refuse_unknown_of_ddp(self, OmniStrategyHooks, ddp)
@@ -112,6 +114,7 @@ class OmniStrategyHooks(_Base):
             "method": method,
             "server": server,
             "host": host,
+            "encryption": encryption,
             "heartbeat_timeout": heartbeat_timeout,
             "refusals": refusals,
             "record": record,
