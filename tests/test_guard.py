@@ -16,7 +16,7 @@ import torch
 import zmq
 from zmq.utils import z85
 
-from lightning_omni.errors import ConfigurationError
+from lightning_omni.errors import ConfigurationError, Refused
 from lightning_omni.protocol import ServerCore
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.layout import Layout
@@ -136,6 +136,14 @@ def test_without_encryption_a_message_without_end_is_ended_long_before_its_time_
             while True:
                 wire.sendall(MORE)
                 assert time.monotonic() < deadline
+
+
+def test_a_wrong_key_is_told_at_once_and_in_few_lines(caplog: pytest.LogCaptureFixture) -> None:
+    with closing(Serving("curve")) as serving:
+        with pytest.raises(Refused, match="the key does not match"):
+            ControlConnection(serving.server.address, b"x" * 32, "run", 0, 1, LAYOUT, connect_timeout=0.5)
+        wait_for(lambda: any("the key does not match" in record.getMessage() for record in caplog.records))
+        assert len(caplog.records) <= refusals.LINES
 
 
 def test_who_is_let_in_is_decided_by_the_clients_own_key() -> None:

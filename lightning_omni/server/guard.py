@@ -142,12 +142,13 @@ class ConnectionGuard:
             poller.register(wire.getsockopt(zmq.FD), select.POLLIN)
         poller.register(self._awake, select.POLLIN)
         while not self._closing.is_set():
-            poller.poll(self._patience())
+            # First this, then the wait: a descriptor wakes only who has found its socket empty before.
             with self._lock:
                 self._authenticate()
                 self._read_events()
                 for listener in self._listeners:
                     self._end_excess(listener)
+            poller.poll(self._patience())
 
     def _patience(self) -> float | None:
         """Milliseconds until strangers must be looked at again; None if there are none."""
