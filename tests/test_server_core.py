@@ -964,6 +964,7 @@ SAMPLES: dict[type[m.Message], m.Message] = {
         m.Bring(nbytes=8),
         m.Collect(number=3),
         seed_of({"parts": [torch.ones(2)]})[0],
+        m.Restructure(optimizer=0, packed=pack({"groups": [], "weights": {}, "state": {}})[0], nbytes=0),
         push_of(gradient(0))[0],
         m.Average(optimizer=0, nbytes=LAYOUT.nbytes),
         m.Deposit(packed=pack([torch.ones(2)])[0], nbytes=8),

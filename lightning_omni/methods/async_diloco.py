@@ -23,7 +23,7 @@ from lightning_omni.methods.contract import (
 from lightning_omni.methods.diloco import check_outer
 from lightning_omni.methods.elastic_averaging import check_period
 from lightning_omni.methods.master import Master
-from lightning_omni.methods.replica import Replica, copies, minus
+from lightning_omni.methods.replica import Replica
 from lightning_omni.methods.totals import Total
 
 
@@ -105,12 +105,12 @@ class AsyncDiLoCo(Method, frozen=True, kw_only=True, tag="async_diloco"):
         memory = replica.memory
         while True:
             gradient = yield NextGradient()
-            outer = memory.setdefault("outer", copies(replica.weights()))
+            outer = replica.remember("outer")
             yield Step(gradient)
             memory["steps"] = memory.get("steps", 0) + 1
             if memory["steps"] >= memory.get("period", self.period):
                 step_time = yield StepTime()
-                pulled = yield Exchange(minus(outer, replica.weights()), replica.clock, note=step_time)
+                pulled = yield Exchange(replica.change(since=outer, factor=-1.0), replica.clock, note=step_time)
                 replica.go_on_from(pulled)
                 memory.clear()
                 if pulled.note:
@@ -140,8 +140,9 @@ class _DelayedNesterov(ServerSide):
         method = self._method
         self.master.add(push.tensors, -method.outer_lr / self._size)
         if share and method.outer_momentum:
-            for weight, velocity in zip(self.master.weights(), self._momentum, strict=True):
-                weight.sub_(velocity, alpha=method.outer_lr * share * method.outer_momentum)
+            for weight, velocity, change in zip(self.master.weights(), self._momentum, push.tensors, strict=True):
+                if change is not None:
+                    weight.sub_(velocity, alpha=method.outer_lr * share * method.outer_momentum)
         return [Reply(push.group, staleness, note=float(self._local_steps(push)))]
 
     def _fold(self, mean: list[Tensor | None]) -> None:
@@ -161,6 +162,10 @@ class _DelayedNesterov(ServerSide):
         fastest = min(seconds for group, seconds in self._step_times.items() if group in self.groups)
         ratio = fastest / self._step_times[push.group]
         return max(method.min_steps, int(method.period * ratio))
+
+    def grow(self, start: int) -> None:
+        self._block.reach(len(self.master.parameters))
+        self._momentum.extend(map(torch.zeros_like, self.master.weights()[start:]))
 
     def retire(self, group: int) -> list[Reply]:
         self._step_times.pop(group, None)

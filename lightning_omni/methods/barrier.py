@@ -46,6 +46,9 @@ class Barrier(ServerSide):
         self._waiting.pop(group, None)
         return super().retire(group)
 
+    def grow(self, start: int) -> None:
+        self._total.reach(len(self.master.parameters))
+
     def state(self) -> dict[str, Any]:
         return {"total": self._total.state()}
 

@@ -159,13 +159,13 @@ class Reply:
     Attributes:
         group: number of the group.
         staleness: updates between the read that its push was computed from and the push's arrival.
-        tensors: what to send; None sends the master weights as they are now.
+        tensors: what to send; None sends the master weights as they are now. What is None among them is sent as zeros.
         note: one number for the group side.
     """
 
     group: int
     staleness: int
-    tensors: Sequence[Tensor] | None = None
+    tensors: Tensors | None = None
     note: float = 0.0
 
 
@@ -217,6 +217,12 @@ class ServerSide(ABC):
 
     def fetched(self, group: int) -> None:  # noqa: B027  # most methods need not know
         """A group reads the master weights without a push."""
+
+    def grow(self, start: int) -> None:  # noqa: B027  # most methods remember nothing for each parameter
+        """The master has parameters from this place on that it did not have; pushes bring them from now on."""
+
+    def read_from(self, group: int, start: int) -> None:  # noqa: B027
+        """A group that did not know of the parameters from this place on reads them."""
 
     def staleness_of(self, push: Push) -> int:
         """Updates between the push's read and now."""

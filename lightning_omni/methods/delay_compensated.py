@@ -84,6 +84,14 @@ class _Compensate(ServerSide):
     def fetched(self, group: int) -> None:
         self._read[group] = copies(self.master.weights())
 
+    def grow(self, start: int) -> None:
+        new = copies(self.master.weights()[start:])
+        self._read = {group: [*read, *new] for group, read in self._read.items()}
+        self._square = {group: [*means, *map(torch.zeros_like, new)] for group, means in self._square.items()}
+
+    def read_from(self, group: int, start: int) -> None:
+        self._read[group] = [*self._read[group][:start], *copies(self.master.weights()[start:])]
+
     def retire(self, group: int) -> list[Reply]:
         self._read.pop(group, None)
         self._square.pop(group, None)

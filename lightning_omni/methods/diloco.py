@@ -12,7 +12,7 @@ from lightning_omni.methods.barrier import Barrier
 from lightning_omni.methods.contract import Exchange, GroupSide, Method, NextGradient, Push, ServerSide, Step
 from lightning_omni.methods.elastic_averaging import check_period
 from lightning_omni.methods.master import Master
-from lightning_omni.methods.replica import Replica, copies, minus
+from lightning_omni.methods.replica import Replica
 from lightning_omni.methods.totals import Total
 
 
@@ -62,11 +62,11 @@ class DiLoCo(Method, frozen=True, kw_only=True, tag="diloco"):
         memory = replica.memory
         while True:
             gradient = yield NextGradient()
-            outer = memory.setdefault("outer", copies(replica.weights()))
+            outer = replica.remember("outer")
             yield Step(gradient)
             memory["steps"] = memory.get("steps", 0) + 1
             if memory["steps"] == self.period:
-                pulled = yield Exchange(minus(outer, replica.weights()), replica.clock)
+                pulled = yield Exchange(replica.change(since=outer, factor=-1.0), replica.clock)
                 replica.go_on_from(pulled)
                 memory.clear()
 
@@ -87,6 +87,10 @@ class _OuterStep(Barrier):
 
     def merge(self, total: Total, last: Push) -> None:
         self.master.step(self._outer, total.scaled(1 / total.count))
+
+    def grow(self, start: int) -> None:
+        super().grow(start)
+        self._outer.param_groups[0]["params"].extend(list(self.master.parameters.values())[start:])
 
     def state(self) -> dict[str, Any]:
         return {**super().state(), "outer": self._outer.state_dict()["state"]}

@@ -19,7 +19,7 @@ from lightning_omni.methods.contract import (
     Step,
 )
 from lightning_omni.methods.master import Master
-from lightning_omni.methods.replica import Replica, copies, minus
+from lightning_omni.methods.replica import Replica
 from lightning_omni.methods.totals import Total
 
 
@@ -112,10 +112,10 @@ class Downpour(Method, frozen=True, kw_only=True, tag="downpour"):
         while True:
             gradient = yield NextGradient()
             memory["steps"] = step = memory.get("steps", 0) + 1
-            before = memory.setdefault("fetched", copies(replica.weights()))
+            before = replica.remember("fetched")
             yield Step(gradient)
             if replica.clock < self.warm_start or step % self.n_push == 0:
-                pulled = yield Exchange(minus(replica.weights(), before), replica.clock)
+                pulled = yield Exchange(replica.change(since=before), replica.clock)
                 replica.go_on_from(pulled)
                 del memory["fetched"]
 

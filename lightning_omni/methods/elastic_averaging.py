@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import ClassVar, Literal
 
-from lightning_omni.errors import ConfigurationError, ProtocolError
+from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods.contract import Exchange, GroupSide, Method, NextGradient, Push, Reply, ServerSide, Step
 from lightning_omni.methods.master import Master
 from lightning_omni.methods.replica import Replica
@@ -87,11 +87,14 @@ class _Centre(ServerSide):
         self._rate = method.moving_rate if method.moving_rate is not None else _BETA / max(1, len(self.groups))
 
     def receive(self, push: Push) -> list[Reply]:
-        staleness, moves = self.staleness_of(push), []
-        for weight, centre in zip(push.tensors, self.master.weights(), strict=True):
-            if weight is None:
-                raise ProtocolError("elastic averaging pushes every weight")
-            moves.append((weight - centre) * self._rate)
+        # A weight is missing where the group does not know of the parameter yet: then it is not drawn to the centre.
+        staleness, moves = (
+            self.staleness_of(push),
+            [
+                None if weight is None else (weight - centre) * self._rate
+                for weight, centre in zip(push.tensors, self.master.weights(), strict=True)
+            ],
+        )
         self.master.add(moves)
         return [Reply(push.group, staleness, moves)]
 

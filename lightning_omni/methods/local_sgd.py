@@ -76,4 +76,4 @@ class LocalSGD(Method, frozen=True, kw_only=True, tag="local_sgd"):
 
 class _Mean(Barrier):
     def merge(self, total: Total, last: Push) -> None:
-        self.master.overwrite(total.scaled(1 / total.count))
+        self.master.overwrite(total.means())  # a group may not know of all parameters yet

@@ -7,6 +7,7 @@ It is never pickled, so nothing that comes over the wire can run code of its own
 from __future__ import annotations
 
 import importlib
+from collections import defaultdict
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
@@ -16,10 +17,12 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_omni.errors import UnsupportedError
+from lightning_omni.errors import MalformedMessage, UnsupportedError
 
 _MAY_BE_FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 _IMPLEMENTATION_FLAGS = ("foreach", "fused", "capturable", "differentiable")
+_NOT_SETTINGS = ("params", "param_names", *_IMPLEMENTATION_FLAGS)
+"""What a parameter group holds besides hyperparameters."""
 _PLAIN = (bool, int, float, str, bytes, type(None))
 
 Resolve = Callable[[str], type[Optimizer]]
@@ -40,6 +43,33 @@ class Master:
         self.optimizer = optimizer
         self.clock = clock
         self._ordered = list(self.parameters.values())
+        self._parked: dict[Tensor, Any] = {}
+
+    def grow(self, parameters: Mapping[str, Parameter]) -> None:
+        """Further parameters, behind the others, which no parameter group holds yet."""
+        self.parameters.update(parameters)
+        self._ordered = list(self.parameters.values())
+
+    def arrange(self, groups: Sequence[Mapping[str, Any]], state: Mapping[int, Any] | None = None) -> None:
+        """These are the optimizer's parameter groups from now on. State stays with its parameter.
+
+        Args:
+            groups: settings, and under ``params`` the places of parameters among all.
+            state: optimizer state of parameters that have none yet, by place.
+        """
+        assert self.optimizer is not None
+        before = self.optimizer.param_groups
+        self.optimizer.param_groups = []
+        try:
+            for group in groups:
+                self.optimizer.add_param_group({**group, "params": [self._ordered[place] for place in group["params"]]})
+        except BaseException:
+            self.optimizer.param_groups = before
+            raise
+        _choose_fastest_kernel(self.optimizer)
+        park(self.optimizer, self._parked)
+        for place, values in (state or {}).items():
+            self.optimizer.state.setdefault(self._ordered[place], dict(values))
 
     def update(
         self,
@@ -57,8 +87,7 @@ class Master:
         """
         assert self.optimizer is not None, "this method's optimizer runs at the workers"
         for group, values in zip(self.optimizer.param_groups, hyperparameters, strict=True):
-            kept = ("params", *_IMPLEMENTATION_FLAGS)
-            group.update((key, value) for key, value in values.items() if key not in kept)
+            group.update((key, value) for key, value in values.items() if key not in _NOT_SETTINGS)
             if step_scale != 1.0:
                 group["lr"] = group["lr"] * step_scale
         self.step(self.optimizer, gradients)
@@ -96,9 +125,69 @@ class Master:
         """Weights, optimizer state and clock, of one and the same moment. The tensors are the live ones."""
         return {
             "weights": {name: parameter.detach() for name, parameter in self.parameters.items()},
-            "state": self.optimizer.state_dict()["state"] if self.optimizer is not None else {},
+            "state": self._state() if self.optimizer is not None else {},
             "clock": self.clock,
         }
+
+    def _state(self) -> dict[Any, Any]:
+        """The optimizer's state by the places of parameters among all, whatever the order of parameter groups."""
+        assert self.optimizer is not None
+        places = {id(parameter): place for place, parameter in enumerate(self._ordered)}
+        held = [id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]]
+        state = self.optimizer.state_dict()["state"]
+        return {places[held[key]] if isinstance(key, int) else key: value for key, value in state.items()}
+
+
+def check_state(optimizer: Optimizer, weights: Mapping[int, Tensor], state: Mapping[int, Mapping[str, Any]]) -> None:
+    """Raises `MalformedMessage` unless the optimizer can step these weights with this state: a twin of it tries.
+
+    Args:
+        optimizer: stays as it is.
+        weights: copies are made.
+        state: of each of the weights.
+    """
+    for key, values in state.items():  # fused kernels do not look before they write
+        wrong = [
+            name
+            for name, value in values.items()
+            if isinstance(value, Tensor) and value.numel() != 1 and value.shape != weights[key].shape
+        ]
+        if wrong and type(optimizer) in _MAY_BE_FUSED:
+            raise MalformedMessage(f"optimizer state {wrong[0]} has another shape than its weight")
+    twin = object.__new__(type(optimizer))
+    vars(twin).update(vars(optimizer))
+    vars(twin).pop("step", None)
+    tried = {key: Parameter(weight.clone()) for key, weight in weights.items()}
+    plain = {flag: False for flag in _IMPLEMENTATION_FLAGS if flag in optimizer.param_groups[0]}
+    twin.param_groups = [{**optimizer.param_groups[0], **plain, "params": list(tried.values())}]
+    twin.state = defaultdict(dict)
+    for key, parameter in tried.items():
+        twin.state[parameter] = {
+            name: value.clone() if isinstance(value, Tensor) else value for name, value in state[key].items()
+        }
+        parameter.grad = torch.zeros_like(parameter)
+    try:
+        twin.step()
+    except Exception as error:  # torch raises what it likes
+        raise MalformedMessage(
+            f"optimizer state that {type(optimizer).__name__} cannot step with: {type(error).__name__}: {error}"
+        ) from error
+
+
+def park(optimizer: Optimizer, parked: dict[Tensor, Any]) -> None:
+    """Takes the state of parameters that no group holds any more aside, and gives it back to those that came back.
+
+    Such state would be in the way of ``state_dict()``, which numbers what the groups hold.
+
+    Args:
+        optimizer: the optimizer.
+        parked: state by parameter; changed in place.
+    """
+    held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    for parameter in [each for each in optimizer.state if isinstance(each, Tensor) and each not in held]:
+        parked[parameter] = optimizer.state.pop(parameter)
+    for parameter in held & parked.keys():
+        optimizer.state[parameter] = parked.pop(parameter)
 
 
 def hyperparameters_of(optimizer: Optimizer, of: Container[Tensor] | None = None) -> list[dict[str, Any]]:
@@ -114,9 +203,9 @@ def hyperparameters_of(optimizer: Optimizer, of: Container[Tensor] | None = None
         0.1
     """
     return [
-        {key: _plain(value) for key, value in group.items() if key != "params" and key not in _IMPLEMENTATION_FLAGS}
+        {key: _plain(value) for key, value in group.items() if key not in _NOT_SETTINGS}
         for group in optimizer.param_groups
-        if of is None or _holds(group, of)
+        if of is None or holds(group, of)
     ]
 
 
@@ -140,13 +229,13 @@ def describe(optimizer: Optimizer, names: Mapping[Tensor, str], with_state: bool
         "groups": [
             {**values, "params": [names[parameter] for parameter in group["params"] if parameter in names]}
             for group, values in zip(optimizer.param_groups, hyperparameters_of(optimizer), strict=True)
-            if _holds(group, names)
+            if holds(group, names)
         ],
         "state": state_of(optimizer, names) if with_state else {},
     }
 
 
-def _holds(group: Mapping[str, Any], of: Container[Tensor]) -> bool:
+def holds(group: Mapping[str, Any], of: Container[Tensor]) -> bool:
     """Whether a parameter group holds some of these parameters; one that is empty belongs to everybody."""
     return not group["params"] or any(parameter in of for parameter in group["params"])
 

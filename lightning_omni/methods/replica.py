@@ -100,6 +100,30 @@ class Replica:
         with torch.enable_grad():
             type(self.optimizer).step(self.optimizer)
 
+    def remember(self, name: str) -> list[Tensor]:
+        """The weights as they were when this was first asked for by this name, kept in ``memory``.
+
+        Of parameters that came in mid-run: as they were when it was asked for with them.
+        """
+        kept: list[Tensor] = self.memory.setdefault(name, [])
+        kept.extend(copies(self.weights()[len(kept) :]))
+        return kept
+
+    def change(self, since: Sequence[Tensor], factor: float = 1.0) -> list[Tensor | None]:
+        """``factor * (weights - since)``; None for what no optimizer moves any more and nothing has moved.
+
+        Args:
+            since: from `remember`.
+            factor: 1 or -1.
+        """
+        weights = self.weights()
+        changes = minus(weights, since) if factor == 1.0 else minus(since, weights)
+        held = {id(each) for group in self.optimizer.param_groups for each in group["params"] if each.requires_grad}
+        return [
+            change if id(parameter) in held or bool(change.count_nonzero()) else None
+            for parameter, change in zip(self.ordered, changes, strict=True)
+        ]
+
     def base(self) -> list[Tensor]:
         r"""The weights without Nesterov's look-ahead: what momentum methods send to each other.
 

@@ -108,6 +108,9 @@ class _EveryC(ServerSide):
         total.clear()
         self._staleness = 0
 
+    def grow(self, start: int) -> None:
+        self._total.reach(len(self.master.parameters))
+
     def state(self) -> dict[str, Any]:
         return {
             "total": self._total.state(),

@@ -30,14 +30,21 @@ class Total:
         self.count = 0
         self.weight = 0.0
         self._sum: list[Tensor | None] = []
+        self._counts: list[int] = []
+
+    def reach(self, parameters: int) -> None:
+        """There are so many parameters: those that came in mid-run took no part so far."""
+        missing = parameters - len(self._sum)
+        self._sum.extend([None] * missing)
+        self._counts.extend([0] * missing)
 
     def add(self, tensors: Sequence[Tensor | None], weight: float = 1.0) -> None:
         """``sum += weight * tensors``; copies what it keeps."""
-        if not self._sum:
-            self._sum = [None] * len(tensors)
+        self.reach(len(tensors))
         for index, tensor in enumerate(tensors):
             if tensor is None:
                 continue
+            self._counts[index] += 1
             mine = self._sum[index]
             if mine is None:
                 self._sum[index] = tensor.detach().clone() if weight == 1.0 else tensor.detach() * weight
@@ -54,6 +61,13 @@ class Total:
                     tensor.mul_(factor)
         return self._sum
 
+    def means(self) -> list[Tensor | None]:
+        """The mean of each tensor over the pushes that had it, all of weight 1; in place, as `scaled`."""
+        for tensor, count in zip(self._sum, self._counts, strict=True):
+            if tensor is not None and count > 1:
+                tensor.mul_(1 / count)
+        return self._sum
+
     def take(self, factor: float = 1.0) -> list[Tensor | None]:
         """Like `scaled`, and clears the total."""
         scaled = self.scaled(factor)
@@ -62,9 +76,11 @@ class Total:
 
     def state(self) -> dict[str, Any]:
         """Everything, as plain values and live tensors."""
-        return {"count": self.count, "weight": self.weight, "sum": list(self._sum)}
+        return {"count": self.count, "weight": self.weight, "sum": list(self._sum), "counts": list(self._counts)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Goes on from a `state`."""
         self.count, self.weight = int(state["count"]), float(state["weight"])
         self._sum = [None if tensor is None else tensor.clone() for tensor in state["sum"]]
+        known = [0 if tensor is None else self.count for tensor in self._sum]
+        self._counts = [int(count) for count in state.get("counts", known)]

@@ -21,6 +21,7 @@ from lightning_omni.methods import Exchange, Inbox, Pulled
 from lightning_omni.optimizer.replica import Part
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.codec import pack, unpack
+from lightning_omni.protocol.layout import Layout
 from lightning_omni.server import Address, DataConnection, PeerConnections, PeerSocket
 from lightning_omni.server.addresses import own_host, tcp_endpoint
 from lightning_omni.server.directory import is_private, sibling
@@ -193,6 +194,12 @@ class Channel:
         if host.startswith("127.") and not self._world.server.is_on_this_node_only:
             host = "0.0.0.0"  # the server is on this machine, and the other nodes know it by another address
         return tcp_endpoint(host)
+
+    def grow_peers(self, index: int, layout: Layout) -> None:
+        """One optimizer's weights have another layout from now on; what peers have sent in the old one is gone."""
+        if self._peers is not None:
+            self._peers.socket.grow(index, layout)
+            self._peers.connections.grow(index, layout)
 
     def publish(self, index: int, tensors: Sequence[Tensor]) -> None:
         """Other groups may read these weights."""

@@ -93,6 +93,8 @@ class RemoteHead:
             return self._look(tree)
         if self._was_used:
             raise self._used_twice()
+        with torch.no_grad():
+            self._world.structures.follow(self._number)
         outputs = pass_through(self, tree)
         self._is_open = self._was_used = True
         return with_tensors(self._output, outputs)

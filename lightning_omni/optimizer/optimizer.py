@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_omni.errors import ConfigurationError, UnsupportedError
+from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import (
     Answer,
     Exchange,
@@ -41,7 +41,8 @@ class OmniOptimizer(Optimizer):
     Args:
         optimizer: the optimizer to wrap, over parameters that live on this rank.
         world: this rank's place in the run.
-        names: a name for every parameter; by default their places, ``"0.3"`` for the fourth of the first group.
+        names: a name for every parameter, or what gives these names, if the model gets more parameters in mid-run; by
+            default their places, ``"0.3"`` for the fourth of the first group.
         merged: parameters that belong to a merged head, which the server steps by itself: see `World.attach_head`.
 
     Raises:
@@ -55,16 +56,18 @@ class OmniOptimizer(Optimizer):
         self,
         optimizer: Optimizer,
         world: World,
-        names: Mapping[Parameter, str] | None = None,
-        merged: Container[Parameter] = (),
+        names: Mapping[Parameter, str] | Callable[[], Mapping[Parameter, str]] | None = None,
+        merged: Collection[Parameter] = (),
     ) -> None:
         # Optimizer.__init__ is left out on purpose: parameter groups, state and defaults are the wrapped optimizer's.
         if not world.is_synchronous:
             world.check_optimizer(optimizer)
         self.optimizer = optimizer
         self.world = world
+        names_now = names if callable(names) else lambda: names or {}
+        known = names_now()
         parameters = {
-            (names or {}).get(parameter, f"{number}.{place}"): parameter
+            known.get(parameter, f"{number}.{place}"): parameter
             for number, group in enumerate(optimizer.param_groups)
             for place, parameter in enumerate(group["params"])
             if parameter not in merged
@@ -73,11 +76,10 @@ class OmniOptimizer(Optimizer):
             raise ConfigurationError(
                 "merged= names all that this optimizer moves, and nothing is left for the groups to train; merge a part"
             )
-        self._own = set(parameters.values())
-        self._index = world.attach(optimizer, parameters)
+        self._index = world.attach(optimizer, parameters, names_now, merged)
         self._replica = world.parts[self._index].replica
         self._group_side: GroupSide | None = None
-        self._generation = -1
+        self._made_for = (-1, 0)
         self._local = _LocalSteps()
 
     # --- What makes it a torch optimizer ------------------------------------------------------------------------------
@@ -117,8 +119,11 @@ class OmniOptimizer(Optimizer):
         self.optimizer.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Only before training begins, and only on the wrapped optimizer."""
-        raise UnsupportedError("add parameter groups to the wrapped optimizer, before OmniOptimizer(...) is made")
+        """Adds a group to the wrapped optimizer; at any time, on every rank, and on the wrapped optimizer if you like.
+
+        The parameters take the values that the server has for them, or that this group brings if it is the first.
+        """
+        self.optimizer.add_param_group(param_group)
 
     def __repr__(self) -> str:
         return f"OmniOptimizer({self.optimizer!r})"
@@ -143,7 +148,9 @@ class OmniOptimizer(Optimizer):
         for head in self.world.heads:
             head.step_done()
         with torch.no_grad():
-            self._advance(Gradient(self._replica.gradients(), hyperparameters_of(self.optimizer, self._own)))
+            self.world.structures.follow(self._index)
+            hyperparameters = hyperparameters_of(self.optimizer, self._replica.own)
+            self._advance(Gradient(self._replica.gradients(), hyperparameters))
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # else schedulers warn of a missing step
         return loss
 
@@ -181,8 +188,9 @@ class OmniOptimizer(Optimizer):
         raise TypeError(f"{type(world.method).__name__} needs {need!r}, and nobody knows what that is")
 
     def _side(self) -> GroupSide:
-        if self._group_side is None or self._generation != self.world.generation:
-            self._generation = self.world.generation
+        made_for = (self.world.generation, len(self._replica.ordered))
+        if self._group_side is None or self._made_for != made_for:
+            self._made_for = made_for
             self._group_side = self.world.method.group_side(self._replica)
             next(self._group_side)
         return self._group_side

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_omni.errors import UnsupportedError
 from lightning_omni.methods import Pulled, Replica
+from lightning_omni.methods.master import park
 from lightning_omni.methods.replica import copies
 from lightning_omni.protocol.layout import Layout
 
@@ -29,13 +30,49 @@ class ModelReplica(Replica):
     def __init__(self, parameters: Mapping[str, Parameter], optimizer: Optimizer) -> None:
         super().__init__(list(parameters.values()), optimizer)
         self.parameters = dict(parameters)
+        self.own = set(self.ordered)
         self._out: Tensor | None = None
         self._aside: Pulled | None = None
+        self._released: set[Parameter] = set()
+        self._parked: dict[Tensor, Any] = {}
 
     @cached_property
     def layout(self) -> Layout:
         """How the parameters lie in flat memory."""
-        return Layout.of({name: parameter.detach() for name, parameter in self.parameters.items()})
+        return self.layout_with({})
+
+    def layout_with(self, more: Mapping[str, Parameter]) -> Layout:
+        """The layout if further parameters come behind these."""
+        return Layout.of({name: parameter.detach() for name, parameter in {**self.parameters, **more}.items()})
+
+    # --- Parameters that come and go in mid-run ----------------------------------------------------------------------
+
+    def hold(self, parameters: Mapping[str, Parameter]) -> None:
+        """These are the parameters, and nothing is remembered of others."""
+        self.parameters, self.ordered = dict(parameters), list(parameters.values())
+        self.own, self._released = set(self.ordered), set()
+        self.abandon()
+        self._lay_out()
+
+    def grow(self, more: Mapping[str, Parameter]) -> None:
+        """Further parameters come behind the others."""
+        self.parameters.update(more)
+        self.ordered.extend(more.values())
+        self.own.update(more.values())
+        if self._aside is not None:
+            self._aside = Pulled(
+                [*self._aside.tensors, *copies([each.detach() for each in more.values()])], self._aside.clock
+            )
+        self._lay_out()
+
+    def release(self, held: Set[Parameter]) -> None:
+        """The optimizer holds just these: the others stay as they are, and have no gradient."""
+        self._released = self.own - held
+        park(self.optimizer, self._parked)
+
+    def _lay_out(self) -> None:
+        self._out = None
+        vars(self).pop("layout", None)
 
     def gradients(self) -> list[Tensor | None]:
         """The gradients, in order; None where a parameter took no part in the loss.
@@ -43,7 +80,7 @@ class ModelReplica(Replica):
         Raises:
             UnsupportedError: a gradient is sparse.
         """
-        gradients = [parameter.grad for parameter in self.ordered]
+        gradients = [parameter.grad if parameter not in self._released else None for parameter in self.ordered]
         for name, gradient in zip(self.parameters, gradients, strict=True):
             if gradient is not None and gradient.layout != torch.strided:
                 raise UnsupportedError(
@@ -97,7 +134,7 @@ class ModelReplica(Replica):
     def resume(self, state: Mapping[str, Any]) -> None:
         """Goes on from an `own_state` when training begins."""
         self.memory = _on(state["memory"], self.ordered[0].device)
-        if "weights" in state:
+        if "weights" in state and len(state["weights"]) == len(self.ordered):
             self._aside = Pulled(copies(state["weights"]), int(state["clock"]))
             plain = self.optimizer.state_dict()
             self.optimizer.load_state_dict({**plain, "state": state["optimizer"]})
@@ -124,3 +161,17 @@ class Part:
     staleness: list[int] = field(default_factory=list)
     head: tuple[str, Module] | None = None
     """Name and submodule, if this is a merged head: it lives at the server, and nothing of it is pushed."""
+    names: Callable[[], Mapping[Parameter, str]] = dict
+    """Names of all the model's parameters, as it is at the moment."""
+    outside: Collection[Parameter] = ()
+    """What the optimizer holds and others than this part exchange."""
+    arranged: list[list[int]] = field(init=False)
+    """The `arrangement` that the server knows of."""
+
+    def __post_init__(self) -> None:
+        self.arranged = self.arrangement
+
+    @property
+    def arrangement(self) -> list[list[int]]:
+        """Which parameters each parameter group holds, as identities: quick to compare."""
+        return [list(map(id, group["params"])) for group in self.optimizer.param_groups]

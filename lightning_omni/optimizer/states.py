@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from lightning_omni.methods.master import describe, places_of
+from lightning_omni.methods.master import describe
 from lightning_omni.methods.modules import describe_module
 from lightning_omni.optimizer.replica import Part
 from lightning_omni.protocol import messages as m
@@ -80,6 +80,7 @@ class States:
                     "clock": part.replica.clock,
                     "method": state,
                     "head": _describe_head(part),
+                    "room": self._world.structures.room_of(part),
                 }
                 for part, state in zip_longest(self._world.parts, self._resumed.get("server", ()))
             ]
@@ -111,13 +112,15 @@ class States:
             tree: from `snapshot`.
         """
         state = dict(optimizer.state_dict()["state"])
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        wholes = {parameter: place for place, parameter in enumerate(held)}
         for part, theirs in zip(self._world.parts, tree["parts"], strict=True):
             if part.optimizer is optimizer and not self._world.steps_here(part):
-                places = places_of(optimizer, set(part.replica.ordered))
-                for place, whole in enumerate(places):
-                    state.pop(whole, None)
-                    if place in theirs["state"]:
-                        state[whole] = theirs["state"][place]
+                for place, parameter in enumerate(part.replica.ordered):
+                    if (whole := wholes.get(parameter)) is not None:
+                        state.pop(whole, None)
+                        if place in theirs["state"]:
+                            state[whole] = theirs["state"][place]
         return state
 
     def share(self) -> None:

@@ -15,7 +15,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,6 +36,7 @@ from lightning_omni.optimizer.options import WorldOptions
 from lightning_omni.optimizer.process_groups import ProcessGroups
 from lightning_omni.optimizer.replica import ModelReplica, Part
 from lightning_omni.optimizer.states import States
+from lightning_omni.optimizer.structure import Structures
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.server import ControlConnection
@@ -101,6 +102,7 @@ class World:
         self.process_groups = ProcessGroups(self.rank, self.size, self.options.timeout, self.device)
         self.channel = Channel(self)
         self.states = States(self)
+        self.structures = Structures(self)
         self.phase = 0
         self.wants_stop = self.is_finished = False
         self.on_stop: Callable[[], None] | None = None
@@ -183,8 +185,20 @@ class World:
                 " import it; move it to a module of its own"
             )
 
-    def attach(self, optimizer: Optimizer, parameters: Mapping[str, Parameter]) -> int:
+    def attach(
+        self,
+        optimizer: Optimizer,
+        parameters: Mapping[str, Parameter],
+        names: Callable[[], Mapping[Parameter, str]] = dict,
+        outside: Collection[Parameter] = (),
+    ) -> int:
         """Takes an optimizer in, before training begins.
+
+        Args:
+            optimizer: the optimizer.
+            parameters: what is exchanged of what it holds.
+            names: gives the names of all the model's parameters, for those that come in mid-run.
+            outside: what it holds besides.
 
         Returns:
             Its number.
@@ -192,7 +206,7 @@ class World:
         Raises:
             UnsupportedError: a parameter is in another optimizer already.
         """
-        self.parts.append(Part(optimizer, ModelReplica(parameters, optimizer)))
+        self.parts.append(Part(optimizer, ModelReplica(parameters, optimizer), names=names, outside=outside))
         self._check_not_shared()
         return len(self.parts) - 1
 
@@ -259,6 +273,7 @@ class World:
         self._closed.clear()
         self.is_finished = False
         self.channel.last = Exchanged()
+        self.structures.renew()
         self._check_not_shared()
         if not self.is_synchronous:
             self.check_method(len(self.topology.alive))
@@ -393,6 +408,7 @@ class World:
                 part.replica.abandon()
             else:
                 part.replica.load(pulled)
+        self.structures.read_beyond()
 
     # --- Regrouping --------------------------------------------------------------------------------------------------
 
@@ -415,12 +431,17 @@ class World:
             self.check_method(groups)
         spans: tuple[tuple[int, int], ...] = ()
         computing, was_synchronous = self._in_compute, self.is_synchronous
+        if was_synchronous:
+            self.structures.renew()
+        else:
+            self.structures.follow_all()
         self.enter_world(buffers)
         if was_synchronous:
             if groups == 1:
                 return spans
             self.connect()
         self._form(groups, speeds)
+        self.structures.check_alike()
         self._check_not_shared()
         for part in self.parts:
             part.replica.abandon()

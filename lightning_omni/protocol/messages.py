@@ -343,6 +343,19 @@ class Seed(Message, frozen=True, kw_only=True):
     nbytes: int
 
 
+class Restructure(Message, frozen=True, kw_only=True):
+    """My group's optimizer has other parameter groups than before, or more parameters. The tensors follow as payload.
+
+    Attributes:
+        optimizer: which of the model's optimizers.
+        packed: see `lightning_omni.protocol.structure.read_structure`.
+    """
+
+    optimizer: int
+    packed: Packed
+    nbytes: int
+
+
 class PushMessage(Message, tag="Push", frozen=True, kw_only=True):
     """What a group pushes: a gradient, weights or a change of weights. The payload holds the tensors that are present.
 
@@ -503,6 +516,13 @@ class Seeded(Message, frozen=True, kw_only=True):
     """The server holds the master weights."""
 
 
+class Restructured(Message, frozen=True, kw_only=True):
+    """The server's optimizer is so; the master weights that are new to the group follow as payload."""
+
+    optimizer: int
+    nbytes: int
+
+
 class Deposited(Message, frozen=True, kw_only=True):
     """The server keeps it."""
 
@@ -595,16 +615,16 @@ FromControl = (
     | AskStatus
 )  # fmt: skip
 FromData = (
-    Attach | AttachProof | Long | Seed | PushMessage | Average | Deposit | Fetch | TakeSnapshot | HeadForward
-    | HeadBackward | HeadRelease | Bring | Collect
+    Attach | AttachProof | Long | Seed | Restructure | PushMessage | Average | Deposit | Fetch | TakeSnapshot
+    | HeadForward | HeadBackward | HeadRelease | Bring | Collect
 )  # fmt: skip
 ToControl = (
     Challenge | Welcome | RefusedMessage | Status | Formed | EpochOpened | Drawn | Verdict | Left | Gathered | Notice
     | Acknowledged
 )  # fmt: skip
 ToData = (
-    AttachChallenge | Attached | Long | Seeded | Deposited | Weights | Snapshot | HeadOutput | HeadGradients
-    | HeadReleased | RefusedMessage | Brought | Collected
+    AttachChallenge | Attached | Long | Seeded | Restructured | Deposited | Weights | Snapshot | HeadOutput
+    | HeadGradients | HeadReleased | RefusedMessage | Brought | Collected
 )  # fmt: skip
 
 Channel = str

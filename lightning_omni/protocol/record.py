@@ -17,7 +17,7 @@ from lightning_omni.errors import ConfigurationError
 
 _log = logging.getLogger(__name__)
 
-Kind = Literal["seed", "form", "push", "train", "fetch", "rest", "resume", "retire", "leave"]
+Kind = Literal["seed", "form", "restructure", "push", "train", "fetch", "rest", "resume", "retire", "leave"]
 Spans = tuple[tuple[int, int], ...]
 
 
@@ -26,7 +26,8 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     Attributes:
         kind: ``"seed"``: the server was given weights, for groups that stand; ``"form"``: other groups were formed on
-            the same weights; ``"push"``; ``"train"``: a group said, when it
+            the same weights; ``"restructure"``: a group's optimizer has other parameter groups than before, or more
+            parameters; ``"push"``; ``"train"``: a group said, when it
             drew or waited or left, that it has begun to train batches of which no push has told; ``"fetch"``: a group
             read the master weights outside an exchange; ``"rest"``, ``"resume"``, ``"retire"``: see
             `lightning_omni.methods.ServerSide`; ``"leave"``: a group retired in good order, at the end of its run.
@@ -43,6 +44,11 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         note: of a push, the number that it travelled with; of a turn at a merged head, the value of clipping.
         groups: of a seed or form, the ranks of each group.
         method: of a seed or form, the method as plain data.
+        parameters: of a restructuring, the names of the parameters that are new to the group.
+        param_groups: of the same, the settings of each parameter group, with places of its parameters as ``params``;
+            none if the optimizer steps at the workers.
+        present: of a push, which parameters have a tensor, if it is not the same as in the group's last push (or all,
+            in its first).
     """
 
     kind: Kind
@@ -58,6 +64,9 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     note: float = 0.0
     groups: tuple[tuple[int, ...], ...] = ()
     method: dict[str, Any] = {}
+    parameters: tuple[str, ...] = ()
+    param_groups: tuple[dict[str, Any], ...] = ()
+    present: tuple[bool, ...] = ()
 
 
 Recorder = Callable[[Event], None]

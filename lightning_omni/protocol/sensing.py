@@ -121,6 +121,17 @@ class Sensing:
         self._rates += [lr if isinstance(lr, (int, float)) else math.nan] * (len(self._reads) - len(self._rates))
         self._look()
 
+    def grow(self, layout: Layout, buffer: Tensor) -> None:
+        """Parameters came behind the others, and all have moved to another buffer; the same coordinates are watched."""
+        self._layout, self._buffer = layout, buffer
+        if self._present is not None:
+            self._present = ()  # to be located once more
+            self._weights = self._typed(buffer)
+
+    def rearrange(self) -> None:
+        """Parameters are in other groups."""
+        self._settings = None
+
     def forget(self) -> None:
         """The weights changed by other means than an update: what was noted of them leads nowhere."""
         self._first = self._master.clock  # of the weights noted first
@@ -245,7 +256,8 @@ class Sensing:
         if settings != self._settings and unit:
             self._settings = settings
             of = {id(parameter): number for number, group in enumerate(groups) for parameter in group["params"]}
-            numbers = torch.tensor([of[id(parameter)] for parameter in self._master.parameters.values()])[self._homes]
+            every = self._master.parameters.values()
+            numbers = torch.tensor([of.get(id(parameter), 0) for parameter in every])[self._homes]
             table = [(lr / unit / (1 - m), decay) for lr, m, decay in settings]
             self._scale, self._decay = torch.tensor(table, dtype=torch.float64)[numbers].unbind(1)
             self._decays = any(decay for _, _, decay in settings)

@@ -29,7 +29,7 @@ from lightning_omni.protocol.meetings import Meetings
 from lightning_omni.protocol.record import Event, Kind, Recorder, Spans
 from lightning_omni.protocol.roster import MOST_CHALLENGED, Member, Roster
 from lightning_omni.protocol.sensing import total_momentum
-from lightning_omni.protocol.shard import Shard
+from lightning_omni.protocol.shard import ROOM, Shard
 from lightning_omni.topology import Topology
 
 Peer = bytes
@@ -108,6 +108,7 @@ class ServerCore:
         self._brought: dict[int, Payload] = {}
         self._gathered: tuple[int, tuple[Payload, ...]] = (-1, ())  # the last meeting's, where they must be collected
         self._deposits: dict[int, Any] = {}
+        self._present: dict[tuple[int, int], tuple[bool, ...]] = {}  # for the record
         self._pending: dict[int, tuple[int, bool]] = {}  # group: optimizer of the push that waits, and whether it pulls
         self._resting_elsewhere: set[int] = set()
         self._now = 0.0
@@ -182,11 +183,11 @@ class ServerCore:
             ProtocolError: this peer may not send this, or not as much.
         """
         if isinstance(message, m.PushMessage):
-            self._member_of(peer)
-            return self._shard(message.optimizer).payload_layout(message).nbytes
+            group = self._group_of(self._member_of(peer))
+            return self._shard(message.optimizer).payload_layout(group, message).nbytes
         if isinstance(message, m.Average):
-            self._leads(self._member_of(peer))
-            expected = self._shard(message.optimizer).layout.nbytes
+            group = self._leads(self._member_of(peer))
+            expected = self._shard(message.optimizer).layout_of(group).nbytes
             if message.nbytes != expected:
                 raise MalformedMessage(f"the weights have {message.nbytes} bytes, {expected} were expected")
             return message.nbytes
@@ -197,6 +198,11 @@ class ServerCore:
             elif member.rank != 0:
                 raise ProtocolError("only rank 0 hands weights over")
             check_specs(message.packed.specs, message.nbytes)
+            return message.nbytes
+        if isinstance(message, m.Restructure):
+            self._leads(self._member_of(peer))
+            check_specs(message.packed.specs, message.nbytes)
+            self._shard(message.optimizer).check_room(message.nbytes)
             return message.nbytes
         if isinstance(message, (m.HeadForward, m.HeadBackward)):
             member = self._member_of(peer)
@@ -315,6 +321,7 @@ class ServerCore:
         for number, _ in self._pushed:
             self._note("form", -1, number, groups=topology.groups, method=message.method)
         self._deposits.clear()
+        self._present.clear()
         self._pending.clear()
         self._resting_elsewhere.clear()
         self._serve_times.clear()
@@ -420,6 +427,8 @@ class ServerCore:
         if isinstance(message, m.HeadRelease):
             self._head(message.optimizer).forget(self._leads(member))
             return [Out(peer, m.DATA, m.HeadReleased()), *self._serve_head(message.optimizer)]
+        if isinstance(message, m.Restructure):
+            return self._restructure(peer, member, message, _as_tensor(payload))
         if isinstance(message, m.Seed):
             return self._seed(peer, member, message, _as_tensor(payload))
         if isinstance(message, m.Bring):
@@ -499,7 +508,30 @@ class ServerCore:
         optimizer, weights, clock = part["optimizer"], part["weights"], int(part["clock"])
         if part.get("head") is not None:
             return HeadShard(optimizer, weights, clock, part["head"], groups, self._resolve, self._resolve_module)
-        return Shard(optimizer, weights, clock, method, groups, self._resolve, part.get("method"))
+        room = ROOM + int(part.get("room", 0))
+        return Shard(optimizer, weights, clock, method, groups, self._resolve, part.get("method"), room)
+
+    def _restructure(self, peer: Peer, member: Member, message: m.Restructure, payload: Tensor) -> list[Out]:
+        group, shard = self._leads(member), self._shard(message.optimizer)
+        tree = unpack(message.packed, payload)
+        try:
+            start = shard.restructure(group, tree)
+        except OmniError:
+            raise
+        except Exception as error:  # torch raises what it likes on groups and states that are none
+            raise MalformedMessage(f"no parameter groups: {type(error).__name__}: {error}") from error
+        known = shard.layout_of(group)
+        self._note(
+            "restructure",
+            group,
+            message.optimizer,
+            parameters=tuple(spec.name for spec in known.specs[start:]),
+            param_groups=tuple(tree["groups"]),
+        )
+        first = known.offsets[start] if start < len(known.specs) else known.nbytes
+        rest = shard.buffer[first : known.nbytes]
+        answer = m.Restructured(optimizer=message.optimizer, nbytes=rest.numel())
+        return [Out(peer, m.DATA, answer, (rest,))]
 
     def _push(self, peer: Peer, member: Member, message: m.PushMessage, payload: Tensor) -> list[Out]:
         group, number = self._leads(member), message.optimizer
@@ -532,7 +564,8 @@ class ServerCore:
                 self.epochs.train(group, message.epoch, message.trained)
             shard.method_side.fetched(group)
             self._note("fetch", group, message.optimizer, epoch=message.epoch, spans=spans)
-        return [self._weights(peer, message.optimizer, shard)]
+        known = self._group_of(member) if self._grouped(member.rank) else -1
+        return [self._weights(peer, message.optimizer, shard, known=known)]
 
     def _answers(self, number: int, replies: list[Reply]) -> list[Out]:
         return [self._answer(number, reply, only=len(replies) == 1) for reply in replies]
@@ -562,7 +595,9 @@ class ServerCore:
         payload: Tensor | None = None,
         note: float = 0.0,
         pull: bool = True,
+        known: int = -1,
     ) -> Out:
+        layout = shard.layout_of(group if known < 0 else known)
         message = m.Weights(
             optimizer=optimizer,
             clock=shard.master.clock,
@@ -571,12 +606,13 @@ class ServerCore:
             refused_in_row=shard.refused_in_row[group],
             progress=self.epochs.progress,
             stop=self.epochs.stop,
-            nbytes=shard.layout.nbytes if pull else 0,
+            nbytes=layout.nbytes if pull else 0,
             note=note,
         )
         if not pull:
             return Out(peer, m.DATA, message)
-        return Out(peer, m.DATA, message, (shard.buffer if payload is None else payload,))
+        whole = shard.buffer if payload is None else payload
+        return Out(peer, m.DATA, message, (whole if layout is shard.layout else whole[: layout.nbytes],))
 
     def _snapshot(self, peer: Peer, message: m.TakeSnapshot) -> list[Out]:
         parts: list[dict[str, Any]] = [shard.master.snapshot() for shard in self.shards]
@@ -735,7 +771,15 @@ class ServerCore:
             spans=self.epochs.new_spans(group, message.epoch, message.trained),
             hyperparameters=message.hyperparameters,
             note=message.note,
+            present=self._news_of_presence(group, message),
         )
+
+    def _news_of_presence(self, group: int, message: m.PushMessage) -> tuple[bool, ...]:
+        """Which parameters had a tensor, if it is not the same as in the group's last push."""
+        where, before = (group, message.optimizer), self._present.get((group, message.optimizer))
+        self._present[where] = message.present
+        same = message.present == before if before is not None else all(message.present)
+        return () if same else message.present
 
     # --- Shared ------------------------------------------------------------------------------------------------------
 

@@ -15,13 +15,21 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_omni.errors import MalformedMessage, ProtocolError
+from lightning_omni.errors import MalformedMessage, ProtocolError, Refused
 from lightning_omni.methods import Master, Method, Push, Reply
-from lightning_omni.methods.master import Resolve, rebuild
+from lightning_omni.methods.master import Resolve, check_state, rebuild
 from lightning_omni.methods.totals import Total
 from lightning_omni.protocol.layout import DTYPES, Layout
 from lightning_omni.protocol.messages import PushMessage
 from lightning_omni.protocol.sensing import Sensing
+from lightning_omni.protocol.structure import Structure, Structures, read_structure, settings_of, specs_of
+
+ROOM = 1 << 30
+"""Bytes that parameters which come in mid-run may take, beyond those that the run announced."""
+
+
+_STATES = 4
+"""Times the size of the weights, with which parameters and their optimizer state are brought at most."""
 
 
 class Shard:
@@ -35,6 +43,7 @@ class Shard:
         groups: numbers of the groups that take part.
         resolve: turns the optimizer's class path into the class.
         state: of the method's server side, to go on from.
+        room: bytes that parameters which come in mid-run may take.
 
     Attributes:
         is_head: whether its gradients are computed here, and nobody pushes any.
@@ -52,6 +61,7 @@ class Shard:
         groups: Iterable[int],
         resolve: Resolve,
         state: Mapping[str, Any] | None = None,
+        room: int = ROOM,
     ) -> None:
         if clock < 0:
             raise MalformedMessage(f"the clock cannot be {clock}")
@@ -65,6 +75,10 @@ class Shard:
             parameters[name] = Parameter(view, requires_grad=view.is_floating_point() or view.is_complex())
         optimizer = rebuild(description, parameters, resolve) if description is not None else None
         self.master = Master(parameters, optimizer, clock)
+        self.structures = Structures(self._first_structure())
+        self._settings = [settings_of(group) for group in optimizer.param_groups] if optimizer is not None else []
+        self._room = room
+        self._layouts: dict[int, Layout] = {}
         self.method_side = method.server_side(self.master, groups)
         if state is not None:
             self.method_side.load_state(state)
@@ -80,6 +94,7 @@ class Shard:
     def change_method(self, method: Method, groups: Iterable[int]) -> None:
         """New groups, or another method: its server side starts afresh on the same weights."""
         self.method_side = method.server_side(self.master, groups)
+        self.structures.form()
         self.by_group.clear()
         self.refused_in_row.clear()
         self._mean.clear()
@@ -91,19 +106,144 @@ class Shard:
             return None
         return Sensing.of(self.master, self.layout, self.buffer)
 
+    # --- Parameters and their groups ---------------------------------------------------------------------------------
+
+    def layout_of(self, group: int) -> Layout:
+        """How the parameters that a group knows lie in what it sends and gets."""
+        size = self.structures.of(group).size
+        if size == len(self.layout.specs):
+            return self.layout
+        if size not in self._layouts:
+            self._layouts[size] = Layout(self.layout.specs[:size])
+        return self._layouts[size]
+
+    def check_room(self, nbytes: int) -> None:
+        """Raises `Refused` if that many bytes cannot come with parameters that are new to a group."""
+        # Those that other groups have brought are brought once more; and each may bring some optimizer state.
+        if nbytes > _STATES * (self._room + self.layout.nbytes):
+            raise Refused("structure", f"{nbytes} bytes came with added parameters, and {self._room} are left for such")
+
+    def restructure(self, group: int, tree: Any) -> int:
+        """A group's optimizer has other parameter groups than before, or more parameters.
+
+        Args:
+            group: number of the group.
+            tree: see `read_structure`.
+
+        Returns:
+            The place of the first parameter that is new to the group.
+
+        Raises:
+            ProtocolError: it cannot be followed; nothing has changed.
+        """
+        known = self.structures.of(group).size
+        structure, groups, weights, state = read_structure(tree, known)
+        if self.master.optimizer is None:  # it steps at the workers, each of whom knows its own parameter groups
+            structure = Structure(structure.size, ())
+        specs, here = specs_of(weights), self.layout.specs[known : structure.size]
+        for mine, theirs in zip(here, specs, strict=False):
+            if mine != theirs:
+                raise Refused(
+                    "structure",
+                    f"group {group} has added the parameter {theirs.name} {theirs.shape}, and before it another group"
+                    f" added {mine.name} {mine.shape}; let all groups add the same parameters in the same order",
+                )
+        number = self.structures.find(group, structure)
+        if number is None:
+            fresh = dict(list(weights.items())[len(here) :])
+            state = {place: each for place, each in state.items() if place >= known + len(here)}
+            self._check_fresh(fresh, groups)
+            if self.master.optimizer is not None and state:
+                of = {place: list(weights.values())[place - known] for place in state}
+                check_state(self.master.optimizer, of, state)
+            self._grow(fresh)
+            if self.master.optimizer is not None:
+                self._arrange(groups, state)
+        self.structures.move(group, structure, number)
+        if weights:
+            self.method_side.read_from(group, known)
+        return known
+
+    def _first_structure(self) -> Structure:
+        places = {id(parameter): place for place, parameter in enumerate(self.master.parameters.values())}
+        groups = self.master.optimizer.param_groups if self.master.optimizer is not None else []
+        return Structure(
+            len(places), tuple(tuple(places[id(parameter)] for parameter in group["params"]) for group in groups)
+        )
+
+    def _check_fresh(self, fresh: Mapping[str, Tensor], groups: Sequence[Mapping[str, Any]]) -> None:
+        if fresh and self.is_head:
+            raise Refused("structure", f"{next(iter(fresh))} cannot be added: a merged head stays as it is")
+        for name in fresh:
+            if name in self.master.parameters:
+                raise MalformedMessage(f"there is a parameter {name} already")
+        if (more := Layout.of(fresh).nbytes) > self._room:
+            raise Refused(
+                "structure",
+                f"the parameters that were added, {next(iter(fresh))} first, take {more} bytes, and {self._room} are"
+                " left for such; build the module whole before training begins, and freeze what is to be trained later",
+            )
+        optimizer = self.master.optimizer
+        kinds = {**optimizer.defaults, **self._settings[0]} if optimizer is not None and self._settings else {}
+        for group in groups:
+            _check_settings(settings_of(group), kinds)
+
+    def _grow(self, fresh: Mapping[str, Tensor]) -> None:
+        if not fresh:
+            return
+        start, before = len(self.layout.specs), self.buffer
+        self.layout = Layout((*self.layout.specs, *specs_of(fresh)))
+        self.buffer = self.layout.empty()
+        self.buffer[: before.numel()].copy_(before)
+        views = self.layout.views(self.buffer)
+        for parameter, view in zip(self.master.parameters.values(), views, strict=False):
+            parameter.data = view
+        parameters = {}
+        for (name, value), view in zip(fresh.items(), views[start:], strict=True):
+            view.copy_(value)
+            parameters[name] = Parameter(view, requires_grad=view.is_floating_point() or view.is_complex())
+        self.master.grow(parameters)
+        self._room -= self.buffer.numel() - before.numel()
+        self._answer = None
+        with torch.no_grad():
+            self.method_side.grow(start)
+        if self.sensing is not None:
+            self.sensing.grow(self.layout, self.buffer)
+
+    def _arrange(self, groups: Sequence[Mapping[str, Any]], state: Mapping[int, Any]) -> None:
+        copies = {
+            place: {key: value.clone() if isinstance(value, Tensor) else value for key, value in values.items()}
+            for place, values in state.items()
+        }
+        self.master.arrange(groups, copies)
+        self._settings = [settings_of(group) for group in groups]
+        if self.sensing is not None:
+            self.sensing.rearrange()
+
+    def _in_newest(self, message: PushMessage, known: Structure) -> Sequence[Mapping[str, Any]]:
+        """A push's hyperparameters, for the server's parameter groups; as last heard for those it does not know."""
+        newest = self.structures.newest
+        if known == newest:
+            self._settings = list(message.hyperparameters)
+        else:
+            theirs = zip(self._settings, newest.counterparts(known), strict=True)
+            self._settings = [old if number is None else message.hyperparameters[number] for old, number in theirs]
+        return self._settings
+
     # --- Pushes ------------------------------------------------------------------------------------------------------
 
-    def payload_layout(self, message: PushMessage) -> Layout:
+    def payload_layout(self, group: int, message: PushMessage) -> Layout:
         """How the tensors lie in a push's payload.
 
         Raises:
             MalformedMessage: wrong number of parameters or bytes.
         """
-        if len(message.present) != len(self.layout.specs):
+        known = self.layout_of(group)
+        if len(message.present) != len(known.specs):
             raise MalformedMessage(
-                f"the push speaks of {len(message.present)} parameters, the optimizer has {len(self.layout.specs)}"
+                f"the push speaks of {len(message.present)} parameters, the optimizer has {len(known.specs)}"
             )
-        layout = self.layout.subset(message.present)
+        layout = known.subset(message.present)
         if message.nbytes != layout.nbytes:
             raise MalformedMessage(f"the push has {message.nbytes} bytes, {layout.nbytes} were expected")
         return layout
@@ -117,7 +257,7 @@ class Shard:
         Raises:
             ProtocolError: the push cannot be (read in the future, other parameter groups).
         """
-        layout = self.payload_layout(message)
+        layout = self.payload_layout(group, message)
         views = iter(layout.views(payload))
         tensors = [next(views) if there else None for there in message.present]
         return self.take(group, message, tensors, finite=_sums_up(layout, payload), payload=payload)
@@ -134,19 +274,23 @@ class Shard:
 
         With their ``payload`` it is sensed, too.
         """
-        self._check(message)
+        known = self.structures.of(group)
+        self._check(message, known)
         if not (finite or _is_finite(tensors)):
             self._refuse(group)
             return None
         self.refused_in_row[group] = 0
-        push = Push(group, message.read_at, tensors, message.hyperparameters, message.note)
+        present = message.present
+        if unknown := len(self.layout.specs) - len(tensors):
+            tensors, present = [*tensors, *[None] * unknown], present + (False,) * unknown
+        push = Push(group, message.read_at, tensors, self._in_newest(message, known), message.note)
         staleness = self.method_side.staleness_of(push)
         self.staleness[staleness] += 1
         self.by_group.setdefault(group, Counter())[staleness] += 1
         with torch.no_grad():
             if self.sensing is None or payload is None:
                 return self.method_side.receive(push)
-            self.sensing.before(push.read_at, message.present, payload)
+            self.sensing.before(push.read_at, present, payload)
             replies = self.method_side.receive(push)
             self.sensing.after()
             return replies
@@ -158,25 +302,25 @@ class Shard:
         if self._answer is None:
             self._answer = self.layout.empty()
         for view, tensor in zip(self.layout.views(self._answer), reply.tensors, strict=True):
-            view.copy_(tensor)
+            view.zero_() if tensor is None else view.copy_(tensor)
         return self._answer
 
-    def _check(self, message: PushMessage) -> None:
+    def _check(self, message: PushMessage, known: Structure) -> None:
         if not 0 <= message.read_at <= self.master.clock:
             raise ProtocolError(f"weights of clock {message.read_at} were never sent; the clock is {self.master.clock}")
         if not math.isfinite(message.note):
             raise ProtocolError(f"the note of a push is a number, not {message.note}")
-        optimizer = self.master.optimizer
-        theirs = optimizer.param_groups if optimizer is not None else []
-        if len(message.hyperparameters) != len(theirs):
+        if len(message.hyperparameters) != len(known.groups):
             raise ProtocolError(
-                f"the push has {len(message.hyperparameters)} parameter groups, the optimizer"
-                f" {len(theirs)}; add_param_group after training began needs groups=1"
+                f"the push has {len(message.hyperparameters)} parameter groups, the optimizer {len(known.groups)}"
             )
-        for group, settings in zip(theirs, message.hyperparameters, strict=True):
-            for name, value in settings.items():
-                if name in group and name != "params" and not _fits(value, group[name]):
-                    raise ProtocolError(f"the optimizer cannot take {name}={value!r}; it is {group[name]!r}")
+        if self.master.optimizer is None:
+            return
+        groups, newest = self.master.optimizer.param_groups, self.structures.newest
+        numbers: Sequence[int | None] = range(len(groups)) if known == newest else newest.counterparts(known)
+        for group, number in zip(groups, numbers, strict=True):
+            if number is not None:
+                _check_settings(message.hyperparameters[number], group)
 
     def _refuse(self, group: int) -> None:
         self.refused += 1
@@ -188,7 +332,7 @@ class Shard:
         """A group's own weights, for the mean. Weights that are not finite are refused and counted, not averaged."""
         if group in self._averaging:
             raise ProtocolError(f"group {group} has handed its weights in already")
-        weights = self.layout.views(payload)
+        weights = self.layout_of(group).views(payload)
         if good := _is_finite(weights):
             self._mean.add(weights)
             self.refused_in_row[group] = 0
@@ -205,14 +349,21 @@ class Shard:
         if not self._averaging or not set(live) <= self._averaging.keys():
             return []
         if self._mean.count:
-            mean = self._mean.scaled(1 / self._mean.count)
-            for weight, value in zip(self.master.weights(), mean, strict=True):
-                weight.copy_(value)  # type: ignore[arg-type]  # all are there
+            self._mean.reach(len(self.layout.specs))
+            for weight, value in zip(self.master.weights(), self._mean.means(), strict=True):
+                if value is not None:  # no group knows of it that is here
+                    weight.copy_(value)
             if self.sensing is not None:
                 self.sensing.forget()
         self._mean.clear()
         answered, self._averaging = self._averaging, {}
         return [(group, good) for group, good in answered.items() if group in live]
+
+
+def _check_settings(settings: Mapping[str, Any], present: Mapping[str, Any]) -> None:
+    for name, value in settings.items():
+        if name in present and name != "params" and not _fits(value, present[name]):
+            raise ProtocolError(f"the optimizer cannot take {name}={value!r}; it is {present[name]!r}")
 
 
 def _fits(value: Any, present: Any) -> bool:

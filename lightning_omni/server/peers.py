@@ -103,6 +103,12 @@ class PeerSocket:
         count = inbox.count
         return Inbox(inbox.take() if count else None, count)  # type: ignore[arg-type]  # gifts are whole
 
+    def grow(self, optimizer: int, layout: Layout) -> None:
+        """An optimizer's weights have another layout; what lies here in the old one is gone."""
+        with self._lock:
+            self._layouts[optimizer], self._inboxes[optimizer] = layout, Total()
+            self._windows.pop(optimizer, None)
+
     def close(self) -> None:
         """Nobody is answered any more."""
         self._closing.set()
@@ -181,11 +187,15 @@ class PeerSocket:
 
     def _keep(self, assembly: Assembly) -> None:
         optimizer: int = assembly.message.optimizer  # type: ignore[attr-defined]
-        weights = self._layouts[optimizer].views(assembly.buffer)
+        layout = self._layouts[optimizer]
+        if layout.nbytes != assembly.buffer.numel():
+            return  # there are more parameters since it set out
+        weights = layout.views(assembly.buffer)
         if not all(bool(torch.isfinite(weight).all()) for weight in weights):
             return  # a group that has diverged must not take the others along
         with self._lock:
-            self._inboxes[optimizer].add(weights)
+            if layout is self._layouts[optimizer]:
+                self._inboxes[optimizer].add(weights)
 
     def _show(self, peer: bytes, optimizer: int) -> None:
         window = self._windows.get(optimizer)
@@ -235,7 +245,11 @@ class PeerConnections:
             return None
         window = self._answer(group)
         layout = self._layouts[optimizer]
-        if not isinstance(window, m.Window) or window.nbytes != layout.nbytes:
+        if not isinstance(window, m.Window) or not window.nbytes:
+            return None
+        if window.nbytes != layout.nbytes:  # it has other parameters than this group, for now
+            self._wires.pop(group).close(0)  # with all that is on its way
+            self._unread[group] = 0
             return None
         assembly = Assembly(window, torch.empty(layout.nbytes, dtype=torch.uint8))
         while not assembly.is_complete:
@@ -270,6 +284,10 @@ class PeerConnections:
         for chunk in chunks(buffer):
             self._say(group, [CHUNK_MARK, chunk])
         self._unread[group] += 1
+
+    def grow(self, optimizer: int, layout: Layout) -> None:
+        """An optimizer's weights have another layout."""
+        self._layouts[optimizer] = layout
 
     def close(self) -> None:
         """Closes all connections at once."""

@@ -26,7 +26,7 @@ from lightning_omni.methods.contract import (
     StepTime,
     Tensors,
 )
-from lightning_omni.methods.master import describe, hyperparameters_of
+from lightning_omni.methods.master import describe, holds, hyperparameters_of, park
 from lightning_omni.methods.replica import Hyperparameters, Pulled, Replica, copies
 from lightning_omni.protocol import Batch, positions
 from lightning_omni.protocol import messages as m
@@ -69,10 +69,12 @@ def replay(
 
     Members of a group compute one after the other; their gradients are averaged as DDP does. Hyperparameters of an
     optimizer at the server are those that were recorded; an optimizer at the workers keeps those that it is made with.
+    Parameters that came to the optimizer in mid-run come to it here; those that were frozen or unfrozen are so from one
+    push to the next, if the optimizer is at the server.
 
     Args:
         events: from `lightning_omni.protocol.record.read_record`, or as a recorder was told them.
-        model: as it was when groups were first formed; it stays as it is.
+        model: as it was when groups were first formed; it stays as it is. It has all parameters that ever came.
         loss: the mean loss of a batch, from the model and the batch.
         batches: gives the batch of an epoch's positions.
         optimizer: makes the torch optimizer from parameters.
@@ -173,6 +175,11 @@ def _message(event: Event, tensors: Tensors, pull: bool = True) -> m.PushMessage
     )
 
 
+def _tree(event: Event, weights: dict[str, Tensor]) -> dict[str, Any]:
+    """The parameter groups that an event tells of, as they are told to a server."""
+    return {"groups": event.param_groups, "weights": weights, "state": {}}
+
+
 @dataclass
 class _Group:
     ranks: tuple[int, ...]
@@ -181,6 +188,10 @@ class _Group:
     need: Need
     ahead: set[tuple[int, int]] = field(default_factory=set)
     """Batches whose gradient was computed at the head's turn, before the body's push told of them."""
+    others: dict[str, Tensor] = field(default_factory=dict)
+    """Weights of parameters that other groups train and this one does not know of yet."""
+    present: tuple[bool, ...] = ()
+    """Which parameters had a gradient in the last push, if the record says so."""
 
 
 class _Replay:
@@ -206,20 +217,26 @@ class _Replay:
             )
         self._head = {name: parameter for name, parameter in self._parameters.items() if name in inside}
         self._body = {name: parameter for name, parameter in self._parameters.items() if name not in inside}
-        self._start = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
-        nothing = Samples([0], 0)
-        self._bench = Workbench(self._model, self._parameters, loss, nothing, False, 1)
+        self._start = {name: parameter.detach().clone() for name, parameter in self._model.named_parameters()}
+        self._loss = loss
+        self._bench = self._new_bench()
+        self._param_groups: tuple[dict[str, Any], ...] = ()
         self._shard: Shard | None = None
         self._head_shard: Shard | None = None
         self._method: Method | None = None
         self._groups: dict[int, _Group] = {}
         self._step_time = 0.0
 
+    def _new_bench(self) -> Workbench:
+        return Workbench(self._model, self._parameters, self._loss, Samples([0], 0), False, 1)
+
     def take(self, event: Event) -> None:
         """One event."""
         if event.optimizer and self._head:
             if event.kind == "push":
                 self._turn(event)
+            elif event.kind == "restructure" and self._head_shard is not None:
+                self._head_shard.restructure(event.group, _tree(event, {}))
             return
         if event.optimizer:
             raise ConfigurationError(
@@ -236,6 +253,11 @@ class _Replay:
         group = self._groups.get(event.group)
         if group is None:
             return
+        if event.kind == "restructure":
+            self._restructure(group, event)
+            return
+        if event.present and self._method.steps_at == "server":
+            self._mask(group, event.present)
         self._step_time = event.note
         self._train(group, event.epoch, event.spans, event.hyperparameters)
         if event.kind == "push":
@@ -311,7 +333,60 @@ class _Replay:
         replica = Replica(list(parameters.values()), optimizer, number)
         replica.clock, replica.peers = self._shard.master.clock, topology.alive
         side = self._method.group_side(replica)
-        return _Group(topology.members(number), replica, side, next(side))
+        group = _Group(topology.members(number), replica, side, next(side))
+        self._arrange(group)
+        return group
+
+    # --- Parameters that come and go ---------------------------------------------------------------------------------
+
+    def _restructure(self, group: _Group, event: Event) -> None:
+        """A group's optimizer has other parameter groups, or more parameters."""
+        shard = self._shard
+        assert shard is not None
+        assert self._method is not None
+        for name in event.parameters:
+            self._add(name)
+        shard.restructure(event.group, _tree(event, {name: self._start[name] for name in event.parameters}))
+        for name in event.parameters:
+            group.replica.ordered.append(nn.Parameter(shard.master.parameters[name].detach().clone()))
+            group.others.pop(name, None)
+        self._param_groups = event.param_groups
+        self._arrange(group)
+        group.side = self._method.group_side(group.replica)
+        group.need = next(group.side)
+
+    def _add(self, name: str) -> None:
+        if name in self._parameters:
+            return
+        if name not in self._start:
+            raise ConfigurationError(
+                f"model: the run came to train {name}, which this model does not have; pass one with all parameters"
+            )
+        parameter = self._model.get_parameter(name)
+        parameter.requires_grad_(True)
+        self._body[name] = self._parameters[name] = parameter
+        self._bench = self._new_bench()
+
+    def _arrange(self, group: _Group) -> None:
+        """The group's own optimizer has the parameter groups that were recorded; settings of the first stay."""
+        own, groups = group.replica.ordered, group.replica.optimizer.param_groups
+        held = [each for each in groups if holds(each, set(own))]
+        for number, described in enumerate(self._param_groups):
+            parameters = [own[place] for place in described["params"] if place < len(own)]
+            if number < len(held):
+                held[number]["params"] = parameters
+            else:
+                group.replica.optimizer.add_param_group({**described, "params": parameters})
+        for each in held[len(self._param_groups) :] if self._param_groups else ():
+            groups.remove(each)
+        park(group.replica.optimizer, {})
+
+    def _mask(self, group: _Group, present: tuple[bool, ...]) -> None:
+        group.present = present
+        for name, there in zip(self._body, present, strict=False):
+            if there and not self._body[name].requires_grad:
+                self._body[name].requires_grad_(True)
+                self._bench = self._new_bench()
 
     def _train(self, group: _Group, epoch: int, spans: Spans, hyperparameters: Hyperparameters) -> None:
         """The group computes the gradients of these batches and goes on with each."""
@@ -329,14 +404,18 @@ class _Replay:
             raise ProtocolError(f"the record has {group.ranks} train {span}, but they want {group.need}")
         members = len(group.ranks)
         parts = [positions(Batch(*span, 0), member, members) for member in range(members)]
-        weights = dict(zip(self._body, group.replica.weights(), strict=True))
+        weights: dict[str, Tensor] = {**self._start, **group.others}
+        weights |= dict(zip(self._body, group.replica.weights(), strict=False))
         if self._head_shard is not None:
             weights |= dict(zip(self._head, self._head_shard.master.weights(), strict=True))
         ordered = [weights[name] for name in self._parameters]
         result = self._bench.compute(ordered, [self._batches(epoch, part) for part in parts])
         gradient = dict(zip(self._parameters, result.gradient, strict=True))
         used = hyperparameters or hyperparameters_of(group.replica.optimizer, set(group.replica.ordered))
-        self._answer(group, Gradient([gradient[name] for name in self._body], used))
+        own = [gradient[name] for name, _ in zip(self._body, group.replica.ordered, strict=False)]
+        if len(group.present) == len(own):
+            own = [tensor if there else None for tensor, there in zip(own, group.present, strict=True)]
+        self._answer(group, Gradient(own, used))
         return [gradient[name] for name in self._head]
 
     def _turn(self, event: Event) -> None:
@@ -382,7 +461,7 @@ class _Replay:
         if replies is None:
             if need.pull:
                 shard.method_side.fetched(event.group)
-            self._answer(group, Pulled(copies(shard.master.weights()), shard.master.clock, refused=True))
+            self._answer(group, Pulled(self._known(group), shard.master.clock, refused=True))
         else:
             self._deliver(replies)
 
@@ -395,7 +474,8 @@ class _Replay:
             need = group.need
             if not isinstance(need, Exchange):
                 raise ProtocolError(f"group {reply.group} gets an answer, but wants {type(need).__name__}")
-            tensors = shard.layout.views(shard.payload_of(reply).clone()) if need.pull else []
+            known = shard.layout_of(reply.group)
+            tensors = known.views(shard.payload_of(reply).clone()) if need.pull else []
             self._answer(group, Pulled(tensors, shard.master.clock, reply.note))
 
     def _fetch(self, group: _Group) -> None:
@@ -404,8 +484,16 @@ class _Replay:
         assert self._method is not None
         side = self._shard.method_side
         side.fetched(group.replica.group)
-        pulled = Pulled(copies(self._shard.master.weights()), self._shard.master.clock)
+        pulled = Pulled(self._known(group), self._shard.master.clock)
         if isinstance(group.need, Fetch):
             self._answer(group, pulled)
-        elif self._method.steps_at == "server":
+            return
+        if self._method.steps_at == "server":
             group.replica.load(pulled)
+        beyond = list(self._shard.master.parameters.items())[len(pulled.tensors) :]
+        group.others.update((name, parameter.detach().clone()) for name, parameter in beyond)
+
+    def _known(self, group: _Group) -> list[Tensor]:
+        """Copies of the master weights that a group knows of."""
+        assert self._shard is not None
+        return copies(self._shard.master.weights()[: len(group.replica.ordered)])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -35,6 +36,7 @@ from lightning_omni.strategy.epochs import EpochDriver
 from lightning_omni.strategy.launcher import say_exit
 from lightning_omni.strategy.namespaces import refuse_other_namespace
 from lightning_omni.strategy.signals import Signals
+from lightning_omni.strategy.trainable import Trainable
 from lightning_omni.strategy.watch import Stopwatch, live_metrics, straggler_sentence
 from lightning_omni.topology import check_groups
 
@@ -79,6 +81,7 @@ class OmniStrategyHooks(_Base):
     """
 
     rank_zero_info: Callable[[str], None]
+    rank_zero_warn: Callable[[str], None]
     callback_class: type
     launcher_class: type
     terminated_class: type[SystemExit]
@@ -129,6 +132,7 @@ class OmniStrategyHooks(_Base):
         self.epochs = EpochDriver(data, self.rank_zero_info)
         self.balance = Balance(rebalance, self.rank_zero_info)
         self.signals = Signals(self.terminated_class)
+        self.trainable = Trainable(self.rank_zero_warn)
         self._proxies: dict[int, OmniOptimizer] = {}
         self._snapshot: dict[str, Any] | None = None
         self._last_status: m.Status | None = None
@@ -213,11 +217,12 @@ class OmniStrategyHooks(_Base):
     def configure_ddp(self) -> None:
         """Wraps the module into DDP over the compute group. A group of one needs no wrapping."""
         world = self._world
+        assert self.lightning_module is not None
         if world.is_synchronous:
             _private.set_ddp_options(self, self._ddp_options)
             super().configure_ddp()
+            self.trainable.remember(self.lightning_module)
             return
-        assert self.lightning_module is not None
         world.broadcast_initial(self.lightning_module)
         self.wrap_for_group()
 
@@ -225,6 +230,8 @@ class OmniStrategyHooks(_Base):
         """Wraps the module into a new DDP over the compute group; a group of one needs none."""
         world = self._world
         self.model = self.lightning_module
+        assert self.lightning_module is not None
+        self.trainable.remember(self.lightning_module)
         if len(world.members) > 1 or world.is_synchronous:
             options = {**self._ddp_options, "process_group": world.compute_group, "init_sync": False}
             _private.set_ddp_options(self, options)
@@ -253,7 +260,7 @@ class OmniStrategyHooks(_Base):
 
     def _attach_optimizers(self) -> None:
         assert self.lightning_module is not None
-        names = names_of(self.lightning_module)
+        names = partial(names_of, self.lightning_module)
         self._world.detach_all()
         merged = set(self._merged_parameters())
         self._proxies = {id(each): OmniOptimizer(each, self._world, names, merged) for each in self.optimizers}
@@ -268,8 +275,18 @@ class OmniStrategyHooks(_Base):
         if self._world.is_synchronous:
             self._synchronous_steps += 1
         else:
-            optimizer = self._proxies[id(optimizer)]
+            if len(self._world.members) > 1:
+                self.trainable.check_in_step()
+            optimizer = self._proxy_of(optimizer)
         return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+    def _proxy_of(self, optimizer: Optimizer) -> OmniOptimizer:
+        if id(optimizer) not in self._proxies:
+            raise UnsupportedError(
+                f"this {type(optimizer).__name__} is none of the optimizers that configure_optimizers returned, and the"
+                " server does not know it: change the parameter groups of those that there are, or use groups=1"
+            )
+        return self._proxies[id(optimizer)]
 
     def _guard_optimizers(self) -> None:
         """Among several groups, a raw ``optimizer.step()`` would move one rank's weights behind the server's back."""
@@ -321,6 +338,19 @@ class OmniStrategyHooks(_Base):
         self._say_hello()
         for call in self.on_ready:
             call()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """After the last callback, and before the forward pass: follows what was frozen, unfrozen and added."""
+        super().on_train_batch_start(batch, batch_idx)
+        world = self._world
+        if world.is_synchronous:
+            if world.size > 1:
+                self.trainable.warn_of_late(self.optimizers)
+            return
+        with torch.no_grad():
+            world.structures.follow_all()
+        if len(world.members) > 1 and self.trainable.has_changed(self.optimizers):
+            self.wrap_for_group()
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         """The forward pass is done: the last moment at which a rank's time is its own and not its group's."""
@@ -503,11 +533,12 @@ class OmniStrategyHooks(_Base):
     def _overlay(self, state: dict[str, Any], snapshot: dict[str, Any]) -> None:
         """Puts master weights in the place of own ones, under every name that a tied parameter has."""
         assert self.lightning_module is not None
+        mine = {name: parameter for parameter, name in names_of(self.lightning_module).items()}
         masters = {
-            id(part.replica.parameters[name]): value
+            id(part.replica.parameters.get(name, mine.get(name))): value
             for part, theirs in zip(self._world.parts, snapshot["parts"], strict=True)
-            if self._world.method.evaluated != "mean" or part.head is not None
             for name, value in theirs["weights"].items()
+            if self._world.method.evaluated != "mean" or part.head is not None
         }
         for name, own in self.lightning_module.state_dict(keep_vars=True).items():
             if id(own) in masters and name in state:
@@ -543,7 +574,7 @@ class OmniStrategyHooks(_Base):
             if "optimizer_states" in checkpoint:  # save_weights_only means it
                 checkpoint["omni"] |= {
                     "method": m.method_to_wire(self._world.method),
-                    "parameters": self._world.states.names,
+                    "parameters": [list(part["weights"]) for part in self._snapshot["parts"]],
                     "server": [part["method"] for part in self._snapshot["parts"]],
                     "states": dict(self._snapshot["groups"]),
                 }

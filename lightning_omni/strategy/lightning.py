@@ -7,7 +7,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_omni.strategy.checkpoint_file import WholeFileHooks
 from lightning_omni.strategy.hooks import OmniCallbackHooks, OmniStrategyHooks
@@ -31,6 +31,7 @@ class OmniStrategy(OmniStrategyHooks, DDPStrategy):  # noqa: D101
     __doc__ = OmniStrategyHooks.__doc__
 
     rank_zero_info = staticmethod(rank_zero_info)
+    rank_zero_warn = staticmethod(rank_zero_warn)
     callback_class = OmniCallback
     launcher_class = OmniLauncher
     terminated_class = SIGTERMException

@@ -7,7 +7,7 @@ from pytorch_lightning.plugins.io import TorchCheckpointIO
 from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
 from pytorch_lightning.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from pytorch_lightning.utilities.exceptions import SIGTERMException
-from pytorch_lightning.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
+from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn  # type: ignore[attr-defined]
 
 from lightning_omni.strategy.checkpoint_file import WholeFileHooks
 from lightning_omni.strategy.hooks import OmniCallbackHooks, OmniStrategyHooks
@@ -31,6 +31,7 @@ class OmniStrategy(OmniStrategyHooks, DDPStrategy):  # noqa: D101
     __doc__ = OmniStrategyHooks.__doc__
 
     rank_zero_info = staticmethod(rank_zero_info)
+    rank_zero_warn = staticmethod(rank_zero_warn)
     callback_class = OmniCallback
     launcher_class = OmniLauncher
     terminated_class = SIGTERMException

@@ -1,0 +1,164 @@
+"""Which parameters an optimizer holds, in which parameter groups, and how that changes in the midst of a run.
+
+Rule 1: a layout only ever grows at its end, so that what a group knew before is the beginning of what others know now.
+Rule 2: groups come to a change each in its own time. The first one makes it the server's; the others are told that it
+is known, and until they come to it their pushes are taken as they are: without what they do not know.
+Rule 3: what cannot be followed is refused before anything has changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+from torch import Tensor
+
+from lightning_omni.errors import MalformedMessage, Refused
+from lightning_omni.protocol.layout import TensorSpec, spec_of
+
+MOST_STRUCTURES = 4096
+"""Changes between two formings of groups, at most."""
+MOST_GROUPS = 1 << 16
+"""Parameter groups of an optimizer, at most."""
+
+
+class Structure(msgspec.Struct, frozen=True):
+    """One optimizer at one time of the run.
+
+    Attributes:
+        size: parameters in its layout.
+        groups: the places, in that layout, of the parameters that each parameter group holds. Empty if the optimizer
+            steps at the workers: then parameter groups are no business of the server's.
+
+    Example:
+        >>> before, after = Structure(2, ((0, 1),)), Structure(3, ((0, 1), (2,)))
+        >>> after.extends(before), after.counterparts(before)
+        (True, [0, None])
+    """
+
+    size: int
+    groups: tuple[tuple[int, ...], ...]
+
+    def extends(self, other: Structure) -> bool:
+        """Whether this is the other with more parameters or parameter groups behind those that it has."""
+        mine = self.groups[: len(other.groups)]
+        begins = [group[: len(old)] for group, old in zip(mine, other.groups, strict=False)]
+        return self.size >= other.size and begins == list(other.groups)
+
+    def counterparts(self, older: Structure) -> list[int | None]:
+        """For each parameter group, which of the older ones held the first of its parameters that was known then."""
+        home = {place: number for number, group in enumerate(older.groups) for place in group}
+        return [next((home[place] for place in group if place in home), None) for group in self.groups]
+
+
+class Structures:
+    """What one optimizer was and is, and where each compute group stands.
+
+    Args:
+        first: the optimizer when groups were formed.
+    """
+
+    def __init__(self, first: Structure) -> None:
+        self._all = [first]
+        self._at: dict[int, int] = {}
+
+    @property
+    def newest(self) -> Structure:
+        """What the server's optimizer is."""
+        return self._all[-1]
+
+    def of(self, group: int) -> Structure:
+        """What a group last said, or began with."""
+        return self._all[self._at.get(group, 0)]
+
+    def form(self) -> None:
+        """Groups are formed anew; all begin with the newest."""
+        self._all, self._at = self._all[-1:], {}
+
+    def find(self, group: int, structure: Structure) -> int | None:
+        """The number of a structure that a group comes to; None if it is new.
+
+        Raises:
+            Refused: others have gone another way.
+        """
+        now = self._at.get(group, 0)
+        for number in range(now, len(self._all)):
+            if self._all[number] == structure:
+                return number
+        if now < len(self._all) - 1 and not structure.extends(self.newest):
+            raise Refused(
+                "structure",
+                f"group {group} has changed its parameter groups in another way than the others before it: it has"
+                f" {_shape_of(structure)}, they have {_shape_of(self.newest)}; let all groups change them alike, and in"
+                " the same order",
+            )
+        if len(self._all) >= MOST_STRUCTURES:
+            raise Refused("structure", f"parameter groups have changed {MOST_STRUCTURES} times; change them less often")
+        return None
+
+    def move(self, group: int, structure: Structure, number: int | None) -> None:
+        """The group is there; ``number`` is from `find`."""
+        if number is None:
+            self._all.append(structure)
+        self._at[group] = len(self._all) - 1 if number is None else number
+
+
+def read_structure(tree: Any, known: int) -> tuple[Structure, list[dict[str, Any]], dict[str, Tensor], dict[int, Any]]:
+    """What a group says of an optimizer's parameter groups.
+
+    Args:
+        tree: ``{"groups": [{..., "params": [places]}], "weights": {name: tensor}, "state": {place: {...}}}``.
+        known: parameters that the group knew before; the weights are of those behind them.
+
+    Returns:
+        The structure; settings with places, for each group; weights of the parameters that are new to the group; and
+        optimizer state of these.
+
+    Raises:
+        MalformedMessage: it is none.
+    """
+    try:
+        groups = [dict(group) for group in tree["groups"]]
+        weights = {str(name): value for name, value in tree["weights"].items()}
+        state = {int(place): dict(values) for place, values in tree["state"].items()}
+        structure = Structure(known + len(weights), tuple(tuple(group["params"]) for group in groups))
+    except (TypeError, KeyError, ValueError, AttributeError) as error:
+        raise MalformedMessage(f"no parameter groups: {type(error).__name__}: {error}") from error
+    places = [place for group in structure.groups for place in group]
+    if not all(type(place) is int and 0 <= place < structure.size for place in places):
+        raise MalformedMessage(f"parameter groups hold places outside of the {structure.size} parameters")
+    if len(set(places)) != len(places):
+        raise MalformedMessage("a parameter is in two parameter groups")
+    if len(groups) > MOST_GROUPS:
+        raise MalformedMessage(f"{len(groups)} parameter groups are too many")
+    if not all(isinstance(value, Tensor) for value in weights.values()):
+        raise MalformedMessage("a weight is no tensor")
+    if not all(_is_plain(value) for group in groups for value in group.values()):
+        raise MalformedMessage("the settings of a parameter group are plain values")
+    if not all(known <= place < structure.size for place in state):
+        raise MalformedMessage("optimizer state comes with parameters that are new, and with no others")
+    return structure, groups, weights, state
+
+
+def specs_of(weights: Mapping[str, Tensor]) -> tuple[TensorSpec, ...]:
+    """The specifications of named tensors."""
+    return tuple(spec_of(name, value) for name, value in weights.items())
+
+
+def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter group without its parameters."""
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_plain(each) for key, each in value.items())
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _shape_of(structure: Structure) -> str:
+    sizes: Sequence[int] = [len(group) for group in structure.groups]
+    return f"{len(sizes)} of {sizes} parameters" if len(sizes) < 8 else f"{len(sizes)} of {sum(sizes)} parameters"

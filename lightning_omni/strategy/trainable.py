@@ -1,0 +1,85 @@
+"""What DistributedDataParallel averages, and what is frozen, unfrozen or added after the module was wrapped.
+
+DDP looks once, when it wraps, for what is trainable. What was frozen then is not averaged when it is trained later:
+with plain DDP each rank goes on with a gradient of its own, and nothing says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+
+from lightning_omni.errors import UnsupportedError
+
+
+class Trainable:
+    """Remembers what was trainable when the module was wrapped.
+
+    Args:
+        warn: says something to people, once, on rank 0.
+    """
+
+    def __init__(self, warn: Callable[[str], None]) -> None:
+        self._warn = warn
+        self._has_warned = False
+        self._flags: list[tuple[str, Parameter, bool]] = []
+        self._held = -1
+        self._known: set[Parameter] = set()
+
+    def remember(self, module: Module) -> None:
+        """The module is wrapped now."""
+        self._flags = [(name, each, each.requires_grad) for name, each in module.named_parameters()]
+        self._known = {parameter for _, parameter, _ in self._flags}
+        self._held = -1
+
+    def has_changed(self, optimizers: Iterable[Optimizer]) -> bool:
+        """Whether the module has to be wrapped anew, so that DDP averages what is trained and waits for nothing else.
+
+        Args:
+            optimizers: all of them; they may hold parameters that the module did not have when it was wrapped.
+        """
+        return any(each.requires_grad is not flag for _, each, flag in self._flags) or self._holds_others(optimizers)
+
+    def warn_of_late(self, optimizers: Iterable[Optimizer]) -> None:
+        """With one group, which is plain DDP and stays so: says that what was unfrozen late is not averaged."""
+        if self._has_warned:
+            return
+        late = next((name for name, each, flag in self._flags if not flag and each.requires_grad), "")
+        if not late and self._holds_others(optimizers):
+            late = "that was added to the optimizer"
+        if not late:
+            return
+        self._has_warned = True
+        self._warn(
+            f"the parameter {late} is trained, and was frozen or not there when DistributedDataParallel wrapped the"
+            " module: DDP does not average its gradient, and every rank trains a version of its own. This is so with"
+            " DDPStrategy, too, with which one group is one and the same. Have it trainable when the module is wrapped"
+            " and pass find_unused_parameters=True (a callback may freeze it in on_fit_start, after the wrapping), or"
+            " pass groups=2 or more, which wraps anew when parameters are unfrozen"
+        )
+
+    def check_in_step(self) -> None:
+        """In the midst of a step of a group: what was unfrozen since the batch began has no mean of the group.
+
+        Raises:
+            UnsupportedError: there is such a gradient.
+        """
+        for name, each, flag in self._flags:
+            if not flag and each.requires_grad and each.grad is not None:
+                raise UnsupportedError(
+                    f"the parameter {name} was unfrozen inside a training step, where its gradient was not averaged"
+                    " over the group: unfreeze it before the batch begins (in on_train_epoch_start or"
+                    " on_train_batch_start), or use one rank for each group"
+                )
+
+    def _holds_others(self, optimizers: Iterable[Optimizer]) -> bool:
+        groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
+        held = sum(map(len, groups))
+        if held == self._held:
+            return False
+        others = any(each.requires_grad and each not in self._known for group in groups for each in group)
+        if not others:
+            self._held = held
+        return others

@@ -1,0 +1,233 @@
+"""Parameter groups that change in the midst of a fit: added, taken away, frozen, unfrozen."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from datetime import timedelta
+from typing import Any
+
+import torch
+from common import FOLDER, OPTIONS, InTime, dataset, digest, omni, pl, report, trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_omni.optimizer import structure
+
+structure.PATIENCE = timedelta(seconds=2)
+RANK = int(os.environ.get("LOCAL_RANK", 0))
+
+
+class Tuned(pl.LightningModule):
+    """A backbone and a head; at first only what is trainable gets into the optimizer."""
+
+    def __init__(self, kind: str = "sgd") -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Linear(12, 16), nn.Tanh())
+        self.head = nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 3))
+        self.kind = kind
+        self.val: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.backbone(x))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", nn.functional.cross_entropy(self(batch[0]), batch[1]), sync_dist=True)
+
+    def on_validation_epoch_end(self) -> None:
+        self.val.append(float(self.trainer.callback_metrics["val_loss"]))
+
+    def configure_optimizers(self) -> Any:
+        trainable = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        if self.kind == "adamw":
+            return torch.optim.AdamW(trainable, lr=0.02)
+        return torch.optim.SGD(trainable, lr=0.1, momentum=0.5)
+
+
+class Watch(pl.Callback):
+    """What the backbone is at the end of each epoch, as all ranks see it."""
+
+    def __init__(self) -> None:
+        self.digests: list[str] = []
+        self.moved: list[float] = []
+        self.groups: list[int] = []
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self.start = pl_module.backbone[0].weight.detach().clone()
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self.digests.append(digest(pl_module))
+        self.moved.append(float((pl_module.backbone[0].weight.detach() - self.start).abs().max()))
+        self.groups.append(len(trainer.optimizers[0].param_groups))
+
+
+class Again(pl.callbacks.BackboneFinetuning):
+    """Unfreezes the backbone once more in a run that goes on: Lightning restores the groups and leaves it frozen."""
+
+    def __init__(self, epoch: int) -> None:
+        super().__init__(unfreeze_backbone_at_epoch=epoch, backbone_initial_lr=0.02)
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        super().on_fit_start(trainer, pl_module)
+        if len(trainer.optimizers[0].param_groups) > 1:
+            self.make_trainable(pl_module.backbone)
+
+
+class Thaw(pl.Callback):
+    """Freezes the backbone, which the optimizer holds all the same, and unfreezes it in mid-epoch."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.backbone.requires_grad_(False)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == self.at:
+            pl_module.backbone.requires_grad_(True)
+
+
+class Add(pl.Callback):
+    """Adds the backbone after some steps, on these ranks; on the others an epoch later."""
+
+    def __init__(self, at: int, ranks: tuple[int, ...] = (0, 1, 2, 3)) -> None:
+        self.at, self.ranks, self.is_done = at, ranks, False
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        pl_module.backbone.requires_grad_(False)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        late = RANK not in self.ranks and trainer.current_epoch == 0
+        if trainer.global_step >= self.at and not late and not self.is_done:
+            self.is_done = True
+            pl_module.backbone.requires_grad_(True)
+            trainer.optimizers[0].add_param_group({"params": list(pl_module.backbone.parameters()), "lr": 0.05})
+
+
+class Regroup(pl.Callback):
+    """Forms other groups after so many batches."""
+
+    def __init__(self, plan: dict[int, int]) -> None:
+        self.plan, self.batches = plan, 0
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.batches += 1
+        if self.batches in self.plan:
+            trainer.strategy.regroup(self.plan[self.batches])
+
+
+class Drop(pl.Callback):
+    """Takes the backbone out of the optimizer in the second epoch, and keeps its bits."""
+
+    def __init__(self) -> None:
+        self.before: Tensor | None = None
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.current_epoch == 1:
+            optimizer = trainer.optimizers[0]
+            backbone = set(pl_module.backbone.parameters())
+            group = optimizer.param_groups[0]
+            group["params"] = [each for each in group["params"] if each not in backbone]
+            self.before = pl_module.backbone[0].weight.detach().clone()
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        if self.before is not None:
+            assert torch.equal(pl_module.backbone[0].weight, self.before)
+
+
+class Unlike(pl.Callback):
+    """One member of a group adds a parameter, and the others another one, or none."""
+
+    def __init__(self, others_add: bool) -> None:
+        self.others_add = others_add
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2 and (RANK % 2 or self.others_add):
+            pl_module.odd = nn.Parameter(torch.zeros(2 + RANK % 2))
+            trainer.optimizers[0].add_param_group({"params": [pl_module.odd]})
+
+
+class Complex(pl.Callback):
+    """Adds what cannot be exchanged."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            pl_module.odd = nn.Parameter(torch.zeros(2).to(torch.float8_e4m3fn), requires_grad=False)
+            trainer.optimizers[0].add_param_group({"params": [pl_module.odd]})
+
+
+def fit(
+    strategy: Any,
+    epochs: int,
+    callbacks: list[Any] = (),
+    kind: str = "sgd",
+    resume: str = "",
+    save: str = "",
+    **more: Any,
+) -> dict[str, Any]:
+    pl.seed_everything(3, verbose=False)
+    module, watch = Tuned(kind), Watch()
+    initial = {name: value.tolist() for name, value in module.state_dict().items()}
+    every = [*callbacks, watch, InTime()]
+    if save:
+        every.append(pl.callbacks.ModelCheckpoint(FOLDER, filename=save, every_n_epochs=epochs))
+    run = trainer(
+        strategy, OPTIONS["devices"], max_epochs=epochs, callbacks=every, enable_checkpointing=bool(save), **more
+    )
+    error, said = "", []
+    data = DataLoader(dataset(256), batch_size=8, shuffle=True), DataLoader(dataset(64), batch_size=8)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            run.fit(module, *data, ckpt_path=f"{FOLDER}/{resume}.ckpt" if resume else None)
+        except omni.OmniError as problem:
+            error = str(problem)
+        said = [str(each.message) for each in caught if "DistributedDataParallel" in str(each.message)]
+    saved = torch.load(FOLDER / f"{save}.ckpt", weights_only=True) if save and RANK == 0 else {}
+    optimizer = saved.get("optimizer_states", [{"state": {}, "param_groups": []}])[0]
+    return {
+        "digests": watch.digests,
+        "moved": watch.moved,
+        "groups": watch.groups,
+        "val": module.val,
+        "end": digest(module),
+        "weights": {name: value.tolist() for name, value in module.state_dict().items()} if RANK == 0 else {},
+        "initial": initial if RANK == 0 else {},
+        "error": error,
+        "warnings": said,
+        "step": run.global_step,
+        "saved_state": len(optimizer["state"]),
+        "saved_steps": [float(each["step"]) for each in optimizer["state"].values() if "step" in each],
+        "saved_groups": [len(group["params"]) for group in optimizer["param_groups"]],
+    }
+
+
+def main() -> None:
+    groups = omni.OmniStrategy
+    FITS = {
+        "ddp": lambda: fit(pl.strategies.DDPStrategy(), 2, [Again(1)], "adamw"),
+        "one": lambda: fit(groups(groups=1), 2, [Again(1)], "adamw"),
+        "remedy": lambda: fit(groups(groups=1, find_unused_parameters=True), 1, [Thaw(3)]),
+        "tuned": lambda: fit(groups(groups=2, record=str(FOLDER / "tuned")), 2, [Again(1)], "adamw", save="tuned"),
+        "resumed": lambda: fit(groups(groups=2), 3, [Again(1)], "adamw", resume="tuned"),
+        "ddp resumed": lambda: fit(pl.strategies.DDPStrategy(), 3, [Again(1)], "adamw", resume="tuned"),
+        "thawed": lambda: fit(groups(groups=2), 1, [Thaw(3)]),
+        "dropped": lambda: fit(groups(groups=2), 2, [Drop()], "adamw"),
+        "late": lambda: fit(groups(groups=4, record=str(FOLDER / "late")), 2, [Add(2, ranks=(0, 2))]),
+        "mean": lambda: fit(groups(groups=4, method="local_sgd:period=2"), 2, [Again(1)]),
+        "gossip": lambda: fit(groups(groups=4, method="gossip"), 2, [Add(2)]),
+        "outer": lambda: fit(groups(groups=2, method="diloco:period=2", record=str(FOLDER / "outer")), 2, [Again(1)]),
+        "regrouped": lambda: fit(groups(groups=4), 2, [Add(1), Regroup({2: 2, 3: 1, 4: 4})]),
+        "head": lambda: fit(groups(groups=2, merged="head.2"), 2, [Again(1)]),
+        "unlike": lambda: fit(groups(groups=2), 1, [Unlike(True)]),
+        "alone": lambda: fit(groups(groups=2), 1, [Unlike(False)]),
+        "odd": lambda: fit(groups(groups=2), 1, [Complex()]),
+    }
+    report(RANK, {name: FITS[name]() for name in OPTIONS["fits"]})
+
+
+if __name__ == "__main__":
+    main()
