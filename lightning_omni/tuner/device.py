@@ -311,9 +311,16 @@ def _check_names(argument: str, given: tuple[str, ...], known: tuple[str, ...]) 
             raise ConfigurationError(f"{argument}={name!r}: pass some of {', '.join(map(repr, known))}")
 
 
+_WIDTH = 140
+"""Columns of a table in a log file."""
+_WIDE = 110
+"""Columns below which the cells of a wide table would be broken in the midst of words."""
+
+
 def _text(report: DeviceReport) -> str:
     file = io.StringIO()
-    Console(file=file, width=140).print(report.table())
+    width = Console(stderr=True).width if sys.stderr.isatty() else _WIDTH  # where Lightning's messages go
+    Console(file=file, width=width).print(report.table() if width >= _WIDE else report.tall_table())
     return file.getvalue()
 
 
