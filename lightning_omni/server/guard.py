@@ -26,6 +26,7 @@ import zmq
 
 from lightning_omni.server.encryption import HANDSHAKE_TIME, RunKeys
 from lightning_omni.server.frames import LARGEST_CONTROL_FRAME, LARGEST_DATA_FRAME
+from lightning_omni.server.gate import Gate
 from lightning_omni.server.refusals import RefusalLog
 
 _log = logging.getLogger(__name__)
@@ -63,7 +64,8 @@ _FAILURES = {
     int(zmq.EVENT_HANDSHAKE_FAILED_AUTH): "its own key is another",
 }
 _FAST, _SLOW = 0.02, 0.5
-"""Seconds between two looks at connections that were not let in: at what they have sent, and at their time."""
+"""Seconds between two looks at connections that were not let in: at what they have sent, and at their time. Shut gates
+are looked at as often as the former."""
 
 
 @dataclass
@@ -83,6 +85,7 @@ class ConnectionGuard:
 
     Attributes:
         ended: connections of strangers that were ended here.
+        refused: connections that did not come through the handshake, and in the clear those that were ended here.
     """
 
     def __init__(self, context: zmq.Context[Any], keys: RunKeys) -> None:
@@ -90,7 +93,7 @@ class ConnectionGuard:
         self._listeners: list[_Listener] = []
         self._lock = threading.RLock()
         self._refusals = RefusalLog(_log)
-        self.ended = 0
+        self.ended = self.refused = 0
         self._closing = threading.Event()
         self._awake, self._wake = os.pipe()
         self._zap = context.socket(zmq.REP)
@@ -118,7 +121,7 @@ class ConnectionGuard:
         with self._lock:
             self._read_events()
             for listener in self._listeners:
-                listener.forget(descriptor)
+                listener.let_in(descriptor)
 
     def close(self) -> None:
         """Ends the watch, before the sockets are closed."""
@@ -148,14 +151,16 @@ class ConnectionGuard:
                 self._read_events()
                 for listener in self._listeners:
                     self._end_excess(listener)
+                    listener.tend_gate()
             poller.poll(self._patience())
 
     def _patience(self) -> float | None:
         """Milliseconds until strangers must be looked at again; None if there are none."""
         with self._lock:
-            if not any(listener.strangers for listener in self._listeners):
+            is_shut = any(listener.gate is not None and listener.gate.is_shut for listener in self._listeners)
+            if not is_shut and not any(listener.strangers for listener in self._listeners):
                 return None
-            return 1000 * (_SLOW if self._keys.encryption == "curve" else _FAST)
+            return 1000 * (_SLOW if self._keys.encryption == "curve" and not is_shut else _FAST)
 
     def _authenticate(self) -> None:
         with contextlib.suppress(zmq.Again):
@@ -165,6 +170,7 @@ class ConnectionGuard:
     def _read_events(self) -> None:
         for listener in self._listeners:
             for failed in listener.read_events():
+                self.refused += 1
                 self._refusals.say("refused a connection", f"{_REFUSAL}; {failed}")
 
     def _end_excess(self, listener: _Listener) -> None:
@@ -191,6 +197,7 @@ class ConnectionGuard:
             name = stranger.wire.getpeername()
             _abort(stranger.wire)
             self.ended += 1
+            self.refused += self._keys.encryption == "off"  # with encryption, it is a handshake that fails now
             self._refusals.say("ended a connection that had not shown that it holds the key", str(name[0]))
         listener.forget(descriptor)
 
@@ -200,13 +207,14 @@ class _Listener:
 
     def __init__(self, context: zmq.Context[Any], listening: zmq.Socket[bytes], most: int) -> None:
         self.most = most
+        self.gate: Gate | None = None
         self.strangers: OrderedDict[int, _Stranger] = OrderedDict()
         self._listening = listening
         endpoint = f"inproc://omni-monitor-{id(listening)}"
         failures = (
             zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
         )
-        listening.monitor(endpoint, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | failures)
+        listening.monitor(endpoint, zmq.EVENT_LISTENING | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | failures)
         self.monitor: zmq.Socket[bytes] = context.socket(zmq.PAIR)
         self.monitor.setsockopt(zmq.LINGER, 0)
         self.monitor.setsockopt(zmq.RCVHWM, 0)  # the thread that serves all connections must not wait for this one
@@ -223,9 +231,22 @@ class _Listener:
                     self._add(value)
                 elif event == zmq.EVENT_DISCONNECTED:
                     self.forget(value)
+                elif event == zmq.EVENT_LISTENING:
+                    self.gate = Gate(value, time.monotonic())
                 else:
                     failed.append(_FAILURES.get(event, ""))
         return failed
+
+    def tend_gate(self) -> None:
+        """Too many connections are left waiting for a while."""
+        if self.gate is not None:
+            self.gate.tend(time.monotonic())
+
+    def let_in(self, descriptor: int) -> None:
+        """This connection is a rank's."""
+        if descriptor in self.strangers and self.gate is not None:
+            self.gate.was_let_in()
+        self.forget(descriptor)
 
     def forget(self, descriptor: int) -> None:
         """This connection is watched no more."""
@@ -237,14 +258,23 @@ class _Listener:
         """Watches nothing any more."""
         for descriptor in list(self.strangers):
             self.forget(descriptor)
+        if self.gate is not None:
+            self.gate.close()
         self._listening.disable_monitor()
         self.monitor.close(0)
 
     def _add(self, descriptor: int) -> None:
         self.forget(descriptor)
+        if self.gate is not None:
+            self.gate.came()
         try:
-            wire = socket.socket(fileno=os.dup(descriptor))
+            own = os.dup(descriptor)
         except OSError:  # it has gone already
+            return
+        try:
+            wire = socket.socket(fileno=own)
+        except OSError:  # and the descriptor is another file's now
+            os.close(own)
             return
         self.strangers[descriptor] = _Stranger(wire, time.monotonic())
 

@@ -102,6 +102,7 @@ class Server:
         self._assemblies: dict[bytes, Assembly] = {}
         self._buffers: dict[bytes, dict[int, Tensor]] = {}
         self._refusals: Counter[bytes] = Counter()
+        self._turned_away = 0
         if self._guard is not None:
             self._guard.start()
 
@@ -143,6 +144,7 @@ class Server:
                 self._send(self.core.fail(f"{type(error).__name__}: {error}"))
             if time.monotonic() >= due:
                 self._knock()
+                self._count_strangers()
                 self._send(self.core.tick(time.monotonic()))
                 self._forget_strangers()
                 due = time.monotonic() + TICK
@@ -271,6 +273,13 @@ class Server:
                 raise
             return False
         return True
+
+    def _count_strangers(self) -> None:
+        """Connections that were turned away before they could say anything count as well."""
+        if self._guard is not None:
+            refused = self._guard.refused
+            self.core.strangers += refused - self._turned_away
+            self._turned_away = refused
 
     def _forget_strangers(self) -> None:
         for peer in self._buffers.keys() - self.core.attached:

@@ -1,17 +1,23 @@
-"""Push + pull + update of a model over TCP against its floor, raw TCP both ways plus one fused step, in one run.
+"""Push + pull + update of a model: over ipc, over loopback TCP, and over TCP with CURVE, against raw TCP, in one run.
 
-    python tests/benchmarks/transport.py [--megabytes 100] [--repeats 15]
+    python tests/benchmarks/transport.py [--megabytes 100 0.1] [--repeats 31]
 
-Prints medians, and the ratio of the medians; the promise is a ratio of at most 2.
+For each size: medians, and the median over repeats of each way's time over that of plain TCP in the same repeat, with
+the quartiles. The ways take turns, so that a busy moment of the machine hits all of them. Promised are at most 1 for
+ipc, and at most 2 times the floor for the largest size: raw TCP both ways plus one fused step.
 """
 
 from __future__ import annotations
 
 import argparse
+import secrets
 import socket
 import statistics
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 
@@ -24,62 +30,80 @@ from lightning_omni.server import ControlConnection, DataConnection, ServerProce
 from lightning_omni.server.keys import new_key
 from lightning_omni.server.process import Settings
 
+Once = Callable[[], None]
+PLAIN = "TCP"
+WAYS: dict[str, dict[str, Any]] = {
+    "ipc": {"host": ""},
+    PLAIN: {"host": "127.0.0.1", "encryption": "off"},
+    "TCP with CURVE": {"host": "127.0.0.1", "encryption": "curve"},
+}
+"""Settings of the server for each way."""
+UNTIMED = 3
+"""First exchanges, in which memory is found."""
 
-def raw_tcp(nbytes: int, repeats: int) -> list[float]:
-    """Seconds for ``nbytes`` there and ``nbytes`` back over a loopback socket."""
+
+@contextmanager
+def raw_tcp(nbytes: int) -> Iterator[Once]:
+    """``nbytes`` there and ``nbytes`` back over a loopback socket."""
     listener = socket.create_server(("127.0.0.1", 0))
+
+    def receive(peer: socket.socket, into: bytearray) -> bool:
+        view, got = memoryview(into), 0
+        while got < nbytes:
+            more = peer.recv_into(view[got:])
+            if more == 0:
+                return False
+            got += more
+        return True
 
     def echo() -> None:
         peer, _ = listener.accept()
         buffer = bytearray(nbytes)
         with peer:
-            for _ in range(repeats):
-                receive(peer, buffer)
+            peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            while receive(peer, buffer):
                 peer.sendall(buffer)
-
-    def receive(peer: socket.socket, into: bytearray) -> None:
-        view, got = memoryview(into), 0
-        while got < nbytes:
-            got += peer.recv_into(view[got:])
 
     thread = threading.Thread(target=echo)
     thread.start()
-    times = []
-    with socket.create_connection(listener.getsockname()) as wire:
-        there, back = bytearray(nbytes), bytearray(nbytes)
-        for _ in range(repeats):
-            began = time.perf_counter()
+    there, back = bytearray(nbytes), bytearray(nbytes)
+    with listener, socket.create_connection(listener.getsockname()) as wire:
+        wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+        def once() -> None:
             wire.sendall(there)
             receive(wire, back)
-            times.append(time.perf_counter() - began)
+
+        yield once
     thread.join()
-    listener.close()
-    return times
 
 
-def fused_step(nbytes: int, repeats: int) -> list[float]:
-    """Seconds for one fused SGD step with momentum."""
+def fused_step(nbytes: int) -> Once:
+    """One fused SGD step with momentum."""
     weight = torch.nn.Parameter(torch.zeros(nbytes // 4))
     weight.grad = torch.ones_like(weight)
     optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9, fused=True)
-    times = []
-    for _ in range(repeats):
-        began = time.perf_counter()
+
+    def once() -> None:
         optimizer.step()
-        times.append(time.perf_counter() - began)
-    return times
+
+    return once
 
 
-def exchange(nbytes: int, repeats: int) -> list[float]:
-    """Seconds for push + update + pull through a real server process, from gradients to weights."""
-    numbers = nbytes // 4
-    weight = torch.nn.Parameter(torch.zeros(numbers))
+@contextmanager
+def exchange(nbytes: int, **way: Any) -> Iterator[Once]:
+    """Push + update + pull through a real server process, from gradients to weights."""
+    weight = torch.nn.Parameter(torch.zeros(nbytes // 4))
     optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
     layout = Layout.of({"weight": weight.detach()})
     key = new_key()
-    settings = Settings(key.hex(), "127.0.0.1", 0, 30.0, 60.0, 1, ())
-    process = ServerProcess(settings)
-    control = ControlConnection(process.address(), key, "bench", 0, 1, layout)
+    process = ServerProcess(
+        Settings(
+            key=key.hex(), port=0, heartbeat_timeout=30.0, join_timeout=60.0, threads=1, allow_optimizers=(), **way
+        )
+    )
+    encryption = {name: value for name, value in way.items() if name == "encryption"}
+    control = ControlConnection(process.address(), key, secrets.token_hex(8), 0, 1, layout, **encryption)
     data = DataConnection(control.session, control.check)
     control.request(m.Form(generation=0, groups=((0,),), method=m.method_to_wire(AsyncSGD())), m.Formed)
     part = {"optimizer": describe(optimizer, {weight: "weight"}), "weights": {"weight": weight.detach()}, "clock": 0}
@@ -87,9 +111,11 @@ def exchange(nbytes: int, repeats: int) -> list[float]:
     data.exchange(m.Seed(packed=packed, nbytes=buffer.numel()), m.Seeded, buffer)
     weight.grad = torch.ones_like(weight)
     out, into = layout.empty(), layout.empty()
-    clock, times = 0, []
-    for _ in range(repeats):
-        began = time.perf_counter()
+    clock = 0
+
+    def once() -> None:
+        nonlocal clock
+        assert weight.grad is not None
         layout.views(out)[0].copy_(weight.grad)
         push = m.PushMessage(
             optimizer=0,
@@ -104,32 +130,56 @@ def exchange(nbytes: int, repeats: int) -> list[float]:
         with torch.no_grad():
             weight.copy_(layout.views(payload)[0])
         clock = answer.clock
-        times.append(time.perf_counter() - began)
-    data.close()
-    control.close("")
-    process.stop()
+
+    try:
+        yield once
+    finally:
+        data.close()
+        control.close("")
+        process.stop()
+
+
+def measure(nbytes: int, repeats: int) -> dict[str, list[float]]:
+    """Seconds of each way, repeat by repeat."""
+    with ExitStack() as stack:
+        ways = {"raw TCP there and back": stack.enter_context(raw_tcp(nbytes)), "fused step": fused_step(nbytes)}
+        for name, way in WAYS.items():
+            ways[name] = stack.enter_context(exchange(nbytes, **way))
+        times: dict[str, list[float]] = {name: [] for name in ways}
+        names = list(ways)
+        for repeat in range(repeats + UNTIMED):
+            names = names[1:] + names[:1]  # nobody always comes after the same one
+            for name in names:
+                began = time.perf_counter()
+                ways[name]()
+                if repeat >= UNTIMED:
+                    times[name].append(time.perf_counter() - began)
     return times
 
 
 def main() -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--megabytes", type=int, default=100)
-    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--megabytes", type=float, nargs="+", default=[100.0, 0.1])
+    parser.add_argument("--repeats", type=int, default=31)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    nbytes = arguments.megabytes * 1_000_000
-    ours, tcp, step = [], [], []
-    for _ in range(3):  # interleaved, so that a busy moment of the machine hits all three
-        tcp += raw_tcp(nbytes, arguments.repeats)[2:]
-        step += fused_step(nbytes, arguments.repeats)[2:]
-        ours += exchange(nbytes, arguments.repeats)[2:]
-    floor = statistics.median(tcp) + statistics.median(step)
-    mine = statistics.median(ours)
-    print(f"raw TCP there and back {statistics.median(tcp) * 1e3:.1f} ms")
-    print(f"fused step             {statistics.median(step) * 1e3:.1f} ms")
-    print(f"push + update + pull   {mine * 1e3:.1f} ms")
-    print(f"ratio {mine / floor:.2f} (at most 2 is promised)")
+    for megabytes in arguments.megabytes:
+        nbytes = int(megabytes * 1_000_000) // 4 * 4
+        # The smaller the model, the more often: each exchange of a small one is at the mercy of the scheduler.
+        repeats = arguments.repeats if megabytes > 10 else 20 * arguments.repeats
+        times = measure(nbytes, repeats)
+        medians = {name: statistics.median(each) for name, each in times.items()}
+        print(f"{megabytes:g} MB, {repeats} repeats")
+        for name, middle in medians.items():
+            line = f"  {name:24}{middle * 1e3:9.2f} ms"
+            if name in WAYS and name != PLAIN:
+                pairs = [one / other for one, other in zip(times[name], times[PLAIN], strict=True)]
+                low, half, high = statistics.quantiles(pairs, n=4)
+                line += f"   {half:.2f} of {PLAIN}, quartiles {low:.2f} and {high:.2f}"
+            print(line)
+        floor = medians["raw TCP there and back"] + medians["fused step"]
+        print(f"  {PLAIN} over its floor {medians[PLAIN] / floor:.2f}")
 
 
 if __name__ == "__main__":
