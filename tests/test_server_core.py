@@ -22,7 +22,7 @@ from lightning_omni.protocol import EpochPlan, Out, ServerCore
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.codec import Packed, pack, unpack
 from lightning_omni.protocol.handshake import attach_mac, derive, rank_mac, server_mac, session_key
-from lightning_omni.protocol.layout import Layout
+from lightning_omni.protocol.layout import Layout, TensorSpec
 
 varied = settings(
     deadline=None,
@@ -668,6 +668,43 @@ def test_a_push_that_claims_batches_it_never_drew_is_refused_and_changes_nothing
 
 
 # --- Snapshots -----------------------------------------------------------------------------------------------------
+
+
+def growth(*names: str, places: tuple[int, ...] = (2,)) -> tuple[m.Restructure, bytes]:
+    """A second parameter group comes, with these parameters of three numbers each."""
+    settings = hyperparameters_of(sgd(new_parameters()))[0]
+    groups = [{**settings, "params": [0, 1]}, {**settings, "lr": 0.5, "params": list(places)}]
+    packed, buffer = pack({"groups": groups, "weights": {name: torch.ones(3) for name in names}, "state": {}})
+    return m.Restructure(optimizer=0, packed=packed, nbytes=buffer.numel()), buffer.numpy().tobytes()
+
+
+def test_a_parameter_group_that_comes_in_mid_run_is_one_groups_first_and_then_the_others(link: Link) -> None:
+    answer, payload = link.data(0, *growth("x"))
+    assert answer == m.Restructured(optimizer=0, nbytes=12)
+    assert payload == torch.ones(3).numpy().tobytes()
+    settings = hyperparameters_of(sgd(new_parameters()))[0]
+    both = (settings, {**settings, "lr": 0.5})
+    link.data(0, *push_of([*gradient(0), torch.ones(3)], hyperparameters=both))
+    pushed, weights = link.data(2, *push_of(gradient(1)))  # knows nothing of it yet
+    assert (pushed.nbytes, pushed.staleness, len(weights)) == (LAYOUT.nbytes, 1, LAYOUT.nbytes)
+    expect_refusal(link.data(2, *push_of([*gradient(1), torch.ones(3)], hyperparameters=both))[0], "malformed")
+    _, payload = link.data(2, *growth("x"))
+    assert payload == torch.full((3,), 0.5).numpy().tobytes()  # as the first group left it
+    assert link.data(2, *growth())[0] == m.Restructured(optimizer=0, nbytes=0)  # said twice, it is done once
+    assert link.data(2, m.Fetch(optimizer=0))[0].nbytes == len(payload) + -(-LAYOUT.nbytes // 64) * 64
+
+
+def test_growth_that_cannot_be_is_refused_and_changes_nothing(link: Link) -> None:
+    before = link.weights()
+    expect_refusal(link.say(data_peer(1), *growth("x"), m.DATA)[0][0], "malformed", "does not lead")
+    expect_refusal(link.data(0, *growth("w"))[0], "protocol", "already")
+    expect_refusal(link.data(0, *growth("x", places=(7,)))[0], "protocol", "places")
+    large = m.Restructure(optimizer=0, packed=Packed(b"", (TensorSpec("x", (1 << 40,), "float32"),)), nbytes=4 << 40)
+    expect_refusal(link.say(data_peer(0), large, b"", m.DATA)[0][0], "structure", "are left")
+    assert_same(link.weights(), before)
+    link.data(2, *growth("x"))
+    expect_refusal(link.data(0, *growth("y"))[0], "structure", "added the parameter y")
+    assert link.data(0, *push_of(gradient(0)))[0].applied
 
 
 def test_a_snapshot_is_of_one_moment_and_training_goes_on_from_it_exactly(link: Link) -> None:
