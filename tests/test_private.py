@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from pytorch_lightning import LightningModule, Trainer
+from pytorch_lightning import Callback, LightningModule, Trainer
 from pytorch_lightning.loops import _TrainingEpochLoop
 from pytorch_lightning.loops.fetchers import _PrefetchDataFetcher
 from pytorch_lightning.strategies import DDPStrategy
 from pytorch_lightning.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_omni.optimizer._private import new_named_group
@@ -71,11 +73,142 @@ def test_the_loop_ends_an_epoch_at_the_last_batch_or_at_the_exact_number_of_batc
     assert trainer.is_last_batch
 
 
-def test_validation_is_due_when_the_batch_count_is_a_multiple_of_val_check_batch(trainer: Trainer) -> None:
-    source = inspect.getsource(_TrainingEpochLoop._should_check_val_fx)
-    assert "% self.trainer.val_check_batch == 0" in source
+def test_durations_between_validations_are_where_they_were(trainer: Trainer) -> None:
     assert not _private.validates_by_time(trainer)
     assert _private.validates_by_time(Trainer(accelerator="cpu", logger=False, val_check_interval="00:00:01:00"))
+
+
+class Tiny(LightningModule):
+    """Four batches an epoch, a validation after each two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        return (self.weight - batch.mean()).square().sum()
+
+    def validation_step(self, batch: Tensor) -> None:
+        pass
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train_dataloader(self) -> DataLoader[float]:
+        return DataLoader([1.0, 2.0, 3.0, 4.0])
+
+    val_dataloader = train_dataloader
+
+
+HOOKS = ("on_train_batch_start", "on_train_batch_end", "on_validation_start", "on_train_epoch_end")
+
+
+def recorder(said: list[str], who: str, *bases: type) -> Any:
+    """An object that says which of the hooks it hears."""
+    return type(who, bases, {hook: lambda *_, hook=hook: said.append(f"{who} {hook}") for hook in HOOKS})()
+
+
+class Follower:
+    """A leader that lets the loops decide, until it is told to."""
+
+    step_limit: int | None = None
+    is_open_ended = False
+    validation: bool | None = None
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.began: list[tuple[int, bool]] = []
+
+    def run(self, run: Callable[[], None]) -> None:
+        assert not _private.is_inside_a_hook(self.trainer)
+        run()
+
+    def begin_epoch(self, iterate: Callable[[], None]) -> None:
+        self.began.append((self.trainer.current_epoch, self.trainer.fit_loop.restarted_mid_epoch))
+        iterate()
+
+    def validates(self, is_due: Callable[[], bool]) -> bool:
+        return is_due() if self.validation is None else self.validation
+
+
+@pytest.fixture
+def fitting() -> Trainer:
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "num_sanity_val_steps": 0}
+    return Trainer(accelerator="cpu", max_epochs=2, val_check_interval=0.5, enable_model_summary=False, **quiet)
+
+
+def test_a_listener_hears_what_callbacks_hear_before_all_of_them_even_if_their_list_is_replaced(
+    fitting: Trainer,
+) -> None:
+    said: list[str] = []
+    heard, replaced = recorder(said, "callback", Callback), recorder(said, "other", Callback)
+    fitting.callbacks = [heard]
+    calls = _private._calls_of(fitting)
+    own = calls._call_callback_hooks
+    _private.listen(fitting, recorder(said, "listener"))
+    fitting.fit(Tiny())
+    fitting.callbacks = [replaced]
+    again = len(said)
+    fitting.fit_loop.max_epochs = 3
+    fitting.fit(Tiny())
+    for number, line in enumerate(said):
+        who, hook = line.split()
+        assert who == ("listener", "callback" if number < again else "other")[number % 2]
+        assert hook == said[number - number % 2].split()[1]
+    assert {line.split()[1] for line in said} == set(HOOKS)
+    _private.stop_listening(fitting)
+    assert calls._call_callback_hooks is own
+    assert own.__module__ == "pytorch_lightning.trainer.call"
+
+
+def test_a_hook_is_known_from_inside(fitting: Trainer) -> None:
+    inside: list[bool] = []
+
+    class Asks(Callback):
+        def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            inside.append(_private.is_inside_a_hook(trainer))
+
+    fitting.callbacks = [Asks()]
+    _private.lead(fitting, Follower(fitting))  # which asks when the loop is run
+    fitting.fit(Tiny())
+    assert inside == [True]
+
+
+def test_loops_ask_their_leader_and_show_what_they_showed(fitting: Trainer) -> None:
+    kinds = type(fitting.fit_loop), type(fitting.fit_loop.epoch_loop)
+    leader = Follower(fitting)
+    _private.lead(fitting, leader)
+    _private.lead(fitting, leader)  # anew, not once more
+    validations: list[str] = []
+    fitting.callbacks = [recorder(validations, "callback", Callback)]
+    fitting.fit(Tiny())
+    assert leader.began == [(0, False), (1, False)]
+    assert (fitting.global_step, sum("validation" in line for line in validations)) == (8, 4)
+    _private.stop_leading(fitting)
+    assert (type(fitting.fit_loop), type(fitting.fit_loop.epoch_loop)) == kinds
+
+
+def test_a_leader_sets_steps_and_validations_without_the_users_noticing(fitting: Trainer) -> None:
+    leader = Follower(fitting)
+    leader.step_limit, leader.validation = 3, True
+    _private.lead(fitting, leader)
+    said: list[str] = []
+    fitting.callbacks = [recorder(said, "callback", Callback)]
+    fitting.fit(Tiny())
+    assert fitting.global_step == 3
+    assert sum("validation" in line for line in said) == 3
+    assert (fitting.max_steps, fitting.val_check_batch) == (-1, 2)
+
+
+def test_an_open_ended_epoch_does_not_end_with_a_number_of_batches(fitting: Trainer) -> None:
+    leader = Follower(fitting)
+    leader.is_open_ended = True
+    _private.lead(fitting, leader)
+    loop = fitting.fit_loop.epoch_loop
+    fitting.fit_loop.max_batches = loop.batch_progress.current.ready = 5
+    assert not loop._num_ready_batches_reached()
+    _private.set_last_batch(fitting, True)
+    assert loop._num_ready_batches_reached()
 
 
 def test_an_open_ended_fetcher_is_never_done(trainer: Trainer) -> None:

@@ -294,6 +294,11 @@ class _LeasedLoader:
     """Mixed into the user's DataLoader class: goes on when samples come back, starts anew when groups change."""
 
     leases: Leases
+    unleased: DataLoader[Any]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Leases are of one run: a copy, here or in another process, is the loader that it was made of."""
+        return _itself, (self.unleased,)
 
     def __iter__(self) -> Iterator[Any]:
         # As eager as the loader itself with one group, so that random numbers are drawn as under DDP; with several
@@ -323,6 +328,10 @@ class _LeasedLoader:
             iterator = None
 
 
+def _itself(loader: DataLoader[Any]) -> DataLoader[Any]:
+    return loader
+
+
 @contextmanager
 def keeping_chance() -> Iterator[None]:
     """What is drawn from torch's generator meanwhile is drawn again afterwards."""
@@ -350,6 +359,7 @@ def lease(loader: DataLoader[Any], **options: Any) -> DataLoader[Any]:
         vars(loader),
         batch_sampler=LeasedBatchSampler(sampler, leases, bool(loader.drop_last)),
         leases=leases,
+        unleased=loader,
         _iterator=None,
     )
     return leased

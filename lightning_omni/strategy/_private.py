@@ -6,8 +6,18 @@ these names is gone or behaves otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakKeyDictionary
+
+if TYPE_CHECKING:
+    from pytorch_lightning.loops.fit_loop import _FitLoop
+    from pytorch_lightning.loops.training_epoch_loop import _TrainingEpochLoop
+else:
+    _FitLoop = _TrainingEpochLoop = object
 
 
 def set_ddp_options(strategy: Any, options: dict[str, Any]) -> None:
@@ -50,6 +60,11 @@ def set_last_batch(trainer: Any, is_last: bool) -> None:
 def will_step(trainer: Any) -> bool:
     """Whether the current batch ends an accumulation window."""
     return not trainer.fit_loop._should_accumulate()
+
+
+def is_inside_a_hook(trainer: Any) -> bool:
+    """Whether Lightning is calling a hook of the module, a callback or the strategy at the moment."""
+    return trainer.lightning_module._current_fx_name is not None
 
 
 def validates_this_epoch(trainer: Any) -> bool:
@@ -123,3 +138,153 @@ def set_batch_agreement(trainer: Any, agree: Callable[[], None] | None) -> None:
 def mark_terminated(trainer: Any) -> None:
     """What ``trainer.received_sigterm`` reads."""
     trainer._signal_connector.received_sigterm = True
+
+
+# --- What only callbacks are told ------------------------------------------------------------------------------------
+
+
+class _Relay:
+    """Stands in the place of the function by which Lightning calls callbacks: a listener is told before they are."""
+
+    def __init__(self, call_callbacks: Callable[..., None]) -> None:
+        self.call_callbacks = call_callbacks
+        self.listeners: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+
+    def __call__(
+        self, trainer: Any, hook_name: str, *args: Any, monitoring_callbacks: bool | None = None, **kwargs: Any
+    ) -> None:
+        hear = getattr(self.listeners.get(trainer), hook_name, None)
+        if hear is not None and monitoring_callbacks is not True:  # those are called in a second round
+            with _inside_hook(trainer.lightning_module, hook_name):
+                hear(trainer, trainer.lightning_module, *args, **kwargs)
+        self.call_callbacks(trainer, hook_name, *args, monitoring_callbacks=monitoring_callbacks, **kwargs)
+
+
+@contextmanager
+def _inside_hook(module: Any, name: str) -> Iterator[None]:
+    """``module.log`` asks in which hook it is called."""
+    before, module._current_fx_name = module._current_fx_name, name
+    try:
+        yield
+    finally:
+        module._current_fx_name = before
+
+
+def _calls_of(trainer: Any) -> Any:
+    """The module of the Trainer's own namespace through which its loops call hooks."""
+    own = next(kind for kind in type(trainer).__mro__ if kind.__module__.endswith("trainer.trainer"))
+    return sys.modules[own.__module__.removesuffix("trainer") + "call"]
+
+
+def listen(trainer: Any, listener: Any) -> None:
+    """From now on the listener is told of the Trainer's hooks that it has methods for, before any callback is.
+
+    It does not matter what is in ``trainer.callbacks`` at the time.
+    """
+    calls = _calls_of(trainer)
+    if not isinstance(calls._call_callback_hooks, _Relay):
+        calls._call_callback_hooks = _Relay(calls._call_callback_hooks)
+    calls._call_callback_hooks.listeners[trainer] = listener
+
+
+def stop_listening(trainer: Any) -> None:
+    """Undoes `listen`."""
+    calls = _calls_of(trainer)
+    relay = calls._call_callback_hooks
+    if isinstance(relay, _Relay):
+        relay.listeners.pop(trainer, None)
+        if not relay.listeners:
+            calls._call_callback_hooks = relay.call_callbacks
+
+
+# --- What the loops decide -------------------------------------------------------------------------------------------
+
+
+class Leader(Protocol):
+    """Decides in the place of the loops when an epoch begins and ends, and when to validate."""
+
+    @property
+    def step_limit(self) -> int | None:
+        """What the loops take for max_steps; None for their own."""
+
+    @property
+    def is_open_ended(self) -> bool:
+        """Whether an epoch ends when `set_last_batch` says so, whatever the number of batches."""
+
+    def run(self, run: Callable[[], None]) -> None:
+        """The fit loop runs."""
+
+    def begin_epoch(self, iterate: Callable[[], None]) -> None:
+        """The loop of an epoch begins; ``iterate`` starts the loader, where that is due."""
+
+    def validates(self, is_due: Callable[[], bool]) -> bool:
+        """Whether to validate after this batch; ``is_due`` is what the loop itself would say."""
+
+
+class _LedFitLoop(_FitLoop):
+    """Mixed into the fit loop's own class."""
+
+    _leader: Leader
+
+    def run(self) -> None:
+        self._leader.run(super().run)
+
+    @property
+    def done(self) -> bool:
+        with _limited(self.epoch_loop, self._leader.step_limit):
+            return super().done
+
+
+class _LedEpochLoop(_TrainingEpochLoop):
+    """Mixed into the epoch loop's own class."""
+
+    _leader: Leader
+
+    def on_run_start(self, data_fetcher: Any) -> None:
+        self._leader.begin_epoch(partial(super().on_run_start, data_fetcher))
+
+    @property
+    def _is_training_done(self) -> bool:
+        with _limited(self, self._leader.step_limit):
+            return super()._is_training_done
+
+    def _num_ready_batches_reached(self) -> bool:
+        if self._leader.is_open_ended:
+            return self.batch_progress.is_last_batch
+        return super()._num_ready_batches_reached()
+
+    def _should_check_val_fx(self, data_fetcher: Any) -> bool:
+        return self._leader.validates(partial(super()._should_check_val_fx, data_fetcher))
+
+
+@contextmanager
+def _limited(epoch_loop: Any, max_steps: int | None) -> Iterator[None]:
+    """While the loop decides whether it is done. Everybody else reads the user's max_steps."""
+    before = epoch_loop.max_steps
+    if max_steps is not None:
+        epoch_loop.max_steps = max_steps
+    try:
+        yield
+    finally:
+        epoch_loop.max_steps = before
+
+
+def lead(trainer: Any, leader: Leader) -> None:
+    """From now on the Trainer's loops ask the leader. What they show of themselves remains Lightning's."""
+    for loop, mixin in ((trainer.fit_loop, _LedFitLoop), (trainer.fit_loop.epoch_loop, _LedEpochLoop)):
+        _give_back_class(loop)
+        own = type(loop)
+        fields = {"_leader": leader, "__module__": own.__module__, "__doc__": own.__doc__}
+        loop.__class__ = type(own.__name__, (mixin, own), fields)
+
+
+def stop_leading(trainer: Any) -> None:
+    """Undoes `lead`."""
+    for loop in (trainer.fit_loop, trainer.fit_loop.epoch_loop):
+        _give_back_class(loop)
+
+
+def _give_back_class(loop: Any) -> None:
+    if isinstance(loop, (_LedFitLoop, _LedEpochLoop)):
+        del type(loop)._leader  # a class is freed late, and must keep nothing of the run alive
+        loop.__class__ = type(loop).__mro__[2]

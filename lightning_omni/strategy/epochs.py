@@ -35,6 +35,8 @@ class EpochDriver:
         leases: this rank's view of the data, if it is leased.
         is_open: whether a training epoch is under way.
         resume: what a checkpoint said of an epoch that it interrupted.
+        step_limit: what the loops take for max_steps, which counts the steps of DDP; None for the Trainer's own.
+        is_open_ended: whether the epoch ends when the samples do, and not after a number of batches.
     """
 
     def __init__(self, data: Literal["dynamic", "static"], say: Callable[[str], None]) -> None:
@@ -43,6 +45,8 @@ class EpochDriver:
         self.leases: Leases | None = None
         self.is_open = False
         self.resume: dict[str, Any] = {}
+        self.step_limit: int | None = None
+        self.is_open_ended = False
         self._new_leases: list[Leases] = []
         self._trainer: Any = None
         self._world: World | None = None
@@ -53,8 +57,8 @@ class EpochDriver:
         self._begun = -1
         self._max_steps = -1
         self._nominal_batches = 0
-        self._val_check_batch: float = float("inf")
-        self._started = self._stopping = self._open_ended = self._over = False
+        self._validates: bool | None = None
+        self._started = self._stopping = self._over = False
 
     # --- The run -----------------------------------------------------------------------------------------------------
 
@@ -79,16 +83,17 @@ class EpochDriver:
         self._pace()
 
     def finish(self) -> None:
-        """The run has ended: the trainer is given back as it was."""
-        self._trainer.fit_loop.epoch_loop.max_steps = self._max_steps
+        """The run has ended, well or badly: the loops decide for themselves, and the schedulers are given back."""
+        self.step_limit, self._validates, self.is_open_ended = None, None, False
         self._unpace()
         self._paced_from.clear()
         self.is_open = self._started = False
 
     def forget(self) -> None:
         """The run is torn down."""
+        self.finish()
         self.leases, self._new_leases, self._plan, self.resume = None, [], None, {}
-        self.is_open = self._started = False
+        self._trainer = self._world = None
 
     @property
     def world(self) -> World:
@@ -98,7 +103,7 @@ class EpochDriver:
 
     @property
     def max_steps(self) -> int:
-        """Steps after which the user wants the run to end, or -1. The Trainer's own may be another for a while."""
+        """Steps of DDP after which the user wants the run to end, or -1."""
         return self._max_steps
 
     @property
@@ -126,7 +131,9 @@ class EpochDriver:
                 )
             return loader
         shares = self.leases.shares if self.leases is not None else ()  # of the loader that this one replaces
-        leased = lease(loader, rank=rank, before_epoch=self.begin, is_local=self.world.is_synchronous, shares=shares)
+        leased = lease(
+            loader, rank=rank, before_epoch=self._begin_present, is_local=self.world.is_synchronous, shares=shares
+        )
         self._new_leases.append(leased.leases)  # type: ignore[attr-defined]
         return leased
 
@@ -161,6 +168,11 @@ class EpochDriver:
             return (-1, 0)
         return self.leases.epoch, self.leases.trained
 
+    @property
+    def is_dealt_out(self) -> bool:
+        """Whether the samples are dealt out beforehand, to all ranks."""
+        return self.leases is None and not self._new_leases
+
     # --- An epoch ----------------------------------------------------------------------------------------------------
 
     def begin(self, epoch: int) -> None:
@@ -170,8 +182,8 @@ class EpochDriver:
         self._begun = epoch
         self._adopt()
         self.world.enter_compute()
-        self.is_open, self._open_ended, self._over = True, self.is_dynamic or self._is_bereft, False
-        self._plan = None
+        self.is_open, self.is_open_ended, self._over = True, self.is_dynamic or self._is_bereft, False
+        self._plan = self._validates = None
         if self.leases is not None:
             self._plan = self._make_plan(epoch)
             self._epochs_done, self._epoch_trained = epoch, _size(self._plan.trained)
@@ -179,10 +191,14 @@ class EpochDriver:
             if self.is_dynamic:
                 self.leases.begin(self._plan)
                 self._count_steps_together()
-            elif self._open_ended:
+            elif self.is_open_ended:
                 self.leases.begin_local(self._plan, goes_on=True)
             else:
                 self._count_steps_alone(epoch)
+
+    def _begin_present(self, epoch: int) -> None:
+        """Samples are about to be drawn. A loader that was made in this epoch's first hook says another epoch."""
+        self.begin(self._trainer.current_epoch)
 
     @property
     def _is_bereft(self) -> bool:
@@ -194,22 +210,22 @@ class EpochDriver:
         self.begin(self._trainer.current_epoch)  # a resumed epoch starts without its first hook
         if self.leases is not None:
             self.leases.begin_batch()
-            if self._open_ended:
+            if self.is_open_ended:
                 # Perhaps the last: then an accumulation window ends here. `end_batch` knows for certain.
                 self._set_last_batch(self.leases.peek() is None)
 
     def end_batch(self) -> None:
         """A batch has ended: finds out, together with the other groups, whether to go on, validate or stop."""
-        if self.world.is_synchronous and not self._open_ended:
+        if self.world.is_synchronous and not self.is_open_ended:
             return
         verdict = self._what_next()
         self._over = verdict == "over"
-        if self._open_ended:
+        if self.is_open_ended:
             self._set_last_batch(verdict == "over")
             at_end = verdict == "over" and self._validates_at_end()
             if verdict == "over" and self._reaches_max_steps():
                 self._stop_at_max_steps()
-            self._let_validate(verdict in ("validate", "stop:validate") or at_end)
+            self._validates = verdict in ("validate", "stop:validate") or at_end
         if verdict == "stop:skip":
             self._over = True
             self._set_last_batch(True)
@@ -218,26 +234,25 @@ class EpochDriver:
             if verdict == "stop:validate":
                 self._trainer.should_stop = True
             else:
-                self._let_validate(False)
-                self._trainer.fit_loop.epoch_loop.max_steps = self._trainer.global_step
+                self._validates = False
+                self.step_limit = self._trainer.global_step
 
     def end(self, buffers: Any) -> None:
         """An epoch has ended, in good order or before its time: the groups meet."""
         trainer = self._trainer
-        complete = self._over if self._open_ended else trainer.is_last_batch
-        stops = _private.stops_now(trainer) or -1 < trainer.max_steps <= trainer.global_step
+        complete = self._over if self.is_open_ended else trainer.is_last_batch
+        limit = trainer.max_steps if self.step_limit is None else self.step_limit
+        is_limit_reached = -1 < limit <= trainer.global_step
+        stops = _private.stops_now(trainer) or is_limit_reached
         if self.world.is_computing and not self._stopping and (stops or not complete):
-            self.leave("end" if stops else "skip" if self._open_ended else "")
+            self.leave("end" if stops else "skip" if self.is_open_ended else "")
         self.world.enter_world(buffers)
         if not self.world.is_synchronous and any(self.world.agree([int(stops or self._stopping)])):
-            trainer.should_stop = True  # whoever said so, and however late
+            trainer.should_stop |= not is_limit_reached  # whoever said so, and however late
         self.is_open, self._epochs_done, self._epoch_trained = False, self._begun + 1, 0
         if self._pacer is not None:
             self._pacer.catch_up()
-        if self._plan is not None and self._open_ended:
-            trainer.fit_loop.max_batches = self._nominal_batches
-            trainer.val_check_batch = self._val_check_batch
-        self._open_ended = False
+        self.is_open_ended, self._validates = False, None
 
     def expected_batches(self, done: int) -> int | None:
         """How many batches this rank trains in this epoch, if all groups go on as so far; None if Lightning knows.
@@ -246,7 +261,7 @@ class EpochDriver:
             done: batches of this rank that are trained.
         """
         plan = self._plan
-        if plan is None or self.leases is None or not self._open_ended:
+        if plan is None or self.leases is None or not self.is_open_ended:
             return None
         if self._over:
             return done
@@ -287,7 +302,7 @@ class EpochDriver:
         leases = self.leases
         if self.world.channel.last.stop:
             return f"stop:{self.world.channel.last.stop}"
-        if not self._open_ended or leases is None:
+        if not self.is_open_ended or leases is None:
             return ""
         coming = leases.peek()
         if coming is not None and coming.stretch <= leases.stretch:
@@ -295,25 +310,21 @@ class EpochDriver:
         return leases.ask()
 
     def _set_last_batch(self, is_last: bool) -> None:
-        trainer = self._trainer
-        _private.be_open_ended(trainer)
-        _private.set_last_batch(trainer, is_last)
-        if not is_last:
-            # Never the very number of the current batch: Lightning would take it for the last.
-            trainer.fit_loop.max_batches = max(self._nominal_batches, trainer.fit_loop.batch_idx + 2)
+        _private.be_open_ended(self._trainer)
+        _private.set_last_batch(self._trainer, is_last)
 
     def _make_plan(self, epoch: int) -> EpochPlan:
         """The epoch's data: what Lightning's limits mean for all ranks together."""
         trainer, leases = self._trainer, self.leases
         assert leases is not None
         self._nominal_batches = self._count_nominal_batches()
-        self._val_check_batch = trainer.val_check_batch
+        interval = trainer.val_check_batch  # None if it is a duration
         every, offset = 0, 0
-        if _private.validates_this_epoch(trainer) and self._val_check_batch != float("inf"):
+        if _private.validates_this_epoch(trainer) and interval not in (None, float("inf")):
             # Without check_val_every_n_epoch, the batches of earlier epochs count, too.
             done = epoch * self._nominal_batches if trainer.check_val_every_n_epoch is None else 0
-            every = int(self._val_check_batch) * self._step_positions
-            offset = done % int(self._val_check_batch) * self._step_positions
+            every = int(interval) * self._step_positions
+            offset = done % int(interval) * self._step_positions
         budget = min(leases.total, self._nominal_batches * self._step_positions)
         if self._max_steps != -1:
             left = max(0, self._max_steps - epoch * self._steps_an_epoch)
@@ -346,19 +357,25 @@ class EpochDriver:
     def _validates_at_end(self) -> bool:
         """Whether the end of the epoch is one of the points at which val_check_interval asks for a validation."""
         plan = self._plan
-        if plan is None or self._val_check_batch == float("inf"):
+        if plan is None or self._trainer.val_check_batch == float("inf"):
             return True
         if not plan.validate_every:
             return False
         end = self._nominal_batches * self._step_positions + plan.validate_offset
         return end % plan.validate_every == 0
 
-    def _let_validate(self, now: bool) -> None:
-        """Lightning validates when the number of batches is a multiple of this: the current one is, or is not."""
+    def validates(self, is_due: Callable[[], bool]) -> bool:
+        """Whether all validate after this batch.
+
+        Args:
+            is_due: what the loop would say by itself.
+        """
         trainer = self._trainer
-        loop = trainer.fit_loop
-        number = (loop.total_batch_idx if trainer.check_val_every_n_epoch is None else loop.batch_idx) + 1
-        trainer.val_check_batch = number if now else number + 1
+        if _private.validates_by_time(trainer):
+            return any(self.world.agree([int(is_due())]))  # no two clocks are alike
+        if self._validates is None:
+            return is_due()
+        return _private.validates_this_epoch(trainer) and (self._validates or _private.stops_now(trainer))
 
     def _count_steps_together(self) -> None:
         """max_steps counts the steps that DDP would take. A group's own count must not end the run for it alone."""
@@ -366,13 +383,12 @@ class EpochDriver:
             return
         assert self._plan is not None
         reached = self._max_steps <= self._plan.epoch * self._steps_an_epoch
-        self._trainer.fit_loop.epoch_loop.max_steps = self._trainer.global_step if reached else sys.maxsize
+        self.step_limit = self._trainer.global_step if reached else sys.maxsize
 
     def _count_steps_alone(self, epoch: int) -> None:
         """One group counts for itself again, if there were several before: what is left of the steps of DDP."""
-        loop = self._trainer.fit_loop.epoch_loop
-        if self._max_steps != -1 and loop.max_steps == sys.maxsize:
-            loop.max_steps = self._trainer.global_step + max(0, self._max_steps - epoch * self._steps_an_epoch)
+        if self._max_steps != -1 and self.step_limit == sys.maxsize:
+            self.step_limit = self._trainer.global_step + max(0, self._max_steps - epoch * self._steps_an_epoch)
 
     def _reaches_max_steps(self) -> bool:
         if self._max_steps == -1 or self._plan is None:
@@ -381,7 +397,7 @@ class EpochDriver:
 
     def _stop_at_max_steps(self) -> None:
         trainer = self._trainer
-        trainer.fit_loop.epoch_loop.max_steps = trainer.global_step
+        self.step_limit = trainer.global_step
         self._say(
             f"OmniStrategy: max_steps={self._max_steps} reached: as many samples as {self._max_steps} steps of all"
             f" {self.world.size} ranks; this group took {trainer.global_step} steps of its own"
@@ -422,7 +438,7 @@ class EpochDriver:
             trainer = self._trainer
             pacer = Pacer(trainer.lr_scheduler_configs, self._nominal_steps, lambda: trainer.current_epoch + 1)
             pacer.remember(self._paced_from)
-            if self.is_dynamic or self._open_ended:
+            if self.is_dynamic or self.is_open_ended:
                 pacer.pace()
                 self._pacer = pacer
 
@@ -448,7 +464,7 @@ class EpochDriver:
         """The groups have changed: the epoch goes on with the samples that are left."""
         self.assign()
         if self.is_open and self.leases is not None and self._plan is not None and self._data == "dynamic":
-            self._open_ended = True
+            self.is_open_ended = True
             rest = msgspec.structs.replace(self._plan, trained=spans)
             self._epoch_trained = max(self._epoch_trained, _size(spans))
             if self.world.is_synchronous:

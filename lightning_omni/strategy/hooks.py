@@ -1,7 +1,7 @@
 """`OmniStrategy`: Lightning's hooks, translated into calls on the world. No arithmetic, no sockets.
 
-Written once for both of Lightning's namespaces: the classes here are mixed into each namespace's own DDPStrategy and
-Callback (see ``pytorch_lightning.py`` and ``lightning.py`` beside this file).
+Written once for both of Lightning's namespaces: the class here is mixed into each namespace's own DDPStrategy (see
+``pytorch_lightning.py`` and ``lightning.py`` beside this file).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from lightning_omni.errors import ConfigurationError, OmniError, UnsupportedError
 from lightning_omni.methods import Method
 from lightning_omni.methods.head import check_mergeable
-from lightning_omni.metrics import RunReport, Staleness
+from lightning_omni.metrics import RunReport
 from lightning_omni.optimizer import OmniOptimizer, World, WorldOptions, names_of
 from lightning_omni.optimizer.balance import Balance
 from lightning_omni.optimizer.head import RemoteHead
@@ -31,20 +31,21 @@ from lightning_omni.protocol import messages as m
 from lightning_omni.server import ServerProcess
 from lightning_omni.strategy import _private
 from lightning_omni.strategy.arguments import check_strategy, refuse_unknown_of_ddp
-from lightning_omni.strategy.bar import ProgressDisplay
 from lightning_omni.strategy.epochs import EpochDriver
 from lightning_omni.strategy.launcher import say_exit
+from lightning_omni.strategy.listener import Listener
+from lightning_omni.strategy.names import Asked
 from lightning_omni.strategy.namespaces import refuse_other_namespace
+from lightning_omni.strategy.nested import NestedRuns
 from lightning_omni.strategy.signals import Signals
 from lightning_omni.strategy.trainable import Trainable
-from lightning_omni.strategy.watch import Stopwatch, live_metrics, straggler_sentence
+from lightning_omni.strategy.watch import Stopwatch, gathering_sentence
 from lightning_omni.topology import check_groups
 
 if TYPE_CHECKING:
-    from pytorch_lightning.callbacks import Callback as _CallbackBase
     from pytorch_lightning.strategies import DDPStrategy as _Base
 else:
-    _Base = _CallbackBase = object
+    _Base = object
 
 
 class OmniStrategyHooks(_Base):
@@ -52,13 +53,15 @@ class OmniStrategyHooks(_Base):
 
     Args:
         groups: number of compute groups, from 1 (plain DDP, bit for bit, with no server in the path) to the number
-            of ranks. None makes one group for each node. Groups differ in size by at most one rank.
+            of ranks. None takes what the environment variable LIGHTNING_OMNI_GROUPS says, and without it makes one
+            group for each node. Groups differ in size by at most one rank.
         method: how groups exchange: a name (``"hardsync"``), a name with settings (``"diloco:period=50"``) or a value
-            (``DiLoCo(period=50)``): see `lightning_omni.methods`.
+            (``DiLoCo(period=50)``): see `lightning_omni.methods`. None takes LIGHTNING_OMNI_METHOD, or ``"async_sgd"``.
         server: ``"tcp://host:port"`` of a parameter server that runs already (``lightning-omni serve``); None starts
             one for this run, in a process of its own beside rank 0.
         data: ``"dynamic"`` deals the samples of an epoch out to whoever is free, so that a slow group delays nobody;
-            ``"static"`` gives every rank its share beforehand, as DistributedSampler does.
+            ``"static"`` gives every rank its share beforehand, as DistributedSampler does. None takes
+            LIGHTNING_OMNI_DATA, or ``"dynamic"``.
         rebalance: ``"auto"`` measures how fast ranks are and splits each group's batch in proportion, where that makes
             the group more than 5 % faster; ``"off"`` gives all ranks the same. The loss must be a mean over the batch.
         host: address that the embedded server binds. None takes no port at all on one node, and otherwise MASTER_ADDR.
@@ -82,18 +85,18 @@ class OmniStrategyHooks(_Base):
 
     rank_zero_info: Callable[[str], None]
     rank_zero_warn: Callable[[str], None]
-    callback_class: type
     launcher_class: type
     terminated_class: type[SystemExit]
     plain_checkpoint_io: type
     checkpoint_io_class: type
+    processes_class: type
 
     def __init__(
         self,
         groups: int | None = None,
-        method: str | Method = "async_sgd",
+        method: str | Method | None = None,
         server: str | None = None,
-        data: Literal["dynamic", "static"] = "dynamic",
+        data: Literal["dynamic", "static"] | None = None,
         host: str | None = None,
         heartbeat_timeout: float = 30.0,
         refusals: int = 50,
@@ -104,33 +107,42 @@ class OmniStrategyHooks(_Base):
         **ddp: Any,
     ) -> None:
         refuse_unknown_of_ddp(self, OmniStrategyHooks, ddp)
-        check_strategy(method, server, host, heartbeat_timeout, refusals, merged, record)
-        if data not in ("dynamic", "static"):
-            raise ConfigurationError(f'data={data!r}: pass "dynamic" or "static"')
-        if data == "static" and rebalance == "auto":
-            raise ConfigurationError(
-                'rebalance="auto" with data="static": samples that are dealt out beforehand cannot be split by speed;'
-                ' pass data="dynamic", or rebalance="off"'
-            )
-        self._omni_options: dict[str, Any] = {
-            "groups": groups,
-            "method": method,
-            "server": server,
-            "host": host,
-            "encryption": encryption,
-            "heartbeat_timeout": heartbeat_timeout,
-            "refusals": refusals,
-            "record": record,
-        }
-        WorldOptions(**self._omni_options)
+        asked = self._asked = Asked(groups, method, data)
+        with asked.naming_variables():
+            groups, method, data = asked.groups, asked.method, asked.data
+            check_strategy(method, server, host, heartbeat_timeout, refusals, merged, record)
+            if data == "static" and rebalance == "auto":
+                raise ConfigurationError(
+                    'rebalance="auto" with data="static": samples that are dealt out beforehand cannot be split by'
+                    ' speed; pass data="dynamic", or rebalance="off"'
+                )
+            self._omni_options: dict[str, Any] = {
+                "groups": groups,
+                "method": method,
+                "server": server,
+                "host": host,
+                "encryption": encryption,
+                "heartbeat_timeout": heartbeat_timeout,
+                "refusals": refusals,
+                "record": record,
+            }
+            WorldOptions(**self._omni_options)
         self._merged = merged
-        self._head: RemoteHead | None = None
         self._groups = groups
         super().__init__(**ddp)
         self._ddp_options = dict(vars(self).get("_ddp_kwargs", {}))
+        self._data, self._rebalance = data, rebalance
+        self._last_report: RunReport | None = None
+        self._make_run()
+
+    def _make_run(self) -> None:
+        """What lives as long as this process and the runs in it: nothing of this goes to another process."""
+        self._head: RemoteHead | None = None
         self.world: World | None = None
-        self.epochs = EpochDriver(data, self.rank_zero_info)
-        self.balance = Balance(rebalance, self.rank_zero_info)
+        self.epochs = EpochDriver(self._data, self.rank_zero_info)
+        self.balance = Balance(self._rebalance, self.rank_zero_info)
+        self.nested = NestedRuns(self)
+        self._listener: Listener | None = None
         self.signals = Signals(self.terminated_class)
         self.trainable = Trainable(self.rank_zero_warn)
         self._proxies: dict[int, OmniOptimizer] = {}
@@ -138,10 +150,25 @@ class OmniStrategyHooks(_Base):
         self._last_status: m.Status | None = None
         self.stopwatch = Stopwatch()
         self._synchronous_steps = 0
+        self._has_gathered = False
         self.on_ready: list[Callable[[], None]] = []
         """Called on every rank when the groups stand and the first batch has not begun: a tuner's moment."""
         self._own_steps: dict[Optimizer, Callable[..., Any] | None] = {}
         self._server_process: ServerProcess | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The strategy as it was constructed, and the report of its last fit."""
+        state: dict[str, Any] = super().__getstate__()
+        fresh = object.__new__(type(self))
+        fresh._data, fresh._rebalance = self._data, self._rebalance
+        fresh._make_run()
+        kept = {name: value for name, value in state.items() if name not in vars(fresh)}
+        return {**kept, "_data": self._data, "_rebalance": self._rebalance, "_last_report": self.last_report}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Takes what `__getstate__` gave."""
+        super().__setstate__(state)
+        self._make_run()
 
     # --- Processes ---------------------------------------------------------------------------------------------------
 
@@ -152,8 +179,11 @@ class OmniStrategyHooks(_Base):
         if self._groups is not None and self.cluster_environment is not None:
             if self.cluster_environment.creates_processes_externally:
                 ranks = self.cluster_environment.world_size()
-            check_groups(self._groups, ranks)
-        if _private.start_method(self) == "popen":
+            with self._asked.naming_variables():
+                check_groups(self._groups, ranks)
+        if _private.start_method(self) != "popen":
+            _private.set_launcher(self, self.processes_class(self, _private.start_method(self)))
+        else:
             launcher = self.launcher_class(self.cluster_environment, self.num_processes, self.num_nodes)
             launcher.on_death, launcher.on_launch = self._on_child_death, self._on_launch
             _private.set_launcher(self, launcher)
@@ -202,11 +232,10 @@ class OmniStrategyHooks(_Base):
 
     def setup(self, trainer: Any) -> None:
         """Wraps the module over the compute group, and starts the server while the data is prepared."""
-        if not any(isinstance(callback, OmniCallbackHooks) for callback in trainer.callbacks):
-            trainer.callbacks.insert(0, self.callback_class(self))
         if self._is_fitting(trainer):
             self._check_trainer(trainer)
             self.signals.prepare(_requeue_signal(self.cluster_environment))
+            self._listener = Listener(self, trainer)
             self.epochs.connect(trainer, self._world)
         super().setup(trainer)
         if self._is_fitting(trainer):
@@ -273,7 +302,7 @@ class OmniStrategyHooks(_Base):
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Hands the precision plugin an optimizer whose step is an exchange."""
         if self._world.is_synchronous:
-            self._synchronous_steps += 1
+            self._synchronous_steps += not self.nested.is_running
         else:
             if len(self._world.members) > 1:
                 self.trainable.check_in_step()
@@ -312,7 +341,7 @@ class OmniStrategyHooks(_Base):
     def on_validation_start(self) -> None:
         """The first hook after Lightning has registered its signal handlers, if there is a sanity check."""
         super().on_validation_start()
-        if self._is_fitting(self._trainer):
+        if self._is_fitting(self._trainer) and not self.nested.is_running:
             self._install_signals()
 
     def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -323,9 +352,11 @@ class OmniStrategyHooks(_Base):
     def on_train_start(self) -> None:
         """The last hook before the first batch: the server gets the weights, and groups go their own ways."""
         super().on_train_start()
+        if self.nested.is_running:
+            return
         self._install_signals()
         world = self._world
-        self._synchronous_steps, self._last_status = 0, None
+        self._synchronous_steps, self._last_status, self._has_gathered = 0, None, False
         for part, clock in zip(world.parts, self.epochs.resume.get("clocks", ()), strict=False):
             part.replica.clock = clock
         world.states.resume(self.epochs.resume)
@@ -392,6 +423,8 @@ class OmniStrategyHooks(_Base):
     def on_train_end(self) -> None:
         """After the last callback: what the server knows comes home."""
         super().on_train_end()
+        if self.nested.is_running:
+            return
         self.signals.pause()
         self.balance.end()
         world = self._world
@@ -424,10 +457,15 @@ class OmniStrategyHooks(_Base):
         """Leaves the run; the embedded server stops."""
         super().teardown()
         self.signals.restore()
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
         self.balance.end()
+        self._unguard_optimizers()
         if self.world is not None:
             self.world.close()
         self.epochs.forget()
+        self.nested.forget()
         self._proxies, self._head = {}, None
 
     # --- Regrouping --------------------------------------------------------------------------------------------------
@@ -468,6 +506,8 @@ class OmniStrategyHooks(_Base):
         if unchanged and (groups == 1 or not by_speed):
             return
         self.form(groups, speeds)
+        if not self.epochs.is_open:
+            world.enter_world(self.buffers())  # between epochs: hooks are for all ranks together
         self._say_hello()
 
     def form(self, groups: int, speeds: Mapping[int, float] | None = None) -> None:
@@ -591,6 +631,14 @@ class OmniStrategyHooks(_Base):
 
     # --- Collectives -------------------------------------------------------------------------------------------------
 
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Gathers over the default process group; while groups train apart, this is the compute group."""
+        world = self.world
+        if world is not None and world.is_computing and group in (None, dist.group.WORLD) and not self._has_gathered:
+            self._has_gathered = True
+            self.rank_zero_warn(gathering_sentence(world))
+        return super().all_gather(tensor, group=group, sync_grads=sync_grads)
+
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """All or any over the default process group, which may be smaller than the world."""
         if self.world is None or self.world.is_synchronous:
@@ -601,8 +649,19 @@ class OmniStrategyHooks(_Base):
 
     # --- What a user sees --------------------------------------------------------------------------------------------
 
+    @property
+    def last_report(self) -> RunReport | None:
+        """What `report` says, or None if there was no run yet."""
+        return self._last_report if self.world is None else self.report()
+
+    def remember_report(self, report: RunReport) -> None:
+        """The run was in other processes, which this one started: what they say of it."""
+        self._last_report = report
+
     def report(self) -> RunReport:
         """The run in numbers, while it runs or after it."""
+        if self.world is None and self._last_report is not None:
+            return self._last_report
         world = self._world
         status = (world.control.status if world.control else None) or self._last_status
         clock = status.clock if status else 0
@@ -709,71 +768,6 @@ class OmniStrategyHooks(_Base):
             raise UnsupportedError(
                 f"{refused}, before a loss scaler could undo its scaling; use precision='bf16-mixed'"
             )
-
-
-class OmniCallbackHooks(_CallbackBase):
-    """What the strategy needs to hear that Lightning tells callbacks only. Stands first in the Trainer's list."""
-
-    def __init__(self, strategy: OmniStrategyHooks) -> None:
-        super().__init__()
-        self._strategy = strategy
-        self._staleness = Staleness()
-        self._display = ProgressDisplay()
-
-    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        """Before anyone else: the groups part."""
-        self._staleness.reset()
-        self._strategy.epochs.begin(trainer.current_epoch)
-        self._strategy.balance.begin_epoch()
-
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """A batch is there."""
-        self._strategy.begin_batch()
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """A batch is done."""
-        self._strategy.end_batch()
-        control = self._strategy._world.control
-        self._display.show(trainer, self._strategy.epochs.expected_batches(batch_idx + 1))
-        if _private.logs_now(trainer):
-            values = self._strategy.balance.metrics()
-            if control is not None:
-                self._watch_staleness()
-                values |= live_metrics(control.status, self._staleness, self._strategy.stopwatch)
-                self._display.tell(values)
-            for name, value in values.items():
-                pl_module.log(name, value)
-
-    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """Before anyone else: the groups meet."""
-        if not trainer.sanity_checking:
-            self._strategy.epochs.before_validation(pl_module.buffers())
-
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Before anyone else: the groups meet."""
-        self._strategy.epochs.end(pl_module.buffers())
-        control = self._strategy._world.control
-        if control is None:
-            return
-        self._watch_staleness()
-        if not self._strategy._world.is_synchronous:
-            for name, value in self._staleness.compute().items():
-                if name in ("mean", "max"):
-                    pl_module.log(f"omni/staleness_{name}", value.float(), sync_dist=True)
-        can_rebalance = self._strategy.epochs.leases is not None and not self._strategy.balance.is_on
-        if control.status is not None and (sentence := straggler_sentence(control.status, can_rebalance)):
-            self._strategy.rank_zero_info(f"OmniStrategy: {sentence}")
-
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """The fit is over, well or badly."""
-        self._display.release()
-
-    def _watch_staleness(self) -> None:
-        world = self._strategy._world
-        for part in world.parts:
-            if world.is_leader:  # its mates hear the same numbers
-                self._staleness.update(torch.tensor(part.staleness))
-            part.staleness.clear()
 
 
 class _GivenRank(int):

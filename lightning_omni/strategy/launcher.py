@@ -8,14 +8,18 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from subprocess import Popen
 from typing import TYPE_CHECKING, Any
 from weakref import WeakMethod
 
+from lightning_omni.metrics import RunReport
+
 if TYPE_CHECKING:
+    from pytorch_lightning.strategies.launchers.multiprocessing import _MultiProcessingLauncher as _ProcessesBase
     from pytorch_lightning.strategies.launchers.subprocess_script import _SubprocessScriptLauncher as _Base
 else:
-    _Base = object
+    _Base = _ProcessesBase = object
 
 _log = logging.getLogger(__name__)
 
@@ -54,6 +58,27 @@ class OmniLauncherHooks(_Base):
         if self.cluster_environment.node_rank() == self.cluster_environment.local_rank() == 0:
             self.on_launch(trainer)
         return function(*args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Processes stay with the process that started them."""
+        return {**vars(self), "procs": []}
+
+
+class OmniProcessesHooks(_ProcessesBase):
+    """Lightning's launcher for ``start_method="spawn"`` and ``"fork"``: the report of the run comes back, too."""
+
+    def get_extra_results(self, trainer: Any) -> dict[str, Any]:
+        """In rank 0's process: what the script's process is to know of the run."""
+        extra: dict[str, Any] = super().get_extra_results(trainer)
+        report = trainer.strategy.last_report
+        return {**extra, "omni_report": None if report is None else asdict(report)}  # Lightning goes through it
+
+    def update_main_process_results(self, trainer: Any, extra: dict[str, Any]) -> None:
+        """In the script's process."""
+        report = extra.pop("omni_report", None)
+        if report is not None and trainer.state.fn == "fit":
+            trainer.strategy.remember_report(RunReport(**report))
+        super().update_main_process_results(trainer, extra)
 
 
 class ChildObserver(threading.Thread):

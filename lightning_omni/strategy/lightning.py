@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_omni.strategy.checkpoint_file import WholeFileHooks
-from lightning_omni.strategy.hooks import OmniCallbackHooks, OmniStrategyHooks
-from lightning_omni.strategy.launcher import OmniLauncherHooks
+from lightning_omni.strategy.hooks import OmniStrategyHooks
+from lightning_omni.strategy.launcher import OmniLauncherHooks, OmniProcessesHooks
+from lightning_omni.strategy.names import register_names
 from lightning_omni.strategy.namespaces import introduce
-
-
-class OmniCallback(OmniCallbackHooks, Callback):
-    """Tells the strategy what Lightning tells callbacks only."""
 
 
 class OmniLauncher(OmniLauncherHooks, _SubprocessScriptLauncher):
     """Starts ranks, and lets a run outlive the death of some."""
+
+
+class OmniProcesses(OmniProcessesHooks, _MultiProcessingLauncher):
+    """Starts ranks as copies of the script's process, or as new ones that are given the Trainer."""
 
 
 class OmniCheckpointIO(WholeFileHooks, TorchCheckpointIO):
@@ -32,14 +33,12 @@ class OmniStrategy(OmniStrategyHooks, DDPStrategy):  # noqa: D101
 
     rank_zero_info = staticmethod(rank_zero_info)
     rank_zero_warn = staticmethod(rank_zero_warn)
-    callback_class = OmniCallback
     launcher_class = OmniLauncher
     terminated_class = SIGTERMException
     plain_checkpoint_io = TorchCheckpointIO
     checkpoint_io_class = OmniCheckpointIO
+    processes_class = OmniProcesses
 
 
-StrategyRegistry.register(
-    "omni", OmniStrategy, description="Synchronous inside compute groups, asynchronous across them", override=True
-)
+register_names(StrategyRegistry, OmniStrategy)
 introduce()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 from lightning_omni.metrics import Staleness
+from lightning_omni.optimizer import World
 from lightning_omni.protocol.messages import Status
 
 SMOOTHING = 0.9
@@ -120,3 +121,12 @@ def straggler_sentence(status: Status, can_rebalance: bool = False) -> str:
     if sentence and can_rebalance:
         sentence += '; rebalance="auto" splits the batch in proportion to the speeds'
     return sentence
+
+
+def gathering_sentence(world: World) -> str:
+    """What a gather over ranks sees in the training step, and what to do if that is too little."""
+    return (
+        f"OmniStrategy: all_gather in a training step sees the {len(world.members)} rank(s) of its compute group, not"
+        f" all {len(world.topology.ranks)}: a contrastive loss over the gathered batch, say, is not that of DDP."
+        " If it needs more ranks, use fewer groups, down to groups=1; in validation it sees all ranks"
+    )
