@@ -256,9 +256,10 @@ def draw(out: Outcome, found: list[Finding], images: Images, path: Path) -> None
                     course["steady"],
                     "--" if start == "lock-step" else "-",
                     color=ONE_GROUP if clients == 1 else colours[n_sync],
+                    marker="." if len(course["time"]) < 30 else "",  # a run of one evaluation is a point
                     label=f"{start}: {whose if clients > 1 else 'one client'}, lr {out.rate[setting]:g}",
                 )
-        axes.axhline(TARGETS[starts[0]], color=FAINT)
+        axes.axhline(TARGETS[starts[0]], color=FAINT, label="target")
         axes.set(xlabel="virtual time / s", ylabel="test accuracy")
     for axes, finding in zip((tuned, equal, warm, cold), found, strict=True):
         caption(axes, finding)
