@@ -29,7 +29,7 @@ MORE, LONG, COMMAND = 1, 2, 4
 """Flags of a ZMTP frame."""
 PATIENCE = 0.2
 """Seconds for which a send or a connect may block; the server may have better things to do than to read."""
-ROUND = 0.2
+ROUND = 0.1
 """Seconds of a round, about: what is not done by then waits for the next one, which begins where this one ended."""
 MEGABYTE = 1_000_000
 MECHANISMS = (b"NULL", b"CURVE")
@@ -164,7 +164,7 @@ def fat_hellos(addresses: Sequence[Address]) -> Iterator[None]:
         for _, (mechanism, flags, start) in in_time(itertools.product(range(24), ways)):
             with contextlib.suppress(OSError):
                 held.append(stranger(addresses[0], mechanism))
-                held[-1].sendall(head(len(start + fat), flags) + start)
+                held[-1].sendall(head(len(start) + len(fat), flags) + start)
                 held[-1].sendall(fat)
         yield None
         close(held)
@@ -202,9 +202,10 @@ def unfinished_frames(addresses: Sequence[Address]) -> Iterator[None]:
 
 def many_hellos(addresses: Sequence[Address]) -> Iterator[None]:
     """Hello after Hello: 5,000 from one connection, and one from each of 1,000 that stay."""
+    many = b"".join(frame(hello(rank=rank)) for rank in range(5_000))
     while True:
         held: list[socket.socket] = []
-        say(addresses[0], *(frame(hello(rank=rank)) for rank in range(5_000)))
+        say(addresses[0], many)
         for number, mechanism in in_time(itertools.product(range(500), MECHANISMS)):
             with contextlib.suppress(OSError):
                 held.append(stranger(addresses[0], mechanism))

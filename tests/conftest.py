@@ -15,7 +15,7 @@ if os.environ.get("CI"):
 
 LONGEST = (
     *("test_omni_tuner", "test_cluster_methods", "test_deaths", "test_device", "test_faces", "test_groups"),
-    *("test_manners", "test_start_methods"),
+    *("test_manners", "test_start_methods", "test_hostile"),
     *("test_merged", "test_serve", "test_proportional", "test_device_tuner", "test_regroup", "test_two_nodes"),
     *("test_refusals", "test_report", "test_profile", "test_cli_device", "test_cli_plan", "test_parity"),
 )

@@ -215,6 +215,8 @@ class Server:
         if len(frames) == 2 and len(frames[0]) == len(CHUNK_MARK):
             assembly = self._assemblies.get(peer)
             if assembly is None:
+                if not self.core.is_admitted(m.DATA, peer):
+                    raise MalformedMessage("a piece of nothing")
                 return []  # the rest of a payload that was refused
             assembly.add(frames[1].buffer)
         elif len(frames) == 1:
