@@ -90,6 +90,16 @@ def test_a_rank_that_sigterm_finds_blocked_ends_after_a_while() -> None:
     assert "no batch has begun or ended" in finished.output
 
 
+def test_a_blocked_rank_does_not_outlive_the_one_that_started_it() -> None:
+    options = {"strategy": {"groups": 1}, "devices": 2, "ready": 2, "block": {"1": 3}}
+    with Running("signals.py", options) as running:
+        processes(running.folder, 2, lambda: running.output)
+        until((running.folder / "blocked1").exists, lambda: running.output)
+        running.process.kill()
+        finished = finish(running)
+    assert "the process of local rank 0 is gone; this rank ends" in finished.output
+
+
 def test_a_finished_fit_that_is_interrupted_has_not_failed() -> None:
     options = {"strategy": {"groups": 2}, "devices": 2, "interrupt_at_end": True, "trainer": {"max_epochs": 1}}
     with Running("signals.py", options) as running:

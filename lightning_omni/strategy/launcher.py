@@ -7,7 +7,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from subprocess import Popen
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,8 @@ _log = logging.getLogger(__name__)
 
 LOOK = 0.2
 """Seconds between two looks at the children."""
+_LAUNCHER = "OMNI_LAUNCHER_PID"
+"""Where children find the process that started them, in the environment."""
 GRACE = 5.0
 """Seconds that the others are given to find out by themselves when the run cannot go on."""
 
@@ -49,6 +52,7 @@ class OmniLauncherHooks(_Base):
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         global _observer
         if not self.cluster_environment.creates_processes_externally:
+            os.environ[_LAUNCHER] = str(os.getpid())
             self._call_children_scripts()
             _observer = ChildObserver(self.procs, self.on_death)
             _observer.start()
@@ -57,11 +61,33 @@ class OmniLauncherHooks(_Base):
         _share_threads(self.num_processes)
         if self.cluster_environment.node_rank() == self.cluster_environment.local_rank() == 0:
             self.on_launch(trainer)
-        return function(*args, **kwargs)
+        with _not_orphaned():
+            return function(*args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
         """Processes stay with the process that started them."""
         return {**vars(self), "procs": []}
+
+
+@contextmanager
+def _not_orphaned() -> Iterator[None]:
+    """A rank that this launcher has started does not outlive the one that started it, wherever it is blocked."""
+    parent, is_over = os.getppid(), threading.Event()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            if is_over.wait(1.0):
+                return
+        if not is_over.wait(GRACE):
+            _log.critical("the process of local rank 0 is gone; this rank ends")
+            os._exit(1)
+
+    if os.environ.get(_LAUNCHER) == str(parent):
+        threading.Thread(target=watch, name="omni-parent-observer", daemon=True).start()
+    try:
+        yield
+    finally:
+        is_over.set()
 
 
 class OmniProcessesHooks(_ProcessesBase):
