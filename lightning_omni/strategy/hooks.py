@@ -33,9 +33,9 @@ from lightning_omni.strategy import _private
 from lightning_omni.strategy.arguments import check_strategy, refuse_unknown_of_ddp
 from lightning_omni.strategy.epochs import EpochDriver
 from lightning_omni.strategy.launcher import say_exit
+from lightning_omni.strategy.leftovers import release_at_exit
 from lightning_omni.strategy.listener import Listener
 from lightning_omni.strategy.names import Asked
-from lightning_omni.strategy.leftovers import release_at_exit
 from lightning_omni.strategy.namespaces import refuse_other_namespace
 from lightning_omni.strategy.nested import NestedRuns
 from lightning_omni.strategy.signals import Signals
