@@ -94,6 +94,7 @@ BAD: dict[Any, dict[str, list[Any]]] = {
         "merged": [3],
         "record": [3],
         "rebalance": [True, "on"],
+        "encryption": ["on please", True, 3],
     },
 }
 
