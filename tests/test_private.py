@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from pytorch_lightning import Callback, LightningModule, Trainer
+from pytorch_lightning.callbacks import EMAWeightAveraging
 from pytorch_lightning.loops import _TrainingEpochLoop
 from pytorch_lightning.loops.fetchers import _PrefetchDataFetcher
 from pytorch_lightning.strategies import DDPStrategy
@@ -279,3 +280,19 @@ def test_ranks_agree_before_every_batch_where_lightning_broadcasts_sigterm(train
     assert not trainer.received_sigterm
     _private.mark_terminated(trainer)
     assert trainer.received_sigterm
+
+
+def test_the_averages_of_weight_averaging_are_found() -> None:
+    averaging = EMAWeightAveraging()
+    trainer = Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, callbacks=[averaging])
+    assert _private.averaged_models(trainer) == []
+    averaging.setup(trainer, LightningModule(), "fit")
+    assert _private.averaged_models(trainer) == [averaging._average_model]
+    assert averaging._average_model is not None
+
+
+def test_step_counters_are_what_global_step_is_made_of(trainer: Trainer) -> None:
+    assert _private.step_counters(trainer) == [0, 0, 0]
+    _private.set_step_counters(trainer, [3, 4, 5])
+    assert _private.step_counters(trainer) == [3, 4, 5]
+    assert trainer.global_step == 3  # automatic optimization

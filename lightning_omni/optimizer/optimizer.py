@@ -147,6 +147,7 @@ class OmniOptimizer(Optimizer):
                 loss = closure()
         for head in self.world.heads:
             head.step_done()
+        self.world.edits.check(self.world.parts[self._index])
         with torch.no_grad():
             self.world.structures.follow(self._index)
             hyperparameters = hyperparameters_of(self.optimizer, self._replica.own)

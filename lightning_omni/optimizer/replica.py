@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,6 +19,11 @@ from lightning_omni.methods.master import park
 from lightning_omni.methods.replica import copies
 from lightning_omni.protocol.layout import Layout
 
+_LARGE = 1 << 16
+"""Numbers in a weight from which on comparing all of it takes longer than a step should."""
+_FEW = 1 << 12
+"""Numbers of a frozen weight by which a step tells that it was written."""
+
 
 class ModelReplica(Replica):
     """The parameters of one optimizer on this rank.
@@ -31,6 +37,11 @@ class ModelReplica(Replica):
         super().__init__(list(parameters.values()), optimizer)
         self.parameters = dict(parameters)
         self.own = set(self.ordered)
+        self._loaded: list[Tensor] = []
+        self._versions: list[int] = []
+        self._marks: list[int] = []
+        self._own: set[str] = set()
+        self._looks = 0
         self._out: Tensor | None = None
         self._aside: Pulled | None = None
         self._released: set[Parameter] = set()
@@ -51,6 +62,7 @@ class ModelReplica(Replica):
         """These are the parameters, and nothing is remembered of others."""
         self.parameters, self.ordered = dict(parameters), list(parameters.values())
         self.own, self._released = set(self.ordered), set()
+        self._loaded = []
         self.abandon()
         self._lay_out()
 
@@ -73,6 +85,60 @@ class ModelReplica(Replica):
     def _lay_out(self) -> None:
         self._out = None
         vars(self).pop("layout", None)
+
+    def load(self, pulled: Pulled) -> None:
+        """Overwrites the weights, but for frozen ones that the group has written by itself: those are its own."""
+        own = self.own_frozen()
+        for name, parameter, value in zip(self.parameters, self.ordered, pulled.tensors, strict=True):
+            if name not in own:
+                parameter.detach().copy_(value, non_blocking=True)
+        self.clock = pulled.clock
+        self._remember(pulled.tensors)
+
+    def know(self) -> None:
+        """What the weights are now, the server knows."""
+        self._remember(copies(self.weights()))
+
+    def _remember(self, weights: Sequence[Tensor]) -> None:
+        self._loaded, self._versions = list(weights), [parameter._version for parameter in self.ordered]
+        self._marks = [0 if parameter.requires_grad else fingerprint(parameter, _FEW) for parameter in self.ordered]
+
+    def written(self, in_passing: bool = False) -> list[str]:
+        """Names of trained weights that somebody has written since they were loaded.
+
+        Args:
+            in_passing: of each large weight that torch says is unwritten, looks at an eighth, at another each time.
+                (What goes through ``.data`` torch does not count.)
+        """
+        self._looks += in_passing
+        return [
+            name
+            for place, (name, parameter) in enumerate(self.parameters.items())
+            if parameter.requires_grad and self._is_written(place, parameter, in_passing)
+        ]
+
+    def own_frozen(self) -> set[str]:
+        """Names of frozen weights that somebody has written while they were frozen: a target network's, say."""
+        for place, (name, parameter) in enumerate(self.parameters.items()):
+            if parameter.requires_grad:
+                self._own.discard(name)
+            elif place < len(self._loaded) and (
+                fingerprint(parameter, _FEW) != self._marks[place]
+                if self._marks[place]
+                else parameter._version != self._versions[place]  # it was trained when it was loaded
+            ):
+                self._own.add(name)
+        return self._own
+
+    def _is_written(self, place: int, parameter: Parameter, in_passing: bool) -> bool:
+        if place >= len(self._loaded):
+            return False
+        here, known = parameter.detach().flatten(), self._loaded[place].flatten()
+        if in_passing and parameter._version == self._versions[place] and len(known) > _LARGE:
+            eighth = self._looks % 8
+            part = slice(eighth * len(known) // 8, (eighth + 1) * len(known) // 8)
+            here, known = here[part], known[part]
+        return not _is_same(here, known)
 
     def gradients(self) -> list[Tensor | None]:
         """The gradients, in order; None where a parameter took no part in the loss.
@@ -138,6 +204,18 @@ class ModelReplica(Replica):
             self._aside = Pulled(copies(state["weights"]), int(state["clock"]))
             plain = self.optimizer.state_dict()
             self.optimizer.load_state_dict({**plain, "state": state["optimizer"]})
+
+
+def fingerprint(tensor: Tensor, most: int) -> int:
+    """Tells, of about ``most`` numbers spread over it, whether a tensor was written."""
+    flat = tensor.detach().flatten()
+    some = flat[:: max(1, flat.numel() // most)].cpu().contiguous()
+    return zlib.crc32(some.view(torch.uint8).numpy().tobytes()) if flat.numel() else 0
+
+
+def _is_same(weight: Tensor, known: Tensor) -> bool:
+    here = weight.to(known.device)
+    return torch.equal(here, known) or torch.allclose(here, known, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 def _on(tree: Any, device: torch.device) -> Any:

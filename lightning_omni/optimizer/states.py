@@ -91,6 +91,15 @@ class States:
                 part.optimizer.state.pop(parameter, None)
         self._world.barrier()
 
+    def keep(self) -> None:
+        """What the server knows besides weights is handed back to it by the next `seed`."""
+        if self._world.rank == 0:
+            tree = self._world.channel.snapshot()
+            self._give_back(tree)
+            self._resumed = {"server": [part["method"] for part in tree["parts"]]}
+            for part, theirs in zip(self._world.parts, tree["parts"], strict=True):
+                part.replica.clock = theirs["clock"]
+
     def take_back(self) -> tuple[tuple[int, int], ...]:
         """This rank's optimizers get the server's state, to step for themselves or to be saved.
 
@@ -98,11 +107,14 @@ class States:
             The ranges of the epoch that are trained.
         """
         tree = self._world.channel.snapshot(with_state=not all(map(self._world.steps_here, self._world.parts)))
+        self._give_back(tree)
+        return tuple((start, stop) for start, stop in tree["trained"])
+
+    def _give_back(self, tree: Mapping[str, Any]) -> None:
         for optimizer in dict.fromkeys(part.optimizer for part in self._world.parts):
             if any(part.optimizer is optimizer and not self._world.steps_here(part) for part in self._world.parts):
                 plain = optimizer.state_dict()
                 optimizer.load_state_dict({**plain, "state": self.whole(optimizer, tree)})
-        return tuple((start, stop) for start, stop in tree["trained"])
 
     def whole(self, optimizer: Optimizer, tree: Mapping[str, Any]) -> dict[int, Any]:
         """An optimizer's state as in its ``state_dict``: the server's, and this rank's own for what steps here.

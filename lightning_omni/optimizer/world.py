@@ -5,7 +5,8 @@ Lightning. One rule governs everything here: inside the training epoch the defau
 is the compute group; elsewhere it is the whole live world.
 
 What it is made of: `ProcessGroups` (torch's groups), `RunServer` (where the server is), `Channel` (what is exchanged
-with it and with other groups), `States` (optimizer state on its way), and the connection by which ranks meet.
+with it and with other groups), `States` (optimizer state on its way), `Edits` (what others write), and the connection
+by which ranks meet.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from lightning_omni.errors import ConfigurationError, OmniError, Refused, Unsupp
 from lightning_omni.methods.head import check_mergeable, held_by_one
 from lightning_omni.methods.master import check_servable
 from lightning_omni.optimizer.channel import Channel, Exchanged
+from lightning_omni.optimizer.edits import Edits
 from lightning_omni.optimizer.embedded import RunServer
 from lightning_omni.optimizer.head import RemoteHead
 from lightning_omni.optimizer.options import WorldOptions
@@ -103,6 +105,7 @@ class World:
         self.channel = Channel(self)
         self.states = States(self)
         self.structures = Structures(self)
+        self.edits = Edits(self)
         self.phase = 0
         self.wants_stop = self.is_finished = False
         self.on_stop: Callable[[], None] | None = None
@@ -282,6 +285,7 @@ class World:
             self.states.seed()
             for part, state in zip(self.parts, self.states.of_this_group, strict=False):
                 part.replica.resume(state)
+            self.edits.begin()
         self._place_heads()
         self.states.forget()
 
@@ -351,6 +355,8 @@ class World:
     def enter_compute(self) -> None:
         """The training epoch begins or goes on: each group for itself."""
         if not self.is_synchronous:
+            if not self._in_compute:
+                self.edits.follow()
             self.process_groups.use(self.compute_group)
             self._in_compute = True
             self.phase += 1
@@ -370,11 +376,14 @@ class World:
             return
         for head in self.heads:
             head.release()
+        for part in self.parts:
+            self.edits.check(part)
         self.process_groups.use(self.process_groups.live)
         self._in_compute = False
         stops = any(self.agree([int(self.wants_stop)]))  # a barrier, too
         self.pull()
-        self._average(buffers)
+        self._average([*buffers, *self.edits.others_written()])
+        self.edits.others_followed()
         if stops and self.on_stop is not None:
             self.on_stop()
 
@@ -447,6 +456,7 @@ class World:
             part.replica.abandon()
         if was_synchronous:
             self.states.seed()
+            self.edits.begin()
         elif self.steps_at_worker:
             self.states.share()
             if self.is_synchronous:

@@ -13,6 +13,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary
 
+from torch.optim.swa_utils import AveragedModel
+
 if TYPE_CHECKING:
     from pytorch_lightning.loops.fit_loop import _FitLoop
     from pytorch_lightning.loops.training_epoch_loop import _TrainingEpochLoop
@@ -84,36 +86,42 @@ def stops_now(trainer: Any) -> bool:
 
 def progress_counters(trainer: Any) -> list[int]:
     """How far this rank's loops are, in numbers that ranks of one group must agree on."""
-    loop = trainer.fit_loop.epoch_loop
-    batch = loop.batch_progress
-    steps = loop.automatic_optimization.optim_progress.optimizer.step
-    manual = loop.manual_optimization.optim_step_progress
-    return [
-        batch.current.ready,
-        batch.total.ready,
-        steps.total.completed,
-        manual.total.completed,
-        loop._batches_that_stepped,
-    ]
+    batch = trainer.fit_loop.epoch_loop.batch_progress
+    return [batch.current.ready, batch.total.ready, *step_counters(trainer)]
 
 
 def set_progress_counters(trainer: Any, counters: list[int]) -> None:
     """Sets what `progress_counters` reads."""
-    loop = trainer.fit_loop.epoch_loop
-    current, total, steps, manual, stepped = counters
-    batch = loop.batch_progress
+    current, total, *steps = counters
+    batch = trainer.fit_loop.epoch_loop.batch_progress
     for progress, ready in ((batch.current, current), (batch.total, total)):
         progress.completed += ready - progress.ready
         progress.processed += ready - progress.ready
         progress.started += ready - progress.ready
         progress.ready = ready
-    for optimizer_steps, wanted in (
-        (loop.automatic_optimization.optim_progress.optimizer.step, steps),
+    set_step_counters(trainer, steps)
+
+
+def step_counters(trainer: Any) -> list[int]:
+    """The steps that this rank has counted, of which ``global_step`` and the steps of logs are made."""
+    loop = trainer.fit_loop.epoch_loop
+    return [
+        loop.automatic_optimization.optim_progress.optimizer.step.total.completed,
+        loop.manual_optimization.optim_step_progress.total.completed,
+        loop._batches_that_stepped,
+    ]
+
+
+def set_step_counters(trainer: Any, counters: list[int]) -> None:
+    """Sets what `step_counters` reads."""
+    loop = trainer.fit_loop.epoch_loop
+    automatic, manual, loop._batches_that_stepped = counters
+    for steps, wanted in (
+        (loop.automatic_optimization.optim_progress.optimizer.step, automatic),
         (loop.manual_optimization.optim_step_progress, manual),
     ):
-        optimizer_steps.total.ready += wanted - optimizer_steps.total.completed
-        optimizer_steps.total.completed = wanted
-    loop._batches_that_stepped = stepped
+        steps.total.ready += wanted - steps.total.completed
+        steps.total.completed = wanted
 
 
 def ignore_missing_step(optimizer: Any) -> None:
@@ -138,6 +146,12 @@ def set_batch_agreement(trainer: Any, agree: Callable[[], None] | None) -> None:
 def mark_terminated(trainer: Any) -> None:
     """What ``trainer.received_sigterm`` reads."""
     trainer._signal_connector.received_sigterm = True
+
+
+def averaged_models(trainer: Any) -> list[Any]:
+    """The models in which WeightAveraging callbacks keep their averages."""
+    models = (getattr(callback, "_average_model", None) for callback in trainer.callbacks)
+    return [model for model in models if isinstance(model, AveragedModel)]
 
 
 # --- What only callbacks are told ------------------------------------------------------------------------------------

@@ -246,7 +246,7 @@ class EpochDriver:
         stops = _private.stops_now(trainer) or is_limit_reached
         if self.world.is_computing and not self._stopping and (stops or not complete):
             self.leave("end" if stops else "skip" if self.is_open_ended else "")
-        self.world.enter_world(buffers)
+        self._meet(buffers)
         if not self.world.is_synchronous and any(self.world.agree([int(stops or self._stopping)])):
             trainer.should_stop |= not is_limit_reached  # whoever said so, and however late
         self.is_open, self._epochs_done, self._epoch_trained = False, self._begun + 1, 0
@@ -291,7 +291,21 @@ class EpochDriver:
             return  # no training is under way: validation after the fit, or without one
         if self.world.is_computing and _private.stops_now(self._trainer) and not self._stopping:
             self.leave("validate")
+        self._meet(buffers)
+
+    def _meet(self, buffers: Any) -> None:
+        """All groups come together, and count steps alike from here on: as rank 0, whose files and logs are the run's.
+
+        Names of checkpoints, which have the step in them, are then the same on all ranks.
+        """
+        if self.world.is_synchronous or not self.world.is_computing:
+            return
         self.world.enter_world(buffers)
+        trainer, mine = self._trainer, self._trainer.global_step
+        counts = _private.step_counters(trainer)
+        _private.set_step_counters(trainer, self.world.agree(counts if self.world.rank == 0 else [0] * len(counts)))
+        if self.step_limit == mine:
+            self.step_limit = trainer.global_step
 
     def after_validation(self) -> None:
         """Back into the epoch, if it goes on."""
@@ -349,18 +363,30 @@ class EpochDriver:
     def _count_nominal_batches(self) -> int:
         """Batches that each rank would train in an epoch of DDP."""
         assert self.leases is not None
-        limit = self._trainer.num_training_batches
-        return int(limit) if limit != float("inf") else -(-self.leases.total // self._step_positions)
+        there = -(-self.leases.total // self._step_positions)
+        limit = self._trainer.num_training_batches  # a callback may have put it beyond what is there
+        return min(int(limit), there) if limit != float("inf") else there
 
     # --- Validation and steps ----------------------------------------------------------------------------------------
+
+    @property
+    def _is_cut_short(self) -> bool:
+        """Whether max_steps ends the epoch before its samples do."""
+        assert self.leases is not None
+        assert self._plan is not None
+        return self._plan.budget < min(self.leases.total, self._nominal_batches * self._step_positions)
 
     def _validates_at_end(self) -> bool:
         """Whether the end of the epoch is one of the points at which val_check_interval asks for a validation."""
         plan = self._plan
-        if plan is None or self._trainer.val_check_batch == float("inf"):
+        if plan is None:
             return True
+        if self._trainer.val_check_batch == float("inf"):
+            return not self._is_cut_short
         if not plan.validate_every:
             return False
+        if self._is_cut_short:
+            return (plan.budget + plan.validate_offset) % plan.validate_every == 0
         end = self._nominal_batches * self._step_positions + plan.validate_offset
         return end % plan.validate_every == 0
 

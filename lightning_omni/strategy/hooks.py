@@ -32,6 +32,7 @@ from lightning_omni.server import ServerProcess
 from lightning_omni.strategy import _private
 from lightning_omni.strategy.arguments import check_strategy, refuse_unknown_of_ddp
 from lightning_omni.strategy.epochs import EpochDriver
+from lightning_omni.strategy.follow import Followed
 from lightning_omni.strategy.launcher import say_exit
 from lightning_omni.strategy.leftovers import release_at_exit
 from lightning_omni.strategy.listener import Listener
@@ -314,8 +315,8 @@ class OmniStrategyHooks(_Base):
     def _proxy_of(self, optimizer: Optimizer) -> OmniOptimizer:
         if id(optimizer) not in self._proxies:
             raise UnsupportedError(
-                f"this {type(optimizer).__name__} is none of the optimizers that configure_optimizers returned, and the"
-                " server does not know it: change the parameter groups of those that there are, or use groups=1"
+                "strategy.optimizers was changed inside an epoch, while groups train apart: change it at an epoch's"
+                " start or end (on_train_epoch_start, say), where all groups hear of it, or use groups=1"
             )
         return self._proxies[id(optimizer)]
 
@@ -362,6 +363,7 @@ class OmniStrategyHooks(_Base):
         for part, clock in zip(world.parts, self.epochs.resume.get("clocks", ()), strict=False):
             part.replica.clock = clock
         world.states.resume(self.epochs.resume)
+        Followed(self)
         world.begin()
         self.epochs.start()
         assert self.lightning_module is not None
@@ -434,6 +436,7 @@ class OmniStrategyHooks(_Base):
         self._remember_status()
         self.epochs.finish()
         if world.control is not None and not world.is_synchronous:
+            world.edits.settle()
             self._warn_if_nothing_was_exchanged()
             if self.is_global_zero:
                 world.states.take_back()
@@ -569,7 +572,8 @@ class OmniStrategyHooks(_Base):
             world.channel.deposit()
         if self.is_global_zero:
             self._snapshot = world.channel.snapshot()
-            self._overlay(state, self._snapshot)
+            if world.is_computing:  # otherwise the module has them, or what somebody has put in their place
+                self._overlay(state, self._snapshot)
         return state
 
     def _overlay(self, state: dict[str, Any], snapshot: dict[str, Any]) -> None:

@@ -1,0 +1,157 @@
+"""What others write while training is under way: weights, buffers, optimizers, in hooks of module and callbacks.
+
+Under data parallelism every rank writes the same and there is no more to it. Among groups the server has to hear of it.
+
+Rule 1: at a synchronization point what was written is followed, as rank 0 has it: on all ranks, and at the server.
+Rule 2: while groups train apart, written weights are refused in that very step, unless the method steps at the workers:
+    then they are the group's own, and are exchanged as such.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_omni.errors import UnsupportedError
+from lightning_omni.optimizer.replica import Part, fingerprint
+
+if TYPE_CHECKING:
+    from lightning_omni.optimizer.world import World
+
+_SAMPLED = 1 << 16
+"""Numbers of a tensor by which a synchronization point tells whether it was written."""
+
+
+class Edits:
+    """Watches for what was written, and follows it.
+
+    Args:
+        world: this rank's place in the run.
+
+    Attributes:
+        buffers: the model's buffers.
+        others: the model's parameters, and averages of them that a callback keeps: what no optimizer moves may be
+            written all the same (a target network, say).
+        switched: whether the optimizers are others than those that were attached.
+        reattach: attaches them.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.buffers: Callable[[], Iterable[Tensor]] = tuple
+        self.others: Callable[[], Iterable[Tensor]] = tuple
+        self.switched: Callable[[], bool] = bool
+        self.reattach: Callable[[], None] = tuple  # type: ignore[assignment]
+        self._buffers_seen: list[int] = []
+        self._others_seen: list[int] = []
+
+    def begin(self) -> None:
+        """Training begins, or goes on among new groups: what is there now is known everywhere."""
+        for part in self._world.parts:
+            part.replica.know()
+        self.others_followed()
+
+    # --- A synchronization point --------------------------------------------------------------------------------------
+
+    def others_written(self) -> list[Tensor]:
+        """Those of ``others`` that any rank has written since the last synchronization point. On all ranks."""
+        loaded = {
+            id(parameter)
+            for part in self._world.parts
+            for parameter in set(part.replica.ordered) - {part.replica.parameters[n] for n in part.replica.own_frozen()}
+        }
+        others = list(self.others())
+        seen = self._others_seen if len(self._others_seen) == len(others) else [0] * len(others)
+        written = [
+            int(fingerprint(tensor, _SAMPLED) != then and id(tensor) not in loaded)
+            for tensor, then in zip(others, seen, strict=True)
+        ]
+        return [tensor.detach() for tensor, any_rank in zip(others, self._agree(written), strict=True) if any_rank]
+
+    def others_followed(self) -> None:
+        """The groups have met: buffers and others are the same on all ranks."""
+        self._buffers_seen = [fingerprint(tensor, _SAMPLED) for tensor in self.buffers()]
+        self._others_seen = [fingerprint(tensor, _SAMPLED) for tensor in self.others()]
+
+    def follow(self) -> None:
+        """The groups are about to part: what was written since they met is followed. On all ranks."""
+        weights, loose, switched = self._agree([*self._written(), int(self.switched())])
+        if loose:
+            self._share([*self.buffers(), *self.others()])
+            self.others_followed()
+        if switched:
+            self._switch()
+        if weights or switched:
+            self._hand_over(keep_states=not switched)
+
+    def settle(self) -> None:
+        """Training has ended: what was written since the groups met is that of rank 0, on all ranks."""
+        weights, loose = self._agree(self._written())
+        if weights:
+            self._share([weight for part in self._world.parts for weight in part.replica.weights()])
+        if loose:
+            self._share([*self.buffers(), *self.others()])
+
+    # --- A step -------------------------------------------------------------------------------------------------------
+
+    def check(self, part: Part) -> None:
+        """Raises if this group's weights are not those that it read, so that its gradient is of other weights.
+
+        Raises:
+            UnsupportedError: somebody has written them.
+        """
+        world = self._world
+        if (
+            world.is_leader
+            and part.head is None
+            and not world.steps_here(part)
+            and (names := part.replica.written(in_passing=True))
+        ):
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise UnsupportedError(
+                f"{names[0]}{more} was written between two steps, by a callback or a hook of the module: the master"
+                " weights are at the parameter server, and other groups train on them meanwhile; write weights at an"
+                " epoch's start or end or in validation, where all groups hear of it, or use a method whose groups have"
+                ' weights of their own (method="local_sgd"), or groups=1'
+            )
+
+    # --- How ----------------------------------------------------------------------------------------------------------
+
+    def _written(self) -> list[int]:
+        buffers, others = ([fingerprint(t, _SAMPLED) for t in tensors()] for tensors in (self.buffers, self.others))
+        return [
+            int(any(part.replica.written() for part in self._world.parts)),
+            int(buffers != self._buffers_seen or others != self._others_seen),
+        ]
+
+    def _switch(self) -> None:
+        """Other optimizers take the place of those that were attached; those that stay get their state back."""
+        world = self._world
+        clock = max(part.replica.clock for part in world.parts)
+        if world.rank == 0:
+            world.states.take_back()
+        self.reattach()
+        for part in world.parts:
+            part.replica.clock = clock
+
+    def _hand_over(self, keep_states: bool) -> None:
+        """The server, and every group's own weights, go on from the weights of rank 0."""
+        world = self._world
+        for part in world.parts:
+            part.replica.abandon()
+        if keep_states:
+            world.states.keep()
+        world.states.seed()
+        world.states.forget()
+        for index, part in enumerate(world.parts):
+            part.replica.load(world.channel.fetch(index))
+
+    def _share(self, tensors: Sequence[Tensor]) -> None:
+        for tensor in tensors:
+            dist.broadcast(tensor.detach(), src=0, group=self._world.process_groups.live)
+
+    def _agree(self, numbers: Sequence[int]) -> list[int]:
+        return self._world.agree(numbers) if numbers else []

@@ -1,0 +1,83 @@
+"""Weights that others write are noticed: trained ones, and only those."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import Parameter
+
+from lightning_omni.methods import Pulled
+from lightning_omni.optimizer.replica import ModelReplica
+
+
+def _replica(*sizes: int) -> ModelReplica:
+    parameters = {f"weight{place}": Parameter(torch.randn(size)) for place, size in enumerate(sizes)}
+    replica = ModelReplica(parameters, torch.optim.SGD(parameters.values(), lr=0.1))
+    replica.load(Pulled([torch.full((size,), 2.0) for size in sizes], clock=1))
+    return replica
+
+
+def test_what_was_loaded_is_not_written() -> None:
+    replica = _replica(10, 1_000_000)
+    assert [replica.written(in_passing=True) for _ in range(9)] == [[]] * 9
+    assert replica.written() == []
+
+
+def test_a_number_that_is_written_in_place_is_noticed_at_once() -> None:
+    replica = _replica(10, 1_000_000)
+    with torch.no_grad():
+        replica.ordered[1][7] += 1
+    assert replica.written(in_passing=True) == ["weight1"]
+    replica.load(Pulled([torch.ones(10), torch.ones(1_000_000)], clock=2))
+    assert replica.written(in_passing=True) == []
+
+
+def test_a_weight_whose_data_is_written_is_noticed_at_once_and_a_number_in_eight_steps() -> None:
+    replica = _replica(10, 1_000_000)
+    replica.ordered[1].data.clamp_(-1, 1)
+    assert replica.written(in_passing=True) == ["weight1"]
+    replica = _replica(10, 1_000_000)
+    replica.ordered[1].data[123_456] = 0.0
+    assert sorted(replica.written(in_passing=True) for _ in range(8)) == [[]] * 7 + [["weight1"]]
+    assert replica.written() == ["weight1"]
+    replica.ordered[0].data[3] = 0.0
+    assert "weight0" in replica.written(in_passing=True)
+
+
+def test_frozen_weights_are_the_groups_own() -> None:
+    replica = _replica(10, 20)
+    replica.ordered[0].requires_grad_(False)
+    with torch.no_grad():
+        replica.ordered[0].fill_(5.0)
+    assert (replica.written(), replica.own_frozen()) == ([], {"weight0"})
+    replica.load(Pulled([torch.zeros(10), torch.zeros(20)], clock=2))
+    assert replica.ordered[0].eq(5.0).all()
+    assert replica.ordered[1].eq(0.0).all()
+    replica.ordered[0].requires_grad_(True)
+    assert replica.written() == ["weight0"]
+
+
+def test_weights_that_are_frozen_for_a_while_and_not_written_are_loaded_as_others_are() -> None:
+    replica = _replica(10)
+    replica.ordered[0].requires_grad_(False)
+    replica.load(Pulled([torch.ones(10)], clock=2))
+    assert replica.ordered[0].eq(1.0).all()
+    replica.ordered[0].requires_grad_(True)
+    assert replica.written() == []
+
+
+def test_weights_that_are_not_finite_are_not_written_by_that() -> None:
+    replica = _replica(4)
+    replica.load(Pulled([torch.tensor([1.0, float("nan"), float("inf"), 0.0])], clock=2))
+    assert replica.written() == []
+
+
+def test_a_frozen_weight_that_is_written_now_and_then_is_kept_in_between() -> None:
+    memory = torch.zeros(10)  # as exchanges use one memory again and again
+    replica = _replica(10)
+    replica.ordered[0].requires_grad_(False)
+    for step in range(6):
+        if step == 2:
+            replica.ordered[0].data.fill_(7.0)
+        memory.fill_(float(step))
+        replica.load(Pulled([memory], clock=step))
+        assert replica.ordered[0].eq(7.0 if step >= 2 else step).all()
