@@ -14,6 +14,7 @@ if os.environ.get("CI"):
     providers._get_local_constants = providers.Constants
 
 LONGEST = (
+    "test_compatibility",
     *("test_omni_tuner", "test_cluster_methods", "test_deaths", "test_device", "test_faces", "test_groups"),
     *("test_manners", "test_start_methods", "test_hostile"),
     *("test_merged", "test_serve", "test_proportional", "test_device_tuner", "test_regroup", "test_two_nodes"),
