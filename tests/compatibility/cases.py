@@ -928,7 +928,6 @@ CASES: tuple[Case, ...] = (
     Case("manual optimization", module=modules.Manual),
     Case(
         "two optimizers, toggled",
-        "two optimizers, frozen by hand",
         module=modules.TwoOptimizers,
         ddp={"find_unused_parameters": True},
         differs={"lr": "a schedule that is stepped by hand counts the steps of rank 0's group"},
