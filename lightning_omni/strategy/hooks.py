@@ -34,7 +34,6 @@ from lightning_omni.strategy.arguments import check_strategy, refuse_unknown_of_
 from lightning_omni.strategy.epochs import EpochDriver
 from lightning_omni.strategy.follow import Followed
 from lightning_omni.strategy.launcher import say_exit
-from lightning_omni.strategy.leftovers import release_at_exit
 from lightning_omni.strategy.listener import Listener
 from lightning_omni.strategy.names import Asked
 from lightning_omni.strategy.namespaces import refuse_other_namespace
@@ -221,7 +220,6 @@ class OmniStrategyHooks(_Base):
     def setup_environment(self) -> None:
         """Joins the other ranks; the world is laid out, and nothing of the server is needed yet."""
         super().setup_environment()
-        release_at_exit(self)
         if self.world is None:
             timeout = _private.collective_timeout(self)
             self.world = World(

@@ -2,16 +2,14 @@
 
 Run by hand::
 
-    OMP_NUM_THREADS=1 python tests/scripts/histories.py '{"fits": 50, "delay": 0.5}'
+    OMP_NUM_THREADS=1 python tests/scripts/histories.py '{"fits": [2, 4, 3, 1, 2], "times": 10, "delay": 0.5}'
 """
 
 from __future__ import annotations
 
-import atexit
 import gc
 import os
 import random
-import sys
 import time
 from datetime import timedelta
 from typing import Any
@@ -19,22 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from common import OPTIONS, Net, digest, loaders, omni, pl, report, trainer
-from torch.nn.parallel import DistributedDataParallel
 
 RANK = int(os.environ.get("LOCAL_RANK", 0))
-GROUPS = (2, 4, 3, 1, 2, 2, 3)
 DEVICES = 4
-FITS = (
-    OPTIONS["fits"] if isinstance(OPTIONS["fits"], list) else [GROUPS[i % len(GROUPS)] for i in range(OPTIONS["fits"])]
-)
-
-
-@atexit.register  # before all others, and so the last to be called
-def expect_no_leftovers() -> None:
-    """What the dying interpreter must not find: it would abort now and then."""
-    if any(isinstance(each, DistributedDataParallel) for each in gc.get_objects()):
-        sys.stderr.write("DistributedDataParallel is left to the dying interpreter\n")
-        os._exit(1)
+FITS = OPTIONS["fits"] * OPTIONS.get("times", 1)
 
 
 def remake(own: list[Any], chance: random.Random) -> None:
