@@ -85,9 +85,9 @@ BAD: dict[Any, dict[str, list[Any]]] = {
     },
     OmniStrategy: {
         "groups": ["2", 2.0, True],
-        "method": [3, None],
+        "method": [3, 0.5],
         "server": [3],
-        "data": [None],
+        "data": [3],
         "host": [3],
         "heartbeat_timeout": ["30", None, math.nan, True],
         "refusals": ["50", 1.5, math.nan, True],
