@@ -99,6 +99,11 @@ class ModelReplica(Replica):
         """What the weights are now, the server knows."""
         self._remember(copies(self.weights()))
 
+    def descend(self, gradient: Sequence[Tensor | None]) -> None:
+        """A local step between two fetches: it is the method that has written these weights."""
+        super().descend(gradient)
+        self.know()
+
     def _remember(self, weights: Sequence[Tensor]) -> None:
         self._loaded, self._versions = list(weights), [parameter._version for parameter in self.ordered]
         self._marks = [0 if parameter.requires_grad else fingerprint(parameter, _FEW) for parameter in self.ordered]
