@@ -17,7 +17,7 @@ demo: $(READY)
 	$(BIN)/python examples/fashion_mnist.py --workers 4 --groups 2
 
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
 
 lint: $(READY)
 	$(BIN)/ruff check

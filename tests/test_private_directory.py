@@ -56,6 +56,14 @@ def listening(pid: int) -> set[str]:
     return found
 
 
+def has_ended(pid: int) -> bool:
+    """Whether a process holds nothing any more: it is gone, or waits for its parent only."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
 def join(address: str) -> ControlConnection:
     return ControlConnection(address, bytes(32), "run", 0, 1, Layout.of({"w": torch.zeros(1)}))
 
@@ -118,6 +126,7 @@ def test_a_run_on_one_node_listens_on_no_port_and_leaves_nothing_behind_however_
         control = join(no_server.address)
         os.kill(no_server.server, signal.SIGKILL)
         wait_for(lambda: control.is_ended)
+        wait_for(lambda: has_ended(no_server.server))  # its connection ends first, then its lock
         control.close()  # any rank that ends finds that the server is gone
         assert not no_server.folder.exists()
         no_server.end()
@@ -128,7 +137,7 @@ def test_a_run_on_one_node_listens_on_no_port_and_leaves_nothing_behind_however_
         nobody.process.kill()
         os.kill(nobody.server, signal.SIGKILL)
         assert nobody.folder.exists()
-        wait_for(lambda: not (Path(f"/proc/{nobody.server}/fd/0")).exists())
+        wait_for(lambda: has_ended(nobody.server))
         next_one = PrivateDirectory()
         assert not nobody.folder.exists()
         next_one.remove()

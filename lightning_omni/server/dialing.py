@@ -22,6 +22,8 @@ Answer = TypeVar("Answer", bound=m.Message)
 
 _SLICE = 100
 """Milliseconds after which a waiting rank looks whether there is still something to wait for."""
+_CONNECT_TIME = 1000
+"""Milliseconds that a connection may take to come about before it is asked for again."""
 _PAUSE = 0.1
 """Seconds, on average, until the next attempt: a server that is beset by strangers may have ended the last one."""
 
@@ -51,6 +53,8 @@ class Dialed:
         # What goes out is bounded by who waits for the answer, and so is what comes in.
         self.wire.setsockopt(zmq.SNDHWM, 0)
         self.wire.setsockopt(zmq.RCVHWM, 0)
+        # Left to itself the system asks ever more seldom, and while strangers crowd the gate few are answered.
+        self.wire.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_TIME)
         self.monitor = self.wire.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         try:
             keys.prepare(self.wire, address, "client")

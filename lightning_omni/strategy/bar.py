@@ -71,4 +71,4 @@ def _short(value: float) -> str:
     """At most four characters for what is below 100,000."""
     if value >= 1000:
         return f"{value / 1000:.2g}k" if value < 9950 else f"{value / 1000:.0f}k"
-    return f"{value:.0f}" if value >= 10 else f"{value:.2g}"
+    return f"{value:.0f}" if value >= 10 else f"{value:.1f}"

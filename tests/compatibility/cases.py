@@ -988,13 +988,10 @@ QUICK = (
     "EMAWeightAveraging",
     "LearningRateFinder",
     "GradientAccumulationScheduler",
-    "limit_train_batches: a number",
     "max_steps",
     "val_check_interval: batches",
     "precision=bf16-true",
     "fit, validate, test, predict",
-    "resume by ckpt_path",
-    "checkpoint to DDP",
     "two optimizers, toggled",
     "two optimizers, frozen by hand",
     "switches optimizers through the strategy",
@@ -1002,7 +999,6 @@ QUICK = (
     "keeps state",
     "writes its weights at an epoch's end",
     "BackboneFinetuning",
-    "adds a parameter group",
     "writes its weights in mid-epoch",
 )
 """Rows that `make test` runs: what once went wrong, and what most people use."""

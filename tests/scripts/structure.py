@@ -199,6 +199,7 @@ def fit(
         "error": error,
         "warnings": said,
         "step": run.global_step,
+        "updates": strategy.report().updates if save else 0,
         "saved_state": len(optimizer["state"]),
         "saved_steps": [float(each["step"]) for each in optimizer["state"].values() if "step" in each],
         "saved_groups": [len(group["params"]) for group in optimizer["param_groups"]],
