@@ -57,9 +57,10 @@ def listening(pid: int) -> set[str]:
 
 
 def has_ended(pid: int) -> bool:
-    """Whether a process holds nothing any more: it is gone, or waits for its parent only."""
+    """Whether a process with all its threads holds nothing any more: it is gone, or waits for its parent only."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return state == "Z" and len(os.listdir(f"/proc/{pid}/task")) <= 1
     except OSError:
         return True
 
