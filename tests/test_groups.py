@@ -173,10 +173,8 @@ def test_plateau_schedules_agree_on_all_ranks(trained: Run) -> None:
 
 def test_accumulation_pushes_once_a_window(trained: Run) -> None:
     ranks = result(trained, "accumulation and clipping")
-    steps = ranks[0]["step"] + ranks[2]["step"]
-    assert ranks[0]["report"]["updates"] == steps
     batches = [len(each["rates"][0]) for each in (ranks[0], ranks[2])]
-    assert steps == sum(-(-count // 3) for count in batches)
+    assert ranks[0]["report"]["updates"] == sum(-(-count // 3) for count in batches)
 
 
 def test_groups_validate_together_at_common_points(trained: Run) -> None:
