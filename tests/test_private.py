@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -20,7 +21,7 @@ from pytorch_lightning.strategies.launchers.subprocess_script import _Subprocess
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_omni.optimizer._private import new_named_group
+from lightning_omni.optimizer._private import _states_of_gloo, new_named_group
 from lightning_omni.strategy import _private
 
 
@@ -265,6 +266,14 @@ def test_torch_lets_a_process_group_be_named() -> None:
     source = inspect.getsource(dist.distributed_c10d._new_group_with_tag)
     assert "_process_group_name(ranks, use_hashed_name=use_local_synchronization)" in source
     assert "default_pg.bound_device_id" in source, "what decides whether a communicator is split off the default's"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux says what a thread is doing")
+@pytest.mark.usefixtures("default_group")
+def test_gloo_s_threads_are_known_by_their_name() -> None:
+    states = list(_states_of_gloo())
+    assert len(states) >= 1, "ProcessGroupGloo calls the threads that run its collectives otherwise"
+    assert set(states) <= {"R", "S", "D"}
 
 
 def test_ranks_agree_before_every_batch_where_lightning_broadcasts_sigterm(trainer: Trainer) -> None:

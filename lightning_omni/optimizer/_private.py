@@ -1,4 +1,4 @@
-"""What touches underscore names of torch.distributed, which it does not promise to keep. Checked on torch 2.6 to 2.13.
+"""What touches names of torch.distributed that it does not promise to keep. Checked on torch 2.6 to 2.13.
 
 One small place, so that a new release of torch can be checked against one small file; a test notices when one of these
 names is gone or behaves otherwise.
@@ -6,8 +6,13 @@ names is gone or behaves otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import atexit
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from datetime import timedelta
+from functools import cache
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -15,6 +20,15 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from lightning_omni.errors import UnsupportedError
+
+GLOO_WORKER = "pt_gloo_runloop"
+"""What ProcessGroupGloo calls the threads that run its collectives."""
+
+LONGEST_WAIT_AT_EXIT_S = 2.0
+"""After which the interpreter ends whatever gloo's threads do."""
+
+QUIET_LOOKS = 3
+"""So often in a row gloo's threads are seen asleep: one that waits for the interpreter's lock sleeps, too."""
 
 
 def new_named_group(name: str, ranks: Sequence[int], timeout: timedelta) -> Any:
@@ -45,3 +59,37 @@ def new_named_group(name: str, ranks: Sequence[int], timeout: timedelta) -> Any:
             return dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
     finally:
         default.bound_device_id = bound
+
+
+@cache
+def wait_for_gloo_at_exit() -> None:
+    """Lets gloo's threads give back the tensors of the last collectives before the interpreter ends.
+
+    A thread of gloo says that a collective is done, then drops its tensors. Those that Python has dropped already are
+    freed there, under the interpreter's lock; Python before 3.14 ends a thread that asks for it too late by unwinding
+    its stack, and C++ answers "terminate called without an active exception" and aborts. That takes a busy machine, or
+    a process that ends right after a collective.
+
+    torch's remedy, destroying the process groups, is none here: their threads live for as long as somebody's
+    DistributedDataParallel holds the group, and joining them waits for ranks that may be dead. Only Linux says what a
+    thread does; elsewhere nothing is waited for.
+    """
+    atexit.register(_wait_for_gloo)
+
+
+def _wait_for_gloo() -> None:
+    until, quiet = time.monotonic() + LONGEST_WAIT_AT_EXIT_S, 0
+    while quiet < QUIET_LOOKS and time.monotonic() < until:
+        states = list(_states_of_gloo())
+        if not states:
+            return
+        quiet = quiet + 1 if all(state == "S" for state in states) else 0
+        time.sleep(0.001)  # without the interpreter's lock, which they may need
+
+
+def _states_of_gloo() -> Iterator[str]:
+    """What each of gloo's threads is doing, as in proc(5): S asleep, R running or ready to."""
+    for task in Path("/proc/self/task").glob("*"):
+        with suppress(OSError):
+            if (task / "comm").read_text().strip() == GLOO_WORKER:
+                yield (task / "stat").read_text().rpartition(")")[2].split()[0]

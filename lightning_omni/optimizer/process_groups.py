@@ -17,7 +17,7 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 
-from lightning_omni.optimizer._private import new_named_group
+from lightning_omni.optimizer._private import new_named_group, wait_for_gloo_at_exit
 from lightning_omni.optimizer.live_world import BACKEND, LiveWorld, Meet, register
 from lightning_omni.topology import Topology
 
@@ -80,6 +80,7 @@ class ProcessGroups:
     def __init__(self, rank: int, size: int, timeout: timedelta, device: torch.device) -> None:
         self._rank, self._size, self._timeout, self._device = rank, size, timeout, device
         self._found: Any = None
+        wait_for_gloo_at_exit()
 
     @property
     def original(self) -> Any:
