@@ -121,10 +121,9 @@ def test_what_cannot_be_exchanged_is_refused_in_that_very_step() -> None:
     steps = each("odd", "step")
     assert max(steps) == 2  # a group that was slower may have heard of it before it came there
     assert steps.count(2) >= 2
-    errors = [error.replace("'", "") for error in each("odd", "error")]
-    assert all(errors)
-    # A peer of one that was refused may see its connection end before it comes to the sentence itself.
-    assert any("odd has dtype torch.float8_e4m3fn" in error and "groups=1" in error for error in errors)
+    for error in each("odd", "error"):
+        assert "odd has dtype torch.float8_e4m3fn" in error.replace("'", "")
+        assert "groups=1" in error
 
 
 # --- Replay ----------------------------------------------------------------------------------------------------------

@@ -74,11 +74,16 @@ class Structures:
         arrangement = part.arrangement
         if part.arranged == arrangement:
             return False
-        replica, fresh = part.replica, self._fresh(part)
-        start, grown = len(replica.ordered), _layout_with(part, fresh)
+        replica, start = part.replica, len(part.replica.ordered)
+        try:
+            fresh = self._fresh(part)
+            grown = _layout_with(part, fresh)
+            tree = self._tree(part, fresh)
+        except UnsupportedError as error:
+            self._agree_in_group(str(error))  # or the others would see a connection end, and not the reason
+            raise
+        self._agree_in_group(_say(tree))
         first = grown.offsets[start] if fresh else grown.nbytes
-        tree = self._tree(part, fresh)
-        self._agree_in_group(tree)
         theirs = self._tell(index, tree, grown.nbytes - first)
         if fresh:
             replica.grow(fresh)
@@ -200,13 +205,11 @@ class Structures:
 
     # --- To the server ---------------------------------------------------------------------------------------------
 
-    def _agree_in_group(self, tree: Any) -> None:
+    def _agree_in_group(self, said: str) -> None:
         """All members of the group must have come to the same change, or their collectives would meet others."""
         world = self._world
         if len(world.members) == 1:
             return
-        places = [group["params"] for group in tree["groups"]]
-        said = repr((places, [(name, *value.shape, value.dtype) for name, value in tree["weights"].items()]))
         mine = torch.tensor([_digest(said)], device=world.device)
         patience = min(world.options.timeout, PATIENCE)
         alike, theirs = torch.ones_like(mine), torch.zeros_like(mine)
@@ -256,6 +259,12 @@ class Structures:
         if nbytes:
             world.channel.broadcast_in_group(theirs)
         return theirs
+
+
+def _say(tree: Any) -> str:
+    """What the members of a group must have in common."""
+    places = [group["params"] for group in tree["groups"]]
+    return repr((places, [(name, *value.shape, value.dtype) for name, value in tree["weights"].items()]))
 
 
 def _digest(text: str) -> int:

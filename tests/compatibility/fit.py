@@ -174,9 +174,20 @@ def _facts(fit: Fit, before: dict[str, torch.Tensor]) -> dict[str, Any]:
             ],
             "lr": [group["lr"] for o in trainer.optimizers for group in o.param_groups],
         }
-    if int(os.environ.get("LOCAL_RANK", 0)) == 0:
+    if _all_have_ended(fit):
         facts |= _files(fit.folder, facts["weights"])
     return facts
+
+
+def _all_have_ended(fit: Fit, patience: float = 10.0) -> bool:
+    """On rank 0, once nobody writes files any more: each rank leaves a mark, and one that failed may be missing."""
+    marks = [fit.folder.parent / f"{fit.folder.name}.ended.{rank}" for rank in range(fit.ranks)]
+    rank = int(os.environ.get("LOCAL_RANK", 0))
+    marks[rank].touch()
+    deadline = time.monotonic() + patience
+    while rank == 0 and time.monotonic() < deadline and not all(mark.exists() for mark in marks):
+        time.sleep(0.01)
+    return rank == 0
 
 
 def _files(folder: Path, final: str) -> dict[str, Any]:

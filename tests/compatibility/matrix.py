@@ -61,7 +61,8 @@ def _wait(run: Running, number: int, ranks: int, limit: float) -> tuple[Facts, b
         time.sleep(0.02)
     got = [json.loads(path.read_text()) if path.exists() else None for path in paths]
     if got[0] and got[0]["error"] and not (run.folder / "begun.1").exists():
-        got = [got[0]] * ranks  # refused before the other ranks were started
+        alike = {name: fact for name, fact in got[0].items() if "file" not in name and "checkpoint" not in name}
+        got = [got[0], *[alike] * (ranks - 1)]  # refused before the other ranks were started; files are rank 0's
     if any(each is None for each in got):
         known = next((each["error"] for each in got if each), "")
         missing = [rank for rank, each in enumerate(got) if each is None]
