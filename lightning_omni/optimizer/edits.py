@@ -130,7 +130,7 @@ class Edits:
     def _switch(self) -> None:
         """Other optimizers take the place of those that were attached; those that stay get their state back."""
         world = self._world
-        clock = max(part.replica.clock for part in world.parts)
+        clock = max((part.replica.clock for part in world.parts), default=0)
         if world.rank == 0:
             world.states.take_back()
         self.reattach()

@@ -38,7 +38,7 @@ class Followed:
 
     def switched(self) -> bool:
         """Whether ``strategy.optimizers`` are others than those that were attached."""
-        return {id(each) for each in self._strategy.optimizers} != set(self._strategy._proxies)
+        return {id(each) for each in self._strategy.real_optimizers} != set(self._strategy._proxies)
 
     def reattach(self) -> None:
         """Takes in the optimizers as they are now, in groups as they are.
@@ -52,7 +52,7 @@ class Followed:
                 "strategy.optimizers was changed in a validation inside an epoch: change it at an epoch's start or end"
                 " (on_train_epoch_start, say), or use groups=1"
             )
-        for optimizer in strategy.optimizers:
+        for optimizer in strategy.real_optimizers:
             strategy._world.check_optimizer(optimizer)
         strategy._unguard_optimizers()
         strategy._attach_optimizers()

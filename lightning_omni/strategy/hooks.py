@@ -288,12 +288,17 @@ class OmniStrategyHooks(_Base):
             for optimizer in self.optimizers:
                 self._world.check_optimizer(optimizer)
 
+    @property
+    def real_optimizers(self) -> list[Optimizer]:
+        """The optimizers without the one that Lightning puts in place of none, which holds nothing."""
+        return [optimizer for optimizer in self.optimizers if optimizer.param_groups]
+
     def _attach_optimizers(self) -> None:
         assert self.lightning_module is not None
         names = partial(names_of, self.lightning_module)
         self._world.detach_all()
         merged = set(self._merged_parameters())
-        self._proxies = {id(each): OmniOptimizer(each, self._world, names, merged) for each in self.optimizers}
+        self._proxies = {id(each): OmniOptimizer(each, self._world, names, merged) for each in self.real_optimizers}
         if self._merged is not None:
             self._head = self._world.attach_head(self._merged, self.lightning_module, self.optimizers)
             self._head.clip = float(self._trainer.gradient_clip_val or 0.0)
@@ -307,7 +312,8 @@ class OmniStrategyHooks(_Base):
         else:
             if len(self._world.members) > 1:
                 self.trainable.check_in_step()
-            optimizer = self._proxy_of(optimizer)
+            if optimizer.param_groups:
+                optimizer = self._proxy_of(optimizer)
         return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     def _proxy_of(self, optimizer: Optimizer) -> OmniOptimizer:
@@ -320,7 +326,7 @@ class OmniStrategyHooks(_Base):
 
     def _guard_optimizers(self) -> None:
         """Among several groups, a raw ``optimizer.step()`` would move one rank's weights behind the server's back."""
-        for optimizer in self.optimizers:
+        for optimizer in self.real_optimizers:
             if optimizer not in self._own_steps:
                 # A scheduler may have put a step of its own on the instance.
                 self._own_steps[optimizer] = vars(optimizer).get("step")

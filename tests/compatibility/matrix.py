@@ -110,6 +110,8 @@ def main() -> int:
     parser.add_argument("--at-once", type=int, default=25, help="cases in one launch")
     parser.add_argument("--show", action="store_true", help="print the output of failed launches")
     given = parser.parse_args()
+    if "ddp" not in given.kinds.split(","):
+        parser.error("--kinds: ddp is the control, and is always among them")
     chosen = [c for c in CASES if re.search(given.only, c.name) and (c.quick or not given.quick)]
     bad: dict[str, list[str]] = {}
     began = time.monotonic()

@@ -184,7 +184,7 @@ def fit(
         warnings.simplefilter("always")
         try:
             run.fit(module, *data, ckpt_path=f"{FOLDER}/{resume}.ckpt" if resume else None)
-        except omni.OmniError as problem:
+        except (omni.OmniError, RuntimeError) as problem:  # torch's own, which says what ended its connection
             error = str(problem)
         said = [str(each.message) for each in caught if "DistributedDataParallel" in str(each.message)]
     saved = torch.load(FOLDER / f"{save}.ckpt", weights_only=True) if save and RANK == 0 else {}
