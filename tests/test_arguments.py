@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from pytorch_lightning import Trainer
 
-from lightning_omni.errors import ConfigurationError, UnknownArgument
+from lightning_omni.errors import ConfigurationError, UnknownArgument, UnsupportedError
 from lightning_omni.strategy.arguments import check_whole, refuses_unknown
 from lightning_omni.strategy.pytorch_lightning import OmniStrategy
 from lightning_omni.tuner.pytorch_lightning import DeviceTuner, OmniTuner
@@ -292,3 +293,10 @@ def test_the_other_namespaces_trainer_is_refused_with_the_import_to_use(tmp_path
             assert text.startswith("ConfigurationError: this ")
             assert text.endswith(f"from lightning_omni.{room}.{module} import {kind}")
         assert said[f"{name} by name"] == ""
+
+
+def test_several_groups_refuse_a_process_group_of_the_users() -> None:
+    trainer = Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+    OmniStrategy(groups=2).check_several(trainer)
+    with pytest.raises(UnsupportedError, match="process_group= is that of each compute group"):
+        OmniStrategy(groups=2, process_group=object()).check_several(trainer)

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_omni.errors import UnsupportedError
-from lightning_omni.optimizer.replica import Part, fingerprint
+from lightning_omni.optimizer.replica import Part
+from lightning_omni.optimizer.writes import fingerprint
 
 if TYPE_CHECKING:
     from lightning_omni.optimizer.world import World

@@ -150,7 +150,7 @@ class OmniOptimizer(Optimizer):
         self.world.edits.check(self.world.parts[self._index])
         with torch.no_grad():
             self.world.structures.follow(self._index)
-            hyperparameters = hyperparameters_of(self.optimizer, self._replica.own)
+            hyperparameters = hyperparameters_of(self.optimizer, self._replica.ever_held)
             self._advance(Gradient(self._replica.gradients(), hyperparameters))
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # else schedulers warn of a missing step
         return loss

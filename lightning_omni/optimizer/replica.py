@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,12 +16,8 @@ from lightning_omni.errors import UnsupportedError
 from lightning_omni.methods import Pulled, Replica
 from lightning_omni.methods.master import park
 from lightning_omni.methods.replica import copies
+from lightning_omni.optimizer.writes import Writes
 from lightning_omni.protocol.layout import Layout
-
-_LARGE = 1 << 16
-"""Numbers in a weight from which on comparing all of it takes longer than a step should."""
-_FEW = 1 << 12
-"""Numbers of a frozen weight by which a step tells that it was written."""
 
 
 class ModelReplica(Replica):
@@ -31,17 +26,17 @@ class ModelReplica(Replica):
     Args:
         parameters: name and parameter, in the optimizer's order.
         optimizer: the worker's own optimizer over them.
+
+    Attributes:
+        parameters: names and parameters, in the order of the layout.
+        ever_held: the same parameters, also those that the optimizer has let go.
     """
 
     def __init__(self, parameters: Mapping[str, Parameter], optimizer: Optimizer) -> None:
         super().__init__(list(parameters.values()), optimizer)
         self.parameters = dict(parameters)
-        self.own = set(self.ordered)
-        self._loaded: list[Tensor] = []
-        self._versions: list[int] = []
-        self._marks: list[int] = []
-        self._own: set[str] = set()
-        self._looks = 0
+        self.ever_held = set(self.ordered)
+        self._writes = Writes()
         self._out: Tensor | None = None
         self._aside: Pulled | None = None
         self._released: set[Parameter] = set()
@@ -61,8 +56,8 @@ class ModelReplica(Replica):
     def hold(self, parameters: Mapping[str, Parameter]) -> None:
         """These are the parameters, and nothing is remembered of others."""
         self.parameters, self.ordered = dict(parameters), list(parameters.values())
-        self.own, self._released = set(self.ordered), set()
-        self._loaded = []
+        self.ever_held, self._released = set(self.ordered), set()
+        self._writes.forget()
         self.abandon()
         self._lay_out()
 
@@ -70,7 +65,7 @@ class ModelReplica(Replica):
         """Further parameters come behind the others."""
         self.parameters.update(more)
         self.ordered.extend(more.values())
-        self.own.update(more.values())
+        self.ever_held.update(more.values())
         if self._aside is not None:
             self._aside = Pulled(
                 [*self._aside.tensors, *copies([each.detach() for each in more.values()])], self._aside.clock
@@ -79,7 +74,7 @@ class ModelReplica(Replica):
 
     def release(self, held: Set[Parameter]) -> None:
         """The optimizer holds just these: the others stay as they are, and have no gradient."""
-        self._released = self.own - held
+        self._released = self.ever_held - held
         park(self.optimizer, self._parked)
 
     def _lay_out(self) -> None:
@@ -93,57 +88,24 @@ class ModelReplica(Replica):
             if name not in own:
                 parameter.detach().copy_(value, non_blocking=True)
         self.clock = pulled.clock
-        self._remember(pulled.tensors)
+        self._writes.remember(self.ordered, pulled.tensors)
 
     def know(self) -> None:
         """What the weights are now, the server knows."""
-        self._remember(copies(self.weights()))
+        self._writes.remember(self.ordered, copies(self.weights()))
 
     def descend(self, gradient: Sequence[Tensor | None]) -> None:
         """A local step between two fetches: it is the method that has written these weights."""
         super().descend(gradient)
         self.know()
 
-    def _remember(self, weights: Sequence[Tensor]) -> None:
-        self._loaded, self._versions = list(weights), [parameter._version for parameter in self.ordered]
-        self._marks = [0 if parameter.requires_grad else fingerprint(parameter, _FEW) for parameter in self.ordered]
-
     def written(self, in_passing: bool = False) -> list[str]:
-        """Names of trained weights that somebody has written since they were loaded.
-
-        Args:
-            in_passing: of each large weight that torch says is unwritten, looks at an eighth, at another each time.
-                (What goes through ``.data`` torch does not count.)
-        """
-        self._looks += in_passing
-        return [
-            name
-            for place, (name, parameter) in enumerate(self.parameters.items())
-            if parameter.requires_grad and self._is_written(place, parameter, in_passing)
-        ]
+        """Names of trained weights that somebody has written since they were loaded: see `Writes.of_trained`."""
+        return self._writes.of_trained(self.parameters, in_passing)
 
     def own_frozen(self) -> set[str]:
-        """Names of frozen weights that somebody has written while they were frozen: a target network's, say."""
-        for place, (name, parameter) in enumerate(self.parameters.items()):
-            if parameter.requires_grad:
-                self._own.discard(name)
-            elif place < len(self._loaded) and (
-                fingerprint(parameter, _FEW) != self._marks[place]
-                if self._marks[place]
-                else parameter._version != self._versions[place]  # it was trained when it was loaded
-            ):
-                self._own.add(name)
-        return self._own
-
-    def _is_written(self, place: int, parameter: Parameter, in_passing: bool) -> bool:
-        if place >= len(self._loaded):
-            return False
-        here, known = parameter.detach().flatten(), self._loaded[place].flatten()
-        if in_passing and parameter._version == self._versions[place] and len(known) > _LARGE:
-            eighth = self._looks % 8
-            part = slice(eighth * len(known) // 8, (eighth + 1) * len(known) // 8)
-            here, known = here[part], known[part]
-        return not _is_same(here, known)
+        """Names of frozen weights that somebody has written while they were frozen, so that they are this group's."""
+        return self._writes.of_frozen(self.parameters)
 
     def gradients(self) -> list[Tensor | None]:
         """The gradients, in order; None where a parameter took no part in the loss.
@@ -209,18 +171,6 @@ class ModelReplica(Replica):
             self._aside = Pulled(copies(state["weights"]), int(state["clock"]))
             plain = self.optimizer.state_dict()
             self.optimizer.load_state_dict({**plain, "state": state["optimizer"]})
-
-
-def fingerprint(tensor: Tensor, most: int) -> int:
-    """Tells, of about ``most`` numbers spread over it, whether a tensor was written."""
-    flat = tensor.detach().flatten()
-    some = flat[:: max(1, flat.numel() // most)].cpu().contiguous()
-    return zlib.crc32(some.view(torch.uint8).numpy().tobytes()) if flat.numel() else 0
-
-
-def _is_same(weight: Tensor, known: Tensor) -> bool:
-    here = weight.to(known.device)
-    return torch.equal(here, known) or torch.allclose(here, known, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 def _on(tree: Any, device: torch.device) -> Any:

@@ -133,7 +133,7 @@ class Structures:
         return sum(
             parameter.numel() * parameter.element_size()
             for parameter in part.names()
-            if parameter not in part.replica.own
+            if parameter not in part.replica.ever_held
         )
 
     # --- What is new -------------------------------------------------------------------------------------------------
@@ -141,7 +141,7 @@ class Structures:
     def _fresh(self, part: Part) -> dict[str, Parameter]:
         fresh = {} if part.head is not None else self._named(part, part.replica.parameters)
         for name, parameter in fresh.items():
-            if any(parameter in other.replica.own for other in self._world.parts if other is not part):
+            if any(parameter in other.replica.ever_held for other in self._world.parts if other is not part):
                 raise UnsupportedError(
                     f"the parameter {name} was added to an optimizer while another one holds it, or has held it; the"
                     " server keeps one master copy of it, moved by one optimizer: leave it there, or use groups=1"

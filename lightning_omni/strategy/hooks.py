@@ -761,6 +761,10 @@ class OmniStrategyHooks(_Base):
             )
         if _private.averages_models(self):
             raise UnsupportedError("model_averaging_period averages over all ranks; use it with groups=1 only")
+        if self._ddp_options.get("process_group") is not None:
+            raise UnsupportedError(
+                "process_group= is that of each compute group where there are several; leave it out, or use groups=1"
+            )
         if self._merged is not None:
             self._check_merged(trainer)
 
