@@ -1,0 +1,351 @@
+"""Two commits side by side: whether the golden cases give the same bits, and what each takes.
+
+    OMP_NUM_THREADS=1 python tests/benchmarks/compare.py OLD [NEW] [--pairs 15] [--real] [--only simulator]
+
+NEW is HEAD if it is left out. Both are checked out into a temporary directory, which is gone afterwards. The golden
+script of NEW runs with the package of either; then both are timed in turns, and the medians of NEW over OLD are printed
+with their quartiles: seconds of processor time for one simulated update, and for one push and pull at the server's
+state machine, with one large tensor and with many small ones. ``--real`` adds the figures of step_time.py and
+transport.py of each commit. The exit code is 1 if a bit differs, and 2 if one of the commits cannot be run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+GOLDEN = Path("tests", "golden", "record.py")
+PAIRS, REAL_PAIRS = 15, 3
+
+
+class CannotRun(Exception):
+    """A commit cannot be checked out or run; the message says why."""
+
+
+# --- What is timed, in a process of either commit --------------------------------------------------------------------
+
+
+def simulated_updates() -> Callable[[], float]:
+    """Seconds of one simulated update of a small network, with 16 groups."""
+    from golden.simulated import fractions, loss, sgd
+    from torch import nn
+    from torch.utils.data import TensorDataset
+
+    from lightning_omni.simulator import Cluster, Jitter, Link, simulate
+
+    data = TensorDataset(fractions(1, 512, 16).float(), fractions(2, 512, 4).float())
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+    cluster = Cluster.even(16, jitter=Jitter("gamma", 0.3), link=Link(1e8, 1e-4), update_seconds=1e-5)
+    updates = 300
+
+    def once() -> float:
+        began = time.process_time()
+        simulate(
+            "async_sgd", 16, cluster, model, data, optimizer=sgd, loss=loss, batch_size=4, max_updates=updates,
+            batched=False,
+        )  # fmt: skip
+        return (time.process_time() - began) / updates
+
+    return once
+
+
+def pushes(shapes: Mapping[str, tuple[int, ...]], count: int) -> Callable[[], float]:
+    """Seconds of one push, with the answer's weights, at a server's state machine without sockets."""
+    import torch
+    from golden.served import Session, flat_bytes, weights_of
+
+    from lightning_omni.methods.master import describe, hyperparameters_of
+    from lightning_omni.protocol import messages as m
+
+    session = Session(2)
+    session.join_all()
+    session.form("async_sgd", (0,), (1,))
+    parameters = weights_of(0, shapes)
+    optimizer = torch.optim.SGD(list(parameters.values()), lr=1e-3, momentum=0.9)
+    names: dict[torch.Tensor, str] = {parameter: name for name, parameter in parameters.items()}
+    weights = {name: parameter.detach() for name, parameter in parameters.items()}
+    session.seed({"optimizer": describe(optimizer, names), "weights": weights, "clock": 0})
+    payload = torch.frombuffer(bytearray(flat_bytes(list(weights.values()))), dtype=torch.uint8)
+    settings = tuple(hyperparameters_of(optimizer))
+    core, clock = session.core, [0, 0]
+
+    def once() -> float:
+        began = time.process_time()
+        for number in range(count):
+            group = number % 2
+            push = m.PushMessage(
+                optimizer=0, read_at=clock[group], present=(True,) * len(shapes), hyperparameters=settings, epoch=-1,
+                trained=0, nbytes=payload.numel(),
+            )  # fmt: skip
+            peer = b"d%d" % group
+            core.check_payload(peer, push)
+            (out,) = core.receive(m.DATA, peer, push, payload, session.now)
+            assert isinstance(out.message, m.Weights), out.message
+            clock[group] = out.message.clock
+            core.handed_over()
+        return (time.process_time() - began) / count
+
+    return once
+
+
+MEASURES: dict[str, Callable[[], Callable[[], float]]] = {
+    "simulator, an update": simulated_updates,
+    "server, a push of 1 MB": lambda: pushes({"weight": (512, 512)}, 100),
+    "server, a push of 200 tensors": lambda: pushes({f"weight {place}": (4,) for place in range(200)}, 60),
+}
+
+
+def serve_measures() -> None:
+    """For each name of a measure that comes in, the seconds that it takes; in a process of one commit."""
+    import torch
+
+    torch.set_num_threads(1)
+    ready: dict[str, Callable[[], float]] = {}
+    for line in sys.stdin:
+        name = line.strip()
+        if name not in ready:
+            ready[name] = MEASURES[name]()
+            ready[name]()  # memory is found, and modules are imported
+        sys.stdout.write(f"{ready[name]()}\n")
+        sys.stdout.flush()
+
+
+# --- The two commits -------------------------------------------------------------------------------------------------
+
+
+def git(*arguments: str) -> str:
+    """What git says.
+
+    Raises:
+        CannotRun: it refuses.
+    """
+    ran = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
+    if ran.returncode:
+        raise CannotRun(f"git {' '.join(arguments)}: {ran.stderr.strip()}")
+    return ran.stdout.strip()
+
+
+@contextmanager
+def checked_out(commits: Mapping[str, str]) -> Iterator[dict[str, Path]]:
+    """A worktree of each commit, by the same names; gone afterwards, whatever happens."""
+    with tempfile.TemporaryDirectory(prefix="omni-compare-") as folder:
+        trees = {name: Path(folder, name) for name in commits}
+        try:
+            for name, commit in commits.items():
+                git("worktree", "add", "--detach", "--quiet", str(trees[name]), commit)
+            yield trees
+        finally:
+            for tree in trees.values():
+                if tree.exists():
+                    git("worktree", "remove", "--force", str(tree))
+            git("worktree", "prune")
+
+
+def environment(tree: Path) -> dict[str, str]:
+    """Of a process that imports the package of this tree."""
+    return {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+
+
+def python(tree: Path, *arguments: str) -> str:
+    """What a Python program prints that imports the package of a tree.
+
+    Raises:
+        CannotRun: it fails.
+    """
+    ran = subprocess.run(
+        [sys.executable, *arguments], env=environment(tree), cwd=tree, capture_output=True, text=True, check=False
+    )
+    if ran.returncode:
+        said = ran.stderr.strip().splitlines() or ["(it said nothing)"]
+        raise CannotRun(f"{' '.join(arguments)} with the package of {tree.name}: {said[-1]}")
+    return ran.stdout
+
+
+def check_package(tree: Path) -> None:
+    """Raises `CannotRun` unless the package that is imported is that of the tree."""
+    where = python(tree, "-c", "import lightning_omni; print(lightning_omni.__file__)").strip()
+    if tree.resolve() not in Path(where).resolve().parents:
+        raise CannotRun(f"lightning_omni is imported from {where} rather than from {tree}")
+
+
+class Timed:
+    """A process that times one commit, whenever it is asked."""
+
+    def __init__(self, tree: Path) -> None:
+        self._tree = tree
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).resolve()), "--serve-measures"],
+            env=environment(tree), cwd=tree, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+
+    def __enter__(self) -> Timed:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def seconds(self, measure: str) -> float:
+        """The time of a measure."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.write(f"{measure}\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            _, errors = self._process.communicate()
+            said = errors.strip().splitlines() or ["(it said nothing)"]
+            raise CannotRun(f"{measure} with the package of {self._tree.name}: {said[-1]}")
+        return float(line)
+
+
+# --- Comparing -------------------------------------------------------------------------------------------------------
+
+
+def different_bits(trees: Mapping[str, Path]) -> tuple[list[str], int]:
+    """A line for each golden case that gives other bits, and the number of cases; both run the script of ``new``."""
+    script = trees["new"] / GOLDEN
+    if not script.exists():
+        raise CannotRun(f"the commit of {trees['new'].name} has no {GOLDEN}; name one that has it as NEW")
+    found = {name: json.loads(python(tree, str(script), "--print"))["cases"] for name, tree in trees.items()}
+    lines = []
+    for name, old in found["old"].items():
+        new = found["new"][name]
+        if old != new:
+            bits = {**old["bits"], **new["bits"]}
+            parts = [part for part in sorted(bits) if old["bits"].get(part) != new["bits"].get(part)]
+            order = " (another order, or other counts)" if old["order"] != new["order"] else ""
+            lines.append(f"{name}: {', '.join(parts) or 'numbers'}{order}")
+    return lines, len(found["old"])
+
+
+def in_turns(pairs: int) -> Iterator[tuple[str, str]]:
+    """Who is first, pair by pair."""
+    for number in range(pairs):
+        yield ("old", "new") if number % 2 == 0 else ("new", "old")
+
+
+def figures_of(step_time: str, transport: str) -> dict[str, float]:
+    """The figures that the two scripts print."""
+    found: dict[str, float] = {}
+    ratios = re.findall(r"^ratio ([\d.]+),", step_time, re.MULTILINE)
+    found |= {f"step_time.py, {name}": float(value) for name, value in zip(_RATIOS, ratios, strict=True)}
+    size = ""
+    for line in transport.splitlines():
+        if begins := re.match(r"([\d.]+ MB), ", line):
+            size = begins[1]
+        elif way := re.match(r"  (ipc|TCP|TCP with CURVE)\s+([\d.]+) ms", line):
+            found[f"transport.py, {size} over {way[1]}"] = float(way[2])
+    return found
+
+
+_RATIOS = ("groups=1 over DDP", "beside a slow group over alone")
+
+
+def spread(ratios: list[float]) -> tuple[float, float, float]:
+    """Lower quartile, median and upper quartile."""
+    low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
+    return low, middle, high
+
+
+def compare(arguments: argparse.Namespace) -> int:
+    """Compares and prints; returns the exit code."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.table import Table
+
+    console = Console()
+    commits = {
+        "old": git("rev-parse", f"{arguments.old}^{{commit}}"),
+        "new": git("rev-parse", f"{arguments.new}^{{commit}}"),
+    }
+    measures = [name for name in MEASURES if arguments.only in name]
+    ratios: dict[str, list[float]] = {}
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with ExitStack() as stack:
+        bar = stack.enter_context(Progress(*columns, console=console, transient=True))
+        steps = 2 + 2 * len(measures) * arguments.pairs + (4 * REAL_PAIRS if arguments.real else 0)
+        task = bar.add_task("golden cases", total=steps)
+        trees = stack.enter_context(checked_out(commits))
+        for tree in trees.values():
+            check_package(tree)
+        changed, count = different_bits(trees)
+        bar.advance(task, 2)
+        timed = {name: stack.enter_context(Timed(tree)) for name, tree in trees.items()}
+        for measure in measures:
+            bar.update(task, description=measure)
+            for turn in in_turns(arguments.pairs):
+                seconds = {}
+                for name in turn:
+                    seconds[name] = timed[name].seconds(measure)
+                    bar.advance(task)
+                ratios.setdefault(measure, []).append(seconds["new"] / seconds["old"])
+        for turn in in_turns(REAL_PAIRS if arguments.real else 0):
+            bar.update(task, description="real processes")
+            found: dict[str, dict[str, float]] = {}
+            for name in turn:
+                said = []
+                for script in ("step_time.py", "transport.py"):
+                    said.append(python(trees[name], str(trees[name] / "tests" / "benchmarks" / script)))
+                    bar.advance(task)
+                found[name] = figures_of(*said)
+            for figure, value in found["new"].items():
+                ratios.setdefault(figure, []).append(value / found["old"][figure])
+    for line in changed:
+        console.print(f"other bits: {line}", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"{count - len(changed)} of {count} golden cases give the same bits", highlight=False)
+    table = Table("time", "new / old", "quartiles", "pairs", title=f"{commits['new'][:9]} over {commits['old'][:9]}")
+    for measure, values in ratios.items():
+        low, middle, high = spread(values)
+        table.add_row(measure, f"{middle:.3f}", f"{low:.3f} and {high:.3f}", str(len(values)))
+    console.print(table)
+    return int(bool(changed))
+
+
+def main() -> int:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("old", help="a commit, as git knows it")
+    parser.add_argument("new", nargs="?", default="HEAD", help="another one (HEAD)")
+    parser.add_argument("--pairs", type=int, default=PAIRS, help=f"repeats of each time ({PAIRS})")
+    parser.add_argument("--only", default="", help="only times with this in their name")
+    parser.add_argument(
+        "--real", action="store_true", help="also step_time.py and transport.py of each commit (minutes)"
+    )
+    arguments = parser.parse_args()
+    if arguments.pairs < 1:
+        parser.error(f"--pairs {arguments.pairs}: pass 1 or more")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was checked out is removed then, too
+    try:
+        return compare(arguments)
+    except CannotRun as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        return 130
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--serve-measures"]:
+        serve_measures()
+    else:
+        sys.exit(main())
