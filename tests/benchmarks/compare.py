@@ -139,6 +139,18 @@ def git(*arguments: str) -> str:
     return ran.stdout.strip()
 
 
+def commit_of(name: str) -> str:
+    """The commit of that name.
+
+    Raises:
+        CannotRun: there is none.
+    """
+    try:
+        return git("rev-parse", "--verify", "--quiet", f"{name}^{{commit}}")
+    except CannotRun as error:
+        raise CannotRun(f"{name!r} is no commit of {ROOT}; pass one that git log shows") from error
+
+
 @contextmanager
 def checked_out(commits: Mapping[str, str]) -> Iterator[dict[str, Path]]:
     """A worktree of each commit, by the same names; gone afterwards, whatever happens."""
@@ -273,10 +285,7 @@ def compare(arguments: argparse.Namespace) -> int:
     from rich.table import Table
 
     console = Console()
-    commits = {
-        "old": git("rev-parse", f"{arguments.old}^{{commit}}"),
-        "new": git("rev-parse", f"{arguments.new}^{{commit}}"),
-    }
+    commits = {"old": commit_of(arguments.old), "new": commit_of(arguments.new)}
     measures = [name for name in MEASURES if arguments.only in name]
     ratios: dict[str, list[float]] = {}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -316,7 +325,8 @@ def compare(arguments: argparse.Namespace) -> int:
     for measure, values in ratios.items():
         low, middle, high = spread(values)
         table.add_row(measure, f"{middle:.3f}", f"{low:.3f} and {high:.3f}", str(len(values)))
-    console.print(table)
+    if ratios:
+        console.print(table)
     return int(bool(changed))
 
 
@@ -325,14 +335,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("old", help="a commit, as git knows it")
     parser.add_argument("new", nargs="?", default="HEAD", help="another one (HEAD)")
-    parser.add_argument("--pairs", type=int, default=PAIRS, help=f"repeats of each time ({PAIRS})")
+    parser.add_argument("--pairs", type=int, default=PAIRS, help=f"repeats of each time, 0 for bits alone ({PAIRS})")
     parser.add_argument("--only", default="", help="only times with this in their name")
     parser.add_argument(
         "--real", action="store_true", help="also step_time.py and transport.py of each commit (minutes)"
     )
     arguments = parser.parse_args()
-    if arguments.pairs < 1:
-        parser.error(f"--pairs {arguments.pairs}: pass 1 or more")
+    if arguments.pairs < 0:
+        parser.error(f"--pairs {arguments.pairs}: pass 1 or more, or 0 to compare bits alone")
+    if not any(arguments.only in name for name in MEASURES):
+        parser.error(f"--only {arguments.only!r}: pass a part of one of {', '.join(map(repr, MEASURES))}")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was checked out is removed then, too
     try:
         return compare(arguments)
