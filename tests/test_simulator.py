@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from lightning_omni.simulator import (
     simulate,
     trace_of,
 )
+from lightning_omni.simulator.agenda import Agenda, Priority
 from lightning_omni.simulator.workbench import Samples
 from lightning_omni.topology import Topology
 from lightning_omni.trace import Trace
@@ -304,6 +306,66 @@ def test_the_failure_of_the_first_group_ends_the_run_with_the_reason() -> None:
     trace = run("async_sgd", 2, Cluster.even(2, events=(Failure(0, 0.05),)))
     assert trace.ended.startswith("lost: rank 0 failed at 0.05 s")
     assert 0 < trace.updates < 60
+
+
+# --- Ties -------------------------------------------------------------------------------------------------------------
+
+STEP = 2.0**-8
+"""Seconds of a batch of four on a device of speed 1, in `tied`: sums of it are exact."""
+
+
+def tied(speeds: list[float], *events: Failure) -> Cluster:
+    """Devices whose gradients are there at the same moments; links take no time."""
+    return Cluster.of_speeds(speeds, seconds_per_sample=STEP / 4, events=events)
+
+
+def who_pushes(trace: Trace) -> list[tuple[float, int]]:
+    """Time, in steps of a device of speed 1, and group of every push."""
+    return list(zip((trace.rows["time"] / STEP).tolist(), trace.rows["group"].tolist(), strict=True))
+
+
+def test_groups_that_begin_at_one_moment_push_in_the_order_of_their_numbers() -> None:
+    trace = run("async_sgd", 3, tied([1, 1, 1]), max_updates=6)
+    assert who_pushes(trace) == [(1, 0), (1, 1), (1, 2), (2, 0), (2, 1), (2, 2)]
+    assert trace.rows["staleness"].tolist() == [0, 1, 2, 2, 2, 2]
+
+
+def test_of_two_pushes_that_arrive_at_one_moment_the_one_that_was_caused_first_is_merged_first() -> None:
+    trace = run("async_sgd", 2, tied([1, 0.5]), max_updates=6)
+    assert who_pushes(trace) == [(1, 0), (2, 1), (2, 0), (3, 0), (4, 1), (4, 0)], "group 1 began at 0 and 2"
+    trace = run("async_sgd", 2, tied([0.5, 1]), max_updates=6)
+    assert who_pushes(trace) == [(1, 1), (2, 0), (2, 1), (3, 1), (4, 0), (4, 1)]
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+def test_a_rank_that_dies_at_the_moment_of_its_push_has_not_pushed(rank: int) -> None:
+    trace = run("async_sgd", 3, tied([1, 1, 1], Failure(rank, 2 * STEP)), max_epochs=1)
+    living = [group for group in range(3) if group != rank]
+    at_two = [group for time, group in who_pushes(trace) if time == 2]
+    assert (1, rank) in who_pushes(trace)
+    assert at_two == living
+    assert rank not in [group for time, group in who_pushes(trace) if time > 1]
+
+
+def test_a_run_that_ends_in_time_ends_after_all_that_is_due_at_that_moment() -> None:
+    trace = run("async_sgd", 2, tied([1, 1]), max_seconds=2 * STEP)
+    assert who_pushes(trace) == [(1, 0), (1, 1), (2, 0), (2, 1)]
+    assert trace.ended == "max_seconds"
+
+
+def test_failures_come_first_whenever_they_were_put_down() -> None:
+    agenda, happened = Agenda(), list[str]()
+    for time, name, priority in (
+        (2.0, "second", Priority.EVENT),
+        (1.0, "first", Priority.EVENT),
+        (2.0, "third", Priority.EVENT),
+        (2.0, "dies", Priority.FAILURE),
+        (2.0, "dies, too", Priority.FAILURE),
+    ):
+        agenda.add(time, partial(happened.append, name), priority)
+    while len(agenda):
+        agenda.pop()()
+    assert happened == ["first", "dies", "dies, too", "second", "third"]
 
 
 def test_a_slowdown_slows_for_as_long_as_it_lasts() -> None:

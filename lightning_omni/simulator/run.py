@@ -35,7 +35,7 @@ from lightning_omni.protocol import EpochPlan, Out
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.record import Recorder
-from lightning_omni.simulator.agenda import Agenda, Queue
+from lightning_omni.simulator.agenda import Agenda, Priority, Queue
 from lightning_omni.simulator.cluster import Cluster, Failure, Link
 from lightning_omni.simulator.desk import HEAD, Desk, part_of
 from lightning_omni.simulator.group import Clockwork, Group
@@ -295,7 +295,7 @@ class Simulation:
         """Runs to the end."""
         for event in self.cluster.events:
             if isinstance(event, Failure):
-                self.agenda.add(event.time, partial(self._fail, event.rank))
+                self.agenda.add(event.time, partial(self._fail, event.rank), Priority.FAILURE)
         if self.limits.every_seconds:
             self.agenda.add(self.limits.every_seconds, partial(self._evaluate_at, 1))
         try:
