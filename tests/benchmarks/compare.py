@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -195,13 +196,21 @@ def check_package(tree: Path) -> None:
 
 
 class Timed:
-    """A process that times one commit, whenever it is asked."""
+    """A process that times one commit, whenever it is asked.
+
+    It runs this script or, where what that drives has other names in the commit, the commit's own.
+    """
 
     def __init__(self, tree: Path) -> None:
         self._tree = tree
-        self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).resolve()), "--serve-measures"],
-            env=environment(tree), cwd=tree, text=True,
+        self._own = tree / "tests" / "benchmarks" / Path(__file__).name
+        self._is_own = False
+        self._process = self._start(Path(__file__).resolve())
+
+    def _start(self, script: Path) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, str(script), "--serve-measures"],
+            env=environment(self._tree), cwd=self._tree, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
 
@@ -213,20 +222,32 @@ class Timed:
         self._process.communicate()
 
     def seconds(self, measure: str) -> float:
-        """The time of a measure."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        try:
-            self._process.stdin.write(f"{measure}\n")
-            self._process.stdin.flush()
-            line = self._process.stdout.readline()
-        except BrokenPipeError:
-            line = ""
+        """The time of a measure.
+
+        Raises:
+            CannotRun: the commit cannot be timed so.
+        """
+        line = self._ask(measure)
+        if not line and self._own.exists() and not self._is_own:
+            self._process.communicate()
+            self._is_own, self._process = True, self._start(self._own)
+            line = self._ask(measure)
         if not line:
             _, errors = self._process.communicate()
             said = errors.strip().splitlines() or ["(it said nothing)"]
             raise CannotRun(f"{measure} with the package of {self._tree.name}: {said[-1]}")
         return float(line)
+
+    def _ask(self, measure: str) -> str:
+        """Its answer; empty if it has ended."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.write(f"{measure}\n")
+            self._process.stdin.flush()
+            return self._process.stdout.readline()
+        except BrokenPipeError:
+            return ""
 
 
 # --- Comparing -------------------------------------------------------------------------------------------------------
@@ -236,17 +257,33 @@ def different_bits(trees: Mapping[str, Path]) -> tuple[list[str], int]:
     """A line for each golden case that gives other bits, and the number of cases; both run the script of ``new``."""
     script = trees["new"] / GOLDEN
     if not script.exists():
-        raise CannotRun(f"the commit of {trees['new'].name} has no {GOLDEN}; name one that has it as NEW")
-    found = {name: json.loads(python(tree, str(script), "--print"))["cases"] for name, tree in trees.items()}
-    lines = []
-    for name, old in found["old"].items():
-        new = found["new"][name]
+        raise CannotRun(f"the newer of the two commits has no {GOLDEN}; name one that has it as NEW")
+    found = {name: golden_cases(tree, script) for name, tree in trees.items()}
+    lines = [f"{name}: in one of the two only" for name in sorted(found["old"].keys() ^ found["new"].keys())]
+    for name in sorted(found["old"].keys() & found["new"].keys()):
+        old, new = found["old"][name], found["new"][name]
         if old != new:
             bits = {**old["bits"], **new["bits"]}
             parts = [part for part in sorted(bits) if old["bits"].get(part) != new["bits"].get(part)]
             order = " (another order, or other counts)" if old["order"] != new["order"] else ""
             lines.append(f"{name}: {', '.join(parts) or 'numbers'}{order}")
-    return lines, len(found["old"])
+    return lines, len({**found["old"], **found["new"]})
+
+
+def golden_cases(tree: Path, script: Path) -> dict[str, Any]:
+    """The outcomes of the golden cases with the package of a tree.
+
+    Where what the script drives has other names in that tree, the tree's own script has the same cases.
+    """
+    own = tree / GOLDEN
+    try:
+        said = python(tree, str(script), "--print")
+    except CannotRun:
+        if own == script or not own.exists():
+            raise
+        said = python(tree, str(own), "--print")
+    cases: dict[str, Any] = json.loads(said)["cases"]
+    return cases
 
 
 def in_turns(pairs: int) -> Iterator[tuple[str, str]]:
