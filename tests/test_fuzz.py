@@ -19,16 +19,17 @@ import torch
 import zmq
 from test_server_core import Link, control_peer, data_peer, gradient, push_of, trained_link
 
+from lightning_omni.protocol import Out, ServerCore
 from lightning_omni.protocol import messages as m
-from lightning_omni.protocol.server import Out, ServerCore
+from lightning_omni.protocol.router import types_on
 from lightning_omni.server import Server
 
 STRANGE, ADMITTED = 60_000, 40_000
 """Frames of strangers, and of admitted ranks."""
 EXAMPLES = 2_000
 """Valid messages for each channel, of which the wrong ones are made."""
-CONTROL_KINDS: tuple[type[m.Message], ...] = get_args(m.FromControl)
-DATA_KINDS: tuple[type[m.Message], ...] = get_args(m.FromData)
+CONTROL_KINDS: tuple[type[m.Message], ...] = types_on(m.CONTROL)
+DATA_KINDS: tuple[type[m.Message], ...] = types_on(m.DATA)
 EDGES = (0, 1, -1, 2, 255, 2**15, 2**31 - 1, 2**31, -(2**31), 2**53, 2**63 - 1, -(2**63), 2**64 - 1)
 TEXTS = ("", "float32", "validate", "a run", "torch.optim:SGD", "x\n\x1b[2J", "\0", "\u2028", "é" * 100)
 MARK = b""

@@ -403,7 +403,7 @@ class Heads:
     def __init__(self, head: nn.Module | None = None, momentum: float = 0.9) -> None:
         self.module = head or classifier()
         self.link, self.events = Link(3), list[Event]()
-        self.link.core._record = self.events.append
+        self.link.core.notes.record = self.events.append
         for rank in range(3):
             self.link.join(rank)
         form = m.Form(generation=1, groups=((0,), (1,), (2,)), method=m.method_to_wire(AsyncSGD()))

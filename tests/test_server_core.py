@@ -23,6 +23,7 @@ from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.codec import Packed, pack, unpack
 from lightning_omni.protocol.handshake import attach_mac, derive, rank_mac, server_mac, session_key
 from lightning_omni.protocol.layout import Layout, TensorSpec
+from lightning_omni.protocol.router import types_on
 
 varied = settings(
     deadline=None,
@@ -127,7 +128,7 @@ class Link:
 
     def say(self, peer: bytes, message: m.Message, payload: bytes = b"", channel: str = m.CONTROL) -> list[Received]:
         """A message from a peer; the answers that the same peer gets on the same channel."""
-        arrived = m.decode(m.encode(message), at="server", channel=channel)
+        arrived = self.core.decode(channel, m.encode(message))
         before = len(self.inbox[peer, channel])
         try:
             expected = self.core.check_payload(peer, arrived) if channel == m.DATA else len(payload)
@@ -315,8 +316,8 @@ def test_a_lost_rank_cannot_come_back(link: Link) -> None:
 
 # --- Strangers -----------------------------------------------------------------------------------------------------
 
-CONTROL_MESSAGES: tuple[type[m.Message], ...] = get_args(m.FromControl)
-DATA_MESSAGES: tuple[type[m.Message], ...] = get_args(m.FromData)
+CONTROL_MESSAGES: tuple[type[m.Message], ...] = types_on(m.CONTROL)
+DATA_MESSAGES: tuple[type[m.Message], ...] = types_on(m.DATA)
 
 small = st.integers(-2, 6) | st.integers(-(2**63), 2**64 - 1)
 text = st.text(st.characters(codec="utf-8"), max_size=8)
@@ -463,7 +464,7 @@ def test_a_message_too_large_for_the_control_channel_is_brought_and_only_such_as
 def test_what_a_stranger_may_say_has_a_largest_size(field: str) -> None:
     long = "x" * 10_000 if field != "nonce" else b"x" * 10_000
     with pytest.raises(MalformedMessage, match="Expected"):
-        m.decode(m.encode(hello(0, 1, **{field: long})), at="server", channel=m.CONTROL)
+        Link().core.decode(m.CONTROL, m.encode(hello(0, 1, **{field: long})))
 
 
 def test_secrets_are_derived_by_hkdf() -> None:
@@ -956,7 +957,7 @@ def test_random_bytes_are_refused_as_malformed(frames: list[tuple[str, bytes]]) 
     core = Link().core
     for count, (channel, frame) in enumerate(frames):
         with pytest.raises(MalformedMessage):
-            m.decode(frame, at="server", channel=channel)
+            core.decode(channel, frame)
         (out,) = core.refuse(channel, b"stranger", "not a message")
         expect_refusal(out.message, "malformed")
         assert core.strangers == count + 1
@@ -965,18 +966,18 @@ def test_random_bytes_are_refused_as_malformed(frames: list[tuple[str, bytes]]) 
 @pytest.mark.parametrize("kind", [*CONTROL_MESSAGES, *DATA_MESSAGES])
 def test_a_truncated_message_is_malformed(kind: type[m.Message]) -> None:
     channel = m.CONTROL if kind in CONTROL_MESSAGES else m.DATA
-    whole = m.encode(SAMPLES[kind])
-    assert m.decode(whole, at="server", channel=channel) == SAMPLES[kind]
+    core, whole = Link().core, m.encode(SAMPLES[kind])
+    assert core.decode(channel, whole) == SAMPLES[kind]
     for cut in range(len(whole)):
         with pytest.raises(MalformedMessage):
-            m.decode(whole[:cut], at="server", channel=channel)
+            core.decode(channel, whole[:cut])
 
 
 @pytest.mark.parametrize("kind", [*CONTROL_MESSAGES, *DATA_MESSAGES])
 def test_a_message_on_the_wrong_channel_is_malformed(kind: type[m.Message]) -> None:
     channel = m.DATA if kind in CONTROL_MESSAGES else m.CONTROL
     with pytest.raises(MalformedMessage, match=f"not a {channel} message"):
-        m.decode(m.encode(SAMPLES[kind]), at="server", channel=channel)
+        Link().core.decode(channel, m.encode(SAMPLES[kind]))
 
 
 SAMPLES: dict[type[m.Message], m.Message] = {
@@ -1039,7 +1040,7 @@ def test_no_message_of_an_admitted_rank_breaks_the_server(
 
 def expected_payload(link: Link, peer: bytes, message: m.Message) -> int:
     try:
-        return link.core.check_payload(peer, m.decode(m.encode(message), at="server", channel=m.DATA))
+        return link.core.check_payload(peer, link.core.decode(m.DATA, m.encode(message)))
     except ProtocolError:
         return 0
 

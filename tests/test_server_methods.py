@@ -43,7 +43,7 @@ from lightning_omni.protocol.record import Event
 def link_with(method: Method, *groups: tuple[int, ...], state: Any = None) -> tuple[Link, list[Event]]:
     """Ranks joined, groups formed, weights handed over; and what is recorded."""
     link, events = Link(sum(map(len, groups))), list[Event]()
-    link.core._record = events.append
+    link.core.notes.record = events.append
     for rank in range(link.world_size):
         link.join(rank)
     link.control(0, m.Form(generation=1, groups=groups, method=m.method_to_wire(method)))

@@ -1,6 +1,7 @@
 """Who says what, and when: messages, membership, meetings, data leases, the server's state machine. No I/O."""
 
 from lightning_omni.protocol.leases import Batch, EpochPlan, LeaseBook, positions
-from lightning_omni.protocol.server import Out, ServerCore
+from lightning_omni.protocol.server import ServerCore
+from lightning_omni.protocol.service import Out
 
 __all__ = ["Batch", "EpochPlan", "LeaseBook", "Out", "ServerCore", "positions"]

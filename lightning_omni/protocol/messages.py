@@ -610,14 +610,6 @@ class Taken(Message, frozen=True, kw_only=True):
     """The gift is in the inbox."""
 
 
-FromControl = (
-    Hello | Proof | Heartbeat | Form | OpenEpoch | Draw | Await | Leave | Contribute | ReadBrought | Lost | Goodbye
-    | AskStatus
-)  # fmt: skip
-FromData = (
-    Attach | AttachProof | Long | Seed | Restructure | PushMessage | Average | Deposit | Fetch | TakeSnapshot
-    | HeadForward | HeadBackward | HeadRelease | Bring | Collect
-)  # fmt: skip
 ToControl = (
     Challenge | Welcome | RefusedMessage | Status | Formed | EpochOpened | Drawn | Verdict | Left | Gathered | Notice
     | Acknowledged
@@ -634,8 +626,6 @@ PEER: Channel = "peer"
 
 _encoder = msgspec.msgpack.Encoder()
 _decoders = {
-    ("server", CONTROL): msgspec.msgpack.Decoder(FromControl),
-    ("server", DATA): msgspec.msgpack.Decoder(FromData),
     ("rank", CONTROL): msgspec.msgpack.Decoder(ToControl),
     ("rank", DATA): msgspec.msgpack.Decoder(ToData),
     ("server", PEER): msgspec.msgpack.Decoder(Attach | AttachProof | ReadWindow | Gift),
@@ -649,18 +639,23 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes | memoryview, *, at: str, channel: Channel) -> Any:
-    """Bytes as a message.
+    """Bytes as a message to a rank, or as one between leaders. What a server receives is in the table in `router`.
 
     Args:
         data: one encoded message.
-        at: who reads it, ``"server"`` or ``"rank"``.
-        channel: ``"control"``, ``"data"`` or ``"peer"`` (where the one who is asked reads as the server).
+        at: who reads it: ``"rank"``; or ``"server"``, the leader that is asked by another one.
+        channel: ``"control"``, ``"data"`` or ``"peer"``.
 
     Raises:
         MalformedMessage: the bytes are no message that may arrive there.
     """
+    return decode_with(_decoders[at, channel], data, channel)
+
+
+def decode_with(decoder: msgspec.msgpack.Decoder[Any], data: bytes | memoryview, channel: Channel) -> Any:
+    """Bytes as one of the messages that a decoder knows; see `decode`."""
     try:
-        return _decoders[at, channel].decode(data)
+        return decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError) as error:
         raise MalformedMessage(f"not a {channel} message: {error}") from error
 

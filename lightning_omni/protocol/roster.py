@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from lightning_omni.errors import Refused
+from lightning_omni.errors import ProtocolError, Refused
 from lightning_omni.protocol.handshake import fingerprint_problem, is_equal, rank_mac, session_key, version_problem
 from lightning_omni.protocol.messages import Heartbeat, Hello, Proof
 from lightning_omni.topology import Topology
@@ -58,6 +58,37 @@ class Roster:
     def is_over(self) -> bool:
         """Whether somebody came, and nobody is left."""
         return self._first is not None and not any(rank in self.members for rank in self.live)
+
+    @property
+    def lost_ranks(self) -> tuple[int, ...]:
+        """All ranks lost so far, ascending."""
+        return tuple(sorted(self.lost))
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """Numbers of the groups that take part; none before groups are formed."""
+        return self.topology.alive if self.topology is not None else ()
+
+    def group_of(self, rank: int) -> int:
+        """Number of the group that a rank is in, or -1."""
+        topology = self.topology
+        return topology.group_of(rank) if topology is not None and topology.holds(rank) else -1
+
+    def is_leader(self, rank: int) -> bool:
+        """Whether a rank leads a group."""
+        group = self.group_of(rank)
+        return group >= 0 and self.topology is not None and self.topology.leader(group) == rank
+
+    def check_grouped(self, rank: int) -> None:
+        """Raises `ProtocolError` unless the rank is in a group."""
+        if self.group_of(rank) < 0:
+            raise ProtocolError(f"rank {rank} is in no group; groups are formed when training begins")
+
+    def check_leads(self, rank: int) -> None:
+        """Raises `ProtocolError` unless the rank speaks for a group."""
+        self.check_grouped(rank)
+        if not self.is_leader(rank):
+            raise ProtocolError(f"rank {rank} does not lead group {self.group_of(rank)}; only leaders push")
 
     def knock(self, peer: bytes, hello: Hello, challenge: bytes) -> None:
         """A rank knocks; it is to answer ``challenge``.

@@ -14,8 +14,8 @@ import zmq
 from torch import Tensor
 
 from lightning_omni.errors import ConfigurationError, MalformedMessage, ProtocolError, Refused
+from lightning_omni.protocol import Out, ServerCore
 from lightning_omni.protocol import messages as m
-from lightning_omni.protocol.server import Out, ServerCore
 from lightning_omni.server.addresses import tcp_endpoint
 from lightning_omni.server.directory import CONTROL, DATA, PrivateDirectory
 from lightning_omni.server.encryption import RunKeys
@@ -195,7 +195,7 @@ class Server:
     def _on_control(self, peer: bytes, frames: list[Any]) -> list[Out]:
         if not 1 <= len(frames) <= 2:
             raise MalformedMessage(f"{len(frames)} frames on the control channel")
-        message = m.decode(frames[0].buffer, at="server", channel=m.CONTROL)
+        message = self.core.decode(m.CONTROL, frames[0].buffer)
         payload = frames[1].bytes if len(frames) == 2 else b""
         if isinstance(message, m.Proof):
             return self._decide(m.CONTROL, peer, message, frames[0])
@@ -220,14 +220,14 @@ class Server:
                 return []  # the rest of a payload that was refused
             assembly.add(frames[1].buffer)
         elif len(frames) == 1:
-            message = m.decode(frames[0].buffer, at="server", channel=m.DATA)
+            message = self.core.decode(m.DATA, frames[0].buffer)
             if isinstance(message, m.AttachProof):
                 return self._decide(m.DATA, peer, message, frames[0])
             assembly = self._begin(peer, message)
         else:
             raise MalformedMessage(f"{len(frames)} frames on the data channel")
         if assembly.is_complete and isinstance(assembly.message, m.Long):
-            message = m.decode(assembly.buffer.numpy().data, at="server", channel=m.DATA)
+            message = self.core.decode(m.DATA, assembly.buffer.numpy().data)
             if isinstance(message, (m.Long, m.Attach, m.AttachProof)):
                 raise MalformedMessage(f"a long {type(message).__name__}")
             assembly = self._begin(peer, message)

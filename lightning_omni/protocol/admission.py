@@ -1,0 +1,114 @@
+"""Admission: who is let in, and on which connections.
+
+Rule 1: a rank is admitted by a proof that it holds the run's key, its data connection by one of that rank's process.
+Rule 2: a rank has one control connection and one data connection, and keeps those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from lightning_omni.errors import Refused
+from lightning_omni.protocol import messages as m
+from lightning_omni.protocol.handshake import NONCE_BYTES, attach_mac, is_equal, server_mac
+from lightning_omni.protocol.roster import MOST_CHALLENGED, Member, Roster
+from lightning_omni.protocol.service import Out, Payload, Peer, Sender
+
+
+class Admission:
+    """Lets ranks in.
+
+    Args:
+        key: the run's shared secret.
+        roster: the ranks of the run.
+        random: draws that many random bytes (nonces).
+        now: the time of the message that is being handled.
+        heartbeat_timeout: told to every admitted rank, and so is ...
+        data_port: ... the port of the data socket.
+    """
+
+    def __init__(
+        self,
+        key: bytes,
+        roster: Roster,
+        random: Callable[[int], bytes],
+        now: Callable[[], float],
+        heartbeat_timeout: float,
+        data_port: Callable[[], int],
+    ) -> None:
+        self._key = key
+        self._roster = roster
+        self._random = random
+        self._now = now
+        self._heartbeat_timeout = heartbeat_timeout
+        self._data_port = data_port
+        self._attaching: dict[Peer, tuple[m.Attach, bytes]] = {}
+        self._attached: dict[Peer, int] = {}
+        self._data_peers: dict[int, Peer] = {}
+
+    @property
+    def attached(self) -> set[Peer]:
+        """Data connections of ranks that are still here."""
+        return {peer for peer, rank in self._attached.items() if rank not in self._roster.gone}
+
+    def find(self, channel: m.Channel, peer: Peer) -> Member | None:
+        """The admitted rank behind a connection."""
+        if channel == m.DATA:
+            return self._roster.members[self._attached[peer]] if peer in self._attached else None
+        return self._roster.by_peer(peer)
+
+    def member_of(self, channel: m.Channel, peer: Peer) -> Member:
+        """The admitted rank behind a connection.
+
+        Raises:
+            Refused: there is none.
+        """
+        member = self.find(channel, peer)
+        if member is not None:
+            return member
+        if channel == m.DATA:
+            raise Refused("stranger", "attach first: this data connection has not been admitted")
+        raise Refused("stranger", "say Hello first: this connection has not been admitted")
+
+    def leader_peer(self, group: int) -> Peer:
+        """The data connection of a group's leader."""
+        assert self._roster.topology is not None
+        return self._data_peers[self._roster.topology.leader(group)]
+
+    def greet(self, sender: Sender, message: m.Hello, payload: Payload) -> list[Out]:
+        """A rank knocks."""
+        challenge = self._random(NONCE_BYTES)
+        self._roster.knock(sender.peer, message, challenge)
+        return [Out(sender.peer, m.CONTROL, m.Challenge(nonce=challenge))]
+
+    def admit(self, sender: Sender, message: m.Proof, payload: Payload) -> list[Out]:
+        """A rank proves that it holds the key."""
+        hello, challenge = self._roster.admit(sender.peer, message, self._now())
+        welcome = m.Welcome(
+            mac=server_mac(self._key, hello, challenge),
+            data_port=self._data_port(),
+            heartbeat_timeout=self._heartbeat_timeout,
+        )
+        return [Out(sender.peer, m.CONTROL, welcome)]
+
+    def challenge(self, sender: Sender, message: m.Attach, payload: Payload) -> list[Out]:
+        """A rank opens its data connection."""
+        challenge = self._random(NONCE_BYTES)
+        self._attaching[sender.peer] = (message, challenge)
+        while len(self._attaching) > MOST_CHALLENGED:
+            self._attaching.pop(next(iter(self._attaching)))
+        return [Out(sender.peer, m.DATA, m.AttachChallenge(nonce=challenge))]
+
+    def attach(self, sender: Sender, message: m.AttachProof, payload: Payload) -> list[Out]:
+        """A rank proves that its own process is behind the data connection."""
+        attach, challenge = self._attaching.pop(sender.peer, (None, b""))
+        member = self._roster.members.get(attach.rank) if attach is not None else None
+        if attach is None or member is None:
+            raise Refused("stranger", "this proof opens nothing")
+        if not is_equal(message.mac, attach_mac(member.session, "rank", attach, challenge)):
+            raise Refused("stranger", "this proof opens nothing")
+        if member.rank in self._data_peers:
+            raise Refused("attached", f"rank {member.rank} has a data connection already; it keeps that one")
+        self._attached[sender.peer] = member.rank
+        self._data_peers[member.rank] = sender.peer
+        return [Out(sender.peer, m.DATA, m.Attached(mac=attach_mac(member.session, "server", attach, challenge)))]

@@ -1,0 +1,74 @@
+"""Data: an epoch is opened, its samples are leased, and groups hear what comes next."""
+
+from __future__ import annotations
+
+from lightning_omni.methods import Method
+from lightning_omni.protocol import messages as m
+from lightning_omni.protocol.epochs import Epochs
+from lightning_omni.protocol.notes import Notes
+from lightning_omni.protocol.roster import Roster
+from lightning_omni.protocol.service import Out, Payload, Sender, Service
+from lightning_omni.protocol.training import Training
+from lightning_omni.topology import Topology
+
+
+class Data(Service):
+    """Leases samples.
+
+    Args:
+        roster: the ranks of the run.
+        epochs: the epoch that is under way.
+        training: is told who waits meanwhile.
+        notes: is told what was trained.
+    """
+
+    def __init__(self, roster: Roster, epochs: Epochs, training: Training, notes: Notes) -> None:
+        self._roster = roster
+        self._epochs = epochs
+        self._training = training
+        self._notes = notes
+
+    def form(self, topology: Topology, method: Method, message: m.Form) -> None:
+        sizes = {group: len(topology.members(group)) for group in topology.alive}
+        self._epochs.form(sizes, message.generation, message.keep_epoch)
+
+    def retire(self, group: int, lost: bool) -> list[Out]:
+        self._epochs.retire(group)
+        return []
+
+    def settle(self) -> list[Out]:
+        out = []
+        for rank, verdict in self._epochs.settle():
+            out.append(Out(self._roster.members[rank].peer, m.CONTROL, m.Verdict(next=verdict)))
+            self._training.resume(rank)
+        return out
+
+    def open(self, sender: Sender, message: m.OpenEpoch, payload: Payload) -> list[Out]:
+        """An epoch begins."""
+        self._epochs.open(message.plan)
+        return [Out(sender.peer, m.CONTROL, m.EpochOpened(epoch=message.plan.epoch))]
+
+    def draw(self, sender: Sender, message: m.Draw, payload: Payload) -> list[Out]:
+        """A group draws its next batches."""
+        book, group = self._epochs.book_of(message.epoch, message.generation), sender.group
+        if not book.has(group):  # another member was faster to say that the group leaves the epoch
+            return [Out(sender.peer, m.CONTROL, m.Drawn(number=message.number, batches=()))]
+        spans = self._notes.new_spans(group, message)
+        book.train(group, message.trained)
+        self._notes.train(group, message.epoch, spans)
+        batches = book.draw(group, message.number)
+        return [Out(sender.peer, m.CONTROL, m.Drawn(number=message.number, batches=tuple(batches)))]
+
+    def wait(self, sender: Sender, message: m.Await, payload: Payload) -> list[Out]:
+        """A group has trained what it holds, and asks what is next; it hears when that is known."""
+        spans = self._notes.new_spans(sender.group, message)
+        self._epochs.wait(sender.group, sender.rank, message)
+        self._notes.train(sender.group, message.epoch, spans)
+        return self._training.rest(sender.rank)
+
+    def leave(self, sender: Sender, message: m.Leave, payload: Payload) -> list[Out]:
+        """A group leaves the epoch early."""
+        spans = self._notes.new_spans(sender.group, message)
+        self._epochs.leave(sender.group, message)
+        self._notes.train(sender.group, message.epoch, spans)
+        return [Out(sender.peer, m.CONTROL, m.Left())]

@@ -1,0 +1,149 @@
+"""Membership: groups are formed, ranks are lost or leave, and the run ends. The other services are told of it.
+
+Rule 1: what a loss means for a service is the service's own business; here stands only who is told, and in which order.
+Rule 2: when the run cannot go on, every rank is told once, and from then on whenever it asks for something.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning_omni.errors import ProtocolError
+from lightning_omni.protocol import messages as m
+from lightning_omni.protocol.monitoring import Monitoring
+from lightning_omni.protocol.roster import Member, Roster
+from lightning_omni.protocol.service import Out, Payload, Peer, Sender, Service
+from lightning_omni.topology import Topology
+
+
+class Membership:
+    """Who takes part.
+
+    Args:
+        roster: the ranks of the run.
+        services: told of what happens to groups, in this order.
+        monitoring: tells ranks of new groups.
+        heartbeat_timeout: seconds of silence after which a rank counts as dead.
+        join_timeout: seconds that a rank may take to join after the first.
+
+    Attributes:
+        generation: counts the formings of groups, as rank 0 does.
+        over: why the run cannot go on, or an empty string.
+    """
+
+    def __init__(
+        self,
+        roster: Roster,
+        services: Sequence[Service],
+        monitoring: Monitoring,
+        heartbeat_timeout: float,
+        join_timeout: float,
+    ) -> None:
+        self._roster = roster
+        self._services = services
+        self._monitoring = monitoring
+        self._heartbeat_timeout = heartbeat_timeout
+        self._join_timeout = join_timeout
+        self.generation = 0
+        self.over = ""
+
+    @property
+    def peers(self) -> list[Peer]:
+        """Control connections of the ranks that have not left."""
+        return [member.peer for rank, member in self._roster.members.items() if rank not in self._roster.gone]
+
+    def notice_for(self, member: Member, even_lost: bool, even_over: bool) -> m.Notice | None:
+        """What a rank hears instead of an answer, if it or the run is lost.
+
+        Args:
+            member: the rank.
+            even_lost: whether it is answered although its group is gone.
+            even_over: whether it is answered although the run is over.
+        """
+        if member.rank in self._roster.lost and not even_lost:
+            return m.Notice(lost=self._roster.lost_ranks, reason=self._roster.lost[member.rank])
+        if self.over and not even_over:
+            return m.Notice(lost=self._roster.lost_ranks, reason=self.over, over=True)
+        return None
+
+    # --- Messages ----------------------------------------------------------------------------------------------------
+
+    def form(self, sender: Sender, message: m.Form, payload: Payload) -> list[Out]:
+        """Rank 0 forms the compute groups."""
+        topology = Topology(message.groups)
+        if topology.ranks != self._roster.live:
+            raise ProtocolError(
+                f"the groups {message.groups} are not a partition of the live ranks {self._roster.live}"
+            )
+        method = m.method_from_wire(message.method)
+        self.generation = message.generation
+        self._roster.topology = topology
+        for service in self._services:
+            service.form(topology, method, message)
+        # Every rank that asks how the run goes before its next heartbeat should hear of these groups.
+        return [
+            *self._tell_everyone(self._monitoring.status(-1.0)),
+            Out(sender.peer, m.CONTROL, m.Formed(generation=message.generation)),
+        ]
+
+    def report_lost(self, sender: Sender, message: m.Lost, payload: Payload) -> list[Out]:
+        """A launcher saw a rank's process end."""
+        if not 0 <= message.rank < self._roster.world_size:
+            raise ProtocolError(f"there is no rank {message.rank} to be lost")
+        return self.lose(message.rank, message.reason)
+
+    def goodbye(self, sender: Sender, message: m.Goodbye, payload: Payload) -> list[Out]:
+        """A rank leaves on its own."""
+        out = [Out(sender.peer, m.CONTROL, m.Acknowledged())]
+        if message.reason:
+            out += self.lose(sender.rank, message.reason)
+        elif sender.group >= 0:
+            out += self._retire(sender.group, lost=False)
+        self._roster.gone.add(sender.rank)
+        return out
+
+    # --- Losses ------------------------------------------------------------------------------------------------------
+
+    def tick(self, now: float) -> list[Out]:
+        """Time passes: ranks that were silent for too long are lost."""
+        out = []
+        for rank, reason in self._roster.silent(now, self._heartbeat_timeout, self._join_timeout):
+            if self.over:
+                self._roster.gone.add(rank)
+            out += self.lose(rank, reason)
+        return out
+
+    def hang_up(self, peer: Peer) -> list[Out]:
+        """A control connection has ended, and its rank did not say goodbye."""
+        member = self._roster.by_peer(peer)
+        if member is None:
+            return []
+        out = self.lose(member.rank, f"rank {member.rank} is gone without a goodbye: its process or its machine failed")
+        self._roster.gone.add(member.rank)
+        return out
+
+    def lose(self, rank: int, reason: str) -> list[Out]:
+        """A rank is dead: its group is retired, and no rank waits for it any more."""
+        if rank in self._roster.lost or rank in self._roster.gone or self.over:
+            return []
+        group, over = self._roster.lose(rank, reason)
+        if over:
+            return self.end(f"{reason}; the run cannot go on without it")
+        assert group is not None
+        out = self._tell_everyone(m.Notice(lost=self._roster.lost_ranks, reason=reason))
+        return out + self._retire(group, lost=True) + self.settle()
+
+    def settle(self) -> list[Out]:
+        """Answers every rank that waited for something that has come true."""
+        return [out for service in self._services for out in service.settle()]
+
+    def end(self, reason: str) -> list[Out]:
+        """The run cannot go on, and every rank is told."""
+        self.over = reason
+        return self._tell_everyone(m.Notice(lost=self._roster.lost_ranks, reason=reason, over=True))
+
+    def _retire(self, group: int, lost: bool) -> list[Out]:
+        return [out for service in self._services for out in service.retire(group, lost)]
+
+    def _tell_everyone(self, message: m.Message) -> list[Out]:
+        return [Out(peer, m.CONTROL, message) for peer in self.peers]

@@ -1,0 +1,126 @@
+"""The merged head's messages: groups take turns, and each turn's gradients are applied where they are computed.
+
+What a turn is and what it does to the weights is in `head`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from lightning_omni.errors import OmniError, ProtocolError, Refused
+from lightning_omni.protocol import messages as m
+from lightning_omni.protocol.codec import check_specs, pack, unpack
+from lightning_omni.protocol.head import Arrival, HeadShard
+from lightning_omni.protocol.notes import Notes
+from lightning_omni.protocol.roster import Roster
+from lightning_omni.protocol.service import Out, Payload, Peer, Sender, Service, as_tensor
+from lightning_omni.protocol.shards import Shards
+
+
+class MergedHeads(Service):
+    """Gives turns at the merged heads.
+
+    Args:
+        roster: the ranks of the run.
+        shards: holds the heads.
+        notes: is told of each turn.
+        clock: tells the time that the server's own work takes, in seconds.
+    """
+
+    def __init__(self, roster: Roster, shards: Shards, notes: Notes, clock: Callable[[], float]) -> None:
+        self._roster = roster
+        self._shards = shards
+        self._notes = notes
+        self._clock = clock
+
+    def retire(self, group: int, lost: bool) -> list[Out]:
+        """The group has no turn, and waits for none."""
+        out: list[Out] = []
+        for number, head in self._shards.heads:
+            head.forget(group)
+            out += self._serve(number)
+        return out
+
+    def check_forward(self, sender: Sender, message: m.HeadForward) -> int:
+        """Bytes of a batch."""
+        if message.turn:
+            self._roster.check_leads(sender.rank)
+        return self._check_packed(message)
+
+    def check_backward(self, sender: Sender, message: m.HeadBackward) -> int:
+        """Bytes of gradients."""
+        return self._check_packed(message)
+
+    def forward(self, sender: Sender, message: m.HeadForward, payload: Payload) -> list[Out]:
+        """A group's batch comes, and waits for its turn if it wants one."""
+        head = self._shards.head(message.optimizer)
+        # The memory is the connection's, on which nothing else comes before the answer.
+        arrival = Arrival(sender.group, sender.peer, message, unpack(message.packed, as_tensor(payload)))
+        if not message.turn:
+            return [_output(head, arrival)]
+        self._roster.check_leads(sender.rank)
+        head.arrive(arrival)
+        return self._serve(message.optimizer)
+
+    def backward(self, sender: Sender, message: m.HeadBackward, payload: Payload) -> list[Out]:
+        """The gradients of a turn's output: the head is stepped, and the turn is over."""
+        head, group, number = self._shards.head(message.optimizer), sender.group, message.optimizer
+        spans = self._notes.new_spans(group, message)
+        try:
+            stepped = head.backward(group, message, unpack(message.packed, as_tensor(payload)), number)
+        except ProtocolError as error:
+            head.forget(group)
+            return [_refusal(sender.peer, error), *self._serve(number)]
+        self._notes.note(
+            "push",
+            group,
+            number,
+            read_at=stepped.read_at,
+            refused=not stepped.applied,
+            epoch=message.epoch,
+            spans=spans[-1:],
+            hyperparameters=message.hyperparameters,
+            note=message.clip,
+        )
+        head.end_turn(self._clock())
+        packed, buffer = pack(stepped.inputs)
+        answer = m.HeadGradients(
+            packed=packed,
+            nbytes=buffer.numel(),
+            clock=head.master.clock,
+            applied=stepped.applied,
+            refused_in_row=head.refused_in_row[group],
+        )
+        return [Out(sender.peer, m.DATA, answer, (buffer,)), *self._serve(number)]
+
+    def release(self, sender: Sender, message: m.HeadRelease, payload: Payload) -> list[Out]:
+        """A turn ends without gradients."""
+        self._shards.head(message.optimizer).forget(sender.group)
+        return [Out(sender.peer, m.DATA, m.HeadReleased()), *self._serve(message.optimizer)]
+
+    def _serve(self, number: int) -> list[Out]:
+        """The next group in line has its turn; one whose batch the head cannot take hears why, and the next has it."""
+        head, out = self._shards.head(number), []
+        while (arrival := head.next_turn(self._clock())) is not None:
+            out.append(_output(head, arrival))
+        return out
+
+    def _check_packed(self, message: m.HeadForward | m.HeadBackward) -> int:
+        self._shards.head(message.optimizer)
+        check_specs(message.packed.specs, message.nbytes)
+        return message.nbytes
+
+
+def _output(head: HeadShard, arrival: Arrival) -> Out:
+    try:
+        packed, buffer = pack(head.forward(arrival))
+    except OmniError as error:
+        if arrival.message.turn:
+            head.forget(arrival.group)
+        return _refusal(arrival.peer, error)
+    return Out(arrival.peer, m.DATA, m.HeadOutput(packed=packed, nbytes=buffer.numel()), (buffer,))
+
+
+def _refusal(peer: Peer, error: OmniError) -> Out:
+    code = error.code if isinstance(error, Refused) else "protocol"
+    return Out(peer, m.DATA, m.RefusedMessage(code=code, reason=str(error)))

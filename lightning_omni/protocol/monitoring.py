@@ -1,0 +1,125 @@
+"""Monitoring: how the run goes, for whoever asks."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable
+from statistics import fmean
+
+from lightning_omni.methods import Method
+from lightning_omni.protocol import messages as m
+from lightning_omni.protocol.roster import Roster
+from lightning_omni.protocol.sensing import total_momentum
+from lightning_omni.protocol.service import Out, Payload, Sender, Service
+from lightning_omni.protocol.shards import Shards
+from lightning_omni.topology import Topology
+
+LATELY = 64
+"""Pushes over which their time is averaged: where groups meet, the last one's takes many times the others'."""
+RATE_WINDOW = 10.0
+"""Seconds over which the rate of updates is measured."""
+
+
+class Monitoring(Service):
+    """Measures the server, and hears from the ranks how long their steps take.
+
+    Args:
+        roster: the ranks of the run.
+        shards: what they train.
+        clock: tells the time that the server's own work takes, in seconds.
+        strangers: messages refused because they were malformed or their sender had not been admitted.
+    """
+
+    def __init__(
+        self, roster: Roster, shards: Shards, clock: Callable[[], float], strangers: Callable[[], int]
+    ) -> None:
+        self._roster = roster
+        self._shards = shards
+        self._clock = clock
+        self._strangers = strangers
+        self._rate: deque[tuple[float, int]] = deque()
+        self._push_began: float | None = None
+        self._serve_times: deque[float] = deque(maxlen=LATELY)
+        self._serves = False
+
+    def form(self, topology: Topology, method: Method, message: m.Form) -> None:
+        self._serve_times.clear()
+        self._serves = False
+
+    def begin(self, message: m.Message) -> None:
+        """A message has come in, and is about to be handled."""
+        self._push_began = self._clock() if isinstance(message, m.PushMessage) else None
+
+    def end(self) -> None:
+        """The answers to the last message are with the socket; if it was a push, it has taken until now."""
+        if self._push_began is None:
+            return
+        lasted = max(0.0, self._clock() - self._push_began)
+        self._push_began = None
+        if self._serves:
+            self._serve_times.append(lasted)
+        self._serves = True  # the first after groups were formed has memory to find
+
+    def tick(self, now: float) -> None:
+        """Time passes."""
+        self._rate.append((now, self._shards.clock))
+        while now - self._rate[0][0] > RATE_WINDOW:
+            self._rate.popleft()
+
+    def heartbeat(self, sender: Sender, message: m.Heartbeat, payload: Payload) -> list[Out]:
+        """A rank is alive, and says how long its steps take."""
+        self._roster.members[sender.rank].timings = message
+        return [Out(sender.peer, m.CONTROL, self.status(message.sent))]
+
+    def ask(self, sender: Sender, message: m.AskStatus, payload: Payload) -> list[Out]:
+        """A rank asks how the run goes."""
+        return [Out(sender.peer, m.CONTROL, self.status(0.0))]
+
+    def status(self, sent: float) -> m.Status:
+        """How the run goes.
+
+        Args:
+            sent: see `lightning_omni.protocol.messages.Status`.
+        """
+        staleness: Counter[int] = sum((shard.staleness for _, shard in self._shards.pushed), Counter())
+        rate = 0.0
+        if len(self._rate) > 1 and self._rate[-1][0] > self._rate[0][0]:
+            rate = (self._rate[-1][1] - self._rate[0][1]) / (self._rate[-1][0] - self._rate[0][0])
+        members = self._roster.members
+        return m.Status(
+            sent=sent,
+            clock=self._shards.clock,
+            updates_per_second=max(rate, 0.0),
+            refused=sum(shard.refused for shard in self._shards.all),
+            strangers=self._strangers(),
+            groups=tuple(self._group_status(group) for group in self._roster.groups),
+            staleness=tuple(staleness[t] for t in range(max(staleness, default=-1) + 1)),
+            lost=self._roster.lost_ranks,
+            head_time=sum(head.turn_time for _, head in self._shards.heads),
+            serve_time=fmean(self._serve_times) if self._serve_times else 0.0,
+            total_momentum=total_momentum(shard.sensing for _, shard in self._shards.pushed),
+            signal=max((members[rank].timings.signal for rank in self._roster.live if rank in members), default=0),
+        )
+
+    def _group_status(self, group: int) -> m.GroupStatus:
+        assert self._roster.topology is not None
+        ranks, members = self._roster.topology.members(group), self._roster.members
+        timings = {rank: members[rank].timings for rank in ranks if rank in members}
+        seen: Counter[int] = sum((shard.by_group.get(group, Counter()) for _, shard in self._shards.pushed), Counter())
+        updates = sum(seen.values())
+        slowest = max(timings, key=lambda rank: timings[rank].compute_time, default=ranks[0])
+        return m.GroupStatus(
+            group=group,
+            ranks=ranks,
+            updates=updates,
+            staleness_mean=sum(t * count for t, count in seen.items()) / updates if updates else 0.0,
+            step_time=_mean([each.step_time for each in timings.values()]),
+            compute_time=_mean([each.compute_time for each in timings.values()]),
+            exchange_time=_mean([each.exchange_time for each in timings.values()]),
+            slowest_rank=slowest,
+            slowest_time=timings[slowest].compute_time if slowest in timings else 0.0,
+        )
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else 0.0

@@ -1,0 +1,80 @@
+"""Tells the recorder what happens to the shards, in order. Without a recorder nothing is looked up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning_omni.protocol import messages as m
+from lightning_omni.protocol.epochs import Epochs
+from lightning_omni.protocol.record import Event, Kind, Recorder, Spans
+from lightning_omni.protocol.shards import Shards
+
+
+class Notes:
+    """The events of one run.
+
+    Args:
+        record: told of each event; None if they are not to be recorded.
+        shards: those that the events happen to.
+        epochs: knows which batches a message brings news of.
+        now: the time of the message that is being handled.
+
+    Attributes:
+        record: as above.
+    """
+
+    def __init__(self, record: Recorder | None, shards: Shards, epochs: Epochs, now: Callable[[], float]) -> None:
+        self.record = record
+        self._shards = shards
+        self._epochs = epochs
+        self._now = now
+        self._present: dict[tuple[int, int], tuple[bool, ...]] = {}
+
+    def form(self, groups: tuple[tuple[int, ...], ...], method: dict[str, Any]) -> None:
+        """Groups were formed on the same weights."""
+        for number, _ in self._shards.pushed:
+            self.note("form", -1, number, groups=groups, method=method)
+        self._present.clear()
+
+    def note(self, kind: Kind, group: int, optimizer: int, **more: Any) -> None:
+        """One event; see `lightning_omni.protocol.record.Event`."""
+        if self.record is not None:
+            clock = self._shards.all[optimizer].master.clock
+            self.record(Event(kind=kind, time=self._now(), group=group, optimizer=optimizer, clock=clock, **more))
+
+    def new_spans(self, group: int, message: m.Draw | m.Await | m.Leave | m.Fetch | m.HeadBackward) -> Spans:
+        """The batches that a message brings news of; none if there is no recorder."""
+        if self.record is None or not self._epochs.holds(group, message.epoch):
+            return ()
+        return self._epochs.new_spans(group, message.epoch, message.trained)
+
+    def train(self, group: int, epoch: int, spans: Spans) -> None:
+        """A group has begun to train batches of which no push has told."""
+        if spans:
+            for number, _ in self._shards.pushed:
+                self.note("train", group, number, epoch=epoch, spans=spans)
+
+    def push(self, group: int, message: m.PushMessage, refused: bool) -> None:
+        """A push was merged, or refused; its epoch does not know yet what it has trained."""
+        if self.record is None:
+            return
+        self.note(
+            "push",
+            group,
+            message.optimizer,
+            read_at=message.read_at,
+            refused=refused,
+            epoch=message.epoch,
+            spans=self._epochs.new_spans(group, message.epoch, message.trained),
+            hyperparameters=message.hyperparameters,
+            note=message.note,
+            present=self._news_of_presence(group, message),
+        )
+
+    def _news_of_presence(self, group: int, message: m.PushMessage) -> tuple[bool, ...]:
+        """Which parameters had a tensor, if it is not the same as in the group's last push."""
+        where, before = (group, message.optimizer), self._present.get((group, message.optimizer))
+        self._present[where] = message.present
+        same = message.present == before if before is not None else all(message.present)
+        return () if same else message.present

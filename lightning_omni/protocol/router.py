@@ -1,0 +1,242 @@
+"""Who may say what: one table, a row a message, and what follows from it.
+
+Rule 1: a message without a row in the table is none; on another channel than its row says it is none, either.
+Rule 2: who sent it, and whether that rank still takes part, is asked before anything else; then how large its payload
+may be, before memory is set aside; then it is handled.
+Rule 3: every answer to a message goes back on the channel that the message came on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import Enum, auto
+from functools import reduce
+from operator import or_
+from typing import Any
+
+import msgspec
+
+from lightning_omni.errors import ProtocolError, Refused
+from lightning_omni.protocol import messages as m
+from lightning_omni.protocol.admission import Admission
+from lightning_omni.protocol.data import Data
+from lightning_omni.protocol.membership import Membership
+from lightning_omni.protocol.merged_head import MergedHeads
+from lightning_omni.protocol.messages import CONTROL, DATA
+from lightning_omni.protocol.monitoring import Monitoring
+from lightning_omni.protocol.roster import Roster
+from lightning_omni.protocol.service import Out, Payload, Peer, Sender
+from lightning_omni.protocol.snapshots import Snapshots
+from lightning_omni.protocol.synchronization import Synchronization
+from lightning_omni.protocol.training import Training
+
+
+class Who(Enum):
+    """Who may send a message. Each but the first includes an admitted connection on the message's channel."""
+
+    STRANGER = auto()
+    """Any connection, also one that has not been admitted."""
+    RANK = auto()
+    """An admitted rank."""
+    MEMBER = auto()
+    """... that is in a group."""
+    LEADER = auto()
+    """... and speaks for it."""
+    RANK_0 = auto()
+    """The rank that hosts the run."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """What there is to know of a message.
+
+    Attributes:
+        message: its type.
+        channel: where it belongs.
+        who: who may send it.
+        service: the type of the service that it is for.
+        handle: the method that answers it, called with the service, a `Sender`, the message and the payload; None if
+            the transport makes another message of it.
+        payload: the method that says how many bytes of payload may follow, called with the service, a `Sender` and the
+            message; None if there are none. On the control channel a payload comes in one frame with the message, and
+            the transport bounds it.
+        settles: whether others may now get what they have been waiting for.
+        when_lost: whether a rank is answered although its group is gone.
+        when_over: whether a rank is answered although the run is over.
+        does: of a message of rank 0 alone, what it does.
+    """
+
+    message: type[m.Message]
+    channel: m.Channel
+    who: Who
+    service: type[Any]
+    handle: Callable[..., list[Out]] | None
+    payload: Callable[..., int] | None = None
+    settles: bool = False
+    when_lost: bool = False
+    when_over: bool = False
+    does: str = ""
+
+
+TABLE = (
+    # admission
+    Row(m.Hello, CONTROL, Who.STRANGER, Admission, Admission.greet),
+    Row(m.Proof, CONTROL, Who.STRANGER, Admission, Admission.admit),
+    Row(m.Attach, DATA, Who.STRANGER, Admission, Admission.challenge),
+    Row(m.AttachProof, DATA, Who.STRANGER, Admission, Admission.attach),
+    # membership
+    Row(m.Form, CONTROL, Who.RANK_0, Membership, Membership.form, does="forms groups"),
+    Row(m.Lost, CONTROL, Who.RANK, Membership, Membership.report_lost),
+    Row(m.Goodbye, CONTROL, Who.RANK, Membership, Membership.goodbye, settles=True, when_lost=True, when_over=True),
+    # monitoring
+    Row(m.Heartbeat, CONTROL, Who.RANK, Monitoring, Monitoring.heartbeat),
+    Row(m.AskStatus, CONTROL, Who.RANK, Monitoring, Monitoring.ask, when_over=True),
+    # data
+    Row(m.OpenEpoch, CONTROL, Who.MEMBER, Data, Data.open),
+    Row(m.Draw, CONTROL, Who.MEMBER, Data, Data.draw),
+    Row(m.Await, CONTROL, Who.MEMBER, Data, Data.wait, settles=True),
+    Row(m.Leave, CONTROL, Who.MEMBER, Data, Data.leave, settles=True),
+    # synchronization
+    Row(m.Contribute, CONTROL, Who.RANK, Synchronization, Synchronization.contribute, settles=True),
+    Row(m.ReadBrought, CONTROL, Who.RANK, Synchronization, Synchronization.read_brought),
+    Row(m.Bring, DATA, Who.RANK, Synchronization, Synchronization.bring, Synchronization.check_brought),
+    Row(m.Long, DATA, Who.RANK, Synchronization, None, Synchronization.check_long),
+    Row(m.Collect, DATA, Who.RANK, Synchronization, Synchronization.collect),
+    # training
+    Row(m.PushMessage, DATA, Who.LEADER, Training, Training.push, Training.check_push, settles=True),
+    Row(m.Fetch, DATA, Who.RANK, Training, Training.fetch),
+    Row(m.Average, DATA, Who.LEADER, Training, Training.average, Training.check_average, settles=True),
+    Row(m.Restructure, DATA, Who.LEADER, Training, Training.restructure, Training.check_restructure),
+    # snapshots
+    Row(m.Seed, DATA, Who.RANK_0, Snapshots, Snapshots.seed, Snapshots.check_packed, does="hands weights over"),
+    Row(m.Deposit, DATA, Who.LEADER, Snapshots, Snapshots.deposit, Snapshots.check_packed),
+    Row(m.TakeSnapshot, DATA, Who.RANK, Snapshots, Snapshots.take),
+    # merged head
+    Row(m.HeadForward, DATA, Who.MEMBER, MergedHeads, MergedHeads.forward, MergedHeads.check_forward),
+    Row(m.HeadBackward, DATA, Who.LEADER, MergedHeads, MergedHeads.backward, MergedHeads.check_backward),
+    Row(m.HeadRelease, DATA, Who.LEADER, MergedHeads, MergedHeads.release),
+)
+"""Every message that a server may receive."""
+
+
+def types_on(channel: m.Channel, rows: Iterable[Row] = TABLE) -> tuple[type[m.Message], ...]:
+    """The messages that belong on a channel, in the order of the table."""
+    return tuple(row.message for row in rows if row.channel == channel)
+
+
+class Router:
+    """Does with each message what its row says.
+
+    Args:
+        rows: the table.
+        services: one of each type that the table names.
+        roster: the ranks of the run.
+
+    Raises:
+        ValueError: a message has two rows, or a row no service.
+    """
+
+    def __init__(self, rows: Iterable[Row], services: Iterable[Any], roster: Roster) -> None:
+        rows = tuple(rows)
+        self._rows = {row.message: row for row in rows}
+        self._services = {type(service): service for service in services}
+        self._roster = roster
+        self._admission: Admission = self._services[Admission]
+        self._membership: Membership = self._services[Membership]
+        twice = sorted({row.message.__name__ for row in rows if self._rows[row.message] is not row})
+        if twice:
+            raise ValueError(f"rows: {', '.join(twice)} cannot have two; give each message one row")
+        homeless = sorted({row.service.__name__ for row in rows if row.service not in self._services})
+        if homeless:
+            raise ValueError(f"rows: there is no service {', '.join(homeless)}; pass it in services=, too")
+        self._decoders = {
+            channel: msgspec.msgpack.Decoder(reduce(or_, types_on(channel, rows))) for channel in (CONTROL, DATA)
+        }
+
+    def decode(self, channel: m.Channel, data: bytes | memoryview) -> m.Message:
+        """Bytes as a message.
+
+        Raises:
+            MalformedMessage: they are none that belongs on this channel.
+        """
+        message: m.Message = m.decode_with(self._decoders[channel], data, channel)
+        return message
+
+    def route(self, channel: m.Channel, peer: Peer, message: m.Message, payload: Payload, now: float) -> list[Out]:
+        """Handles a message.
+
+        Raises:
+            ProtocolError: it is not allowed.
+        """
+        row = self._row(channel, message)
+        if row.who is Who.STRANGER:
+            return self._handle(row, Sender(peer), message, payload)
+        member = self._admission.member_of(channel, peer)
+        notice = self._membership.notice_for(member, row.when_lost, row.when_over)
+        if notice is not None and channel == DATA:
+            raise _refusal(member.rank, notice)
+        member.last_seen = now
+        if notice is not None:
+            return [Out(peer, channel, notice)]
+        return self._handle(row, self._sender(peer, member.rank), message, payload)
+
+    def forward(self, sender: Sender, data: bytes, payload: Payload) -> list[Out]:
+        """Handles a control message that was brought over the data channel, as if it had come over its own.
+
+        Raises:
+            ProtocolError: it is none, or not allowed.
+        """
+        message = self.decode(CONTROL, data)
+        row = self._row(CONTROL, message)
+        if row.who is Who.STRANGER or row.message is m.ReadBrought:
+            raise ProtocolError(f"a {type(message).__name__} cannot be brought")
+        return self._handle(row, sender, message, payload)
+
+    def check_payload(self, peer: Peer, message: m.Message) -> int:
+        """Bytes of payload that a data message may bring.
+
+        Raises:
+            ProtocolError: this peer may not send this, or not as much.
+        """
+        row = self._row(DATA, message)
+        if row.payload is None:
+            return 0
+        member = self._admission.member_of(DATA, peer)
+        notice = self._membership.notice_for(member, row.when_lost, row.when_over)
+        if notice is not None:
+            raise _refusal(member.rank, notice)
+        sender = self._sender(peer, member.rank)
+        self._check(row, sender)
+        return row.payload(self._services[row.service], sender, message)
+
+    def _row(self, channel: m.Channel, message: m.Message) -> Row:
+        row = self._rows.get(type(message))
+        if row is None or row.channel != channel:
+            raise ProtocolError(f"{type(message).__name__} does not belong on the {channel} channel")
+        return row
+
+    def _sender(self, peer: Peer, rank: int) -> Sender:
+        return Sender(peer, rank, self._roster.group_of(rank))
+
+    def _check(self, row: Row, sender: Sender) -> None:
+        if row.who is Who.LEADER:
+            self._roster.check_leads(sender.rank)
+        elif row.who is Who.MEMBER:
+            self._roster.check_grouped(sender.rank)
+        elif row.who is Who.RANK_0 and sender.rank != 0:
+            raise ProtocolError(f"only rank 0 {row.does}")
+
+    def _handle(self, row: Row, sender: Sender, message: m.Message, payload: Payload) -> list[Out]:
+        self._check(row, sender)
+        if row.handle is None:
+            raise ProtocolError(f"{type(message).__name__} does not belong on the {row.channel} channel")
+        out = row.handle(self._services[row.service], sender, message, payload)
+        return out + self._membership.settle() if row.settles else out
+
+
+def _refusal(rank: int, notice: m.Notice) -> Refused:
+    """A notice, as it is told on the data channel."""
+    if notice.over:
+        return Refused("over", notice.reason)
+    return Refused("lost", f"rank {rank} was retired: {notice.reason}")

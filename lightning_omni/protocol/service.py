@@ -1,0 +1,86 @@
+"""What the services of the server have in common: who sent a message, what is sent back, and what all of them hear of.
+
+A service is one part of the server with a state of its own. It answers the messages that the table in `router` gives
+it, and it is told when groups are formed and when one ends. It knows other services only through what it is given.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_omni.methods import Method
+from lightning_omni.protocol import messages as m
+from lightning_omni.topology import Topology
+
+Peer = bytes
+"""A connection."""
+Payload = bytes | Tensor
+
+
+@dataclass(frozen=True)
+class Out:
+    """A message to be sent, with the parts of its payload."""
+
+    peer: Peer
+    channel: m.Channel
+    message: m.Message
+    payload: tuple[Payload, ...] = ()
+
+
+@dataclass(frozen=True)
+class Sender:
+    """Who sent a message, as far as it is known.
+
+    Attributes:
+        peer: the connection that it came from.
+        rank: the admitted rank behind it, or -1.
+        group: the group that this rank is in, or -1.
+    """
+
+    peer: Peer
+    rank: int = -1
+    group: int = -1
+
+
+class Service:
+    """Base of the services: what they are told of beside their messages."""
+
+    def form(self, topology: Topology, method: Method, message: m.Form) -> None:
+        """Groups are formed.
+
+        Args:
+            topology: the groups.
+            method: what they follow.
+            message: as rank 0 has sent it.
+        """
+
+    def retire(self, group: int, lost: bool) -> list[Out]:
+        """A group takes no part any more: no rank waits for it.
+
+        Args:
+            group: number of the group.
+            lost: whether it is dead; else it has left in good order.
+
+        Returns:
+            The answers that were waiting for that group.
+        """
+        return []
+
+    def settle(self) -> list[Out]:
+        """The answers that were waiting for something that has come true."""
+        return []
+
+
+def nbytes_of(payload: Payload) -> int:
+    """Size of a payload."""
+    return payload.numel() if isinstance(payload, Tensor) else len(payload)
+
+
+def as_tensor(payload: Payload) -> Tensor:
+    """A payload as a tensor of bytes."""
+    if isinstance(payload, Tensor):
+        return payload
+    return torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else torch.empty(0, dtype=torch.uint8)

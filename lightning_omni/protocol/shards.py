@@ -1,0 +1,54 @@
+"""The shards of a run, by the number of their optimizer: those that groups push to, and merged heads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning_omni.errors import ProtocolError
+from lightning_omni.protocol.head import HeadShard
+from lightning_omni.protocol.shard import Shard
+
+
+class Shards:
+    """What the server holds; nothing before rank 0 has handed it over.
+
+    Attributes:
+        all: every shard, in the order of their optimizers.
+        pushed: number and shard of those that groups push to.
+        heads: number and shard of the merged heads, to which no group pushes.
+    """
+
+    def __init__(self) -> None:
+        self.hold(())
+
+    def hold(self, shards: Sequence[Shard]) -> None:
+        """These are the run's optimizers from now on."""
+        self.all = list(shards)
+        self.pushed = [(number, shard) for number, shard in enumerate(shards) if not shard.is_head]
+        self.heads = [(number, shard) for number, shard in enumerate(shards) if isinstance(shard, HeadShard)]
+
+    @property
+    def clock(self) -> int:
+        """Updates applied so far, over all optimizers. Those of a merged head belong to updates of the body."""
+        return sum(shard.master.clock for _, shard in self.pushed)
+
+    def shard(self, optimizer: int) -> Shard:
+        """The shard of an optimizer.
+
+        Raises:
+            ProtocolError: there is none of that number.
+        """
+        if not 0 <= optimizer < len(self.all):
+            raise ProtocolError(f"there is no optimizer {optimizer}; the server holds {len(self.all)}")
+        return self.all[optimizer]
+
+    def head(self, optimizer: int) -> HeadShard:
+        """The merged head of that number.
+
+        Raises:
+            ProtocolError: there is none.
+        """
+        shard = self.shard(optimizer)
+        if not isinstance(shard, HeadShard):
+            raise ProtocolError(f"optimizer {optimizer} is no merged head")
+        return shard

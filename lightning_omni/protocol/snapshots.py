@@ -1,0 +1,113 @@
+"""Snapshots: the state of all optimizers as of one moment, as it is handed over and as it is given back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from lightning_omni.errors import MalformedMessage, OmniError, ProtocolError
+from lightning_omni.methods import Method
+from lightning_omni.methods.master import Resolve
+from lightning_omni.methods.modules import ResolveModule
+from lightning_omni.protocol import messages as m
+from lightning_omni.protocol.codec import check_specs, pack, unpack
+from lightning_omni.protocol.epochs import Epochs
+from lightning_omni.protocol.head import HeadShard
+from lightning_omni.protocol.notes import Notes
+from lightning_omni.protocol.roster import Roster
+from lightning_omni.protocol.service import Out, Payload, Sender, Service, as_tensor
+from lightning_omni.protocol.shard import ROOM, Shard
+from lightning_omni.protocol.shards import Shards
+from lightning_omni.topology import Topology
+
+
+class Snapshots(Service):
+    """Takes the run's weights and optimizers in, and gives them out.
+
+    Args:
+        roster: the ranks of the run.
+        shards: where the weights and optimizers are held.
+        epochs: the epoch that is under way.
+        notes: is told of what was handed over.
+        resolve: turns an optimizer's class path into the class.
+        resolve_module: turns the class path of a merged head's module into the class.
+    """
+
+    def __init__(
+        self,
+        roster: Roster,
+        shards: Shards,
+        epochs: Epochs,
+        notes: Notes,
+        resolve: Resolve,
+        resolve_module: ResolveModule,
+    ) -> None:
+        self._roster = roster
+        self._shards = shards
+        self._epochs = epochs
+        self._notes = notes
+        self._resolve = resolve
+        self._resolve_module = resolve_module
+        self._method: Method | None = None
+        self._deposits: dict[int, Any] = {}
+
+    def form(self, topology: Topology, method: Method, message: m.Form) -> None:
+        self._method = method
+        self._deposits.clear()
+
+    def retire(self, group: int, lost: bool) -> list[Out]:
+        if lost:
+            self._deposits.pop(group, None)
+        return []
+
+    def check_packed(self, sender: Sender, message: m.Seed | m.Deposit) -> int:
+        """Bytes of a tree."""
+        check_specs(message.packed.specs, message.nbytes)
+        return message.nbytes
+
+    def seed(self, sender: Sender, message: m.Seed, payload: Payload) -> list[Out]:
+        """Rank 0 hands the master weights and optimizers over."""
+        if self._method is None:
+            raise ProtocolError("form groups first")
+        tree = unpack(message.packed, as_tensor(payload))
+        groups = self._roster.groups
+        try:
+            self._shards.hold([self._shard_of(part, self._method, groups) for part in tree["parts"]])
+        except OmniError:
+            raise
+        except Exception as error:  # torch raises what it likes on states that are none
+            raise MalformedMessage(f"not a seed: {type(error).__name__}: {error}") from error
+        formed, method = self._roster.topology, m.method_to_wire(self._method)
+        for number in range(len(self._shards.all)):
+            self._notes.note("seed", -1, number, groups=formed.groups if formed else (), method=method)
+        return [Out(sender.peer, m.DATA, m.Seeded())]
+
+    def deposit(self, sender: Sender, message: m.Deposit, payload: Payload) -> list[Out]:
+        """What a group alone knows, for the next snapshot."""
+        # Taken apart and packed again for the snapshot, so that it cannot hold what no snapshot may.
+        self._deposits[sender.group] = unpack(message.packed, as_tensor(payload).clone())
+        return [Out(sender.peer, m.DATA, m.Deposited())]
+
+    def take(self, sender: Sender, message: m.TakeSnapshot, payload: Payload) -> list[Out]:
+        """Everything of this moment."""
+        parts: list[dict[str, Any]] = [shard.master.snapshot() for shard in self._shards.all]
+        if not message.with_state:
+            parts = [{**part, "state": {}} for part in parts]
+        tree: dict[str, Any] = {
+            "parts": parts,
+            "epoch": self._epochs.plan_fields,
+            "trained": self._epochs.trained_spans,
+        }
+        if message.with_state:
+            for part, shard in zip(parts, self._shards.all, strict=True):
+                part["method"] = shard.method_side.state()
+            tree["groups"], self._deposits = self._deposits, {}  # once: later they are of another moment
+        packed, buffer = pack(tree)
+        return [Out(sender.peer, m.DATA, m.Snapshot(packed=packed, nbytes=buffer.numel()), (buffer,))]
+
+    def _shard_of(self, part: Any, method: Method, groups: Iterable[int]) -> Shard:
+        optimizer, weights, clock = part["optimizer"], part["weights"], int(part["clock"])
+        if part.get("head") is not None:
+            return HeadShard(optimizer, weights, clock, part["head"], groups, self._resolve, self._resolve_module)
+        room = ROOM + int(part.get("room", 0))
+        return Shard(optimizer, weights, clock, method, groups, self._resolve, part.get("method"), room)

@@ -1,0 +1,100 @@
+"""Synchronization points of all live ranks, and what is too large for the control channel, on which they take place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from lightning_omni.errors import MalformedMessage, ProtocolError
+from lightning_omni.protocol import messages as m
+from lightning_omni.protocol.meetings import Meetings
+from lightning_omni.protocol.roster import Roster
+from lightning_omni.protocol.service import Out, Payload, Sender, Service, as_tensor, nbytes_of
+from lightning_omni.protocol.training import Training
+
+Forward = Callable[[Sender, bytes, Payload], list[Out]]
+"""Handles a control message that did not come over the control channel, as if it had."""
+
+
+class Synchronization(Service):
+    """Gathers what all live ranks contribute.
+
+    Args:
+        roster: the ranks of the run.
+        training: is told who waits meanwhile.
+        forward: handles messages that were brought.
+    """
+
+    def __init__(self, roster: Roster, training: Training, forward: Forward) -> None:
+        self._roster = roster
+        self._training = training
+        self._forward = forward
+        self._meetings = Meetings()
+        self._brought: dict[int, Payload] = {}
+        self._gathered: tuple[int, tuple[Payload, ...]] = (-1, ())  # the last one's, where they must be collected
+
+    def retire(self, group: int, lost: bool) -> list[Out]:
+        self._meetings.forget(self._roster.lost)
+        return []
+
+    def settle(self) -> list[Out]:
+        out: list[Out] = []
+        for number, parts in self._meetings.complete(self._roster.live) if not self._meetings.is_idle else ():
+            payloads = tuple(payload for _, payload in parts)
+            sizes = tuple(map(nbytes_of, payloads))
+            ranks = tuple(rank for rank, _ in parts)
+            # All ranks have collected the last one's, or they would not be at this one.
+            collect = max(sizes, default=0) > m.LARGEST_INLINE
+            self._gathered = (number, payloads) if collect else (-1, ())
+            gathered = m.Gathered(number=number, ranks=ranks, sizes=sizes, collect=collect)
+            told = () if collect else payloads
+            out += [Out(self._roster.members[rank].peer, m.CONTROL, gathered, told) for rank in ranks]
+            for rank in ranks:
+                self._training.resume(rank)
+        return out
+
+    def contribute(self, sender: Sender, message: m.Contribute, payload: Payload) -> list[Out]:
+        """A rank comes to a synchronization point."""
+        if message.brought:
+            payload = self._take_brought(sender.rank)
+        self._meetings.contribute(message.number, sender.rank, message.what, payload)
+        return self._training.rest(sender.rank)
+
+    def check_brought(self, sender: Sender, message: m.Bring) -> int:
+        """Bytes that are brought for one synchronization point."""
+        return _checked_size(message.nbytes, m.LARGEST_BROUGHT)
+
+    def bring(self, sender: Sender, message: m.Bring, payload: Payload) -> list[Out]:
+        """Bytes that are needed next on the control channel."""
+        self._brought[sender.rank] = payload
+        return [Out(sender.peer, m.DATA, m.Brought())]
+
+    def read_brought(self, sender: Sender, message: m.ReadBrought, payload: Payload) -> list[Out]:
+        """What was brought is a message."""
+        brought = self._take_brought(sender.rank)
+        data = brought.numpy().tobytes() if isinstance(brought, Tensor) else brought
+        return self._forward(sender, data, payload)
+
+    def collect(self, sender: Sender, message: m.Collect, payload: Payload) -> list[Out]:
+        """A rank wants the payloads of the last synchronization point."""
+        number, payloads = self._gathered
+        if message.number != number:
+            raise ProtocolError(f"there is nothing to collect of meeting {message.number}")
+        parts = tuple(as_tensor(payload) for payload in payloads)
+        return [Out(sender.peer, m.DATA, m.Collected(nbytes=sum(map(nbytes_of, parts))), parts)]
+
+    def check_long(self, sender: Sender, message: m.Long) -> int:
+        """Bytes of a message that is too large for one frame. The transport puts it together."""
+        return _checked_size(message.nbytes, m.LONGEST)
+
+    def _take_brought(self, rank: int) -> Payload:
+        if rank not in self._brought:
+            raise ProtocolError(f"rank {rank} has brought nothing over its data connection")
+        return self._brought.pop(rank)
+
+
+def _checked_size(nbytes: int, largest: int) -> int:
+    if not 0 < nbytes <= largest:
+        raise MalformedMessage(f"{nbytes} bytes are announced, and at most {largest} may come")
+    return nbytes

@@ -1,0 +1,238 @@
+"""Training: what groups push is merged, answers go out when the method has them, and no group waits for an idle one.
+
+Rule: the outgoing weights are the live ones: whoever drives the server sends (or copies) them before the next message.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lightning_omni.errors import MalformedMessage, OmniError, ProtocolError
+from lightning_omni.methods import Method, Reply
+from lightning_omni.protocol import messages as m
+from lightning_omni.protocol.admission import Admission
+from lightning_omni.protocol.codec import check_specs, unpack
+from lightning_omni.protocol.epochs import Epochs
+from lightning_omni.protocol.notes import Notes
+from lightning_omni.protocol.record import Kind
+from lightning_omni.protocol.roster import Roster
+from lightning_omni.protocol.service import Out, Payload, Peer, Sender, Service, as_tensor
+from lightning_omni.protocol.shard import Shard
+from lightning_omni.protocol.shards import Shards
+from lightning_omni.topology import Topology
+
+
+class Training(Service):
+    """Merges pushes and answers them.
+
+    Args:
+        roster: the ranks of the run.
+        admission: knows the connection of each group's leader.
+        shards: master weights and the methods' server sides.
+        epochs: is told what was trained.
+        notes: is told of all of it.
+    """
+
+    def __init__(self, roster: Roster, admission: Admission, shards: Shards, epochs: Epochs, notes: Notes) -> None:
+        self._roster = roster
+        self._admission = admission
+        self._shards = shards
+        self._epochs = epochs
+        self._notes = notes
+        self._pending: dict[int, tuple[int, bool]] = {}  # group: optimizer of the push that waits, and whether it pulls
+        self._idle_elsewhere: set[int] = set()
+
+    # --- Groups come and go ------------------------------------------------------------------------------------------
+
+    def form(self, topology: Topology, method: Method, message: m.Form) -> None:
+        for shard in self._shards.all:
+            shard.change_method(method, topology.alive)
+        self._notes.form(topology.groups, message.method)
+        self._pending.clear()
+        self._idle_elsewhere.clear()
+
+    def retire(self, group: int, lost: bool) -> list[Out]:
+        return self._tell_sides("retire", group, note="retire" if lost else "leave")
+
+    def settle(self) -> list[Out]:
+        out = []
+        for number, shard in enumerate(self._shards.all):
+            for group, good in shard.averaged(self._roster.groups):
+                peer = self._admission.leader_peer(group)
+                out.append(self._weights(peer, number, shard, applied=good, group=group))
+        return out
+
+    # --- Messages ----------------------------------------------------------------------------------------------------
+
+    def check_push(self, sender: Sender, message: m.PushMessage) -> int:
+        """Bytes of a push."""
+        return self._shards.shard(message.optimizer).payload_layout(sender.group, message).nbytes
+
+    def push(self, sender: Sender, message: m.PushMessage, payload: Payload) -> list[Out]:
+        """A group pushes to one optimizer; answered when the method says so."""
+        group, number = sender.group, message.optimizer
+        shard = self._shards.shard(number)
+        if shard.is_head:
+            raise ProtocolError(f"optimizer {number} is a merged head; nothing is pushed to it")
+        if message.epoch >= 0:
+            self._epochs.check_trained(group, message.epoch, message.trained)
+        replies = shard.push(group, message, as_tensor(payload))
+        self._notes.push(group, message, refused=replies is None)
+        if message.epoch >= 0:
+            self._epochs.train(group, message.epoch, message.trained)
+        if replies is None:
+            if message.pull:
+                shard.method_side.fetched(group)
+            return [self._weights(sender.peer, number, shard, applied=False, group=group, pull=message.pull)]
+        self._pending[group] = (number, message.pull)
+        out = self._answers(number, replies)
+        if group in self._pending:
+            out += self._rest_elsewhere(group, number)
+        return out
+
+    def fetch(self, sender: Sender, message: m.Fetch, payload: Payload) -> list[Out]:
+        """A rank reads the master weights of one optimizer outside an exchange."""
+        shard, group = self._shards.shard(message.optimizer), sender.group
+        if group >= 0:
+            spans = self._notes.new_spans(group, message)
+            if self._epochs.holds(group, message.epoch):  # where groups meet after it has left, it has nothing to tell
+                self._epochs.train(group, message.epoch, message.trained)
+            shard.method_side.fetched(group)
+            self._notes.note("fetch", group, message.optimizer, epoch=message.epoch, spans=spans)
+        return [self._weights(sender.peer, message.optimizer, shard, known=group)]
+
+    def check_average(self, sender: Sender, message: m.Average) -> int:
+        """Bytes of a group's own weights."""
+        expected = self._shards.shard(message.optimizer).layout_of(sender.group).nbytes
+        if message.nbytes != expected:
+            raise MalformedMessage(f"the weights have {message.nbytes} bytes, {expected} were expected")
+        return message.nbytes
+
+    def average(self, sender: Sender, message: m.Average, payload: Payload) -> list[Out]:
+        """A group's own weights, for the mean of all; answered when all have come."""
+        self._shards.shard(message.optimizer).average(sender.group, as_tensor(payload))
+        return []
+
+    def check_restructure(self, sender: Sender, message: m.Restructure) -> int:
+        """Bytes that come with parameters that are new."""
+        check_specs(message.packed.specs, message.nbytes)
+        self._shards.shard(message.optimizer).check_room(message.nbytes)
+        return message.nbytes
+
+    def restructure(self, sender: Sender, message: m.Restructure, payload: Payload) -> list[Out]:
+        """A group's optimizer has other parameter groups than before, or more parameters."""
+        group, shard = sender.group, self._shards.shard(message.optimizer)
+        tree = unpack(message.packed, as_tensor(payload))
+        try:
+            start = shard.restructure(group, tree)
+        except OmniError:
+            raise
+        except Exception as error:  # torch raises what it likes on groups and states that are none
+            raise MalformedMessage(f"no parameter groups: {type(error).__name__}: {error}") from error
+        known = shard.layout_of(group)
+        self._notes.note(
+            "restructure",
+            group,
+            message.optimizer,
+            parameters=tuple(spec.name for spec in known.specs[start:]),
+            param_groups=tuple(tree["groups"]),
+        )
+        first = known.offsets[start] if start < len(known.specs) else known.nbytes
+        rest = shard.buffer[first : known.nbytes]
+        answer = m.Restructured(optimizer=message.optimizer, nbytes=rest.numel())
+        return [Out(sender.peer, m.DATA, answer, (rest,))]
+
+    # --- Who waits for whom ------------------------------------------------------------------------------------------
+
+    def rest(self, rank: int) -> list[Out]:
+        """If this rank leads a group, it waits for others: no rank waits for a push of its group meanwhile."""
+        if not self._roster.is_leader(rank):
+            return []
+        return self._tell_sides("rest", self._roster.group_of(rank))
+
+    def resume(self, rank: int) -> None:
+        """If this rank leads a group, it goes on."""
+        if self._roster.is_leader(rank):
+            self._resume_group(self._roster.group_of(rank))
+
+    def _resume_group(self, group: int, but: int = -1) -> None:
+        for number, shard in self._shards.pushed:
+            if number != but:
+                shard.method_side.resume(group)
+                self._notes.note("resume", group, number)
+
+    def _rest_elsewhere(self, group: int, number: int) -> list[Out]:
+        """A group waits with one optimizer's push: no rank may wait meanwhile for those of its other optimizers.
+
+        Groups need not step their optimizers alike; two that waited for each other at two optimizers would do so for
+        ever.
+        """
+        if len(self._shards.pushed) == 1:
+            return []
+        self._idle_elsewhere.add(group)
+        return self._tell_sides("rest", group, but=number)
+
+    def _tell_sides(
+        self, what: Literal["rest", "retire"], group: int, note: Kind | None = None, but: int = -1
+    ) -> list[Out]:
+        out: list[Out] = []
+        for number, shard in self._shards.pushed:
+            if number == but:
+                continue
+            with torch.no_grad():
+                replies: list[Reply] = getattr(shard.method_side, what)(group)
+            self._notes.note(note or what, group, number)
+            out += self._answers(number, replies)
+        return out
+
+    # --- Answers -----------------------------------------------------------------------------------------------------
+
+    def _answers(self, number: int, replies: list[Reply]) -> list[Out]:
+        return [self._answer(number, reply, only=len(replies) == 1) for reply in replies]
+
+    def _answer(self, number: int, reply: Reply, only: bool) -> Out:
+        """The answer to the push that a group is waiting with."""
+        shard, peer = self._shards.shard(number), self._admission.leader_peer(reply.group)
+        _, pull = self._pending.pop(reply.group, (number, True))
+        if reply.group in self._idle_elsewhere:
+            self._idle_elsewhere.discard(reply.group)
+            self._resume_group(reply.group, but=number)
+        payload = shard.payload_of(reply) if pull else None
+        if payload is not None and reply.tensors is not None and not only:
+            payload = payload.clone()  # the next one is written into the same memory
+        return self._weights(
+            peer, number, shard, reply.staleness, group=reply.group, payload=payload, note=reply.note, pull=pull
+        )
+
+    def _weights(
+        self,
+        peer: Peer,
+        optimizer: int,
+        shard: Shard,
+        staleness: int = -1,
+        applied: bool = True,
+        group: int = -1,
+        payload: Tensor | None = None,
+        note: float = 0.0,
+        pull: bool = True,
+        known: int = -1,
+    ) -> Out:
+        layout = shard.layout_of(group if known < 0 else known)
+        message = m.Weights(
+            optimizer=optimizer,
+            clock=shard.master.clock,
+            staleness=staleness,
+            applied=applied,
+            refused_in_row=shard.refused_in_row[group],
+            progress=self._epochs.progress,
+            stop=self._epochs.stop,
+            nbytes=layout.nbytes if pull else 0,
+            note=note,
+        )
+        if not pull:
+            return Out(peer, m.DATA, message)
+        whole = shard.buffer if payload is None else payload
+        return Out(peer, m.DATA, message, (whole if layout is shard.layout else whole[: layout.nbytes],))
