@@ -117,8 +117,8 @@ def part_of(parameters: dict[str, Parameter], clock: int = 0) -> dict[str, Any]:
 class Link:
     """Joins ranks to a server without sockets. Everything crosses it as bytes, as on the wire."""
 
-    def __init__(self, world_size: int = 3) -> None:
-        self.core = ServerCore(KEY, random.Random(0).randbytes, TIMEOUT, JOIN_TIMEOUT)
+    def __init__(self, world_size: int = 3, **options: Any) -> None:
+        self.core = ServerCore(KEY, random.Random(0).randbytes, TIMEOUT, JOIN_TIMEOUT, **options)
         self.core.data_port = 4242
         self.world_size = world_size
         self.sessions: dict[int, bytes] = {}
@@ -195,9 +195,9 @@ class Link:
         return as_tensors(self.data(0, m.Fetch(optimizer=0))[1])
 
 
-def trained_link(*groups: tuple[int, ...]) -> Link:
+def trained_link(*groups: tuple[int, ...], **options: Any) -> Link:
     """Ranks joined, groups formed, weights handed over."""
-    link = Link(sum(map(len, groups)))
+    link = Link(sum(map(len, groups)), **options)
     for rank in range(link.world_size):
         link.join(rank)
     assert link.form(*groups) == m.Formed(generation=1)

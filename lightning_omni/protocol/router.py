@@ -8,6 +8,7 @@ Rule 3: every answer to a message goes back on the channel that the message came
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -144,7 +145,7 @@ class Router:
         self._roster = roster
         self._admission: Admission = self._services[Admission]
         self._membership: Membership = self._services[Membership]
-        twice = sorted({row.message.__name__ for row in rows if self._rows[row.message] is not row})
+        twice = sorted(kind.__name__ for kind, count in Counter(row.message for row in rows).items() if count > 1)
         if twice:
             raise ValueError(f"rows: {', '.join(twice)} cannot have two; give each message one row")
         homeless = sorted({row.service.__name__ for row in rows if row.service not in self._services})
