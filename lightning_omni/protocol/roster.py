@@ -76,8 +76,8 @@ class Roster:
 
     def is_leader(self, rank: int) -> bool:
         """Whether a rank leads a group."""
-        group = self.group_of(rank)
-        return group >= 0 and self.topology is not None and self.topology.leader(group) == rank
+        topology = self.topology
+        return topology is not None and topology.holds(rank) and topology.leader(topology.group_of(rank)) == rank
 
     def check_grouped(self, rank: int) -> None:
         """Raises `ProtocolError` unless the rank is in a group."""
@@ -86,8 +86,8 @@ class Roster:
 
     def check_leads(self, rank: int) -> None:
         """Raises `ProtocolError` unless the rank speaks for a group."""
-        self.check_grouped(rank)
         if not self.is_leader(rank):
+            self.check_grouped(rank)
             raise ProtocolError(f"rank {rank} does not lead group {self.group_of(rank)}; only leaders push")
 
     def knock(self, peer: bytes, hello: Hello, challenge: bytes) -> None:

@@ -7,6 +7,7 @@ it, and it is told when groups are formed and when one ends. It knows other serv
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,8 +31,7 @@ class Out:
     payload: tuple[Payload, ...] = ()
 
 
-@dataclass(frozen=True)
-class Sender:
+class Sender(NamedTuple):
     """Who sent a message, as far as it is known.
 
     Attributes:
