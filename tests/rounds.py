@@ -31,12 +31,11 @@ from lightning_omni.methods import (
     Replica,
     Reply,
     SendPeer,
-    Step,
-    StepTime,
 )
 from lightning_omni.methods.master import hyperparameters_of
 from lightning_omni.methods.totals import Total
 from lightning_omni.protocol.codec import pack, unpack
+from lightning_omni.protocol.group import GroupCore
 
 Make = Callable[[Iterable[Any]], Optimizer]
 GradientOf = Callable[[Sequence[Tensor], int, int], list[Any]]
@@ -119,8 +118,9 @@ class Cluster:
         if state:
             self._load(state)
         self._meet()
-        self.sides = [method.group_side(replica) for replica in self.replicas]
-        self.needs: list[Need] = [next(side) for side in self.sides]
+        self.cores = [GroupCore(method) for _ in self.replicas]
+        for core, replica in zip(self.cores, self.replicas, strict=True):
+            core.attach(replica)
 
     # --- What happens ------------------------------------------------------------------------------------------------
 
@@ -136,25 +136,28 @@ class Cluster:
                 self.compute(group)
 
     def begin(self, group: int) -> None:
-        assert self.needs[group] == NextGradient()
         replica = self.replicas[group]
         tensors = self.gradient(replica.weights(), group, self.steps[group])
         self.steps[group] += 1
-        self._send(group, Gradient(tensors, hyperparameters_of(replica.optimizer)))
+        self.cores[group].steps_take(0, self.step_time[group])
+        with torch.no_grad():
+            gradient = Gradient(tensors, hyperparameters_of(replica.optimizer))
+            self.cores[group].gradient(0, gradient)
 
     def drive(self, group: int, until: type[Any] | tuple[type[Any], ...] = NextGradient) -> None:
-        while group not in self.waiting and not isinstance(self.needs[group], (NextGradient, until)):  # type: ignore[arg-type]
+        """Does what comes, until the group must wait, wants a gradient or needs one of these."""
+        stops = (NextGradient, *(until if isinstance(until, tuple) else (until,)))
+        while group not in self.waiting and not isinstance(self.need(group), stops):
             self.supply(group)
+
+    def need(self, group: int) -> Need:
+        """What the group's half of the method waits for."""
+        return self.cores[group].waits_for(0)
 
     def supply(self, group: int) -> None:
         """Answers one need."""
-        need, replica = self.needs[group], self.replicas[group]
-        if isinstance(need, Step):
-            for parameter, gradient in zip(replica.ordered, need.gradient.tensors, strict=True):
-                parameter.grad = gradient
-            replica.optimizer.step()
-            self._send(group, None)
-        elif isinstance(need, Exchange):
+        need = self.need(group)
+        if isinstance(need, Exchange):
             self.waiting.add(group)
             with torch.no_grad(), lent(need.tensors) as tensors:
                 replies = self.side.receive(Push(group, need.read_at, tensors, need.hyperparameters, need.note))
@@ -163,8 +166,6 @@ class Cluster:
             self.side.fetched(group)
             with lent(self.master.weights()) as tensors:
                 self._send(group, Pulled(tensors, self.master.clock))
-        elif isinstance(need, StepTime):
-            self._send(group, self.step_time[group])
         elif isinstance(need, Publish):
             self.windows[group] = [tensor.clone() for tensor in need.tensors]
             self._send(group, None)
@@ -185,7 +186,7 @@ class Cluster:
             assert reply.group in self.waiting, "answered a group that did not ask, or twice"
             self.waiting.discard(reply.group)
             self.staleness[reply.group].append(reply.staleness)
-            need = self.needs[reply.group]
+            need = self.need(reply.group)
             assert isinstance(need, Exchange)
             tensors = self.master.weights() if reply.tensors is None else reply.tensors
             with lent(tensors if need.pull else []) as given:
@@ -219,9 +220,7 @@ class Cluster:
 
     def remake(self, group: int) -> None:
         """The group's generator is thrown away and made anew."""
-        self.sides[group].close()
-        self.sides[group] = self.method.group_side(self.replicas[group])
-        self.needs[group] = next(self.sides[group])
+        self.cores[group].form()
 
     # --- What is the case --------------------------------------------------------------------------------------------
 
@@ -273,7 +272,7 @@ class Cluster:
 
     def _send(self, group: int, answer: Any) -> None:
         with torch.no_grad():
-            self.needs[group] = self.sides[group].send(answer)
+            self.cores[group].answer(0, answer)
 
     def _meet(self) -> None:
         for replica in self.replicas:

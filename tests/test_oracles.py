@@ -1299,7 +1299,7 @@ def test_a_method_of_ones_own_is_registered_travels_and_serves(monkeypatch: pyte
     shard = Shard(description, weights, 0, SignSGD(), range(2), resolver(()))
     cluster = Cluster(SignSGD(), 2, [*weights.values()], sgd(0.5), lambda w, g, s: [torch.tensor([3.0, -0.1])])
     cluster.begin(0)
-    need = cluster.needs[0]
+    need = cluster.need(0)
     assert isinstance(need, Exchange)
     layout = Layout.of({"weight": parameters["weight"].detach()})
     payload = layout.empty()

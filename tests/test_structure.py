@@ -25,7 +25,6 @@ from lightning_omni.methods import (
     Inbox,
     LocalSGD,
     Method,
-    Need,
     NextGradient,
     Publish,
     Pulled,
@@ -33,13 +32,12 @@ from lightning_omni.methods import (
     ReadPeer,
     Reply,
     SendPeer,
-    Step,
-    StepTime,
 )
 from lightning_omni.methods.master import describe, holds, hyperparameters_of, resolver
 from lightning_omni.methods.replica import Replica
 from lightning_omni.methods.totals import Total
 from lightning_omni.protocol import messages as m
+from lightning_omni.protocol.group import GroupCore
 from lightning_omni.protocol.shard import Shard
 from lightning_omni.protocol.structure import MOST_STRUCTURES, Structure, Structures
 
@@ -97,21 +95,16 @@ class Run:
         )
         self.steps, self.waiting = [0] * groups, dict[int, Exchange]()
         self.windows, self.inboxes = dict[int, list[Tensor]](), [Total() for _ in range(groups)]
-        self.sides: dict[int, Any] = {}
-        self.needs: dict[int, Need] = {}
-        for group in range(groups):
-            self.replicas[group].peers = tuple(range(groups))
-            self._begin(group)
+        self.cores = [GroupCore(method) for _ in self.replicas]
+        for core, replica in zip(self.cores, self.replicas, strict=True):
+            replica.peers = tuple(range(groups))
+            core.attach(replica)
 
     def _replica(self, group: int, sizes: tuple[int, ...], make: Make) -> Replica:
         own = [Parameter(weight.clone()) for weight in self.all[: sum(sizes)]]
         parts = iter(own)
         groups = [{"params": [next(parts) for _ in range(size)]} for size in sizes]
         return Replica(own, make(groups), group)
-
-    def _begin(self, group: int) -> None:
-        self.sides[group] = self.method.group_side(self.replicas[group])
-        self.needs[group] = next(self.sides[group])
 
     # --- What happens ------------------------------------------------------------------------------------------------
 
@@ -133,7 +126,6 @@ class Run:
             for own, value in zip(replica.ordered, self.shard.master.weights(), strict=False):
                 if any(own is parameter for parameter in replica.ordered[known:]):
                     own.copy_(value)
-        self._begin(group)
 
     def tree(self, group: int, known: int) -> dict[str, Any]:
         replica = self.replicas[group]
@@ -162,27 +154,26 @@ class Run:
         own = set(replica.ordered)
         settings = hyperparameters_of(replica.optimizer, own)
         assert len(settings) == sum(holds(each, own) for each in replica.optimizer.param_groups)
-        self._send(group, Gradient(tensors, settings))
+        self.cores[group].steps_take(0, 1.0 + group)
+        with torch.no_grad():
+            self.cores[group].gradient(0, Gradient(tensors, settings))
+        self._do(group)
 
     def _send(self, group: int, answer: Any) -> None:
         with torch.no_grad():
-            self.needs[group] = need = self.sides[group].send(answer)
-        match need:
+            self.cores[group].answer(0, answer)
+        self._do(group)
+
+    def _do(self, group: int) -> None:
+        match need := self.cores[group].waits_for(0):
             case NextGradient():
                 return
-            case Step():
-                for parameter, gradient in zip(self.replicas[group].ordered, need.gradient.tensors, strict=True):
-                    parameter.grad = gradient
-                self.replicas[group].optimizer.step()
-                self._send(group, None)
             case Exchange():
                 self.waiting[group] = need
                 self._push(group, need)
             case Fetch():
                 self.shard.method_side.fetched(group)
                 self._pulled(group, None, 0.0)
-            case StepTime():
-                self._send(group, 1.0 + group)
             case Publish():
                 self.windows[group] = [tensor.clone() for tensor in need.tensors]
                 self._send(group, None)

@@ -126,14 +126,14 @@ class Balance:
         if self._world is not None:
             if len(self._world.members) > 1:  # alone, nobody wraps the module, and nobody waits
                 self._own.rest()
-            self._exchanged, self._elsewhere = self._world.channel.last.seconds, 0.0
+            self._exchanged, self._elsewhere = self._world.channel.traffic.seconds, 0.0
 
     def backward_done(self) -> None:
         """A backward pass has ended, with its wait for the group."""
         if self._world is not None:
             self._own.rest_since_gradient()
             self._own.work()
-            self._elsewhere = self._world.channel.last.seconds - self._exchanged
+            self._elsewhere = self._world.channel.traffic.seconds - self._exchanged
 
     def end_batch(self) -> None:
         """A batch has ended; every few, the members of the group tell each other what they manage."""

@@ -17,10 +17,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from lightning_omni.errors import NonFiniteGradients
-from lightning_omni.methods import Exchange, Inbox, Pulled
+from lightning_omni.methods import Exchange, Inbox, Publish, Pulled, ReadInbox, ReadPeer, SendPeer
 from lightning_omni.optimizer.replica import Part
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.codec import pack, unpack
+from lightning_omni.protocol.group import Action, Ask, Heard
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.server import Address, DataConnection, PeerConnections, PeerSocket
 from lightning_omni.server.addresses import own_host, tcp_endpoint
@@ -40,16 +41,16 @@ _Answer = TypeVar("_Answer", bound=m.Message)
 
 
 @dataclass
-class Exchanged:
-    """What the last exchange with the server said, and what all of them took."""
+class Traffic:
+    """What all exchanges of a run took so far.
 
-    staleness: int = -1
-    applied: bool = True
-    progress: int = 0
-    stop: str = ""
+    Attributes:
+        seconds: time spent in them.
+        moved: bytes of tensors to and from the server; only the leader of a group moves any.
+    """
+
     seconds: float = 0.0
     moved: int = 0
-    """Bytes of tensors to and from the server, in the whole run; only the leader of a group moves any."""
 
 
 @dataclass
@@ -72,43 +73,49 @@ class Channel:
         world: this rank's place in the run.
 
     Attributes:
-        last: what the last exchange said, and what all of them took.
-        trained: epoch, and batches of it that this rank has trained, which travel with every message.
+        traffic: what all exchanges took so far.
     """
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self.last = Exchanged()
-        self.trained: Callable[[], tuple[int, int]] = lambda: (-1, 0)
+        self.traffic = Traffic()
         self._data: DataConnection | None = None
         self._peers: Peers | None = None
 
     # --- Server -------------------------------------------------------------------------------------------------------
 
-    def exchange(self, index: int, need: Exchange) -> Pulled:
-        """Pushes for this group and hears the server's answer.
+    def do(self, index: int, action: Action) -> Any:
+        """Does what the group's core says, for one optimizer, and returns the answer to its need.
 
         Raises:
             NonFiniteGradients: the server refused too many pushes in a row.
         """
-        part = self._world.parts[index]
+        match action:
+            case Ask():
+                return self.ask_weights(action)
+            case Publish():
+                return self.publish(index, action.tensors)
+            case SendPeer():
+                return self.send_peer(index, action.group, action.tensors)
+            case ReadPeer():
+                return self.read_peer(index, action.group)
+            case ReadInbox():
+                return self.read_inbox(index)
+        raise TypeError(f"nothing is to be done for {action!r}")
 
-        def push() -> m.Weights:
-            epoch, trained = self.trained()
-            present, payload = part.replica.flatten(need.tensors)
-            return self._ask(part, m.PushMessage.of(need, index, present, payload.numel(), epoch, trained), payload)
+    def ask_weights(self, ask: Ask) -> Pulled:
+        """Pushes or fetches for this group, and hears the server's answer."""
+        part = self._world.parts[ask.optimizer]
 
-        return self._share(part, push, need.pull)
+        def say() -> m.Weights:
+            payload = part.replica.flatten(ask.tensors)[1] if isinstance(ask.need, Exchange) else None
+            return self._ask(part, ask.message(part.replica.layout), payload)
+
+        return self._share(ask.optimizer, say, ask.pulls)
 
     def fetch(self, index: int) -> Pulled:
-        """The server's weights for this group."""
-        part = self._world.parts[index]
-
-        def ask() -> m.Weights:
-            epoch, trained = self.trained()
-            return self._ask(part, m.Fetch(optimizer=index, epoch=epoch, trained=trained))
-
-        return self._share(part, ask)
+        """The server's weights for this group, which its method did not ask for."""
+        return self.ask_weights(self._world.core.fetch(index))
 
     def mean(self, index: int) -> Pulled:
         """The mean of all groups' own weights."""
@@ -118,7 +125,7 @@ class Channel:
             _, payload = part.replica.flatten(part.replica.weights())
             return self._ask(part, m.Average(optimizer=index, nbytes=payload.numel()), payload)
 
-        return self._share(part, contribute)
+        return self._share(index, contribute)
 
     def snapshot(self, with_state: bool = True) -> dict[str, Any]:
         """Weights, optimizer states and clocks of all optimizers, as of one moment. For leaders.
@@ -253,9 +260,9 @@ class Channel:
         """Counts time and bytes as those of exchanges."""
         began, moved = time.perf_counter(), self._data.moved if self._data is not None else 0
         yield
-        self.last.seconds += time.perf_counter() - began
+        self.traffic.seconds += time.perf_counter() - began
         if self._data is not None:
-            self.last.moved += self._data.moved - moved
+            self.traffic.moved += self._data.moved - moved
 
     def watch_refusals(self, applied: bool, in_row: int) -> None:
         """Warns of what was not finite, and gives up when there is no end to it.
@@ -278,8 +285,9 @@ class Channel:
     def _ask(self, part: Part, message: m.Message, payload: Tensor | None = None) -> m.Weights:
         return self._data_connection().exchange(message, m.Weights, payload, self._memory(part)[PREFIX:])[0]
 
-    def _share(self, part: Part, ask: Callable[[], m.Weights], pull: bool = True) -> Pulled:
+    def _share(self, index: int, ask: Callable[[], m.Weights], pull: bool = True) -> Pulled:
         """The leader asks the server; its group gets the answer."""
+        part = self._world.parts[index]
         memory = self._memory(part) if pull else self._memory(part)[:PREFIX]
         prefix, numbers = memory[:_NUMBERS].view(torch.int64), memory[_NUMBERS:PREFIX].view(torch.float64)
         with self.timed():
@@ -298,13 +306,13 @@ class Channel:
                 numbers[0] = answer.note
             self.broadcast_in_group(memory)
         clock, staleness, applied, refused, progress, stop = prefix[:6].tolist()
-        self.last.staleness, self.last.applied = staleness, bool(applied)
-        self.last.progress, self.last.stop = progress, _STOPS[stop]
         if staleness >= 0:
             part.staleness.append(staleness)
-        self.watch_refusals(bool(applied), refused)
+        heard = Heard(staleness, bool(applied), progress, _STOPS[stop])
         tensors = part.replica.layout.views(memory[PREFIX:]) if pull else ()
-        return Pulled(tensors, clock, float(numbers[0]), refused=not applied)
+        pulled = self._world.core.hear(heard, tensors, clock, float(numbers[0]))
+        self.watch_refusals(heard.applied, refused)
+        return pulled
 
     def _share_tensors(
         self, part: Part, read: Callable[[], tuple[Sequence[Tensor] | None, int]]

@@ -11,21 +11,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.methods import (
-    Answer,
-    Exchange,
-    Fetch,
-    Gradient,
-    GroupSide,
-    Need,
-    NextGradient,
-    Publish,
-    ReadInbox,
-    ReadPeer,
-    SendPeer,
-    Step,
-    StepTime,
-)
+from lightning_omni.methods import Gradient, NextGradient
 from lightning_omni.methods.master import hyperparameters_of
 from lightning_omni.optimizer.world import World
 
@@ -78,9 +64,7 @@ class OmniOptimizer(Optimizer):
             )
         self._index = world.attach(optimizer, parameters, names_now, merged)
         self._replica = world.parts[self._index].replica
-        self._group_side: GroupSide | None = None
-        self._made_for = (-1, 0)
-        self._local = _LocalSteps()
+        self._watch = _StepWatch()
 
     # --- What makes it a torch optimizer ------------------------------------------------------------------------------
 
@@ -156,57 +140,23 @@ class OmniOptimizer(Optimizer):
         return loss
 
     def _advance(self, gradient: Gradient) -> None:
-        """Drives the group side of the method from this gradient to the next."""
-        elsewhere = self.world.channel.last.seconds
-        self._local.look_at_phase(self.world.phase)
-        need = self._side().send(gradient)
-        while not isinstance(need, NextGradient):
-            need = self._side().send(self._supply(need))
-        self._local.step_done(self.world.channel.last.seconds - elsewhere)
-
-    def _supply(self, need: Need) -> Answer:
-        world, index = self.world, self._index
-        match need:
-            case Publish():
-                world.channel.publish(index, need.tensors)
-                return None
-            case SendPeer():
-                world.channel.send_peer(index, need.group, need.tensors)
-                return None
-            case Exchange():
-                return world.channel.exchange(index, need)
-            case Step():
-                self._replica.step(need.gradient.tensors)
-                return None
-            case Fetch():
-                return world.channel.fetch(index)
-            case StepTime():
-                return self._local.mean()
-            case ReadPeer():
-                return world.channel.read_peer(index, need.group)
-            case ReadInbox():
-                return world.channel.read_inbox(index)
-        raise TypeError(f"{type(world.method).__name__} needs {need!r}, and nobody knows what that is")
-
-    def _side(self) -> GroupSide:
-        made_for = (self.world.generation, len(self._replica.ordered))
-        if self._group_side is None or self._made_for != made_for:
-            self._made_for = made_for
-            self._group_side = self.world.method.group_side(self._replica)
-            next(self._group_side)
-        return self._group_side
+        """The group goes on from this gradient to the next."""
+        core, channel, index = self.world.core, self.world.channel, self._index
+        elsewhere = channel.traffic.seconds
+        self._watch.look_at_phase(self.world.phase)
+        action = core.gradient(index, gradient)
+        while not isinstance(action, NextGradient):
+            action = core.answer(index, channel.do(index, action))
+        took = self._watch.step_done(channel.traffic.seconds - elsewhere)
+        if took is not None:
+            core.step_took(index, took)
 
 
-class _LocalSteps:
-    """How long a local step takes: from one step's end to the next one's, exchanges left out.
-
-    The mean is over the steps since it was last asked for.
-    """
+class _StepWatch:
+    """How long a local step takes: from one step's end to the next one's, exchanges left out."""
 
     def __init__(self) -> None:
         self._last: float | None = None
-        self._seconds = 0.0
-        self._steps = 0
         self._phase = 0
 
     def look_at_phase(self, phase: int) -> None:
@@ -214,19 +164,11 @@ class _LocalSteps:
         if phase != self._phase:
             self._phase, self._last = phase, None
 
-    def step_done(self, elsewhere: float) -> None:
-        """A step has ended, of which ``elsewhere`` seconds were spent in exchanges."""
-        now = time.perf_counter()
-        if self._last is not None:
-            self._seconds += max(0.0, now - self._last - elsewhere)
-            self._steps += 1
+    def step_done(self, elsewhere: float) -> float | None:
+        """A step has ended, of which ``elsewhere`` seconds were spent in exchanges. Its seconds, if they are known."""
+        last, now = self._last, time.perf_counter()
         self._last = now
-
-    def mean(self) -> float:
-        """Seconds per step; 0 if none is known. What is counted starts anew."""
-        mean = self._seconds / self._steps if self._steps else 0.0
-        self._seconds, self._steps = 0.0, 0
-        return mean
+        return None if last is None else max(0.0, now - last - elsewhere)
 
 
 def names_of(module: torch.nn.Module) -> dict[Parameter, str]:

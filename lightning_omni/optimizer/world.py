@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from lightning_omni.errors import ConfigurationError, OmniError, Refused, UnsupportedError
 from lightning_omni.methods.head import check_mergeable, held_by_one
 from lightning_omni.methods.master import check_servable
-from lightning_omni.optimizer.channel import Channel, Exchanged
+from lightning_omni.optimizer.channel import Channel, Traffic
 from lightning_omni.optimizer.edits import Edits
 from lightning_omni.optimizer.embedded import RunServer
 from lightning_omni.optimizer.head import RemoteHead
@@ -40,6 +40,7 @@ from lightning_omni.optimizer.replica import ModelReplica, Part
 from lightning_omni.optimizer.states import States
 from lightning_omni.optimizer.structure import Structures
 from lightning_omni.protocol import messages as m
+from lightning_omni.protocol.group import GroupCore, Heard
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.server import ControlConnection
 from lightning_omni.server.directory import remove_if_abandoned
@@ -102,6 +103,7 @@ class World:
         self.heads: list[RemoteHead] = []
         self.server = RunServer(self.rank, self.options, ranks_per_node)
         self.process_groups = ProcessGroups(self.rank, self.size, self.options.timeout, self.device)
+        self.core = GroupCore(self.method)
         self.channel = Channel(self)
         self.states = States(self)
         self.structures = Structures(self)
@@ -209,9 +211,9 @@ class World:
         Raises:
             UnsupportedError: a parameter is in another optimizer already.
         """
-        self.parts.append(Part(optimizer, ModelReplica(parameters, optimizer), names=names, outside=outside))
+        number = self._take_in(Part(optimizer, ModelReplica(parameters, optimizer), names=names, outside=outside))
         self._check_not_shared()
-        return len(self.parts) - 1
+        return number
 
     def attach_head(self, name: str, model: Module, optimizers: Sequence[Optimizer]) -> RemoteHead:
         """Takes a submodule in as a merged head, before training begins: see `lightning_omni.protocol.head`.
@@ -230,9 +232,12 @@ class World:
         optimizer, parameters = held_by_one(name, module, optimizers)
         check_servable(optimizer)  # whatever the method, a head is stepped at the server
         part = Part(optimizer, ModelReplica(parameters, optimizer), head=(name, module))
-        self.parts.append(part)
-        self.heads.append(RemoteHead(self, part, len(self.parts) - 1, name, module))
+        self.heads.append(RemoteHead(self, part, self._take_in(part), name, module))
         return self.heads[-1]
+
+    def _take_in(self, part: Part) -> int:
+        self.parts.append(part)
+        return self.core.attach(part.replica)
 
     def _place_heads(self) -> None:
         """A merged head is the server's while several groups train, and its own otherwise."""
@@ -270,12 +275,13 @@ class World:
     def detach_all(self) -> None:
         """Forgets the optimizers and merged heads; others may be attached."""
         self.parts, self.heads = [], []
+        self.core.detach_all()
 
     def begin(self) -> None:
         """Training begins on every rank: with several groups the server is joined and given the weights of rank 0."""
         self._closed.clear()
         self.is_finished = False
-        self.channel.last = Exchanged()
+        self.core.heard, self.channel.traffic = Heard(), Traffic()
         self.structures.renew()
         self._check_not_shared()
         if not self.is_synchronous:
@@ -505,6 +511,7 @@ class World:
         for part in self.parts:
             # As formed, not as alive: mates hear of a loss at different moments, and must draw the same peer.
             part.replica.group, part.replica.peers = self.group, self.topology.alive
+        self.core.form()
         self.channel.meet_peers()
 
     def _form_until_accepted(self, groups: int | None, speeds: Mapping[int, float] | None) -> Topology:

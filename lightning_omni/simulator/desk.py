@@ -14,11 +14,12 @@ from torch.optim import Optimizer
 
 from lightning_omni.errors import ProtocolError
 from lightning_omni.methods import Method
-from lightning_omni.methods.contract import Exchange, Push
+from lightning_omni.methods.contract import Push
 from lightning_omni.methods.master import Resolve, class_path, describe, resolver
 from lightning_omni.protocol import EpochPlan, Out, ServerCore
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.codec import pack
+from lightning_omni.protocol.group import Ask
 from lightning_omni.protocol.handshake import NONCE_BYTES, attach_mac, rank_mac, session_key
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.record import Recorder
@@ -89,15 +90,9 @@ class Desk:
         """A group asks what is next."""
         return self._control(leader, m.Await(epoch=epoch, generation=_GENERATION, trained=trained, stretch=stretch))
 
-    def push(self, leader: int, need: Exchange, epoch: int, trained: int) -> list[Out]:
-        """A push arrives."""
-        present = tuple(tensor is not None for tensor in need.tensors)
-        payload = self._flatten(need.tensors, present)
-        return self._data(leader, m.PushMessage.of(need, 0, present, payload.numel(), epoch, trained), payload)
-
-    def fetch(self, leader: int, epoch: int, trained: int) -> list[Out]:
-        """A group fetches the master weights."""
-        return self._data(leader, m.Fetch(optimizer=0, epoch=epoch, trained=trained))
+    def ask(self, leader: int, ask: Ask) -> list[Out]:
+        """A push or a fetch arrives."""
+        return self._data(leader, ask.message(self._layout), self._flatten(ask.tensors))
 
     def ask_head(
         self, leader: int, message: m.HeadForward | m.HeadBackward, payload: Tensor, expect: type[_Answer]
@@ -125,7 +120,10 @@ class Desk:
         """To which rank an answer goes."""
         return int(out.peer[1:])
 
-    def _flatten(self, tensors: Sequence[Tensor | None], present: tuple[bool, ...]) -> Tensor:
+    def _flatten(self, tensors: Sequence[Tensor | None]) -> Tensor | bytes:
+        if not tensors:
+            return _NOTHING
+        present = [tensor is not None for tensor in tensors]
         if all(present):
             torch._foreach_copy_(self._views, list(tensors))  # type: ignore[arg-type]
             return self._buffer

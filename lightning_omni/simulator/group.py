@@ -8,10 +8,12 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
-from lightning_omni.methods.contract import GroupSide, Inbox, Need, NextGradient
+from lightning_omni.methods import Method
+from lightning_omni.methods.contract import Inbox
 from lightning_omni.methods.replica import Replica
 from lightning_omni.methods.totals import Total
 from lightning_omni.protocol import Batch
+from lightning_omni.protocol.group import GroupCore
 from lightning_omni.protocol.leases import apportion, positions
 from lightning_omni.simulator.cluster import Cluster
 from lightning_omni.simulator.workbench import Result
@@ -52,12 +54,12 @@ class Group:
         number: of the group.
         ranks: of its members; the first leads.
         replica: its weights.
-        side: its half of the method.
+        method: the method.
         clocks: of its members.
         is_balanced: whether its members get parts of a batch in proportion to their speeds.
 
     Attributes:
-        need: what the method's half waits for.
+        core: its state machine, which drives its half of the method.
         alive: False once a member has died.
         is_done: whether it has come to the end of the last epoch.
         epoch: number of the epoch.
@@ -74,14 +76,16 @@ class Group:
         number: int,
         ranks: tuple[int, ...],
         replica: Replica,
-        side: GroupSide,
+        method: Method,
         clocks: list[Clockwork],
         is_balanced: bool = False,
     ) -> None:
         self._is_balanced = is_balanced and len(ranks) > 1
         self.number, self.ranks, self.leader = number, ranks, ranks[0]
-        self.replica, self.side, self._clocks = replica, side, clocks
-        self.need: Need = NextGradient()
+        self.replica, self._clocks = replica, clocks
+        self.core = GroupCore(method)
+        self.core.attach(replica)
+        self.core.position = lambda: (self.epoch, self.trained)
         self.alive, self.is_done = True, False
         self.epoch = self.stretch = 0
         self.drawn = self.trained = 0
@@ -90,7 +94,6 @@ class Group:
         self.published: list[Tensor] | None = None
         self.result: Result | None = None
         self._inbox = Total()
-        self._step_seconds, self._timed_steps = 0.0, 0
         self.start_afresh()
 
     def begin_epoch(self, epoch: int) -> None:
@@ -129,17 +132,6 @@ class Group:
         self.steps += 1
         self.samples += samples
         self.losses += loss
-
-    def time_step(self, seconds: float) -> None:
-        """A local step took that long."""
-        self._step_seconds += seconds
-        self._timed_steps += 1
-
-    def take_step_time(self) -> float:
-        """Mean seconds of a local step since this was last asked."""
-        mean = self._step_seconds / max(1, self._timed_steps)
-        self._step_seconds, self._timed_steps = 0.0, 0
-        return mean
 
     def take_in(self, tensors: Sequence[Tensor]) -> None:
         """A peer's weights arrive."""

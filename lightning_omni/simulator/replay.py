@@ -15,25 +15,17 @@ from torch.optim import Optimizer
 
 from lightning_omni.errors import ConfigurationError, ProtocolError
 from lightning_omni.methods import AsyncSGD, Method
-from lightning_omni.methods.contract import (
-    Exchange,
-    Fetch,
-    Gradient,
-    GroupSide,
-    Need,
-    NextGradient,
-    Step,
-    StepTime,
-    Tensors,
-)
+from lightning_omni.methods.contract import Exchange, Fetch, Gradient, NextGradient, Tensors
 from lightning_omni.methods.master import describe, holds, hyperparameters_of, park
 from lightning_omni.methods.replica import Hyperparameters, Pulled, Replica, copies
 from lightning_omni.protocol import Batch, positions
 from lightning_omni.protocol import messages as m
+from lightning_omni.protocol.group import Action, Ask, GroupCore
 from lightning_omni.protocol.record import Event, Spans
 from lightning_omni.protocol.shard import Shard
 from lightning_omni.simulator.desk import resolve_also
-from lightning_omni.simulator.run import named_parameters, own_optimizer, own_parameters, take_step
+from lightning_omni.simulator.replicas import OwnReplica
+from lightning_omni.simulator.run import named_parameters, own_optimizer, own_parameters
 from lightning_omni.simulator.workbench import Loss, Samples, Workbench
 from lightning_omni.topology import Topology
 from lightning_omni.trace import Trace
@@ -184,8 +176,7 @@ def _tree(event: Event, weights: dict[str, Tensor]) -> dict[str, Any]:
 class _Group:
     ranks: tuple[int, ...]
     replica: Replica
-    side: GroupSide
-    need: Need
+    core: GroupCore
     ahead: set[tuple[int, int]] = field(default_factory=set)
     """Batches whose gradient was computed at the head's turn, before the body's push told of them."""
     others: dict[str, Tensor] = field(default_factory=dict)
@@ -330,10 +321,11 @@ class _Replay:
         assert self._method is not None
         parameters = own_parameters(self._model, self._body, self._shard.master.weights())
         optimizer = own_optimizer(self._make, self._model, parameters)
-        replica = Replica(list(parameters.values()), optimizer, number)
+        replica = OwnReplica(list(parameters.values()), optimizer, number)
         replica.clock, replica.peers = self._shard.master.clock, topology.alive
-        side = self._method.group_side(replica)
-        group = _Group(topology.members(number), replica, side, next(side))
+        core = GroupCore(self._method)
+        core.attach(replica)
+        group = _Group(topology.members(number), replica, core)
         self._arrange(group)
         return group
 
@@ -352,8 +344,6 @@ class _Replay:
             group.others.pop(name, None)
         self._param_groups = event.param_groups
         self._arrange(group)
-        group.side = self._method.group_side(group.replica)
-        group.need = next(group.side)
 
     def _add(self, name: str) -> None:
         if name in self._parameters:
@@ -400,8 +390,8 @@ class _Replay:
         self, group: _Group, epoch: int, span: tuple[int, int], hyperparameters: Hyperparameters
     ) -> list[Tensor | None]:
         """The group goes on with its part of one gradient; that of the head is returned."""
-        if not isinstance(group.need, NextGradient):
-            raise ProtocolError(f"the record has {group.ranks} train {span}, but they want {group.need}")
+        if not isinstance(need := group.core.waits_for(0), NextGradient):
+            raise ProtocolError(f"the record has {group.ranks} train {span}, but they want {need}")
         members = len(group.ranks)
         parts = [positions(Batch(*span, 0), member, members) for member in range(members)]
         weights: dict[str, Tensor] = {**self._start, **group.others}
@@ -415,7 +405,8 @@ class _Replay:
         own = [gradient[name] for name, _ in zip(self._body, group.replica.ordered, strict=False)]
         if len(group.present) == len(own):
             own = [tensor if there else None for tensor, there in zip(own, group.present, strict=True)]
-        self._answer(group, Gradient(own, used))
+        group.core.steps_take(0, self._step_time)
+        self._check_is_on_record(group.core.gradient(0, Gradient(own, used)))
         return [gradient[name] for name in self._head]
 
     def _turn(self, event: Event) -> None:
@@ -435,21 +426,17 @@ class _Replay:
             raise ProtocolError(f"the record says {event}, but here it was the other way round")
         self._check_clock(event, shard)
 
-    def _answer(self, group: _Group, answer: Any) -> None:
+    def _answer(self, group: _Group, pulled: Pulled) -> None:
         """The group goes on to the next need that the record answers."""
-        group.need = group.side.send(answer)
-        while not isinstance(group.need, (NextGradient, Exchange, Fetch)):
-            result = None
-            if isinstance(group.need, Step):
-                take_step(group.replica, group.need.gradient)
-            elif isinstance(group.need, StepTime):
-                result = self._step_time
-            else:
-                raise ConfigurationError(f"{type(self._method).__name__} goes from group to group, past any record")
-            group.need = group.side.send(result)
+        group.core.steps_take(0, self._step_time)
+        self._check_is_on_record(group.core.answer(0, pulled))
+
+    def _check_is_on_record(self, action: Action) -> None:
+        if not isinstance(action, (NextGradient, Ask)):
+            raise ConfigurationError(f"{type(self._method).__name__} goes from group to group, past any record")
 
     def _push(self, group: _Group, event: Event) -> None:
-        need, shard = group.need, self._shard
+        need, shard = group.core.waits_for(0), self._shard
         if not isinstance(need, Exchange) or need.read_at != event.read_at:
             raise ProtocolError(f"the record says {event}, but the group wants {type(need).__name__}: {need}")
         assert shard is not None
@@ -471,7 +458,7 @@ class _Replay:
         for reply in replies:
             if (group := self._groups.get(reply.group)) is None:
                 continue
-            need = group.need
+            need = group.core.waits_for(0)
             if not isinstance(need, Exchange):
                 raise ProtocolError(f"group {reply.group} gets an answer, but wants {type(need).__name__}")
             known = shard.layout_of(reply.group)
@@ -485,7 +472,7 @@ class _Replay:
         side = self._shard.method_side
         side.fetched(group.replica.group)
         pulled = Pulled(self._known(group), self._shard.master.clock)
-        if isinstance(group.need, Fetch):
+        if isinstance(group.core.waits_for(0), Fetch):
             self._answer(group, pulled)
             return
         if self._method.steps_at == "server":

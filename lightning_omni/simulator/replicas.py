@@ -43,6 +43,15 @@ class Snapshots:
         return known
 
 
+class OwnReplica(Replica):
+    """A replica that keeps no gradient from one step to the next: a thousand groups would keep a thousand."""
+
+    def step(self, gradient: Sequence[Tensor | None]) -> None:
+        super().step(gradient)
+        for parameter in self.ordered:
+            parameter.grad = None
+
+
 class SharingReplica(Replica):
     """A replica that refers to a snapshot instead of copying it, until it moves: then it copies first.
 

@@ -17,22 +17,21 @@ from torch.optim import Optimizer
 from lightning_omni.errors import ConfigurationError, OmniError
 from lightning_omni.methods import HardSync, Method, checked, method_named
 from lightning_omni.methods.contract import (
+    Answer,
     Exchange,
-    Fetch,
     Gradient,
     NextGradient,
     Publish,
     ReadInbox,
     ReadPeer,
     SendPeer,
-    Step,
-    StepTime,
 )
 from lightning_omni.methods.master import hyperparameters_of
-from lightning_omni.methods.replica import Pulled, Replica, copies
+from lightning_omni.methods.replica import Replica, copies
 from lightning_omni.methods.totals import Total
 from lightning_omni.protocol import EpochPlan, Out
 from lightning_omni.protocol import messages as m
+from lightning_omni.protocol.group import Action, Ask, Heard
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.record import Recorder
 from lightning_omni.simulator.agenda import Agenda, Priority, Queue
@@ -41,7 +40,7 @@ from lightning_omni.simulator.desk import HEAD, Desk, part_of
 from lightning_omni.simulator.group import Clockwork, Group
 from lightning_omni.simulator.head import SimulatedHead, without
 from lightning_omni.simulator.progress import Enough, Progress, progress_of
-from lightning_omni.simulator.replicas import SharingReplica, Snapshots
+from lightning_omni.simulator.replicas import OwnReplica, SharingReplica, Snapshots
 from lightning_omni.simulator.workbench import Loss, Samples, Workbench
 from lightning_omni.topology import Topology
 from lightning_omni.trace import Trace, reaches
@@ -302,7 +301,6 @@ class Simulation:
             for group in self._groups.values():
                 self._desk.open_epoch(group.leader, self._plan(0))
             for group in list(self._groups.values()):
-                group.need = next(group.side)
                 self._next_gradient(group)
             self._go_through(progress)
         except KeyboardInterrupt:
@@ -350,7 +348,7 @@ class Simulation:
         ranks = self.topology.members(number)
         replica = self._sharing_replica(number, master) if self._steps_at_server else self._own_replica(number, make)
         clocks = [Clockwork(self.cluster, rank, self.seed) for rank in ranks]
-        return Group(number, ranks, replica, self.method.group_side(replica), clocks, self._is_balanced)
+        return Group(number, ranks, replica, self.method, clocks, self._is_balanced)
 
     def _sharing_replica(self, number: int, master: Optimizer) -> Replica:
         start = self._snapshots.at(0, self._desk.shard.buffer)
@@ -358,7 +356,7 @@ class Simulation:
 
     def _own_replica(self, number: int, make: MakeOptimizer) -> Replica:
         parameters = own_parameters(self._model, self._parameters, self._desk.shard.master.weights())
-        return Replica(list(parameters.values()), own_optimizer(make, self._model, parameters), number)
+        return OwnReplica(list(parameters.values()), own_optimizer(make, self._model, parameters), number)
 
     def _tell_peers(self) -> None:
         peers = tuple(self._groups)
@@ -382,7 +380,7 @@ class Simulation:
         nbytes, members = self._desk.shard.layout.nbytes, len(group.ranks)
         work = group.work(batch, self.now)
         seconds = max(own for _, _, own in work) + self.cluster.group_link.ring_seconds(nbytes, members)
-        group.time_step(seconds)
+        group.core.step_took(0, seconds)
         self._watch.begin(group.number, self.now, work)
         if self._head is not None:
             self.agenda.add(self.now + seconds * FORWARD, partial(self._to_head, group, seconds))
@@ -409,7 +407,7 @@ class Simulation:
         if self.method.talks_to_peers:
             self._rows.add(self.now, group, self._steps, self._steps, 0)
             group.start_afresh()
-        self._answer(group, Gradient(result.gradient, hyperparameters))
+        self._do(group, group.core.gradient(0, Gradient(result.gradient, hyperparameters)))
         if self.method.talks_to_peers:
             self._look_at_limits()
 
@@ -442,63 +440,61 @@ class Simulation:
         back = sent + self._link.seconds(nbytes) + self._card.latency
         self.agenda.add(back + seconds * (1 - FORWARD), partial(self._computed, group))
 
-    def _answer(self, group: Group, answer: Any) -> None:
-        """The method's half goes on to the next need that takes time."""
+    def _do(self, group: Group, action: Action) -> None:
+        """What takes no time is done, until the group wants what does."""
         while True:
-            group.need = need = group.side.send(answer)
-            answer = None
-            match need:
+            answer: Answer = None
+            match action:
                 case NextGradient():
                     return self._next_gradient(group)
-                case Exchange():
-                    return self._send(group, need)
-                case Fetch():
-                    return self._fetch(group)
+                case Ask(need=Exchange()):
+                    return self._send(group, action)
+                case Ask():
+                    return self._fetch(group, action)
                 case ReadPeer():
-                    return self._ask_peer(group, need.group)
-                case Step():
-                    take_step(group.replica, need.gradient)
-                case StepTime():
-                    answer = group.take_step_time()
+                    return self._ask_peer(group, action.group)
                 case Publish():
-                    group.published = copies(need.tensors)
+                    group.published = copies(action.tensors)
                 case SendPeer():
-                    self._send_peer(need)
+                    self._send_peer(action)
                 case ReadInbox():
                     answer = group.empty_inbox()
+            action = group.core.answer(0, answer)
 
     # --- To the server and back --------------------------------------------------------------------------------------
 
-    def _send(self, group: Group, need: Exchange) -> None:
-        nbytes = self._desk.nbytes(need.tensors)
+    def _send(self, group: Group, ask: Ask) -> None:
+        nbytes = self._desk.nbytes(ask.tensors)
         arrival = self.now + self._link.seconds(nbytes) + self._card.latency
-        self.agenda.add(arrival, partial(self._queue, group, need, nbytes))
+        self.agenda.add(arrival, partial(self._queue, group, ask, nbytes))
 
-    def _queue(self, group: Group, need: Exchange, nbytes: int) -> None:
+    def _queue(self, group: Group, ask: Ask, nbytes: int) -> None:
         received = self._inwards.serve(self.now, nbytes / self._card.bandwidth)
         served = self._service.serve(received, self._service_seconds)
-        self.agenda.add(served, partial(self._arrive, group, need))
+        self.agenda.add(served, partial(self._arrive, group, ask))
 
-    def _arrive(self, group: Group, need: Exchange) -> None:
+    def _arrive(self, group: Group, ask: Ask) -> None:
         if not group.alive:
             return
+        assert isinstance(ask.need, Exchange)
+        read_at = ask.need.read_at
         clock = self._desk.shard.master.clock
-        staleness = self._desk.staleness(group.number, need.read_at)
+        staleness = self._desk.staleness(group.number, read_at)
         refused = self._desk.shard.refused
-        self._take(self._desk.push(group.leader, need, group.epoch, group.trained))
+        self._take(self._desk.ask(group.leader, ask))
         if self._desk.shard.refused == refused:
-            self._rows.add(self.now, group, need.read_at, clock + 1, staleness)
+            self._rows.add(self.now, group, read_at, clock + 1, staleness)
         elif self._desk.shard.refused_in_row[group.number] >= MOST_REFUSED:
             self.ended = f"diverged: {MOST_REFUSED} pushes of group {group.number} in a row were not finite"
         group.start_afresh()
         self._look_at_limits()
 
-    def _fetch(self, group: Group) -> None:
-        self.agenda.add(self.now + self._link.latency + self._card.latency, partial(self._fetch_arrives, group))
+    def _fetch(self, group: Group, ask: Ask) -> None:
+        self.agenda.add(self.now + self._link.latency + self._card.latency, partial(self._fetch_arrives, group, ask))
 
-    def _fetch_arrives(self, group: Group) -> None:
+    def _fetch_arrives(self, group: Group, ask: Ask) -> None:
         if group.alive:
-            self._take(self._desk.fetch(group.leader, group.epoch, group.trained))
+            self._take(self._desk.ask(group.leader, ask))
 
     def _take(self, out: list[Out]) -> None:
         """Delivers what the server sends."""
@@ -508,30 +504,30 @@ class Simulation:
                 sent = self._outwards.serve(self.now, item.message.nbytes / self._card.bandwidth)
                 delay = self._link.seconds(item.message.nbytes) + self._card.latency
                 # Copied now: the server's answer is only valid until the next message.
-                self.agenda.add(sent + delay, partial(self._pulled, group, self._copy(item)))
+                self.agenda.add(sent + delay, partial(self._pulled, group, item.message, self._copy(item)))
             elif isinstance(item.message, m.Verdict):
                 group = self._groups[self.topology.group_of(self._desk.rank_of(item))]
                 self.agenda.add(self.now, partial(self._decided, group, item.message.next))
 
-    def _copy(self, out: Out) -> Pulled:
+    def _copy(self, out: Out) -> list[Tensor]:
         message, shard = out.message, self._desk.shard
         assert isinstance(message, m.Weights)
-        tensors: list[Tensor] = []
-        if out.payload and out.payload[0] is shard.buffer:
-            tensors = self._snapshots.at(message.clock, shard.buffer)
-        elif out.payload:
-            assert isinstance(out.payload[0], Tensor)
-            tensors = shard.layout.views(out.payload[0].clone())
-        return Pulled(tensors, message.clock, message.note, refused=not message.applied)
+        if not out.payload:
+            return []
+        if out.payload[0] is shard.buffer:
+            return self._snapshots.at(message.clock, shard.buffer)
+        assert isinstance(out.payload[0], Tensor)
+        return shard.layout.views(out.payload[0].clone())
 
-    def _pulled(self, group: Group, pulled: Pulled) -> None:
+    def _pulled(self, group: Group, message: m.Weights, tensors: list[Tensor]) -> None:
         if not group.alive:
             return
-        if isinstance(group.need, NextGradient):  # fetched at the beginning of an epoch
+        pulled = group.core.hear(Heard.of(message), tensors, message.clock, message.note)
+        if isinstance(group.core.waits_for(0), NextGradient):  # fetched at the beginning of an epoch
             group.replica.load(pulled)
             self._next_gradient(group)
         else:
-            self._answer(group, pulled)
+            self._do(group, group.core.answer(0, pulled))
 
     # --- From group to group -----------------------------------------------------------------------------------------
 
@@ -545,7 +541,7 @@ class Simulation:
 
     def _peer_read(self, group: Group, theirs: list[Tensor] | None) -> None:
         if group.alive:
-            self._answer(group, theirs)
+            self._do(group, group.core.answer(0, theirs))
 
     def _send_peer(self, need: SendPeer) -> None:
         arrival = self.now + self.cluster.link.seconds(self._desk.shard.layout.nbytes)
@@ -578,7 +574,7 @@ class Simulation:
             group.begin_epoch(group.epoch + 1)
             self._desk.open_epoch(group.leader, self._plan(group.epoch))
             if self._steps_at_server:
-                self._fetch(group)  # while it waited for the others, the master weights moved on
+                self._fetch(group, group.core.fetch(0))  # while it waited for the others, the master weights moved on
             else:
                 self._next_gradient(group)
 
@@ -777,10 +773,3 @@ def own_parameters(
 def own_optimizer(make: MakeOptimizer, model: nn.Module, parameters: Mapping[str, Parameter]) -> Optimizer:
     """The user's optimizer over a group's own parameters, which it gets in the model's order."""
     return make([parameters.get(name, other) for name, other in model.named_parameters()])
-
-
-def take_step(replica: Replica, gradient: Gradient) -> None:
-    """One step of a group's own optimizer."""
-    replica.step(gradient.tensors)
-    for parameter in replica.ordered:
-        parameter.grad = None

@@ -72,7 +72,7 @@ class EpochDriver:
         trainer = self._trainer
         self._started, self._stopping = True, False
         self._max_steps = trainer.max_steps
-        self.world.channel.trained = self._trained
+        self.world.core.position = self._position
         self._adopt()
         if self.leases is not None:
             self._nominal_batches = self._count_nominal_batches()
@@ -163,7 +163,7 @@ class EpochDriver:
         weight = self.leases.weight if self.leases is not None else 1.0
         return loss if weight == 1.0 else loss * weight
 
-    def _trained(self) -> tuple[int, int]:
+    def _position(self) -> tuple[int, int]:
         if self.leases is None or self.leases.is_local:
             return (-1, 0)
         return self.leases.epoch, self.leases.trained
@@ -187,7 +187,7 @@ class EpochDriver:
         if self.leases is not None:
             self._plan = self._make_plan(epoch)
             self._epochs_done, self._epoch_trained = epoch, _size(self._plan.trained)
-            self.world.channel.last.progress, self.world.channel.last.stop = self._epoch_trained, ""
+            self.world.core.heard.progress, self.world.core.heard.stop = self._epoch_trained, ""
             if self.is_dynamic:
                 self.leases.begin(self._plan)
                 self._count_steps_together()
@@ -314,8 +314,8 @@ class EpochDriver:
 
     def _what_next(self) -> str:
         leases = self.leases
-        if self.world.channel.last.stop:
-            return f"stop:{self.world.channel.last.stop}"
+        if self.world.core.heard.stop:
+            return f"stop:{self.world.core.heard.stop}"
         if not self.is_open_ended or leases is None:
             return ""
         coming = leases.peek()
@@ -456,7 +456,7 @@ class EpochDriver:
         if not self.is_dynamic:
             return _size(self.leases.trained_spans)
         # Groups that exchange weights now and then, or never, hear too seldom of the others.
-        return self.leases.position if self.world.steps_at_worker else self.world.channel.last.progress
+        return self.leases.position if self.world.steps_at_worker else self.world.core.heard.progress
 
     def _pace(self) -> None:
         """Schedulers follow the run's common progress, where groups differ in speed."""

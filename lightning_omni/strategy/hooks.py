@@ -393,7 +393,7 @@ class OmniStrategyHooks(_Base):
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         """The forward pass is done: the last moment at which a rank's time is its own and not its group's."""
-        self.stopwatch.forward_done(self._world.channel.last.seconds)
+        self.stopwatch.forward_done(self._world.channel.traffic.seconds)
         super().pre_backward(closure_loss)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -407,7 +407,7 @@ class OmniStrategyHooks(_Base):
         if self._head is not None and not self._world.is_synchronous:
             self._check_merged(self._trainer)  # once more: accumulation, for one, may have a schedule
             self._head.step_done()  # what callbacks did with it since the last step
-        self.stopwatch.begin(self._world.channel.last.seconds, self._world.channel.last.moved)
+        self.stopwatch.begin(self._world.channel.traffic.seconds, self._world.channel.traffic.moved)
         self.balance.begin_batch()
         self.epochs.begin_batch()
 
@@ -417,7 +417,7 @@ class OmniStrategyHooks(_Base):
         if self._head is not None:
             self._head.step_done()
         if world.control is not None:
-            self.stopwatch.end(world.channel.last.seconds, world.channel.last.moved)
+            self.stopwatch.end(world.channel.traffic.seconds, world.channel.traffic.moved)
             world.control.report_timings(*self.stopwatch.means)
         self.balance.end_batch()
         self.epochs.end_batch()

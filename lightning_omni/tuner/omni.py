@@ -296,8 +296,8 @@ class OmniTunerHooks(_CallbackBase):
         if self._watch is not None:
             world = self._strategy.world
             loss = loss_in(outputs, int(trainer.accumulate_grad_batches))
-            before, self._exchanged = self._exchanged, world.channel.last.seconds
-            applied = world.channel.last.applied if world.channel.last.seconds != before else None
+            before, self._exchanged = self._exchanged, world.channel.traffic.seconds
+            applied = world.core.heard.applied if world.channel.traffic.seconds != before else None
             self._watch.batch_done(loss, not world.is_synchronous, applied)
 
     def on_sanity_check_end(self, trainer: Any, pl_module: Any) -> None:

@@ -174,7 +174,7 @@ class Prober:
         """All batches that this rank's group gets of the probe's samples, and whether it saw itself diverge."""
         world = self._strategy.world
         batches: list[Batch] = []
-        began, exchanged = time.perf_counter(), world.channel.last.seconds
+        began, exchanged = time.perf_counter(), world.channel.traffic.seconds
         micro: list[Any] = []
         overflows, scale = 0, self._scale
         window = int(self._trainer.accumulate_grad_batches)
@@ -192,7 +192,9 @@ class Prober:
             assert current is not None
             stop = current.stop
             batches.append(
-                Batch(stop, (stop - current.start) * window, loss, now - began, world.channel.last.seconds - exchanged)
+                Batch(
+                    stop, (stop - current.start) * window, loss, now - began, world.channel.traffic.seconds - exchanged
+                )
             )
             # A loss scaler that begins too high skips steps until it fits: that is its way, for a while.
             overflows = overflows + 1 if self._scale < scale else 0
@@ -201,7 +203,7 @@ class Prober:
                 if not world.is_synchronous:
                     leases.leave("skip")
                 return batches, True
-            if world.channel.last.stop:  # another group has diverged, and says so
+            if world.core.heard.stop:  # another group has diverged, and says so
                 break
         return batches, False
 
@@ -234,7 +236,7 @@ class Prober:
         """Known alike to all members of the group, without a word between them."""
         world = self._strategy.world
         if not world.is_synchronous:
-            return not world.channel.last.applied
+            return not world.core.heard.applied
         # The same gradient on every rank, and it is not finite if one rank's loss is not.
         total = sum(
             float(parameter.grad.detach().float().abs().sum())
@@ -344,7 +346,7 @@ class Prober:
         strategy.epochs.leases, strategy.balance = leases, balance
         trainer.callbacks, trainer.loggers = [], [self._mute_logger() for _ in trainer.loggers]
         world = strategy.world
-        world.channel.last.stop, world.channel.last.applied = "", True
+        world.core.heard.stop, world.core.heard.applied = "", True
         try:
             with silence(self._module, self._names), torch.enable_grad():
                 if self._is_first:  # what it makes here is taken back, and made once more when the epoch begins
@@ -380,14 +382,15 @@ class _Counters:
 
     def __init__(self, strategy: Any) -> None:
         self._strategy, self._steps = strategy, strategy._synchronous_steps
-        self._last = replace(strategy.world.channel.last)
+        self._heard, self._traffic = replace(strategy.world.core.heard), replace(strategy.world.channel.traffic)
         self._staleness = [list(part.staleness) for part in strategy.world.parts]
         self._clocks = [part.replica.clock for part in strategy.world.parts]
 
     def restore(self) -> None:
         """Puts them back."""
         self._strategy._synchronous_steps = self._steps
-        self._strategy.world.channel.last = replace(self._last)
+        world = self._strategy.world
+        world.core.heard, world.channel.traffic = replace(self._heard), replace(self._traffic)
         for part, kept in zip(self._strategy.world.parts, self._staleness, strict=True):
             part.staleness[:] = kept
         for part, clock in zip(self._strategy.world.parts, self._clocks, strict=True):

@@ -39,7 +39,7 @@ def main() -> None:
             loss.backward()
             optimizer.step()
             schedule.step()
-            staleness = world.channel.last.staleness
+            staleness = world.core.heard.staleness
             first, last = (loss.item() if step == 0 else first), loss.item()
     weights = sum(parameter.double().sum().item() for parameter in model.parameters())
     result = {

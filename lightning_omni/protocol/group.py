@@ -1,0 +1,247 @@
+"""A group's state machine: gradients and answers go in, what is to be done comes out. No sockets, clocks or threads.
+
+The other half of `lightning_omni.protocol.server`. It drives the group sides of the method, one for each optimizer, and
+keeps what the group knows of the run. Who drives it (a rank of a real run, the simulator, a replay, a test) does what
+comes out, and says what came of it::
+
+    action = core.gradient(optimizer, gradient)
+    while not isinstance(action, NextGradient):
+        action = core.answer(optimizer, do(action))
+
+Rule 1: one action of an optimizer at a time. Its tensors are live ones, and stand until it is answered.
+Rule 2: every rank of a group drives a core of its own, with the same events. The leader alone speaks to the server and
+to other groups, and shares what it hears; so all of them come to the same actions.
+Rule 3: what the method needs and the group can do by itself, a step of its own optimizer for instance, is done here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from lightning_omni.errors import ProtocolError
+from lightning_omni.methods import Method
+from lightning_omni.methods.contract import (
+    Answer,
+    Exchange,
+    Fetch,
+    Gradient,
+    GroupSide,
+    Need,
+    NextGradient,
+    Publish,
+    ReadInbox,
+    ReadPeer,
+    SendPeer,
+    Step,
+    StepTime,
+    Tensors,
+)
+from lightning_omni.methods.replica import Pulled, Replica
+from lightning_omni.protocol import messages as m
+from lightning_omni.protocol.layout import Layout
+
+Position = Callable[[], tuple[int, int]]
+"""The epoch whose data is leased, -1 if none is, and the batches of it that the group has trained."""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Ask the server, and answer with what `GroupCore.hear` makes of its answer.
+
+    Attributes:
+        optimizer: which of the model's optimizers.
+        need: what the method wants.
+        epoch: as in `Position`.
+        trained: as in `Position`.
+    """
+
+    optimizer: int
+    need: Exchange | Fetch
+    epoch: int
+    trained: int
+
+    @property
+    def tensors(self) -> Tensors:
+        """What goes with the message."""
+        return self.need.tensors if isinstance(self.need, Exchange) else ()
+
+    @property
+    def pulls(self) -> bool:
+        """Whether the answer brings tensors."""
+        return not isinstance(self.need, Exchange) or self.need.pull
+
+    def message(self, layout: Layout) -> m.PushMessage | m.Fetch:
+        """What is said.
+
+        Args:
+            layout: of the optimizer's parameters.
+        """
+        if isinstance(self.need, Fetch):
+            return m.Fetch(optimizer=self.optimizer, epoch=self.epoch, trained=self.trained)
+        present = tuple(tensor is not None for tensor in self.need.tensors)
+        nbytes = layout.subset(present).nbytes
+        return m.PushMessage.of(self.need, self.optimizer, present, nbytes, self.epoch, self.trained)
+
+
+Action = NextGradient | Ask | Publish | SendPeer | ReadPeer | ReadInbox
+"""What is to be done: a gradient computed, the server asked, or other groups spoken to, as the method's needs say."""
+
+
+@dataclass
+class Heard:
+    """What the group has heard of the run with the last answer.
+
+    Attributes:
+        staleness: of the push that was answered; -1 for a fetch.
+        applied: whether that push was applied.
+        progress: positions of the epoch trained by all groups.
+        stop: as in `lightning_omni.protocol.messages.Leave`.
+    """
+
+    staleness: int = -1
+    applied: bool = True
+    progress: int = 0
+    stop: str = ""
+
+    @classmethod
+    def of(cls, message: m.Weights) -> Heard:
+        """What a message of the server's says."""
+        return cls(message.staleness, message.applied, message.progress, message.stop)
+
+
+@dataclass
+class _Half:
+    """The group side of the method for one optimizer."""
+
+    replica: Replica
+    side: GroupSide | None = None
+    parameters: int = 0
+    need: Need = field(default_factory=NextGradient)
+    seconds: float = 0.0
+    steps: int = 0
+
+
+class GroupCore:
+    """A compute group, without what computes its gradients.
+
+    Args:
+        method: the method.
+
+    Attributes:
+        position: where the group is in the data; whoever leases it sets this.
+        heard: what the group has heard of the run.
+
+    Example:
+        >>> import torch
+        >>> from lightning_omni.methods import AsyncSGD
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> replica = Replica([weight], torch.optim.SGD([weight], lr=0.1))
+        >>> core = GroupCore(AsyncSGD())
+        >>> core.attach(replica)
+        0
+        >>> ask = core.gradient(0, Gradient([torch.ones(2)], [{"lr": 0.1}]))
+        >>> ask.message(Layout.of({"weight": weight.detach()})).read_at
+        0
+        >>> core.answer(0, Pulled([torch.zeros(2)], clock=1))
+        NextGradient()
+        >>> weight.tolist()
+        [0.0, 0.0]
+    """
+
+    def __init__(self, method: Method) -> None:
+        self.method = method
+        self.position: Position = lambda: (-1, 0)
+        self.heard = Heard()
+        self._halves: list[_Half] = []
+
+    def attach(self, replica: Replica) -> int:
+        """Takes in the weights of an optimizer. Returns its number."""
+        self._halves.append(_Half(replica))
+        return len(self._halves) - 1
+
+    def detach_all(self) -> None:
+        """Forgets all optimizers; others may be attached."""
+        self._halves.clear()
+
+    def form(self) -> None:
+        """Other groups stand: the method begins anew, with what its replicas remember."""
+        for half in self._halves:
+            half.side = None
+
+    # --- Events ------------------------------------------------------------------------------------------------------
+
+    def gradient(self, optimizer: int, gradient: Gradient) -> Action:
+        """The group has the gradient that it wanted."""
+        if not isinstance(need := self.waits_for(optimizer), NextGradient):
+            raise ProtocolError(f"a gradient of optimizer {optimizer}, whose group waits for {need}")
+        return self._go_on(optimizer, gradient)
+
+    def answer(self, optimizer: int, answer: Answer) -> Action:
+        """The last action of an optimizer is done, with this answer to the method's need."""
+        return self._go_on(optimizer, answer)
+
+    def hear(self, heard: Heard, tensors: Sequence[Tensor], clock: int, note: float = 0.0) -> Pulled:
+        """The server has sent weights; what they are to the method, if it asked for them.
+
+        Args:
+            heard: what came with them.
+            tensors: the weights, or none.
+            clock: of the master weights.
+            note: one number for the method.
+        """
+        self.heard = heard
+        return Pulled(tensors, clock, note, refused=not heard.applied)
+
+    def step_took(self, optimizer: int, seconds: float) -> None:
+        """A local step has taken so long, exchanges left out."""
+        half = self._halves[optimizer]
+        half.seconds += seconds
+        half.steps += 1
+
+    def steps_take(self, optimizer: int, seconds: float) -> None:
+        """Local steps take so long, whatever `step_took` has said."""
+        half = self._halves[optimizer]
+        half.seconds, half.steps = seconds, 1
+
+    # --- What is to be done ------------------------------------------------------------------------------------------
+
+    def fetch(self, optimizer: int) -> Ask:
+        """The server's weights, which the method did not ask for: groups meet, say. `hear` the answer."""
+        return Ask(optimizer, Fetch(), *self.position())
+
+    def waits_for(self, optimizer: int) -> Need:
+        """What the method waits for: the next gradient, or what it was not answered yet."""
+        half = self._halves[optimizer]
+        self._begin(half)
+        return half.need
+
+    def _begin(self, half: _Half) -> None:
+        """A generator may be made anew whenever it wants the next gradient: for other groups, or more parameters."""
+        if half.side is None or half.parameters != len(half.replica.ordered):
+            half.parameters = len(half.replica.ordered)
+            half.side = self.method.group_side(half.replica)
+            half.need = next(half.side)
+
+    def _go_on(self, optimizer: int, answer: Any) -> Action:
+        """Drives the method to the next need that the group cannot meet by itself."""
+        half = self._halves[optimizer]
+        assert half.side is not None
+        while True:
+            need = half.need = half.side.send(answer)
+            match need:
+                case Step():
+                    half.replica.step(need.gradient.tensors)
+                    answer = None
+                case StepTime():
+                    answer = half.seconds / half.steps if half.steps else 0.0
+                    half.seconds, half.steps = 0.0, 0
+                case Exchange() | Fetch():
+                    return Ask(optimizer, need, *self.position())
+                case NextGradient() | Publish() | SendPeer() | ReadPeer() | ReadInbox():
+                    return need
+                case _:
+                    raise TypeError(f"{type(self.method).__name__} needs {need!r}, and nobody knows what that is")
