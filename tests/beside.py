@@ -166,7 +166,7 @@ def attack(kind: str, addresses: Sequence[str], *options: str, rounds: int = 1) 
 def wait_for_round(attacker: Process, number: int) -> None:
     """Waits until an attacker has made so many rounds."""
     if number:
-        attacker.expect(rf"round {number}$", SOON)
+        attacker.expect(rf"round {number}\b", SOON)
 
 
 def rates(target: Target, kind: str, core: int, seconds: float) -> float:

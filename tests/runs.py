@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import itertools
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -13,6 +15,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +45,81 @@ def free_port() -> int:
     raise AssertionError("unreachable: there is always another number")
 
 
+class Started:
+    """A script that a copy of a warm process runs; what `subprocess.Popen` is of any other."""
+
+    def __init__(self, told: socket.socket) -> None:
+        self._told = told.makefile()
+        self._wire = told
+        self.pid = int(self._told.readline())
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            if not select.select([self._wire], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0)
+            self.returncode = int(self._told.readline())
+            self._told.close()
+            self._wire.close()
+        return self.returncode
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+@cache
+def _warm() -> socket.socket:
+    """Where scripts are asked for. The warm process ends with this one, which holds the only other end."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    environment = {k: v for k, v in os.environ.items() if k not in _NOT_INHERITED}
+    process = subprocess.Popen(
+        [sys.executable, str(SCRIPTS / "warm.py"), str(theirs.fileno())],
+        pass_fds=[theirs.fileno()],
+        env=environment | {"OMP_NUM_THREADS": "1", "PYTHONPATH": _path()},
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    theirs.close()
+    atexit.register(lambda: (ours.close(), process.wait(20)))
+    return ours
+
+
+def _path() -> str:
+    return f"{SCRIPTS}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+
+
+def start(command: list[str], environment: dict[str, str], output: int) -> Started | subprocess.Popen[bytes]:
+    """Starts a Python script in a session of its own.
+
+    Args:
+        command: path of the script, and its arguments.
+        environment: all of it.
+        output: file for what the script prints.
+    """
+    if sys.platform == "linux" and environment["PYTHONPATH"] == _path():
+        ours, theirs = socket.socketpair()
+        job = json.dumps({"command": command, "environment": environment}).encode()
+        socket.send_fds(_warm(), [job], [output, theirs.fileno()])
+        theirs.close()
+        return Started(ours)
+    return subprocess.Popen(
+        [sys.executable, *command],
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+        env=environment,
+        start_new_session=True,
+        # Shells have what they start in the background ignore Ctrl-C, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+
+
 class Running:
     """A run in a process group of its own, which ends with it, whatever happens.
 
@@ -65,17 +143,9 @@ class Running:
         environment |= {"OMP_NUM_THREADS": "1", "OMNI_TEST_FOLDER": str(self.folder)}
         environment["OMNI_TEST_SPARES"] = str(spares)
         environment["MASTER_PORT"] = str(free_port())
-        environment["PYTHONPATH"] = f"{SCRIPTS}{os.pathsep}{environment.get('PYTHONPATH', '')}"
-        self.process = subprocess.Popen(
-            [sys.executable, str(SCRIPTS / script), json.dumps(options or {})],
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            env=environment | (env or {}),
-            start_new_session=True,
-            # Shells have what they start in the background ignore Ctrl-C, and children inherit that.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        )
+        environment["PYTHONPATH"] = _path()
+        command = [str(SCRIPTS / script), json.dumps(options or {})]
+        self.process = start(command, environment | (env or {}), self._log.fileno())
 
     def __enter__(self) -> Running:
         return self

@@ -1,0 +1,76 @@
+"""Starts training scripts in copies of a process that has imported torch and Lightning, which takes four seconds.
+
+A process of pytest keeps one, and sends it a line of JSON for each script, with the file for its output. Each script is
+run by a copy of its own, in a session of its own, with the environment that was asked for; who watches it tells its
+process number and how it ended. See `runs.Running`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import signal
+import socket
+import sys
+
+import lightning_fabric.utilities.rank_zero as rank_zero
+import pytorch_lightning  # noqa: F401
+import torch
+import torchmetrics  # noqa: F401
+
+import lightning_omni
+import lightning_omni.server.__main__  # noqa: F401
+
+
+def main() -> None:
+    """Waits for scripts to start, until nobody can ask for one any more."""
+    asked = socket.socket(fileno=int(sys.argv[1]))
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those who watch
+    while True:
+        word, files, _, _ = socket.recv_fds(asked, 1 << 20, 2)
+        if not word:
+            return
+        if os.fork() == 0:
+            asked.close()
+            watch(json.loads(word), *files)
+            return
+        for number in files:
+            os.close(number)
+
+
+def watch(job: dict, output: int, said: int) -> None:
+    """Starts a script, says which process it is, and later how it ended. In the script's process: runs it."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    pid = os.fork()
+    if pid == 0:
+        os.close(said)
+        become(job, output)
+        return
+    os.close(output)
+    os.write(said, b"%d\n" % pid)
+    _, status = os.waitpid(pid, 0)
+    os.write(said, b"%d\n" % os.waitstatus_to_exitcode(status))
+    os._exit(0)
+
+
+def become(job: dict, output: int) -> None:
+    """This process is now that of the script."""
+    os.setsid()
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for number, kept in enumerate((nothing, output, output)):
+        os.dup2(kept, number)
+    os.close(output)
+    os.close(nothing)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.clear()
+    os.environ.update(job["environment"])
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    rank_zero.rank_zero_only.rank = rank_zero._get_rank() or 0  # what Lightning reads when it is imported
+    sys.argv = sys.orig_argv[1:] = job["command"]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
