@@ -231,6 +231,25 @@ def test_a_message_of_ones_own_passes_the_frames_of_a_server(link: Link) -> None
     assert link.control(0, AskTold()).next.startswith("[4.0, 5.0]")
 
 
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_row_says_whether_the_memory_of_a_payload_is_used_again(keeps: bool) -> None:
+    kept: list[Any] = []
+
+    class Keeping(Told):
+        def hear(self, sender: Sender, message: Tell, payload: Payload) -> list[Out]:
+            kept.append(payload)
+            return []
+
+    row = Row(Tell, m.DATA, Who.LEADER, Keeping, Keeping.hear, Keeping.size, keeps=keeps)
+    link = trained_link((0,), (1,), rows=(row,), services=(Keeping,))
+    with closing(Server(link.core)) as server:
+        for number in (1.0, 2.0):
+            message, payload = numbers(number)
+            for parts in ([m.encode(message)], [b"", payload]):
+                server.take(m.DATA, data_peer(0), [zmq.Frame(part) for part in parts])
+    assert [part.view(torch.float32).item() for part in kept] == ([1.0, 2.0] if keeps else [2.0, 2.0])
+
+
 def test_a_message_of_ones_own_is_answered_over_sockets() -> None:
     serving = Serving(rows=OWN, services=(Told,))
     try:

@@ -62,6 +62,7 @@ class Row:
         payload: the method that says how many bytes of payload may follow, called with the service, a `Sender` and the
             message; None if there are none. On the control channel a payload comes in one frame with the message, and
             the transport bounds it.
+        keeps: whether the payload is kept. If not, its memory is the connection's, and used again once it is answered.
         settles: whether others may now get what they have been waiting for.
         when_lost: whether a rank is answered although its group is gone.
         when_over: whether a rank is answered although the run is over.
@@ -74,6 +75,7 @@ class Row:
     service: type[Any]
     handle: Callable[..., list[Out]] | None
     payload: Callable[..., int] | None = None
+    keeps: bool = False
     settles: bool = False
     when_lost: bool = False
     when_over: bool = False
@@ -101,8 +103,8 @@ TABLE = (
     # synchronization
     Row(m.Contribute, CONTROL, Who.RANK, Synchronization, Synchronization.contribute, settles=True),
     Row(m.ReadBrought, CONTROL, Who.RANK, Synchronization, Synchronization.read_brought),
-    Row(m.Bring, DATA, Who.RANK, Synchronization, Synchronization.bring, Synchronization.check_brought),
-    Row(m.Long, DATA, Who.RANK, Synchronization, None, Synchronization.check_long),
+    Row(m.Bring, DATA, Who.RANK, Synchronization, Synchronization.bring, Synchronization.check_brought, keeps=True),
+    Row(m.Long, DATA, Who.RANK, Synchronization, None, Synchronization.check_long, keeps=True),
     Row(m.Collect, DATA, Who.RANK, Synchronization, Synchronization.collect),
     # training
     Row(m.PushMessage, DATA, Who.LEADER, Training, Training.push, Training.check_push, settles=True),
@@ -210,6 +212,10 @@ class Router:
         sender = self._sender(peer, member.rank)
         self._check(row, sender)
         return row.payload(self._services[row.service], sender, message)
+
+    def keeps_payload(self, message: m.Message) -> bool:
+        """Whether the payload of a data message is kept."""
+        return self._row(DATA, message).keeps
 
     def _row(self, channel: m.Channel, message: m.Message) -> Row:
         row = self._rows.get(type(message))

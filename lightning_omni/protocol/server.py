@@ -136,6 +136,10 @@ class ServerCore:
             self._count(no)
             raise
 
+    def keeps_payload(self, message: m.Message) -> bool:
+        """Whether a data message's payload is kept; if not, its memory may be used again once it is answered."""
+        return self._router.keeps_payload(message)
+
     def receive(self, channel: m.Channel, peer: Peer, message: m.Message, payload: Payload, now: float) -> list[Out]:
         """A message came in.
 

@@ -239,7 +239,7 @@ class Server:
     def _begin(self, peer: bytes, message: m.Message) -> Assembly:
         """A message whose payload is on its way."""
         nbytes = self.core.check_payload(peer, message)
-        is_kept = isinstance(message, (m.Bring, m.Long))  # by the core, or for good; the connection's own is used again
+        is_kept = self.core.keeps_payload(message)
         assembly = Assembly(message, torch.empty(nbytes, dtype=torch.uint8) if is_kept else self._buffer(peer, nbytes))
         self._assemblies[peer] = assembly
         return assembly
