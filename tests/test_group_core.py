@@ -1,0 +1,124 @@
+"""The group's state machine: what comes out for what goes in, with no server and no clock."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from rounds import sgd
+from torch.nn import Parameter
+
+from lightning_omni.errors import ProtocolError
+from lightning_omni.methods import (
+    AsyncSGD,
+    Exchange,
+    Gossip,
+    Gradient,
+    Inbox,
+    LocalSGD,
+    Method,
+    NextGradient,
+    Pulled,
+    ReadInbox,
+    Replica,
+    SendPeer,
+)
+from lightning_omni.methods.master import hyperparameters_of
+from lightning_omni.protocol import messages as m
+from lightning_omni.protocol.group import Ask, GroupCore, Heard
+from lightning_omni.protocol.layout import Layout
+
+
+def group(method: Method, lr: float = 0.5, count: int = 1) -> tuple[GroupCore, list[Replica]]:
+    """A core with optimizers of one parameter of two ones each."""
+    core, replicas = GroupCore(method), []
+    for _ in range(count):
+        own = [Parameter(torch.ones(2))]
+        replicas.append(Replica(own, sgd(lr)(own)))
+        core.attach(replicas[-1])
+    return core, replicas
+
+
+def ones(replica: Replica) -> Gradient:
+    return Gradient([torch.ones(2) for _ in replica.ordered], hyperparameters_of(replica.optimizer))
+
+
+def test_a_gradient_comes_out_as_a_push_that_says_where_the_group_is() -> None:
+    core, (replica,) = group(AsyncSGD())
+    core.position = lambda: (3, 7)
+    replica.clock = 5
+    ask = core.gradient(0, ones(replica))
+    assert isinstance(ask, Ask)
+    message = ask.message(Layout.of({"weight": replica.ordered[0].detach()}))
+    assert isinstance(message, m.PushMessage)
+    assert (message.read_at, message.epoch, message.trained) == (5, 3, 7)
+    assert (message.present, message.nbytes) == ((True,), 8)
+    assert message.hyperparameters[0]["lr"] == 0.5
+
+
+def test_a_parameter_without_a_gradient_takes_no_room_in_the_push() -> None:
+    core, (replica,) = group(AsyncSGD())
+    ask = core.gradient(0, Gradient([None], hyperparameters_of(replica.optimizer)))
+    assert isinstance(ask, Ask)
+    message = ask.message(Layout.of({"weight": replica.ordered[0].detach()}))
+    assert isinstance(message, m.PushMessage)
+    assert (message.present, message.nbytes) == ((False,), 0)
+
+
+@torch.no_grad()
+def test_steps_of_the_groups_own_optimizer_need_nobody_else() -> None:
+    core, (replica,) = group(LocalSGD(period=2), lr=0.25)
+    assert core.gradient(0, ones(replica)) == NextGradient()
+    assert replica.weights()[0].tolist() == [0.75, 0.75]
+    ask = core.gradient(0, ones(replica))
+    assert isinstance(ask, Ask)
+    assert isinstance(ask.need, Exchange)
+    assert ask.tensors[0] is not None
+    assert ask.tensors[0].tolist() == [0.5, 0.5]
+
+
+@torch.no_grad()
+def test_what_the_server_says_is_heard_whether_the_method_asked_or_not() -> None:
+    core, (replica,) = group(AsyncSGD())
+    ask = core.fetch(0)
+    assert ask.message(Layout(())) == m.Fetch(optimizer=0, epoch=-1, trained=0)
+    pulled = core.hear(Heard(staleness=-1, progress=40, stop="validate"), [torch.zeros(2)], clock=9)
+    assert (core.heard.progress, core.heard.stop, pulled.clock, pulled.refused) == (40, "validate", 9, False)
+    assert core.waits_for(0) == NextGradient(), "the method has asked for nothing"
+    core.gradient(0, ones(replica))
+    refused = core.hear(Heard(staleness=2, applied=False), [torch.full((2,), 4.0)], clock=11)
+    assert core.answer(0, refused) == NextGradient()
+    assert (refused.refused, replica.clock, replica.weights()[0].tolist()) == (True, 11, [4.0, 4.0])
+
+
+def test_a_gradient_that_nobody_wants_is_refused_and_each_optimizer_waits_for_itself() -> None:
+    core, (first, second) = group(AsyncSGD(), count=2)
+    core.gradient(0, ones(first))
+    with pytest.raises(ProtocolError, match="a gradient of optimizer 0, whose group waits for Exchange"):
+        core.gradient(0, ones(first))
+    assert isinstance(core.gradient(1, ones(second)), Ask)
+
+
+@torch.no_grad()
+def test_formed_anew_or_with_more_parameters_the_method_goes_on_with_what_its_replica_remembers() -> None:
+    core, (replica,) = group(LocalSGD(period=2))
+    core.gradient(0, ones(replica))
+    core.form()
+    assert isinstance(core.gradient(0, ones(replica)), Ask), "the second step since the last exchange, as before"
+    core.answer(0, Pulled([torch.zeros(2)], clock=1))
+    more = Parameter(torch.ones(2))
+    replica.ordered.append(more)
+    replica.optimizer.add_param_group({"params": [more]})
+    assert core.gradient(0, ones(replica)) == NextGradient()
+    assert more.tolist() == [0.5, 0.5]
+
+
+@torch.no_grad()
+def test_other_groups_are_spoken_to_one_action_at_a_time() -> None:
+    core, (replica,) = group(Gossip(kind="push"))
+    replica.peers = (1,)
+    action = core.gradient(0, ones(replica))
+    assert isinstance(action, SendPeer)
+    assert (action.group, [tensor.tolist() for tensor in action.tensors]) == (1, [[0.5, 0.5]])
+    assert core.answer(0, None) == ReadInbox()
+    assert core.answer(0, Inbox([torch.full((2,), 1.5)], 1)) == NextGradient()
+    assert replica.weights()[0].tolist() == [1.0, 1.0]
