@@ -1,6 +1,6 @@
 """Two commits side by side: whether the golden cases give the same bits, and what each takes.
 
-    OMP_NUM_THREADS=1 python tests/benchmarks/compare.py OLD [NEW] [--pairs 15] [--real] [--only simulator]
+    OMP_NUM_THREADS=1 python tests/benchmarks/compare.py OLD [NEW] [--pairs 15] [--only simulator] [--real [--repeats 9]]
 
 NEW is HEAD if it is left out. Both are checked out into a temporary directory, which is gone afterwards. The golden
 script of NEW runs with the package of either; then both are timed in turns, and the medians of NEW over OLD are printed
@@ -324,6 +324,7 @@ def compare(arguments: argparse.Namespace) -> int:
     console = Console()
     commits = {"old": commit_of(arguments.old), "new": commit_of(arguments.new)}
     measures = [name for name in MEASURES if arguments.only in name]
+    repeats = [] if arguments.repeats is None else ["--repeats", str(arguments.repeats)]
     ratios: dict[str, list[float]] = {}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with ExitStack() as stack:
@@ -350,7 +351,8 @@ def compare(arguments: argparse.Namespace) -> int:
             for name in turn:
                 said = []
                 for script in ("step_time.py", "transport.py"):
-                    said.append(python(trees[name], str(trees[name] / "tests" / "benchmarks" / script)))
+                    path = trees[name] / "tests" / "benchmarks" / script
+                    said.append(python(trees[name], str(path), *repeats))
                     bar.advance(task)
                 found[name] = figures_of(*said)
             for figure, value in found["new"].items():
@@ -374,8 +376,9 @@ def main() -> int:
     parser.add_argument("new", nargs="?", default="HEAD", help="another one (HEAD)")
     parser.add_argument("--pairs", type=int, default=PAIRS, help=f"repeats of each time, 0 for bits alone ({PAIRS})")
     parser.add_argument("--only", default="", help="only times with this in their name")
+    parser.add_argument("--real", action="store_true", help="also step_time.py and transport.py of each (many minutes)")
     parser.add_argument(
-        "--real", action="store_true", help="also step_time.py and transport.py of each commit (minutes)"
+        "--repeats", type=int, help="of those two scripts; as many as they make by themselves if left out"
     )
     arguments = parser.parse_args()
     if arguments.pairs < 0:
