@@ -1,6 +1,6 @@
 """Two commits side by side: whether the golden cases give the same bits, and what each takes.
 
-    OMP_NUM_THREADS=1 python tests/benchmarks/compare.py OLD [NEW] [--pairs 15] [--only simulator] [--real [--repeats 9]]
+    OMP_NUM_THREADS=1 python tests/benchmarks/compare.py OLD [NEW] [--pairs 15] [--only simulator] [--real]
 
 NEW is HEAD if it is left out. Both are checked out into a temporary directory, which is gone afterwards. The golden
 script of NEW runs with the package of either; then both are timed in turns, and the medians of NEW over OLD are printed
