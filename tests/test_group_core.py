@@ -26,6 +26,7 @@ from lightning_omni.methods.master import hyperparameters_of
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.group import Ask, GroupCore, Heard
 from lightning_omni.protocol.layout import Layout
+from lightning_omni.protocol.lessee import Lessee
 
 
 def group(method: Method, lr: float = 0.5, count: int = 1) -> tuple[GroupCore, list[Replica]]:
@@ -44,7 +45,10 @@ def ones(replica: Replica) -> Gradient:
 
 def test_a_gradient_comes_out_as_a_push_that_says_where_the_group_is() -> None:
     core, (replica,) = group(AsyncSGD())
-    core.position = lambda: (3, 7)
+    core.data = Lessee()
+    core.data.restart(epoch=3)
+    for _ in range(7):
+        core.data.begin_batch()
     replica.clock = 5
     ask = core.gradient(0, ones(replica))
     assert isinstance(ask, Ask)

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
-from lightning_omni.protocol.leases import Batch, EpochPlan, LeaseBook, apportion, positions, weight
-from lightning_omni.protocol.messages import Await, Draw, Drawn, EpochOpened, Leave, Left, OpenEpoch, Verdict
+from lightning_omni.protocol.leases import Batch, EpochPlan, LeaseBook, apportion
+from lightning_omni.protocol.lessee import Lessee
+from lightning_omni.protocol.messages import Drawn, EpochOpened, Left, OpenEpoch, Verdict
 from lightning_omni.server import ControlConnection
 
 
-class Leases:
-    """The batches of one rank, epoch after epoch.
+class Leases(Lessee):
+    """The batches of one rank, epoch after epoch; what is missing it draws, from the server's book or one of its own.
 
     Args:
         world_size: number of ranks N at the start.
@@ -33,8 +34,6 @@ class Leases:
 
     Attributes:
         generation: grows by one with every regrouping; what was drawn before is void.
-        trained: batches of this epoch (and generation) that the group has begun to train.
-        stretch: the stretch between two validations that the group is in.
     """
 
     def __init__(
@@ -47,28 +46,19 @@ class Leases:
         is_local: bool,
         shares: Sequence[int] = (),
     ) -> None:
+        super().__init__(rank, world_size, shares=shares)
         self.world_size, self.batch_size, self.total = world_size, batch_size, total
         self.is_local = is_local
         self.generation = 0
-        self.epoch = -1
-        self.trained = self.stretch = 0
         self._before_epoch = before_epoch
-        self._member, self._members = rank, world_size
         self._control: ControlConnection | None = None
         self._book: LeaseBook | None = None
-        self._batches: list[Batch] = []
-        self._handed = 0
         self._goes_on = False
-        self._server_generation = 0
-        self._shares = [(0, tuple(shares))]  # from which batch number on, in ascending order; never empty
 
     @property
-    def position(self) -> int:
-        """Where in the epoch's permutation the batch ends that was trained last: about the progress of all groups.
-
-        The same for all members of a group, without asking anybody.
-        """
-        return self.current.stop if self.current is not None else 0
+    def place(self) -> tuple[int, int]:
+        """As the server is told: nothing is leased where nobody is asked."""
+        return (-1, 0) if self.is_local else super().place
 
     @property
     def trained_spans(self) -> tuple[tuple[int, int], ...]:
@@ -95,27 +85,23 @@ class Leases:
             generation: the server's number for these groups.
             shares: as in `share_out`, from the first batch on.
         """
-        self._member, self._members = member, members
-        self._shares = [(0, tuple(shares))]
-        self._control, self._server_generation = control, generation
+        self.join(member, members, generation, shares)
+        self._control = control
         self.is_local = control is None
-        self._restart()
         self._book = None
         self.generation += 1
 
     def begin_local(self, plan: EpochPlan, goes_on: bool = False) -> None:
         """An epoch of one group begins; or, after a regrouping, goes on with what ``plan`` does not call trained."""
         self._book = LeaseBook(plan, {0: self._members})
-        self.epoch = plan.epoch
         self._goes_on = goes_on
-        self._restart()
+        self.restart(plan.epoch)
         coming = self.peek() if goes_on else None
         self.stretch = coming.stretch if coming is not None else 0
 
     def go_on(self, epoch: int) -> None:
         """After a regrouping, the epoch goes on with the book that the server kept."""
-        self.epoch = epoch
-        self._restart()
+        self.restart(epoch)
 
     def iterate(self, epoch: int) -> None:
         """The loader starts to iterate."""
@@ -129,24 +115,14 @@ class Leases:
         """An epoch of several groups begins."""
         assert self._control is not None
         self._control.request(OpenEpoch(plan=plan), EpochOpened)
-        self.epoch = plan.epoch
-        self._restart()
-
-    def _restart(self) -> None:
-        self._batches = []
-        self._handed = self.trained = self.stretch = 0
-        self._shares = [(0, self.shares)]
+        self.restart(plan.epoch)
 
     def hand_out(self) -> Batch | None:
         """The next batch for the loader, or None if the pool is empty at the moment."""
-        if not self._have(self._handed):
+        if not self._have(self.handed):
             return None
-        self._handed += 1
-        return self._batches[self._handed - 1]
-
-    def begin_batch(self) -> None:
-        """The next batch that was handed out is now being trained."""
-        self.trained += 1
+        self.handed += 1
+        return self._batches[self.handed - 1]
 
     def peek(self) -> Batch | None:
         """The batch after the current one, if there is one at the moment."""
@@ -155,7 +131,7 @@ class Leases:
     @property
     def has_unloaded(self) -> bool:
         """Whether there are batches that the loader has not taken yet."""
-        return self._have(self._handed)
+        return self._have(self.handed)
 
     def ask(self) -> str:
         """Waits until it is known what comes after this stretch; see `lightning_omni.protocol.messages.Verdict`."""
@@ -163,104 +139,33 @@ class Leases:
             coming = self.peek()
             self.stretch = coming.stretch if coming is not None else self.stretch
             return "over" if coming is None else "validate"
-        question = Await(
-            epoch=self.epoch,
-            generation=self._server_generation,
-            trained=self.trained,
-            stretch=self.stretch,
-        )
-        verdict = self._control.request(question, Verdict, timeout=float("inf")).next
-        self._follow(verdict)
+        verdict = self._control.request(self.question(), Verdict, timeout=float("inf")).next
+        self.follow(verdict, self.peek() if verdict == "more" else None)
         return verdict
 
-    def _follow(self, verdict: str) -> None:
-        """Once validated, the group is in the next stretch; told that there is more, in that of its next batch."""
-        if verdict == "validate":
-            self.stretch += 1
-        elif verdict == "more" and (coming := self.peek()) is not None:
-            self.stretch = max(self.stretch, coming.stretch)
-
     def leave(self, stop: str) -> None:
-        """This rank's group leaves the epoch early; for ``stop`` see `lightning_omni.protocol.messages.Leave`."""
+        """This rank's group leaves the epoch early."""
         if self._control is not None:
-            message = Leave(epoch=self.epoch, generation=self._server_generation, trained=self.trained, stop=stop)
-            self._control.request(message, Left)
-
-    def indices(self, number: int) -> range:
-        """Positions of a batch that are this rank's, by the batch's number among those handed out."""
-        return positions(self._batches[number], self._member, self._members, self._shares_of(number))
+            self._control.request(self.leaving(stop), Left)
 
     def is_whole(self, batch: Batch) -> bool:
         """Whether the group batch is as large as a group batch can be."""
         return batch.stop - batch.start == self._members * self.batch_size
-
-    # --- Shares ------------------------------------------------------------------------------------------------------
-
-    @property
-    def handed(self) -> int:
-        """Batches of this epoch that the loader has taken: those of the next number can still be split otherwise."""
-        return self._handed
-
-    @property
-    def shares(self) -> tuple[int, ...]:
-        """What each member of the group gets of a whole batch, as of the latest decision; empty if all get the same."""
-        return self._shares[-1][1]
 
     @property
     def split(self) -> tuple[int, ...]:
         """What each member of the group gets of a whole batch, also if it is the same for all."""
         return apportion(self._members * self.batch_size, self.shares or (1,) * self._members)
 
-    def share_out(self, shares: Sequence[int], from_number: int) -> None:
-        """From a batch number on, members of the group get unequal parts of each batch. All must say so alike.
-
-        Args:
-            shares: what each member gets of a whole batch; equal ones are the same as none.
-            from_number: the first batch that is split this way; no member's loader may have taken it.
-
-        Raises:
-            ValueError: the shares are not the group's, or this rank's loader has taken that batch.
-        """
-        if from_number < self._handed or len(shares) != self._members or min(shares) < 1:
-            raise ValueError(f"cannot share out {shares} among {self._members} from batch {from_number} on")
-        self._shares.append((from_number, tuple(shares) if len(set(shares)) > 1 else ()))
-
-    @property
-    def current(self) -> Batch | None:
-        """The group's batch that is being trained."""
-        return self._batches[self.trained - 1] if 0 < self.trained <= len(self._batches) else None
-
-    @property
-    def samples(self) -> int:
-        """This rank's samples in the batch that is being trained."""
-        return len(self.indices(self.trained - 1)) if self.current is not None else 0
-
-    @property
-    def weight(self) -> float:
-        """This rank's weight in the gradient of the batch that is being trained; see `protocol.leases.weight`."""
-        batch = self.current
-        if batch is None:
-            return 1.0
-        return weight(batch, self._member, self._members, self._shares_of(self.trained - 1))
-
-    def _shares_of(self, number: int) -> tuple[int, ...]:
-        return next(shares for start, shares in reversed(self._shares) if start <= number)
-
     def _have(self, number: int) -> bool:
-        if number < len(self._batches):
+        if number < self.drawn:
             return True
         if self._control is None:
             assert self._book is not None
-            self._batches += self._book.draw(0, number)
-        else:
-            question = Draw(
-                epoch=self.epoch,
-                generation=self._server_generation,
-                number=number,
-                trained=max(0, self.trained - 1),  # the current one may not be done
-            )
-            self._batches += self._control.request(question, Drawn).batches
-        return number < len(self._batches)
+            self.drew(self._book.draw(0, number))
+        else:  # the current one may not be done
+            self.drew(self._control.request(self.draw(number, trained=max(0, self.trained - 1)), Drawn).batches)
+        return number < self.drawn
 
 
 class LeasedBatchSampler:

@@ -214,7 +214,7 @@ class RemoteHead:
         self, gradients: Sequence[Tensor | None]
     ) -> tuple[m.HeadBackward, type[m.HeadGradients], Tensor]:
         packed, buffer = pack(list(gradients))
-        epoch, trained = self._world.core.position()
+        epoch, trained = self._world.core.place
         message = m.HeadBackward(
             optimizer=self._number,
             packed=packed,

@@ -16,7 +16,7 @@ Rule 3: what the method needs and the group can do by itself, a step of its own 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,9 +43,7 @@ from lightning_omni.methods.contract import (
 from lightning_omni.methods.replica import Pulled, Replica
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.layout import Layout
-
-Position = Callable[[], tuple[int, int]]
-"""The epoch whose data is leased, -1 if none is, and the batches of it that the group has trained."""
+from lightning_omni.protocol.lessee import Lessee
 
 
 @dataclass(frozen=True)
@@ -55,8 +53,8 @@ class Ask:
     Attributes:
         optimizer: which of the model's optimizers.
         need: what the method wants.
-        epoch: as in `Position`.
-        trained: as in `Position`.
+        epoch: whose data is leased; -1 if none is.
+        trained: batches of it that are trained with this.
     """
 
     optimizer: int
@@ -132,7 +130,7 @@ class GroupCore:
         method: the method.
 
     Attributes:
-        position: where the group is in the data; whoever leases it sets this.
+        data: what the group has drawn and trained of the epoch's data, if it is leased.
         heard: what the group has heard of the run.
 
     Example:
@@ -154,7 +152,7 @@ class GroupCore:
 
     def __init__(self, method: Method) -> None:
         self.method = method
-        self.position: Position = lambda: (-1, 0)
+        self.data: Lessee | None = None
         self.heard = Heard()
         self._halves: list[_Half] = []
 
@@ -211,7 +209,12 @@ class GroupCore:
 
     def fetch(self, optimizer: int) -> Ask:
         """The server's weights, which the method did not ask for: groups meet, say. `hear` the answer."""
-        return Ask(optimizer, Fetch(), *self.position())
+        return Ask(optimizer, Fetch(), *self.place)
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Where the group is in the epoch's data: see `Lessee.place`."""
+        return self.data.place if self.data is not None else (-1, 0)
 
     def waits_for(self, optimizer: int) -> Need:
         """What the method waits for: the next gradient, or what it was not answered yet."""
@@ -240,7 +243,7 @@ class GroupCore:
                     answer = half.seconds / half.steps if half.steps else 0.0
                     half.seconds, half.steps = 0.0, 0
                 case Exchange() | Fetch():
-                    return Ask(optimizer, need, *self.position())
+                    return Ask(optimizer, need, *self.place)
                 case NextGradient() | Publish() | SendPeer() | ReadPeer() | ReadInbox():
                     return need
                 case _:

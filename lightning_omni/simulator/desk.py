@@ -26,7 +26,8 @@ from lightning_omni.protocol.record import Recorder
 from lightning_omni.protocol.shard import Shard
 from lightning_omni.topology import Topology
 
-_GENERATION = 1
+GENERATION = 1
+"""The groups are formed once."""
 HEAD = 1
 """Number of a merged head: the optimizer of the rest is 0."""
 _Answer = TypeVar("_Answer", bound=m.Message)
@@ -71,7 +72,7 @@ class Desk:
 
     def form(self, topology: Topology, method: Method, parts: Sequence[Mapping[str, Any]]) -> None:
         """Rank 0 forms the groups and hands weights and optimizers over: see `part_of`."""
-        form = m.Form(generation=_GENERATION, groups=topology.groups, method=m.method_to_wire(method))
+        form = m.Form(generation=GENERATION, groups=topology.groups, method=m.method_to_wire(method))
         self._control(0, form)
         packed, buffer = pack({"parts": [dict(part) for part in parts]})
         self._data(0, m.Seed(packed=packed, nbytes=buffer.numel()), buffer)
@@ -80,15 +81,14 @@ class Desk:
         """A leader says that an epoch begins."""
         self._control(leader, m.OpenEpoch(plan=plan))
 
-    def draw(self, leader: int, epoch: int, number: int, trained: int) -> m.Drawn:
-        """A group's batches from ``number`` on, and whoever got an answer by what it trained."""
-        message = m.Draw(epoch=epoch, generation=_GENERATION, number=number, trained=trained)
+    def draw(self, leader: int, message: m.Draw) -> m.Drawn:
+        """A group's batches, and whoever got an answer by what it trained."""
         (out,) = self._control(leader, message)
         return cast(m.Drawn, out.message)
 
-    def wait(self, leader: int, epoch: int, trained: int, stretch: int) -> list[Out]:
+    def wait(self, leader: int, message: m.Await) -> list[Out]:
         """A group asks what is next."""
-        return self._control(leader, m.Await(epoch=epoch, generation=_GENERATION, trained=trained, stretch=stretch))
+        return self._control(leader, message)
 
     def ask(self, leader: int, ask: Ask) -> list[Out]:
         """A push or a fetch arrives."""

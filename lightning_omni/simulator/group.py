@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,7 +14,9 @@ from lightning_omni.methods.totals import Total
 from lightning_omni.protocol import Batch
 from lightning_omni.protocol.group import GroupCore
 from lightning_omni.protocol.leases import apportion, positions
+from lightning_omni.protocol.lessee import Lessee
 from lightning_omni.simulator.cluster import Cluster
+from lightning_omni.simulator.desk import GENERATION
 from lightning_omni.simulator.workbench import Result
 
 _DRAWN_AT_ONCE = 64
@@ -62,10 +63,7 @@ class Group:
         core: its state machine, which drives its half of the method.
         alive: False once a member has died.
         is_done: whether it has come to the end of the last epoch.
-        epoch: number of the epoch.
-        drawn: batches drawn in this epoch.
-        trained: batches trained in this epoch.
-        batches: those drawn and not begun.
+        data: what it has drawn and trained of the epoch.
         steps: local steps since the last push.
         published: what peers may read.
         result: the gradient that its turn at a merged head has given, until the backward pass is over.
@@ -85,12 +83,9 @@ class Group:
         self.replica, self._clocks = replica, clocks
         self.core = GroupCore(method)
         self.core.attach(replica)
-        self.core.position = lambda: (self.epoch, self.trained)
+        self.data = self.core.data = Lessee(members=len(ranks), generation=GENERATION)
         self.alive, self.is_done = True, False
-        self.epoch = self.stretch = 0
-        self.drawn = self.trained = 0
-        self.batches: deque[Batch] = deque()
-        self.batch: Batch | None = None
+        self.begin_epoch(0)
         self.published: list[Tensor] | None = None
         self.result: Result | None = None
         self._inbox = Total()
@@ -98,9 +93,17 @@ class Group:
 
     def begin_epoch(self, epoch: int) -> None:
         """A new epoch: batches are counted anew."""
-        self.epoch, self.stretch = epoch, 0
-        self.drawn = self.trained = 0
-        self.batches.clear()
+        self.data.restart(epoch)
+
+    @property
+    def epoch(self) -> int:
+        """Number of the epoch."""
+        return self.data.epoch
+
+    @property
+    def batch(self) -> Batch | None:
+        """The batch that is being trained."""
+        return self.data.current
 
     def positions(self, batch: Batch, now: float) -> list[range]:
         """Each member's positions of a group batch that begins now."""

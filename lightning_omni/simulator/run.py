@@ -368,15 +368,15 @@ class Simulation:
     def _next_gradient(self, group: Group) -> None:
         """The group begins its next batch, or asks what is next if it has none."""
         self._watch.end(group.number, self.now)
-        if not group.batches:
-            drawn = self._desk.draw(group.leader, group.epoch, group.drawn, group.trained).batches
-            group.batches.extend(drawn)
-            group.drawn += len(drawn)
-        if not group.batches:
-            self._take(self._desk.wait(group.leader, group.epoch, group.trained, group.stretch))
+        data = group.data
+        if data.drawn == data.trained:
+            data.drew(self._desk.draw(group.leader, data.draw(data.drawn)).batches)
+        if data.drawn == data.trained:
+            self._take(self._desk.wait(group.leader, data.question()))
             return
-        group.batch = batch = group.batches.popleft()
-        group.stretch = batch.stretch
+        data.begin_batch()
+        batch = group.batch
+        assert batch is not None
         nbytes, members = self._desk.shard.layout.nbytes, len(group.ranks)
         work = group.work(batch, self.now)
         seconds = max(own for _, _, own in work) + self.cluster.group_link.ring_seconds(nbytes, members)
@@ -399,7 +399,6 @@ class Simulation:
         assert result is not None
         self._watch.computed(group.number, self.now)
         size = group.batch.stop - group.batch.start
-        group.trained += 1
         group.count(size, result.loss)
         self._samples_trained += size
         self._steps += 1
@@ -433,7 +432,7 @@ class Simulation:
             return
         assert self._head is not None
         assert group.batch is not None
-        self._head.turn_of(group.leader, group.epoch, group.trained + 1)
+        self._head.turn_of(group.leader, *group.data.place)
         indices = self._samples.at(group.epoch, range(group.batch.start, group.batch.stop))
         group.result = self._bench.compute(group.replica.weights(), [self._samples.batch(indices)])
         sent = self._outwards.serve(self.now, nbytes / self._card.bandwidth)

@@ -32,7 +32,6 @@ class EpochDriver:
         say: tells the user something, on rank 0.
 
     Attributes:
-        leases: this rank's view of the data, if it is leased.
         is_open: whether a training epoch is under way.
         resume: what a checkpoint said of an epoch that it interrupted.
         step_limit: what the loops take for max_steps, which counts the steps of DDP; None for the Trainer's own.
@@ -42,7 +41,7 @@ class EpochDriver:
     def __init__(self, data: Literal["dynamic", "static"], say: Callable[[str], None]) -> None:
         self._data = data
         self._say = say
-        self.leases: Leases | None = None
+        self._leases: Leases | None = None
         self.is_open = False
         self.resume: dict[str, Any] = {}
         self.step_limit: int | None = None
@@ -72,7 +71,7 @@ class EpochDriver:
         trainer = self._trainer
         self._started, self._stopping = True, False
         self._max_steps = trainer.max_steps
-        self.world.core.position = self._position
+        self.world.core.data = self._leases
         self._adopt()
         if self.leases is not None:
             self._nominal_batches = self._count_nominal_batches()
@@ -100,6 +99,17 @@ class EpochDriver:
         """This rank's place in the run."""
         assert self._world is not None
         return self._world
+
+    @property
+    def leases(self) -> Leases | None:
+        """This rank's view of the data, if it is leased: what its group's core tells the server of."""
+        return self._leases
+
+    @leases.setter
+    def leases(self, leases: Leases | None) -> None:
+        self._leases = leases
+        if self._world is not None:
+            self._world.core.data = leases
 
     @property
     def max_steps(self) -> int:
@@ -162,11 +172,6 @@ class EpochDriver:
         """The loss whose gradient this rank contributes: more, if it has more of the group's batch than others."""
         weight = self.leases.weight if self.leases is not None else 1.0
         return loss if weight == 1.0 else loss * weight
-
-    def _position(self) -> tuple[int, int]:
-        if self.leases is None or self.leases.is_local:
-            return (-1, 0)
-        return self.leases.epoch, self.leases.trained
 
     @property
     def is_dealt_out(self) -> bool:
