@@ -34,6 +34,8 @@ def test_groups_train_however_ranks_are_started_and_the_report_comes_back(start_
     fits: list[dict[str, Any]] = [{"strategy": {"groups": 2, "method": "async_sgd", "start_method": start_method}}]
     fits[0]["validates"] = start_method != "spawn"  # its processes take seconds to start
     env = {}
+    if start_method == "popen":
+        fits.append({"strategy": {"groups": 2}, "is_tuned": True, "validates": False, "max_epochs": 2})
     if start_method == "fork":
         fits.append({"strategy": "omni_fork"})
         env = {
@@ -46,6 +48,10 @@ def test_groups_train_however_ranks_are_started_and_the_report_comes_back(start_
         finished = running.wait(220)
     assert finished.code == 0, finished.output[-6000:]
     check(finished.results[0][0])
+    if start_method == "popen":
+        tuned = finished.results[0][1]
+        assert tuned["pickled after"] == tuned["pickled before"], "with all that the tuner knows"
+        assert tuned["report survives"]
     if start_method == "fork":
         assert finished.results[0][1]["updates"] == 256 // 8 // 2, "hardsync takes the groups' steps as one"
 

@@ -377,6 +377,10 @@ class Search:
                 break
             self.tell(observation)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, here or in another process, is asked and told all of it once more."""
+        return type(self).from_dict, (self.to_dict(),)
+
     def to_dict(self) -> dict[str, Any]:
         """Everything that there is to know, in plain values; `from_dict` asks and tells it all once more."""
         return {

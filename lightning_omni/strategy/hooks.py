@@ -465,6 +465,7 @@ class OmniStrategyHooks(_Base):
     def teardown(self) -> None:
         """Leaves the run; the embedded server stops."""
         super().teardown()
+        _private.set_ddp_options(self, self._ddp_options)  # not with the process group of a compute group that was
         self.signals.restore()
         if self._listener is not None:
             self._listener.close()

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
@@ -255,7 +256,7 @@ class OmniTunerHooks(_CallbackBase):
             )
         self._leave()
         self._forget()
-        self._strategy, self._call = trainer.strategy, lambda: self._before_first_batch(trainer, pl_module)
+        self._strategy, self._call = trainer.strategy, partial(self._before_first_batch, trainer, pl_module)
         world, untuned = self._strategy.world, _UNTUNED.pop(self._strategy, None)
         if untuned is not None and not world.ever_lost:  # an earlier fit of this strategy was tuned
             world.topology, world.method, self._strategy.balance = untuned

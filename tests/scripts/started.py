@@ -28,10 +28,13 @@ def copies(*originals: Any) -> list[str]:
     ]
 
 
-def fit(strategy: Any, dies: bool = False, validates: bool = True, **options: Any) -> dict[str, Any]:
+def fit(
+    strategy: Any, dies: bool = False, validates: bool = True, is_tuned: bool = False, **options: Any
+) -> dict[str, Any]:
     pl.seed_everything(3, verbose=False)
     strategy = strategy if isinstance(strategy, str) else omni.OmniStrategy(**strategy)
-    run = trainer(strategy, 2, callbacks=[Dying()] if dies else [], **options)
+    callbacks: list[Any] = [*([Dying()] if dies else ()), *([omni.OmniTuner(budget=0.3)] if is_tuned else ())]
+    run = trainer(strategy, 2, callbacks=callbacks, **options)
     before = copies(run, run.strategy)
     module = Net()
     run.fit(module, *loaders())
