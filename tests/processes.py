@@ -34,6 +34,8 @@ class Process:
             errors="replace",
             env={name: value for name, value in environment.items() if value is not None},
             start_new_session=True,
+            # Shells have what they start in the background ignore Ctrl-C, and children inherit that.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         self.pid = self._popen.pid
         self._coming: queue.Queue[str | None] = queue.Queue()
