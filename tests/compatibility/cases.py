@@ -805,6 +805,7 @@ CASES: tuple[Case, ...] = (
     Case(
         "max_time",
         trainer={"max_time": timedelta(milliseconds=150), "max_epochs": 100},
+        by_the_clock=True,
         differs=dict.fromkeys(("loss", "accuracy", "epochs", "steps", "calls", "moved"), "ends by the clock"),
     ),
     Case("val_check_interval: batches", trainer={"val_check_interval": 8}),
