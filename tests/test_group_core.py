@@ -27,6 +27,7 @@ from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.group import Ask, GroupCore, Heard
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.lessee import Lessee
+from lightning_omni.protocol.wire_format import Memory
 
 
 def group(method: Method, lr: float = 0.5, count: int = 1) -> tuple[GroupCore, list[Replica]]:
@@ -52,7 +53,7 @@ def test_a_gradient_comes_out_as_a_push_that_says_where_the_group_is() -> None:
     replica.clock = 5
     ask = core.gradient(0, ones(replica))
     assert isinstance(ask, Ask)
-    message = ask.message(Layout.of({"weight": replica.ordered[0].detach()}))
+    message = core.say(ask, Layout.of({"weight": replica.ordered[0].detach()}), Memory()).message
     assert isinstance(message, m.PushMessage)
     assert (message.read_at, message.epoch, message.trained) == (5, 3, 7)
     assert (message.present, message.nbytes) == ((True,), 8)
@@ -63,7 +64,7 @@ def test_a_parameter_without_a_gradient_takes_no_room_in_the_push() -> None:
     core, (replica,) = group(AsyncSGD())
     ask = core.gradient(0, Gradient([None], hyperparameters_of(replica.optimizer)))
     assert isinstance(ask, Ask)
-    message = ask.message(Layout.of({"weight": replica.ordered[0].detach()}))
+    message = core.say(ask, Layout.of({"weight": replica.ordered[0].detach()}), Memory()).message
     assert isinstance(message, m.PushMessage)
     assert (message.present, message.nbytes) == ((False,), 0)
 
@@ -84,7 +85,7 @@ def test_steps_of_the_groups_own_optimizer_need_nobody_else() -> None:
 def test_what_the_server_says_is_heard_whether_the_method_asked_or_not() -> None:
     core, (replica,) = group(AsyncSGD())
     ask = core.fetch(0)
-    assert ask.message(Layout(())) == m.Fetch(optimizer=0, epoch=-1, trained=0)
+    assert core.say(ask, Layout(()), Memory()).message == m.Fetch(optimizer=0, epoch=-1, trained=0)
     pulled = core.hear(Heard(staleness=-1, progress=40, stop="validate"), [torch.zeros(2)], clock=9)
     assert (core.heard.progress, core.heard.stop, pulled.clock, pulled.refused) == (40, "validate", 9, False)
     assert core.waits_for(0) == NextGradient(), "the method has asked for nothing"

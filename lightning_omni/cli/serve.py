@@ -28,6 +28,7 @@ def serve(
     record: Path | None = None,
     method: str = "",
     encryption: str = "curve",
+    wire_format: str = "",
 ) -> int:
     """Runs a parameter server that trainings join with OmniStrategy(server="tcp://host:port").
 
@@ -46,6 +47,7 @@ def serve(
         record: File for a record of everything that moves the weights, to be gone through again in the simulator.
         method: Methods of your own that runs may use, as module:Class, separated by commas.
         encryption: "curve", or "off" on a network whose every user you trust; the runs must be given the same.
+        wire_format: Wire formats of your own that runs may use, as module:Class, separated by commas.
     """
     # Not above: --help is not to wait for torch.
     import torch
@@ -53,6 +55,7 @@ def serve(
     from lightning_omni import methods
     from lightning_omni.methods.master import resolver
     from lightning_omni.methods.modules import module_resolver
+    from lightning_omni.protocol import wire_format as wire_formats
     from lightning_omni.protocol.record import RecordFile
     from lightning_omni.protocol.server import ServerCore
     from lightning_omni.server import Server
@@ -64,6 +67,8 @@ def serve(
     torch.set_num_threads(threads)
     for path in method.split(",") if method else ():
         methods.load(path)
+    for path in wire_format.split(",") if wire_format else ():
+        wire_formats.load(path)
     core = ServerCore(
         key,
         secrets.token_bytes,

@@ -17,12 +17,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from lightning_omni.errors import NonFiniteGradients
-from lightning_omni.methods import Exchange, Inbox, Publish, Pulled, ReadInbox, ReadPeer, SendPeer
+from lightning_omni.methods import Inbox, Publish, Pulled, ReadInbox, ReadPeer, SendPeer
 from lightning_omni.optimizer.replica import Part
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.codec import pack, unpack
 from lightning_omni.protocol.group import Action, Ask, Heard
 from lightning_omni.protocol.layout import Layout
+from lightning_omni.protocol.wire_format import RAW
 from lightning_omni.server import Address, DataConnection, PeerConnections, PeerSocket
 from lightning_omni.server.addresses import own_host, tcp_endpoint
 from lightning_omni.server.directory import is_private, sibling
@@ -108,8 +109,8 @@ class Channel:
         part = self._world.parts[ask.optimizer]
 
         def say() -> m.Weights:
-            payload = part.replica.flatten(ask.tensors)[1] if isinstance(ask.need, Exchange) else None
-            return self._ask(part, ask.message(part.replica.layout), payload)
+            said = self._world.core.say(ask, part.replica.layout, part.out)
+            return self._ask(part, said.message, said.payload)
 
         return self._share(ask.optimizer, say, ask.pulls)
 
@@ -122,7 +123,7 @@ class Channel:
         part = self._world.parts[index]
 
         def contribute() -> m.Weights:
-            _, payload = part.replica.flatten(part.replica.weights())
+            payload = RAW.encode(part.replica.weights(), part.replica.layout, {}, part.out).payload
             return self._ask(part, m.Average(optimizer=index, nbytes=payload.numel()), payload)
 
         return self._share(index, contribute)
@@ -144,7 +145,10 @@ class Channel:
     def deposit(self) -> None:
         """At a meeting, on every rank: what each group alone knows becomes part of the next `snapshot`."""
         if self._world.is_leader:
-            states = [part.replica.own_state(whole=self._world.steps_here(part)) for part in self._world.parts]
+            states = [
+                {**part.replica.own_state(whole=self._world.steps_here(part)), **self._world.residuals.saved(index)}
+                for index, part in enumerate(self._world.parts)
+            ]
             packed, buffer = pack(states)
             self.ask(m.Deposit(packed=packed, nbytes=buffer.numel()), m.Deposited, buffer)
         self._world.barrier()

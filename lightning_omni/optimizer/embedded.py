@@ -14,6 +14,7 @@ from lightning_omni.methods.master import class_path
 from lightning_omni.methods.modules import class_paths, describe_module
 from lightning_omni.optimizer.options import WorldOptions
 from lightning_omni.optimizer.replica import Part
+from lightning_omni.protocol.wire_format import WireFormat
 from lightning_omni.server import ServerProcess, directory
 from lightning_omni.server.keys import ENVIRONMENT, key_of_environment, new_key
 from lightning_omni.server.keys import load as load_key
@@ -108,8 +109,7 @@ class RunServer:
         return address.replace("//0.0.0.0:", f"//{_main_host()}:")
 
     def _settings(self, method: Method, parts: Sequence[Part]) -> Settings:
-        options, kind = self._options, type(method)
-        is_foreign = not kind.__module__.startswith("lightning_omni.")
+        options = self._options
         return Settings(
             key=self._key.hex(),
             host=self._host(),
@@ -118,12 +118,13 @@ class RunServer:
             join_timeout=options.timeout.total_seconds(),
             threads=options.server_threads,
             allow_optimizers=tuple({class_path(type(part.optimizer)) for part in parts}),
-            methods=(class_path(kind),) if is_foreign else (),
+            methods=_foreign(method),
             allow_modules=tuple(
                 path for part in parts if part.head for path in class_paths(describe_module(part.head[1]))
             ),
             record=os.path.abspath(options.record) if options.record else "",
             encryption=options.encryption,
+            wire_formats=_foreign(options.wire_format),
         )
 
     def _host(self) -> str:
@@ -134,6 +135,12 @@ class RunServer:
         address = _resolve(_main_host())
         # Many systems call themselves 127.0.1.1; the other nodes know this one by another address.
         return "0.0.0.0" if address.startswith("127.") and not _is_loopback(_main_host()) else address
+
+
+def _foreign(value: Method | WireFormat) -> tuple[str, ...]:
+    """The class that the server is to import for it, if it is none of this package."""
+    kind = type(value)
+    return () if kind.__module__.startswith("lightning_omni.") else (class_path(kind),)
 
 
 def _main_host() -> str:

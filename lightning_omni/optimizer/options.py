@@ -8,6 +8,7 @@ from datetime import timedelta
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import Method, checked, method_named
+from lightning_omni.protocol.wire_format import RAW, WireFormat
 from lightning_omni.server.addresses import check_address
 from lightning_omni.server.encryption import check_encryption
 from lightning_omni.topology import check_groups
@@ -31,6 +32,7 @@ class WorldOptions:
             `lightning_omni.simulator.replay`.
         encryption: of connections over the network: ``"curve"``, or ``"off"`` on a network whose every user you trust;
             a server that runs already must have been given the same.
+        wire_format: how pushes are put into bytes.
     """
 
     groups: int | None = None
@@ -43,6 +45,7 @@ class WorldOptions:
     server_threads: int = 1
     record: str | None = None
     encryption: str = "curve"
+    wire_format: WireFormat = RAW
 
     def __post_init__(self) -> None:
         if self.groups is not None:

@@ -1,4 +1,4 @@
-"""A rank's copy of one optimizer's parameters, and the flat memory through which they travel."""
+"""A rank's copy of one optimizer's parameters, and how they lie in the flat memory through which they travel."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from lightning_omni.methods.master import park
 from lightning_omni.methods.replica import copies
 from lightning_omni.optimizer.writes import Writes
 from lightning_omni.protocol.layout import Layout
+from lightning_omni.protocol.wire_format import Memory
 
 
 class ModelReplica(Replica):
@@ -37,7 +38,6 @@ class ModelReplica(Replica):
         self.parameters = dict(parameters)
         self.ever_held = set(self.ordered)
         self._writes = Writes()
-        self._out: Tensor | None = None
         self._aside: Pulled | None = None
         self._released: set[Parameter] = set()
         self._parked: dict[Tensor, Any] = {}
@@ -78,7 +78,6 @@ class ModelReplica(Replica):
         park(self.optimizer, self._parked)
 
     def _lay_out(self) -> None:
-        self._out = None
         vars(self).pop("layout", None)
 
     def load(self, pulled: Pulled) -> None:
@@ -121,21 +120,6 @@ class ModelReplica(Replica):
                     " sparse=False, or use groups=1"
                 )
         return gradients
-
-    def flatten(self, tensors: Sequence[Tensor | None]) -> tuple[tuple[bool, ...], Tensor]:
-        """Copies tensors into flat memory on the CPU.
-
-        Returns:
-            Which are present, and those one after the other: uint8. Valid until the next call.
-        """
-        present = tuple(tensor is not None for tensor in tensors)
-        layout = self.layout.subset(present)
-        if self._out is None:
-            self._out = self.layout.empty()
-        there = [tensor for tensor in tensors if tensor is not None]
-        for view, tensor in zip(layout.views(self._out), there, strict=True):
-            view.copy_(tensor)
-        return present, self._out[: layout.nbytes]
 
     # --- Meetings: a group's own weights make way for those that are evaluated --------------------------------------
 
@@ -191,6 +175,7 @@ class Part:
     optimizer: Optimizer
     replica: ModelReplica
     into: Tensor | None = None
+    out: Memory = field(default_factory=Memory)
     staleness: list[int] = field(default_factory=list)
     head: tuple[str, Module] | None = None
     """Name and submodule, if this is a merged head: it lives at the server, and nothing of it is pushed."""

@@ -51,6 +51,8 @@ class States:
             and saved.get("parameters", self.names if not self._world.heads else None) == self.names
         )
         self._resumed = saved if same else {}
+        if not same:
+            self._world.residuals.leave_out(saved.get("states", {}))
 
     @property
     def names(self) -> list[list[str]]:

@@ -37,11 +37,13 @@ from lightning_omni.optimizer.head import RemoteHead
 from lightning_omni.optimizer.options import WorldOptions
 from lightning_omni.optimizer.process_groups import ProcessGroups
 from lightning_omni.optimizer.replica import ModelReplica, Part
+from lightning_omni.optimizer.residuals import Residuals
 from lightning_omni.optimizer.states import States
 from lightning_omni.optimizer.structure import Structures
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.group import GroupCore, Heard
 from lightning_omni.protocol.layout import Layout
+from lightning_omni.protocol.wire_format import to_wire
 from lightning_omni.server import ControlConnection
 from lightning_omni.server.directory import remove_if_abandoned
 from lightning_omni.topology import Topology, check_groups
@@ -103,9 +105,10 @@ class World:
         self.heads: list[RemoteHead] = []
         self.server = RunServer(self.rank, self.options, ranks_per_node)
         self.process_groups = ProcessGroups(self.rank, self.size, self.options.timeout, self.device)
-        self.core = GroupCore(self.method)
+        self.core = GroupCore(self.method, self.options.wire_format)
         self.channel = Channel(self)
         self.states = States(self)
+        self.residuals = Residuals(self)
         self.structures = Structures(self)
         self.edits = Edits(self)
         self.phase = 0
@@ -183,12 +186,12 @@ class World:
     def check_method(self, groups: int) -> None:
         """Raises if there cannot be that many groups with this method."""
         self.method.check(groups)
-        kind = type(self.method)
-        if kind.__module__ == "__main__" or "<locals>" in kind.__qualname__:
-            raise UnsupportedError(
-                f"method={kind.__qualname__}: it is defined in the script itself, where the parameter server cannot"
-                " import it; move it to a module of its own"
-            )
+        for name, kind in (("method", type(self.method)), ("wire_format", type(self.core.wire_format))):
+            if kind.__module__ == "__main__" or "<locals>" in kind.__qualname__:
+                raise UnsupportedError(
+                    f"{name}={kind.__qualname__}: it is defined in the script itself, where the parameter server cannot"
+                    " import it; move it to a module of its own"
+                )
 
     def attach(
         self,
@@ -289,8 +292,9 @@ class World:
             self.connect()
             self._form()
             self.states.seed()
-            for part, state in zip(self.parts, self.states.of_this_group, strict=False):
+            for index, (part, state) in enumerate(zip(self.parts, self.states.of_this_group, strict=False)):
                 part.replica.resume(state)
+                self.residuals.resume(index, state)
             self.edits.begin()
         self._place_heads()
         self.states.forget()
@@ -323,6 +327,7 @@ class World:
 
     def close(self) -> None:
         """Leaves the run in good order and stops the embedded server. Gives the default process group back."""
+        self.residuals.tell_of_rest()
         groups, after = self.process_groups, self.process_groups.original
         try:
             if self.control is not None:
@@ -460,6 +465,7 @@ class World:
         self._check_not_shared()
         for part in self.parts:
             part.replica.abandon()
+        self.residuals.carry_over()
         if was_synchronous:
             self.states.seed()
             self.edits.begin()
@@ -523,6 +529,7 @@ class World:
                 groups=topology.groups,
                 method=m.method_to_wire(self.method),
                 keep_epoch=groups is not None and not self.is_synchronous,
+                wire_format=to_wire(self.core.wire_format),
             )
             try:
                 self._say(form, m.Formed)

@@ -44,6 +44,7 @@ from lightning_omni.methods.replica import Pulled, Replica
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.lessee import Lessee
+from lightning_omni.protocol.wire_format import RAW, Encoded, Memory, State, WireFormat
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Ask:
 
     @property
     def tensors(self) -> Tensors:
-        """What goes with the message."""
+        """What is to go with the message."""
         return self.need.tensors if isinstance(self.need, Exchange) else ()
 
     @property
@@ -72,17 +73,18 @@ class Ask:
         """Whether the answer brings tensors."""
         return not isinstance(self.need, Exchange) or self.need.pull
 
-    def message(self, layout: Layout) -> m.PushMessage | m.Fetch:
-        """What is said.
 
-        Args:
-            layout: of the optimizer's parameters.
-        """
-        if isinstance(self.need, Fetch):
-            return m.Fetch(optimizer=self.optimizer, epoch=self.epoch, trained=self.trained)
-        present = tuple(tensor is not None for tensor in self.need.tensors)
-        nbytes = layout.subset(present).nbytes
-        return m.PushMessage.of(self.need, self.optimizer, present, nbytes, self.epoch, self.trained)
+@dataclass(frozen=True)
+class Said:
+    """What the leader says to the server, from `GroupCore.say`.
+
+    Attributes:
+        message: the message.
+        payload: of a push, its tensors in the run's wire format.
+    """
+
+    message: m.PushMessage | m.Fetch
+    payload: Tensor | None = None
 
 
 Action = NextGradient | Ask | Publish | SendPeer | ReadPeer | ReadInbox
@@ -121,6 +123,10 @@ class _Half:
     need: Need = field(default_factory=NextGradient)
     seconds: float = 0.0
     steps: int = 0
+    sent: State = field(default_factory=dict)
+    """What the sender of its pushes remembers, as the last push that was applied has left it."""
+    sending: State | None = None
+    """The same if the push that is under way is applied, too."""
 
 
 class GroupCore:
@@ -128,6 +134,7 @@ class GroupCore:
 
     Args:
         method: the method.
+        wire_format: how its pushes are put into bytes.
 
     Attributes:
         data: what the group has drawn and trained of the epoch's data, if it is leased.
@@ -142,7 +149,7 @@ class GroupCore:
         >>> core.attach(replica)
         0
         >>> ask = core.gradient(0, Gradient([torch.ones(2)], [{"lr": 0.1}]))
-        >>> ask.message(Layout.of({"weight": weight.detach()})).read_at
+        >>> core.say(ask, Layout.of({"weight": weight.detach()}), Memory()).message.read_at
         0
         >>> core.answer(0, Pulled([torch.zeros(2)], clock=1))
         NextGradient()
@@ -150,8 +157,9 @@ class GroupCore:
         [0.0, 0.0]
     """
 
-    def __init__(self, method: Method) -> None:
+    def __init__(self, method: Method, wire_format: WireFormat = RAW) -> None:
         self.method = method
+        self.wire_format = wire_format
         self.data: Lessee | None = None
         self.heard = Heard()
         self._halves: list[_Half] = []
@@ -166,7 +174,10 @@ class GroupCore:
         self._halves.clear()
 
     def form(self) -> None:
-        """Other groups stand: the method begins anew, with what its replicas remember."""
+        """Other groups stand: the method begins anew, with what its replicas remember.
+
+        What the sender remembers stays: whoever forms groups sees to it that the new leaders have it.
+        """
         for half in self._halves:
             half.side = None
 
@@ -180,6 +191,11 @@ class GroupCore:
 
     def answer(self, optimizer: int, answer: Answer) -> Action:
         """The last action of an optimizer is done, with this answer to the method's need."""
+        half = self._halves[optimizer]
+        if half.sending is not None and isinstance(answer, Pulled):
+            if not answer.refused:  # else the state stands as it was before
+                half.sent = half.sending
+            half.sending = None
         return self._go_on(optimizer, answer)
 
     def hear(self, heard: Heard, tensors: Sequence[Tensor], clock: int, note: float = 0.0) -> Pulled:
@@ -215,6 +231,36 @@ class GroupCore:
     def place(self) -> tuple[int, int]:
         """Where the group is in the epoch's data: see `Lessee.place`."""
         return self.data.place if self.data is not None else (-1, 0)
+
+    def say(self, ask: Ask, layout: Layout, memory: Memory) -> Said:
+        """What is said to the server for an `Ask`. By the leader alone, and once: what it remembers depends on it.
+
+        Args:
+            ask: from this core.
+            layout: of the optimizer's parameters.
+            memory: may be used for the payload.
+        """
+        if isinstance(ask.need, Fetch):
+            return Said(m.Fetch(optimizer=ask.optimizer, epoch=ask.epoch, trained=ask.trained))
+        encoded = self.encode(ask.optimizer, ask.need, layout, memory)
+        nbytes = encoded.payload.numel()
+        message = m.PushMessage.of(ask.need, ask.optimizer, encoded.present, nbytes, ask.epoch, ask.trained)
+        return Said(message, encoded.payload)
+
+    def encode(self, optimizer: int, need: Exchange, layout: Layout, memory: Memory) -> Encoded:
+        """A push in the run's wire format, as in `say`."""
+        half = self._halves[optimizer]
+        encoded = self.wire_format.encode(need.tensors, layout, half.sent, memory)
+        half.sending = encoded.state
+        return encoded
+
+    def sender_state(self, optimizer: int) -> State:
+        """What the sender of an optimizer's pushes remembers; of a leader only."""
+        return self._halves[optimizer].sent
+
+    def load_sender_state(self, optimizer: int, state: State) -> None:
+        """Goes on from a `sender_state`."""
+        self._halves[optimizer].sent = state
 
     def waits_for(self, optimizer: int) -> Need:
         """What the method waits for: the next gradient, or what it was not answered yet."""

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from lightning_omni.errors import ProtocolError
 from lightning_omni.protocol import messages as m
+from lightning_omni.protocol import wire_format
 from lightning_omni.protocol.monitoring import Monitoring
 from lightning_omni.protocol.roster import Member, Roster
 from lightning_omni.protocol.service import Out, Payload, Peer, Sender, Service
@@ -76,6 +77,7 @@ class Membership:
                 f"the groups {message.groups} are not a partition of the live ranks {self._roster.live}"
             )
         method = m.method_from_wire(message.method)
+        wire_format.from_wire(message.wire_format)  # or it is refused, before anything has changed
         self.generation = message.generation
         self._roster.topology = topology
         for service in self._services:

@@ -15,7 +15,7 @@ from lightning_omni.methods import METHODS, Exchange
 from lightning_omni.protocol.codec import Packed
 from lightning_omni.protocol.leases import Batch, EpochPlan
 
-VERSION = 4
+VERSION = 5
 """Protocol version. Both sides must have the same."""
 LARGEST_INLINE = 32 << 10
 """Bytes of message or payload that a rank may send on the control channel; more is brought over the data channel."""
@@ -78,12 +78,14 @@ class Form(Message, frozen=True, kw_only=True):
 
     Attributes:
         keep_epoch: whether the epoch that is under way goes on with the new groups.
+        wire_format: how their pushes are put into bytes, as plain data.
     """
 
     generation: int
     groups: tuple[tuple[int, ...], ...]
     method: dict[str, Any]
     keep_epoch: bool = False
+    wire_format: dict[str, Any] = msgspec.field(default_factory=lambda: {"name": "raw"})
 
 
 class OpenEpoch(Message, frozen=True, kw_only=True):

@@ -9,6 +9,7 @@ from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.epochs import Epochs
 from lightning_omni.protocol.record import Event, Kind, Recorder, Spans
 from lightning_omni.protocol.shards import Shards
+from lightning_omni.protocol.wire_format import RAW, to_wire
 
 
 class Notes:
@@ -31,11 +32,21 @@ class Notes:
         self._now = now
         self._present: dict[tuple[int, int], tuple[bool, ...]] = {}
 
-    def form(self, groups: tuple[tuple[int, ...], ...], method: dict[str, Any]) -> None:
+    def form(self, groups: tuple[tuple[int, ...], ...], method: dict[str, Any], wire_format: dict[str, Any]) -> None:
         """Groups were formed on the same weights."""
         for number, _ in self._shards.pushed:
-            self.note("form", -1, number, groups=groups, method=method)
+            self.note("form", -1, number, groups=groups, method=method, wire_format=_unless_raw(wire_format))
         self._present.clear()
+
+    def seed(
+        self,
+        number: int,
+        groups: tuple[tuple[int, ...], ...],
+        method: dict[str, Any],
+        wire_format: dict[str, Any],
+    ) -> None:
+        """An optimizer's weights were handed over, for groups that stand."""
+        self.note("seed", -1, number, groups=groups, method=method, wire_format=_unless_raw(wire_format))
 
     def note(self, kind: Kind, group: int, optimizer: int, **more: Any) -> None:
         """One event; see `lightning_omni.protocol.record.Event`."""
@@ -78,3 +89,7 @@ class Notes:
         self._present[where] = message.present
         same = message.present == before if before is not None else all(message.present)
         return () if same else message.present
+
+
+def _unless_raw(wire_format: dict[str, Any]) -> dict[str, Any]:
+    return {} if wire_format == to_wire(RAW) else wire_format

@@ -44,6 +44,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         note: of a push, the number that it travelled with; of a turn at a merged head, the value of clipping.
         groups: of a seed or form, the ranks of each group.
         method: of a seed or form, the method as plain data.
+        wire_format: of the same, how pushes are put into bytes, as plain data; none if they travel raw.
         parameters: of a restructuring, the names of the parameters that are new to the group.
         param_groups: of the same, the settings of each parameter group, with places of its parameters as ``params``;
             none if the optimizer steps at the workers.
@@ -64,6 +65,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     note: float = 0.0
     groups: tuple[tuple[int, ...], ...] = ()
     method: dict[str, Any] = {}
+    wire_format: dict[str, Any] = {}
     parameters: tuple[str, ...] = ()
     param_groups: tuple[dict[str, Any], ...] = ()
     present: tuple[bool, ...] = ()

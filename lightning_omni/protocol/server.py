@@ -32,8 +32,8 @@ from lightning_omni.protocol.snapshots import Snapshots
 from lightning_omni.protocol.synchronization import Synchronization
 from lightning_omni.protocol.training import Training
 
-STRANGE = ("stranger", "key")
-"""Codes of refusals whose receivers are no ranks of the run."""
+STRANGE = ("stranger", "key", "malformed")
+"""Codes of refusals that are counted: their receivers are no ranks of the run, or send what cannot be read."""
 
 
 class ServerCore:

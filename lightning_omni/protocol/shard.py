@@ -232,24 +232,26 @@ class Shard:
 
     # --- Pushes ------------------------------------------------------------------------------------------------------
 
-    def payload_layout(self, group: int, message: PushMessage) -> Layout:
-        """How the tensors lie in a push's payload.
+    def layout_of_push(self, group: int, message: PushMessage) -> Layout:
+        """How a push's tensors lie in flat memory.
 
         Raises:
-            MalformedMessage: wrong number of parameters or bytes.
+            MalformedMessage: wrong number of parameters.
         """
         known = self.layout_of(group)
         if len(message.present) != len(known.specs):
             raise MalformedMessage(
                 f"the push speaks of {len(message.present)} parameters, the optimizer has {len(known.specs)}"
             )
-        layout = known.subset(message.present)
-        if message.nbytes != layout.nbytes:
-            raise MalformedMessage(f"the push has {message.nbytes} bytes, {layout.nbytes} were expected")
-        return layout
+        return known.subset(message.present)
 
     def push(self, group: int, message: PushMessage, payload: Tensor) -> list[Reply] | None:
         """Merges a push.
+
+        Args:
+            group: number of the group.
+            message: the push.
+            payload: its tensors, in flat memory.
 
         Returns:
             The method's replies, or None if the push was refused because it is not finite.
@@ -257,7 +259,7 @@ class Shard:
         Raises:
             ProtocolError: the push cannot be (read in the future, other parameter groups).
         """
-        layout = self.payload_layout(group, message)
+        layout = self.layout_of_push(group, message)
         views = iter(layout.views(payload))
         tensors = [next(views) if there else None for there in message.present]
         return self.take(group, message, tensors, finite=_sums_up(layout, payload), payload=payload)

@@ -49,10 +49,11 @@ class Snapshots(Service):
         self._resolve = resolve
         self._resolve_module = resolve_module
         self._method: Method | None = None
+        self._wire_format: dict[str, Any] = {}
         self._deposits: dict[int, Any] = {}
 
     def form(self, topology: Topology, method: Method, message: m.Form) -> None:
-        self._method = method
+        self._method, self._wire_format = method, message.wire_format
         self._deposits.clear()
 
     def retire(self, group: int, lost: bool) -> list[Out]:
@@ -79,7 +80,7 @@ class Snapshots(Service):
             raise MalformedMessage(f"not a seed: {type(error).__name__}: {error}") from error
         formed, method = self._roster.topology, m.method_to_wire(self._method)
         for number in range(len(self._shards.all)):
-            self._notes.note("seed", -1, number, groups=formed.groups if formed else (), method=method)
+            self._notes.seed(number, formed.groups if formed else (), method, self._wire_format)
         return [Out(sender.peer, m.DATA, m.Seeded())]
 
     def deposit(self, sender: Sender, message: m.Deposit, payload: Payload) -> list[Out]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_omni.errors import MalformedMessage, OmniError, ProtocolError
 from lightning_omni.methods import Method, Reply
 from lightning_omni.protocol import messages as m
+from lightning_omni.protocol import wire_format
 from lightning_omni.protocol.admission import Admission
 from lightning_omni.protocol.codec import check_specs, unpack
 from lightning_omni.protocol.epochs import Epochs
@@ -22,6 +23,7 @@ from lightning_omni.protocol.roster import Roster
 from lightning_omni.protocol.service import Out, Payload, Peer, Sender, Service, as_tensor
 from lightning_omni.protocol.shard import Shard
 from lightning_omni.protocol.shards import Shards
+from lightning_omni.protocol.wire_format import RAW, Memory, WireFormat
 from lightning_omni.topology import Topology
 
 
@@ -44,13 +46,16 @@ class Training(Service):
         self._notes = notes
         self._pending: dict[int, tuple[int, bool]] = {}  # group: optimizer of the push that waits, and whether it pulls
         self._idle_elsewhere: set[int] = set()
+        self._wire_format: WireFormat = RAW
+        self._memory = Memory()
 
     # --- Groups come and go ------------------------------------------------------------------------------------------
 
     def form(self, topology: Topology, method: Method, message: m.Form) -> None:
         for shard in self._shards.all:
             shard.change_method(method, topology.alive)
-        self._notes.form(topology.groups, message.method)
+        self._wire_format = wire_format.from_wire(message.wire_format)
+        self._notes.form(topology.groups, message.method, message.wire_format)
         self._pending.clear()
         self._idle_elsewhere.clear()
 
@@ -69,7 +74,9 @@ class Training(Service):
 
     def check_push(self, sender: Sender, message: m.PushMessage) -> int:
         """Bytes of a push."""
-        return self._shards.shard(message.optimizer).payload_layout(sender.group, message).nbytes
+        layout = self._shards.shard(message.optimizer).layout_of_push(sender.group, message)
+        wire_format.check_size(self._wire_format, message.nbytes, layout)
+        return message.nbytes
 
     def push(self, sender: Sender, message: m.PushMessage, payload: Payload) -> list[Out]:
         """A group pushes to one optimizer; answered when the method says so."""
@@ -79,7 +86,8 @@ class Training(Service):
             raise ProtocolError(f"optimizer {number} is a merged head; nothing is pushed to it")
         if message.epoch >= 0:
             self._epochs.check_trained(group, message.epoch, message.trained)
-        replies = shard.push(group, message, as_tensor(payload))
+        tensors = self._decode(shard, group, message, as_tensor(payload))
+        replies = shard.push(group, message, tensors)
         self._notes.push(group, message, refused=replies is None)
         if message.epoch >= 0:
             self._epochs.train(group, message.epoch, message.trained)
@@ -92,6 +100,12 @@ class Training(Service):
         if group in self._pending:
             out += self._rest_elsewhere(group, number)
         return out
+
+    def _decode(self, shard: Shard, group: int, message: m.PushMessage, payload: Tensor) -> Tensor:
+        """The tensors of a push, in flat memory; before anything has changed."""
+        layout = shard.layout_of_push(group, message)
+        wire_format.check_size(self._wire_format, payload.numel(), layout)
+        return wire_format.decode(self._wire_format, payload, layout, self._memory)
 
     def fetch(self, sender: Sender, message: m.Fetch, payload: Payload) -> list[Out]:
         """A rank reads the master weights of one optimizer outside an exchange."""

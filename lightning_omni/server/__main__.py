@@ -21,6 +21,7 @@ import torch
 from lightning_omni import methods
 from lightning_omni.methods.master import resolver
 from lightning_omni.methods.modules import module_resolver
+from lightning_omni.protocol import wire_format
 from lightning_omni.protocol.record import RecordFile
 from lightning_omni.protocol.server import ServerCore
 from lightning_omni.server.directory import PrivateDirectory
@@ -46,6 +47,8 @@ def main() -> int:
         with contextlib.redirect_stdout(sys.stderr):  # the first line on standard output is ours
             for path in settings.methods:
                 methods.load(path)
+            for path in settings.wire_formats:
+                wire_format.load(path)
         core = ServerCore(
             bytes.fromhex(settings.key),
             secrets.token_bytes,

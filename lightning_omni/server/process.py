@@ -22,6 +22,7 @@ class Settings(msgspec.Struct, frozen=True):
     Attributes:
         host: address to bind; empty for sockets in a private directory, with no port of TCP.
         encryption: of the ports.
+        wire_formats: class paths of those that the run may use beside the package's own.
     """
 
     key: str
@@ -35,6 +36,7 @@ class Settings(msgspec.Struct, frozen=True):
     methods: tuple[str, ...] = ()
     allow_modules: tuple[str, ...] = ()
     encryption: str = "curve"
+    wire_formats: tuple[str, ...] = ()
 
 
 class Ready(msgspec.Struct, frozen=True):

@@ -7,7 +7,6 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, cast
 
-import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -19,11 +18,12 @@ from lightning_omni.methods.master import Resolve, class_path, describe, resolve
 from lightning_omni.protocol import EpochPlan, Out, ServerCore
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.codec import pack
-from lightning_omni.protocol.group import Ask
+from lightning_omni.protocol.group import Ask, GroupCore, Said
 from lightning_omni.protocol.handshake import NONCE_BYTES, attach_mac, rank_mac, session_key
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.record import Recorder
 from lightning_omni.protocol.shard import Shard
+from lightning_omni.protocol.wire_format import RAW, Memory, WireFormat, to_wire
 from lightning_omni.topology import Topology
 
 GENERATION = 1
@@ -60,8 +60,7 @@ class Desk:
         )
         self.now = 0.0
         self._layout, self._world_size = layout, world_size
-        self._buffer = layout.empty()
-        self._views = layout.views(self._buffer)
+        self._memory = Memory()
         for rank in range(world_size):
             self._join(rank)
 
@@ -70,9 +69,16 @@ class Desk:
         """The master weights."""
         return self.core.shards[0]
 
-    def form(self, topology: Topology, method: Method, parts: Sequence[Mapping[str, Any]]) -> None:
+    def form(
+        self, topology: Topology, method: Method, parts: Sequence[Mapping[str, Any]], wire_format: WireFormat = RAW
+    ) -> None:
         """Rank 0 forms the groups and hands weights and optimizers over: see `part_of`."""
-        form = m.Form(generation=GENERATION, groups=topology.groups, method=m.method_to_wire(method))
+        form = m.Form(
+            generation=GENERATION,
+            groups=topology.groups,
+            method=m.method_to_wire(method),
+            wire_format=to_wire(wire_format),
+        )
         self._control(0, form)
         packed, buffer = pack({"parts": [dict(part) for part in parts]})
         self._data(0, m.Seed(packed=packed, nbytes=buffer.numel()), buffer)
@@ -90,9 +96,29 @@ class Desk:
         """A group asks what is next."""
         return self._control(leader, message)
 
-    def ask(self, leader: int, ask: Ask) -> list[Out]:
-        """A push or a fetch arrives."""
-        return self._data(leader, ask.message(self._layout), self._flatten(ask.tensors))
+    def prepare(self, core: GroupCore, ask: Ask) -> tuple[int, Said | None]:
+        """The bytes of a push that is sent now; and the push, if its size is only known when it is encoded.
+
+        If it is known before, the push is encoded when it arrives: there is one memory then for all that are under way.
+        """
+        present = [tensor is not None for tensor in ask.tensors]
+        smallest, largest = core.wire_format.sizes(self._layout.subset(present))
+        if smallest == largest:
+            return largest, None
+        said = core.say(ask, self._layout, Memory())
+        return cast(m.PushMessage, said.message).nbytes, said
+
+    def ask(self, leader: int, core: GroupCore, ask: Ask, said: Said | None = None) -> list[Out]:
+        """A push or a fetch arrives.
+
+        Args:
+            leader: the rank that sent it.
+            core: of its group.
+            ask: what was asked.
+            said: from `prepare`.
+        """
+        said = said or core.say(ask, self._layout, self._memory)
+        return self._data(leader, said.message, _NOTHING if said.payload is None else said.payload)
 
     def ask_head(
         self, leader: int, message: m.HeadForward | m.HeadBackward, payload: Tensor, expect: type[_Answer]
@@ -112,26 +138,9 @@ class Desk:
         """What the method would say of a push that arrives now."""
         return self.shard.method_side.staleness_of(Push(group, read_at, ()))
 
-    def nbytes(self, tensors: Sequence[Tensor | None]) -> int:
-        """Size of a push, in bytes."""
-        return self._layout.subset([tensor is not None for tensor in tensors]).nbytes
-
     def rank_of(self, out: Out) -> int:
         """To which rank an answer goes."""
         return int(out.peer[1:])
-
-    def _flatten(self, tensors: Sequence[Tensor | None]) -> Tensor | bytes:
-        if not tensors:
-            return _NOTHING
-        present = [tensor is not None for tensor in tensors]
-        if all(present):
-            torch._foreach_copy_(self._views, list(tensors))  # type: ignore[arg-type]
-            return self._buffer
-        layout = self._layout.subset(present)
-        there = [tensor for tensor in tensors if tensor is not None]
-        for view, tensor in zip(layout.views(self._buffer), there, strict=True):
-            view.copy_(tensor)
-        return self._buffer[: layout.nbytes]
 
     def _join(self, rank: int) -> None:
         hello = m.Hello(

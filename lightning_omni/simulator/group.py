@@ -15,6 +15,7 @@ from lightning_omni.protocol import Batch
 from lightning_omni.protocol.group import GroupCore
 from lightning_omni.protocol.leases import apportion, positions
 from lightning_omni.protocol.lessee import Lessee
+from lightning_omni.protocol.wire_format import RAW, WireFormat
 from lightning_omni.simulator.cluster import Cluster
 from lightning_omni.simulator.desk import GENERATION
 from lightning_omni.simulator.workbench import Result
@@ -58,6 +59,7 @@ class Group:
         method: the method.
         clocks: of its members.
         is_balanced: whether its members get parts of a batch in proportion to their speeds.
+        wire_format: how its pushes are put into bytes.
 
     Attributes:
         core: its state machine, which drives its half of the method.
@@ -77,11 +79,12 @@ class Group:
         method: Method,
         clocks: list[Clockwork],
         is_balanced: bool = False,
+        wire_format: WireFormat = RAW,
     ) -> None:
         self._is_balanced = is_balanced and len(ranks) > 1
         self.number, self.ranks, self.leader = number, ranks, ranks[0]
         self.replica, self._clocks = replica, clocks
-        self.core = GroupCore(method)
+        self.core = GroupCore(method, wire_format)
         self.core.attach(replica)
         self.data = self.core.data = Lessee(members=len(ranks), generation=GENERATION)
         self.alive, self.is_done = True, False

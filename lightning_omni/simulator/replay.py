@@ -23,6 +23,7 @@ from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.group import Action, Ask, GroupCore
 from lightning_omni.protocol.record import Event, Spans
 from lightning_omni.protocol.shard import Shard
+from lightning_omni.protocol.wire_format import RAW, Memory, WireFormat, decode, from_wire, name_of
 from lightning_omni.simulator.desk import resolve_also
 from lightning_omni.simulator.replicas import OwnReplica
 from lightning_omni.simulator.run import named_parameters, own_optimizer, own_parameters
@@ -215,6 +216,8 @@ class _Replay:
         self._shard: Shard | None = None
         self._head_shard: Shard | None = None
         self._method: Method | None = None
+        self._wire_format: WireFormat = RAW
+        self._out, self._in = Memory(), Memory()
         self._groups: dict[int, _Group] = {}
         self._step_time = 0.0
 
@@ -293,7 +296,13 @@ class _Replay:
                 f"events: other groups were formed in mid-run, and what these begin with is not on record with"
                 f" {type(method).__name__}"
             )
+        if self._shard is not None and self._wire_format.is_stateful:
+            raise ConfigurationError(
+                "events: other groups were formed in mid-run, and what the groups before had not pushed yet in their"
+                f" wire format {name_of(self._wire_format)} is not on record"
+            )
         self._method = method
+        self._wire_format = from_wire(event.wire_format) if event.wire_format else RAW
         if self._shard is None:
             at_server = self._optimizer if method.steps_at == "server" else None
             self._shard = self._shard_of(self._body, at_server, event.clock, method, topology)
@@ -323,7 +332,7 @@ class _Replay:
         optimizer = own_optimizer(self._make, self._model, parameters)
         replica = OwnReplica(list(parameters.values()), optimizer, number)
         replica.clock, replica.peers = self._shard.master.clock, topology.alive
-        core = GroupCore(self._method)
+        core = GroupCore(self._method, self._wire_format)
         core.attach(replica)
         group = _Group(topology.members(number), replica, core)
         self._arrange(group)
@@ -440,8 +449,11 @@ class _Replay:
         if not isinstance(need, Exchange) or need.read_at != event.read_at:
             raise ProtocolError(f"the record says {event}, but the group wants {type(need).__name__}: {need}")
         assert shard is not None
-        # A copy, as if it had travelled: the server's side may do with it what it likes.
-        tensors = [None if tensor is None else tensor.clone() for tensor in need.tensors]
+        known = shard.layout_of(event.group)
+        encoded = group.core.encode(0, need, known, self._out)
+        layout = known.subset(encoded.present)
+        views = iter(layout.views(decode(self._wire_format, encoded.payload, layout, self._in)))
+        tensors = [next(views) if there else None for there in encoded.present]
         replies = shard.take(event.group, _message(event, tensors, need.pull), tensors)
         if (replies is None) != event.refused:
             raise ProtocolError(f"the record says {event}, but the push was {'taken' if event.refused else 'refused'}")

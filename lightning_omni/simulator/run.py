@@ -31,9 +31,10 @@ from lightning_omni.methods.replica import Replica, copies
 from lightning_omni.methods.totals import Total
 from lightning_omni.protocol import EpochPlan, Out
 from lightning_omni.protocol import messages as m
-from lightning_omni.protocol.group import Action, Ask, Heard
+from lightning_omni.protocol.group import Action, Ask, Heard, Said
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.record import Recorder
+from lightning_omni.protocol.wire_format import RAW, WireFormat
 from lightning_omni.simulator.agenda import Agenda, Priority, Queue
 from lightning_omni.simulator.cluster import Cluster, Failure, Link
 from lightning_omni.simulator.desk import HEAD, Desk, part_of
@@ -77,6 +78,7 @@ def simulate(
     batched: bool | Literal["auto"] = "auto",
     members_apart: bool = False,
     record: Recorder | None = None,
+    wire_format: WireFormat = RAW,
     progress: bool | Progress = False,
 ) -> Trace:
     """Trains a model on a cluster that does not exist: virtual time, real gradients.
@@ -116,6 +118,7 @@ def simulate(
         members_apart: compute each member's gradient by itself and average them as DDP does; for bit-equality with a
             real run of groups of several ranks.
         record: told of every event at the server, as by `lightning_omni.protocol.ServerCore`.
+        wire_format: how pushes are put into bytes; a link takes as long as these bytes need.
         progress: True shows a progress bar; or a function, called with the fraction done and a text. With either,
             Ctrl-C returns the trace so far (``ended == "interrupted"``) instead of raising KeyboardInterrupt; so does
             a function that raises `lightning_omni.simulator.progress.Enough` (``ended == "stopped"``).
@@ -178,6 +181,7 @@ def simulate(
             record,
             rebalance == "auto",
             None if topology.is_synchronous else merged,
+            RAW if topology.is_synchronous else wire_format,
         )
         with progress_of(progress) as shown:
             return run.run(shown, returns_if_interrupted=progress is not False)
@@ -239,7 +243,9 @@ class Simulation:
         record: Recorder | None,
         is_balanced: bool,
         merged: str | None,
+        wire_format: WireFormat = RAW,
     ) -> None:
+        self._wire_format = wire_format
         self._is_balanced = is_balanced
         self.method, self.topology, self.cluster, self.limits = method, topology, cluster, limits
         self.seed, self.batch_size, self.members_apart = seed, batch_size, members_apart
@@ -271,7 +277,7 @@ class Simulation:
             parts.append(part_of(self._head.parameters, master, self._head.part(seed)))
             first = samples.batch(samples.at(0, range(1)))
             self._bytes_in, self._bytes_out = self._head.sizes(self._model, loss, first)
-        self._desk.form(topology, method, parts)
+        self._desk.form(topology, method, parts, wire_format)
         if self._head is not None:
             self._head.install(self._desk)
         self._inwards, self._outwards, self._service, self._turns = Queue(), Queue(), Queue(), Queue()
@@ -348,7 +354,7 @@ class Simulation:
         ranks = self.topology.members(number)
         replica = self._sharing_replica(number, master) if self._steps_at_server else self._own_replica(number, make)
         clocks = [Clockwork(self.cluster, rank, self.seed) for rank in ranks]
-        return Group(number, ranks, replica, self.method, clocks, self._is_balanced)
+        return Group(number, ranks, replica, self.method, clocks, self._is_balanced, self._wire_format)
 
     def _sharing_replica(self, number: int, master: Optimizer) -> Replica:
         start = self._snapshots.at(0, self._desk.shard.buffer)
@@ -463,16 +469,16 @@ class Simulation:
     # --- To the server and back --------------------------------------------------------------------------------------
 
     def _send(self, group: Group, ask: Ask) -> None:
-        nbytes = self._desk.nbytes(ask.tensors)
+        nbytes, said = self._desk.prepare(group.core, ask)
         arrival = self.now + self._link.seconds(nbytes) + self._card.latency
-        self.agenda.add(arrival, partial(self._queue, group, ask, nbytes))
+        self.agenda.add(arrival, partial(self._queue, group, ask, nbytes, said))
 
-    def _queue(self, group: Group, ask: Ask, nbytes: int) -> None:
+    def _queue(self, group: Group, ask: Ask, nbytes: int, said: Said | None) -> None:
         received = self._inwards.serve(self.now, nbytes / self._card.bandwidth)
         served = self._service.serve(received, self._service_seconds)
-        self.agenda.add(served, partial(self._arrive, group, ask))
+        self.agenda.add(served, partial(self._arrive, group, ask, said))
 
-    def _arrive(self, group: Group, ask: Ask) -> None:
+    def _arrive(self, group: Group, ask: Ask, said: Said | None) -> None:
         if not group.alive:
             return
         assert isinstance(ask.need, Exchange)
@@ -480,7 +486,7 @@ class Simulation:
         clock = self._desk.shard.master.clock
         staleness = self._desk.staleness(group.number, read_at)
         refused = self._desk.shard.refused
-        self._take(self._desk.ask(group.leader, ask))
+        self._take(self._desk.ask(group.leader, group.core, ask, said))
         if self._desk.shard.refused == refused:
             self._rows.add(self.now, group, read_at, clock + 1, staleness)
         elif self._desk.shard.refused_in_row[group.number] >= MOST_REFUSED:
@@ -493,7 +499,7 @@ class Simulation:
 
     def _fetch_arrives(self, group: Group, ask: Ask) -> None:
         if group.alive:
-            self._take(self._desk.ask(group.leader, ask))
+            self._take(self._desk.ask(group.leader, group.core, ask))
 
     def _take(self, out: list[Out]) -> None:
         """Delivers what the server sends."""

@@ -1,0 +1,241 @@
+"""How the tensors of a push become bytes and tensors again: the one place that knows. What ships is `Raw`.
+
+A wire format is a frozen value, as a method is. It travels as its name and settings, once, when groups are formed, and
+holds for every push until groups are formed again. Answers travel raw: they are the server's own flat memory.
+
+Rule 1: what the sender remembers is explicit. `WireFormat.encode` is given a state and returns the next one, which
+counts from when the server has applied the push. A push that was refused leaves the state as it was.
+Rule 2: what a sender was given and has not sent yet lies in its state as ``residual``: one tensor or None for each
+parameter, in order, in the units of what it was given. Nothing else in a state means anything to anybody else.
+Rule 3: a number that is not finite stays so on the wire, for it is the server that refuses such pushes.
+Rule 4: the server believes nothing. A payload's size is checked before memory is set aside for it, and whatever cannot
+be decoded is refused and counted, before anything has changed.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import msgspec
+import torch
+from torch import Tensor
+
+from lightning_omni.errors import ConfigurationError, MalformedMessage, Refused
+from lightning_omni.protocol.layout import Layout
+
+RESIDUAL = "residual"
+"""Where in a sender's state lies what has not been sent yet; see rule 2."""
+
+State = Mapping[str, Any]
+"""What a sender remembers: plain values, tensors and lists of them. Nobody changes it in place."""
+
+
+class Memory:
+    """Flat memory on the CPU that is used again and again, for one payload at a time."""
+
+    def __init__(self) -> None:
+        self._layout = Layout(())
+        self._buffer = self._layout.empty()
+        self._views: list[Tensor] = []
+
+    def hold(self, layout: Layout) -> tuple[Tensor, list[Tensor]]:
+        """Memory in which tensors lie as the layout has it, and these tensors. Valid until the next call."""
+        if layout is not self._layout:
+            if self._buffer.numel() < layout.nbytes:
+                self._buffer = layout.empty()
+            self._layout, self._views = layout, layout.views(self._buffer)
+        return self._buffer[: layout.nbytes], self._views
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Tensors as bytes.
+
+    Attributes:
+        payload: uint8, on the CPU.
+        present: one flag for each parameter: whether the payload holds something of it.
+        state: what the sender remembers once the server has applied the push.
+    """
+
+    payload: Tensor
+    present: tuple[bool, ...]
+    state: State = field(default_factory=dict)
+
+
+class WireFormat(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
+    """A way to put tensors into bytes: its settings, and both directions.
+
+    (A msgspec struct cannot be an abstract base class, hence the errors.)
+
+    Attributes:
+        is_stateful: whether senders remember anything; if not, nothing is looked for when groups are formed.
+    """
+
+    is_stateful: ClassVar[bool] = True
+
+    def sizes(self, layout: Layout) -> tuple[int, int]:
+        """The fewest and the most bytes that a payload can have; the same if it is known before it is encoded.
+
+        Args:
+            layout: of the tensors that the payload holds something of.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not say how large its payloads are")
+
+    def encode(self, tensors: Sequence[Tensor | None], layout: Layout, state: State, memory: Memory) -> Encoded:
+        """Tensors as bytes.
+
+        Args:
+            tensors: one for each parameter, on any device; None if it took no part in the loss. They are lent.
+            layout: of all parameters. There may be more than at the last call, behind the others.
+            state: as the last push that was applied has left it; empty at first.
+            memory: may be used for the payload.
+        """
+        raise NotImplementedError(f"{type(self).__name__} cannot encode")
+
+    def decode(self, payload: Tensor, layout: Layout, memory: Memory) -> Tensor:
+        """Bytes as tensors, which lie in flat memory as the layout has it; the payload itself if they do so there.
+
+        Args:
+            payload: uint8, from whoever it may be, and as large as `sizes` has it. It is lent.
+            layout: of the tensors that it holds something of.
+            memory: may be used for the tensors.
+
+        Raises:
+            Exception: whichever; the payload is then refused.
+        """
+        raise NotImplementedError(f"{type(self).__name__} cannot decode")
+
+
+class Raw(WireFormat, frozen=True, kw_only=True, tag="raw"):
+    """The tensors as they are, one after the other in their own dtypes.
+
+    Example:
+        >>> layout, memory = Layout.of({"w": torch.ones(2), "b": torch.ones(1)}), Memory()
+        >>> encoded = RAW.encode([torch.ones(2), None], layout, {}, memory)
+        >>> encoded.present, encoded.payload.view(torch.float32).tolist()
+        ((True, False), [1.0, 1.0])
+    """
+
+    is_stateful: ClassVar[bool] = False
+
+    def sizes(self, layout: Layout) -> tuple[int, int]:
+        return layout.nbytes, layout.nbytes
+
+    def encode(self, tensors: Sequence[Tensor | None], layout: Layout, state: State, memory: Memory) -> Encoded:
+        present = tuple(tensor is not None for tensor in tensors)
+        there = [tensor for tensor in tensors if tensor is not None]
+        buffer, views = memory.hold(layout.subset(present))
+        if there and all(tensor.is_cpu for tensor in there):
+            torch._foreach_copy_(views, there)
+        else:
+            for view, tensor in zip(views, there, strict=True):
+                view.copy_(tensor)
+        return Encoded(buffer, present)
+
+    def decode(self, payload: Tensor, layout: Layout, memory: Memory) -> Tensor:
+        return payload
+
+
+RAW = Raw()
+FORMATS: dict[str, type[WireFormat]] = {"raw": Raw}
+"""Every wire format by the name under which it travels."""
+
+
+# --- At the server ---------------------------------------------------------------------------------------------------
+
+
+def check_size(wire_format: WireFormat, nbytes: int, layout: Layout) -> None:
+    """Raises `MalformedMessage` if no payload of these tensors has so many bytes."""
+    smallest, largest = wire_format.sizes(layout)
+    if not smallest <= nbytes <= largest:
+        expected = f"{largest}" if smallest == largest else f"{smallest} to {largest}"
+        raise MalformedMessage(f"the push has {nbytes} bytes, {expected} were expected")
+
+
+def decode(wire_format: WireFormat, payload: Tensor, layout: Layout, memory: Memory) -> Tensor:
+    """The tensors of a payload, in flat memory as the layout has it.
+
+    Raises:
+        Refused: they cannot be had from it.
+    """
+    try:
+        flat = wire_format.decode(payload, layout, memory)
+    except Exception as error:  # torch raises what it likes on places and counts that are none
+        raise Refused(
+            "malformed", f"{payload.numel()} bytes are no push in the wire format {name_of(wire_format)}: {error}"
+        ) from error
+    if flat.numel() != layout.nbytes:
+        raise MalformedMessage(f"the push has {flat.numel()} bytes, {layout.nbytes} were expected")
+    return flat
+
+
+# --- By name ---------------------------------------------------------------------------------------------------------
+
+
+def name_of(wire_format: WireFormat) -> str:
+    """The name under which a format travels."""
+    return str(type(wire_format).__struct_config__.tag)
+
+
+def to_wire(wire_format: WireFormat) -> dict[str, Any]:
+    """A format as plain data."""
+    plain: dict[str, Any] = msgspec.to_builtins(wire_format)
+    return plain
+
+
+def from_wire(plain: Mapping[str, Any]) -> WireFormat:
+    """A format from plain data.
+
+    Raises:
+        MalformedMessage: no such format, or wrong settings.
+    """
+    kind = FORMATS.get(str(plain.get("name")))
+    if kind is None:
+        raise MalformedMessage(
+            f"unknown wire format {plain.get('name')!r}; known are {', '.join(FORMATS)}; a server of its own is told of"
+            " others with: lightning-omni serve --wire-format module:Class"
+        )
+    try:
+        return msgspec.convert(plain, kind)
+    except (msgspec.ValidationError, ConfigurationError) as error:
+        raise MalformedMessage(f"wire format {plain['name']}: {error}") from error
+
+
+def register(kind: type[WireFormat]) -> type[WireFormat]:
+    """Makes a wire format of your own known by its tag. A class decorator.
+
+    The embedded server imports the module that a run's format comes from; a server of its own is told with
+    ``lightning-omni serve --wire-format module:Class``.
+
+    Raises:
+        ConfigurationError: the name is taken.
+    """
+    name = str(kind.__struct_config__.tag)
+    if FORMATS.get(name, kind) is not kind:
+        raise ConfigurationError(
+            f"the name {name!r} belongs to {FORMATS[name].__name__}; give the wire format another tag="
+        )
+    FORMATS[name] = kind
+    return kind
+
+
+def load(path: str) -> type[WireFormat]:
+    """Imports and registers a wire format, from its path ``module:Class``.
+
+    Raises:
+        ConfigurationError: it cannot be imported, or is no wire format.
+    """
+    module, _, name = path.partition(":")
+    try:
+        kind = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigurationError(
+            f"the wire format {path} cannot be imported ({error}); it must be module:Class, in an installed module or"
+            " on PYTHONPATH"
+        ) from error
+    if not (isinstance(kind, type) and issubclass(kind, WireFormat)):
+        raise ConfigurationError(f"{path} is not a lightning_omni.protocol.wire_format.WireFormat")
+    return register(kind)

@@ -1,0 +1,111 @@
+"""Trains with a wire format that keeps a residual, through groups of all kinds, without Lightning and without data.
+
+Gradients depend on group and step alone, so that the weights say what has come to the server.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import torch.distributed as dist
+from topk import TopK
+from torch import Tensor
+
+from lightning_omni import OmniOptimizer, World
+from lightning_omni.optimizer.options import WorldOptions
+
+RANKS, LR, STEPS = 4, 0.1, 6
+PHASES = (4, 2, 1, 2)
+"""Numbers of groups, one after the other."""
+NAN_AT = (0, 1, 3)
+"""Phase, group and step of a gradient that is not finite."""
+
+
+def gradients(phase: int, group: int, step: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1000 * phase + 100 * group + step)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((6, 5), (5,))]
+
+
+def train(rank: int) -> dict[str, object]:
+    dist.init_process_group("gloo", rank=rank, world_size=RANKS)
+    model = torch.nn.Linear(5, 6, dtype=torch.float64)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    own = list(model.parameters())
+    own[1].data = torch.zeros(5, dtype=torch.float64)
+    world = World(PHASES[0], options=WorldOptions(groups=PHASES[0], wire_format=TopK(fraction=0.2)))
+    world.broadcast_initial(model)
+    optimizer = OmniOptimizer(torch.optim.SGD(own, lr=LR), world)
+    given = [torch.zeros_like(parameter) for parameter in own]
+    deposited = False
+    with world.training():
+        for phase, groups in enumerate(PHASES):
+            if phase:
+                world.regroup(groups)
+            for step in range(STEPS):
+                gradient = gradients(phase, world.group, step)
+                if (phase, world.group, step) == NAN_AT:
+                    gradient[0][2, 3] = torch.nan
+                elif world.is_leader:
+                    torch._foreach_add_(given, gradient)
+                for parameter, each in zip(own, gradient, strict=True):
+                    parameter.grad = each
+                optimizer.step()
+            if phase == 1:
+                deposited = deposit(world)
+        residual = world.core.sender_state(0).get("residual", [])
+    result = {
+        "weights": [parameter.tolist() for parameter in own],
+        "given": [each.tolist() for each in given],
+        "residual": [each.tolist() for each in residual],
+        "deposited": deposited,
+    }
+    Path(os.environ["OMNI_TEST_FOLDER"], f"rank{rank}.json").write_text(json.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
+    return result
+
+
+def deposit(world: World) -> bool:
+    """At a synchronization point; whether what a checkpoint would hold is what the leader has, and is taken up."""
+    world.enter_world()
+    world.channel.deposit()
+    same = True
+    if world.rank == 0:
+        groups = world.channel.snapshot()["groups"]
+        world.states.resume({"groups": 3, "states": groups})  # of other groups: it says so, and takes nothing
+        saved = groups[world.group][0]
+        before = world.core.sender_state(0)["residual"]
+        world.core.load_sender_state(0, {})
+        world.residuals.resume(0, saved)
+        after = world.core.sender_state(0)["residual"]
+        same = all(map(torch.equal, before, after)) and any(bool(each.any()) for each in after)
+    world.barrier()
+    world.enter_compute()
+    return same
+
+
+def main() -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
+    children = []
+    rank = 0
+    for number in range(1, RANKS):
+        if (child := os.fork()) == 0:
+            rank, children = number, []
+            break
+        children.append(child)
+    train(rank)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    sys.stdout.flush()
+    os._exit(max(codes, default=0))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,290 @@
+"""Wire formats: bytes of a push and back, what a sender owes, and one that is none of the package's, run for real."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from rounds import sgd
+from runs import run
+from test_server_core import Link, as_bytes, expect_refusal, gradient, push_of, trained_link, varied
+from topk import TopK
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.utils.data import TensorDataset
+
+from lightning_omni.errors import ConfigurationError, MalformedMessage
+from lightning_omni.methods import AsyncSGD, Gradient, NextGradient, Pulled, Replica
+from lightning_omni.methods.master import hyperparameters_of
+from lightning_omni.protocol import messages as m
+from lightning_omni.protocol import wire_format
+from lightning_omni.protocol.group import Ask, GroupCore
+from lightning_omni.protocol.layout import Layout
+from lightning_omni.protocol.record import Event
+from lightning_omni.protocol.wire_format import RAW, Memory, Raw, WireFormat
+from lightning_omni.simulator import Cluster, Jitter, simulate
+from lightning_omni.simulator.cluster import Link as NetworkLink
+from lightning_omni.simulator.replay import replay
+from lightning_omni.simulator.workbench import Samples
+from lightning_omni.trace import Trace
+
+SHAPES = ((4, 3), (), (7,))
+LAYOUT = Layout.of({str(place): torch.zeros(shape, dtype=torch.float64) for place, shape in enumerate(SHAPES)})
+TOPK = TopK(fraction=0.25)
+
+
+def views(wire: WireFormat, payload: Tensor, present: tuple[bool, ...]) -> list[Tensor | None]:
+    """What a server makes of a payload."""
+    layout = LAYOUT.subset(present)
+    wire_format.check_size(wire, payload.numel(), layout)
+    there = iter(layout.views(wire_format.decode(wire, payload, layout, Memory())))
+    return [next(there) if flag else None for flag in present]
+
+
+def numbers(shape: tuple[int, ...], seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+# --- One push after the other ----------------------------------------------------------------------------------------
+
+
+@varied
+@given(st.lists(st.tuples(st.tuples(*[st.sampled_from("gzn")] * len(SHAPES)), st.booleans()), max_size=12))
+def test_what_is_decoded_and_what_is_owed_add_up_to_what_was_given(pushes: list[tuple[tuple[str, ...], bool]]) -> None:
+    """Gradients, zeros and None in any order; some pushes with a NaN, which are refused and lose no residual."""
+    own = [Parameter(torch.zeros(shape, dtype=torch.float64)) for shape in SHAPES]
+    core, memory = GroupCore(AsyncSGD(), TOPK), Memory()
+    core.attach(Replica(own, sgd(0.1)(own)))
+    given_, decoded = ([torch.zeros(shape, dtype=torch.float64) for shape in SHAPES] for _ in range(2))
+    for number, (kinds, is_poisoned) in enumerate(pushes):
+        tensors = [
+            None if kind == "n" else numbers(shape, 100 * number + place) * (kind == "g")
+            for place, (kind, shape) in enumerate(zip(kinds, SHAPES, strict=True))
+        ]
+        there = [tensor for tensor in tensors if tensor is not None]
+        is_poisoned = is_poisoned and bool(there)
+        if is_poisoned:
+            there[-1].fill_(torch.nan)
+        before = core.sender_state(0)
+        ask = core.gradient(0, Gradient(tensors, hyperparameters_of(sgd(0.1)(own))))
+        assert isinstance(ask, Ask)
+        said = core.say(ask, LAYOUT, memory)
+        assert isinstance(said.message, m.PushMessage)
+        assert said.payload is not None
+        assert said.message.nbytes == said.payload.numel()
+        arrived = views(TOPK, said.payload, said.message.present)
+        assert any(not each.isfinite().all() for each in arrived if each is not None) == is_poisoned
+        pulled = Pulled([torch.zeros(shape) for shape in SHAPES], number, refused=is_poisoned)
+        assert core.answer(0, pulled) == NextGradient()
+        if is_poisoned:
+            assert core.sender_state(0) is before
+            continue
+        for total, each in (*zip(given_, tensors, strict=True), *zip(decoded, arrived, strict=True)):
+            total += 0 if each is None else each
+    owed = core.sender_state(0).get("residual", [None] * len(SHAPES))
+    for total, arrived_, left in zip(given_, decoded, owed, strict=True):
+        torch.testing.assert_close(arrived_ + (0 if left is None else left), total, rtol=0, atol=1e-12)
+
+
+@varied
+@given(st.tuples(*[st.booleans()] * len(SHAPES)), st.integers(0, 9))
+def test_raw_is_the_tensors_themselves_in_the_layout_and_no_copy_when_decoded(
+    present: tuple[bool, ...], seed: int
+) -> None:
+    tensors = [
+        numbers(shape, seed + place) if there else None
+        for place, (shape, there) in enumerate(zip(SHAPES, present, strict=True))
+    ]
+    encoded = RAW.encode(tensors, LAYOUT, {}, Memory())
+    assert (encoded.present, dict(encoded.state)) == (present, {})
+    assert encoded.payload.numpy().tobytes() == as_bytes(tensors)
+    assert RAW.decode(encoded.payload, LAYOUT, Memory()) is encoded.payload
+    for before, after in zip(tensors, views(RAW, encoded.payload, present), strict=True):
+        assert (before is None and after is None) or torch.equal(before, after)  # type: ignore[arg-type]
+
+
+def test_memory_is_used_again_for_any_layout() -> None:
+    memory = Memory()
+    whole, _ = memory.hold(LAYOUT)
+    part, (view,) = memory.hold(LAYOUT.subset((False, True, False)))
+    view.fill_(1.0)
+    assert part.data_ptr() == whole.data_ptr() == memory.hold(LAYOUT)[0].data_ptr()
+    assert (part.numel(), memory.hold(LAYOUT)[0].numel()) == (8, LAYOUT.nbytes)
+
+
+# --- At the server ---------------------------------------------------------------------------------------------------
+
+
+def sparse_link() -> Link:
+    """Two groups whose pushes travel as `TopK`."""
+    link = trained_link((0, 1), (2,))
+    assert link.form((0, 1), (2,), generation=2, wire_format=wire_format.to_wire(TOPK)) == m.Formed(generation=2)
+    link.inbox.clear()
+    return link
+
+
+def sparse_push(**changes: Any) -> tuple[m.PushMessage, bytes]:
+    message, _ = push_of(gradient(0))
+    layout = Layout.of({str(place): tensor for place, tensor in enumerate(gradient(0))})
+    payload = TOPK.encode(gradient(0), layout, {}, Memory()).payload.numpy().tobytes()
+    return msgspec.structs.replace(message, nbytes=len(payload), **changes), payload
+
+
+def test_a_server_takes_pushes_in_the_format_that_the_groups_were_formed_with() -> None:
+    link = sparse_link()
+    before = link.weights()
+    answer, _ = link.data(2, *sparse_push())
+    assert (answer.applied, answer.clock) == (True, 1)
+    moved = torch.cat([(a - b).flatten() for a, b in zip(before, link.weights(), strict=True)])
+    assert int(moved.count_nonzero()) == int(0.25 * 9)
+    assert link.form((0, 1), (2,), generation=3) == m.Formed(generation=3)
+    assert link.data(2, *push_of(gradient(1), read_at=1))[0].applied
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda payload: (99).to_bytes(8, "little") + payload[8:],
+        lambda payload: (-1).to_bytes(8, "little", signed=True) + payload[8:],
+        lambda payload: payload[:8] + (1 << 40).to_bytes(8, "little") + payload[16:],
+        lambda payload: payload[:-3],
+        lambda payload: payload[:8],
+    ],
+    ids=["more than came", "fewer than none", "a place that is none", "a piece is missing", "nothing follows"],
+)
+def test_a_payload_that_cannot_be_decoded_is_refused_and_counted_and_harms_nobody(
+    spoil: Callable[[bytes], bytes],
+) -> None:
+    link = sparse_link()
+    before = link.weights()
+    message, payload = sparse_push()
+    bad = spoil(payload)
+    answer, _ = link.data(2, msgspec.structs.replace(message, nbytes=len(bad)), bad)
+    expect_refusal(answer, "malformed", "bytes are no push in the wire format topk: ")
+    assert (link.core.strangers, link.core.clock) == (1, 0)
+    assert all(map(torch.equal, before, link.weights()))
+    assert link.data(2, *sparse_push())[0].applied
+    assert link.data(0, *sparse_push())[0].staleness == 1
+
+
+@varied
+@given(st.lists(st.one_of(st.binary(min_size=8, max_size=40), st.just(b"\1" + bytes(7) + bytes(16))), max_size=6))
+def test_whatever_comes_as_a_payload_is_a_push_or_a_counted_refusal(payloads: list[bytes]) -> None:
+    link = sparse_link()
+    message, _ = sparse_push()
+    refused = 0
+    for payload in payloads:
+        answer, _ = link.data(2, msgspec.structs.replace(message, nbytes=len(payload)), payload)
+        refused += isinstance(answer, m.RefusedMessage) and answer.code == "malformed"
+        assert link.core.strangers == refused
+    assert link.core.clock + link.core.shards[0].refused + refused == len(payloads)
+    assert all(bool(weight.isfinite().all()) for weight in link.weights())
+    assert link.data(0, *sparse_push())[0].applied
+
+
+@pytest.mark.parametrize("nbytes", [7, 8 + 16 * 2 + 1, 1 << 50])
+def test_a_payload_larger_or_smaller_than_any_is_refused_before_memory_is_set_aside(nbytes: int) -> None:
+    link = sparse_link()
+    message, _ = sparse_push()
+    with pytest.raises(MalformedMessage, match=f"the push has {nbytes} bytes, 8 to 40 were expected"):
+        link.core.check_payload(b"data 2", msgspec.structs.replace(message, nbytes=nbytes))
+
+
+@pytest.mark.parametrize(
+    ("plain", "says"),
+    [
+        ({"name": "telepathy"}, "unknown wire format 'telepathy'; known are raw, topk; a server of its own is told of"),
+        ({"name": "topk", "fraction": "half"}, "wire format topk: Expected `float`"),
+        ({}, "unknown wire format None"),
+    ],
+)
+def test_a_format_that_the_server_does_not_know_is_refused_and_the_old_groups_stand(
+    plain: dict[str, Any], says: str
+) -> None:
+    link = sparse_link()
+    expect_refusal(link.form((0,), (1, 2), generation=3, wire_format=plain), "protocol", says)
+    assert link.core.generation == 2
+    assert link.data(2, *sparse_push())[0].applied
+
+
+def test_formats_are_registered_by_name_and_imported_by_path() -> None:
+    assert wire_format.load("topk:TopK") is TopK
+    assert wire_format.from_wire(wire_format.to_wire(TOPK)) == TOPK
+
+    class Other(Raw, frozen=True, kw_only=True, tag="raw"):
+        pass
+
+    with pytest.raises(ConfigurationError, match="the name 'raw' belongs to Raw"):
+        wire_format.register(Other)
+    with pytest.raises(ConfigurationError, match=r"is not a lightning_omni\.protocol\.wire_format\.WireFormat"):
+        wire_format.load("topk:Tensor")
+    with pytest.raises(ConfigurationError, match="the wire format topk:Nothing cannot be imported"):
+        wire_format.load("topk:Nothing")
+
+
+# --- In the simulator ------------------------------------------------------------------------------------------------
+
+
+def squares(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return (model(batch[0]) - batch[1]).square().mean()
+
+
+def simulated(wire: WireFormat, method: str = "async_sgd", **options: Any) -> Trace:
+    model, data, make = problem()
+    cluster = Cluster.even(3, jitter=Jitter("exponential"), link=NetworkLink(bandwidth=100.0))
+    return simulate(
+        method, 3, cluster, model, data, optimizer=make, loss=squares, batch_size=4, wire_format=wire, **options
+    )
+
+
+def problem() -> tuple[nn.Module, TensorDataset, Callable[[Any], torch.optim.Optimizer]]:
+    torch.manual_seed(0)
+    inputs = torch.randn(96, 8)
+    model = nn.Linear(8, 1)
+    return model, TensorDataset(inputs, inputs.sum(1, keepdim=True)), lambda own: torch.optim.SGD(own, lr=0.03)
+
+
+@pytest.mark.parametrize("method", ["async_sgd", "hardsync", "diloco:period=2"])
+def test_a_format_trains_when_simulated_and_its_smaller_pushes_take_less_time(method: str) -> None:
+    sparse, raw = (simulated(wire, method, max_epochs=15) for wire in (TOPK, RAW))
+    losses = sparse.columns()["loss"]
+    assert losses[-6:].mean() < losses[:6].mean() / 4
+    assert sparse.seconds < raw.seconds
+    assert sparse.meta["refused"] == 0
+
+
+def test_a_simulated_run_in_any_format_is_replayed_bit_for_bit() -> None:
+    events: list[Event] = []
+    trace = simulated(TOPK, max_updates=30, batched=False, record=events.append)
+    assert events[0].wire_format == {"name": "topk", "fraction": 0.25}
+    model, data, make = problem()
+    samples = Samples(data, seed=0)
+    again = replay(events, model, squares, lambda *where: samples.batch(samples.at(*where)), make)
+    assert all((again.weights[name].numpy() == weight).all() for name, weight in trace.weights.items())
+    regrouped = [*events, msgspec.structs.replace(events[0], kind="form", clock=trace.updates)]
+    with pytest.raises(ConfigurationError, match="what the groups before had not pushed yet in their wire format topk"):
+        replay(regrouped, model, squares, lambda *where: samples.batch(samples.at(*where)), make)
+
+
+# --- For real --------------------------------------------------------------------------------------------------------
+
+
+def test_through_a_real_server_and_other_groups_nothing_given_is_lost_or_sent_twice() -> None:
+    """Four groups, two, one and two again, a gradient that is refused, and a checkpoint's worth of state on the way."""
+    finished = run("formats.py")
+    ranks = [finished.results[rank] for rank in range(4)]
+    assert all(result["weights"] == ranks[0]["weights"] for result in ranks)
+    assert ranks[0]["deposited"]
+    assert [bool(result["residual"]) for result in ranks] == [True, False, True, False]
+    for place, weight in enumerate(ranks[0]["weights"]):
+        total = sum(torch.tensor(result["given"][place], dtype=torch.float64) for result in ranks)
+        owed = sum(torch.tensor(result["residual"][place], dtype=torch.float64) for result in ranks[::2])
+        assert bool(owed.any())
+        torch.testing.assert_close(torch.tensor(weight, dtype=torch.float64), -0.1 * (total - owed))
+    assert finished.output.count("the checkpoint holds what its groups had not pushed yet") == 1
+    assert "training has ended, and of what group 1 was to push with optimizer 0 a rest" in finished.output
