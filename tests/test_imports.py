@@ -56,6 +56,12 @@ def modules() -> dict[str, Path]:
 MODULES = modules()
 
 
+LEFT = {f"{PACKAGE}.strategy.{name}": {f"{PACKAGE}.strategy.hooks"} for name in ("listener", "follow", "nested")} | {
+    f"{PACKAGE}.report.page": {f"{PACKAGE}.report.tuning"}
+}
+"""Imports for types, of whoever puts the importer together: cycles that are still there."""
+
+
 @cache
 def tree(module: str) -> ast.Module:
     return ast.parse(MODULES[module].read_text(), filename=str(MODULES[module]))
@@ -132,19 +138,33 @@ def test_no_torch_file_is_read_or_written_near_the_wire(module: str) -> None:
     assert not names
 
 
-def test_there_is_no_import_cycle() -> None:
-    edges = {module: inside(module, at_import_time=True) for module in MODULES}
+def cycle(edges: dict[str, set[str]]) -> str:
+    """Some cycle, or nothing."""
     done: set[str] = set()
 
-    def walk(module: str, path: tuple[str, ...]) -> None:
-        assert module not in path, " -> ".join((*path[path.index(module) :], module))
-        if module not in done:
-            for name in sorted(edges[module]):
-                walk(name, (*path, module))
-            done.add(module)
+    def walk(module: str, path: tuple[str, ...]) -> str:
+        if module in path:
+            return " -> ".join((*path[path.index(module) :], module))
+        if module in done:
+            return ""
+        done.add(module)
+        return next(filter(None, (walk(name, (*path, module)) for name in sorted(edges[module]))), "")
 
-    for module in MODULES:
-        walk(module, ())
+    return next(filter(None, (walk(module, ()) for module in MODULES)), "")
+
+
+def test_there_is_no_import_cycle() -> None:
+    assert not cycle({module: inside(module, at_import_time=True) for module in MODULES})
+
+
+def test_but_for_a_few_there_is_none_of_types_and_functions_either() -> None:
+    edges = {module: inside(module) for module in MODULES}
+    for module, names in LEFT.items():
+        edges[module] -= names
+    assert not cycle(edges)
+    for module, names in LEFT.items():
+        for name in names:
+            assert cycle({**edges, module: edges[module] | {name}}), f"{module} -> {name} is in no cycle: take it out"
 
 
 def test_importing_the_other_rooms_does_not_bring_lightning_along() -> None:

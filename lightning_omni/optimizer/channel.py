@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -18,7 +19,9 @@ from torch.utils._pytree import tree_map
 
 from lightning_omni.errors import NonFiniteGradients
 from lightning_omni.methods import Inbox, Publish, Pulled, ReadInbox, ReadPeer, SendPeer
+from lightning_omni.optimizer.place import Place
 from lightning_omni.optimizer.replica import Part
+from lightning_omni.optimizer.residuals import Residuals
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.codec import pack, unpack
 from lightning_omni.protocol.group import Action, Ask, Heard
@@ -27,9 +30,6 @@ from lightning_omni.protocol.wire_format import RAW
 from lightning_omni.server import Address, DataConnection, PeerConnections, PeerSocket
 from lightning_omni.server.addresses import own_host, tcp_endpoint
 from lightning_omni.server.directory import is_private, sibling
-
-if TYPE_CHECKING:
-    from lightning_omni.optimizer.world import World
 
 _log = logging.getLogger(__name__)
 
@@ -71,15 +71,18 @@ class Channel:
     """What a rank exchanges with the server and with other groups. Every rank of a group makes the same calls.
 
     Args:
-        world: this rank's place in the run.
+        place: this rank's, in the run.
+        residuals: what was not sent yet, for checkpoints.
 
     Attributes:
         traffic: what all exchanges took so far.
+        meetings: synchronization points so far, since the server was joined.
     """
 
-    def __init__(self, world: World) -> None:
-        self._world = world
+    def __init__(self, place: Place, residuals: Residuals) -> None:
+        self._place, self._residuals = place, residuals
         self.traffic = Traffic()
+        self.meetings = 0
         self._data: DataConnection | None = None
         self._peers: Peers | None = None
 
@@ -106,21 +109,21 @@ class Channel:
 
     def ask_weights(self, ask: Ask) -> Pulled:
         """Pushes or fetches for this group, and hears the server's answer."""
-        part = self._world.parts[ask.optimizer]
+        part = self._place.parts[ask.optimizer]
 
         def say() -> m.Weights:
-            said = self._world.core.say(ask, part.replica.layout, part.out)
+            said = self._place.core.say(ask, part.replica.layout, part.out)
             return self._ask(part, said.message, said.payload)
 
         return self._share(ask.optimizer, say, ask.pulls)
 
     def fetch(self, index: int) -> Pulled:
         """The server's weights for this group, which its method did not ask for."""
-        return self.ask_weights(self._world.core.fetch(index))
+        return self.ask_weights(self._place.core.fetch(index))
 
     def mean(self, index: int) -> Pulled:
         """The mean of all groups' own weights."""
-        part = self._world.parts[index]
+        part = self._place.parts[index]
 
         def contribute() -> m.Weights:
             payload = RAW.encode(part.replica.weights(), part.replica.layout, {}, part.out).payload
@@ -144,14 +147,14 @@ class Channel:
 
     def deposit(self) -> None:
         """At a meeting, on every rank: what each group alone knows becomes part of the next `snapshot`."""
-        if self._world.is_leader:
+        if self._place.is_leader:
             states = [
-                {**part.replica.own_state(whole=self._world.steps_here(part)), **self._world.residuals.saved(index)}
-                for index, part in enumerate(self._world.parts)
+                {**part.replica.own_state(whole=self._place.steps_here(part)), **self._residuals.saved(index)}
+                for index, part in enumerate(self._place.parts)
             ]
             packed, buffer = pack(states)
             self.ask(m.Deposit(packed=packed, nbytes=buffer.numel()), m.Deposited, buffer)
-        self._world.barrier()
+        self._place.barrier()
 
     def ask(self, message: m.Message, expect: type[_Answer], payload: Tensor | None = None) -> tuple[_Answer, Tensor]:
         """Asks the server on the data channel. Returns the answer and its payload, uint8."""
@@ -167,42 +170,61 @@ class Channel:
         _, payload = self.ask(m.Collect(number=gathered.number), m.Collected)
         return [part.numpy().tobytes() for part in payload.split(list(gathered.sizes))]
 
+    def meet(self, what: str, payload: bytes) -> list[tuple[int, bytes]]:
+        """Bytes of everyone who lives, by rank; ``what`` is the same on all. All ranks call it, or wait for it."""
+        assert self._place.control is not None
+        brought = len(payload) > m.LARGEST_INLINE
+        message = m.Contribute(number=self.meetings, what=what, brought=brought)
+        self.meetings += 1
+        if brought:
+            self.bring(payload)
+        gathered, parts = self._place.control.request_payload(
+            message, m.Gathered, b"" if brought else payload, timeout=self._place.options.timeout.total_seconds()
+        )
+        if gathered.collect:
+            parts = self.collect(gathered)
+        return list(zip(gathered.ranks, parts, strict=True))
+
+    def gather(self, numbers: list[int]) -> list[list[int]]:
+        """Whole numbers of everyone who lives, in rank order."""
+        return [json.loads(text) for _, text in self.meet("numbers", json.dumps(numbers).encode())]
+
     # --- Peers --------------------------------------------------------------------------------------------------------
 
     def meet_peers(self) -> None:
         """New groups stand: where the method has them talk to each other, leaders say where they listen."""
         self._close_peers()
-        if not self._world.method.talks_to_peers or self._world.is_synchronous:
+        if not self._place.method.talks_to_peers or self._place.is_synchronous:
             return
-        assert self._world.control is not None
-        layouts = [part.replica.layout for part in self._world.parts]
-        socket = PeerSocket(self._peer_endpoint(), layouts, self._world.control.keys) if self._world.is_leader else None
+        assert self._place.control is not None
+        layouts = [part.replica.layout for part in self._place.parts]
+        socket = PeerSocket(self._peer_endpoint(), layouts, self._place.control.keys) if self._place.is_leader else None
         mine = b""
         if socket is not None:
-            address = self._world.server.published(socket.address)
-            mine = msgspec.json.encode(Address(self._world.group, address))
-        said = self._world.meet("peers", mine)
+            address = self._place.server.published(socket.address)
+            mine = msgspec.json.encode(Address(self._place.group, address))
+        said = self.meet("peers", mine)
         if socket is not None:
             others = [msgspec.json.decode(payload, type=Address) for _, payload in said if payload]
             self._peers = Peers(
                 socket,
                 PeerConnections(
-                    {other.group: other for other in others if other.group != self._world.group},
+                    {other.group: other for other in others if other.group != self._place.group},
                     layouts,
-                    self._world.control.keys,
-                    lambda group: group not in self._world.live_groups,
-                    self._world.control.check,
+                    self._place.control.keys,
+                    lambda group: group not in self._place.live_groups,
+                    self._place.control.check,
                 ),
             )
 
     def _peer_endpoint(self) -> str:
         """Where this leader listens: beside the server's sockets, or on the address by which that is reached."""
-        assert self._world.control is not None
-        server = self._world.control.address
+        assert self._place.control is not None
+        server = self._place.control.address
         if is_private(server):
-            return sibling(server, f"peer-{self._world.rank}-{secrets.token_hex(4)}")
+            return sibling(server, f"peer-{self._place.rank}-{secrets.token_hex(4)}")
         host = own_host(server)
-        if host.startswith("127.") and not self._world.server.is_on_this_node_only:
+        if host.startswith("127.") and not self._place.server.is_on_this_node_only:
             host = "0.0.0.0"  # the server is on this machine, and the other nodes know it by another address
         return tcp_endpoint(host)
 
@@ -231,7 +253,7 @@ class Channel:
             theirs = self._peers.connections.read(group, index)
             return theirs, int(theirs is not None)
 
-        return self._share_tensors(self._world.parts[index], read)[0]
+        return self._share_tensors(self._place.parts[index], read)[0]
 
     def read_inbox(self, index: int) -> Inbox:
         """What other groups have sent."""
@@ -241,23 +263,23 @@ class Channel:
             inbox = self._peers.socket.read_inbox(index)
             return inbox.total, inbox.count
 
-        return Inbox(*self._share_tensors(self._world.parts[index], read))
+        return Inbox(*self._share_tensors(self._place.parts[index], read))
 
     # --- Inside the group ---------------------------------------------------------------------------------------------
 
     def broadcast_in_group(self, memory: Tensor) -> None:
         """From the leader to its group."""
-        if len(self._world.members) == 1:
+        if len(self._place.members) == 1:
             return
-        shared = memory.to(self._world.device) if self._world.device.type != "cpu" else memory
-        dist.broadcast(shared, src=self.source(), group=self._world.compute_group)
+        shared = memory.to(self._place.device) if self._place.device.type != "cpu" else memory
+        dist.broadcast(shared, src=self.source(), group=self._place.compute_group)
         if shared is not memory:
             memory.copy_(shared)
 
     def source(self) -> int:
         """The leader, as torch's collectives want it."""
         # torch takes src as a rank of the default group if that is the very group, as a global one otherwise
-        return 0 if self._world.compute_group is dist.group.WORLD else self._world.members[0]
+        return 0 if self._place.compute_group is dist.group.WORLD else self._place.members[0]
 
     @contextmanager
     def timed(self) -> Iterator[None]:
@@ -274,16 +296,16 @@ class Channel:
         Raises:
             NonFiniteGradients: the server refused too many pushes in a row.
         """
-        if in_row >= self._world.options.refusals:
+        if in_row >= self._place.options.refusals:
             raise NonFiniteGradients(
-                f"what group {self._world.group} pushed was NaN or infinite {in_row} times in a row, and none of it was"
+                f"what group {self._place.group} pushed was NaN or infinite {in_row} times in a row, and none of it was"
                 " applied: lower the learning rate, clip gradients (gradient_clip_val), or use precision='16-mixed'"
                 " with its loss scaling; more groups need less momentum; refusals= sets how many are borne"
             )
         if not applied and in_row == 1:
             _log.warning(
                 "group %d pushed something that is not finite; it was refused and the weights did not move",
-                self._world.group,
+                self._place.group,
             )
 
     def _ask(self, part: Part, message: m.Message, payload: Tensor | None = None) -> m.Weights:
@@ -291,11 +313,11 @@ class Channel:
 
     def _share(self, index: int, ask: Callable[[], m.Weights], pull: bool = True) -> Pulled:
         """The leader asks the server; its group gets the answer."""
-        part = self._world.parts[index]
+        part = self._place.parts[index]
         memory = self._memory(part) if pull else self._memory(part)[:PREFIX]
         prefix, numbers = memory[:_NUMBERS].view(torch.int64), memory[_NUMBERS:PREFIX].view(torch.float64)
         with self.timed():
-            if self._world.is_leader:
+            if self._place.is_leader:
                 answer = ask()
                 prefix[:6] = torch.tensor(
                     [
@@ -314,7 +336,7 @@ class Channel:
             part.staleness.append(staleness)
         heard = Heard(staleness, bool(applied), progress, _STOPS[stop])
         tensors = part.replica.layout.views(memory[PREFIX:]) if pull else ()
-        pulled = self._world.core.hear(heard, tensors, clock, float(numbers[0]))
+        pulled = self._place.core.hear(heard, tensors, clock, float(numbers[0]))
         self.watch_refusals(heard.applied, refused)
         return pulled
 
@@ -323,12 +345,12 @@ class Channel:
     ) -> tuple[Sequence[Tensor] | None, int]:
         """The leader reads something, and a count; its group gets both."""
         with self.timed():
-            tensors, count = read() if self._world.is_leader else (None, 0)
-            if len(self._world.members) == 1:
+            tensors, count = read() if self._place.is_leader else (None, 0)
+            if len(self._place.members) == 1:
                 return tensors, count
             memory = self._memory(part)
             prefix, views = memory[:_NUMBERS].view(torch.int64), part.replica.layout.views(memory[PREFIX:])
-            if self._world.is_leader:
+            if self._place.is_leader:
                 prefix[0] = count
                 for view, tensor in zip(views, tensors or (), strict=False):
                     view.copy_(tensor)
@@ -359,10 +381,10 @@ class Channel:
 
     def _data_connection(self) -> DataConnection:
         if self._data is None:
-            assert self._world.control is not None
+            assert self._place.control is not None
             self._data = DataConnection(
-                self._world.control.session,
-                self._world.control.check,
-                timeout=self._world.options.timeout.total_seconds(),
+                self._place.control.session,
+                self._place.control.check,
+                timeout=self._place.options.timeout.total_seconds(),
             )
         return self._data

@@ -10,17 +10,16 @@ Rule 2: while groups train apart, written weights are refused in that very step,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_omni.errors import UnsupportedError
+from lightning_omni.optimizer.channel import Channel
+from lightning_omni.optimizer.place import Place
 from lightning_omni.optimizer.replica import Part
+from lightning_omni.optimizer.states import States
 from lightning_omni.optimizer.writes import fingerprint
-
-if TYPE_CHECKING:
-    from lightning_omni.optimizer.world import World
 
 _SAMPLED = 1 << 16
 """Numbers of a tensor by which a synchronization point tells whether it was written."""
@@ -30,7 +29,9 @@ class Edits:
     """Watches for what was written, and follows it.
 
     Args:
-        world: this rank's place in the run.
+        place: this rank's, in the run.
+        channel: its way to the server.
+        states: what hands optimizer state over.
 
     Attributes:
         buffers: the model's buffers.
@@ -40,8 +41,8 @@ class Edits:
         reattach: attaches them.
     """
 
-    def __init__(self, world: World) -> None:
-        self._world = world
+    def __init__(self, place: Place, channel: Channel, states: States) -> None:
+        self._place, self._channel, self._states = place, channel, states
         self.buffers: Callable[[], Iterable[Tensor]] = tuple
         self.others: Callable[[], Iterable[Tensor]] = tuple
         self.switched: Callable[[], bool] = bool
@@ -51,7 +52,7 @@ class Edits:
 
     def begin(self) -> None:
         """Training begins, or goes on among new groups: what is there now is known everywhere."""
-        for part in self._world.parts:
+        for part in self._place.parts:
             part.replica.know()
         self.others_followed()
 
@@ -61,7 +62,7 @@ class Edits:
         """Those of ``others`` that any rank has written since the last synchronization point. On all ranks."""
         loaded = {
             id(parameter)
-            for part in self._world.parts
+            for part in self._place.parts
             for parameter in set(part.replica.ordered) - {part.replica.parameters[n] for n in part.replica.own_frozen()}
         }
         others = list(self.others())
@@ -92,7 +93,7 @@ class Edits:
         """Training has ended: what was written since the groups met is that of rank 0, on all ranks."""
         weights, loose = self._agree(self._written())
         if weights:
-            self._share([weight for part in self._world.parts for weight in part.replica.weights()])
+            self._share([weight for part in self._place.parts for weight in part.replica.weights()])
         if loose:
             self._share([*self.buffers(), *self.others()])
 
@@ -104,11 +105,11 @@ class Edits:
         Raises:
             UnsupportedError: somebody has written them.
         """
-        world = self._world
+        place = self._place
         if (
-            world.is_leader
+            place.is_leader
             and part.head is None
-            and not world.steps_here(part)
+            and not place.steps_here(part)
             and (names := part.replica.written(in_passing=True))
         ):
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
@@ -124,35 +125,35 @@ class Edits:
     def _written(self) -> list[int]:
         buffers, others = ([fingerprint(t, _SAMPLED) for t in tensors()] for tensors in (self.buffers, self.others))
         return [
-            int(any(part.replica.written() for part in self._world.parts)),
+            int(any(part.replica.written() for part in self._place.parts)),
             int(buffers != self._buffers_seen or others != self._others_seen),
         ]
 
     def _switch(self) -> None:
         """Other optimizers take the place of those that were attached; those that stay get their state back."""
-        world = self._world
-        clock = max((part.replica.clock for part in world.parts), default=0)
-        if world.rank == 0:
-            world.states.take_back()
+        place = self._place
+        clock = max((part.replica.clock for part in place.parts), default=0)
+        if place.rank == 0:
+            self._states.take_back()
         self.reattach()
-        for part in world.parts:
+        for part in place.parts:
             part.replica.clock = clock
 
     def _hand_over(self, keep_states: bool) -> None:
         """The server, and every group's own weights, go on from the weights of rank 0."""
-        world = self._world
-        for part in world.parts:
+        place = self._place
+        for part in place.parts:
             part.replica.abandon()
         if keep_states:
-            world.states.keep()
-        world.states.seed()
-        world.states.forget()
-        for index, part in enumerate(world.parts):
-            part.replica.load(world.channel.fetch(index))
+            self._states.keep()
+        self._states.seed()
+        self._states.forget()
+        for index, part in enumerate(place.parts):
+            part.replica.load(self._channel.fetch(index))
 
     def _share(self, tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:
-            dist.broadcast(tensor.detach(), src=0, group=self._world.process_groups.live)
+            dist.broadcast(tensor.detach(), src=0, group=self._place.process_groups.live)
 
     def _agree(self, numbers: Sequence[int]) -> list[int]:
-        return self._world.agree(numbers) if numbers else []
+        return self._place.agree(numbers) if numbers else []

@@ -10,7 +10,7 @@ from __future__ import annotations
 import types
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -21,13 +21,13 @@ from lightning_omni.errors import ConfigurationError, Refused, UnsupportedError
 from lightning_omni.methods.head import modes_of, pass_through
 from lightning_omni.methods.master import hyperparameters_of
 from lightning_omni.methods.modules import tensors_of, with_tensors
+from lightning_omni.optimizer.channel import Channel
+from lightning_omni.optimizer.place import Place
+from lightning_omni.optimizer.replica import Part
+from lightning_omni.optimizer.structure import Structures
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.codec import Packed, pack, unpack
 from lightning_omni.protocol.layout import DTYPES
-
-if TYPE_CHECKING:
-    from lightning_omni.optimizer.replica import Part
-    from lightning_omni.optimizer.world import World
 
 _LETTER = 1024
 """Bytes of a leader's note to its group that travel in one broadcast; longer ones take two."""
@@ -37,7 +37,9 @@ class RemoteHead:
     """Stands in the place of a submodule's ``forward``.
 
     Args:
-        world: this rank's place in the run.
+        place: this rank's, in the run.
+        channel: its way to the server.
+        structures: what follows the optimizer's parameter groups.
         part: the head's share of the exchange.
         number: its number among the parts.
         name: the submodule's name in the model.
@@ -48,8 +50,18 @@ class RemoteHead:
         clip_algorithm: ``"norm"`` or ``"value"``.
     """
 
-    def __init__(self, world: World, part: Part, number: int, name: str, module: nn.Module) -> None:
-        self._world, self._part, self._number, self._name, self._module = world, part, number, name, module
+    def __init__(
+        self,
+        place: Place,
+        channel: Channel,
+        structures: Structures,
+        part: Part,
+        number: int,
+        name: str,
+        module: nn.Module,
+    ) -> None:
+        self._channel, self._structures = channel, structures
+        self._place, self._part, self._number, self._name, self._module = place, part, number, name, module
         self._parameters = set(part.replica.ordered)
         self._own = module.forward
         self._is_open = self._was_used = False
@@ -75,8 +87,8 @@ class RemoteHead:
         """A turn whose loss was never taken backward is given up."""
         if self._is_open:
             self._is_open = False
-            if self._world.is_leader:
-                self._world.channel.ask(m.HeadRelease(optimizer=self._number), m.HeadReleased)
+            if self._place.is_leader:
+                self._channel.ask(m.HeadRelease(optimizer=self._number), m.HeadReleased)
 
     def __reduce__(self) -> Any:
         # A copy of the module, or its pickle, has a forward pass of its own again.
@@ -86,7 +98,7 @@ class RemoteHead:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The head's output for this rank's rows."""
-        if not self._world.is_computing:
+        if not self._place.is_computing:
             return self._own(*args, **kwargs)
         tree = (args, kwargs)
         if not torch.is_grad_enabled():
@@ -94,7 +106,7 @@ class RemoteHead:
         if self._was_used:
             raise self._used_twice()
         with torch.no_grad():
-            self._world.structures.follow(self._number)
+            self._structures.follow(self._number)
         outputs = pass_through(self, tree)
         self._is_open = self._was_used = True
         return with_tensors(self._output, outputs)
@@ -108,10 +120,10 @@ class RemoteHead:
 
     def _look(self, tree: Any) -> Any:
         """The output of this rank's rows alone, which the head is not trained on: a rank may ask by itself."""
-        with self._world.channel.timed():
-            answer, payload = self._world.channel.ask(*self._forward_message(tree, turn=False))
+        with self._channel.timed():
+            answer, payload = self._channel.ask(*self._forward_message(tree, turn=False))
         output = unpack(answer.packed, payload)
-        return with_tensors(output, [tensor.to(self._world.device) for tensor in tensors_of(output)])
+        return with_tensors(output, [tensor.to(self._place.device) for tensor in tensors_of(output)])
 
     def step_done(self) -> None:
         """A step has ended, and the submodule may be used again.
@@ -122,7 +134,7 @@ class RemoteHead:
         self.release()
         self._was_used = False
         for name, parameter in self._part.replica.parameters.items():
-            if parameter.grad is not None and self._world.is_computing:
+            if parameter.grad is not None and self._place.is_computing:
                 raise UnsupportedError(
                     f'merged="{self._name}": its weight {name} got a gradient outside of the submodule\'s forward pass'
                     " (a part of it was called by itself, or the loss has a penalty on it), and nobody would step it;"
@@ -136,17 +148,17 @@ class RemoteHead:
             tree: arguments and keyword arguments.
             tensors: what is to be put in the places of its tensors.
         """
-        world = self._world
-        with world.channel.timed():
+        place = self._place
+        with self._channel.timed():
             self._rows = self._count_rows(tensors)
             whole = self._gather(tensors)
             packed, payload = Packed(b"", ()), torch.empty(0)
-            if world.is_leader:
+            if place.is_leader:
                 with self._explained():
-                    answer, payload = world.channel.ask(*self._forward_message(with_tensors(tree, whole), turn=True))
+                    answer, payload = self._channel.ask(*self._forward_message(with_tensors(tree, whole), turn=True))
                 packed = answer.packed
             packed = self._tell(packed)
-            views = packed.layout.views(payload) if world.is_leader else []
+            views = packed.layout.views(payload) if place.is_leader else []
             self._shapes = shapes = [(spec.shape, DTYPES[spec.dtype]) for spec in packed.specs]
             self._output = unpack(packed, torch.zeros(packed.layout.nbytes, dtype=torch.uint8))
             # Copies: torch takes a view that comes out of a function for something that must not be written to.
@@ -161,7 +173,7 @@ class RemoteHead:
 
     def _forward_message(self, tree: Any, turn: bool) -> tuple[m.HeadForward, type[m.HeadOutput], Tensor]:
         packed, buffer = pack(tree)
-        kind = self._world.device.type
+        kind = self._place.device.type
         mixed = torch.is_autocast_enabled(kind)
         message = m.HeadForward(
             optimizer=self._number,
@@ -183,19 +195,19 @@ class RemoteHead:
             gradients: one for each tensor of the output; None if it took no part in the loss.
             inputs: shape and dtype of each tensor that went in.
         """
-        world = self._world
+        place = self._place
         if not self._is_open:
             raise self._used_twice()
         self._is_open = False
-        with world.channel.timed():
+        with self._channel.timed():
             told = self._agree_on_presence(gradients)
             gathered = iter(self._gather([gradient for gradient in told if gradient is not None]))
             whole = [None if gradient is None else next(gathered) for gradient in told]
             there, payload = b"", torch.empty(0)
             back: list[Any] = []
-            if world.is_leader:
+            if place.is_leader:
                 with self._explained():
-                    answer, payload = world.channel.ask(*self._backward_message(whole))
+                    answer, payload = self._channel.ask(*self._backward_message(whole))
                 back = unpack(answer.packed, payload)
                 there = msgspec.msgpack.encode(
                     ([gradient is not None for gradient in back], answer.applied, answer.refused_in_row)
@@ -207,20 +219,20 @@ class RemoteHead:
                 if is_there
             ]
             mine = iter(self._scatter([gradient for gradient in back if gradient is not None], shapes))
-        world.channel.watch_refusals(applied, refused)
+        self._channel.watch_refusals(applied, refused)
         return [next(mine) if is_there else None for is_there in present]
 
     def _backward_message(
         self, gradients: Sequence[Tensor | None]
     ) -> tuple[m.HeadBackward, type[m.HeadGradients], Tensor]:
         packed, buffer = pack(list(gradients))
-        epoch, trained = self._world.core.place
+        epoch, trained = self._place.core.place
         message = m.HeadBackward(
             optimizer=self._number,
             packed=packed,
             nbytes=buffer.numel(),
             hyperparameters=tuple(hyperparameters_of(self._part.optimizer, self._parameters)),
-            scale=1 / len(self._world.members),  # as DDP takes the mean over ranks
+            scale=1 / len(self._place.members),  # as DDP takes the mean over ranks
             clip=self.clip,
             clip_algorithm=self.clip_algorithm,
             epoch=epoch,
@@ -232,7 +244,7 @@ class RemoteHead:
 
     @property
     def _is_shared(self) -> bool:
-        return len(self._world.members) > 1
+        return len(self._place.members) > 1
 
     def _count_rows(self, tensors: Sequence[Tensor]) -> list[int]:
         """Rows of each member's tensors."""
@@ -244,18 +256,18 @@ class RemoteHead:
                 f'merged="{self._name}": the batches of a group\'s members are put together, so every tensor that goes'
                 f" into the submodule must have the batch as its first dimension; their sizes are {sorted(sizes)}"
             )
-        mine = torch.tensor([sizes.pop()], device=self._world.device)
-        everyone = [torch.zeros_like(mine) for _ in self._world.members]
-        dist.all_gather(everyone, mine, group=self._world.compute_group)
+        mine = torch.tensor([sizes.pop()], device=self._place.device)
+        everyone = [torch.zeros_like(mine) for _ in self._place.members]
+        dist.all_gather(everyone, mine, group=self._place.compute_group)
         return [int(rows) for rows in everyone]
 
     def _agree_on_presence(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """What took no part in a member's loss, but did in another's, has a gradient of zeros there."""
         if not self._is_shared or len(gradients) == 1:  # without any, nobody comes here
             return list(gradients)
-        flags = torch.tensor([int(each is not None) for each in gradients], device=self._world.device)
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._world.compute_group)
-        mine = self._rows[self._world.members.index(self._world.rank)]
+        flags = torch.tensor([int(each is not None) for each in gradients], device=self._place.device)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._place.compute_group)
+        mine = self._rows[self._place.members.index(self._place.rank)]
         return [
             gradient if gradient is not None or not flag else torch.zeros((mine, *shape[1:]), dtype=dtype)
             for gradient, flag, (shape, dtype) in zip(gradients, flags.tolist(), self._shapes, strict=True)
@@ -265,18 +277,18 @@ class RemoteHead:
         """At the leader: everyone's rows, one below the other."""
         if not self._is_shared:
             return list(tensors)
-        world, group = self._world, self._world.compute_group
-        own = [tensor.detach().to(world.device).contiguous() for tensor in tensors]
-        if not world.is_leader:
+        place, group = self._place, self._place.compute_group
+        own = [tensor.detach().to(place.device).contiguous() for tensor in tensors]
+        if not place.is_leader:
             for tensor in own:
                 dist.send(tensor, group=group, group_dst=0)
             return own
         blocks = [[tensor] for tensor in own]
         for member, rows in enumerate(self._rows[1:], 1):
-            for tensor, place in zip(own, blocks, strict=True):
-                place.append(tensor.new_empty((rows, *tensor.shape[1:])))
-                dist.recv(place[-1], group=group, group_src=member)
-        return [torch.cat(place) for place in blocks]
+            for tensor, block in zip(own, blocks, strict=True):
+                block.append(tensor.new_empty((rows, *tensor.shape[1:])))
+                dist.recv(block[-1], group=group, group_src=member)
+        return [torch.cat(block) for block in blocks]
 
     def _scatter(self, whole: Sequence[Tensor], shapes: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[Tensor]:
         """From the leader: to everyone the rows that are his, on this rank's device.
@@ -285,22 +297,22 @@ class RemoteHead:
             whole: all rows; only the leader has them.
             shapes: shape and dtype of each.
         """
-        world, group = self._world, self._world.compute_group
+        place, group = self._place, self._place.compute_group
         if not self._is_shared:
-            return [tensor.to(world.device) for tensor in whole]
+            return [tensor.to(place.device) for tensor in whole]
         if any(not shape or shape[0] != sum(self._rows) for shape, _ in shapes):
             raise UnsupportedError(
                 f'merged="{self._name}": what comes out of the submodule must have the batch as its first dimension, so'
                 f" that every member of the group can get its rows; the shapes are {[list(s) for s, _ in shapes]}"
             )
-        if world.is_leader:
-            blocks = [tensor.to(world.device).split(self._rows) for tensor in whole]
+        if place.is_leader:
+            blocks = [tensor.to(place.device).split(self._rows) for tensor in whole]
             for member in range(1, len(self._rows)):
                 for tensor in blocks:
                     dist.send(tensor[member].contiguous(), group=group, group_dst=member)
             return [tensor[0] for tensor in blocks]
-        rows = self._rows[world.members.index(world.rank)]
-        mine = [torch.empty((rows, *shape[1:]), dtype=dtype, device=world.device) for shape, dtype in shapes]
+        rows = self._rows[place.members.index(place.rank)]
+        mine = [torch.empty((rows, *shape[1:]), dtype=dtype, device=place.device) for shape, dtype in shapes]
         for tensor in mine:
             dist.recv(tensor, group=group, group_src=0)
         return mine
@@ -316,18 +328,18 @@ class RemoteHead:
         if not self._is_shared:
             return data
         letter = torch.zeros(8 + _LETTER, dtype=torch.uint8)
-        if self._world.is_leader:
+        if self._place.is_leader:
             beginning = torch.frombuffer(bytearray(data[:_LETTER]), dtype=torch.uint8)
             letter[:8].view(torch.int64)[0] = len(data)
             letter[8 : 8 + beginning.numel()] = beginning
-        self._world.channel.broadcast_in_group(letter)
+        self._channel.broadcast_in_group(letter)
         size = int(letter[:8].view(torch.int64)[0])
         if size <= _LETTER:
             return letter[8 : 8 + size].numpy().tobytes()
         long = torch.zeros(size, dtype=torch.uint8)
-        if self._world.is_leader:
+        if self._place.is_leader:
             long.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-        self._world.channel.broadcast_in_group(long)
+        self._channel.broadcast_in_group(long)
         return long.numpy().tobytes()
 
 

@@ -11,16 +11,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_omni.optimizer.place import Place
 from lightning_omni.protocol.wire_format import RESIDUAL, to_wire
-
-if TYPE_CHECKING:
-    from lightning_omni.optimizer.world import World
 
 _log = logging.getLogger(__name__)
 
@@ -29,11 +27,11 @@ class Residuals:
     """Keeps what the senders of this rank's pushes remember, so that none of it is lost or sent twice.
 
     Args:
-        world: this rank's place in the run.
+        place: this rank's, in the run.
     """
 
-    def __init__(self, world: World) -> None:
-        self._world = world
+    def __init__(self, place: Place) -> None:
+        self._place = place
 
     def saved(self, index: int) -> dict[str, Any]:
         """What the leader's sender of one optimizer remembers, for a checkpoint; nothing if its format remembers none.
@@ -41,10 +39,10 @@ class Residuals:
         Args:
             index: number of the optimizer.
         """
-        if not self._world.core.wire_format.is_stateful:
+        if not self._place.core.wire_format.is_stateful:
             return {}
-        state = dict(self._world.core.sender_state(index))
-        return {"sender": {"format": to_wire(self._world.core.wire_format), "state": state}}
+        state = dict(self._place.core.sender_state(index))
+        return {"sender": {"format": to_wire(self._place.core.wire_format), "state": state}}
 
     def resume(self, index: int, saved: Mapping[str, Any]) -> None:
         """Goes on from `saved`, when training begins.
@@ -54,15 +52,15 @@ class Residuals:
             saved: what the group knew by itself when the checkpoint was saved.
         """
         sender = saved.get("sender")
-        if sender is None or not self._world.is_leader:
+        if sender is None or not self._place.is_leader:
             return
-        if sender["format"] == to_wire(self._world.core.wire_format):
-            self._world.core.load_sender_state(index, sender["state"])
+        if sender["format"] == to_wire(self._place.core.wire_format):
+            self._place.core.load_sender_state(index, sender["state"])
         elif _largest(sender["state"]):
             _log.warning(
                 "the checkpoint holds what group %d had not pushed yet in the wire format %s; this run has another one,"
                 " and it is left out",
-                self._world.group,
+                self._place.group,
                 sender["format"]["name"],
             )
 
@@ -73,7 +71,7 @@ class Residuals:
             states: of each group, what it knew for each optimizer.
         """
         owed = [_largest(each["sender"]["state"]) for state in states.values() for each in state if "sender" in each]
-        if self._world.rank == 0 and any(owed):
+        if self._place.rank == 0 and any(owed):
             _log.warning(
                 "the checkpoint holds what its groups had not pushed yet (the largest number of it is %.3g); this run"
                 " has other groups, another method or other parameters, and it is left out",
@@ -82,35 +80,35 @@ class Residuals:
 
     def carry_over(self) -> None:
         """Other groups were formed, of the same ranks and perhaps fewer. On every rank of them."""
-        if not self._world.core.wire_format.is_stateful:
+        if not self._place.core.wire_format.is_stateful:
             return
-        for index in range(len(self._world.parts)):
+        for index in range(len(self._place.parts)):
             total = self._total(index)
-            state = {RESIDUAL: total} if self._world.is_leader and any(each is not None for each in total) else {}
-            self._world.core.load_sender_state(index, state)
+            state = {RESIDUAL: total} if self._place.is_leader and any(each is not None for each in total) else {}
+            self._place.core.load_sender_state(index, state)
 
     def tell_of_rest(self) -> None:
         """Training ends: what is left is not in the weights."""
-        for index in range(len(self._world.parts)):
-            if self._world.is_leader and (largest := _largest(self._world.core.sender_state(index))):
+        for index in range(len(self._place.parts)):
+            if self._place.is_leader and (largest := _largest(self._place.core.sender_state(index))):
                 _log.warning(
                     "training has ended, and of what group %d was to push with optimizer %d a rest has not been sent;"
                     " its largest number is %.3g",
-                    self._world.group,
+                    self._place.group,
                     index,
                     largest,
                 )
 
     def _total(self, index: int) -> list[Tensor | None]:
         """What the ranks of this group owe together: one tensor or None for each parameter."""
-        world = self._world
-        parameters = world.parts[index].replica.ordered
-        own: list[Tensor | None] = list(world.core.sender_state(index).get(RESIDUAL, ()))
+        place = self._place
+        parameters = place.parts[index].replica.ordered
+        own: list[Tensor | None] = list(place.core.sender_state(index).get(RESIDUAL, ()))
         own += [None] * (len(parameters) - len(own))
-        if len(world.members) == 1:
+        if len(place.members) == 1:
             return own
-        owes = torch.tensor([each is not None for each in own], dtype=torch.int64, device=world.device)
-        dist.all_reduce(owes, group=world.compute_group)
+        owes = torch.tensor([each is not None for each in own], dtype=torch.int64, device=place.device)
+        dist.all_reduce(owes, group=place.compute_group)
         total: list[Tensor | None] = []
         for mine, parameter, there in zip(own, parameters, owes.tolist(), strict=True):
             wide = torch.promote_types(parameter.dtype, torch.float32)  # the same on all ranks, whatever a format keeps
@@ -118,7 +116,7 @@ class Residuals:
             if mine is not None:
                 each += mine.to(each)
             if there:
-                dist.all_reduce(torch.view_as_real(each) if each.is_complex() else each, group=world.compute_group)
+                dist.all_reduce(torch.view_as_real(each) if each.is_complex() else each, group=place.compute_group)
             total.append(each if there else None)
         return total
 

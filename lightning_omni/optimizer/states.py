@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import torch
@@ -13,12 +13,13 @@ from torch.optim import Optimizer
 
 from lightning_omni.methods.master import describe
 from lightning_omni.methods.modules import describe_module
+from lightning_omni.optimizer.channel import Channel
+from lightning_omni.optimizer.place import Place
 from lightning_omni.optimizer.replica import Part
+from lightning_omni.optimizer.residuals import Residuals
+from lightning_omni.optimizer.structure import Structures
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.codec import Packed, pack, unpack
-
-if TYPE_CHECKING:
-    from lightning_omni.optimizer.world import World
 
 
 class States:
@@ -28,11 +29,13 @@ class States:
     Rule 2: what steps on the ranks keeps its state there, the same on all members of a group.
 
     Args:
-        world: this rank's place in the run.
+        place: this rank's, in the run.
+        channel: its way to the server.
+        residuals: what was not sent yet.
     """
 
-    def __init__(self, world: World) -> None:
-        self._world = world
+    def __init__(self, place: Place, channel: Channel, residuals: Residuals) -> None:
+        self._place, self._channel, self._residuals = place, channel, residuals
         self._resumed: Mapping[str, Any] = {}
 
     # --- A resumed run -----------------------------------------------------------------------------------------------
@@ -44,27 +47,28 @@ class States:
             saved: ``{"method": {...}, "groups": n, "parameters": [[...]], "server": [...], "states": {group: [...]}}``.
                 What the groups knew by themselves counts only if method, number of groups and parts are the same again.
         """
+        has_head = any(part.head is not None for part in self._place.parts)
         same = (
-            saved.get("method") == m.method_to_wire(self._world.method)
-            and saved.get("groups") == len(self._world.topology.alive)
-            and len(saved.get("server", ())) == len(self._world.parts)
-            and saved.get("parameters", self.names if not self._world.heads else None) == self.names
+            saved.get("method") == m.method_to_wire(self._place.method)
+            and saved.get("groups") == len(self._place.topology.alive)
+            and len(saved.get("server", ())) == len(self._place.parts)
+            and saved.get("parameters", None if has_head else self.names) == self.names
         )
         self._resumed = saved if same else {}
         if not same:
-            self._world.residuals.leave_out(saved.get("states", {}))
+            self._residuals.leave_out(saved.get("states", {}))
 
     @property
     def names(self) -> list[list[str]]:
         """The parameters of each part, by which a checkpoint tells whether its parts are these."""
-        return [list(part.replica.parameters) for part in self._world.parts]
+        return [list(part.replica.parameters) for part in self._place.parts]
 
     @property
     def of_this_group(self) -> list[Any]:
         """What this group knew by itself when the checkpoint was saved, for each part."""
         states = self._resumed.get("states", {})
         in_order = [states[group] for group in sorted(states)]  # numbers may have had gaps, where groups had died
-        return list(in_order[self._world.group]) if self._world.group < len(in_order) else []
+        return list(in_order[self._place.group]) if self._place.group < len(in_order) else []
 
     def forget(self) -> None:
         """Training has begun: what was to be resumed is."""
@@ -74,32 +78,32 @@ class States:
 
     def seed(self) -> None:
         """Rank 0 hands weights and optimizer states to the server; every rank's own state is given up."""
-        if self._world.rank == 0:
+        if self._place.rank == 0:
             parts = [
                 {
-                    "optimizer": None if self._world.steps_here(part) else _describe(part),
+                    "optimizer": None if self._place.steps_here(part) else _describe(part),
                     "weights": {name: p.detach() for name, p in part.replica.parameters.items()},
                     "clock": part.replica.clock,
                     "method": state,
                     "head": _describe_head(part),
-                    "room": self._world.structures.room_of(part),
+                    "room": Structures.room_of(part),
                 }
-                for part, state in zip_longest(self._world.parts, self._resumed.get("server", ()))
+                for part, state in zip_longest(self._place.parts, self._resumed.get("server", ()))
             ]
             packed, buffer = pack({"parts": parts})
-            self._world.channel.ask(m.Seed(packed=packed, nbytes=buffer.numel()), m.Seeded, buffer)
-        for part in self._world.parts:
-            for parameter in () if self._world.steps_here(part) else part.replica.ordered:
+            self._channel.ask(m.Seed(packed=packed, nbytes=buffer.numel()), m.Seeded, buffer)
+        for part in self._place.parts:
+            for parameter in () if self._place.steps_here(part) else part.replica.ordered:
                 part.optimizer.state.pop(parameter, None)
-        self._world.barrier()
+        self._place.barrier()
 
     def keep(self) -> None:
         """What the server knows besides weights is handed back to it by the next `seed`."""
-        if self._world.rank == 0:
-            tree = self._world.channel.snapshot()
+        if self._place.rank == 0:
+            tree = self._channel.snapshot()
             self._give_back(tree)
             self._resumed = {"server": [part["method"] for part in tree["parts"]]}
-            for part, theirs in zip(self._world.parts, tree["parts"], strict=True):
+            for part, theirs in zip(self._place.parts, tree["parts"], strict=True):
                 part.replica.clock = theirs["clock"]
 
     def take_back(self) -> tuple[tuple[int, int], ...]:
@@ -108,13 +112,13 @@ class States:
         Returns:
             The ranges of the epoch that are trained.
         """
-        tree = self._world.channel.snapshot(with_state=not all(map(self._world.steps_here, self._world.parts)))
+        tree = self._channel.snapshot(with_state=not all(map(self._place.steps_here, self._place.parts)))
         self._give_back(tree)
         return tuple((start, stop) for start, stop in tree["trained"])
 
     def _give_back(self, tree: Mapping[str, Any]) -> None:
-        for optimizer in dict.fromkeys(part.optimizer for part in self._world.parts):
-            if any(part.optimizer is optimizer and not self._world.steps_here(part) for part in self._world.parts):
+        for optimizer in dict.fromkeys(part.optimizer for part in self._place.parts):
+            if any(part.optimizer is optimizer and not self._place.steps_here(part) for part in self._place.parts):
                 plain = optimizer.state_dict()
                 optimizer.load_state_dict({**plain, "state": self.whole(optimizer, tree)})
 
@@ -128,8 +132,8 @@ class States:
         state = dict(optimizer.state_dict()["state"])
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         wholes = {parameter: place for place, parameter in enumerate(held)}
-        for part, theirs in zip(self._world.parts, tree["parts"], strict=True):
-            if part.optimizer is optimizer and not self._world.steps_here(part):
+        for part, theirs in zip(self._place.parts, tree["parts"], strict=True):
+            if part.optimizer is optimizer and not self._place.steps_here(part):
                 for place, parameter in enumerate(part.replica.ordered):
                     if (whole := wholes.get(parameter)) is not None:
                         state.pop(whole, None)
@@ -139,18 +143,18 @@ class States:
 
     def share(self) -> None:
         """Members of a new group may come from different ones: they take up their leader's optimizer state."""
-        if len(self._world.members) == 1:
+        if len(self._place.members) == 1:
             return
-        for part in (part for part in self._world.parts if self._world.steps_here(part)):
-            packed, buffer = pack(part.optimizer.state_dict()["state"] if self._world.is_leader else {})
+        for part in (part for part in self._place.parts if self._place.steps_here(part)):
+            packed, buffer = pack(part.optimizer.state_dict()["state"] if self._place.is_leader else {})
             head = msgspec.msgpack.encode(packed)
-            sizes = torch.tensor([len(head), buffer.numel()], device=self._world.device)
-            dist.broadcast(sizes, src=self._world.channel.source(), group=self._world.compute_group)
+            sizes = torch.tensor([len(head), buffer.numel()], device=self._place.device)
+            dist.broadcast(sizes, src=self._channel.source(), group=self._place.compute_group)
             flat = torch.empty(int(sizes.sum()), dtype=torch.uint8)
-            if self._world.is_leader:
+            if self._place.is_leader:
                 flat.copy_(torch.cat([torch.frombuffer(bytearray(head), dtype=torch.uint8), buffer]))
-            self._world.channel.broadcast_in_group(flat)
-            if not self._world.is_leader:
+            self._channel.broadcast_in_group(flat)
+            if not self._place.is_leader:
                 cut = int(sizes[0])
                 theirs = msgspec.msgpack.decode(flat[:cut].numpy().tobytes(), type=Packed)
                 state = unpack(theirs, flat[cut:].clone())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,13 +18,12 @@ from torch.nn import Parameter
 
 from lightning_omni.errors import ConfigurationError, MalformedMessage, ProtocolError, UnsupportedError
 from lightning_omni.methods.master import holds, hyperparameters_of, state_of
+from lightning_omni.optimizer.channel import Channel
+from lightning_omni.optimizer.place import Place
 from lightning_omni.optimizer.replica import Part
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.codec import pack
 from lightning_omni.protocol.layout import Layout
-
-if TYPE_CHECKING:
-    from lightning_omni.optimizer.world import World
 
 PATIENCE = timedelta(minutes=5)
 """For how long a member of a group that has changed its parameter groups waits for the others to do so."""
@@ -38,15 +37,16 @@ class Structures:
     """Keeps this rank's parts, and the server, in step with what the user's optimizers hold.
 
     Args:
-        world: this rank's place in the run.
+        place: this rank's, in the run.
+        channel: its way to the server.
     """
 
-    def __init__(self, world: World) -> None:
-        self._world = world
+    def __init__(self, place: Place, channel: Channel) -> None:
+        self._place, self._channel = place, channel
 
     def renew(self) -> None:
         """Before several groups train: what the optimizers hold now is what there is."""
-        for part in self._world.parts:
+        for part in self._place.parts:
             if part.arranged == part.arrangement:
                 continue
             if part.head is None:
@@ -58,7 +58,7 @@ class Structures:
 
     def follow_all(self) -> bool:
         """Follows all optimizers. Returns whether there are parameters that were not there before."""
-        grown = [self.follow(index) for index in range(len(self._world.parts))]
+        grown = [self.follow(index) for index in range(len(self._place.parts))]
         return any(grown)
 
     def follow(self, index: int) -> bool:
@@ -70,7 +70,7 @@ class Structures:
         Raises:
             UnsupportedError: its parameter groups have changed in a way that cannot be followed; the message says why.
         """
-        part = self._world.parts[index]
+        part = self._place.parts[index]
         arrangement = part.arrangement
         if part.arranged == arrangement:
             return False
@@ -88,10 +88,10 @@ class Structures:
         if fresh:
             replica.grow(fresh)
             part.into = None
-            self._world.channel.grow_peers(index, grown)
+            self._channel.grow_peers(index, grown)
             buffer = torch.cat([torch.zeros(first, dtype=torch.uint8), theirs])
             _take_over(list(fresh.values()), grown.views(buffer)[start:])
-        if not self._world.steps_here(part):  # rule 1 of `States`
+        if not self._place.steps_here(part):  # rule 1 of `States`
             for parameter in fresh.values():
                 part.optimizer.state.pop(parameter, None)
         replica.release(_held(part))
@@ -104,8 +104,8 @@ class Structures:
         Raises:
             ConfigurationError: they do not.
         """
-        mine = _digest(repr([(list(part.replica.parameters), self._places(part)) for part in self._world.parts]))
-        largest, smallest = self._world.agree([mine, -mine])
+        mine = _digest(repr([(list(part.replica.parameters), self._places(part)) for part in self._place.parts]))
+        largest, smallest = self._place.agree([mine, -mine])
         if largest != -smallest:
             raise ConfigurationError(
                 "other groups are to be formed, and the ranks' optimizers do not hold the same parameters in the same"
@@ -117,11 +117,11 @@ class Structures:
 
         Only parameters that have a name in the model can be found.
         """
-        sizes = [len(part.replica.ordered) for part in self._world.parts]
-        if self._world.agree(sizes) == sizes:
+        sizes = [len(part.replica.ordered) for part in self._place.parts]
+        if self._place.agree(sizes) == sizes:
             return
-        tree = self._world.channel.snapshot(with_state=False)
-        for part, theirs in zip(self._world.parts, tree["parts"], strict=True):
+        tree = self._channel.snapshot(with_state=False)
+        for part, theirs in zip(self._place.parts, tree["parts"], strict=True):
             known = {name: parameter for parameter, name in part.names().items()}
             for name, value in theirs["weights"].items():
                 if name not in part.replica.parameters and name in known:
@@ -141,7 +141,7 @@ class Structures:
     def _fresh(self, part: Part) -> dict[str, Parameter]:
         fresh = {} if part.head is not None else self._named(part, part.replica.parameters)
         for name, parameter in fresh.items():
-            if any(parameter in other.replica.ever_held for other in self._world.parts if other is not part):
+            if any(parameter in other.replica.ever_held for other in self._place.parts if other is not part):
                 raise UnsupportedError(
                     f"the parameter {name} was added to an optimizer while another one holds it, or has held it; the"
                     " server keeps one master copy of it, moved by one optimizer: leave it there, or use groups=1"
@@ -164,7 +164,7 @@ class Structures:
 
     def _tree(self, part: Part, fresh: Mapping[str, Parameter]) -> dict[str, Any]:
         """What the server is told."""
-        here = self._world.steps_here(part)
+        here = self._place.steps_here(part)
         return {
             "groups": self._describe(part, fresh, only_plain=here),
             "weights": {name: parameter.detach() for name, parameter in fresh.items()},
@@ -207,20 +207,20 @@ class Structures:
 
     def _agree_in_group(self, said: str) -> None:
         """All members of the group must have come to the same change, or their collectives would meet others."""
-        world = self._world
-        if len(world.members) == 1:
+        place = self._place
+        if len(place.members) == 1:
             return
-        mine = torch.tensor([_digest(said)], device=world.device)
-        patience = min(world.options.timeout, PATIENCE)
+        mine = torch.tensor([_digest(said)], device=place.device)
+        patience = min(place.options.timeout, PATIENCE)
         alike, theirs = torch.ones_like(mine), torch.zeros_like(mine)
-        others = range(1, len(world.members)) if world.is_leader else (0,)
+        others = range(1, len(place.members)) if place.is_leader else (0,)
         try:
-            if not world.is_leader:
+            if not place.is_leader:
                 self._send(mine, 0, patience)
             for member in others:
                 self._receive(theirs, member, patience)
-                alike *= int(theirs) == (int(mine) if world.is_leader else 1)
-            for member in others if world.is_leader else ():
+                alike *= int(theirs) == (int(mine) if place.is_leader else 1)
+            for member in others if place.is_leader else ():
                 self._send(alike, member, patience)
         except RuntimeError as error:
             raise UnsupportedError(f"{_UNLIKE}; not all of them came to this change: {error}") from error
@@ -228,36 +228,36 @@ class Structures:
             raise UnsupportedError(f"{_UNLIKE}; they hold other parameters now")
 
     def _send(self, tensor: Tensor, member: int, patience: timedelta) -> None:
-        work = dist.isend(tensor, group=self._world.compute_group, group_dst=member)
+        work = dist.isend(tensor, group=self._place.compute_group, group_dst=member)
         assert work is not None
         work.wait(patience)
 
     def _receive(self, into: Tensor, member: int, patience: timedelta) -> None:
-        work = dist.irecv(into, group=self._world.compute_group, group_src=member)
+        work = dist.irecv(into, group=self._place.compute_group, group_src=member)
         assert work is not None
         work.wait(patience)
 
     def _tell(self, index: int, tree: Any, nbytes: int) -> Tensor:
         """Tells the server. Returns the master weights that are new to this group; every member gets them."""
-        world, theirs, reason = self._world, torch.zeros(nbytes, dtype=torch.uint8), b""
-        if world.is_leader:
+        place, theirs, reason = self._place, torch.zeros(nbytes, dtype=torch.uint8), b""
+        if place.is_leader:
             packed, buffer = pack(tree)
             message = m.Restructure(optimizer=index, packed=packed, nbytes=buffer.numel())
             try:
-                theirs = world.channel.ask(message, m.Restructured, buffer)[1]
+                theirs = self._channel.ask(message, m.Restructured, buffer)[1]
             except ProtocolError as error:  # the others must hear of it, who wait here
                 reason = str(error).encode()
         length = torch.tensor([len(reason)]).view(torch.uint8)
-        world.channel.broadcast_in_group(length)
+        self._channel.broadcast_in_group(length)
         if said := int(length.view(torch.int64)):
             letter = torch.frombuffer(bytearray(reason.ljust(said)), dtype=torch.uint8)
-            world.channel.broadcast_in_group(letter)
+            self._channel.broadcast_in_group(letter)
             raise UnsupportedError(
                 f"the optimizer's parameter groups have changed, and the server cannot follow: "
                 f"{letter.numpy().tobytes().decode()}"
             )
         if nbytes:
-            world.channel.broadcast_in_group(theirs)
+            self._channel.broadcast_in_group(theirs)
         return theirs
 
 

@@ -4,9 +4,9 @@
 Lightning. One rule governs everything here: inside the training epoch the default process group of torch.distributed
 is the compute group; elsewhere it is the whole live world.
 
-What it is made of: `ProcessGroups` (torch's groups), `RunServer` (where the server is), `Channel` (what is exchanged
-with it and with other groups), `States` (optimizer state on its way), `Edits` (what others write), and the connection
-by which ranks meet.
+What it is made of: `Place` (who is where, torch's groups, the connection by which ranks meet), `Channel` (what is
+exchanged with the server and with other groups), `Structures` (parameter groups that change), `States` (optimizer state
+on its way), and `Edits` (what others write). Each of them is given those before it, and none knows the world.
 """
 
 from __future__ import annotations
@@ -27,21 +27,20 @@ from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_omni.errors import ConfigurationError, OmniError, Refused, UnsupportedError
+from lightning_omni.errors import OmniError, Refused, UnsupportedError
 from lightning_omni.methods.head import check_mergeable, held_by_one
 from lightning_omni.methods.master import check_servable
 from lightning_omni.optimizer.channel import Channel, Traffic
 from lightning_omni.optimizer.edits import Edits
-from lightning_omni.optimizer.embedded import RunServer
 from lightning_omni.optimizer.head import RemoteHead
 from lightning_omni.optimizer.options import WorldOptions
-from lightning_omni.optimizer.process_groups import ProcessGroups
+from lightning_omni.optimizer.place import Place
 from lightning_omni.optimizer.replica import ModelReplica, Part
 from lightning_omni.optimizer.residuals import Residuals
 from lightning_omni.optimizer.states import States
 from lightning_omni.optimizer.structure import Structures
 from lightning_omni.protocol import messages as m
-from lightning_omni.protocol.group import GroupCore, Heard
+from lightning_omni.protocol.group import Heard
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.wire_format import to_wire
 from lightning_omni.server import ControlConnection
@@ -56,7 +55,7 @@ LEARN = 2.0
 """Seconds in which a rank whose collective failed may hear from the server which other rank failed first."""
 
 
-class World:
+class World(Place):
     """This rank's place among all ranks. Call it after ``torch.distributed.init_process_group``.
 
     Args:
@@ -89,88 +88,18 @@ class World:
         options: WorldOptions | None = None,
         ranks_per_node: Sequence[int] | None = None,
     ) -> None:
-        if not dist.is_initialized():
-            raise ConfigurationError("call torch.distributed.init_process_group before World(...)")
-        self.options = options or WorldOptions(groups=groups)
-        self.method = self.options.resolved_method()
-        self.device = torch.device(device)
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        ranks_per_node = list(ranks_per_node or _count_ranks_per_node(self.size))
-        wanted = groups if groups is not None else self.options.groups
-        self.topology = Topology.by_node(ranks_per_node) if wanted is None else Topology.even(self.size, wanted)
-        self.method.check(len(self.topology.alive))
-        self.generation = 0
-        self.control: ControlConnection | None = None
-        self.parts: list[Part] = []
+        super().__init__(groups, device, options, ranks_per_node)
         self.heads: list[RemoteHead] = []
-        self.server = RunServer(self.rank, self.options, ranks_per_node)
-        self.process_groups = ProcessGroups(self.rank, self.size, self.options.timeout, self.device)
-        self.core = GroupCore(self.method, self.options.wire_format)
-        self.channel = Channel(self)
-        self.states = States(self)
         self.residuals = Residuals(self)
-        self.structures = Structures(self)
-        self.edits = Edits(self)
+        self.channel = Channel(self, self.residuals)
+        self.structures = Structures(self, self.channel)
+        self.states = States(self, self.channel, self.residuals)
+        self.edits = Edits(self, self.channel, self.states)
         self.phase = 0
         self.wants_stop = self.is_finished = False
         self.on_stop: Callable[[], None] | None = None
         self.ever_lost: set[int] = set()
-        self._in_compute = False
-        self._meetings = 0
         self._closed = threading.Event()
-
-    # --- Who is where ------------------------------------------------------------------------------------------------
-
-    @property
-    def group(self) -> int:
-        """Number of this rank's group."""
-        return self.topology.group_of(self.rank)
-
-    @property
-    def members(self) -> tuple[int, ...]:
-        """Ranks of this rank's group."""
-        return self.topology.members(self.group)
-
-    @property
-    def is_leader(self) -> bool:
-        """Whether this rank speaks for its group."""
-        return self.members[0] == self.rank
-
-    @property
-    def is_synchronous(self) -> bool:
-        """Whether there is just one group: plain synchronous training, with no server in the path."""
-        return self.topology.is_synchronous
-
-    @property
-    def lost(self) -> tuple[int, ...]:
-        """Ranks lost so far."""
-        return self.control.lost if self.control else ()
-
-    @property
-    def live_ranks(self) -> tuple[int, ...]:
-        """Ranks that are not lost."""
-        return tuple(rank for rank in range(self.size) if rank not in self.lost)
-
-    @property
-    def live_groups(self) -> tuple[int, ...]:
-        """Numbers of the groups that have lost nobody."""
-        lost = set(self.lost)
-        return tuple(g for g in self.topology.alive if not lost.intersection(self.topology.members(g)))
-
-    @property
-    def steps_at_worker(self) -> bool:
-        """Whether the user's optimizer steps on every rank, and groups have weights of their own."""
-        return self.method.steps_at == "worker"
-
-    @property
-    def server_address(self) -> str:
-        """Address of the parameter server, or an empty string while there is none."""
-        return self.control.address if self.control else ""
-
-    @property
-    def compute_group(self) -> Any:
-        """The process group of this rank's compute group, which `broadcast_initial` and `regroup` make."""
-        return self.process_groups.compute(self.topology)
 
     # --- Life --------------------------------------------------------------------------------------------------------
 
@@ -235,7 +164,7 @@ class World:
         optimizer, parameters = held_by_one(name, module, optimizers)
         check_servable(optimizer)  # whatever the method, a head is stepped at the server
         part = Part(optimizer, ModelReplica(parameters, optimizer), head=(name, module))
-        self.heads.append(RemoteHead(self, part, self._take_in(part), name, module))
+        self.heads.append(RemoteHead(self, self.channel, self.structures, part, self._take_in(part), name, module))
         return self.heads[-1]
 
     def _take_in(self, part: Part) -> int:
@@ -249,10 +178,6 @@ class World:
                 head.remove()
             else:
                 head.install()
-
-    def steps_here(self, part: Part) -> bool:
-        """Whether the user's optimizer steps this part on every rank."""
-        return self.steps_at_worker and part.head is None
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Raises `UnsupportedError` if the method cannot step this optimizer across groups."""
@@ -333,10 +258,10 @@ class World:
             if self.control is not None:
                 # Nobody stops the server while others still need it. Who is here goes on, if at all, without the lost;
                 # of a loss they may hear at different moments.
-                live = tuple(rank for rank, _ in self.meet("survivors", b""))
+                live = tuple(rank for rank, _ in self.channel.meet("survivors", b""))
                 if len(live) < self.size:
                     survivors = Topology((live,))
-                    groups.make(survivors, self._gather)
+                    groups.make(survivors, self.channel.gather)
                     after = groups.compute(survivors)
         except OmniError:
             if not self.is_finished:
@@ -357,11 +282,6 @@ class World:
         self.server.stop()
 
     # --- Phases ------------------------------------------------------------------------------------------------------
-
-    @property
-    def is_computing(self) -> bool:
-        """Whether the default process group is the compute group."""
-        return self._in_compute
 
     def enter_compute(self) -> None:
         """The training epoch begins or goes on: each group for itself."""
@@ -490,12 +410,12 @@ class World:
             return
         self.start_server()
         address, key, run = self.server.find(self.tell)
-        self._meetings = 0
+        self.channel.meetings = 0
         layout = Layout(tuple(spec for part in self.parts for spec in part.replica.layout.specs))
         self.control = ControlConnection(
             address, key, run, self.rank, self.size, layout, on_end=self._on_end, encryption=self.options.encryption
         )
-        self.process_groups.join(self.meet)
+        self.process_groups.join(self.channel.meet)
 
     def _form(self, groups: int | None = None, speeds: Mapping[int, float] | None = None) -> None:
         """Rank 0 forms the groups at the server, out of whoever is alive there, and tells the others.
@@ -508,12 +428,12 @@ class World:
         self.barrier()
         if self.rank == 0:
             topology = self._form_until_accepted(groups, speeds)
-        said = self.meet("topology", json.dumps(topology.groups).encode() if self.rank == 0 else b"")
+        said = self.channel.meet("topology", json.dumps(topology.groups).encode() if self.rank == 0 else b"")
         self.topology = Topology(tuple(tuple(members) for members in json.loads(said[0][1])))
         self.generation += 1
         if self.rank not in self.topology.ranks:
             self.control.check()
-        self.process_groups.make(self.topology, self._gather)
+        self.process_groups.make(self.topology, self.channel.gather)
         for part in self.parts:
             # As formed, not as alive: mates hear of a loss at different moments, and must draw the same peer.
             part.replica.group, part.replica.peers = self.group, self.topology.alive
@@ -552,39 +472,6 @@ class World:
         if speeds is None:
             return Topology.of(self.live_ranks, groups)
         return Topology.by_speed({rank: speeds[rank] for rank in self.live_ranks if rank in speeds}, groups)
-
-    def agree(self, numbers: Sequence[int]) -> list[int]:
-        """The largest of each number over all live ranks."""
-        groups = self.process_groups
-        return groups.largest(numbers, groups.live if self.control is not None else groups.original)
-
-    def tell(self, text: str) -> str:
-        """What rank 0 says, on every rank; while there is one group, or none yet. All ranks call it."""
-        groups = self.process_groups
-        return groups.tell(text, self.compute_group if self.is_synchronous else groups.original)
-
-    def barrier(self) -> None:
-        """Everyone who lives waits for everyone who lives."""
-        self.process_groups.barrier()
-
-    def meet(self, what: str, payload: bytes) -> list[tuple[int, bytes]]:
-        """Bytes of everyone who lives, by rank; ``what`` is the same on all. All ranks call it, or wait for it."""
-        assert self.control is not None
-        brought = len(payload) > m.LARGEST_INLINE
-        message = m.Contribute(number=self._meetings, what=what, brought=brought)
-        self._meetings += 1
-        if brought:
-            self.channel.bring(payload)
-        gathered, parts = self.control.request_payload(
-            message, m.Gathered, b"" if brought else payload, timeout=self.options.timeout.total_seconds()
-        )
-        if gathered.collect:
-            parts = self.channel.collect(gathered)
-        return list(zip(gathered.ranks, parts, strict=True))
-
-    def _gather(self, numbers: list[int]) -> list[list[int]]:
-        """Whole numbers of everyone who lives, in rank order."""
-        return [json.loads(text) for _, text in self.meet("numbers", json.dumps(numbers).encode())]
 
     def _average(self, buffers: Iterable[Tensor]) -> None:
         """The mean over groups of every floating-point buffer; of whole numbers (they count things) the largest."""
@@ -638,12 +525,6 @@ def _is_of_a_collective(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or (
         type(error) is RuntimeError and any(name in str(error).lower() for name in names)
     )
-
-
-def _count_ranks_per_node(size: int) -> list[int]:
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", size))  # torchrun's word
-    full, rest = divmod(size, local)
-    return [local] * full + ([rest] if rest else [])
 
 
 def _scatter(flat: Tensor, tensors: Sequence[Tensor]) -> None:

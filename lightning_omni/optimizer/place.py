@@ -1,0 +1,154 @@
+"""Who is where: this rank, its compute group, those that live, and what they agree on.
+
+What the parts of a run stand on (`Channel`, `States`, `Structures`, `Edits`, `RemoteHead`); `World` puts them together.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_omni.errors import ConfigurationError
+from lightning_omni.optimizer.embedded import RunServer
+from lightning_omni.optimizer.options import WorldOptions
+from lightning_omni.optimizer.process_groups import ProcessGroups
+from lightning_omni.optimizer.replica import Part
+from lightning_omni.protocol.group import GroupCore
+from lightning_omni.server import ControlConnection
+from lightning_omni.topology import Topology
+
+
+class Place:
+    """This rank's place among all ranks.
+
+    Args:
+        groups: number of compute groups, or None for one group for each node.
+        device: where the model's weights live.
+        options: the rest; ``groups`` overrides its ``groups``.
+        ranks_per_node: number of ranks on each node, in rank order; by default what torchrun says.
+
+    Attributes:
+        topology: the compute groups.
+        generation: counts the formings of groups.
+        control: the connection by which ranks meet, if the server was joined.
+        parts: what each optimizer exchanges.
+        core: this rank's view of its group.
+        server: where the server is.
+        process_groups: torch's groups.
+
+    Raises:
+        ConfigurationError: an argument is wrong.
+    """
+
+    def __init__(
+        self,
+        groups: int | None = None,
+        device: torch.device | str = "cpu",
+        options: WorldOptions | None = None,
+        ranks_per_node: Sequence[int] | None = None,
+    ) -> None:
+        if not dist.is_initialized():
+            raise ConfigurationError("call torch.distributed.init_process_group before World(...)")
+        self.options = options or WorldOptions(groups=groups)
+        self.method = self.options.resolved_method()
+        self.device = torch.device(device)
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        ranks_per_node = list(ranks_per_node or _count_ranks_per_node(self.size))
+        wanted = groups if groups is not None else self.options.groups
+        self.topology = Topology.by_node(ranks_per_node) if wanted is None else Topology.even(self.size, wanted)
+        self.method.check(len(self.topology.alive))
+        self.generation = 0
+        self.control: ControlConnection | None = None
+        self.parts: list[Part] = []
+        self.core = GroupCore(self.method, self.options.wire_format)
+        self.server = RunServer(self.rank, self.options, ranks_per_node)
+        self.process_groups = ProcessGroups(self.rank, self.size, self.options.timeout, self.device)
+        self._in_compute = False
+
+    # --- Who is where ------------------------------------------------------------------------------------------------
+
+    @property
+    def group(self) -> int:
+        """Number of this rank's group."""
+        return self.topology.group_of(self.rank)
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Ranks of this rank's group."""
+        return self.topology.members(self.group)
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank speaks for its group."""
+        return self.members[0] == self.rank
+
+    @property
+    def is_synchronous(self) -> bool:
+        """Whether there is just one group: plain synchronous training, with no server in the path."""
+        return self.topology.is_synchronous
+
+    @property
+    def lost(self) -> tuple[int, ...]:
+        """Ranks lost so far."""
+        return self.control.lost if self.control else ()
+
+    @property
+    def live_ranks(self) -> tuple[int, ...]:
+        """Ranks that are not lost."""
+        return tuple(rank for rank in range(self.size) if rank not in self.lost)
+
+    @property
+    def live_groups(self) -> tuple[int, ...]:
+        """Numbers of the groups that have lost nobody."""
+        lost = set(self.lost)
+        return tuple(g for g in self.topology.alive if not lost.intersection(self.topology.members(g)))
+
+    @property
+    def steps_at_worker(self) -> bool:
+        """Whether the user's optimizer steps on every rank, and groups have weights of their own."""
+        return self.method.steps_at == "worker"
+
+    @property
+    def server_address(self) -> str:
+        """Address of the parameter server, or an empty string while there is none."""
+        return self.control.address if self.control else ""
+
+    @property
+    def compute_group(self) -> Any:
+        """The process group of this rank's compute group, which `broadcast_initial` and `regroup` make."""
+        return self.process_groups.compute(self.topology)
+
+    def steps_here(self, part: Part) -> bool:
+        """Whether the user's optimizer steps this part on every rank."""
+        return self.steps_at_worker and part.head is None
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether the default process group is the compute group."""
+        return self._in_compute
+
+    # --- Among all ranks ---------------------------------------------------------------------------------------------
+
+    def agree(self, numbers: Sequence[int]) -> list[int]:
+        """The largest of each number over all live ranks."""
+        groups = self.process_groups
+        return groups.largest(numbers, groups.live if self.control is not None else groups.original)
+
+    def tell(self, text: str) -> str:
+        """What rank 0 says, on every rank; while there is one group, or none yet. All ranks call it."""
+        groups = self.process_groups
+        return groups.tell(text, self.compute_group if self.is_synchronous else groups.original)
+
+    def barrier(self) -> None:
+        """Everyone who lives waits for everyone who lives."""
+        self.process_groups.barrier()
+
+
+def _count_ranks_per_node(size: int) -> list[int]:
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", size))  # torchrun's word
+    full, rest = divmod(size, local)
+    return [local] * full + ([rest] if rest else [])
