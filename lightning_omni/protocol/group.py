@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -74,8 +74,7 @@ class Ask:
         return not isinstance(self.need, Exchange) or self.need.pull
 
 
-@dataclass(frozen=True)
-class Said:
+class Said(NamedTuple):
     """What the leader says to the server, from `GroupCore.say`.
 
     Attributes:

@@ -245,13 +245,16 @@ class Shard:
             )
         return known.subset(message.present)
 
-    def push(self, group: int, message: PushMessage, payload: Tensor) -> list[Reply] | None:
+    def push(
+        self, group: int, message: PushMessage, payload: Tensor, layout: Layout | None = None
+    ) -> list[Reply] | None:
         """Merges a push.
 
         Args:
             group: number of the group.
             message: the push.
             payload: its tensors, in flat memory.
+            layout: how they lie there, if that is known: see `layout_of_push`.
 
         Returns:
             The method's replies, or None if the push was refused because it is not finite.
@@ -259,7 +262,7 @@ class Shard:
         Raises:
             ProtocolError: the push cannot be (read in the future, other parameter groups).
         """
-        layout = self.layout_of_push(group, message)
+        layout = layout or self.layout_of_push(group, message)
         views = iter(layout.views(payload))
         tensors = [next(views) if there else None for there in message.present]
         return self.take(group, message, tensors, finite=_sums_up(layout, payload), payload=payload)

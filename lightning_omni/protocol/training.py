@@ -17,6 +17,7 @@ from lightning_omni.protocol import wire_format
 from lightning_omni.protocol.admission import Admission
 from lightning_omni.protocol.codec import check_specs, unpack
 from lightning_omni.protocol.epochs import Epochs
+from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.notes import Notes
 from lightning_omni.protocol.record import Kind
 from lightning_omni.protocol.roster import Roster
@@ -86,8 +87,9 @@ class Training(Service):
             raise ProtocolError(f"optimizer {number} is a merged head; nothing is pushed to it")
         if message.epoch >= 0:
             self._epochs.check_trained(group, message.epoch, message.trained)
-        tensors = self._decode(shard, group, message, as_tensor(payload))
-        replies = shard.push(group, message, tensors)
+        layout = shard.layout_of_push(group, message)
+        tensors = self._decode(as_tensor(payload), layout)
+        replies = shard.push(group, message, tensors, layout)
         self._notes.push(group, message, refused=replies is None)
         if message.epoch >= 0:
             self._epochs.train(group, message.epoch, message.trained)
@@ -101,9 +103,8 @@ class Training(Service):
             out += self._rest_elsewhere(group, number)
         return out
 
-    def _decode(self, shard: Shard, group: int, message: m.PushMessage, payload: Tensor) -> Tensor:
-        """The tensors of a push, in flat memory; before anything has changed."""
-        layout = shard.layout_of_push(group, message)
+    def _decode(self, payload: Tensor, layout: Layout) -> Tensor:
+        """The tensors of a push, in flat memory."""
         wire_format.check_size(self._wire_format, payload.numel(), layout)
         return wire_format.decode(self._wire_format, payload, layout, self._memory)
 

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from types import MappingProxyType
+from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 import torch
@@ -38,7 +38,7 @@ class Memory:
 
     def __init__(self) -> None:
         self._layout = Layout(())
-        self._buffer = self._layout.empty()
+        self._buffer = self._held = self._layout.empty()
         self._views: list[Tensor] = []
 
     def hold(self, layout: Layout) -> tuple[Tensor, list[Tensor]]:
@@ -46,12 +46,14 @@ class Memory:
         if layout is not self._layout:
             if self._buffer.numel() < layout.nbytes:
                 self._buffer = layout.empty()
-            self._layout, self._views = layout, layout.views(self._buffer)
-        return self._buffer[: layout.nbytes], self._views
+            self._layout, self._held, self._views = layout, self._buffer[: layout.nbytes], layout.views(self._buffer)
+        return self._held, self._views
 
 
-@dataclass(frozen=True)
-class Encoded:
+_NOTHING: State = MappingProxyType({})
+
+
+class Encoded(NamedTuple):
     """Tensors as bytes.
 
     Attributes:
@@ -62,7 +64,7 @@ class Encoded:
 
     payload: Tensor
     present: tuple[bool, ...]
-    state: State = field(default_factory=dict)
+    state: State = _NOTHING
 
 
 class WireFormat(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
