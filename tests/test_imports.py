@@ -19,6 +19,7 @@ RANKS = {
     "errors": 0,
     "topology": 1,
     "palette": 0,
+    "registry": 1,
     "metrics": 1,
     "trace": 1,
     "methods": 2,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import msgspec
@@ -40,6 +39,7 @@ from lightning_omni.methods.local_sgd import LocalSGD
 from lightning_omni.methods.master import Master
 from lightning_omni.methods.replica import Hyperparameters, Pulled, Replica
 from lightning_omni.methods.softsync import SoftSync
+from lightning_omni.registry import Registry
 
 METHODS: dict[str, type[Method]] = {
     "async_sgd": AsyncSGD,
@@ -54,6 +54,7 @@ METHODS: dict[str, type[Method]] = {
     "delay_compensated": DelayCompensated,
 }
 """Every method by the name under which it travels."""
+REGISTRY = Registry(METHODS, Method, "method", "lightning_omni.methods.Method", "--method")
 
 PRESETS: dict[str, Method] = {
     "staleness_aware": AsyncSGD(staleness_aware=True),
@@ -126,17 +127,7 @@ def load(path: str) -> type[Method]:
         >>> load("lightning_omni.methods.gossip:Gossip").__name__
         'Gossip'
     """
-    module, _, name = path.partition(":")
-    try:
-        kind = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigurationError(
-            f"the method {path} cannot be imported ({error}); it must be module:Class, in an installed module or on"
-            " PYTHONPATH"
-        ) from error
-    if not (isinstance(kind, type) and issubclass(kind, Method)):
-        raise ConfigurationError(f"{path} is not a lightning_omni.methods.Method")
-    return register(kind)
+    return REGISTRY.load(path)
 
 
 def register(kind: type[Method]) -> type[Method]:
@@ -148,16 +139,13 @@ def register(kind: type[Method]) -> type[Method]:
     Raises:
         ConfigurationError: the name is taken.
     """
-    name = str(kind.__struct_config__.tag)
-    if METHODS.get(name, kind) is not kind:
-        raise ConfigurationError(f"the name {name!r} belongs to {METHODS[name].__name__}; give the method another tag=")
-    METHODS[name] = kind
-    return kind
+    return REGISTRY.register(kind)
 
 
 __all__ = [
     "METHODS",
     "PRESETS",
+    "REGISTRY",
     "Answer",
     "AsyncDiLoCo",
     "AsyncSGD",

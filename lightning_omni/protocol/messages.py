@@ -10,10 +10,11 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from lightning_omni.errors import ConfigurationError, MalformedMessage
-from lightning_omni.methods import METHODS, Exchange
+from lightning_omni.errors import MalformedMessage
+from lightning_omni.methods import REGISTRY, Exchange
 from lightning_omni.protocol.codec import Packed
 from lightning_omni.protocol.leases import Batch, EpochPlan
+from lightning_omni.registry import to_wire
 
 VERSION = 5
 """Protocol version. Both sides must have the same."""
@@ -664,8 +665,7 @@ def decode_with(decoder: msgspec.msgpack.Decoder[Any], data: bytes | memoryview,
 
 def method_to_wire(method: Any) -> dict[str, Any]:
     """A method as plain data."""
-    plain: dict[str, Any] = msgspec.to_builtins(method)
-    return plain
+    return to_wire(method)
 
 
 def method_from_wire(plain: dict[str, Any]) -> Any:
@@ -674,13 +674,4 @@ def method_from_wire(plain: dict[str, Any]) -> Any:
     Raises:
         MalformedMessage: no such method, or wrong settings.
     """
-    kind = METHODS.get(str(plain.get("name")))
-    if kind is None:
-        raise MalformedMessage(
-            f"unknown method {plain.get('name')!r}; known are {', '.join(METHODS)}; a server of its own is told of"
-            " others with: lightning-omni serve --method module:Class"
-        )
-    try:
-        return msgspec.convert(plain, kind)
-    except (msgspec.ValidationError, ConfigurationError) as error:
-        raise MalformedMessage(f"method {plain['name']}: {error}") from error
+    return REGISTRY.from_wire(plain)

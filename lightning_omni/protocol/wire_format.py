@@ -14,7 +14,6 @@ be decoded is refused and counted, before anything has changed.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
@@ -23,8 +22,9 @@ import msgspec
 import torch
 from torch import Tensor
 
-from lightning_omni.errors import ConfigurationError, MalformedMessage, Refused
+from lightning_omni.errors import MalformedMessage, Refused
 from lightning_omni.protocol.layout import Layout
+from lightning_omni.registry import Registry, to_wire
 
 RESIDUAL = "residual"
 """Where in a sender's state lies what has not been sent yet; see rule 2."""
@@ -144,6 +144,9 @@ class Raw(WireFormat, frozen=True, kw_only=True, tag="raw"):
 RAW = Raw()
 FORMATS: dict[str, type[WireFormat]] = {"raw": Raw}
 """Every wire format by the name under which it travels."""
+_registry = Registry(
+    FORMATS, WireFormat, "wire format", "lightning_omni.protocol.wire_format.WireFormat", "--wire-format"
+)
 
 
 # --- At the server ---------------------------------------------------------------------------------------------------
@@ -182,28 +185,13 @@ def name_of(wire_format: WireFormat) -> str:
     return str(type(wire_format).__struct_config__.tag)
 
 
-def to_wire(wire_format: WireFormat) -> dict[str, Any]:
-    """A format as plain data."""
-    plain: dict[str, Any] = msgspec.to_builtins(wire_format)
-    return plain
-
-
 def from_wire(plain: Mapping[str, Any]) -> WireFormat:
     """A format from plain data.
 
     Raises:
         MalformedMessage: no such format, or wrong settings.
     """
-    kind = FORMATS.get(str(plain.get("name")))
-    if kind is None:
-        raise MalformedMessage(
-            f"unknown wire format {plain.get('name')!r}; known are {', '.join(FORMATS)}; a server of its own is told of"
-            " others with: lightning-omni serve --wire-format module:Class"
-        )
-    try:
-        return msgspec.convert(plain, kind)
-    except (msgspec.ValidationError, ConfigurationError) as error:
-        raise MalformedMessage(f"wire format {plain['name']}: {error}") from error
+    return _registry.from_wire(plain)
 
 
 def register(kind: type[WireFormat]) -> type[WireFormat]:
@@ -215,13 +203,7 @@ def register(kind: type[WireFormat]) -> type[WireFormat]:
     Raises:
         ConfigurationError: the name is taken.
     """
-    name = str(kind.__struct_config__.tag)
-    if FORMATS.get(name, kind) is not kind:
-        raise ConfigurationError(
-            f"the name {name!r} belongs to {FORMATS[name].__name__}; give the wire format another tag="
-        )
-    FORMATS[name] = kind
-    return kind
+    return _registry.register(kind)
 
 
 def load(path: str) -> type[WireFormat]:
@@ -230,14 +212,23 @@ def load(path: str) -> type[WireFormat]:
     Raises:
         ConfigurationError: it cannot be imported, or is no wire format.
     """
-    module, _, name = path.partition(":")
-    try:
-        kind = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigurationError(
-            f"the wire format {path} cannot be imported ({error}); it must be module:Class, in an installed module or"
-            " on PYTHONPATH"
-        ) from error
-    if not (isinstance(kind, type) and issubclass(kind, WireFormat)):
-        raise ConfigurationError(f"{path} is not a lightning_omni.protocol.wire_format.WireFormat")
-    return register(kind)
+    return _registry.load(path)
+
+
+__all__ = [
+    "FORMATS",
+    "RAW",
+    "RESIDUAL",
+    "Encoded",
+    "Memory",
+    "Raw",
+    "State",
+    "WireFormat",
+    "check_size",
+    "decode",
+    "from_wire",
+    "load",
+    "name_of",
+    "register",
+    "to_wire",
+]
