@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -1285,9 +1285,17 @@ class SignSGD(Method, frozen=True, kw_only=True, tag="sign_sgd"):
         return AsyncSGD().server_side(master, groups)
 
 
-def test_a_method_of_ones_own_is_registered_travels_and_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_omni.methods.METHODS", known := dict(METHODS))
-    monkeypatch.setattr(m, "METHODS", known)
+@pytest.fixture
+def _own_methods_forgotten() -> Iterator[None]:
+    """What a test registers, no other test gets to see."""
+    known = dict(METHODS)
+    yield
+    METHODS.clear()
+    METHODS.update(known)
+
+
+@pytest.mark.usefixtures("_own_methods_forgotten")
+def test_a_method_of_ones_own_is_registered_travels_and_serves() -> None:
     assert register(SignSGD) is SignSGD
     assert register(SignSGD) is SignSGD  # a module that is imported twice does no harm
     assert method_named("sign_sgd") == m.method_from_wire(m.method_to_wire(SignSGD())) == SignSGD()
