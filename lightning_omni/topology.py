@@ -10,6 +10,9 @@ from math import inf
 
 from lightning_omni.errors import ConfigurationError
 
+RECORDER = 0
+"""The rank that speaks for the run: it forms groups, hands weights over, logs and saves."""
+
 
 @dataclass(frozen=True)
 class Topology:

@@ -11,7 +11,8 @@ import resource
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 import pytest
@@ -81,6 +82,10 @@ class Examples:
             return tuple(self._value(arguments[0]) for _ in range(self._source.randrange(4)))
         if origin is tuple:
             return tuple(map(self._value, arguments))
+        if origin in (Union, UnionType):
+            return self._value(self._source.choice(arguments))
+        if hint is type(None):
+            return None
         if origin is Literal:
             return self._source.choice(arguments)
         if origin is dict:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from datetime import datetime
+from itertools import pairwise
+from math import prod
 from typing import Any
 
 import msgspec
@@ -19,12 +21,23 @@ from lightning_omni.protocol.layout import ALIGNMENT, DTYPES, Layout, TensorSpec
 varied = settings(deadline=None, max_examples=80, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 
 shapes = st.lists(st.integers(0, 4), max_size=3).map(tuple)
-specs = st.builds(TensorSpec, st.text(max_size=8), shapes, st.sampled_from(sorted(DTYPES)))
+whole_specs = st.builds(TensorSpec, st.text(max_size=8), shapes, st.sampled_from(sorted(DTYPES)))
+
+
+@st.composite
+def parts(draw: st.DrawFn) -> TensorSpec:
+    """A range of a tensor."""
+    spec = draw(whole_specs)
+    start = draw(st.integers(0, prod(spec.shape)))
+    return msgspec.structs.replace(spec, range=(start, draw(st.integers(start, prod(spec.shape)))))
+
+
+specs = whole_specs | parts()
 
 
 def filled(spec: TensorSpec, seed: int = 0) -> Tensor:
-    """A tensor of the given kind, of integers that every dtype but bool holds exactly."""
-    values = torch.randint(0, 100, spec.shape, generator=torch.Generator().manual_seed(seed))
+    """A tensor of the given kind, of integers that every dtype but bool holds exactly; or its range."""
+    values = torch.randint(0, 100, spec.local_shape, generator=torch.Generator().manual_seed(seed))
     return values.to(DTYPES[spec.dtype])
 
 
@@ -100,6 +113,38 @@ def test_views_share_the_memory_of_the_buffer(of: list[TensorSpec]) -> None:
 def test_a_subset_is_the_layout_of_the_tensors_that_are_there(of: list[tuple[TensorSpec, bool]]) -> None:
     whole = Layout(tuple(spec for spec, _ in of))
     assert whole.subset([there for _, there in of]) == Layout(tuple(spec for spec, there in of if there))
+
+
+@varied
+@given(whole_specs, st.lists(st.integers(0, 64), max_size=4))
+def test_the_ranges_of_a_tensor_hold_its_numbers_once_in_their_order(spec: TensorSpec, cuts: list[int]) -> None:
+    numel = prod(spec.shape)
+    edges = [0, *sorted(min(cut, numel) for cut in cuts), numel]
+    pieces = [msgspec.structs.replace(spec, range=edge) for edge in pairwise(edges)]
+    assert all(piece.is_sane for piece in pieces)
+    assert sum(piece.nbytes for piece in pieces) == spec.nbytes
+    layout, whole = Layout(tuple(pieces)), filled(spec)
+    for view, piece, (start, stop) in zip(layout.views(layout.empty()), pieces, pairwise(edges), strict=True):
+        view.copy_(whole.reshape(-1)[start:stop])
+        assert piece.shape == spec.shape  # who gathers them knows the whole
+        assert_same(view, whole.reshape(-1)[start:stop])
+
+
+@varied
+@given(st.lists(specs, max_size=4), st.lists(specs, max_size=4))
+def test_a_layout_grows_at_its_end_and_counts_it(before: list[TensorSpec], more: list[TensorSpec]) -> None:
+    old = Layout(tuple(before))
+    new = old.grown(more)
+    assert new.version == old.version + 1
+    assert new.offsets[: len(before)] == old.offsets
+    assert [*new.specs] == [*before, *more]
+    assert new.subset([True, *[False] * (len(new.specs) - 1)]).version == new.version or not new.specs
+
+
+def test_layouts_of_other_ranges_have_other_fingerprints() -> None:
+    ranges = (None, (0, 6), (0, 3), (3, 6))
+    layouts = [Layout((TensorSpec("w", (2, 3), "float32", range=each),)) for each in ranges]
+    assert len({layout.fingerprint for layout in layouts}) == len(ranges)
 
 
 def test_no_memory_of_others_travels_in_the_gaps() -> None:
@@ -227,6 +272,9 @@ def test_a_buffer_of_another_size_is_malformed(tree: Any, more: int) -> None:
         TensorSpec("w", (0, 2**64), "float32"),
         TensorSpec("w", (0, 2**62, 2**62), "float32"),
         TensorSpec("w", (2**62,), "uint8"),
+        TensorSpec("w", (4,), "uint8", range=(-1, 3)),
+        TensorSpec("w", (4,), "uint8", range=(3, 2)),
+        TensorSpec("w", (4,), "uint8", range=(0, 5)),
     ],
     ids=str,
 )

@@ -101,7 +101,7 @@ def test_a_row_says_which_rank_is_heard(row: Row) -> None:
     assert says(heard, "in no group") == (row.who in (Who.MEMBER, Who.LEADER) or row.message is m.HeadForward)
     heard = refusal(link, row, PEERS[row.channel](1))
     assert says(heard, "does not lead") == (row.who is Who.LEADER or row.message is m.HeadForward)  # with a turn
-    assert says(heard, "only rank 0") == (row.who is Who.RANK_0)
+    assert says(heard, "only rank 0") == (row.who is Who.RECORDER)
 
 
 @rows

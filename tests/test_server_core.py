@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 import pytest
@@ -341,7 +342,10 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
         return st.sampled_from(get_args(hint))
     if get_origin(hint) is dict:
         return st.dictionaries(st.sampled_from(["lr", "params", "name", "momentum"]) | text, plain, max_size=3)
+    if get_origin(hint) in (Union, UnionType):
+        return st.one_of(*map(values, get_args(hint)))
     kinds: dict[Any, st.SearchStrategy[Any]] = {
+        type(None): st.none(),
         int: small,
         float: st.floats(),
         bool: st.booleans(),
@@ -681,17 +685,19 @@ def growth(*names: str, places: tuple[int, ...] = (2,)) -> tuple[m.Restructure, 
 
 def test_a_parameter_group_that_comes_in_mid_run_is_one_groups_first_and_then_the_others(link: Link) -> None:
     answer, payload = link.data(0, *growth("x"))
-    assert answer == m.Restructured(optimizer=0, nbytes=12)
+    assert answer == m.Restructured(optimizer=0, layout=1, nbytes=12)
     assert payload == torch.ones(3).numpy().tobytes()
     settings = hyperparameters_of(sgd(new_parameters()))[0]
     both = (settings, {**settings, "lr": 0.5})
-    link.data(0, *push_of([*gradient(0), torch.ones(3)], hyperparameters=both))
+    late, _ = link.data(0, *push_of([*gradient(0), torch.ones(3)], hyperparameters=both))
+    expect_refusal(late, "malformed", "version 0 of the layout, and group 0 knows version 1")
+    link.data(0, *push_of([*gradient(0), torch.ones(3)], hyperparameters=both, layout=1))
     pushed, weights = link.data(2, *push_of(gradient(1)))  # knows nothing of it yet
     assert (pushed.nbytes, pushed.staleness, len(weights)) == (LAYOUT.nbytes, 1, LAYOUT.nbytes)
     expect_refusal(link.data(2, *push_of([*gradient(1), torch.ones(3)], hyperparameters=both))[0], "malformed")
     _, payload = link.data(2, *growth("x"))
     assert payload == torch.full((3,), 0.5).numpy().tobytes()  # as the first group left it
-    assert link.data(2, *growth())[0] == m.Restructured(optimizer=0, nbytes=0)  # said twice, it is done once
+    assert link.data(2, *growth())[0] == m.Restructured(optimizer=0, layout=1, nbytes=0)  # said twice, it is done once
     assert link.data(2, m.Fetch(optimizer=0))[0].nbytes == len(payload) + -(-LAYOUT.nbytes // 64) * 64
 
 

@@ -196,7 +196,9 @@ class Run:
         there = [tensor for tensor in need.tensors if tensor is not None]
         for view, tensor in zip(layout.views(payload), there, strict=True):
             view.copy_(tensor)
-        replies = self.shard.push(group, m.PushMessage.of(need, 0, present, layout.nbytes, -1, 0), payload)
+        replies = self.shard.push(
+            group, m.PushMessage.of(need, 0, present, layout.nbytes, -1, 0, layout.version), payload
+        )
         payload.fill_(255)  # NaN: whoever kept a part of it is found out
         assert replies is not None
         self._deliver(replies)

@@ -2,7 +2,7 @@
 
 Under data parallelism every rank writes the same and there is no more to it. Among groups the server has to hear of it.
 
-Rule 1: at a synchronization point what was written is followed, as rank 0 has it: on all ranks, and at the server.
+Rule 1: at a synchronization point what was written is followed, as the recorder has it: on all ranks and at the server.
 Rule 2: while groups train apart, written weights are refused in that very step, unless the method steps at the workers:
     then they are the group's own, and are exchanged as such.
 """
@@ -90,7 +90,7 @@ class Edits:
             self._hand_over(keep_states=not switched)
 
     def settle(self) -> None:
-        """Training has ended: what was written since the groups met is that of rank 0, on all ranks."""
+        """Training has ended: what was written since the groups met is that of the recorder, on all ranks."""
         weights, loose = self._agree(self._written())
         if weights:
             self._share([weight for part in self._place.parts for weight in part.replica.weights()])
@@ -133,14 +133,14 @@ class Edits:
         """Other optimizers take the place of those that were attached; those that stay get their state back."""
         place = self._place
         clock = max((part.replica.clock for part in place.parts), default=0)
-        if place.rank == 0:
+        if place.is_recorder:
             self._states.take_back()
         self.reattach()
         for part in place.parts:
             part.replica.clock = clock
 
     def _hand_over(self, keep_states: bool) -> None:
-        """The server, and every group's own weights, go on from the weights of rank 0."""
+        """The server, and every group's own weights, go on from the weights of the recorder."""
         place = self._place
         for part in place.parts:
             part.replica.abandon()

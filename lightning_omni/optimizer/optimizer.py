@@ -90,7 +90,7 @@ class OmniOptimizer(Optimizer):
         """
         own: dict[str, Any] = self.optimizer.state_dict()
         at_server = self.world.control is not None and not self.world.steps_at_worker
-        if at_server and not self.world.is_synchronous and self.world.rank == 0:
+        if at_server and not self.world.is_synchronous and self.world.is_recorder:
             own["state"] = self.world.states.whole(self.optimizer, self.world.channel.snapshot())
         return own
 

@@ -19,7 +19,7 @@ from lightning_omni.optimizer.process_groups import ProcessGroups
 from lightning_omni.optimizer.replica import Part
 from lightning_omni.protocol.group import GroupCore
 from lightning_omni.server import ControlConnection
-from lightning_omni.topology import Topology
+from lightning_omni.topology import RECORDER, Topology
 
 
 class Place:
@@ -85,6 +85,11 @@ class Place:
     def is_leader(self) -> bool:
         """Whether this rank speaks for its group."""
         return self.members[0] == self.rank
+
+    @property
+    def is_recorder(self) -> bool:
+        """Whether this rank speaks for the run: it forms groups, hands weights over, logs and saves."""
+        return self.rank == RECORDER
 
     @property
     def is_synchronous(self) -> bool:

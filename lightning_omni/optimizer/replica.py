@@ -41,6 +41,7 @@ class ModelReplica(Replica):
         self._aside: Pulled | None = None
         self._released: set[Parameter] = set()
         self._parked: dict[Tensor, Any] = {}
+        self._version = 0
 
     @cached_property
     def layout(self) -> Layout:
@@ -49,7 +50,8 @@ class ModelReplica(Replica):
 
     def layout_with(self, more: Mapping[str, Parameter]) -> Layout:
         """The layout if further parameters come behind these."""
-        return Layout.of({name: parameter.detach() for name, parameter in {**self.parameters, **more}.items()})
+        plain = Layout.of({name: parameter.detach() for name, parameter in {**self.parameters, **more}.items()})
+        return Layout(plain.specs, self._version)
 
     # --- Parameters that come and go in mid-run ----------------------------------------------------------------------
 
@@ -61,8 +63,14 @@ class ModelReplica(Replica):
         self.abandon()
         self._lay_out()
 
-    def grow(self, more: Mapping[str, Parameter]) -> None:
-        """Further parameters come behind the others."""
+    def begin_layout(self) -> None:
+        """A server is about to be given the parameters as they are: its first version of their layout."""
+        self._version = 0
+        self._lay_out()
+
+    def grow(self, more: Mapping[str, Parameter], version: int) -> None:
+        """Further parameters come behind the others; that is the version of the layout that the server gives it."""
+        self._version = version
         self.parameters.update(more)
         self.ordered.extend(more.values())
         self.ever_held.update(more.values())

@@ -71,7 +71,7 @@ class Residuals:
             states: of each group, what it knew for each optimizer.
         """
         owed = [_largest(each["sender"]["state"]) for state in states.values() for each in state if "sender" in each]
-        if self._place.rank == 0 and any(owed):
+        if self._place.is_recorder and any(owed):
             _log.warning(
                 "the checkpoint holds what its groups had not pushed yet (the largest number of it is %.3g); this run"
                 " has other groups, another method or other parameters, and it is left out",

@@ -77,8 +77,8 @@ class States:
     # --- To the server and back ---------------------------------------------------------------------------------------
 
     def seed(self) -> None:
-        """Rank 0 hands weights and optimizer states to the server; every rank's own state is given up."""
-        if self._place.rank == 0:
+        """The recorder hands weights and optimizer states to the server; every rank's own state is given up."""
+        if self._place.is_recorder:
             parts = [
                 {
                     "optimizer": None if self._place.steps_here(part) else _describe(part),
@@ -99,7 +99,7 @@ class States:
 
     def keep(self) -> None:
         """What the server knows besides weights is handed back to it by the next `seed`."""
-        if self._place.rank == 0:
+        if self._place.is_recorder:
             tree = self._channel.snapshot()
             self._give_back(tree)
             self._resumed = {"server": [part["method"] for part in tree["parts"]]}

@@ -47,6 +47,7 @@ class Structures:
     def renew(self) -> None:
         """Before several groups train: what the optimizers hold now is what there is."""
         for part in self._place.parts:
+            part.replica.begin_layout()
             if part.arranged == part.arrangement:
                 continue
             if part.head is None:
@@ -84,9 +85,9 @@ class Structures:
             raise
         self._agree_in_group(_say(tree))
         first = grown.offsets[start] if fresh else grown.nbytes
-        theirs = self._tell(index, tree, grown.nbytes - first)
+        version, theirs = self._tell(index, tree, grown.nbytes - first)
         if fresh:
-            replica.grow(fresh)
+            replica.grow(fresh, version)
             part.into = None
             self._channel.grow_peers(index, grown)
             buffer = torch.cat([torch.zeros(first, dtype=torch.uint8), theirs])
@@ -237,19 +238,25 @@ class Structures:
         assert work is not None
         work.wait(patience)
 
-    def _tell(self, index: int, tree: Any, nbytes: int) -> Tensor:
-        """Tells the server. Returns the master weights that are new to this group; every member gets them."""
-        place, theirs, reason = self._place, torch.zeros(nbytes, dtype=torch.uint8), b""
+    def _tell(self, index: int, tree: Any, nbytes: int) -> tuple[int, Tensor]:
+        """Tells the server.
+
+        Returns:
+            The version of the layout, and the master weights that are new to this group; every member gets them.
+        """
+        place, theirs, reason, version = self._place, torch.zeros(nbytes, dtype=torch.uint8), b"", 0
         if place.is_leader:
             packed, buffer = pack(tree)
             message = m.Restructure(optimizer=index, packed=packed, nbytes=buffer.numel())
             try:
-                theirs = self._channel.ask(message, m.Restructured, buffer)[1]
+                answer, theirs = self._channel.ask(message, m.Restructured, buffer)
+                version = answer.layout
             except ProtocolError as error:  # the others must hear of it, who wait here
                 reason = str(error).encode()
-        length = torch.tensor([len(reason)]).view(torch.uint8)
-        self._channel.broadcast_in_group(length)
-        if said := int(length.view(torch.int64)):
+        numbers = torch.tensor([len(reason), version]).view(torch.uint8)
+        self._channel.broadcast_in_group(numbers)
+        said, version = numbers.view(torch.int64).tolist()
+        if said:
             letter = torch.frombuffer(bytearray(reason.ljust(said)), dtype=torch.uint8)
             self._channel.broadcast_in_group(letter)
             raise UnsupportedError(
@@ -258,7 +265,7 @@ class Structures:
             )
         if nbytes:
             self._channel.broadcast_in_group(theirs)
-        return theirs
+        return version, theirs
 
 
 def _say(tree: Any) -> str:

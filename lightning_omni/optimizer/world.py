@@ -45,7 +45,7 @@ from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.wire_format import to_wire
 from lightning_omni.server import ControlConnection
 from lightning_omni.server.directory import remove_if_abandoned
-from lightning_omni.topology import Topology, check_groups
+from lightning_omni.topology import RECORDER, Topology, check_groups
 
 _log = logging.getLogger(__name__)
 
@@ -206,7 +206,7 @@ class World(Place):
         self.core.detach_all()
 
     def begin(self) -> None:
-        """Training begins on every rank: with several groups the server is joined and given the weights of rank 0."""
+        """Training begins on every rank: with several groups the server is joined and given those of the recorder."""
         self._closed.clear()
         self.is_finished = False
         self.core.heard, self.channel.traffic = Heard(), Traffic()
@@ -418,7 +418,7 @@ class World(Place):
         self.process_groups.join(self.channel.meet)
 
     def _form(self, groups: int | None = None, speeds: Mapping[int, float] | None = None) -> None:
-        """Rank 0 forms the groups at the server, out of whoever is alive there, and tells the others.
+        """The recorder forms the groups at the server, out of whoever is alive there, and tells the others.
 
         Args:
             groups: the new number of groups; None forms the groups of ``topology``.
@@ -426,10 +426,10 @@ class World(Place):
         """
         assert self.control is not None
         self.barrier()
-        if self.rank == 0:
+        if self.is_recorder:
             topology = self._form_until_accepted(groups, speeds)
-        said = self.channel.meet("topology", json.dumps(topology.groups).encode() if self.rank == 0 else b"")
-        self.topology = Topology(tuple(tuple(members) for members in json.loads(said[0][1])))
+        said = self.channel.meet("topology", json.dumps(topology.groups).encode() if self.is_recorder else b"")
+        self.topology = Topology(tuple(tuple(members) for members in json.loads(dict(said)[RECORDER])))
         self.generation += 1
         if self.rank not in self.topology.ranks:
             self.control.check()
@@ -551,6 +551,6 @@ class _Training:
         self._world.enter_world()
         for part in self._world.parts:
             part.replica.abandon()
-        if self._world.rank == 0 and not self._world.is_synchronous:
+        if self._world.is_recorder and not self._world.is_synchronous:
             self._world.states.take_back()
         self._world.close()

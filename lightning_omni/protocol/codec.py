@@ -5,7 +5,6 @@ Rule: the tree itself is MessagePack; tensors stand beside it in one flat buffer
 
 from __future__ import annotations
 
-from math import prod
 from typing import Any
 
 import msgspec
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_omni.errors import MalformedMessage
-from lightning_omni.protocol.layout import DTYPES, Layout, TensorSpec, spec_of
+from lightning_omni.protocol.layout import Layout, TensorSpec, spec_of
 
 _TENSOR, _TUPLE = 1, 2
 _MAX_DEPTH = 32
@@ -114,10 +113,9 @@ def unpack(packed: Packed, buffer: Tensor) -> Any:
 def check_specs(specs: tuple[TensorSpec, ...], nbytes: int) -> None:
     """Raises `MalformedMessage` unless every spec is sane and all fit exactly into ``nbytes``."""
     for spec in specs:
-        # Empty tensors, too, must have sizes that torch can hold.
-        too_large = prod(max(size, 1) for size in spec.shape) >= 1 << 56
-        if spec.dtype not in DTYPES or too_large or any(size < 0 for size in spec.shape):
-            raise MalformedMessage(f"tensor {spec.name!r} has dtype {spec.dtype!r} and shape {spec.shape}")
+        if not spec.is_sane:
+            part = f" and range {spec.range}" if spec.range is not None else ""
+            raise MalformedMessage(f"tensor {spec.name!r} has dtype {spec.dtype!r} and shape {spec.shape}{part}")
     expected = Layout(specs).nbytes
     if expected != nbytes:
         raise MalformedMessage(f"the tensors need {expected} bytes, but {nbytes} came")

@@ -243,7 +243,8 @@ class GroupCore:
             return Said(m.Fetch(optimizer=ask.optimizer, epoch=ask.epoch, trained=ask.trained))
         encoded = self.encode(ask.optimizer, ask.need, layout, memory)
         nbytes = encoded.payload.numel()
-        message = m.PushMessage.of(ask.need, ask.optimizer, encoded.present, nbytes, ask.epoch, ask.trained)
+        place = ask.epoch, ask.trained
+        message = m.PushMessage.of(ask.need, ask.optimizer, encoded.present, nbytes, *place, layout.version)
         return Said(message, encoded.payload)
 
     def encode(self, optimizer: int, need: Exchange, layout: Layout, memory: Memory) -> Encoded:

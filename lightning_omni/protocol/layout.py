@@ -1,6 +1,8 @@
 """How named tensors lie in one flat run of bytes, and the fingerprint by which two sides know that they agree.
 
-Rule: both sides derive offsets from the same layout; no offset ever travels.
+Rule 1: both sides derive offsets from the same layout; no offset ever travels.
+Rule 2: a layout only grows at its end, and gets a version each time; what was known before is the beginning of it.
+Rule 3: an entry is a tensor, or a range of its numbers where several hold a part each.
 """
 
 from __future__ import annotations
@@ -19,6 +21,9 @@ from lightning_omni.errors import MalformedMessage
 ALIGNMENT = 64
 """Bytes; every tensor starts at a multiple, so that any dtype can be viewed in place."""
 
+LARGEST = 1 << 56
+"""Numbers of a tensor, fewer than that."""
+
 SUBSETS = 64
 """Subsets of a layout that are remembered."""
 
@@ -32,25 +37,58 @@ DTYPES: dict[str, torch.dtype] = {
 
 
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
-    """Name, shape and dtype of one tensor."""
+    """One tensor, or a part of it.
+
+    Attributes:
+        name: of the tensor.
+        shape: of the whole tensor.
+        dtype: its name, without ``torch.``.
+        range: first number, and the one behind the last, of the flattened tensor's that are here; None if all are.
+
+    Example:
+        >>> whole = TensorSpec("w", (2, 3), "float32")
+        >>> part = TensorSpec("w", (2, 3), "float32", range=(2, 6))
+        >>> whole.local_shape, part.local_shape, part.nbytes
+        ((2, 3), (4,), 16)
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
+    range: tuple[int, int] | None = None
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Of what is here: the tensor's own shape, or one dimension if it is a part."""
+        return self.shape if self.range is None else (self.range[1] - self.range[0],)
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
-        return prod(self.shape) * DTYPES[self.dtype].itemsize
+        """Size of what is here, in bytes."""
+        return prod(self.local_shape) * DTYPES[self.dtype].itemsize
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """Of a contiguous tensor, in numbers."""
-        return tuple(prod(self.shape[axis + 1 :]) for axis in range(len(self.shape)))
+        """Of what is here, contiguous, in numbers."""
+        shape = self.local_shape
+        return tuple(prod(shape[axis + 1 :]) for axis, _ in enumerate(shape))
+
+    @property
+    def is_sane(self) -> bool:
+        """Whether there can be such a tensor; empty ones, too, must have sizes that torch can hold."""
+        if self.dtype not in DTYPES or any(size < 0 for size in self.shape):
+            return False
+        start, stop = self.range or (0, 0)
+        whole = prod(max(size, 1) for size in self.shape)
+        return whole < LARGEST and 0 <= start <= stop <= max(prod(self.shape), 0)
 
 
 class Layout(msgspec.Struct, frozen=True, dict=True):
-    """Tensors one after the other in a flat buffer of bytes.
+    """Tensors, or parts of them, one after the other in a flat buffer of bytes.
+
+    Attributes:
+        specs: the entries, in order.
+        version: counts how often entries were added; a push says in which version its tensors lie.
 
     Example:
         >>> layout = Layout.of({"w": torch.ones(2, 3), "b": torch.zeros(3)})
@@ -59,6 +97,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
     """
 
     specs: tuple[TensorSpec, ...]
+    version: int = 0
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> Layout:
@@ -78,7 +117,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
     def _places(self) -> tuple[tuple[str, tuple[int, ...], tuple[int, ...], int], ...]:
         """Dtype, shape, strides and offset of each tensor, the last two in numbers."""
         return tuple(
-            (spec.dtype, spec.shape, spec.strides, start // DTYPES[spec.dtype].itemsize)
+            (spec.dtype, spec.local_shape, spec.strides, start // DTYPES[spec.dtype].itemsize)
             for spec, start in zip(self.specs, self.offsets, strict=True)
         )
 
@@ -89,13 +128,17 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def numel(self) -> int:
-        """Numbers in all tensors together."""
-        return sum(prod(spec.shape) for spec in self.specs)
+        """Numbers in all entries together."""
+        return sum(prod(spec.local_shape) for spec in self.specs)
 
     @cached_property
     def fingerprint(self) -> str:
-        """A digest of all names, shapes and dtypes in order."""
+        """A digest of all names, shapes, dtypes and ranges in order."""
         return hashlib.sha256(msgspec.msgpack.encode(self.specs)).hexdigest()
+
+    def grown(self, specs: Sequence[TensorSpec]) -> Layout:
+        """The next version: with further entries at the end."""
+        return Layout((*self.specs, *specs), self.version + 1)
 
     def subset(self, present: Sequence[bool]) -> Layout:
         """The layout of just those tensors whose flag is set. The last few are remembered."""
@@ -105,7 +148,9 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
         if flags not in self._subsets:
             while len(self._subsets) >= SUBSETS:  # which parameters are used may change at random
                 del self._subsets[next(iter(self._subsets))]
-            self._subsets[flags] = Layout(tuple(spec for spec, there in zip(self.specs, flags, strict=True) if there))
+            self._subsets[flags] = Layout(
+                tuple(spec for spec, there in zip(self.specs, flags, strict=True) if there), self.version
+            )
         return self._subsets[flags]
 
     @cached_property

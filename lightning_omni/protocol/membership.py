@@ -28,7 +28,7 @@ class Membership:
         join_timeout: seconds that a rank may take to join after the first.
 
     Attributes:
-        generation: counts the formings of groups, as rank 0 does.
+        generation: counts the formings of groups, as the recorder does.
         over: why the run cannot go on, or an empty string.
     """
 
@@ -70,7 +70,7 @@ class Membership:
     # --- Messages ----------------------------------------------------------------------------------------------------
 
     def form(self, sender: Sender, message: m.Form, payload: Payload) -> list[Out]:
-        """Rank 0 forms the compute groups."""
+        """The recorder forms the compute groups."""
         topology = Topology(message.groups)
         if topology.ranks != self._roster.live:
             raise ProtocolError(

@@ -75,7 +75,7 @@ class Heartbeat(Message, frozen=True, kw_only=True):
 
 
 class Form(Message, frozen=True, kw_only=True):
-    """Rank 0 forms the compute groups; training begins, or goes on in other groups.
+    """The recorder forms the compute groups; training begins, or goes on in other groups.
 
     Attributes:
         keep_epoch: whether the epoch that is under way goes on with the new groups.
@@ -340,7 +340,7 @@ class Collect(Message, frozen=True, kw_only=True):
 
 
 class Seed(Message, frozen=True, kw_only=True):
-    """Rank 0 hands the master weights and optimizers over. The tensors follow as payload."""
+    """The recorder hands the master weights and optimizers over. The tensors follow as payload."""
 
     packed: Packed
     nbytes: int
@@ -365,6 +365,7 @@ class PushMessage(Message, tag="Push", frozen=True, kw_only=True):
     Attributes:
         optimizer: which of the model's optimizers.
         read_at: clock of the weights that it was computed from.
+        layout: version of the layout in which its tensors lie.
         present: one flag for each parameter; the others' tensor is None.
         hyperparameters: one mapping for each parameter group; none if the optimizer steps at the workers.
         note: one number, for the method.
@@ -382,10 +383,18 @@ class PushMessage(Message, tag="Push", frozen=True, kw_only=True):
     nbytes: int
     note: float = 0.0
     pull: bool = True
+    layout: int = 0
 
     @classmethod
     def of(
-        cls, need: Exchange, optimizer: int, present: tuple[bool, ...], nbytes: int, epoch: int, trained: int
+        cls,
+        need: Exchange,
+        optimizer: int,
+        present: tuple[bool, ...],
+        nbytes: int,
+        epoch: int,
+        trained: int,
+        layout: int = 0,
     ) -> PushMessage:
         """What a group side needs exchanged, as a message.
 
@@ -396,8 +405,10 @@ class PushMessage(Message, tag="Push", frozen=True, kw_only=True):
             nbytes: of the payload.
             epoch: the epoch, -1 if its data is not leased.
             trained: group batches of the epoch that are trained with this push.
+            layout: version of the layout.
         """
         return cls(
+            layout=layout,
             optimizer=optimizer,
             read_at=need.read_at,
             present=present,
@@ -520,9 +531,15 @@ class Seeded(Message, frozen=True, kw_only=True):
 
 
 class Restructured(Message, frozen=True, kw_only=True):
-    """The server's optimizer is so; the master weights that are new to the group follow as payload."""
+    """The server's optimizer is so; the master weights that are new to the group follow as payload.
+
+    Attributes:
+        optimizer: its number.
+        layout: the version of the layout that the group now knows.
+    """
 
     optimizer: int
+    layout: int
     nbytes: int
 
 

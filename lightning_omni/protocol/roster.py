@@ -1,7 +1,7 @@
 """Who takes part in a run: admission, signs of life, losses.
 
 Rule 1: a rank that was lost never comes back under the same number in the same run.
-Rule 2: a dead rank costs its own group; the group of rank 0, which hosts the run, costs the run.
+Rule 2: a dead rank costs its own group; the recorder's group costs the run.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from lightning_omni.errors import ProtocolError, Refused
 from lightning_omni.protocol.handshake import fingerprint_problem, is_equal, rank_mac, session_key, version_problem
 from lightning_omni.protocol.messages import Heartbeat, Hello, Proof
-from lightning_omni.topology import Topology
+from lightning_omni.topology import RECORDER, Topology
 
 MOST_RANKS = 1 << 16
 """Ranks of a run, at most."""
@@ -48,6 +48,11 @@ class Roster:
     def world_size(self) -> int:
         """Number of ranks that the run was announced with."""
         return self._first.world_size if self._first else 0
+
+    @property
+    def recorder(self) -> int:
+        """The rank that forms groups, hands weights over, logs and saves."""
+        return RECORDER
 
     @property
     def live(self) -> tuple[int, ...]:
@@ -158,7 +163,7 @@ class Roster:
             self.lost[rank] = reason
             return None, True
         group = topology.group_of(rank)
-        if topology.is_synchronous or 0 in topology.members(group):
+        if topology.is_synchronous or self.recorder in topology.members(group):
             self.lost[rank] = reason
             return None, True
         for mate in topology.members(group):

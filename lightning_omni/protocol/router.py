@@ -44,8 +44,8 @@ class Who(Enum):
     """... that is in a group."""
     LEADER = auto()
     """... and speaks for it."""
-    RANK_0 = auto()
-    """The rank that hosts the run."""
+    RECORDER = auto()
+    """The rank that speaks for the run: see `Roster.recorder`."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Row:
         settles: whether others may now get what they have been waiting for.
         when_lost: whether a rank is answered although its group is gone.
         when_over: whether a rank is answered although the run is over.
-        does: of a message of rank 0 alone, what it does.
+        does: of a message of the recorder alone, what it does.
     """
 
     message: type[m.Message]
@@ -89,7 +89,7 @@ TABLE = (
     Row(m.Attach, DATA, Who.STRANGER, Admission, Admission.challenge),
     Row(m.AttachProof, DATA, Who.STRANGER, Admission, Admission.attach),
     # membership
-    Row(m.Form, CONTROL, Who.RANK_0, Membership, Membership.form, does="forms groups"),
+    Row(m.Form, CONTROL, Who.RECORDER, Membership, Membership.form, does="forms groups"),
     Row(m.Lost, CONTROL, Who.RANK, Membership, Membership.report_lost),
     Row(m.Goodbye, CONTROL, Who.RANK, Membership, Membership.goodbye, settles=True, when_lost=True, when_over=True),
     # monitoring
@@ -112,7 +112,7 @@ TABLE = (
     Row(m.Average, DATA, Who.LEADER, Training, Training.average, Training.check_average, settles=True),
     Row(m.Restructure, DATA, Who.LEADER, Training, Training.restructure, Training.check_restructure),
     # snapshots
-    Row(m.Seed, DATA, Who.RANK_0, Snapshots, Snapshots.seed, Snapshots.check_packed, does="hands weights over"),
+    Row(m.Seed, DATA, Who.RECORDER, Snapshots, Snapshots.seed, Snapshots.check_packed, does="hands weights over"),
     Row(m.Deposit, DATA, Who.LEADER, Snapshots, Snapshots.deposit, Snapshots.check_packed),
     Row(m.TakeSnapshot, DATA, Who.RANK, Snapshots, Snapshots.take),
     # merged head
@@ -231,8 +231,8 @@ class Router:
             self._roster.check_leads(sender.rank)
         elif row.who is Who.MEMBER:
             self._roster.check_grouped(sender.rank)
-        elif row.who is Who.RANK_0 and sender.rank != 0:
-            raise ProtocolError(f"only rank 0 {row.does}")
+        elif row.who is Who.RECORDER and sender.rank != self._roster.recorder:
+            raise ProtocolError(f"only rank {self._roster.recorder} {row.does}")
 
     def _handle(self, row: Row, sender: Sender, message: m.Message, payload: Payload) -> list[Out]:
         self._check(row, sender)

@@ -203,7 +203,7 @@ class ServerCore:
 
     @property
     def generation(self) -> int:
-        """Counts the formings of groups, as rank 0 does."""
+        """Counts the formings of groups, as the recorder does."""
         return self._membership.generation
 
     @property

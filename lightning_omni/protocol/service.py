@@ -54,7 +54,7 @@ class Service:
         Args:
             topology: the groups.
             method: what they follow.
-            message: as rank 0 has sent it.
+            message: as the recorder has sent it.
         """
 
     def retire(self, group: int, lost: bool) -> list[Out]:

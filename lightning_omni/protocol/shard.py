@@ -78,7 +78,7 @@ class Shard:
         self.structures = Structures(self._first_structure())
         self._settings = [settings_of(group) for group in optimizer.param_groups] if optimizer is not None else []
         self._room = room
-        self._layouts: dict[int, Layout] = {}
+        self._layouts = {len(self.layout.specs): self.layout}  # every version, by its number of entries
         self.method_side = method.server_side(self.master, groups)
         if state is not None:
             self.method_side.load_state(state)
@@ -110,12 +110,7 @@ class Shard:
 
     def layout_of(self, group: int) -> Layout:
         """How the parameters that a group knows lie in what it sends and gets."""
-        size = self.structures.of(group).size
-        if size == len(self.layout.specs):
-            return self.layout
-        if size not in self._layouts:
-            self._layouts[size] = Layout(self.layout.specs[:size])
-        return self._layouts[size]
+        return self._layouts[self.structures.of(group).size]
 
     def check_room(self, nbytes: int) -> None:
         """Raises `Refused` if that many bytes cannot come with parameters that are new to a group."""
@@ -192,7 +187,7 @@ class Shard:
         if not fresh:
             return
         start, before = len(self.layout.specs), self.buffer
-        self.layout = Layout((*self.layout.specs, *specs_of(fresh)))
+        self.layout = self._layouts[start + len(fresh)] = self.layout.grown(specs_of(fresh))
         self.buffer = self.layout.empty()
         self.buffer[: before.numel()].copy_(before)
         views = self.layout.views(self.buffer)
@@ -236,9 +231,14 @@ class Shard:
         """How a push's tensors lie in flat memory.
 
         Raises:
-            MalformedMessage: wrong number of parameters.
+            MalformedMessage: another version of the layout than the group has said, or a wrong number of parameters.
         """
         known = self.layout_of(group)
+        if message.layout != known.version:
+            raise MalformedMessage(
+                f"the push lies in version {message.layout} of the layout, and group {group} knows version"
+                f" {known.version}"
+            )
         if len(message.present) != len(known.specs):
             raise MalformedMessage(
                 f"the push speaks of {len(message.present)} parameters, the optimizer has {len(known.specs)}"

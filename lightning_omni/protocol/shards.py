@@ -10,7 +10,7 @@ from lightning_omni.protocol.shard import Shard
 
 
 class Shards:
-    """What the server holds; nothing before rank 0 has handed it over.
+    """What the server holds; nothing before the recorder has handed it over.
 
     Attributes:
         all: every shard, in the order of their optimizers.

@@ -67,7 +67,7 @@ class Snapshots(Service):
         return message.nbytes
 
     def seed(self, sender: Sender, message: m.Seed, payload: Payload) -> list[Out]:
-        """Rank 0 hands the master weights and optimizers over."""
+        """The recorder hands the master weights and optimizers over."""
         if self._method is None:
             raise ProtocolError("form groups first")
         tree = unpack(message.packed, as_tensor(payload))

@@ -157,7 +157,7 @@ class Training(Service):
         )
         first = known.offsets[start] if start < len(known.specs) else known.nbytes
         rest = shard.buffer[first : known.nbytes]
-        answer = m.Restructured(optimizer=message.optimizer, nbytes=rest.numel())
+        answer = m.Restructured(optimizer=message.optimizer, layout=known.version, nbytes=rest.numel())
         return [Out(sender.peer, m.DATA, answer, (rest,))]
 
     # --- Who waits for whom ------------------------------------------------------------------------------------------

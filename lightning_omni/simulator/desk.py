@@ -72,7 +72,7 @@ class Desk:
     def form(
         self, topology: Topology, method: Method, parts: Sequence[Mapping[str, Any]], wire_format: WireFormat = RAW
     ) -> None:
-        """Rank 0 forms the groups and hands weights and optimizers over: see `part_of`."""
+        """The recorder forms the groups and hands weights and optimizers over: see `part_of`."""
         form = m.Form(
             generation=GENERATION,
             groups=topology.groups,

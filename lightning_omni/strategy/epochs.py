@@ -299,7 +299,7 @@ class EpochDriver:
         self._meet(buffers)
 
     def _meet(self, buffers: Any) -> None:
-        """All groups come together, and count steps alike from here on: as rank 0, whose files and logs are the run's.
+        """All groups come together, and count steps alike from here on: as the recorder, which logs and saves.
 
         Names of checkpoints, which have the step in them, are then the same on all ranks.
         """
@@ -308,7 +308,7 @@ class EpochDriver:
         self.world.enter_world(buffers)
         trainer, mine = self._trainer, self._trainer.global_step
         counts = _private.step_counters(trainer)
-        _private.set_step_counters(trainer, self.world.agree(counts if self.world.rank == 0 else [0] * len(counts)))
+        _private.set_step_counters(trainer, self.world.agree(counts if self.world.is_recorder else [0] * len(counts)))
         if self.step_limit == mine:
             self.step_limit = trainer.global_step
 

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from lightning_omni.optimizer import World
 from lightning_omni.strategy import _private
+from lightning_omni.topology import RECORDER
 
 _log = logging.getLogger(__name__)
 
@@ -138,7 +139,7 @@ class Signals:
             self._stop()
 
     def _requeue(self) -> None:
-        """The group of rank 0 saves, and rank 0 has the job put into the queue again: all as Lightning does it."""
+        """The recorder's group saves, and the recorder has the job requeued: all as Lightning does it."""
         self._requeued = True
         for number, handler in self._replaced.items():
             if number != signal.SIGTERM and callable(handler):
@@ -171,7 +172,7 @@ class Signals:
         assert world is not None
         status = world.control.status if world.control is not None else None
         heard = status.signal if status is not None else _NOTHING
-        if 0 in world.members and not self._requeued and (self._requeues or heard == _REQUEUE):
+        if RECORDER in world.members and not self._requeued and (self._requeues or heard == _REQUEUE):
             return _REQUEUE
         return _TERMINATE if self._terminates or heard == _TERMINATE else _NOTHING
 

@@ -326,7 +326,7 @@ class Prober:
 
     def _ask_serve_time(self) -> float:
         world = self._strategy.world
-        if world.rank != 0 or world.is_synchronous or world.control is None:
+        if not world.is_recorder or world.is_synchronous or world.control is None:
             return 0.0
         try:
             status = world.control.request(m.AskStatus(), m.Status, timeout=5.0)
