@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -11,8 +10,6 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.methods import Gradient, NextGradient
-from lightning_omni.methods.master import hyperparameters_of
 from lightning_omni.optimizer.world import World
 
 
@@ -46,8 +43,7 @@ class OmniOptimizer(Optimizer):
         merged: Collection[Parameter] = (),
     ) -> None:
         # Optimizer.__init__ is left out on purpose: parameter groups, state and defaults are the wrapped optimizer's.
-        if not world.is_synchronous:
-            world.check_optimizer(optimizer)
+        world.executor.check_optimizer(optimizer)
         self.optimizer = optimizer
         self.world = world
         names_now = names if callable(names) else lambda: names or {}
@@ -63,8 +59,6 @@ class OmniOptimizer(Optimizer):
                 "merged= names all that this optimizer moves, and nothing is left for the groups to train; merge a part"
             )
         self._index = world.attach(optimizer, parameters, names_now, merged)
-        self._replica = world.parts[self._index].replica
-        self._watch = _StepWatch()
 
     # --- What makes it a torch optimizer ------------------------------------------------------------------------------
 
@@ -90,7 +84,7 @@ class OmniOptimizer(Optimizer):
         """
         own: dict[str, Any] = self.optimizer.state_dict()
         at_server = self.world.control is not None and not self.world.steps_at_worker
-        if at_server and not self.world.is_synchronous and self.world.is_recorder:
+        if at_server and self.world.executor.exchanges and self.world.is_recorder:
             own["state"] = self.world.states.whole(self.optimizer, self.world.channel.snapshot())
         return own
 
@@ -123,52 +117,7 @@ class OmniOptimizer(Optimizer):
         Returns:
             What the closure returns.
         """
-        if self.world.is_synchronous:
-            return self.optimizer.step(closure) if closure is not None else self.optimizer.step()
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for head in self.world.heads:
-            head.step_done()
-        self.world.edits.check(self.world.parts[self._index])
-        with torch.no_grad():
-            self.world.structures.follow(self._index)
-            hyperparameters = hyperparameters_of(self.optimizer, self._replica.ever_held)
-            self._advance(Gradient(self._replica.gradients(), hyperparameters))
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # else schedulers warn of a missing step
-        return loss
-
-    def _advance(self, gradient: Gradient) -> None:
-        """The group goes on from this gradient to the next."""
-        core, channel, index = self.world.core, self.world.channel, self._index
-        elsewhere = channel.traffic.seconds
-        self._watch.look_at_phase(self.world.phase)
-        action = core.gradient(index, gradient)
-        while not isinstance(action, NextGradient):
-            action = core.answer(index, channel.do(index, action))
-        took = self._watch.step_done(channel.traffic.seconds - elsewhere)
-        if took is not None:
-            core.step_took(index, took)
-
-
-class _StepWatch:
-    """How long a local step takes: from one step's end to the next one's, exchanges left out."""
-
-    def __init__(self) -> None:
-        self._last: float | None = None
-        self._phase = 0
-
-    def look_at_phase(self, phase: int) -> None:
-        """After a meeting, the time since the last step is none of a step's."""
-        if phase != self._phase:
-            self._phase, self._last = phase, None
-
-    def step_done(self, elsewhere: float) -> float | None:
-        """A step has ended, of which ``elsewhere`` seconds were spent in exchanges. Its seconds, if they are known."""
-        last, now = self._last, time.perf_counter()
-        self._last = now
-        return None if last is None else max(0.0, now - last - elsewhere)
+        return self.world.executor.step(self._index, self.optimizer, closure)
 
 
 def names_of(module: torch.nn.Module) -> dict[Parameter, str]:

@@ -39,6 +39,7 @@ class Place:
         core: this rank's view of its group.
         server: where the server is.
         process_groups: torch's groups.
+        is_computing: whether the default process group is the compute group.
 
     Raises:
         ConfigurationError: an argument is wrong.
@@ -67,7 +68,7 @@ class Place:
         self.core = GroupCore(self.method, self.options.wire_format)
         self.server = RunServer(self.rank, self.options, ranks_per_node)
         self.process_groups = ProcessGroups(self.rank, self.size, self.options.timeout, self.device)
-        self._in_compute = False
+        self.is_computing = False
 
     # --- Who is where ------------------------------------------------------------------------------------------------
 
@@ -130,11 +131,6 @@ class Place:
     def steps_here(self, part: Part) -> bool:
         """Whether the user's optimizer steps this part on every rank."""
         return self.steps_at_worker and part.head is None
-
-    @property
-    def is_computing(self) -> bool:
-        """Whether the default process group is the compute group."""
-        return self._in_compute
 
     # --- Among all ranks ---------------------------------------------------------------------------------------------
 

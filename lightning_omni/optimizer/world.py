@@ -32,6 +32,7 @@ from lightning_omni.methods.head import check_mergeable, held_by_one
 from lightning_omni.methods.master import check_servable
 from lightning_omni.optimizer.channel import Channel, Traffic
 from lightning_omni.optimizer.edits import Edits
+from lightning_omni.optimizer.executor import Exchanging, Executor, Local
 from lightning_omni.optimizer.head import RemoteHead
 from lightning_omni.optimizer.options import WorldOptions
 from lightning_omni.optimizer.place import Place
@@ -95,11 +96,17 @@ class World(Place):
         self.structures = Structures(self, self.channel)
         self.states = States(self, self.channel, self.residuals)
         self.edits = Edits(self, self.channel, self.states)
-        self.phase = 0
+        self._local = Local(self.heads)
+        self._exchanging = Exchanging(self, self.channel, self.structures, self.edits, self.heads)
         self.wants_stop = self.is_finished = False
         self.on_stop: Callable[[], None] | None = None
         self.ever_lost: set[int] = set()
         self._closed = threading.Event()
+
+    @property
+    def executor(self) -> Executor:
+        """How the ranks train together, in the groups that there are."""
+        return self._local if self.is_synchronous else self._exchanging
 
     # --- Life --------------------------------------------------------------------------------------------------------
 
@@ -109,7 +116,7 @@ class World(Place):
 
     def dismiss_server(self) -> None:
         """With one group, a server that was started because it might be needed, and that nobody joined, ends."""
-        if self.control is None and self.is_synchronous:
+        if self.control is None and not self.executor.exchanges:
             self.server.stop()
 
     def check_method(self, groups: int) -> None:
@@ -144,7 +151,7 @@ class World(Place):
             UnsupportedError: a parameter is in another optimizer already.
         """
         number = self._take_in(Part(optimizer, ModelReplica(parameters, optimizer), names=names, outside=outside))
-        self._check_not_shared()
+        self.executor.check_parts()
         return number
 
     def attach_head(self, name: str, model: Module, optimizers: Sequence[Optimizer]) -> RemoteHead:
@@ -171,38 +178,14 @@ class World(Place):
         self.parts.append(part)
         return self.core.attach(part.replica)
 
-    def _place_heads(self) -> None:
-        """A merged head is the server's while several groups train, and its own otherwise."""
-        for head in self.heads:
-            if self.control is None or self.is_synchronous:
-                head.remove()
-            else:
-                head.install()
-
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Raises `UnsupportedError` if the method cannot step this optimizer across groups."""
-        if not self.steps_at_worker or isinstance(optimizer, torch.optim.SparseAdam):
-            check_servable(optimizer)
-        elif isinstance(optimizer, torch.optim.LBFGS):
-            raise UnsupportedError(
-                "LBFGS evaluates the loss several times in one step, between which no group may exchange weights; use"
-                " groups=1, or a first-order optimizer such as SGD or AdamW"
-            )
-
-    def _check_not_shared(self) -> None:
-        seen: set[int] = set()
-        for part in () if self.is_synchronous else self.parts:
-            for name, parameter in part.replica.parameters.items():
-                if id(parameter) in seen:
-                    raise UnsupportedError(
-                        f"the parameter {name} is in two optimizers; the server keeps one master copy of it, moved by"
-                        " one optimizer: give it to one of them, or use groups=1"
-                    )
-                seen.add(id(parameter))
+        self._exchanging.check_optimizer(optimizer)
 
     def detach_all(self) -> None:
         """Forgets the optimizers and merged heads; others may be attached."""
-        self.parts, self.heads = [], []
+        self.parts = []
+        self.heads.clear()
         self.core.detach_all()
 
     def begin(self) -> None:
@@ -211,8 +194,8 @@ class World(Place):
         self.is_finished = False
         self.core.heard, self.channel.traffic = Heard(), Traffic()
         self.structures.renew()
-        self._check_not_shared()
-        if not self.is_synchronous:
+        self.executor.check_parts()
+        if self.executor.exchanges:
             self.check_method(len(self.topology.alive))
             self.connect()
             self._form()
@@ -221,7 +204,7 @@ class World(Place):
                 part.replica.resume(state)
                 self.residuals.resume(index, state)
             self.edits.begin()
-        self._place_heads()
+        self.executor.place_heads()
         self.states.forget()
 
     def training(self) -> _Training:
@@ -268,7 +251,7 @@ class World(Place):
                 raise
         self._closed.set()
         groups.use(after)
-        self._in_compute = False
+        self.is_computing = False
         if self.control is not None:
             self.control.close(reason="")
         self._close_connections()
@@ -278,21 +261,14 @@ class World(Place):
         self.channel.close()
         self.ever_lost.update(self.lost)
         self.control = None
-        self._place_heads()
+        self.executor.place_heads()
         self.server.stop()
 
     # --- Phases ------------------------------------------------------------------------------------------------------
 
     def enter_compute(self) -> None:
         """The training epoch begins or goes on: each group for itself."""
-        if not self.is_synchronous:
-            if not self._in_compute:
-                self.edits.follow()
-            self.process_groups.use(self.compute_group)
-            self._in_compute = True
-            self.phase += 1
-            for part in self.parts:
-                part.replica.take_up()
+        self.executor.enter_compute()
 
     def enter_world(self, buffers: Iterable[Tensor] = ()) -> None:
         """The groups meet: every rank gets the weights to evaluate, and the mean of all groups' floating-point buffers.
@@ -303,18 +279,7 @@ class World(Place):
         Args:
             buffers: the model's buffers (running statistics of BatchNorm, say), in one order on all ranks.
         """
-        if self.is_synchronous or not self._in_compute:
-            return
-        for head in self.heads:
-            head.release()
-        for part in self.parts:
-            self.edits.check(part)
-        self.process_groups.use(self.process_groups.live)
-        self._in_compute = False
-        stops = any(self.agree([int(self.wants_stop)]))  # a barrier, too
-        self.pull()
-        self._average([*buffers, *self.edits.others_written()])
-        self.edits.others_followed()
+        stops = self.executor.enter_world(buffers, self.wants_stop)
         if stops and self.on_stop is not None:
             self.on_stop()
 
@@ -326,8 +291,7 @@ class World(Place):
         self.broadcast_initial(module)
         if len(self.members) == 1:
             return module
-        heads = () if self.is_synchronous else tuple(part for part in self.parts if part.head is not None)
-        with frozen(parameter for part in heads for parameter in part.replica.ordered):
+        with frozen(self.executor.not_reduced()):
             return DistributedDataParallel(module, process_group=self.compute_group, init_sync=False, **ddp_options)
 
     def broadcast_initial(self, module: Module) -> None:
@@ -335,20 +299,6 @@ class World(Place):
         self.process_groups.make(self.topology)
         for tensor in (*module.parameters(), *module.buffers()):
             dist.broadcast(tensor.detach(), src=0)
-
-    def pull(self) -> None:
-        """Every rank gets the weights to evaluate, of all optimizers."""
-        for index, part in enumerate(self.parts):
-            if self.steps_here(part):
-                part.replica.put_aside()
-            is_mean = self.method.evaluated == "mean" and part.head is None
-            pulled = self.channel.mean(index) if is_mean else self.channel.fetch(index)
-            if pulled.refused:  # the own weights are not finite, and not in the mean: they do not come back
-                part.replica.restart(pulled)
-                part.replica.abandon()
-            else:
-                part.replica.load(pulled)
-        self.structures.read_beyond()
 
     # --- Regrouping --------------------------------------------------------------------------------------------------
 
@@ -370,7 +320,7 @@ class World(Place):
         if groups > 1:
             self.check_method(groups)
         spans: tuple[tuple[int, int], ...] = ()
-        computing, was_synchronous = self._in_compute, self.is_synchronous
+        computing, was_synchronous = self.is_computing, self.is_synchronous
         if was_synchronous:
             self.structures.renew()
         else:
@@ -382,7 +332,7 @@ class World(Place):
             self.connect()
         self._form(groups, speeds)
         self.structures.check_alike()
-        self._check_not_shared()
+        self.executor.check_parts()
         for part in self.parts:
             part.replica.abandon()
         self.residuals.carry_over()
@@ -395,7 +345,7 @@ class World(Place):
                 spans = self.states.take_back()
         elif self.is_synchronous:
             spans = self.states.take_back()
-        self._place_heads()
+        self.executor.place_heads()
         if self.is_synchronous:
             self.process_groups.use(self.compute_group)
         elif computing or was_synchronous:
@@ -473,23 +423,6 @@ class World(Place):
             return Topology.of(self.live_ranks, groups)
         return Topology.by_speed({rank: speeds[rank] for rank in self.live_ranks if rank in speeds}, groups)
 
-    def _average(self, buffers: Iterable[Tensor]) -> None:
-        """The mean over groups of every floating-point buffer; of whole numbers (they count things) the largest."""
-        everything = [torch.view_as_real(b) if b.is_complex() else b for b in buffers]
-        floating = [b for b in everything if b.is_floating_point()]
-        counting = [b for b in everything if not b.is_floating_point() and b.dtype != torch.bool]
-        if floating:
-            # The last number counts the leaders that spoke, so that all ranks divide by the same.
-            flat = torch.cat([*(b.detach().double().cpu().flatten() for b in floating), torch.ones(1).double()])
-            if not self.is_leader:
-                flat.zero_()  # not multiplied: a mask may hold infinities
-            dist.all_reduce(flat)
-            _scatter(flat[:-1] / flat[-1], floating)
-        if counting:
-            flat = torch.cat([b.detach().long().cpu().flatten() for b in counting])
-            dist.all_reduce(flat, op=dist.ReduceOp.MAX)
-            _scatter(flat, counting)
-
     def _on_end(self, error: OmniError) -> None:
         """Called from the connection's thread: this rank must stop.
 
@@ -527,11 +460,6 @@ def _is_of_a_collective(error: BaseException) -> bool:
     )
 
 
-def _scatter(flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    for part, tensor in zip(flat.split([t.numel() for t in tensors]), tensors, strict=True):
-        tensor.copy_(part.view_as(tensor))
-
-
 class _Training:
     """The context of `World.training`."""
 
@@ -551,6 +479,6 @@ class _Training:
         self._world.enter_world()
         for part in self._world.parts:
             part.replica.abandon()
-        if self._world.is_recorder and not self._world.is_synchronous:
+        if self._world.is_recorder and self._world.executor.exchanges:
             self._world.states.take_back()
         self._world.close()
