@@ -113,7 +113,9 @@ class Target:
 
     def __init__(self, log: Path, soft_limit: int, encryption: str) -> None:
         with log.open("w") as sink, _errors_into(sink.fileno()), _limited(soft_limit):
-            self.process = ServerProcess(settings(encryption=encryption, join_timeout=3600.0))
+            self.process = ServerProcess(
+                settings(transport={"name": "zeromq", "encryption": encryption}, join_timeout=3600.0)
+            )
         self.log = log
         self.pid = self.process.pid
         self.address = self.process.address()

@@ -15,7 +15,8 @@ from lightning_omni.errors import RankLost, Refused
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.handshake import attach_mac
 from lightning_omni.protocol.layout import Layout
-from lightning_omni.server import Address, PeerConnections, PeerSocket
+from lightning_omni.protocol.transport import Address
+from lightning_omni.server import PeerConnections, PeerSocket
 from lightning_omni.server.addresses import own_host
 from lightning_omni.server.encryption import RunKeys
 

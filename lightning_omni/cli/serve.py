@@ -29,6 +29,7 @@ def serve(
     method: str = "",
     encryption: str = "curve",
     wire_format: str = "",
+    transport: str = "",
 ) -> int:
     """Runs a parameter server that trainings join with OmniStrategy(server="tcp://host:port").
 
@@ -48,6 +49,7 @@ def serve(
         method: Methods of your own that runs may use, as module:Class, separated by commas.
         encryption: "curve", or "off" on a network whose every user you trust; the runs must be given the same.
         wire_format: Wire formats of your own that runs may use, as module:Class, separated by commas.
+        transport: A transport of your own in place of ZeroMQ, as module:Class; the runs must be given the same.
     """
     # Not above: --help is not to wait for torch.
     import torch
@@ -55,10 +57,11 @@ def serve(
     from lightning_omni import methods
     from lightning_omni.methods.master import resolver
     from lightning_omni.methods.modules import module_resolver
+    from lightning_omni.protocol import transport as transports
     from lightning_omni.protocol import wire_format as wire_formats
     from lightning_omni.protocol.record import RecordFile
     from lightning_omni.protocol.server import ServerCore
-    from lightning_omni.server import Server
+    from lightning_omni.server import ZeroMQ
     from lightning_omni.server.keys import load_or_create
     from lightning_omni.server.process import raise_limit_of_files
 
@@ -79,7 +82,8 @@ def serve(
         record=RecordFile(record) if record is not None else None,
     )
     raise_limit_of_files()
-    server = Server(core, host=host, port=port, data_port=data_port, encryption=encryption)
+    chosen = transports.load(transport)() if transport else ZeroMQ(encryption=encryption)
+    server = chosen.serve(core, host, port, data_port)
     stopped = threading.Event()
     signals: list[int] = []
 

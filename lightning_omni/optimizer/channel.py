@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,10 +25,8 @@ from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.codec import pack, unpack
 from lightning_omni.protocol.group import Action, Ask, Heard
 from lightning_omni.protocol.layout import Layout
+from lightning_omni.protocol.transport import Address, Data, Peers
 from lightning_omni.protocol.wire_format import RAW
-from lightning_omni.server import Address, DataConnection, PeerConnections, PeerSocket
-from lightning_omni.server.addresses import own_host, tcp_endpoint
-from lightning_omni.server.directory import is_private, sibling
 
 _log = logging.getLogger(__name__)
 
@@ -54,19 +51,6 @@ class Traffic:
     moved: int = 0
 
 
-@dataclass
-class Peers:
-    """A leader's way to the other leaders."""
-
-    socket: PeerSocket
-    connections: PeerConnections
-
-    def close(self) -> None:
-        """Ends both directions."""
-        self.connections.close()
-        self.socket.close()
-
-
 class Channel:
     """What a rank exchanges with the server and with other groups. Every rank of a group makes the same calls.
 
@@ -83,7 +67,7 @@ class Channel:
         self._place, self._residuals = place, residuals
         self.traffic = Traffic()
         self.meetings = 0
-        self._data: DataConnection | None = None
+        self._data: Data | None = None
         self._peers: Peers | None = None
 
     # --- Server -------------------------------------------------------------------------------------------------------
@@ -197,60 +181,42 @@ class Channel:
         if not self._place.method.talks_to_peers or self._place.is_synchronous:
             return
         assert self._place.control is not None
-        layouts = [part.replica.layout for part in self._place.parts]
-        socket = PeerSocket(self._peer_endpoint(), layouts, self._place.control.keys) if self._place.is_leader else None
         mine = b""
-        if socket is not None:
-            address = self._place.server.published(socket.address)
+        if self._place.is_leader:
+            self._peers = self._place.control.listen(
+                [part.replica.layout for part in self._place.parts],
+                lambda group: group not in self._place.live_groups,
+                everywhere=not self._place.server.is_on_this_node_only,
+            )
+            address = self._place.server.published(self._peers.address)
             mine = msgspec.json.encode(Address(self._place.group, address))
         said = self.meet("peers", mine)
-        if socket is not None:
+        if self._peers is not None:
             others = [msgspec.json.decode(payload, type=Address) for _, payload in said if payload]
-            self._peers = Peers(
-                socket,
-                PeerConnections(
-                    {other.group: other for other in others if other.group != self._place.group},
-                    layouts,
-                    self._place.control.keys,
-                    lambda group: group not in self._place.live_groups,
-                    self._place.control.check,
-                ),
-            )
-
-    def _peer_endpoint(self) -> str:
-        """Where this leader listens: beside the server's sockets, or on the address by which that is reached."""
-        assert self._place.control is not None
-        server = self._place.control.address
-        if is_private(server):
-            return sibling(server, f"peer-{self._place.rank}-{secrets.token_hex(4)}")
-        host = own_host(server)
-        if host.startswith("127.") and not self._place.server.is_on_this_node_only:
-            host = "0.0.0.0"  # the server is on this machine, and the other nodes know it by another address
-        return tcp_endpoint(host)
+            self._peers.connect({other.group: other for other in others if other.group != self._place.group})
 
     def grow_peers(self, index: int, layout: Layout) -> None:
         """One optimizer's weights have another layout from now on; what peers have sent in the old one is gone."""
         if self._peers is not None:
-            self._peers.socket.grow(index, layout)
-            self._peers.connections.grow(index, layout)
+            self._peers.grow(index, layout)
 
     def publish(self, index: int, tensors: Sequence[Tensor]) -> None:
         """Other groups may read these weights."""
         if self._peers is not None:
-            self._peers.socket.publish(index, tensors)
+            self._peers.publish(index, tensors)
 
     def send_peer(self, index: int, group: int, tensors: Sequence[Tensor]) -> None:
         """Weights for another group's inbox."""
         if self._peers is not None:
             with self.timed():
-                self._peers.connections.send(group, index, tensors)
+                self._peers.send(group, index, tensors)
 
     def read_peer(self, index: int, group: int) -> Sequence[Tensor] | None:
         """What another group has published."""
 
         def read() -> tuple[Sequence[Tensor] | None, int]:
             assert self._peers is not None
-            theirs = self._peers.connections.read(group, index)
+            theirs = self._peers.read(group, index)
             return theirs, int(theirs is not None)
 
         return self._share_tensors(self._place.parts[index], read)[0]
@@ -260,7 +226,7 @@ class Channel:
 
         def read() -> tuple[Sequence[Tensor] | None, int]:
             assert self._peers is not None
-            inbox = self._peers.socket.read_inbox(index)
+            inbox = self._peers.read_inbox(index)
             return inbox.total, inbox.count
 
         return Inbox(*self._share_tensors(self._place.parts[index], read))
@@ -379,12 +345,8 @@ class Channel:
             self._peers.close()
             self._peers = None
 
-    def _data_connection(self) -> DataConnection:
+    def _data_connection(self) -> Data:
         if self._data is None:
             assert self._place.control is not None
-            self._data = DataConnection(
-                self._place.control.session,
-                self._place.control.check,
-                timeout=self._place.options.timeout.total_seconds(),
-            )
+            self._data = self._place.control.attach(self._place.options.timeout.total_seconds())
         return self._data

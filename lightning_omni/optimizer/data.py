@@ -17,7 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 from lightning_omni.protocol.leases import Batch, EpochPlan, LeaseBook, apportion
 from lightning_omni.protocol.lessee import Lessee
 from lightning_omni.protocol.messages import Drawn, EpochOpened, Left, OpenEpoch, Verdict
-from lightning_omni.server import ControlConnection
+from lightning_omni.protocol.transport import Control
 
 
 class Leases(Lessee):
@@ -51,7 +51,7 @@ class Leases(Lessee):
         self.is_local = is_local
         self.generation = 0
         self._before_epoch = before_epoch
-        self._control: ControlConnection | None = None
+        self._control: Control | None = None
         self._book: LeaseBook | None = None
         self._goes_on = False
 
@@ -72,7 +72,7 @@ class Leases(Lessee):
         self,
         member: int,
         members: int,
-        control: ControlConnection | None,
+        control: Control | None,
         generation: int,
         shares: Sequence[int] = (),
     ) -> None:

@@ -14,8 +14,10 @@ from lightning_omni.methods.master import class_path
 from lightning_omni.methods.modules import class_paths, describe_module
 from lightning_omni.optimizer.options import WorldOptions
 from lightning_omni.optimizer.replica import Part
+from lightning_omni.protocol.transport import Transport
 from lightning_omni.protocol.wire_format import WireFormat
-from lightning_omni.server import ServerProcess, directory
+from lightning_omni.registry import to_wire
+from lightning_omni.server import ServerProcess
 from lightning_omni.server.keys import ENVIRONMENT, key_of_environment, new_key
 from lightning_omni.server.keys import load as load_key
 from lightning_omni.server.process import Settings
@@ -30,12 +32,14 @@ class RunServer:
         ranks_per_node: number of ranks on each node.
 
     Attributes:
+        transport: how it is spoken to.
         process: of the embedded server, on rank 0; one that was started before it was needed may be put here.
     """
 
     def __init__(self, rank: int, options: WorldOptions, ranks_per_node: Sequence[int]) -> None:
         self._rank, self._options, self._ranks_per_node = rank, options, ranks_per_node
         self._key = b""
+        self.transport = options.resolved_transport()
         self.process: ServerProcess | None = None
 
     @property
@@ -123,21 +127,22 @@ class RunServer:
                 path for part in parts if part.head for path in class_paths(describe_module(part.head[1]))
             ),
             record=os.path.abspath(options.record) if options.record else "",
-            encryption=options.encryption,
             wire_formats=_foreign(options.wire_format),
+            transport=to_wire(self.transport),
+            transports=_foreign(self.transport),
         )
 
     def _host(self) -> str:
         if self._options.host is not None:
             return self._options.host
         if self.is_on_this_node_only:
-            return "" if directory.is_offered() else "127.0.0.1"
+            return ""
         address = _resolve(_main_host())
         # Many systems call themselves 127.0.1.1; the other nodes know this one by another address.
         return "0.0.0.0" if address.startswith("127.") and not _is_loopback(_main_host()) else address
 
 
-def _foreign(value: Method | WireFormat) -> tuple[str, ...]:
+def _foreign(value: Method | WireFormat | Transport) -> tuple[str, ...]:
     """The class that the server is to import for it, if it is none of this package."""
     kind = type(value)
     return () if kind.__module__.startswith("lightning_omni.") else (class_path(kind),)

@@ -25,7 +25,7 @@ from lightning_omni.optimizer.edits import Edits
 from lightning_omni.optimizer.head import RemoteHead
 from lightning_omni.optimizer.place import Place
 from lightning_omni.optimizer.structure import Structures
-from lightning_omni.server import ControlConnection
+from lightning_omni.protocol.transport import Control
 
 
 class Executor(ABC):
@@ -39,7 +39,7 @@ class Executor(ABC):
 
     @property
     @abstractmethod
-    def control(self) -> ControlConnection | None:
+    def control(self) -> Control | None:
         """The connection on which data is leased and ranks meet while they train; None if neither needs one."""
 
     @abstractmethod
@@ -137,7 +137,7 @@ class Exchanging(Executor):
         self._watches: dict[int, StepWatch] = {}
 
     @property
-    def control(self) -> ControlConnection | None:
+    def control(self) -> Control | None:
         return self._place.control
 
     # --- What is trained ---------------------------------------------------------------------------------------------

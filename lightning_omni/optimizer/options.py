@@ -8,9 +8,9 @@ from datetime import timedelta
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import Method, checked, method_named
+from lightning_omni.protocol.transport import TRANSPORTS, Transport, name_of
 from lightning_omni.protocol.wire_format import RAW, WireFormat
-from lightning_omni.server.addresses import check_address
-from lightning_omni.server.encryption import check_encryption
+from lightning_omni.server import ZeroMQ
 from lightning_omni.topology import check_groups
 
 
@@ -33,6 +33,7 @@ class WorldOptions:
         encryption: of connections over the network: ``"curve"``, or ``"off"`` on a network whose every user you trust;
             a server that runs already must have been given the same.
         wire_format: how pushes are put into bytes.
+        transport: how ranks and server speak to each other; None is ZeroMQ, with that ``encryption``.
     """
 
     groups: int | None = None
@@ -46,13 +47,14 @@ class WorldOptions:
     record: str | None = None
     encryption: str = "curve"
     wire_format: WireFormat = RAW
+    transport: Transport | None = None
 
     def __post_init__(self) -> None:
         if self.groups is not None:
             check_groups(self.groups, sys.maxsize)
+        transport = self.resolved_transport()
         if self.server is not None:
-            check_address(self.server)
-        check_encryption(self.encryption)
+            transport.check_address(self.server)
         if self.heartbeat_timeout < 2:
             raise ConfigurationError(
                 f"heartbeat_timeout={self.heartbeat_timeout}: ranks give two signs of life a second, and a busy one"
@@ -73,3 +75,19 @@ class WorldOptions:
     def resolved_method(self) -> Method:
         """The method as a value."""
         return method_named(self.method) if isinstance(self.method, str) else checked(self.method)
+
+    def resolved_transport(self) -> Transport:
+        """The transport as a value."""
+        if self.transport is None:
+            return ZeroMQ(encryption=self.encryption)
+        if TRANSPORTS.get(name_of(self.transport)) is not type(self.transport):
+            raise ConfigurationError(
+                f"transport={type(self.transport).__name__}(): the server, a process of its own, cannot be told of it;"
+                " give its class the decorator @lightning_omni.protocol.transport.register"
+            )
+        if self.encryption != "curve":
+            raise ConfigurationError(
+                f"encryption={self.encryption!r} and transport={name_of(self.transport)!r}: encryption= is ZeroMQ's;"
+                " tell the transport itself how to encrypt"
+            )
+        return self.transport

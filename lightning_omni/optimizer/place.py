@@ -18,7 +18,7 @@ from lightning_omni.optimizer.options import WorldOptions
 from lightning_omni.optimizer.process_groups import ProcessGroups
 from lightning_omni.optimizer.replica import Part
 from lightning_omni.protocol.group import GroupCore
-from lightning_omni.server import ControlConnection
+from lightning_omni.protocol.transport import Control
 from lightning_omni.topology import RECORDER, Topology
 
 
@@ -63,7 +63,7 @@ class Place:
         self.topology = Topology.by_node(ranks_per_node) if wanted is None else Topology.even(self.size, wanted)
         self.method.check(len(self.topology.alive))
         self.generation = 0
-        self.control: ControlConnection | None = None
+        self.control: Control | None = None
         self.parts: list[Part] = []
         self.core = GroupCore(self.method, self.options.wire_format)
         self.server = RunServer(self.rank, self.options, ranks_per_node)

@@ -44,8 +44,6 @@ from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.group import Heard
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.wire_format import to_wire
-from lightning_omni.server import ControlConnection
-from lightning_omni.server.directory import remove_if_abandoned
 from lightning_omni.topology import RECORDER, Topology, check_groups
 
 _log = logging.getLogger(__name__)
@@ -362,9 +360,7 @@ class World(Place):
         address, key, run = self.server.find(self.tell)
         self.channel.meetings = 0
         layout = Layout(tuple(spec for part in self.parts for spec in part.replica.layout.specs))
-        self.control = ControlConnection(
-            address, key, run, self.rank, self.size, layout, on_end=self._on_end, encryption=self.options.encryption
-        )
+        self.control = self.server.transport.join(address, key, run, self.rank, self.size, layout, self._on_end)
         self.process_groups.join(self.channel.meet)
 
     def _form(self, groups: int | None = None, speeds: Mapping[int, float] | None = None) -> None:
@@ -433,7 +429,7 @@ class World(Place):
         def end() -> None:
             if not self._closed.wait(GRACE):
                 _log.critical("rank %d stops: %s", self.rank, error)
-                remove_if_abandoned(self.server_address)
+                self.server.transport.clear(self.server_address)
                 os._exit(1)
 
         threading.Thread(target=end, name="omni-end", daemon=True).start()

@@ -12,13 +12,92 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 import msgspec
 
-from lightning_omni.protocol.messages import VERSION, Attach, Hello
+from lightning_omni.errors import Refused
+from lightning_omni.protocol.layout import Layout
+from lightning_omni.protocol.messages import (
+    VERSION,
+    Attach,
+    AttachChallenge,
+    Attached,
+    AttachProof,
+    Challenge,
+    Hello,
+    Message,
+    Proof,
+    Welcome,
+)
 
 NONCE_BYTES = 32
+Say = Callable[[Message, type[Any]], Any]
+"""Says something to the other side, and returns its answer, which is of that type."""
+
+
+def hello_of(run: str, rank: int, world_size: int, layout: Layout, nonce: bytes) -> Hello:
+    """What a rank says first.
+
+    Args:
+        run: a name that all ranks of the run agree on.
+        rank: the rank.
+        world_size: number of ranks.
+        layout: the parameters of all optimizers; every rank must have the same.
+        nonce: random bytes.
+    """
+    return Hello(
+        version=VERSION,
+        run=run,
+        rank=rank,
+        world_size=world_size,
+        fingerprint=layout.fingerprint,
+        tensors=len(layout.specs),
+        numbers=layout.numel,
+        nonce=nonce,
+    )
+
+
+def join(say: Say, key: bytes, hello: Hello, where: str = "") -> tuple[Welcome, bytes]:
+    """A rank's side of the handshake on its control connection.
+
+    Args:
+        say: to the server.
+        key: the run's shared secret.
+        hello: from `hello_of`.
+        where: the server's address, for messages.
+
+    Returns:
+        What the server tells an admitted rank, and the secret that opens this rank's data connection.
+
+    Raises:
+        Refused: the server does not hold the key.
+    """
+    challenge = say(hello, Challenge).nonce
+    welcome: Welcome = say(Proof(mac=rank_mac(key, hello, challenge)), Welcome)
+    if not is_equal(welcome.mac, server_mac(key, hello, challenge)):
+        raise Refused("key", f"the server at {where} does not hold the run's key; it is not ours")
+    return welcome, session_key(key, hello, challenge)
+
+
+def attach(say: Say, secret: bytes, number: int, nonce: bytes) -> None:
+    """Proves to hold the secret of a data connection, or of one between leaders, and has it proved.
+
+    Args:
+        say: to the other side.
+        secret: from `join`; or that of leaders.
+        number: the rank, or the group whose leader is spoken to.
+        nonce: random bytes.
+
+    Raises:
+        Refused: the other side does not hold the secret.
+    """
+    hello = Attach(rank=number, nonce=nonce)
+    challenge = say(hello, AttachChallenge).nonce
+    attached = say(AttachProof(mac=attach_mac(secret, "rank", hello, challenge)), Attached)
+    if not is_equal(attached.mac, attach_mac(secret, "server", hello, challenge)):
+        raise Refused("key", "who answers does not hold the secret of this connection; it is not ours")
 
 
 def rank_mac(key: bytes, hello: Hello, challenge: bytes) -> bytes:

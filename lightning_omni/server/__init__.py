@@ -2,15 +2,16 @@
 
 from lightning_omni.server.connection import ControlConnection, DataConnection
 from lightning_omni.server.loop import Server
-from lightning_omni.server.peers import Address, PeerConnections, PeerSocket
+from lightning_omni.server.peers import PeerConnections, PeerSocket
 from lightning_omni.server.process import ServerProcess
+from lightning_omni.server.zeromq import ZeroMQ
 
 __all__ = [
-    "Address",
     "ControlConnection",
     "DataConnection",
     "PeerConnections",
     "PeerSocket",
     "Server",
     "ServerProcess",
+    "ZeroMQ",
 ]

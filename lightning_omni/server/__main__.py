@@ -21,11 +21,9 @@ import torch
 from lightning_omni import methods
 from lightning_omni.methods.master import resolver
 from lightning_omni.methods.modules import module_resolver
-from lightning_omni.protocol import wire_format
+from lightning_omni.protocol import transport, wire_format
 from lightning_omni.protocol.record import RecordFile
 from lightning_omni.protocol.server import ServerCore
-from lightning_omni.server.directory import PrivateDirectory
-from lightning_omni.server.loop import Server
 from lightning_omni.server.process import Ready, Settings, raise_limit_of_files
 
 
@@ -49,6 +47,8 @@ def main() -> int:
                 methods.load(path)
             for path in settings.wire_formats:
                 wire_format.load(path)
+            for path in settings.transports:
+                transport.load(path)
         core = ServerCore(
             bytes.fromhex(settings.key),
             secrets.token_bytes,
@@ -59,8 +59,7 @@ def main() -> int:
             resolve_module=module_resolver(settings.allow_modules),
             record=RecordFile(settings.record) if settings.record else None,
         )
-        directory = None if settings.host else PrivateDirectory()
-        server = Server(core, settings.host, settings.port, directory=directory, encryption=settings.encryption)
+        server = transport.from_wire(settings.transport).serve(core, settings.host, settings.port)
     except Exception as error:
         _say(Ready(address="", error=str(error)))
         return 1

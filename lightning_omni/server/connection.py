@@ -8,7 +8,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -17,11 +17,13 @@ import zmq
 from torch import Tensor
 from zmq.utils.monitor import recv_monitor_message
 
-from lightning_omni.errors import ConnectionLost, MalformedMessage, OmniError, RankLost, Refused
+from lightning_omni.errors import ConnectionLost, MalformedMessage, OmniError
+from lightning_omni.protocol import handshake
 from lightning_omni.protocol import messages as m
-from lightning_omni.protocol.handshake import NONCE_BYTES, is_equal, rank_mac, server_mac, session_key
+from lightning_omni.protocol.handshake import NONCE_BYTES, hello_of
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.quoting import quoted
+from lightning_omni.protocol.transport import PATIENCE, Control, Data, answer_of
 from lightning_omni.server.addresses import check_address, data_address
 from lightning_omni.server.dialing import Dialed, attach, dial
 from lightning_omni.server.directory import remove_if_abandoned
@@ -35,6 +37,7 @@ from lightning_omni.server.frames import (
     chunks,
     message_frames,
 )
+from lightning_omni.server.peers import PeerWires
 
 _log = logging.getLogger(__name__)
 
@@ -51,7 +54,7 @@ _SLICE = 200
 """Milliseconds after which a waiting rank looks whether there is still something to wait for."""
 
 
-class ControlConnection:
+class ControlConnection(Control):
     """A rank's control connection. Requests come from one thread; a second one keeps the connection alive.
 
     Args:
@@ -88,15 +91,9 @@ class ControlConnection:
         encryption: str = "curve",
     ) -> None:
         check_address(address)
-        self.address, self.rank = address, rank
+        super().__init__(address, rank, on_end)
         self.keys = RunKeys(key, encryption)
-        self.status: m.Status | None = None
-        self.lost: tuple[int, ...] = ()
-        self.signal = 0
-        self._timings = (0.0, 0.0, 0.0)
         self._posted: deque[m.Message] = deque()
-        self._ended: OmniError | None = None
-        self._on_end = on_end or (lambda error: None)
         self._context = zmq.Context()
         inbox = f"inproc://{id(self)}"
         self._inside, self._outside = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
@@ -121,20 +118,9 @@ class ControlConnection:
 
     # --- Requests, from the rank's own thread ------------------------------------------------------------------------
 
-    def request(self, message: m.Message, expect: type[T], payload: bytes = b"", timeout: float = 1800.0) -> T:
-        """Sends a message and waits for its answer.
-
-        Raises:
-            RankLost: this rank was retired, or the run is over.
-            ConnectionLost: the server is gone, or did not answer within ``timeout`` seconds.
-            Refused: the server refused, and says why.
-        """
-        return self.request_payload(message, expect, payload, timeout)[0]
-
     def request_payload(
-        self, message: m.Message, expect: type[T], payload: bytes = b"", timeout: float = 1800.0
+        self, message: m.Message, expect: type[T], payload: bytes = b"", timeout: float = PATIENCE
     ) -> tuple[T, list[bytes]]:
-        """Like `request`, and returns the answer's payload, too: one part for each contributor."""
         self.check()
         data = m.encode(message)
         if max(len(data), len(payload)) > m.LARGEST_INLINE:
@@ -147,12 +133,7 @@ class ControlConnection:
         while True:
             if self._outside.poll(_SLICE):
                 head, *parts = self._outside.recv_multipart()
-                answer = m.decode(head, at="rank", channel=m.CONTROL)
-                if isinstance(answer, expect):
-                    return answer, parts
-                if isinstance(answer, m.RefusedMessage):
-                    raise Refused(answer.code, answer.reason)
-                raise MalformedMessage(f"{expect.__name__} was expected, {type(answer).__name__} came")
+                return answer_of(m.decode(head, at="rank", channel=m.CONTROL), expect), parts
             self.check()
             if time.monotonic() > deadline:
                 raise ConnectionLost(
@@ -160,33 +141,22 @@ class ControlConnection:
                     " if its work really takes that long"
                 )
 
-    @property
-    def is_ended(self) -> bool:
-        """Whether something has ended this rank's run; `check` says what."""
-        return self._ended is not None
-
-    def check(self) -> None:
-        """Raises what ended this rank's run, if anything did."""
-        if self._ended is not None:
-            raise self._ended
-
     def wait_for_end(self, seconds: float) -> OmniError | None:
-        """What ended this rank's run, if the server says so within that time."""
         deadline = time.monotonic() + seconds
         while self._ended is None and time.monotonic() < deadline:
             time.sleep(0.02)
         return self._ended
 
     def post(self, message: m.Message) -> None:
-        """Sends a message that has no answer, within half a second. From any thread."""
         self._posted.append(message)
 
-    def report_timings(self, compute: float, step: float, exchange: float) -> None:
-        """Seconds for the next heartbeat: own work, whole step, exchange."""
-        self._timings = (compute, step, exchange)
+    def attach(self, timeout: float = 300.0) -> DataConnection:
+        return DataConnection(self.session, self.check, timeout)
+
+    def listen(self, layouts: Sequence[Layout], is_lost: Callable[[int], bool], everywhere: bool) -> PeerWires:
+        return PeerWires(self.address, self.rank, layouts, self.keys, is_lost, self.check, everywhere)
 
     def close(self, reason: str | None = None) -> None:
-        """Says goodbye (with the reason of a failure; None says nothing) and closes the connection."""
         if self._closing:
             return
         if reason is not None and self._ended is None and self._thread is not None:
@@ -207,21 +177,10 @@ class ControlConnection:
 
     def _join(self, key: bytes, run: str, world_size: int, layout: Layout, timeout: float) -> tuple[Dialed, m.Welcome]:
         def shake_hands(attempt: Dialed, deadline: float) -> m.Welcome:
-            hello = m.Hello(
-                version=m.VERSION,
-                run=run,
-                rank=self.rank,
-                world_size=world_size,
-                fingerprint=layout.fingerprint,
-                tensors=len(layout.specs),
-                numbers=layout.numel,
-                nonce=secrets.token_bytes(NONCE_BYTES),
+            hello = hello_of(run, self.rank, world_size, layout, secrets.token_bytes(NONCE_BYTES))
+            welcome, self._secret = handshake.join(
+                lambda message, expect: attempt.ask(message, expect, deadline, lambda: None), key, hello, self.address
             )
-            challenge = attempt.ask(hello, m.Challenge, deadline, lambda: None).nonce
-            welcome = attempt.ask(m.Proof(mac=rank_mac(key, hello, challenge)), m.Welcome, deadline, lambda: None)
-            if not is_equal(welcome.mac, server_mac(key, hello, challenge)):
-                raise Refused("key", f"the server at {self.address} does not hold the run's key; it is not ours")
-            self._secret = session_key(key, hello, challenge)
             return welcome
 
         return dial(
@@ -255,17 +214,13 @@ class ControlConnection:
                 recv_monitor_message(self._monitor)
                 while self._wire.poll(LAST_WORDS):  # what it said last may still lie here, and say why
                     self._hear()
-                self._end(ConnectionLost(f"the parameter server at {self.address} is gone; the run cannot go on"))
+                self.end(ConnectionLost(f"the parameter server at {self.address} is gone; the run cannot go on"))
             if now - heard > self.heartbeat_timeout:
-                self._end(ConnectionLost(f"the parameter server at {self.address} was silent for {now - heard:.0f} s"))
+                self.end(ConnectionLost(f"the parameter server at {self.address} was silent for {now - heard:.0f} s"))
             while self._posted:
                 self._send([m.encode(self._posted.popleft())])
             if now >= beat:
-                compute, step, exchange = self._timings
-                heartbeat = m.Heartbeat(
-                    sent=now, compute_time=compute, step_time=step, exchange_time=exchange, signal=self.signal
-                )
-                self._send([m.encode(heartbeat)])
+                self._send([m.encode(self.heartbeat(now))])
                 beat = now + HEARTBEAT
 
     def _send(self, frames: list[bytes]) -> None:
@@ -276,36 +231,24 @@ class ControlConnection:
         try:
             self._on_message(self._wire.recv_multipart())
         except MalformedMessage as error:
-            self._end(error)
+            self.end(error)
 
     def _on_message(self, frames: list[bytes]) -> None:
         if frames[0] == KNOCK:
             return
         message = m.decode(frames[0], at="rank", channel=m.CONTROL)
-        if isinstance(message, m.Status):
-            self.status, self.lost = message, message.lost
-            if not message.sent:
-                self._inside.send_multipart(frames)  # the answer to AskStatus; the others answer heartbeats
-        elif isinstance(message, m.Notice):
-            self._on_notice(message)
-        else:
+        if self.hear(message):
             self._inside.send_multipart(frames)
-
-    def _on_notice(self, notice: m.Notice) -> None:
-        self.lost = notice.lost
-        if notice.over:
-            self._end(RankLost(f"the run is over: {notice.reason}"))
-        elif self.rank in notice.lost:
-            self._end(RankLost(f"rank {self.rank}'s group is out of the run: {notice.reason}"))
-        else:
+        elif isinstance(message, m.Notice) and not message.over and self.rank not in message.lost:
             _log.warning(
-                "%s; its group is retired, %d ranks are lost, the others go on", quoted(notice.reason), len(notice.lost)
+                "%s; its group is retired, %d ranks are lost, the others go on",
+                quoted(message.reason),
+                len(message.lost),
             )
 
-    def _end(self, error: OmniError) -> None:
-        if self._ended is None and not self._closing:
-            self._ended = error
-            self._on_end(error)
+    def end(self, error: OmniError) -> None:
+        if not self._closing:
+            super().end(error)
 
 
 @dataclass(frozen=True)
@@ -325,7 +268,7 @@ class Session:
     keys: RunKeys
 
 
-class DataConnection:
+class DataConnection(Data):
     """A rank's data connection: tensors out, tensors in. Used from one thread.
 
     Args:
@@ -340,7 +283,6 @@ class DataConnection:
     def __init__(self, session: Session, check: Callable[[], None], timeout: float = 300.0) -> None:
         self._check = check
         self._timeout = timeout
-        self.moved = 0
         self._context = zmq.Context()
         try:
             dialed, _ = dial(
@@ -361,21 +303,6 @@ class DataConnection:
     def exchange(
         self, message: m.Message, expect: type[T], payload: Tensor | None = None, into: Tensor | None = None
     ) -> tuple[T, Tensor]:
-        """Sends a message with its payload, waits for the answer with its payload.
-
-        Args:
-            message: what to say.
-            expect: type of the answer.
-            payload: uint8, on the CPU; must not change until the answer is there.
-            into: memory for the answer's payload; fresh memory where it is missing or too short.
-
-        Returns:
-            The answer, and its payload: uint8, empty if there is none.
-
-        Raises:
-            Refused: the server refused.
-            ConnectionLost: no answer in time.
-        """
         try:  # there is no limit to what is queued: it blocks only where there is no connection any more
             for frames in message_frames(message):
                 self._wire.send_multipart(frames, zmq.NOBLOCK)
@@ -388,14 +315,7 @@ class DataConnection:
         if isinstance(answer, m.Long):
             long = self._assemble(answer, torch.empty(answer.nbytes, dtype=torch.uint8))
             answer = m.decode(long.numpy().data, at="rank", channel=m.DATA)
-        if isinstance(answer, m.RefusedMessage):
-            if answer.code == "over":
-                raise RankLost(f"the run is over: {answer.reason}")
-            if answer.code == "lost":
-                raise RankLost(f"this rank's group is out of the run: {answer.reason}")
-            raise Refused(answer.code, answer.reason)
-        if not isinstance(answer, expect):
-            raise MalformedMessage(f"{expect.__name__} was expected, {type(answer).__name__} came")
+        answer = answer_of(answer, expect)
         nbytes = getattr(answer, "nbytes", 0)
         self.moved += nbytes + (payload.numel() if payload is not None else 0)
         if into is None or into.numel() < nbytes:

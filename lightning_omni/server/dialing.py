@@ -12,8 +12,8 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from lightning_omni.errors import ConnectionLost, MalformedMessage, Refused
+from lightning_omni.protocol import handshake
 from lightning_omni.protocol import messages as m
-from lightning_omni.protocol.handshake import NONCE_BYTES, attach_mac, is_equal
 from lightning_omni.server.encryption import RunKeys
 from lightning_omni.server.frames import configure
 
@@ -147,9 +147,9 @@ def attach(
     attempt: Dialed, deadline: float, secret: bytes, number: int, check: Callable[[], None] = lambda: None
 ) -> None:
     """Proves to hold the secret of a data connection, or of one between leaders, and has it proved."""
-    hello = m.Attach(rank=number, nonce=secrets.token_bytes(NONCE_BYTES))
-    challenge = attempt.ask(hello, m.AttachChallenge, deadline, check).nonce
-    proof = m.AttachProof(mac=attach_mac(secret, "rank", hello, challenge))
-    attached = attempt.ask(proof, m.Attached, deadline, check)
-    if not is_equal(attached.mac, attach_mac(secret, "server", hello, challenge)):
-        raise Refused("key", "who answers does not hold the secret of this connection; it is not ours")
+    handshake.attach(
+        lambda message, expect: attempt.ask(message, expect, deadline, check),
+        secret,
+        number,
+        secrets.token_bytes(handshake.NONCE_BYTES),
+    )

@@ -16,6 +16,7 @@ from torch import Tensor
 from lightning_omni.errors import ConfigurationError, MalformedMessage, ProtocolError, Refused
 from lightning_omni.protocol import Out, ServerCore
 from lightning_omni.protocol import messages as m
+from lightning_omni.protocol.transport import refusal
 from lightning_omni.server.addresses import tcp_endpoint
 from lightning_omni.server.directory import CONTROL, DATA, PrivateDirectory
 from lightning_omni.server.encryption import RunKeys
@@ -185,12 +186,9 @@ class Server:
         """
         try:
             return self._on_control(peer, frames) if channel == m.CONTROL else self._on_data(peer, frames)
-        except Refused as no:
-            self._assemblies.pop(peer, None)
-            return [Out(peer, channel, m.RefusedMessage(code=no.code, reason=str(no)))]
         except ProtocolError as error:
             self._assemblies.pop(peer, None)
-            return self.core.refuse(channel, peer, str(error))
+            return refusal(self.core, channel, peer, error)
 
     def _on_control(self, peer: bytes, frames: list[Any]) -> list[Out]:
         if not 1 <= len(frames) <= 2:

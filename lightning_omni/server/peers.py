@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import msgspec
 import torch
 import zmq
 from torch import Tensor
@@ -27,8 +26,10 @@ from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.handshake import NONCE_BYTES, attach_mac, is_equal
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.roster import MOST_CHALLENGED
+from lightning_omni.protocol.transport import Address
+from lightning_omni.server.addresses import own_host, tcp_endpoint
 from lightning_omni.server.dialing import Dialed, attach, dial
-from lightning_omni.server.directory import is_private
+from lightning_omni.server.directory import is_private, sibling
 from lightning_omni.server.encryption import RunKeys
 from lightning_omni.server.frames import CHUNK_MARK, LARGEST_DATA_FRAME, Assembly, chunks, configure
 from lightning_omni.server.guard import BACKLOG, ConnectionGuard
@@ -41,13 +42,6 @@ CONNECT_TIME = 5.0
 """Seconds in which a connection to another leader must stand."""
 UNREAD = 2
 """Gifts to one peer that may be on their way; further ones are dropped, for the peer is too slow to take them."""
-
-
-class Address(msgspec.Struct, frozen=True):
-    """Where a group's leader listens. All leaders learn it through the control channel."""
-
-    group: int
-    address: str
 
 
 class PeerSocket:
@@ -358,3 +352,78 @@ class PeerConnections:
         self._unread[group] = 0
         if not self._is_lost(group):
             _log.warning("group %d did not answer within %.0f s; gossip goes on without it", group, self._timeout)
+
+
+class PeerWires:
+    """A leader's way to the other leaders, both directions.
+
+    Args:
+        server: address of the server's control socket.
+        rank: the leader.
+        layouts: of each optimizer's parameters.
+        keys: of the run.
+        is_lost: whether a group is gone, so that waiting for it is pointless.
+        check: called while waiting; raises what makes waiting pointless.
+        everywhere: whether leaders on other machines must be able to reach this one.
+
+    Attributes:
+        socket: its own.
+        connections: to the others, once these are known.
+        address: where it listens.
+    """
+
+    def __init__(
+        self,
+        server: str,
+        rank: int,
+        layouts: Sequence[Layout],
+        keys: RunKeys,
+        is_lost: Callable[[int], bool],
+        check: Callable[[], None],
+        everywhere: bool,
+    ) -> None:
+        self._layouts, self._keys, self._is_lost, self._check = layouts, keys, is_lost, check
+        self.socket = PeerSocket(_endpoint(server, rank, everywhere), layouts, keys)
+        self.address = self.socket.address
+        self.connections = PeerConnections({}, layouts, keys, is_lost, check)
+
+    def connect(self, addresses: Mapping[int, Address]) -> None:
+        """Tells it where the leaders of the other groups listen."""
+        self.connections.close()
+        self.connections = PeerConnections(addresses, self._layouts, self._keys, self._is_lost, self._check)
+
+    def publish(self, optimizer: int, tensors: Sequence[Tensor]) -> None:
+        """Others read these weights from now on; copied."""
+        self.socket.publish(optimizer, tensors)
+
+    def read(self, group: int, optimizer: int) -> list[Tensor] | None:
+        """What a group has published: CPU tensors; None if there is nothing or nobody."""
+        return self.connections.read(group, optimizer)
+
+    def send(self, group: int, optimizer: int, tensors: Sequence[Tensor]) -> None:
+        """Puts weights into a group's inbox, unless it has not taken the last ones yet."""
+        self.connections.send(group, optimizer, tensors)
+
+    def read_inbox(self, optimizer: int) -> Inbox:
+        """Empties the inbox."""
+        return self.socket.read_inbox(optimizer)
+
+    def grow(self, optimizer: int, layout: Layout) -> None:
+        """An optimizer's weights have another layout; what lies here in the old one is gone."""
+        self.socket.grow(optimizer, layout)
+        self.connections.grow(optimizer, layout)
+
+    def close(self) -> None:
+        """Ends both directions."""
+        self.connections.close()
+        self.socket.close()
+
+
+def _endpoint(server: str, rank: int, everywhere: bool) -> str:
+    """Where a leader listens: beside the server's sockets, or on the address by which that is reached."""
+    if is_private(server):
+        return sibling(server, f"peer-{rank}-{secrets.token_hex(4)}")
+    host = own_host(server)
+    if host.startswith("127.") and everywhere:
+        host = "0.0.0.0"  # the server is on this machine, and the other nodes know it by another address
+    return tcp_endpoint(host)

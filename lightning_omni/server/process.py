@@ -9,6 +9,7 @@ import selectors
 import subprocess
 import sys
 import time
+from typing import Any
 
 import msgspec
 
@@ -20,9 +21,11 @@ class Settings(msgspec.Struct, frozen=True):
     """What the server process is told on its standard input.
 
     Attributes:
-        host: address to bind; empty for sockets in a private directory, with no port of TCP.
-        encryption: of the ports.
+        host: address to bind; empty if all ranks are on this machine: sockets in a private directory, where ZeroMQ has
+            them.
         wire_formats: class paths of those that the run may use beside the package's own.
+        transport: how the ranks speak to it, as plain data.
+        transports: class path of that transport, if it is none of the package's own.
     """
 
     key: str
@@ -35,8 +38,9 @@ class Settings(msgspec.Struct, frozen=True):
     record: str = ""
     methods: tuple[str, ...] = ()
     allow_modules: tuple[str, ...] = ()
-    encryption: str = "curve"
     wire_formats: tuple[str, ...] = ()
+    transport: dict[str, Any] = msgspec.field(default_factory=lambda: {"name": "zeromq"})
+    transports: tuple[str, ...] = ()
 
 
 class Ready(msgspec.Struct, frozen=True):

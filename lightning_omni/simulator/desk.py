@@ -1,4 +1,4 @@
-"""The real server's state machine, spoken to directly: what sockets carry in a run is handed over as objects here."""
+"""All ranks of a simulated run at the real server: they speak to it in memory, and it refuses nothing they say."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from lightning_omni.errors import ProtocolError
 from lightning_omni.methods import Method
 from lightning_omni.methods.contract import Push
 from lightning_omni.methods.master import Resolve, class_path, describe, resolver
-from lightning_omni.protocol import EpochPlan, Out, ServerCore
+from lightning_omni.protocol import EpochPlan, Out, ServerCore, handshake
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.codec import pack
 from lightning_omni.protocol.group import Ask, GroupCore, Said
-from lightning_omni.protocol.handshake import NONCE_BYTES, attach_mac, rank_mac, session_key
+from lightning_omni.protocol.handshake import NONCE_BYTES
+from lightning_omni.protocol.in_memory import Link
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.record import Recorder
 from lightning_omni.protocol.shard import Shard
@@ -32,6 +33,8 @@ HEAD = 1
 """Number of a merged head: the optimizer of the rest is 0."""
 _Answer = TypeVar("_Answer", bound=m.Message)
 _NOTHING = b""
+_NONCE = bytes(NONCE_BYTES)
+"""A rank's own: nobody can overhear, and the server's are drawn."""
 
 
 class Desk:
@@ -46,7 +49,6 @@ class Desk:
 
     Attributes:
         core: the server.
-        now: virtual time, in seconds; whoever drives this sets it.
     """
 
     def __init__(
@@ -58,11 +60,20 @@ class Desk:
         self.core = ServerCore(
             self._key, chance.randbytes, math.inf, math.inf, resolve=resolve_also(optimizer), record=record
         )
-        self.now = 0.0
+        self._link = Link(self.core)
         self._layout, self._world_size = layout, world_size
         self._memory = Memory()
         for rank in range(world_size):
             self._join(rank)
+
+    @property
+    def now(self) -> float:
+        """Virtual time, in seconds; whoever drives this sets it."""
+        return self._link.now
+
+    @now.setter
+    def now(self, seconds: float) -> None:
+        self._link.now = seconds
 
     @property
     def shard(self) -> Shard:
@@ -140,31 +151,18 @@ class Desk:
 
     def rank_of(self, out: Out) -> int:
         """To which rank an answer goes."""
-        return int(out.peer[1:])
+        return self._link.rank_of(out.peer)
 
     def _join(self, rank: int) -> None:
-        hello = m.Hello(
-            version=m.VERSION,
-            run="simulated",
-            rank=rank,
-            world_size=self._world_size,
-            fingerprint=self._layout.fingerprint,
-            tensors=len(self._layout.specs),
-            numbers=self._layout.numel,
-            nonce=bytes(NONCE_BYTES),
-        )
-        challenge = cast(m.Challenge, self._control(rank, hello)[0].message)
-        proof = m.Proof(mac=rank_mac(self._key, hello, challenge.nonce))
-        self._control(rank, proof)
-        session, attach = session_key(self._key, hello, challenge.nonce), m.Attach(rank=rank, nonce=bytes(NONCE_BYTES))
-        asked = cast(m.AttachChallenge, self._data(rank, attach)[0].message)
-        self._data(rank, m.AttachProof(mac=attach_mac(session, "rank", attach, asked.nonce)))
+        hello = handshake.hello_of("simulated", rank, self._world_size, self._layout, _NONCE)
+        _, secret = handshake.join(lambda message, _: self._control(rank, message)[0].message, self._key, hello)
+        handshake.attach(lambda message, _: self._data(rank, message)[0].message, secret, rank, _NONCE)
 
     def _control(self, rank: int, message: m.Message) -> list[Out]:
-        return _sound(self.core.receive(m.CONTROL, b"c%d" % rank, message, _NOTHING, self.now))
+        return _sound(self._link.control(rank, message))
 
     def _data(self, rank: int, message: m.Message, payload: bytes | Tensor = _NOTHING) -> list[Out]:
-        return _sound(self.core.receive(m.DATA, b"d%d" % rank, message, payload, self.now))
+        return _sound(self._link.data(rank, message, payload))
 
 
 def part_of(

@@ -26,7 +26,8 @@ from lightning_omni.methods.master import describe, hyperparameters_of
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.codec import pack
 from lightning_omni.protocol.layout import Layout
-from lightning_omni.server import ControlConnection, DataConnection, ServerProcess
+from lightning_omni.protocol.transport import from_wire, to_wire
+from lightning_omni.server import ServerProcess, ZeroMQ
 from lightning_omni.server.keys import new_key
 from lightning_omni.server.process import Settings
 
@@ -34,8 +35,8 @@ Once = Callable[[], None]
 PLAIN = "TCP"
 WAYS: dict[str, dict[str, Any]] = {
     "ipc": {"host": ""},
-    PLAIN: {"host": "127.0.0.1", "encryption": "off"},
-    "TCP with CURVE": {"host": "127.0.0.1", "encryption": "curve"},
+    PLAIN: {"host": "127.0.0.1", "transport": to_wire(ZeroMQ(encryption="off"))},
+    "TCP with CURVE": {"host": "127.0.0.1"},
 }
 """Settings of the server for each way."""
 UNTIMED = 3
@@ -102,9 +103,9 @@ def exchange(nbytes: int, **way: Any) -> Iterator[Once]:
             key=key.hex(), port=0, heartbeat_timeout=30.0, join_timeout=60.0, threads=1, allow_optimizers=(), **way
         )
     )
-    encryption = {name: value for name, value in way.items() if name == "encryption"}
-    control = ControlConnection(process.address(), key, secrets.token_hex(8), 0, 1, layout, **encryption)
-    data = DataConnection(control.session, control.check)
+    transport = from_wire(way.get("transport", to_wire(ZeroMQ())))
+    control = transport.join(process.address(), key, secrets.token_hex(8), 0, 1, layout)
+    data = control.attach()
     control.request(m.Form(generation=0, groups=((0,),), method=m.method_to_wire(AsyncSGD())), m.Formed)
     part = {"optimizer": describe(optimizer, {weight: "weight"}), "weights": {"weight": weight.detach()}, "clock": 0}
     packed, buffer = pack({"parts": [part]})

@@ -1,0 +1,375 @@
+"""Both sides in one process: what a rank says is handled before the call returns. No sockets, clocks or threads.
+
+`Link` is all connections of a run at once and gives back what the server sends, as it comes; the simulator and replays
+stand on it. `InMemory` is the transport on top of it, in which each rank hears what is sent to it.
+
+Rule: nothing waits. A request that other ranks have to make answerable is asked with `InMemoryData.ask`, and its answer
+taken when it has come; `exchange` and `request` raise where nothing came.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+import msgspec
+import torch
+from torch import Tensor
+
+from lightning_omni.errors import ConfigurationError, ConnectionLost, OmniError, ProtocolError
+from lightning_omni.methods import Inbox
+from lightning_omni.methods.totals import Total
+from lightning_omni.protocol import handshake
+from lightning_omni.protocol import messages as m
+from lightning_omni.protocol.layout import Layout
+from lightning_omni.protocol.server import ServerCore
+from lightning_omni.protocol.service import Out, Payload, Peer, as_tensor, nbytes_of
+from lightning_omni.protocol.transport import (
+    PATIENCE,
+    Address,
+    Control,
+    Data,
+    Peers,
+    Transport,
+    allowed,
+    answer_of,
+    refusal,
+)
+
+Answer = TypeVar("Answer", bound=m.Message)
+_NONCE = bytes(handshake.NONCE_BYTES)
+"""A rank's own; freshness is the server's, and nobody can overhear."""
+_SCHEME = "memory://"
+
+
+class Link:
+    """The connections of all ranks to a server in this process.
+
+    Args:
+        core: the server.
+
+    Attributes:
+        now: seconds, on any clock that only goes forward; whoever drives this sets it.
+    """
+
+    def __init__(self, core: ServerCore) -> None:
+        self.core = core
+        self.now = 0.0
+
+    def control(self, rank: int, message: m.Message, payload: bytes = b"") -> list[Out]:
+        """A rank says something on its control connection. Returns what the server sends, to whichever rank.
+
+        Tensors are the server's own: they are valid until something else is said.
+        """
+        return self.core.receive(m.CONTROL, b"c%d" % rank, message, payload, self.now)
+
+    def data(self, rank: int, message: m.Message, payload: Payload = b"") -> list[Out]:
+        """The same on its data connection."""
+        return self.core.receive(m.DATA, b"d%d" % rank, message, payload, self.now)
+
+    def hang_up(self, rank: int) -> list[Out]:
+        """A rank's control connection ends."""
+        return self.core.hang_up(b"c%d" % rank)
+
+    def rank_of(self, peer: Peer) -> int:
+        """Whose connection that is."""
+        return int(peer[1:])
+
+
+class InMemory(Transport, frozen=True, kw_only=True, tag="in_memory"):
+    """The transport inside one process. Servers are found by the value that made them.
+
+    Attributes:
+        servers: by their addresses.
+
+    Example:
+        >>> transport, core = InMemory(), ServerCore(bytes(32), bytes)
+        >>> server = transport.serve(core)
+        >>> layout = Layout.of({"w": torch.zeros(2)})
+        >>> rank = transport.join(server.address, bytes(32), "run", 0, 1, layout)
+        >>> rank.request(m.AskStatus(), m.Status).clock
+        0
+    """
+
+    servers: dict[str, InMemoryServer] = msgspec.field(default_factory=dict)
+
+    def check_address(self, address: str) -> None:
+        if address not in self.servers:
+            raise ConfigurationError(
+                f"server={address!r}: nothing is served there; pass the address of a server of this value's `serve`"
+            )
+
+    def serve(self, core: ServerCore, host: str = "", port: int = 0, data_port: int = 0) -> InMemoryServer:
+        server = InMemoryServer(f"{_SCHEME}{len(self.servers)}", core)
+        self.servers[server.address] = server
+        return server
+
+    def join(
+        self,
+        address: str,
+        key: bytes,
+        run: str,
+        rank: int,
+        world_size: int,
+        layout: Layout,
+        on_end: Callable[[OmniError], None] | None = None,
+    ) -> InMemoryControl:
+        self.check_address(address)
+        return InMemoryControl(self.servers[address], key, run, rank, world_size, layout, on_end)
+
+
+class InMemoryServer:
+    """A server that has nothing to wait for.
+
+    Args:
+        address: by which ranks join.
+        core: its state machine.
+
+    Attributes:
+        link: the connections of all ranks.
+        leaders: where other leaders are found.
+    """
+
+    def __init__(self, address: str, core: ServerCore) -> None:
+        self.address = address
+        self.link = Link(core)
+        self.leaders: dict[str, InMemoryPeers] = {}
+        self._controls: dict[int, InMemoryControl] = {}
+        self._answers: dict[int, deque[tuple[m.Message, Tensor]]] = {}
+        self._closed = False
+
+    def run(self, until: Callable[[], bool]) -> None:
+        """Returns at once: what is said is handled when it is said, and time passes when `Link.now` is set."""
+        self.deliver(self.link.core.tick(self.link.now))
+
+    def farewell(self, reason: str) -> None:
+        """The rank that this server belongs to has ended: if the run has not, the others are told."""
+        self.deliver(self.link.core.lose(0, reason))
+
+    def close(self) -> None:
+        """Nothing is answered any more, and every rank is told."""
+        self._closed = True
+        for control in self._controls.values():
+            control.end(ConnectionLost(f"the parameter server at {self.address} is gone; the run cannot go on"))
+
+    def connect(self, control: InMemoryControl) -> None:
+        """What is sent to this rank is given to it from now on."""
+        self._controls[control.rank] = control
+        self._answers[control.rank] = deque()
+
+    def say(self, control: bool, rank: int, message: m.Message, payload: Payload) -> None:
+        """A rank says something, and everyone hears what the server sends for it."""
+        if self._closed:
+            raise ConnectionLost(f"the parameter server at {self.address} is gone; the run cannot go on")
+        channel, peer = (m.CONTROL, b"c%d" % rank) if control else (m.DATA, b"d%d" % rank)
+        core = self.link.core
+        try:  # as bytes, as over any wire: what does not survive that is found here, too
+            arrived = allowed(core, channel, peer, m.encode(message), nbytes_of(payload))
+            self.deliver(core.receive(channel, peer, arrived, payload, self.link.now))
+        except ProtocolError as error:
+            self.deliver(refusal(core, channel, peer, error))
+
+    def hang_up(self, rank: int) -> None:
+        """A rank's connections end."""
+        self._controls.pop(rank, None)
+        if not self._closed:
+            self.deliver(self.link.hang_up(rank))
+
+    def answers(self, rank: int) -> deque[tuple[m.Message, Tensor]]:
+        """What has come for a rank on its data connection, with payloads."""
+        return self._answers[rank]
+
+    def deliver(self, out: Sequence[Out]) -> None:
+        """Gives each rank what is sent to it; tensors are copied, for the server's own move on."""
+        for item in out:
+            rank = self.link.rank_of(item.peer)
+            if rank not in self._controls:
+                continue
+            if item.channel == m.CONTROL:
+                self._controls[rank].arrived(item.message, item.payload)
+            else:
+                parts = [as_tensor(part) for part in item.payload]
+                self._answers[rank].append((item.message, torch.cat(parts) if parts else _empty()))
+
+
+class InMemoryControl(Control):
+    """A rank's control connection; see `lightning_omni.protocol.transport.Transport.join` for the arguments."""
+
+    def __init__(
+        self,
+        server: InMemoryServer,
+        key: bytes,
+        run: str,
+        rank: int,
+        world_size: int,
+        layout: Layout,
+        on_end: Callable[[OmniError], None] | None = None,
+    ) -> None:
+        super().__init__(server.address, rank, on_end)
+        self._server = server
+        self._inbox: deque[tuple[m.Message, list[bytes]]] = deque()
+        self._closed = False
+        server.connect(self)
+        hello = handshake.hello_of(run, rank, world_size, layout, _NONCE)
+        welcome, self._secret = handshake.join(self.request, key, hello, server.address)
+        self.heartbeat_timeout = welcome.heartbeat_timeout
+
+    def arrived(self, message: m.Message, payload: Sequence[Payload]) -> None:
+        """The server has sent something."""
+        if self.hear(message):
+            self._inbox.append((message, [bytes(as_tensor(part).numpy()) for part in payload]))
+
+    def request_payload(
+        self, message: m.Message, expect: type[Answer], payload: bytes = b"", timeout: float = PATIENCE
+    ) -> tuple[Answer, list[bytes]]:
+        self.ask(message, payload)
+        answer = self.take(expect)
+        if answer is None:
+            raise ConnectionLost(f"no answer to {type(message).__name__} yet: other ranks come first; use ask and take")
+        return answer
+
+    def ask(self, message: m.Message, payload: bytes = b"") -> None:
+        """Sends a message whose answer may come when other ranks have said something, too: see `take`."""
+        self.check()
+        self._server.say(True, self.rank, message, payload)
+
+    def take(self, expect: type[Answer]) -> tuple[Answer, list[bytes]] | None:
+        """The answer to what was asked, if it has come."""
+        if not self._inbox:
+            self.check()
+            return None
+        message, parts = self._inbox.popleft()
+        return answer_of(message, expect), parts
+
+    def post(self, message: m.Message) -> None:
+        self._server.say(True, self.rank, message, b"")
+
+    def wait_for_end(self, seconds: float) -> OmniError | None:
+        return self._ended
+
+    def attach(self, timeout: float = math.inf) -> InMemoryData:
+        return InMemoryData(self._server, self, self._secret)
+
+    def listen(self, layouts: Sequence[Layout], is_lost: Callable[[int], bool], everywhere: bool) -> Peers:
+        return InMemoryPeers(self._server, f"{self.address}/{self.rank}", layouts, is_lost)
+
+    def close(self, reason: str | None = None) -> None:
+        if self._closed:
+            return
+        if reason is not None and self._ended is None:
+            self.request(m.Goodbye(reason=reason), m.Acknowledged)
+        self._closed = True
+        self._server.hang_up(self.rank)
+
+
+class InMemoryData(Data):
+    """A rank's data connection.
+
+    Args:
+        server: the server.
+        control: of the same rank.
+        secret: of this rank's process and the server.
+    """
+
+    def __init__(self, server: InMemoryServer, control: InMemoryControl, secret: bytes) -> None:
+        self._server, self._control = server, control
+        handshake.attach(lambda message, expect: self.exchange(message, expect)[0], secret, control.rank, _NONCE)
+
+    def exchange(
+        self, message: m.Message, expect: type[Answer], payload: Tensor | None = None, into: Tensor | None = None
+    ) -> tuple[Answer, Tensor]:
+        self.ask(message, payload)
+        answer = self.take(expect, into)
+        if answer is None:
+            raise ConnectionLost(f"no answer to {type(message).__name__} yet: other ranks come first; use ask and take")
+        return answer
+
+    def ask(self, message: m.Message, payload: Tensor | None = None) -> None:
+        """Sends a message whose answer may come when other ranks have said something, too: see `take`."""
+        self._control.check()
+        self.moved += payload.numel() if payload is not None else 0
+        # Copied, as by every other transport: the server may keep it.
+        self._server.say(False, self._control.rank, message, b"" if payload is None else payload.clone())
+
+    def take(self, expect: type[Answer], into: Tensor | None = None) -> tuple[Answer, Tensor] | None:
+        """The answer to what was asked, if it has come."""
+        answers = self._server.answers(self._control.rank)
+        if not answers:
+            self._control.check()
+            return None
+        message, payload = answers.popleft()
+        answer = answer_of(message, expect)
+        self.moved += payload.numel()
+        if into is None or into.numel() < payload.numel():
+            return answer, payload
+        into[: payload.numel()].copy_(payload)
+        return answer, into[: payload.numel()]
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+
+class InMemoryPeers:
+    """A leader's way to the other leaders.
+
+    Args:
+        server: of the run.
+        address: of this leader.
+        layouts: of each optimizer's parameters.
+        is_lost: whether a group is gone.
+    """
+
+    def __init__(
+        self, server: InMemoryServer, address: str, layouts: Sequence[Layout], is_lost: Callable[[int], bool]
+    ) -> None:
+        self.address = address
+        self._leaders, self._is_lost = server.leaders, is_lost
+        self._addresses: Mapping[int, Address] = {}
+        self._windows: dict[int, list[Tensor]] = {}
+        self._inboxes = [Total() for _ in layouts]
+        self._leaders[address] = self
+
+    def connect(self, addresses: Mapping[int, Address]) -> None:
+        """Tells it where the leaders of the other groups listen."""
+        self._addresses = dict(addresses)
+
+    def publish(self, optimizer: int, tensors: Sequence[Tensor]) -> None:
+        """Others read these weights from now on; copied."""
+        self._windows[optimizer] = [tensor.detach().clone() for tensor in tensors]
+
+    def read(self, group: int, optimizer: int) -> Sequence[Tensor] | None:
+        """What a group has published; None if there is nothing or nobody."""
+        leader = self._leader(group)
+        window = leader._windows.get(optimizer) if leader is not None else None
+        return [tensor.clone() for tensor in window] if window is not None else None
+
+    def send(self, group: int, optimizer: int, tensors: Sequence[Tensor]) -> None:
+        """Puts weights into a group's inbox."""
+        if (leader := self._leader(group)) is not None:
+            leader._inboxes[optimizer].add(tensors)
+
+    def read_inbox(self, optimizer: int) -> Inbox:
+        """Empties the inbox."""
+        inbox, self._inboxes[optimizer] = self._inboxes[optimizer], Total()
+        count = inbox.count
+        return Inbox(inbox.take() if count else None, count)  # type: ignore[arg-type]  # what is sent is whole
+
+    def grow(self, optimizer: int, layout: Layout) -> None:
+        """An optimizer's weights have another layout; what has come in the old one is gone."""
+        self._inboxes[optimizer] = Total()
+        self._windows.pop(optimizer, None)
+
+    def close(self) -> None:
+        """Nobody finds this leader any more."""
+        self._leaders.pop(self.address, None)
+
+    def _leader(self, group: int) -> InMemoryPeers | None:
+        if group not in self._addresses or self._is_lost(group):
+            return None
+        return self._leaders.get(self._addresses[group].address)
+
+
+def _empty() -> Tensor:
+    return torch.empty(0, dtype=torch.uint8)

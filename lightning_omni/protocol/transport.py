@@ -1,0 +1,410 @@
+"""What joins a group's side and the server's side: connections, as both sides see them. No sockets, clocks or threads.
+
+A transport brings three things for a rank, its control connection (`Control`), its data connection (`Data`) and a
+leader's way to other leaders (`Peers`), and one for the server, what drives its state machine (`Served`). Which
+transport a run uses is one value, a `Transport`. ZeroMQ is the one that ships; `in_memory` joins both sides in one
+process.
+
+Rule 1: what is said on a control connection is heard in order, and so is what is said on a data connection.
+Rule 2: a request has one answer. A refusal is raised as `Refused`, whatever ended the run as what ended it.
+Rule 3: a control connection that ends without a goodbye is told to `ServerCore.hang_up`: its rank is lost.
+Rule 4: the server believes nothing. It asks `ServerCore.check_payload` before it sets memory aside for a payload.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+from torch import Tensor
+
+from lightning_omni.errors import MalformedMessage, OmniError, ProtocolError, RankLost, Refused
+from lightning_omni.methods import Inbox
+from lightning_omni.protocol import messages as m
+from lightning_omni.protocol.layout import Layout
+from lightning_omni.protocol.server import ServerCore
+from lightning_omni.protocol.service import Out, Peer
+from lightning_omni.registry import Registry, to_wire
+
+Answer = TypeVar("Answer", bound=m.Message)
+PATIENCE = 1800.0
+"""Seconds that a request waits for its answer, if it is not said otherwise."""
+
+
+# --- A rank's side ---------------------------------------------------------------------------------------------------
+
+
+class Control(ABC):
+    """A rank's control connection: it stands, and keeps itself alive, until it is closed.
+
+    Requests come from one thread. What keeps the connection alive may be another one: it sends a `heartbeat` twice a
+    second and gives what it hears to `hear`.
+
+    Args:
+        address: of the server.
+        rank: this rank.
+        on_end: called once, from whichever thread finds out, when this rank must stop.
+
+    Attributes:
+        status: how the run goes, as heard last.
+        lost: ranks lost so far.
+        signal: a signal that this rank was given, to be told with the next heartbeat.
+    """
+
+    def __init__(self, address: str, rank: int, on_end: Callable[[OmniError], None] | None = None) -> None:
+        self.address, self.rank = address, rank
+        self.status: m.Status | None = None
+        self.lost: tuple[int, ...] = ()
+        self.signal = 0
+        self._timings = (0.0, 0.0, 0.0)
+        self._ended: OmniError | None = None
+        self._on_end = on_end or (lambda error: None)
+
+    # --- What each transport brings -----------------------------------------------------------------------------------
+
+    @abstractmethod
+    def request_payload(
+        self, message: m.Message, expect: type[Answer], payload: bytes = b"", timeout: float = PATIENCE
+    ) -> tuple[Answer, list[bytes]]:
+        """Sends a message and waits for its answer. Returns it with its payload: one part for each contributor.
+
+        Raises:
+            RankLost: this rank was retired, or the run is over.
+            ConnectionLost: the server is gone, or did not answer within ``timeout`` seconds.
+            Refused: the server refused, and says why.
+        """
+
+    @abstractmethod
+    def post(self, message: m.Message) -> None:
+        """Sends a message that has no answer, within half a second. From any thread."""
+
+    @abstractmethod
+    def wait_for_end(self, seconds: float) -> OmniError | None:
+        """What ended this rank's run, if the server says so within that time."""
+
+    @abstractmethod
+    def attach(self, timeout: float = 300.0) -> Data:
+        """Opens this rank's data connection.
+
+        Args:
+            timeout: seconds to wait for any one answer.
+        """
+
+    @abstractmethod
+    def listen(self, layouts: Sequence[Layout], is_lost: Callable[[int], bool], everywhere: bool) -> Peers:
+        """Opens a leader's way to other leaders.
+
+        Args:
+            layouts: of each optimizer's parameters.
+            is_lost: whether a group is gone, so that waiting for it is pointless.
+            everywhere: whether leaders on other machines must be able to reach this one.
+        """
+
+    @abstractmethod
+    def close(self, reason: str | None = None) -> None:
+        """Says goodbye (with the reason of a failure; None says nothing) and closes the connection."""
+
+    # --- What all have in common --------------------------------------------------------------------------------------
+
+    def request(
+        self, message: m.Message, expect: type[Answer], payload: bytes = b"", timeout: float = PATIENCE
+    ) -> Answer:
+        """Like `request_payload`, for answers that bring none."""
+        return self.request_payload(message, expect, payload, timeout)[0]
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether something has ended this rank's run; `check` says what."""
+        return self._ended is not None
+
+    def check(self) -> None:
+        """Raises what ended this rank's run, if anything did."""
+        if self._ended is not None:
+            raise self._ended
+
+    def report_timings(self, compute: float, step: float, exchange: float) -> None:
+        """Seconds for the next heartbeat: own work, whole step, exchange."""
+        self._timings = (compute, step, exchange)
+
+    def heartbeat(self, now: float) -> m.Heartbeat:
+        """What is said twice a second."""
+        compute, step, exchange = self._timings
+        return m.Heartbeat(sent=now, compute_time=compute, step_time=step, exchange_time=exchange, signal=self.signal)
+
+    def hear(self, message: m.Message) -> bool:
+        """Takes in what the server says. Returns whether it is the answer to a request."""
+        if isinstance(message, m.Status):
+            self.status, self.lost = message, message.lost
+            return not message.sent  # the others answer heartbeats, or nothing
+        if not isinstance(message, m.Notice):
+            return True
+        self.lost = message.lost
+        if message.over:
+            self.end(RankLost(f"the run is over: {message.reason}"))
+        elif self.rank in message.lost:
+            self.end(RankLost(f"rank {self.rank}'s group is out of the run: {message.reason}"))
+        return False
+
+    def end(self, error: OmniError) -> None:
+        """This rank's run has ended, if it had not before."""
+        if self._ended is None:
+            self._ended = error
+            self._on_end(error)
+
+
+class Data(ABC):
+    """A rank's data connection: tensors out, tensors in. Used from one thread.
+
+    Attributes:
+        moved: bytes of payload that went out and came in so far.
+    """
+
+    moved: int = 0
+
+    @abstractmethod
+    def exchange(
+        self, message: m.Message, expect: type[Answer], payload: Tensor | None = None, into: Tensor | None = None
+    ) -> tuple[Answer, Tensor]:
+        """Sends a message with its payload, waits for the answer with its payload.
+
+        Args:
+            message: what to say.
+            expect: type of the answer.
+            payload: uint8, on the CPU; must not change until the answer is there.
+            into: memory for the answer's payload; fresh memory where it is missing or too short.
+
+        Returns:
+            The answer, and its payload: uint8, empty if there is none.
+
+        Raises:
+            Refused: the server refused.
+            RankLost: this rank's group is out of the run, or the run is over.
+            ConnectionLost: no answer in time.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Closes the connection at once."""
+
+
+class Address(msgspec.Struct, frozen=True):
+    """Where a group's leader listens. All leaders learn it through the control channel."""
+
+    group: int
+    address: str
+
+
+class Peers(Protocol):
+    """A leader's way to the other leaders: weights that they read, and an inbox that they fill."""
+
+    @property
+    def address(self) -> str:
+        """Where this leader listens."""
+
+    def connect(self, addresses: Mapping[int, Address]) -> None:
+        """Tells it where the leaders of the other groups listen, before anything else is asked of it."""
+
+    def publish(self, optimizer: int, tensors: Sequence[Tensor]) -> None:
+        """Others read these weights from now on; copied."""
+
+    def read(self, group: int, optimizer: int) -> Sequence[Tensor] | None:
+        """What a group has published: CPU tensors; None if there is nothing or nobody."""
+
+    def send(self, group: int, optimizer: int, tensors: Sequence[Tensor]) -> None:
+        """Puts weights into a group's inbox, unless it is too slow to take them."""
+
+    def read_inbox(self, optimizer: int) -> Inbox:
+        """Empties the inbox."""
+
+    def grow(self, optimizer: int, layout: Layout) -> None:
+        """An optimizer's weights have another layout; what has come in the old one is gone."""
+
+    def close(self) -> None:
+        """Ends both directions."""
+
+
+def answer_of(message: m.Message, expect: type[Answer]) -> Answer:
+    """What came as the answer to a request.
+
+    Raises:
+        RankLost: this rank's group is out of the run, or the run is over.
+        Refused: the server refused.
+        MalformedMessage: it is something else.
+    """
+    if isinstance(message, expect):
+        return message
+    if not isinstance(message, m.RefusedMessage):
+        raise MalformedMessage(f"{expect.__name__} was expected, {type(message).__name__} came")
+    if message.code == "over":
+        raise RankLost(f"the run is over: {message.reason}")
+    if message.code == "lost":
+        raise RankLost(f"this rank's group is out of the run: {message.reason}")
+    raise Refused(message.code, message.reason)
+
+
+# --- The server's side -----------------------------------------------------------------------------------------------
+
+
+class Served(Protocol):
+    """A server that listens: it drives a `ServerCore`."""
+
+    @property
+    def address(self) -> str:
+        """By which ranks join."""
+
+    def run(self, until: Callable[[], bool]) -> None:
+        """Serves until ``until()`` is true; it is asked several times a second."""
+
+    def farewell(self, reason: str) -> None:
+        """The rank that this server belongs to has ended: if the run has not, the others are told."""
+
+    def close(self) -> None:
+        """Listens no more, as soon as the last words are out."""
+
+
+def allowed(core: ServerCore, channel: m.Channel, peer: Peer, data: bytes | memoryview, nbytes: int) -> m.Message:
+    """Bytes that came in as a message, for a transport that has it whole before its payload, as a stream has.
+
+    Args:
+        core: the server.
+        channel: the channel that it came on.
+        peer: the connection that it came from.
+        data: the message, as bytes.
+        nbytes: of the payload that is to follow.
+
+    Raises:
+        ProtocolError: it is none, or not allowed; `refusal` answers it, and the payload is not to be kept.
+    """
+    message = core.decode(channel, data)
+    if channel == m.CONTROL:
+        if nbytes > m.LARGEST_INLINE:
+            raise MalformedMessage(f"{nbytes} bytes of payload on the control channel, which takes {m.LARGEST_INLINE}")
+    elif (expected := core.check_payload(peer, message)) != nbytes:
+        raise MalformedMessage(f"{nbytes} bytes of payload came, {expected} were announced")
+    return message
+
+
+def refusal(core: ServerCore, channel: m.Channel, peer: Peer, error: ProtocolError) -> list[Out]:
+    """What is sent for a message that was not allowed."""
+    if isinstance(error, Refused):  # the server has counted it
+        return [Out(peer, channel, m.RefusedMessage(code=error.code, reason=str(error)))]
+    return core.refuse(channel, peer, str(error))
+
+
+# --- The value -------------------------------------------------------------------------------------------------------
+
+
+class Transport(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
+    """How the ranks of a run and its server speak to each other: its settings, and both ends.
+
+    (A msgspec struct cannot be an abstract base class, hence the errors.)
+    """
+
+    def check_address(self, address: str) -> None:
+        """Raises `ConfigurationError` unless a server could have this address."""
+        raise NotImplementedError(f"{type(self).__name__} does not say what its addresses are")
+
+    def serve(self, core: ServerCore, host: str = "", port: int = 0, data_port: int = 0) -> Served:
+        """Listens, as a server.
+
+        Args:
+            core: its state machine.
+            host: address of this machine to listen on; empty if all ranks are on it, however they are reached best.
+            port: to listen on, where there are ports; 0 takes a free one.
+            data_port: likewise for tensors, if these have one of their own.
+
+        Raises:
+            ConfigurationError: it cannot listen there.
+        """
+        raise NotImplementedError(f"{type(self).__name__} cannot serve")
+
+    def join(
+        self,
+        address: str,
+        key: bytes,
+        run: str,
+        rank: int,
+        world_size: int,
+        layout: Layout,
+        on_end: Callable[[OmniError], None] | None = None,
+    ) -> Control:
+        """Joins a run, as a rank.
+
+        Args:
+            address: of the server.
+            key: the run's shared secret.
+            run: a name that all ranks of the run agree on.
+            rank: this rank.
+            world_size: number of ranks.
+            layout: the parameters of all optimizers; every rank must have the same.
+            on_end: called, perhaps from another thread, when this rank must stop.
+
+        Raises:
+            ConnectionLost: the server cannot be reached.
+            Refused: the server does not want this rank, and says why.
+        """
+        raise NotImplementedError(f"{type(self).__name__} cannot join")
+
+    def clear(self, address: str) -> None:
+        """A process ends at once: removes what a server that is gone, too, has left at this address."""
+
+
+TRANSPORTS: dict[str, type[Transport]] = {}
+"""Every transport by the name under which it travels."""
+_registry = Registry(TRANSPORTS, Transport, "transport", "lightning_omni.protocol.transport.Transport", "--transport")
+
+
+def name_of(transport: Transport) -> str:
+    """The name under which a transport travels."""
+    return str(type(transport).__struct_config__.tag)
+
+
+def from_wire(plain: Mapping[str, Any]) -> Transport:
+    """A transport from plain data.
+
+    Raises:
+        MalformedMessage: no such transport, or wrong settings.
+    """
+    return _registry.from_wire(plain)
+
+
+def register(kind: type[Transport]) -> type[Transport]:
+    """Makes a transport of your own known by its tag. A class decorator.
+
+    The embedded server imports the module that a run's transport comes from; a server of its own is told with
+    ``lightning-omni serve --transport module:Class``.
+
+    Raises:
+        ConfigurationError: the name is taken.
+    """
+    return _registry.register(kind)
+
+
+def load(path: str) -> type[Transport]:
+    """Imports and registers a transport, from its path ``module:Class``.
+
+    Raises:
+        ConfigurationError: it cannot be imported, or is no transport.
+    """
+    return _registry.load(path)
+
+
+__all__ = [
+    "TRANSPORTS",
+    "Address",
+    "Control",
+    "Data",
+    "Peers",
+    "Served",
+    "Transport",
+    "allowed",
+    "answer_of",
+    "from_wire",
+    "load",
+    "name_of",
+    "refusal",
+    "register",
+    "to_wire",
+]

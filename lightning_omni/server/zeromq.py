@@ -1,0 +1,55 @@
+"""ZeroMQ as the transport of a run: sockets in a private directory, or TCP with CURVE."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from lightning_omni.errors import OmniError
+from lightning_omni.protocol.layout import Layout
+from lightning_omni.protocol.server import ServerCore
+from lightning_omni.protocol.transport import Transport, register
+from lightning_omni.server.addresses import check_address
+from lightning_omni.server.connection import ControlConnection
+from lightning_omni.server.directory import PrivateDirectory, is_offered, remove_if_abandoned
+from lightning_omni.server.encryption import check_encryption
+from lightning_omni.server.loop import Server
+
+
+@register
+class ZeroMQ(Transport, frozen=True, kw_only=True, tag="zeromq"):
+    """Two sockets at the server, one for messages and one for tensors, and one at each leader where groups talk.
+
+    Attributes:
+        encryption: of connections over the network: ``"curve"``, or ``"off"`` on a network whose every user you trust.
+
+    Raises:
+        ConfigurationError: there is no such encryption.
+    """
+
+    encryption: str = "curve"
+
+    def __post_init__(self) -> None:
+        check_encryption(self.encryption)
+
+    def check_address(self, address: str) -> None:
+        check_address(address)
+
+    def serve(self, core: ServerCore, host: str = "", port: int = 0, data_port: int = 0) -> Server:
+        if host or not is_offered():
+            return Server(core, host or "127.0.0.1", port, data_port, encryption=self.encryption)
+        return Server(core, directory=PrivateDirectory(), encryption=self.encryption)
+
+    def join(
+        self,
+        address: str,
+        key: bytes,
+        run: str,
+        rank: int,
+        world_size: int,
+        layout: Layout,
+        on_end: Callable[[OmniError], None] | None = None,
+    ) -> ControlConnection:
+        return ControlConnection(address, key, run, rank, world_size, layout, on_end=on_end, encryption=self.encryption)
+
+    def clear(self, address: str) -> None:
+        remove_if_abandoned(address)

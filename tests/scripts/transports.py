@@ -1,0 +1,61 @@
+"""Trains two groups over a transport that the package does not know, without Lightning."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import torch.distributed as dist
+from stream import Stream
+
+from lightning_omni import OmniOptimizer, World
+from lightning_omni.optimizer.options import WorldOptions
+
+RANKS, STEPS = 2, 12
+METHODS = ("async_sgd", "hardsync", "gossip")
+
+
+def train(method: str) -> dict[str, object]:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    world = World(2, options=WorldOptions(groups=2, method=method, transport=Stream()))
+    world.broadcast_initial(model)
+    optimizer = OmniOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), world)
+    target = torch.linspace(-1, 1, 4)
+    torch.manual_seed(world.rank)
+    losses = []
+    with world.training():
+        address = world.server_address
+        for _ in range(STEPS):
+            x = torch.randn(32, 4)
+            optimizer.zero_grad()
+            loss = ((model(x).squeeze(1) - x @ target) ** 2).mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        moved = world.channel.traffic.moved
+    weights = [parameter.tolist() for parameter in model.parameters()]
+    return {"address": address, "first": losses[0], "last": losses[-1], "weights": weights, "moved": moved}
+
+
+def main() -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
+    torch.set_num_threads(1)
+    other = os.fork()
+    rank = int(other == 0)
+    dist.init_process_group("gloo", rank=rank, world_size=RANKS)
+    result = {method: train(method) for method in METHODS}
+    Path(os.environ["OMNI_TEST_FOLDER"], f"rank{rank}.json").write_text(json.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]) if other else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,316 @@
+"""What every transport must do, asked of ZeroMQ, of the one in memory, and of one that the package does not know."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from typing import Any
+
+import pytest
+import torch
+from runs import run
+from stream import Stream
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_omni.errors import ConfigurationError, ConnectionLost, OmniError, RankLost, Refused
+from lightning_omni.methods import AsyncSGD, Method, method_named
+from lightning_omni.methods.contract import Gradient, NextGradient
+from lightning_omni.methods.master import describe, hyperparameters_of
+from lightning_omni.methods.replica import Replica
+from lightning_omni.optimizer.options import WorldOptions
+from lightning_omni.protocol import ServerCore, transport
+from lightning_omni.protocol import messages as m
+from lightning_omni.protocol.codec import pack
+from lightning_omni.protocol.group import Action, Ask, GroupCore, Heard
+from lightning_omni.protocol.in_memory import InMemory
+from lightning_omni.protocol.layout import Layout
+from lightning_omni.protocol.transport import Address, Control, Transport
+from lightning_omni.protocol.wire_format import Memory
+from lightning_omni.server import ZeroMQ
+
+KEY = bytes(range(32))
+DEADLINE = 20.0
+"""Seconds that anything here may take on a busy machine before it counts as stuck."""
+LARGE = 700_000
+"""Numbers of a tensor that takes more than one frame of any transport."""
+
+
+class Serving:
+    """A server of some transport, and the ranks that have joined it."""
+
+    def __init__(self, chosen: Transport, stack: ExitStack) -> None:
+        self.transport, self._stack = chosen, stack
+        self.core = ServerCore(KEY, secrets.token_bytes, heartbeat_timeout=DEADLINE)
+        self.server = chosen.serve(self.core)
+        self.address = self.server.address
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self.server.run, args=(self._stopping.is_set,))
+        self._thread.start()
+        stack.callback(self.stop)
+
+    def stop(self) -> None:
+        """The server ends, if it has not before."""
+        if not self._stopping.is_set():
+            self._stopping.set()
+            self._thread.join(DEADLINE)
+            self.server.close()
+
+    def join(self, rank: int, size: int, layout: Layout, key: bytes = KEY, **options: Any) -> Control:
+        control = self.transport.join(self.address, key, "a run", rank, size, layout, **options)
+        self._stack.callback(control.close, "")
+        return control
+
+
+@pytest.fixture(params=[ZeroMQ(), ZeroMQ(encryption="off"), InMemory(), Stream()], ids=transport.name_of)
+def serving(request: pytest.FixtureRequest) -> Iterator[Serving]:
+    with served(request.param) as made:
+        yield made
+
+
+@contextmanager
+def served(chosen: Transport) -> Iterator[Serving]:
+    with ExitStack() as stack:
+        yield Serving(chosen, stack)
+
+
+class Group:
+    """A group of one rank: what a rank does for real, here at the test's word."""
+
+    def __init__(self, serving: Serving, rank: int, size: int, numel: int = 5, method: Method | None = None) -> None:
+        self.parameters = {"w": Parameter(torch.linspace(-1, 1, numel)), "b": Parameter(torch.zeros(3))}
+        self.layout = Layout.of({name: parameter.detach() for name, parameter in self.parameters.items()})
+        self.rank = rank
+        self.control = serving.join(rank, size, self.layout)
+        self.data = serving._stack.enter_context(closing(self.control.attach(DEADLINE)))
+        self.method = method or AsyncSGD()
+        optimizer = torch.optim.SGD(list(self.parameters.values()), lr=0.1, momentum=0.9)
+        self.replica = Replica(list(self.parameters.values()), optimizer, rank)
+        self.core = GroupCore(self.method)
+        self.core.attach(self.replica)
+        self._memory = Memory()
+
+    def form(self, groups: Sequence[tuple[int, ...]]) -> None:
+        """Rank 0 forms groups and hands weights over."""
+        method = m.method_to_wire(self.method)
+        self.control.request(m.Form(generation=1, groups=tuple(groups), method=method), m.Formed, timeout=DEADLINE)
+        names = {parameter: name for name, parameter in self.parameters.items()}
+        weights = {name: parameter.detach() for name, parameter in self.parameters.items()}
+        optimizer = describe(self.replica.optimizer, names) if self.method.steps_at == "server" else None
+        part = {"optimizer": optimizer, "weights": weights, "clock": 0}
+        packed, buffer = pack({"parts": [part]})
+        self.data.exchange(m.Seed(packed=packed, nbytes=buffer.numel()), m.Seeded, buffer)
+
+    @torch.no_grad()
+    def step(self, seed: int) -> None:
+        """One gradient, and all that follows."""
+        chance = torch.Generator().manual_seed(seed)
+        tensors = [torch.randn(parameter.shape, generator=chance) for parameter in self.parameters.values()]
+        action = self.core.gradient(0, Gradient(tensors, hyperparameters_of(self.replica.optimizer)))
+        while not isinstance(action, NextGradient):
+            action = self.core.answer(0, self.do(action))
+
+    def do(self, action: Action) -> Any:
+        assert isinstance(action, Ask)
+        said = self.core.say(action, self.layout, self._memory)
+        answer, payload = self.data.exchange(said.message, m.Weights, said.payload)
+        tensors = self.layout.views(payload) if action.pulls else []
+        return self.core.hear(Heard.of(answer), tensors, answer.clock, answer.note)
+
+
+def two(serving: Serving, **options: Any) -> list[Group]:
+    groups = [Group(serving, rank, 2, **options) for rank in range(2)]
+    groups[0].form([(0,), (1,)])
+    return groups
+
+
+def eventually(is_true: Callable[[], bool]) -> bool:
+    """Asks again and again until it is true, or for too long."""
+    deadline = time.monotonic() + DEADLINE
+    while not is_true():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+# --- One suite for all -----------------------------------------------------------------------------------------------
+
+
+def test_a_rank_with_another_key_is_refused_and_one_with_the_key_let_in(serving: Serving) -> None:
+    layout = Layout.of({"w": torch.zeros(2)})
+    with pytest.raises((Refused, ConnectionLost)) as refused:
+        serving.join(0, 1, layout, key=b"x" * 32)
+    assert refused.type is Refused
+    assert refused.value.code == "key"
+    control = serving.join(0, 1, layout)
+    assert control.request(m.AskStatus(), m.Status, timeout=DEADLINE).clock == 0
+    assert control.status is not None
+    assert serving.core.is_admitted(m.CONTROL, serving.core.peers[0])
+
+
+def test_a_rank_of_another_model_or_run_hears_why_it_is_refused(serving: Serving) -> None:
+    serving.join(0, 2, Layout.of({"w": torch.zeros(2)}))
+    with pytest.raises(Refused, match="rank 1 has another model than rank 0"):
+        serving.join(1, 2, Layout.of({"w": torch.zeros(3)}))
+    with pytest.raises(Refused, match="busy with another run of 2 ranks"):
+        serving.join(1, 3, Layout.of({"w": torch.zeros(2)}))
+
+
+def test_requests_carry_payloads_both_ways_one_part_for_each_rank(serving: Serving) -> None:
+    control = serving.join(0, 1, Layout.of({"w": torch.zeros(2)}))
+    answer, parts = control.request_payload(m.Contribute(number=0, what="test"), m.Gathered, b"some bytes", DEADLINE)
+    assert (answer.ranks, answer.sizes, parts) == ((0,), (10,), [b"some bytes"])
+
+
+def test_a_refusal_arrives_as_one_on_both_connections_and_harms_nothing(serving: Serving) -> None:
+    first, second = two(serving)
+    with pytest.raises(Refused, match="only rank 0 forms groups") as refused:
+        second.control.request(m.Form(generation=2, groups=((0, 1),), method={}), m.Formed, timeout=DEADLINE)
+    assert refused.value.code == "protocol"
+    with pytest.raises(Refused, match="there is no optimizer 7"):
+        second.data.exchange(m.Fetch(optimizer=7), m.Weights)
+    own = m.Average(optimizer=0, nbytes=20)
+    with pytest.raises(Refused, match="20 bytes, 76 were expected"):  # before its payload has been looked at
+        second.data.exchange(own, m.Weights, torch.zeros(20, dtype=torch.uint8))
+    for group in (second, first):
+        group.step(seed=1)
+    assert serving.core.clock == 2
+
+
+def test_a_push_larger_than_any_frame_and_its_answer_arrive_whole(serving: Serving) -> None:
+    group = Group(serving, 0, 1, numel=LARGE)
+    group.form([(0,)])
+    own = [parameter.detach().clone() for parameter in group.parameters.values()]
+    group.step(seed=3)
+    chance = torch.Generator().manual_seed(3)
+    for weight, mine in zip(own, group.parameters.values(), strict=True):
+        weight.sub_(0.1 * torch.randn(weight.shape, generator=chance))
+        torch.testing.assert_close(mine.detach(), weight)
+    assert group.data.moved >= 2 * group.layout.nbytes > LARGE
+
+
+def test_a_connection_that_ends_is_a_lost_rank_and_the_others_hear_of_it(serving: Serving) -> None:
+    first, second = two(serving)
+    second.control.close()
+    assert eventually(lambda: first.control.lost == (1,))
+    first.step(seed=1)
+    first.control.check()
+    assert serving.core.roster.groups == (0,)
+
+
+def test_a_rank_that_says_goodbye_is_not_lost(serving: Serving) -> None:
+    first, second = two(serving)
+    second.control.close(reason="")
+    first.step(seed=1)
+    assert first.control.request(m.AskStatus(), m.Status, timeout=DEADLINE).lost == ()
+    assert serving.core.roster.gone == {1}
+
+
+def test_when_rank_0_is_lost_every_other_one_is_told_that_the_run_is_over(serving: Serving) -> None:
+    ended: list[OmniError] = []
+    first, second = (Group(serving, rank, 2) for rank in range(2))
+    second.control._on_end = ended.append
+    first.form([(0,), (1,)])
+    first.control.close(reason="rank 0 failed: no more disk")
+    error = second.control.wait_for_end(DEADLINE)
+    assert isinstance(error, RankLost)
+    assert "rank 0 failed: no more disk" in str(error)
+    assert ended == [error]
+    with pytest.raises(RankLost, match="the run is over"):
+        second.step(seed=1)
+
+
+def test_a_server_that_is_gone_ends_every_rank(serving: Serving) -> None:
+    group = Group(serving, 0, 1)
+    group.form([(0,)])
+    serving.stop()
+    error = group.control.wait_for_end(DEADLINE)
+    assert isinstance(error, ConnectionLost)
+    assert "gone" in str(error)
+    with pytest.raises(ConnectionLost):
+        group.step(seed=1)
+
+
+def test_leaders_read_what_others_publish_and_fill_their_inboxes(serving: Serving) -> None:
+    layout = Layout.of({"w": torch.zeros(4)})
+    controls = [serving.join(rank, 2, layout) for rank in range(2)]
+    with ExitStack() as stack:
+        peers = [
+            stack.enter_context(closing(control.listen([layout], lambda group: False, everywhere=False)))
+            for control in controls
+        ]
+        for group, each in enumerate(peers):
+            each.connect({1 - group: Address(1 - group, peers[1 - group].address)})
+        assert peers[0].read(1, 0) is None
+        peers[1].publish(0, [torch.arange(4.0)])
+        published = peers[0].read(1, 0)
+        assert published is not None
+        assert published[0].tolist() == [0, 1, 2, 3]
+        for value in (1.0, 2.0):
+            peers[0].send(1, 0, [torch.full((4,), value)])
+        total: list[Tensor] = []
+        count = 0
+
+        def arrived() -> bool:
+            nonlocal count
+            inbox = peers[1].read_inbox(0)
+            count += inbox.count
+            total.extend(inbox.total or [])
+            return count == 2
+
+        assert eventually(arrived)
+        assert sum(total).tolist() == [3.0] * 4  # type: ignore[union-attr]
+
+
+# --- The same everywhere ---------------------------------------------------------------------------------------------
+
+
+def test_the_same_training_ends_in_the_same_bits_over_every_transport() -> None:
+    order = [0, 1, 1, 0, 1, 0, 0, 0, 1, 1]
+    for method in ("async_sgd", "delay_compensated", "elastic_averaging:period=2", "async_diloco:period=2"):
+        ends = []
+        for chosen in (ZeroMQ(), InMemory(), Stream()):
+            with served(chosen) as serving:
+                made = method_named(method)
+                groups = [Group(serving, rank, 2, method=made) for rank in range(2)]
+                groups[0].form([(0,), (1,)])
+                for seed, number in enumerate(order):
+                    groups[number].step(seed)
+                weights = [parameter for group in groups for parameter in group.replica.ordered]
+                ends.append(
+                    [weight.detach().clone() for weight in (*weights, *serving.core.shards[0].master.weights())]
+                )
+        for other in ends[1:]:
+            assert all(map(torch.equal, ends[0], other)), method
+
+
+# --- As a value ------------------------------------------------------------------------------------------------------
+
+
+def test_a_transport_is_a_value_that_a_run_is_given() -> None:
+    assert WorldOptions().resolved_transport() == ZeroMQ()
+    assert WorldOptions(encryption="off").resolved_transport() == ZeroMQ(encryption="off")
+    assert WorldOptions(transport=Stream()).resolved_transport() == Stream()
+    assert transport.from_wire(transport.to_wire(ZeroMQ(encryption="off"))) == ZeroMQ(encryption="off")
+    assert transport.load("stream:Stream") is Stream
+    with pytest.raises(ConfigurationError, match="encryption= is ZeroMQ's"):
+        WorldOptions(transport=Stream(), encryption="off")
+    with pytest.raises(ConfigurationError, match=r"transport=InMemory\(\): the server, a process of its own"):
+        WorldOptions(transport=InMemory())
+    with pytest.raises(ConfigurationError, match="stream://host:port"):
+        WorldOptions(transport=Stream(), server="tcp://10.0.0.1:5555")
+    assert WorldOptions(transport=Stream(), server="stream://10.0.0.1:5555").server
+
+
+def test_real_processes_train_over_a_transport_that_the_package_does_not_know() -> None:
+    finished = run("transports.py")
+    first, second = finished.results[0], finished.results[1]
+    for method, result in first.items():
+        assert result["address"].startswith("stream://127.0.0.1:")
+        assert result["last"] < result["first"] / 2
+        assert result["weights"] == second[method]["weights"]
+    assert first["async_sgd"]["moved"] > 0
