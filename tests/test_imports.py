@@ -41,6 +41,7 @@ HOMES = {
     "pytorch_lightning": {"strategy", "tuner"},
     "lightning": {"strategy", "tuner"},
     "skopt": {"search"},
+    "jinja2": {"report"},
 }
 PICKLES = {"pickle", "cPickle", "_pickle", "cloudpickle", "marshal", "dill", "shelve", "joblib"}
 PICKLING_CALLS = {"send_pyobj", "recv_pyobj", "send_serialized", "recv_serialized"}
@@ -57,9 +58,7 @@ def modules() -> dict[str, Path]:
 MODULES = modules()
 
 
-LEFT = {f"{PACKAGE}.strategy.{name}": {f"{PACKAGE}.strategy.hooks"} for name in ("listener", "follow", "nested")} | {
-    f"{PACKAGE}.report.page": {f"{PACKAGE}.report.tuning"}
-}
+LEFT = {f"{PACKAGE}.strategy.{name}": {f"{PACKAGE}.strategy.hooks"} for name in ("listener", "follow", "nested")}
 """Imports for types, of whoever puts the importer together: cycles that are still there."""
 
 

@@ -10,9 +10,11 @@ import re
 import sys
 from dataclasses import replace
 from html.parser import HTMLParser
+from importlib import resources
 from pathlib import Path
 
 import pytest
+from jinja2 import UndefinedError
 from rich.console import Console
 from searches import FOUND, PROBLEM, START, found, observed, search, smaller
 
@@ -21,6 +23,7 @@ from lightning_omni.performance.forecast import Setting, Tried
 from lightning_omni.performance.profile import Measured
 from lightning_omni.report import Round, RunTimes, TuningReport
 from lightning_omni.report.digest import duration, interval, rate_of, span, times
+from lightning_omni.report.page import templates
 from lightning_omni.search import Job, Observation, Search, Space
 from lightning_omni.tuner.throughput import Throughput
 
@@ -315,3 +318,19 @@ def test_errors_name_the_argument(tmp_path: Path) -> None:
         TuningReport.load(tmp_path / "absent.json")
     with pytest.raises(ConfigurationError, match=r"folder=.*pass a folder that can be written"):
         report().save(wrong)
+
+
+def test_templates_of_the_page_are_part_of_the_package() -> None:
+    folder = resources.files("lightning_omni.report") / "templates"
+    assert {each.name for each in folder.iterdir()} == {"tuning.html", "table.html"}
+    source = (folder / "tuning.html").read_text(encoding="utf-8")
+    style = source[source.index("<style>") : source.index("</style>")]
+    assert style in report().html()
+
+
+def test_nothing_reaches_the_page_unescaped() -> None:
+    named = replace(report(target=1.0, monitor="\"><script>alert('x')</script>"))
+    assert "<script" not in named.html()
+    assert html.escape("<script>") in named.html()
+    with pytest.raises(UndefinedError):  # a template that names what there is not says so
+        templates().from_string("{{ nothing }}").render()

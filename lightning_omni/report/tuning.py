@@ -6,7 +6,7 @@ import importlib.util
 import io
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,49 +16,11 @@ from rich.text import Text
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.report.digest import Digest, duration, number, times
+from lightning_omni.report.page import Section, page
+from lightning_omni.report.round import Round
 from lightning_omni.report.times import RunTimes
-from lightning_omni.search import Observation, Search
 
 _STEM = "omni-tuning"
-
-
-@dataclass(frozen=True)
-class Round:
-    """One search of a fit: the first, or a retuning.
-
-    Args:
-        search: what was tried and found.
-        epoch: number of the epoch in which it began.
-        seconds_run: seconds of training before it.
-        measured_after: samples per second while the run trained with what was chosen, by groups: samples that all ranks
-            trained, over the seconds of these batches, without validations, searches and the first batch after them.
-        reasons: why each probe was tried; where there are none the search is asked once more.
-    """
-
-    search: Search
-    epoch: int
-    seconds_run: float
-    measured_after: Mapping[int, float] = field(default_factory=dict)
-    reasons: tuple[str, ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
-        return {
-            "search": self.search.to_dict(),
-            "epoch": self.epoch,
-            "seconds_run": self.seconds_run,
-            "measured_after": {str(groups): rate for groups, rate in self.measured_after.items()},
-            "reasons": list(self.reasons),
-        }
-
-    @classmethod
-    def from_dict(cls, plain: Mapping[str, Any]) -> Round:
-        """What `to_dict` gave. The search is told what was seen, and not asked whether it would try that again."""
-        search = Search.from_dict({**plain["search"], "observations": []})
-        for each in plain["search"]["observations"]:
-            search.tell(Observation.from_dict(each))
-        measured = {int(groups): float(rate) for groups, rate in plain["measured_after"].items()}
-        return cls(search, plain["epoch"], plain["seconds_run"], measured, tuple(plain["reasons"]))
 
 
 @dataclass(frozen=True)
@@ -76,7 +38,7 @@ class TuningReport:
 
     Example:
         >>> from lightning_omni.performance.forecast import Setting
-        >>> from lightning_omni.search import Job, Space
+        >>> from lightning_omni.search import Job, Search, Space
         >>> job = Job(Setting(1, 0.9, 0.1), batch=64, horizon=100, share=0.1, space=Space((1, 2)))
         >>> report = TuningReport((Round(Search(job), epoch=0, seconds_run=0.0),), target=None, monitor="loss")
         >>> report.statement.partition(";")[0]
@@ -208,9 +170,11 @@ class TuningReport:
 
     def html(self) -> str:
         """A page of its own: pictures, tables and styles are in it, and nothing is fetched from elsewhere."""
-        from lightning_omni.report.page import page
-
-        return page(self)
+        sections = [
+            Section(place, each, digest, self.picture(place))
+            for place, (each, digest) in enumerate(zip(self.rounds, self.digests, strict=True))
+        ]
+        return page(self.target, self.monitor, self.statement, self.times, sections)
 
     def table(self) -> Table:
         """For `rich.print`: one row for each probe, in all rounds."""
