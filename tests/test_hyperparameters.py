@@ -15,9 +15,9 @@ from torch.optim import lr_scheduler as s
 from torch.optim.swa_utils import SWALR
 
 from lightning_omni.errors import ConfigurationError
+from lightning_omni.optimizer.run_state import ShardScope
 from lightning_omni.performance.forecast import Setting
 from lightning_omni.tuner.hyperparameters import Hyperparameters
-from lightning_omni.tuner.snapshot import Snapshot
 
 FEW = settings(max_examples=15, deadline=None)
 LR = 0.1
@@ -142,10 +142,10 @@ def test_a_rate_that_is_a_tensor_stays_one_and_is_scaled_once(shared: bool) -> N
     groups = [{"params": each.parameters(), "lr": rate if shared else rate.clone()} for each in (first, second)]
     optimizer = AdamW(groups, lr=rate)
     hyperparameters = Hyperparameters(optimizer)
-    snapshot = Snapshot(nn.Sequential(first, second), [optimizer])
+    snapshot = ShardScope.of(nn.Sequential(first, second), [optimizer])
     hyperparameters.set(Setting(1, 0.9, 0.4), hyperparameters.lr)
     assert rates_of(optimizer) == pytest.approx([0.4, 0.4])
-    snapshot.restore()
+    snapshot.put_back()
     hyperparameters.scale(3.0)
     assert rates_of(optimizer) == pytest.approx([3 * LR, 3 * LR])
     assert optimizer.param_groups[0]["lr"] is groups[0]["lr"]
@@ -189,11 +189,11 @@ def test_a_snapshot_puts_back_what_was_set_for_a_probe(name: str, kind: Any) -> 
     optimizer = kind(groups, momentum=0.9)
     schedule = SCHEDULES[name](optimizer)
     hyperparameters = Hyperparameters(optimizer, [schedule] if schedule is not None else [])
-    was, lr, snapshot = optimizer.state_dict(), hyperparameters.lr, Snapshot(net, [optimizer])
+    was, lr, snapshot = optimizer.state_dict(), hyperparameters.lr, ShardScope.of(net, [optimizer])
     for setting in (Setting(4, 0.3, 7.0), Setting(1, 0.0, 0.001)):
         hyperparameters.set(setting, lr)
         assert optimizer.state_dict() != was
-        snapshot.restore()
+        snapshot.put_back()
         assert optimizer.state_dict() == was
         assert hyperparameters.lr == lr
 
@@ -215,12 +215,12 @@ def test_a_beta_that_is_a_tensor_stays_one() -> None:
     betas = torch.tensor(0.75), torch.tensor(0.5)
     net = module()
     optimizer = Adam([{"params": part.parameters()} for part in net], lr=torch.tensor(LR), betas=betas, capturable=True)
-    hyperparameters, snapshot = Hyperparameters(optimizer), Snapshot(net, [optimizer])
+    hyperparameters, snapshot = Hyperparameters(optimizer), ShardScope.of(net, [optimizer])
     kept = [group["betas"] for group in optimizer.param_groups]
     hyperparameters.set_momentum(0.25)
     assert [[float(each) for each in group["betas"]] for group in optimizer.param_groups] == [[0.25, 0.5]] * 3
     assert all(isinstance(each, torch.Tensor) for group in optimizer.param_groups for each in group["betas"])
-    snapshot.restore()
+    snapshot.put_back()
     assert all(group["betas"] is each for group, each in zip(optimizer.param_groups, kept, strict=True))
     assert hyperparameters.momentum == 0.75
 

@@ -40,6 +40,7 @@ FITS: dict[str, dict[str, Any]] = {
         "logger": True,
     },
     "local steps": {"tuner": ONCE, "strategy": {"method": "local_sgd:period=4"}},
+    "a sender that remembers": {"tuner": {"budget": 0.9, "space": {**HERE, "groups": [2]}}, "sends": 0.1},
 }
 
 WRONG: dict[str, Any] = {"is_refused": True, "trainer": {"max_epochs": 2, "num_sanity_val_steps": 1}}
@@ -114,6 +115,13 @@ def test_probes_that_lead_to_no_change_change_nothing_to_the_bit(fits: dict[str,
 def test_an_epoch_is_still_one_pass_over_the_data(fits: dict[str, list[dict[str, Any]]]) -> None:
     for name in ("tuned", "groups before"):
         assert sorted(number for rank in fits[name] for number in rank["last_epoch"]) == list(range(1024))
+
+
+def test_what_a_probe_did_not_push_is_not_the_runs_to_push(fits: dict[str, list[dict[str, Any]]]) -> None:
+    for rank in fits["a sender that remembers"]:
+        before, after = rank["owed"]
+        assert before == after == [[]]
+    assert {setting["groups"] for setting, _ in fits["a sender that remembers"][0]["tried"]} == {1, 2}
 
 
 def test_a_report_counts_the_runs_own_updates(fits: dict[str, list[dict[str, Any]]]) -> None:

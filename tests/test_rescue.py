@@ -8,14 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_omni.tuner.rescue import REFUSED, Kept, Watch
+from lightning_omni.methods import AsyncSGD, Replica
+from lightning_omni.optimizer.run_state import RollbackPoint
+from lightning_omni.protocol.group import GroupCore
+from lightning_omni.tuner.rescue import REFUSED, Watch
 
 ZERO = torch.zeros(())
 
 
 def watch(ruin: float = 1.0) -> Watch:
-    module = torch.nn.Linear(2, 1)
-    return Watch(Kept(module, torch.optim.SGD(module.parameters(), lr=0.1)), ruin)
+    return Watch(ruin)
 
 
 def follow(made: Watch, losses: list[float], is_guarded: bool, applied: bool | None) -> float:
@@ -71,16 +73,22 @@ def test_everything_comes_back_as_it_was_but_hyperparameters() -> None:
         module(torch.ones(1, 2)).sum().backward()
         optimizer.step()
 
+    core = GroupCore(AsyncSGD())
+    core.attach(Replica(list(module.parameters()), optimizer))
+    core.load_sender_state(0, {"residual": [torch.ones(1, 2), None]})
     step()
-    kept, before = Kept(module, optimizer), [each.detach().clone() for each in module.parameters()]
+    kept, before = RollbackPoint.of(module, [optimizer], core), [each.detach().clone() for each in module.parameters()]
     momentum = [optimizer.state[each]["momentum_buffer"].clone() for each in module.parameters()]
     optimizer.param_groups[0]["lr"] = 0.05
     step()
+    core.sender_state(0)["residual"][0].zero_()
     for _ in range(2):  # more than once, if need be
         kept.put_back()
         assert all(map(torch.equal, before, module.parameters()))
         assert all(
             map(torch.equal, momentum, [optimizer.state[each]["momentum_buffer"] for each in module.parameters()])
         )
+        assert torch.equal(core.sender_state(0)["residual"][0], torch.ones(1, 2))
+        core.load_sender_state(0, {})
         step()
     assert optimizer.param_groups[0]["lr"] == 0.05

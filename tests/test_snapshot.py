@@ -1,4 +1,4 @@
-"""`Snapshot`: whatever a probe does to a module, its optimizers and chance, all of it comes back to the bit."""
+"""`ShardScope`: whatever a probe does to a module, its optimizers and generators, all comes back to the bit."""
 
 from __future__ import annotations
 
@@ -18,10 +18,23 @@ from torch import Tensor, nn
 from torchmetrics import CatMetric, MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassRecall
 
-from lightning_omni.tuner.snapshot import Chance, Snapshot
+from lightning_omni.optimizer.run_state import Generators, Kept, ShardScope
 
 FEW = settings(max_examples=20, deadline=None)
 Parameters = list[dict[str, Any]]
+
+
+class Snapshot:
+    """What a rank has of the model, and the group's buffers, of one moment."""
+
+    def __init__(self, module: nn.Module, optimizers: list[torch.optim.Optimizer], scalers: Any = ()) -> None:
+        seen: dict[int, Any] = {}
+        self.buffers = Kept(seen).keep_values(module.buffers())
+        self.shard = ShardScope.of(module, optimizers, scalers, seen)
+
+    def restore(self) -> None:
+        self.buffers.put_back()
+        self.shard.put_back()
 
 
 def net() -> nn.Sequential:
@@ -444,7 +457,7 @@ def test_collections_inside_collections_come_back(value: list[Any]) -> None:
         assert value == was
 
 
-# --- Chance ----------------------------------------------------------------------------------------------------------
+# --- Generators ------------------------------------------------------------------------------------------------------
 
 
 def draws() -> list[Any]:
@@ -452,11 +465,11 @@ def draws() -> list[Any]:
     return [random.random(), random.gauss(0, 1), legacy, np.random.randn(), torch.rand(2).tolist()]  # noqa: NPY002
 
 
-def test_chance_repeats_itself() -> None:
+def test_generators_repeat_themselves() -> None:
     draws()
-    snapshot, chance = Snapshot(nn.Linear(1, 1), []), Chance()
+    snapshot, generators = Snapshot(nn.Linear(1, 1), []), Generators.now()
     drawn = draws()
-    for back in (chance.restore, snapshot.restore, chance.restore):
+    for back in (generators.put_back, snapshot.restore, generators.put_back):
         assert draws() != drawn
         back()
         assert draws() == drawn

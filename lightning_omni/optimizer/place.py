@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_omni.errors import ConfigurationError
+from lightning_omni.methods import Method
 from lightning_omni.optimizer.embedded import RunServer
 from lightning_omni.optimizer.options import WorldOptions
 from lightning_omni.optimizer.process_groups import ProcessGroups
@@ -36,6 +37,7 @@ class Place:
         generation: counts the formings of groups.
         control: the connection by which ranks meet, if the server was joined.
         parts: what each optimizer exchanges.
+        steps: optimizer steps of the run that were taken in one group, and that no clock of a server counts.
         core: this rank's view of its group.
         server: where the server is.
         process_groups: torch's groups.
@@ -55,7 +57,7 @@ class Place:
         if not dist.is_initialized():
             raise ConfigurationError("call torch.distributed.init_process_group before World(...)")
         self.options = options or WorldOptions(groups=groups)
-        self.method = self.options.resolved_method()
+        self.core = GroupCore(self.options.resolved_method(), self.options.wire_format)
         self.device = torch.device(device)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         ranks_per_node = list(ranks_per_node or _count_ranks_per_node(self.size))
@@ -65,12 +67,21 @@ class Place:
         self.generation = 0
         self.control: Control | None = None
         self.parts: list[Part] = []
-        self.core = GroupCore(self.method, self.options.wire_format)
+        self.steps = 0
         self.server = RunServer(self.rank, self.options, ranks_per_node)
         self.process_groups = ProcessGroups(self.rank, self.size, self.options.timeout, self.device)
         self.is_computing = False
 
     # --- Who is where ------------------------------------------------------------------------------------------------
+
+    @property
+    def method(self) -> Method:
+        """How groups exchange; set between two formings of groups, it is that of the next ones."""
+        return self.core.method
+
+    @method.setter
+    def method(self, method: Method) -> None:
+        self.core.method = method
 
     @property
     def group(self) -> int:

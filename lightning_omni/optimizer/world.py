@@ -190,7 +190,7 @@ class World(Place):
         """Training begins on every rank: with several groups the server is joined and given those of the recorder."""
         self._closed.clear()
         self.is_finished = False
-        self.core.heard, self.channel.traffic = Heard(), Traffic()
+        self.steps, self.core.heard, self.channel.traffic = 0, Heard(), Traffic()
         self.structures.renew()
         self.executor.check_parts()
         if self.executor.exchanges:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import msgspec
@@ -17,11 +18,13 @@ from torch.utils.data import DataLoader
 
 from lightning_omni.optimizer import World
 from lightning_omni.optimizer.data import Leases, can_lease, lease
+from lightning_omni.optimizer.run_state.run import Schedule
 from lightning_omni.protocol import EpochPlan
 from lightning_omni.protocol import messages as m
+from lightning_omni.protocol.progress import Progress, ReferenceBatch
 from lightning_omni.protocol.record import Spans
 from lightning_omni.strategy import _private
-from lightning_omni.strategy.schedulers import Bases, Pacer
+from lightning_omni.strategy.schedulers import Pacer
 
 
 class EpochDriver:
@@ -34,6 +37,8 @@ class EpochDriver:
     Attributes:
         is_open: whether a training epoch is under way.
         resume: what a checkpoint said of an epoch that it interrupted.
+        progress: how far the run is; None if its data are not leased.
+        schedule: where schedulers that keep pace count from.
         step_limit: what the loops take for max_steps, which counts the steps of DDP; None for the Trainer's own.
         is_open_ended: whether the epoch ends when the samples do, and not after a number of batches.
     """
@@ -51,11 +56,10 @@ class EpochDriver:
         self._world: World | None = None
         self._pacer: Pacer | None = None
         self._plan: EpochPlan | None = None
-        self._paced_from: Bases = {}
-        self._epochs_done = self._epoch_trained = 0
+        self.progress: Progress | None = None
+        self.schedule: Schedule = {}
         self._begun = -1
         self._max_steps = -1
-        self._nominal_batches = 0
         self._validates: bool | None = None
         self._started = self._stopping = self._over = False
 
@@ -74,24 +78,20 @@ class EpochDriver:
         self.world.core.data = self._leases
         self._adopt()
         if self.leases is not None:
-            self._nominal_batches = self._count_nominal_batches()
-            self._epochs_done, self._epoch_trained = (
-                trainer.current_epoch,
-                _size(self._resumed_spans(trainer.current_epoch)),
-            )
+            self.progress = self._progress_at(trainer.current_epoch)
         self._pace()
 
     def finish(self) -> None:
         """The run has ended, well or badly: the loops decide for themselves, and the schedulers are given back."""
         self.step_limit, self._validates, self.is_open_ended = None, None, False
         self._unpace()
-        self._paced_from.clear()
+        self.schedule = {}
         self.is_open = self._started = False
 
     def forget(self) -> None:
         """The run is torn down."""
         self.finish()
-        self.leases, self._new_leases, self._plan, self.resume = None, [], None, {}
+        self.leases, self._new_leases, self._plan, self.progress, self.resume = None, [], None, None, {}
         self._trainer = self._world = None
 
     @property
@@ -190,9 +190,9 @@ class EpochDriver:
         self.is_open, self.is_open_ended, self._over = True, self.is_dynamic or self._is_bereft, False
         self._plan = self._validates = None
         if self.leases is not None:
-            self._plan = self._make_plan(epoch)
-            self._epochs_done, self._epoch_trained = epoch, _size(self._plan.trained)
-            self.world.core.heard.progress, self.world.core.heard.stop = self._epoch_trained, ""
+            self.progress = self._progress_at(epoch)
+            self._plan = self._make_plan(self.progress)
+            self.world.core.heard.progress, self.world.core.heard.stop = self.progress.samples, ""
             if self.is_dynamic:
                 self.leases.begin(self._plan)
                 self._count_steps_together()
@@ -254,7 +254,9 @@ class EpochDriver:
         self._meet(buffers)
         if not self.world.is_synchronous and any(self.world.agree([int(stops or self._stopping)])):
             trainer.should_stop |= not is_limit_reached  # whoever said so, and however late
-        self.is_open, self._epochs_done, self._epoch_trained = False, self._begun + 1, 0
+        self.is_open = False
+        if self.progress is not None:
+            self.progress = replace(self.progress, epochs=self._begun + 1, samples=0)
         if self._pacer is not None:
             self._pacer.catch_up()
         self.is_open_ended, self._validates = False, None
@@ -271,7 +273,7 @@ class EpochDriver:
         if self._over:
             return done
         seen = min(self._seen(), plan.budget)
-        return max(done + 1, -(-done * plan.budget // seen) if seen else self._nominal_batches)
+        return max(done + 1, -(-done * plan.budget // seen) if seen else self._now().batches)
 
     def interrupt(self, buffers: Any) -> None:
         """The run ends here, in mid-epoch: the groups meet for the last time, with what each has trained."""
@@ -332,27 +334,22 @@ class EpochDriver:
         _private.be_open_ended(self._trainer)
         _private.set_last_batch(self._trainer, is_last)
 
-    def _make_plan(self, epoch: int) -> EpochPlan:
+    def _make_plan(self, progress: Progress) -> EpochPlan:
         """The epoch's data: what Lightning's limits mean for all ranks together."""
-        trainer, leases = self._trainer, self.leases
+        trainer, leases, epoch = self._trainer, self.leases, progress.epochs
         assert leases is not None
-        self._nominal_batches = self._count_nominal_batches()
         interval = trainer.val_check_batch  # None if it is a duration
         every, offset = 0, 0
         if _private.validates_this_epoch(trainer) and interval not in (None, float("inf")):
             # Without check_val_every_n_epoch, the batches of earlier epochs count, too.
-            done = epoch * self._nominal_batches if trainer.check_val_every_n_epoch is None else 0
-            every = int(interval) * self._step_positions
-            offset = done % int(interval) * self._step_positions
-        budget = min(leases.total, self._nominal_batches * self._step_positions)
-        if self._max_steps != -1:
-            left = max(0, self._max_steps - epoch * self._steps_an_epoch)
-            budget = min(budget, left * trainer.accumulate_grad_batches * self._step_positions)
+            done = epoch * progress.batches if trainer.check_val_every_n_epoch is None else 0
+            every = int(interval) * progress.reference.batch
+            offset = done % int(interval) * progress.reference.batch
         return EpochPlan(
             epoch=epoch,
             total=leases.total,
             batch_size=leases.batch_size,
-            budget=budget,
+            budget=progress.budget(leases.total, epoch, self._max_steps),
             validate_every=every,
             validate_offset=offset,
             trained=self._resumed_spans(epoch),
@@ -365,12 +362,31 @@ class EpochDriver:
             return ()
         return tuple((start, stop) for start, stop in self.resume["trained"])
 
-    def _count_nominal_batches(self) -> int:
-        """Batches that each rank would train in an epoch of DDP."""
+    def _progress_at(self, epoch: int) -> Progress:
+        """The run's progress where an epoch begins or is resumed."""
         assert self.leases is not None
-        there = -(-self.leases.total // self._step_positions)
+        reference = self._reference_batch
+        there = -(-self.leases.total // reference.batch)
         limit = self._trainer.num_training_batches  # a callback may have put it beyond what is there
-        return min(int(limit), there) if limit != float("inf") else there
+        batches = min(int(limit), there) if limit != float("inf") else there
+        return Progress(reference, batches, epochs=epoch, samples=_size(self._resumed_spans(epoch)))
+
+    @property
+    def _reference_batch(self) -> ReferenceBatch:
+        assert self.leases is not None
+        window = int(self._trainer.accumulate_grad_batches)
+        return ReferenceBatch(self.leases.world_size, self.leases.batch_size, window)
+
+    def _now(self) -> Progress:
+        """The run's progress. Accumulation may have a schedule: then a step is of more samples than before."""
+        assert self.progress is not None
+        self.progress = replace(self.progress, reference=self._reference_batch)
+        return self.progress
+
+    def _advance(self, samples: int) -> None:
+        """So many samples of the epoch are trained, as far as this rank knows."""
+        if self.progress is not None:
+            self.progress = replace(self.progress, samples=max(self.progress.samples, samples))
 
     # --- Validation and steps ----------------------------------------------------------------------------------------
 
@@ -379,7 +395,7 @@ class EpochDriver:
         """Whether max_steps ends the epoch before its samples do."""
         assert self.leases is not None
         assert self._plan is not None
-        return self._plan.budget < min(self.leases.total, self._nominal_batches * self._step_positions)
+        return self._plan.budget < self._now().budget(self.leases.total, self._plan.epoch)
 
     def _validates_at_end(self) -> bool:
         """Whether the end of the epoch is one of the points at which val_check_interval asks for a validation."""
@@ -392,8 +408,7 @@ class EpochDriver:
             return False
         if self._is_cut_short:
             return (plan.budget + plan.validate_offset) % plan.validate_every == 0
-        end = self._nominal_batches * self._step_positions + plan.validate_offset
-        return end % plan.validate_every == 0
+        return (self._now().samples_an_epoch + plan.validate_offset) % plan.validate_every == 0
 
     def validates(self, is_due: Callable[[], bool]) -> bool:
         """Whether all validate after this batch.
@@ -413,18 +428,18 @@ class EpochDriver:
         if self._max_steps == -1:
             return
         assert self._plan is not None
-        reached = self._max_steps <= self._plan.epoch * self._steps_an_epoch
-        self.step_limit = self._trainer.global_step if reached else sys.maxsize
+        left = self._now().steps_left(self._max_steps, self._plan.epoch)
+        self.step_limit = sys.maxsize if left else self._trainer.global_step
 
     def _count_steps_alone(self, epoch: int) -> None:
         """One group counts for itself again, if there were several before: what is left of the steps of DDP."""
         if self._max_steps != -1 and self.step_limit == sys.maxsize:
-            self.step_limit = self._trainer.global_step + max(0, self._max_steps - epoch * self._steps_an_epoch)
+            self.step_limit = self._trainer.global_step + self._now().steps_left(self._max_steps, epoch)
 
     def _reaches_max_steps(self) -> bool:
         if self._max_steps == -1 or self._plan is None:
             return False
-        return (self._plan.epoch + 1) * self._steps_an_epoch >= self._max_steps
+        return not self._now().steps_left(self._max_steps, self._plan.epoch + 1)
 
     def _stop_at_max_steps(self) -> None:
         trainer = self._trainer
@@ -434,26 +449,11 @@ class EpochDriver:
             f" {self.world.size} ranks; this group took {trainer.global_step} steps of its own"
         )
 
-    @property
-    def _step_positions(self) -> int:
-        """Samples that all ranks together train in one batch of DDP."""
-        assert self.leases is not None
-        return self.leases.world_size * self.leases.batch_size
-
-    @property
-    def _steps_an_epoch(self) -> int:
-        """Optimizer steps in an epoch of DDP."""
-        return -(-self._nominal_batches // int(self._trainer.accumulate_grad_batches))
-
-    def _nominal_steps(self) -> int:
+    def _steps(self) -> int:
         """The run's progress in optimizer steps as DDP would count them."""
-        assert self.leases is not None
         if self.is_open:
-            seen = self._seen()
-            self._epoch_trained = max(self._epoch_trained, seen)
-        window = self._step_positions * int(self._trainer.accumulate_grad_batches)
-        steps = self._steps_an_epoch
-        return self._epochs_done * steps + min(steps, self._epoch_trained // window)
+            self._advance(self._seen())
+        return self._now().steps
 
     def _seen(self) -> int:
         """Positions of this epoch that are trained, as far as this rank knows. All members of a group know alike."""
@@ -467,8 +467,8 @@ class EpochDriver:
         """Schedulers follow the run's common progress, where groups differ in speed."""
         if self.leases is not None and self._data == "dynamic":
             trainer = self._trainer
-            pacer = Pacer(trainer.lr_scheduler_configs, self._nominal_steps, lambda: trainer.current_epoch + 1)
-            pacer.remember(self._paced_from)
+            pacer = Pacer(trainer.lr_scheduler_configs, self._steps, lambda: trainer.current_epoch + 1)
+            self.schedule = pacer.count_from(self.schedule)
             if self.is_dynamic or self.is_open_ended:
                 pacer.pace()
                 self._pacer = pacer
@@ -497,7 +497,7 @@ class EpochDriver:
         if self.is_open and self.leases is not None and self._plan is not None and self._data == "dynamic":
             self.is_open_ended = True
             rest = msgspec.structs.replace(self._plan, trained=spans)
-            self._epoch_trained = max(self._epoch_trained, _size(spans))
+            self._advance(_size(spans))
             if self.world.is_synchronous:
                 self.leases.begin_local(rest, goes_on=True)
             elif was_synchronous:

@@ -26,6 +26,7 @@ from lightning_omni.metrics import RunReport
 from lightning_omni.optimizer import OmniOptimizer, World, WorldOptions, names_of
 from lightning_omni.optimizer.balance import Balance
 from lightning_omni.optimizer.head import RemoteHead
+from lightning_omni.optimizer.run_state import Live, RunState
 from lightning_omni.optimizer.world import frozen
 from lightning_omni.protocol import messages as m
 from lightning_omni.server import ServerProcess
@@ -41,7 +42,7 @@ from lightning_omni.strategy.nested import NestedRuns
 from lightning_omni.strategy.signals import Signals
 from lightning_omni.strategy.trainable import Trainable
 from lightning_omni.strategy.watch import Stopwatch, gathering_sentence
-from lightning_omni.topology import check_groups
+from lightning_omni.topology import Topology, check_groups
 
 if TYPE_CHECKING:
     from pytorch_lightning.strategies import DDPStrategy as _Base
@@ -150,8 +151,8 @@ class OmniStrategyHooks(_Base):
         self._snapshot: dict[str, Any] | None = None
         self._last_status: m.Status | None = None
         self.stopwatch = Stopwatch()
-        self._synchronous_steps = 0
         self._has_gathered = False
+        self._arrangement: tuple[Topology, Method, Balance] | None = None
         self.on_ready: list[Callable[[], None]] = []
         """Called on every rank when the groups stand and the first batch has not begun: a tuner's moment."""
         self._own_steps: dict[Optimizer, Callable[..., Any] | None] = {}
@@ -308,7 +309,7 @@ class OmniStrategyHooks(_Base):
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Hands the precision plugin an optimizer whose step is an exchange."""
         if self._world.is_synchronous:
-            self._synchronous_steps += not self.nested.is_running
+            self._world.steps += not self.nested.is_running
         else:
             if len(self._world.members) > 1:
                 self.trainable.check_in_step()
@@ -363,7 +364,7 @@ class OmniStrategyHooks(_Base):
             return
         self._install_signals()
         world = self._world
-        self._synchronous_steps, self._last_status, self._has_gathered = 0, None, False
+        self._last_status, self._has_gathered = None, False
         for part, clock in zip(world.parts, self.epochs.resume.get("clocks", ()), strict=False):
             part.replica.clock = clock
         world.states.resume(self.epochs.resume)
@@ -537,10 +538,28 @@ class OmniStrategyHooks(_Base):
         self.epochs.after_regroup(spans, was_synchronous)
         self.balance.regrouped()
 
+    def put_arrangement_aside(self) -> None:
+        """Groups, method and balance are about to be chosen: those of the user are kept, for a later fit."""
+        if self._arrangement is None:
+            self._arrangement = self._world.topology, self._world.method, self.balance
+
+    def take_up_arrangement(self) -> None:
+        """A fit is set up: it begins with groups, method and balance of the user, unless ranks were lost since."""
+        arrangement, self._arrangement = self._arrangement, None
+        if arrangement is not None and not self._world.ever_lost:
+            self._world.topology, self._world.method, self.balance = arrangement
+
     def buffers(self) -> Iterator[Tensor]:
         """The module's buffers."""
         assert self.lightning_module is not None
         return self.lightning_module.buffers()
+
+    def run_state(self) -> RunState:
+        """A copy of all that the run must remember, as it is on this rank, where there is one group."""
+        assert self.lightning_module is not None
+        world, scaler = self._world, getattr(self.precision_plugin, "scaler", None)
+        scalers = [] if scaler is None else [scaler]
+        return RunState.of(Live(world, world.channel, self.epochs, self.lightning_module, self.optimizers, scalers))
 
     # --- Data --------------------------------------------------------------------------------------------------------
 
@@ -681,7 +700,7 @@ class OmniStrategyHooks(_Base):
             status = status if clock else None
         seen: tuple[int, ...] = status.staleness if status else ()
         return RunReport(
-            updates=self._synchronous_steps + clock,
+            updates=world.steps + clock,
             staleness_mean=sum(t * count for t, count in enumerate(seen)) / max(1, sum(seen)),
             staleness_max=max(0, len(seen) - 1),
             groups=len(status.groups) if status else len(world.topology.alive),

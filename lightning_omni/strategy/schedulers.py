@@ -12,6 +12,8 @@ from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from lightning_omni.optimizer.run_state.run import Schedule
+
 
 class _Paced:
     """Mixed into the scheduler's own class."""
@@ -26,10 +28,6 @@ class _Paced:
             super().step(*args)  # type: ignore[misc]
             if self.last_epoch == before:
                 return
-
-
-Bases = dict[LRScheduler, tuple[int, int]]
-"""For each scheduler, its count and the run's progress at one and the same moment."""
 
 
 class Pacer:
@@ -48,15 +46,20 @@ class Pacer:
             if isinstance(config.scheduler, LRScheduler) and not isinstance(config.scheduler, ReduceLROnPlateau)
         ]
         self._steps, self._epochs = steps, epochs
-        self._bases: Bases = {}
+        self._bases: Schedule = {}
         self._paced: list[tuple[LRScheduler, type[LRScheduler], str]] = []
 
-    def remember(self, bases: Bases) -> None:
-        """Counts from the bases that are given; those that are missing are taken now, and added."""
-        for config in self._configs:
-            now = self._steps() if config.interval == "step" else self._epochs() - 1
-            bases.setdefault(config.scheduler, (config.scheduler.last_epoch, now))
-        self._bases = bases
+    def count_from(self, schedule: Schedule) -> Schedule:
+        """Schedulers count from where they did; those that are new, from now on. Returns where all of them do."""
+        now = {
+            config.scheduler: (
+                config.scheduler.last_epoch,
+                self._steps() if config.interval == "step" else self._epochs() - 1,
+            )
+            for config in self._configs
+        }
+        self._bases = {**now, **schedule}
+        return self._bases
 
     def pace(self) -> None:
         """From now on the schedulers keep pace."""

@@ -19,12 +19,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
-from weakref import WeakKeyDictionary
 
 import torch
 
 from lightning_omni.errors import ConfigurationError, OmniError, UnsupportedError
 from lightning_omni.optimizer.balance import Balance
+from lightning_omni.optimizer.run_state import RollbackPoint
 from lightning_omni.performance.forecast import Setting
 from lightning_omni.protocol.leases import apportion
 from lightning_omni.report.times import RunTimes
@@ -39,7 +39,7 @@ from lightning_omni.tuner import _private
 from lightning_omni.tuner.hyperparameters import Hyperparameters
 from lightning_omni.tuner.monitor import Monitor
 from lightning_omni.tuner.probing import Prober, batch_size_of, probed_loader, with_period
-from lightning_omni.tuner.rescue import Kept, Watch, loss_in
+from lightning_omni.tuner.rescue import Watch, loss_in
 from lightning_omni.tuner.show import Shown
 from lightning_omni.tuner.throughput import Throughput, samples_in
 
@@ -65,8 +65,6 @@ _REASONS = _NONE, _UNDER_WAY_ALREADY, _SPEED, _STALLED = (
     "the ranks do not train as fast as before",
     "the target would not be reached in time",
 )
-_UNTUNED: WeakKeyDictionary[Any, tuple[Any, Any, Any]] = WeakKeyDictionary()
-"""Groups, method and balance of strategies as they were before they were tuned: their next fit begins with these."""
 _BELOW_ONE = math.nextafter(1.0, 0.0)
 _MOST_SEED = (1 << 32) - (1 << 16)
 """Libraries take seeds below 2³², and a search adds small numbers to its own."""
@@ -233,6 +231,7 @@ class OmniTunerHooks(_CallbackBase):
         self._rate = 0.0
         self._seconds_before = 0.0
         self._watch: Watch | None = None
+        self._before_choice: RollbackPoint | None = None
         self._own: Setting | None = None
         self._reference = 0.0  # samples of the batch that momentum and learning rate belong to
         self._scaled = 1.0
@@ -257,9 +256,7 @@ class OmniTunerHooks(_CallbackBase):
         self._leave()
         self._forget()
         self._strategy, self._call = trainer.strategy, partial(self._before_first_batch, trainer, pl_module)
-        world, untuned = self._strategy.world, _UNTUNED.pop(self._strategy, None)
-        if untuned is not None and not world.ever_lost:  # an earlier fit of this strategy was tuned
-            world.topology, world.method, self._strategy.balance = untuned
+        self._strategy.take_up_arrangement()  # an earlier fit of this strategy may have been tuned
         self._strategy.on_ready.append(self._call)
 
     def on_omni_launch(self, trainer: Any) -> None:
@@ -412,7 +409,7 @@ class OmniTunerHooks(_CallbackBase):
     def _before_first_batch(self, trainer: Any, module: Any) -> None:
         """The groups stand, and no batch has begun."""
         world = self._strategy.world
-        _UNTUNED.setdefault(self._strategy, (world.topology, world.method, self._strategy.balance))
+        self._strategy.put_arrangement_aside()
         self._began = time.perf_counter()
         try:
             hyperparameters = self._look_at(trainer)
@@ -569,14 +566,14 @@ class OmniTunerHooks(_CallbackBase):
             prober.close()
         if order.error:
             raise ConfigurationError(order.error)
-        kept = Kept(module, trainer.optimizers[0])
+        self._before_choice = RollbackPoint.of(module, trainer.optimizers, self._strategy.world.core)
         assert order.setting is not None
         if not job.steps and order.setting != job.start:  # what was chosen belongs to the batch of one group
             self._reference = job.batch / order.setting.groups
         self._apply(trainer, hyperparameters, order)
         known = [order.ruin] if math.isfinite(order.ruin) else []
         known += [self._watch.ruin] if self._watch is not None else []
-        self._watch = Watch(kept, max(known)) if known else None
+        self._watch = Watch(max(known)) if known else None
         self._unfinished, self._rounds, self._rate = False, self._rounds + 1, 0.0
         ended = time.perf_counter()
         if search is not None:
@@ -692,11 +689,12 @@ class OmniTunerHooks(_CallbackBase):
         """Back to the weights of before, in one group with the user's own setting; if it was that, in smaller steps."""
         assert self._setting is not None
         assert self._watch is not None
+        assert self._before_choice is not None
         assert self._own is not None
         world, hyperparameters = self._strategy.world, self._look_at(trainer)
         if not world.is_synchronous:
             self._strategy.form(1)
-        self._watch.kept.put_back()
+        self._before_choice.put_back()
         was = self._setting
         factor = 1 / self._scaled if was.groups > 1 else 1 / 3  # the user's own schedule, or smaller steps
         momentum = self._own.momentum if was.groups > 1 else was.momentum
@@ -707,7 +705,7 @@ class OmniTunerHooks(_CallbackBase):
         hyperparameters.scale(factor)
         self._scaled *= factor
         self._regroup(trainer, self._setting, None, False)
-        self._watch = Watch(self._watch.kept, self._watch.ruin)
+        self._watch = Watch(self._watch.ruin)
         self.rank_zero_info(
             f"OmniTuner: with {was} the loss has risen: it goes back to the weights of the last"
             f" search, and on with {self._setting}"

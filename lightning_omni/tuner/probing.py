@@ -36,7 +36,6 @@ from lightning_omni.search import Observation, Probe
 from lightning_omni.tuner import _private
 from lightning_omni.tuner.hyperparameters import Hyperparameters
 from lightning_omni.tuner.rescue import REFUSED
-from lightning_omni.tuner.snapshot import Snapshot
 from lightning_omni.tuner.step import arguments_of, loss_of, silence
 
 _FIRST_EPOCH = 1 << 40
@@ -87,19 +86,17 @@ class Prober:
         self._hyperparameters, self._lr, self._seed = hyperparameters, lr, seed
         self.loader = probed_loader(trainer)
         self._arguments = arguments_of(type(module).training_step)
-        self._method = self._strategy.world.method
         self._mute_logger, self._is_first = mute_logger, is_first
         self._count = 0
         self._names: set[str] = set()
         self._lost = set(self._strategy.world.lost)
         self._go_home()
-        self._counters = _Counters(self._strategy)
-        self._scaler = scaler = getattr(trainer.precision_plugin, "scaler", None)
+        self._scaler = getattr(trainer.precision_plugin, "scaler", None)
         if several:
             self._strategy.world.connect()
         optimizer = trainer.optimizers[0]
         self._gathers = isinstance(optimizer, SGD) and not optimizer.state
-        self._snapshot = Snapshot(module, trainer.optimizers, [scaler] if scaler is not None else [])
+        self._state = self._strategy.run_state()
 
     # --- A probe ------------------------------------------------------------------------------------------------------
 
@@ -116,10 +113,10 @@ class Prober:
         """
         began = time.perf_counter()
         try:
-            batches, has_diverged, own, serve = self._train(probe, speeds, by_speed)
-            groups = self._strategy.world.topology.groups
-            self._go_home()
-            self._snapshot.restore()
+            with self._state.swapped():
+                batches, has_diverged, own, serve = self._train(probe, speeds, by_speed)
+                groups = self._strategy.world.topology.groups
+                self._go_home()
             table = self._tell_all(batches, own)
         except BaseException as error:
             self._give_up(error)
@@ -142,9 +139,7 @@ class Prober:
 
     def close(self) -> None:
         """The run is as it was before the first probe, in one group of all live ranks."""
-        self._strategy.world.method = self._method
-        self._snapshot.restore()
-        self._counters.restore()
+        self._state.put_back()
         if self._is_first and self._strategy.world.is_synchronous:
             # DDP orders its buckets anew after its first step, and sums are rounded as the buckets lie.
             self._strategy.wrap_for_group()
@@ -154,7 +149,7 @@ class Prober:
     ) -> tuple[list[Batch], bool, list[tuple[int, float]], float]:
         strategy, world = self._strategy, self._strategy.world
         self._hyperparameters.set(probe.setting, self._lr)
-        world.method = with_period(self._method, probe.setting.period)
+        world.method = with_period(world.method, probe.setting.period)
         if probe.setting.groups > 1:
             strategy.form(probe.setting.groups, speeds if by_speed else None)
         leases = self._leases(probe, speeds)
@@ -375,26 +370,6 @@ class _Drawn:
         while leases.hand_out() is not None:
             chosen = leases.indices(leases.handed - 1)
             yield self._order[chosen.start : chosen.stop : chosen.step].tolist()
-
-
-class _Counters:
-    """What the strategy counts of a run, as it was before the probes."""
-
-    def __init__(self, strategy: Any) -> None:
-        self._strategy, self._steps = strategy, strategy._synchronous_steps
-        self._heard, self._traffic = replace(strategy.world.core.heard), replace(strategy.world.channel.traffic)
-        self._staleness = [list(part.staleness) for part in strategy.world.parts]
-        self._clocks = [part.replica.clock for part in strategy.world.parts]
-
-    def restore(self) -> None:
-        """Puts them back."""
-        self._strategy._synchronous_steps = self._steps
-        world = self._strategy.world
-        world.core.heard, world.channel.traffic = replace(self._heard), replace(self._traffic)
-        for part, kept in zip(self._strategy.world.parts, self._staleness, strict=True):
-            part.staleness[:] = kept
-        for part, clock in zip(self._strategy.world.parts, self._clocks, strict=True):
-            part.replica.clock = clock
 
 
 # --- What was seen ----------------------------------------------------------------------------------------------------

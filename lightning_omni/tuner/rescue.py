@@ -1,4 +1,4 @@
-"""A way back for a run that a choice has ruined: notices that it got worse, and keeps what it had.
+"""Notices that a choice has ruined a run. What it goes back to then is a `RollbackPoint`.
 
 A probe is short, and what it shows may not last: a setting that looked good may diverge a thousand batches later. A run
 that would have gone well without a tuner must not end that way.
@@ -7,12 +7,10 @@ that would have gone well without a tuner must not end that way.
 from __future__ import annotations
 
 import math
-from copy import deepcopy
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 REFUSED = 8
 """Pushes of a group that are refused in a row before it gives the epoch up."""
@@ -20,39 +18,15 @@ _MEMORY = 0.05
 """Weight of the newest loss in the running mean."""
 
 
-class Kept:
-    """Weights, buffers and optimizer state of a moment. Hyperparameters, and whatever else the run has come to, stay.
-
-    Args:
-        module: what is trained.
-        optimizer: that trains it.
-    """
-
-    def __init__(self, module: nn.Module, optimizer: Optimizer) -> None:
-        self._tensors = [(tensor, tensor.detach().clone()) for tensor in (*module.parameters(), *module.buffers())]
-        self._optimizer = optimizer
-        self._state = {parameter: deepcopy(values) for parameter, values in optimizer.state.items()}
-
-    def put_back(self) -> None:
-        """The run goes on from there."""
-        with torch.no_grad():
-            for tensor, kept in self._tensors:
-                tensor.copy_(kept)
-        self._optimizer.state.clear()
-        for parameter, values in self._state.items():
-            self._optimizer.state[parameter] = deepcopy(values)
-
-
 class Watch:
     """Follows the training loss of one rank since the last search.
 
     Args:
-        kept: what the run had before it trained with the choice.
         ruin: the training loss above which the run is lost.
     """
 
-    def __init__(self, kept: Kept, ruin: float) -> None:
-        self.kept, self.ruin = kept, ruin
+    def __init__(self, ruin: float) -> None:
+        self.ruin = ruin
         self._mean: Tensor | None = None
         self._refused = 0
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 import hashlib
 import os
 import random
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import torch
 from common import FOLDER, OPTIONS, omni, pl, report, trainer
+from topk import TopK
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 
@@ -79,6 +83,7 @@ class State(pl.Callback):
 
     def __init__(self, dies: list[int] | None = None) -> None:
         self.dies, self.batches = dies, 0
+        self.owed: list[list[float]] = []
         self.seen: list[str] = []
         self.first: list[int] = []
         self.last_epoch: list[int] = []
@@ -90,6 +95,8 @@ class State(pl.Callback):
             trainer.strategy.on_ready.append(lambda: self.note(trainer, pl_module))
 
     def note(self, trainer: Any, module: Any) -> None:
+        owed = trainer.strategy.world.core.sender_state(0).get("residual", ())
+        self.owed.append([float(each.abs().sum()) for each in owed if each is not None])
         hasher = hashlib.sha256()
         optimizer = trainer.optimizers[0]
         tensors = [*module.parameters(), *module.buffers(), torch.get_rng_state()]
@@ -131,6 +138,8 @@ def main() -> None:
     for fit in OPTIONS["fits"]:
         pl.seed_everything(1)
         strategy = omni.OmniStrategy(**fit.get("strategy", {}))
+        if "sends" in fit:
+            strategy._omni_options["wire_format"] = TopK(fraction=fit["sends"])
         module, state = Classifier(fit), State(fit.get("dies_in_training"))
         if "again" not in fit:
             tuner = omni.OmniTuner(**fit["tuner"]) if "tuner" in fit else None
@@ -156,6 +165,7 @@ def main() -> None:
                 "servers": state.servers,
                 "before": callbacks[0].seen,
                 "after": state.seen,
+                "owed": [callbacks[0].owed, state.owed],
                 "first": state.first,
                 "last_epoch": sorted(state.last_epoch),
                 "steps": module.steps,

@@ -1,0 +1,94 @@
+"""How far a run is, in samples; steps follow from them.
+
+Groups differ in speed, and each counts its own steps. What they have in common is the samples that all of them have
+trained. One step of DDP trains a reference batch, so that many samples are one step of the run, whoever trained them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ReferenceBatch:
+    """What one step of DDP trains, with all ranks in one group.
+
+    Attributes:
+        ranks: number of ranks that the run began with.
+        batch_size: samples in one rank's batch.
+        window: batches whose gradients are accumulated for one step.
+
+    Example:
+        >>> ReferenceBatch(ranks=4, batch_size=8, window=2).samples
+        64
+    """
+
+    ranks: int
+    batch_size: int
+    window: int = 1
+
+    @property
+    def samples(self) -> int:
+        """Samples in one step of all ranks."""
+        return self.window * self.batch
+
+    @property
+    def batch(self) -> int:
+        """Samples in one batch of all ranks, of which a step may have several."""
+        return self.ranks * self.batch_size
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is.
+
+    Attributes:
+        reference: the reference batch.
+        batches: batches that each rank trains in an epoch of DDP.
+        epochs: epochs that are over.
+        samples: samples of the epoch under way that are trained, by all groups.
+
+    Example:
+        >>> progress = Progress(ReferenceBatch(4, 8), batches=10, epochs=2, samples=100)
+        >>> progress.steps  # 100 samples are three whole steps
+        23
+    """
+
+    reference: ReferenceBatch
+    batches: int
+    epochs: int = 0
+    samples: int = 0
+
+    @property
+    def samples_an_epoch(self) -> int:
+        """Samples in an epoch, if the last batches of DDP are whole."""
+        return self.batches * self.reference.batch
+
+    @property
+    def steps_an_epoch(self) -> int:
+        """Optimizer steps in an epoch of DDP."""
+        return -(-self.batches // self.reference.window)
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps that DDP would have taken."""
+        return self.steps_before(self.epochs) + min(self.steps_an_epoch, self.samples // self.reference.samples)
+
+    def steps_before(self, epoch: int) -> int:
+        """Steps of DDP in all epochs before this one."""
+        return epoch * self.steps_an_epoch
+
+    def steps_left(self, steps: int, epoch: int) -> int:
+        """Of so many steps of a run, those that are left when an epoch begins."""
+        return max(0, steps - self.steps_before(epoch))
+
+    def budget(self, total: int, epoch: int, steps: int = -1) -> int:
+        """Samples that are trained in an epoch.
+
+        Args:
+            total: samples that there are.
+            epoch: number of the epoch.
+            steps: steps of DDP after which the run ends, or -1.
+        """
+        whole = min(total, self.samples_an_epoch)
+        return whole if steps == -1 else min(whole, self.steps_left(steps, epoch) * self.reference.samples)

@@ -1,0 +1,185 @@
+"""`RunState`: one value of all that a run must remember; a probe has a state of its own, and the run's comes back."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_snapshot import bits
+from topk import TopK
+from torch import nn
+
+from lightning_omni import OmniOptimizer, World
+from lightning_omni.methods import AsyncSGD, LocalSGD
+from lightning_omni.optimizer.data import Leases
+from lightning_omni.optimizer.options import WorldOptions
+from lightning_omni.optimizer.run_state import GroupScope, Live, RunScope, RunState, ShardScope
+from lightning_omni.protocol.group import Heard
+from lightning_omni.protocol.progress import Progress, ReferenceBatch
+
+varied = settings(
+    deadline=None, max_examples=20, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+class Epochs:
+    """What takes a run through its epochs."""
+
+    progress: Progress | None = Progress(ReferenceBatch(4, 8), batches=10, epochs=2, samples=100)
+
+    def __init__(self, scheduler: Any) -> None:
+        self.schedule: Any = {scheduler: (3, 4)}
+
+
+class Run:
+    """A run of one rank."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.3), nn.Linear(4, 2))
+        self.module.register_buffer("seen", torch.zeros(2))
+        self.module.noted = [1.0]
+        self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=0.01)
+        self.world = World(1, options=WorldOptions(groups=1, wire_format=TopK()))
+        OmniOptimizer(self.optimizer, self.world)
+        self.scheduler = torch.optim.lr_scheduler.ConstantLR(self.optimizer)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        self.epochs = Epochs(self.scheduler)
+        self.world.core.load_sender_state(0, {"residual": [torch.ones(4, 3), None]})
+        self.world.core.data = Leases(1, 2, 8, 0, lambda epoch: None, is_local=True)
+        self.world.parts[0].replica.memory["outer"] = [torch.ones(2)]
+        self.train()
+        live = Live(self.world, self.world.channel, self.epochs, self.module, [self.optimizer], [self.scaler])
+        self.live = live
+
+    def train(self) -> None:
+        self.optimizer.zero_grad()
+        self.module(torch.randn(5, 3)).square().sum().backward()
+        self.optimizer.step()
+
+    @property
+    def everything(self) -> Any:
+        world, part = self.world, self.world.parts[0]
+        return bits(
+            {
+                "progress": repr(self.epochs.progress),
+                "schedule": [*self.epochs.schedule.values()],
+                "method": repr(world.method),
+                "clocks": part.replica.clock,
+                "steps": world.steps,
+                "heard": repr(world.core.heard),
+                "traffic": repr(world.channel.traffic),
+                "staleness": list(part.staleness),
+                "memory": part.replica.memory,
+                "senders": world.core.sender_state(0),
+                "buffers": [*self.module.buffers()],
+                "leases": id(world.core.data),
+                "weights": [*self.module.parameters()],
+                "gradients": [each.grad for each in self.module.parameters()],
+                "optimizers": [self.optimizer.state_dict()["state"], self.optimizer.param_groups[0]["lr"]],
+                "scaler": self.scaler.state_dict(),
+                "modules": [self.module.noted, self.module.training],
+                "generators": [torch.get_rng_state(), random.getstate()],
+            }
+        )
+
+    DISTURBANCES = (
+        *("progress", "schedule", "method", "clocks", "steps", "heard", "traffic", "staleness", "memory", "senders"),
+        *("buffers", "leases", "weights", "gradients", "optimizers", "scaler", "modules", "generators"),
+    )
+
+    def disturb(self, what: str) -> None:
+        """A probe changes one piece, perhaps by the way others."""
+        world, part = self.world, self.world.parts[0]
+        match what:
+            case "progress":
+                assert self.epochs.progress is not None
+                self.epochs.progress = replace(self.epochs.progress, samples=101)
+            case "schedule":
+                self.epochs.schedule = {}
+            case "method":
+                world.method = LocalSGD(period=7)
+                assert world.core.method == LocalSGD(period=7), "what groups do is what the server is told"
+            case "clocks":
+                part.replica.clock += 1
+            case "steps":
+                world.steps += 1
+            case "heard":
+                world.core.heard = Heard(3, False, 9, "end")
+            case "traffic":
+                world.channel.traffic.seconds += 1.0
+            case "staleness":
+                part.staleness.append(2)
+            case "memory":
+                part.replica.memory["outer"][0].add_(1.0)
+            case "senders":
+                world.core.sender_state(0)["residual"][0].add_(1.0)
+            case "buffers":
+                self.module.seen.add_(1.0)
+            case "leases":
+                world.core.data = Leases(1, 2, 16, 0, lambda epoch: None, is_local=True)
+            case "weights":
+                self.module[0].weight.data.add_(1.0)
+            case "gradients":
+                self.module[0].weight.grad = None
+            case "optimizers":
+                self.train()
+                self.optimizer.param_groups[0]["lr"] *= 2
+            case "scaler":
+                self.scaler.load_state_dict({**self.scaler.state_dict(), "scale": 2.0})
+            case "modules":
+                self.module.noted.append(2.0)
+                self.module.eval()
+            case "generators":
+                random.random(), torch.rand(1)
+
+
+def test_every_piece_is_disturbed() -> None:
+    pieces = [field.name for scope in (RunScope, GroupScope, ShardScope) for field in fields(scope)]
+    assert sorted(pieces) == sorted(Run.DISTURBANCES)
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[None]:
+    """torch.distributed, of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@varied
+@given(st.lists(st.lists(st.sampled_from(Run.DISTURBANCES), max_size=6, unique=True), max_size=3), st.booleans())
+def test_whatever_probes_do_and_however_they_end_the_runs_state_comes_back_in_place(
+    alone: None, probes: list[list[str]], fails: bool
+) -> None:
+    run = Run()
+    state, before, weight = RunState.of(run.live), run.everything, run.module[0].weight
+    for probe in probes:
+        with pytest.raises(ZeroDivisionError) if fails else state.swapped(), state.swapped():
+            for what in probe:
+                was = run.everything
+                run.disturb(what)
+                assert run.everything != was
+            if fails:
+                raise ZeroDivisionError
+        assert run.everything == before
+    assert run.module[0].weight is weight
+    assert type(run.world.core.waits_for(0)).__name__ == "NextGradient"
+    assert isinstance(run.world.method, AsyncSGD)
+
+
+def test_steps_are_samples_by_the_reference_batch() -> None:
+    reference = ReferenceBatch(ranks=4, batch_size=8, window=3)
+    progress = Progress(reference, batches=10, epochs=2)
+    assert (reference.samples, progress.samples_an_epoch, progress.steps_an_epoch) == (96, 320, 4)
+    steps = [replace(progress, samples=samples).steps for samples in (0, 95, 96, 287, 288, 384, 999)]
+    assert steps == [8, 8, 9, 10, 11, 12, 12]
+    assert [progress.steps_left(10, epoch) for epoch in (0, 2, 3)] == [10, 2, 0]
+    assert [progress.budget(316, 2, steps) for steps in (-1, 10, 8, 99)] == [316, 192, 0, 316]
