@@ -27,13 +27,13 @@ def test_with_one_group_resuming_across_strategies_is_exact(saved: Run, resumed:
 def test_the_file_holds_the_masters_weights_and_optimizer_state(saved: Run) -> None:
     half = rank0(saved, "groups half")
     assert half["saved"] == pytest.approx(half["own"], abs=0.0)
-    assert half["adam_steps"] == [half["omni"]["clocks"][0]] * 4
+    assert half["adam_steps"] == [half["omni"]["run"]["cut"]["clocks"][0]] * 4
     assert any(half["state"].values())
 
 
 def test_the_extra_key_is_plain_and_the_rest_is_lightnings(saved: Run) -> None:
     assert set(rank0(saved, "groups half")["keys"]) - set(rank0(saved, "ddp half")["keys"]) == {"omni"}
-    assert rank0(saved, "groups half")["omni"]["groups"] == 2
+    assert rank0(saved, "groups half")["omni"]["run"]["groups"] == 2
 
 
 def test_a_groups_checkpoint_loads_in_plain_ddp(saved: Run) -> None:
@@ -43,7 +43,7 @@ def test_a_groups_checkpoint_loads_in_plain_ddp(saved: Run) -> None:
 
 def test_groups_resume_with_the_servers_clock_state_and_schedule(saved: Run) -> None:
     later = rank0(saved, "groups from groups")
-    assert later["adam_steps"] == [later["omni"]["clocks"][0]] * 4
+    assert later["adam_steps"] == [later["omni"]["run"]["cut"]["clocks"][0]] * 4
     assert later["adam_steps"][0] == 2 * rank0(saved, "groups half")["adam_steps"][0]
     assert later["lr"] == rank0(saved, "ddp whole")["lr"]
     assert later["val_loss"] < rank0(saved, "groups half")["val_loss"]

@@ -152,7 +152,7 @@ def test_slurm_requeues_a_job_with_groups_and_then_ends_it(tmp_path: Path) -> No
         os.kill(second.process.pid, signal.SIGUSR1)
         until((tmp_path / "asked").exists, lambda: first.output + second.output)
         assert (tmp_path / "asked").read_text() == "requeue 4242\n"
-        assert torch.load(saved, weights_only=False)["omni"]["groups"] == 2
+        assert torch.load(saved, weights_only=False)["omni"]["run"]["groups"] == 2
         os.kill(second.process.pid, signal.SIGTERM)
         for each in (first, second):
             assert each.process.wait(60) == TERMINATED

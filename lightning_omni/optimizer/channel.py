@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import torch
@@ -20,9 +20,9 @@ from lightning_omni.errors import NonFiniteGradients
 from lightning_omni.methods import Inbox, Publish, Pulled, ReadInbox, ReadPeer, SendPeer
 from lightning_omni.optimizer.place import Place
 from lightning_omni.optimizer.replica import Part
-from lightning_omni.optimizer.residuals import Residuals
 from lightning_omni.protocol import messages as m
-from lightning_omni.protocol.codec import pack, unpack
+from lightning_omni.protocol.codec import unpack
+from lightning_omni.protocol.cut import Cut
 from lightning_omni.protocol.group import Action, Ask, Heard
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.transport import Address, Data, Peers
@@ -51,20 +51,33 @@ class Traffic:
     moved: int = 0
 
 
+class Snapshot(NamedTuple):
+    """Everything that the server holds, of one moment.
+
+    Attributes:
+        cut: which moment.
+        parts: of each optimizer ``{"weights": {name: tensor}, "state": {...}, "clock": 0, "method": {...}}``.
+        groups: of each group, what it has deposited.
+    """
+
+    cut: Cut
+    parts: Sequence[dict[str, Any]]
+    groups: Mapping[int, Any]
+
+
 class Channel:
     """What a rank exchanges with the server and with other groups. Every rank of a group makes the same calls.
 
     Args:
         place: this rank's, in the run.
-        residuals: what was not sent yet, for checkpoints.
 
     Attributes:
         traffic: what all exchanges took so far.
         meetings: synchronization points so far, since the server was joined.
     """
 
-    def __init__(self, place: Place, residuals: Residuals) -> None:
-        self._place, self._residuals = place, residuals
+    def __init__(self, place: Place) -> None:
+        self._place = place
         self.traffic = Traffic()
         self.meetings = 0
         self._data: Data | None = None
@@ -115,30 +128,18 @@ class Channel:
 
         return self._share(index, contribute)
 
-    def snapshot(self, with_state: bool = True) -> dict[str, Any]:
-        """Weights, optimizer states and clocks of all optimizers, as of one moment. For leaders.
+    def snapshot(self, with_state: bool = True) -> Snapshot:
+        """Everything that the server holds, as of one moment. For leaders.
 
-        Returns:
-            ``{"parts": [{"weights": {name: tensor}, "state": {...}, "clock": 0, "method": {...}}], "epoch": {...},
-            "trained": [], "groups": {group: what it deposited}}``
+        Args:
+            with_state: also what optimizers and methods remember, and what groups have deposited.
         """
         answer, payload = self.ask(m.TakeSnapshot(with_state=with_state), m.Snapshot)
         # Copies: what is unpacked shares one memory, which torch.save refuses if there is more than one dtype.
         tree: dict[str, Any] = tree_map(
             lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, unpack(answer.packed, payload)
         )
-        return tree
-
-    def deposit(self) -> None:
-        """At a meeting, on every rank: what each group alone knows becomes part of the next `snapshot`."""
-        if self._place.is_leader:
-            states = [
-                {**part.replica.own_state(whole=self._place.steps_here(part)), **self._residuals.saved(index)}
-                for index, part in enumerate(self._place.parts)
-            ]
-            packed, buffer = pack(states)
-            self.ask(m.Deposit(packed=packed, nbytes=buffer.numel()), m.Deposited, buffer)
-        self._place.barrier()
+        return Snapshot(answer.cut, tree["parts"], tree.get("groups", {}))
 
     def ask(self, message: m.Message, expect: type[_Answer], payload: Tensor | None = None) -> tuple[_Answer, Tensor]:
         """Asks the server on the data channel. Returns the answer and its payload, uint8."""

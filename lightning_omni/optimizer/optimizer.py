@@ -85,7 +85,7 @@ class OmniOptimizer(Optimizer):
         own: dict[str, Any] = self.optimizer.state_dict()
         at_server = self.world.control is not None and not self.world.steps_at_worker
         if at_server and self.world.executor.exchanges and self.world.is_recorder:
-            own["state"] = self.world.states.whole(self.optimizer, self.world.channel.snapshot())
+            own["state"] = self.world.states.whole(self.optimizer, self.world.channel.snapshot().parts)
         return own
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

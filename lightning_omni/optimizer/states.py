@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -13,10 +13,11 @@ from torch.optim import Optimizer
 
 from lightning_omni.methods.master import describe
 from lightning_omni.methods.modules import describe_module
-from lightning_omni.optimizer.channel import Channel
+from lightning_omni.optimizer.channel import Channel, Snapshot
 from lightning_omni.optimizer.place import Place
 from lightning_omni.optimizer.replica import Part
 from lightning_omni.optimizer.residuals import Residuals
+from lightning_omni.optimizer.run_state.saved import Saved
 from lightning_omni.optimizer.structure import Structures
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.codec import Packed, pack, unpack
@@ -36,27 +37,29 @@ class States:
 
     def __init__(self, place: Place, channel: Channel, residuals: Residuals) -> None:
         self._place, self._channel, self._residuals = place, channel, residuals
-        self._resumed: Mapping[str, Any] = {}
+        self._resumed = Saved()
 
     # --- A resumed run -----------------------------------------------------------------------------------------------
 
-    def resume(self, saved: Mapping[str, Any]) -> None:
-        """When training begins, go on from what `snapshot` and `deposit` said at a meeting.
+    def resume(self, saved: Saved) -> None:
+        """When training begins, go on from a checkpoint.
 
         Args:
-            saved: ``{"method": {...}, "groups": n, "parameters": [[...]], "server": [...], "states": {group: [...]}}``.
-                What the groups knew by themselves counts only if method, number of groups and parts are the same again.
+            saved: what the checkpoint says. What server and groups remembered counts only if method, number of groups
+                and parameters are the same again.
         """
+        for part, clock in zip(self._place.parts, saved.cut.clocks, strict=False):
+            part.replica.clock = clock
         has_head = any(part.head is not None for part in self._place.parts)
         same = (
-            saved.get("method") == m.method_to_wire(self._place.method)
-            and saved.get("groups") == len(self._place.topology.alive)
-            and len(saved.get("server", ())) == len(self._place.parts)
-            and saved.get("parameters", None if has_head else self.names) == self.names
+            saved.method == m.method_to_wire(self._place.method)
+            and saved.groups == len(self._place.topology.alive)
+            and len(saved.server) == len(self._place.parts)
+            and (not has_head if saved.parameters is None else saved.parameters == self.names)
         )
-        self._resumed = saved if same else {}
+        self._resumed = saved if same else Saved()
         if not same:
-            self._residuals.leave_out(saved.get("states", {}))
+            self._residuals.leave_out(saved.states)
 
     @property
     def names(self) -> list[list[str]]:
@@ -66,13 +69,13 @@ class States:
     @property
     def of_this_group(self) -> list[Any]:
         """What this group knew by itself when the checkpoint was saved, for each part."""
-        states = self._resumed.get("states", {})
+        states = self._resumed.states
         in_order = [states[group] for group in sorted(states)]  # numbers may have had gaps, where groups had died
         return list(in_order[self._place.group]) if self._place.group < len(in_order) else []
 
     def forget(self) -> None:
         """Training has begun: what was to be resumed is."""
-        self._resumed = {}
+        self._resumed = Saved()
 
     # --- To the server and back ---------------------------------------------------------------------------------------
 
@@ -88,7 +91,7 @@ class States:
                     "head": _describe_head(part),
                     "room": Structures.room_of(part),
                 }
-                for part, state in zip_longest(self._place.parts, self._resumed.get("server", ()))
+                for part, state in zip_longest(self._place.parts, self._resumed.server)
             ]
             packed, buffer = pack({"parts": parts})
             self._channel.ask(m.Seed(packed=packed, nbytes=buffer.numel()), m.Seeded, buffer)
@@ -100,11 +103,11 @@ class States:
     def keep(self) -> None:
         """What the server knows besides weights is handed back to it by the next `seed`."""
         if self._place.is_recorder:
-            tree = self._channel.snapshot()
-            self._give_back(tree)
-            self._resumed = {"server": [part["method"] for part in tree["parts"]]}
-            for part, theirs in zip(self._place.parts, tree["parts"], strict=True):
-                part.replica.clock = theirs["clock"]
+            snapshot = self._channel.snapshot()
+            self._give_back(snapshot)
+            self._resumed = Saved(server=[part["method"] for part in snapshot.parts])
+            for part, clock in zip(self._place.parts, snapshot.cut.clocks, strict=True):
+                part.replica.clock = clock
 
     def take_back(self) -> tuple[tuple[int, int], ...]:
         """This rank's optimizers get the server's state, to step for themselves or to be saved.
@@ -112,27 +115,38 @@ class States:
         Returns:
             The ranges of the epoch that are trained.
         """
-        tree = self._channel.snapshot(with_state=not all(map(self._place.steps_here, self._place.parts)))
-        self._give_back(tree)
-        return tuple((start, stop) for start, stop in tree["trained"])
+        snapshot = self._channel.snapshot(with_state=not all(map(self._place.steps_here, self._place.parts)))
+        self._give_back(snapshot)
+        return snapshot.cut.trained
 
-    def _give_back(self, tree: Mapping[str, Any]) -> None:
+    def deposit(self) -> None:
+        """At a synchronization point, on every rank: what each group alone knows is part of the next snapshot."""
+        if self._place.is_leader:
+            states = [
+                {**part.replica.own_state(whole=self._place.steps_here(part)), **self._residuals.saved(index)}
+                for index, part in enumerate(self._place.parts)
+            ]
+            packed, buffer = pack(states)
+            self._channel.ask(m.Deposit(packed=packed, nbytes=buffer.numel()), m.Deposited, buffer)
+        self._place.barrier()
+
+    def _give_back(self, snapshot: Snapshot) -> None:
         for optimizer in dict.fromkeys(part.optimizer for part in self._place.parts):
             if any(part.optimizer is optimizer and not self._place.steps_here(part) for part in self._place.parts):
                 plain = optimizer.state_dict()
-                optimizer.load_state_dict({**plain, "state": self.whole(optimizer, tree)})
+                optimizer.load_state_dict({**plain, "state": self.whole(optimizer, snapshot.parts)})
 
-    def whole(self, optimizer: Optimizer, tree: Mapping[str, Any]) -> dict[int, Any]:
+    def whole(self, optimizer: Optimizer, parts: Sequence[Mapping[str, Any]]) -> dict[int, Any]:
         """An optimizer's state as in its ``state_dict``: the server's, and this rank's own for what steps here.
 
         Args:
             optimizer: one that was attached.
-            tree: from `snapshot`.
+            parts: of a snapshot.
         """
         state = dict(optimizer.state_dict()["state"])
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         wholes = {parameter: place for place, parameter in enumerate(held)}
-        for part, theirs in zip(self._place.parts, tree["parts"], strict=True):
+        for part, theirs in zip(self._place.parts, parts, strict=True):
             if part.optimizer is optimizer and not self._place.steps_here(part):
                 for place, parameter in enumerate(part.replica.ordered):
                     if (whole := wholes.get(parameter)) is not None:

@@ -121,8 +121,8 @@ class Structures:
         sizes = [len(part.replica.ordered) for part in self._place.parts]
         if self._place.agree(sizes) == sizes:
             return
-        tree = self._channel.snapshot(with_state=False)
-        for part, theirs in zip(self._place.parts, tree["parts"], strict=True):
+        snapshot = self._channel.snapshot(with_state=False)
+        for part, theirs in zip(self._place.parts, snapshot.parts, strict=True):
             known = {name: parameter for parameter, name in part.names().items()}
             for name, value in theirs["weights"].items():
                 if name not in part.replica.parameters and name in known:

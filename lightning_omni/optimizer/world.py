@@ -90,7 +90,7 @@ class World(Place):
         super().__init__(groups, device, options, ranks_per_node)
         self.heads: list[RemoteHead] = []
         self.residuals = Residuals(self)
-        self.channel = Channel(self, self.residuals)
+        self.channel = Channel(self)
         self.structures = Structures(self, self.channel)
         self.states = States(self, self.channel, self.residuals)
         self.edits = Edits(self, self.channel, self.states)

@@ -9,9 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import cached_property
-from typing import Any
-
-import msgspec
 
 from lightning_omni.errors import ProtocolError
 from lightning_omni.protocol.leases import EpochPlan, LeaseBook
@@ -43,9 +40,9 @@ class Epochs:
         return self.book.trained_spans if self.book else ()
 
     @property
-    def plan_fields(self) -> dict[str, Any] | None:
-        """The plan of the epoch as plain data."""
-        return msgspec.to_builtins(self.book.plan) if self.book else None
+    def plan(self) -> EpochPlan | None:
+        """The plan of the epoch, if one is under way or was."""
+        return self.book.plan if self.book else None
 
     def form(self, group_sizes: dict[int, int], generation: int, keep_epoch: bool) -> None:
         """Groups are formed, anew perhaps; what was out on lease goes back."""

@@ -13,6 +13,7 @@ import msgspec
 from lightning_omni.errors import MalformedMessage
 from lightning_omni.methods import REGISTRY, Exchange
 from lightning_omni.protocol.codec import Packed
+from lightning_omni.protocol.cut import Cut
 from lightning_omni.protocol.leases import Batch, EpochPlan
 from lightning_omni.registry import to_wire
 
@@ -598,8 +599,9 @@ class HeadReleased(Message, frozen=True, kw_only=True):
 
 
 class Snapshot(Message, frozen=True, kw_only=True):
-    """Everything of one moment; the tensors follow as payload."""
+    """Everything of one moment, the ``cut``; the tensors follow as payload."""
 
+    cut: Cut
     packed: Packed
     nbytes: int
 

@@ -102,7 +102,7 @@ class ServerCore:
             Synchronization(roster, training, lambda *brought: self._router.forward(*brought)),
             Data(roster, epochs, training, notes),
             training,
-            Snapshots(roster, shards, epochs, notes, self._resolve, self._resolve_module),
+            Snapshots(roster, shards, training, epochs, notes, self._resolve, self._resolve_module),
             MergedHeads(roster, shards, notes, self._work_time),
             self._monitoring,
             *(service(self) for service in self._more_services),

@@ -11,6 +11,7 @@ from lightning_omni.methods.master import Resolve
 from lightning_omni.methods.modules import ResolveModule
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.codec import check_specs, pack, unpack
+from lightning_omni.protocol.cut import Cut
 from lightning_omni.protocol.epochs import Epochs
 from lightning_omni.protocol.head import HeadShard
 from lightning_omni.protocol.notes import Notes
@@ -18,6 +19,7 @@ from lightning_omni.protocol.roster import Roster
 from lightning_omni.protocol.service import Out, Payload, Sender, Service, as_tensor
 from lightning_omni.protocol.shard import ROOM, Shard
 from lightning_omni.protocol.shards import Shards
+from lightning_omni.protocol.training import Training
 from lightning_omni.topology import Topology
 
 
@@ -27,6 +29,7 @@ class Snapshots(Service):
     Args:
         roster: the ranks of the run.
         shards: where the weights and optimizers are held.
+        training: knows what was pushed.
         epochs: the epoch that is under way.
         notes: is told of what was handed over.
         resolve: turns an optimizer's class path into the class.
@@ -37,6 +40,7 @@ class Snapshots(Service):
         self,
         roster: Roster,
         shards: Shards,
+        training: Training,
         epochs: Epochs,
         notes: Notes,
         resolve: Resolve,
@@ -44,6 +48,7 @@ class Snapshots(Service):
     ) -> None:
         self._roster = roster
         self._shards = shards
+        self._training = training
         self._epochs = epochs
         self._notes = notes
         self._resolve = resolve
@@ -94,17 +99,25 @@ class Snapshots(Service):
         parts: list[dict[str, Any]] = [shard.master.snapshot() for shard in self._shards.all]
         if not message.with_state:
             parts = [{**part, "state": {}} for part in parts]
-        tree: dict[str, Any] = {
-            "parts": parts,
-            "epoch": self._epochs.plan_fields,
-            "trained": self._epochs.trained_spans,
-        }
+        tree: dict[str, Any] = {"parts": parts}
         if message.with_state:
             for part, shard in zip(parts, self._shards.all, strict=True):
                 part["method"] = shard.method_side.state()
             tree["groups"], self._deposits = self._deposits, {}  # once: later they are of another moment
         packed, buffer = pack(tree)
-        return [Out(sender.peer, m.DATA, m.Snapshot(packed=packed, nbytes=buffer.numel()), (buffer,))]
+        answer = m.Snapshot(cut=self._cut, packed=packed, nbytes=buffer.numel())
+        return [Out(sender.peer, m.DATA, answer, (buffer,))]
+
+    @property
+    def _cut(self) -> Cut:
+        plan = self._epochs.plan
+        return Cut(
+            clocks=tuple(shard.master.clock for shard in self._shards.all),
+            pushes=dict(self._training.handled),
+            epoch=plan.epoch if plan is not None else -1,
+            total=plan.total if plan is not None else 0,
+            trained=self._epochs.trained_spans,
+        )
 
     def _shard_of(self, part: Any, method: Method, groups: Iterable[int]) -> Shard:
         optimizer, weights, clock = part["optimizer"], part["weights"], int(part["clock"])

@@ -5,6 +5,7 @@ Rule: the outgoing weights are the live ones: whoever drives the server sends (o
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Literal
 
 import torch
@@ -37,6 +38,9 @@ class Training(Service):
         shards: master weights and the methods' server sides.
         epochs: is told what was trained.
         notes: is told of all of it.
+
+    Attributes:
+        handled: of each group, pushes that were handled since groups were formed, also those that were refused.
     """
 
     def __init__(self, roster: Roster, admission: Admission, shards: Shards, epochs: Epochs, notes: Notes) -> None:
@@ -47,6 +51,7 @@ class Training(Service):
         self._notes = notes
         self._pending: dict[int, tuple[int, bool]] = {}  # group: optimizer of the push that waits, and whether it pulls
         self._idle_elsewhere: set[int] = set()
+        self.handled: Counter[int] = Counter()
         self._wire_format: WireFormat = RAW
         self._memory = Memory()
 
@@ -58,6 +63,7 @@ class Training(Service):
         self._wire_format = wire_format.from_wire(message.wire_format)
         self._notes.form(topology.groups, message.method, message.wire_format)
         self._pending.clear()
+        self.handled.clear()
         self._idle_elsewhere.clear()
 
     def retire(self, group: int, lost: bool) -> list[Out]:
@@ -90,6 +96,7 @@ class Training(Service):
         layout = shard.layout_of_push(group, message)
         tensors = self._decode(as_tensor(payload), layout)
         replies = shard.push(group, message, tensors, layout)
+        self.handled[group] += 1
         self._notes.push(group, message, refused=replies is None)
         if message.epoch >= 0:
             self._epochs.train(group, message.epoch, message.trained)

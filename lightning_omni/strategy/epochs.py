@@ -21,6 +21,7 @@ from lightning_omni.optimizer.data import Leases, can_lease, lease
 from lightning_omni.optimizer.run_state.run import Schedule
 from lightning_omni.protocol import EpochPlan
 from lightning_omni.protocol import messages as m
+from lightning_omni.protocol.cut import Cut
 from lightning_omni.protocol.progress import Progress, ReferenceBatch
 from lightning_omni.protocol.record import Spans
 from lightning_omni.strategy import _private
@@ -36,7 +37,7 @@ class EpochDriver:
 
     Attributes:
         is_open: whether a training epoch is under way.
-        resume: what a checkpoint said of an epoch that it interrupted.
+        resumed: the moment that a checkpoint is of, if a run goes on from one: perhaps inside an epoch.
         progress: how far the run is; None if its data are not leased.
         schedule: where schedulers that keep pace count from.
         step_limit: what the loops take for max_steps, which counts the steps of DDP; None for the Trainer's own.
@@ -48,7 +49,7 @@ class EpochDriver:
         self._say = say
         self._leases: Leases | None = None
         self.is_open = False
-        self.resume: dict[str, Any] = {}
+        self.resumed = Cut()
         self.step_limit: int | None = None
         self.is_open_ended = False
         self._new_leases: list[Leases] = []
@@ -91,7 +92,7 @@ class EpochDriver:
     def forget(self) -> None:
         """The run is torn down."""
         self.finish()
-        self.leases, self._new_leases, self._plan, self.progress, self.resume = None, [], None, None, {}
+        self.leases, self._new_leases, self._plan, self.progress, self.resumed = None, [], None, None, Cut()
         self._trainer = self._world = None
 
     @property
@@ -357,10 +358,8 @@ class EpochDriver:
 
     def _resumed_spans(self, epoch: int) -> Spans:
         """What a checkpoint says is trained of an epoch."""
-        fits = self.leases is not None and self.resume.get("total") == self.leases.total
-        if not fits or self.resume.get("epoch") != epoch:
-            return ()
-        return tuple((start, stop) for start, stop in self.resume["trained"])
+        fits = self.leases is not None and self.resumed.total == self.leases.total
+        return self.resumed.trained if fits and self.resumed.epoch == epoch else ()
 
     def _progress_at(self, epoch: int) -> Progress:
         """The run's progress where an epoch begins or is resumed."""

@@ -32,6 +32,7 @@ from lightning_omni.protocol import messages as m
 from lightning_omni.server import ServerProcess
 from lightning_omni.strategy import _private
 from lightning_omni.strategy.arguments import check_strategy, refuse_unknown_of_ddp
+from lightning_omni.strategy.checkpoints import Checkpoints
 from lightning_omni.strategy.epochs import EpochDriver
 from lightning_omni.strategy.follow import Followed
 from lightning_omni.strategy.launcher import say_exit
@@ -148,7 +149,7 @@ class OmniStrategyHooks(_Base):
         self.signals = Signals(self.terminated_class)
         self.trainable = Trainable(self.rank_zero_warn)
         self._proxies: dict[int, OmniOptimizer] = {}
-        self._snapshot: dict[str, Any] | None = None
+        self.checkpoints = Checkpoints(self.rank_zero_warn)
         self._last_status: m.Status | None = None
         self.stopwatch = Stopwatch()
         self._has_gathered = False
@@ -365,9 +366,7 @@ class OmniStrategyHooks(_Base):
         self._install_signals()
         world = self._world
         self._last_status, self._has_gathered = None, False
-        for part, clock in zip(world.parts, self.epochs.resume.get("clocks", ()), strict=False):
-            part.replica.clock = clock
-        world.states.resume(self.epochs.resume)
+        world.states.resume(self.checkpoints.resumed)
         Followed(self)
         world.begin()
         self.epochs.start()
@@ -476,6 +475,7 @@ class OmniStrategyHooks(_Base):
         if self.world is not None:
             self.world.close()
         self.epochs.forget()
+        self.checkpoints.forget()
         self.nested.forget()
         self._proxies, self._head = {}, None
 
@@ -589,74 +589,31 @@ class OmniStrategyHooks(_Base):
         """
         self.signals.pause()
         state = super().lightning_module_state_dict()
-        if not self._is_asynchronous:
-            return state
-        world = self._world
-        if not world.is_computing:
-            world.channel.deposit()
-        if self.is_global_zero:
-            self._snapshot = world.channel.snapshot()
-            if world.is_computing:  # otherwise the module has them, or what somebody has put in their place
-                self._overlay(state, self._snapshot)
+        if self._is_asynchronous:
+            assert self.lightning_module is not None
+            self.checkpoints.collect(self._world, self.lightning_module, state)
         return state
 
-    def _overlay(self, state: dict[str, Any], snapshot: dict[str, Any]) -> None:
-        """Puts master weights in the place of own ones, under every name that a tied parameter has."""
-        assert self.lightning_module is not None
-        mine = {name: parameter for parameter, name in names_of(self.lightning_module).items()}
-        masters = {
-            id(part.replica.parameters.get(name, mine.get(name))): value
-            for part, theirs in zip(self._world.parts, snapshot["parts"], strict=True)
-            for name, value in theirs["weights"].items()
-            if self._world.method.evaluated != "mean" or part.head is not None
-        }
-        for name, own in self.lightning_module.state_dict(keep_vars=True).items():
-            if id(own) in masters and name in state:
-                state[name] = masters[id(own)]
-
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimizer state of the same moment: the server's, with this rank's hyperparameters, if it steps there.
-
-        (The server's own are those of the last push, one scheduler step behind.)
-        """
+        """The optimizer state of the same moment: the server's, with this rank's hyperparameters, if it steps there."""
         own: dict[str, Any] = super().optimizer_state(optimizer)
-        raw = getattr(optimizer, "optimizer", optimizer)
-        world = self._world
         if not self._is_asynchronous or not self.is_global_zero:
             return own
-        if all(world.steps_here(part) for part in world.parts if part.optimizer is raw):
-            return own
-        if self._snapshot is None:
-            self._snapshot = world.channel.snapshot()
-        return {"state": world.states.whole(raw, self._snapshot), "param_groups": own["param_groups"]}
+        return self.checkpoints.state_of(self._world, getattr(optimizer, "optimizer", optimizer), own)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Adds what server and groups know beyond Lightning: clocks, samples trained, and the method's own state."""
-        if self._snapshot is not None:
-            plan = self._snapshot["epoch"] or {}
-            checkpoint["omni"] = {
-                "groups": len(self._world.topology.alive),
-                "clocks": [part["clock"] for part in self._snapshot["parts"]],
-                "epoch": plan.get("epoch", -1),
-                "total": plan.get("total", 0),
-                "trained": [list(span) for span in self._snapshot["trained"]],
-            }
-            if "optimizer_states" in checkpoint:  # save_weights_only means it
-                checkpoint["omni"] |= {
-                    "method": m.method_to_wire(self._world.method),
-                    "parameters": [list(part["weights"]) for part in self._snapshot["parts"]],
-                    "server": [part["method"] for part in self._snapshot["parts"]],
-                    "states": dict(self._snapshot["groups"]),
-                }
+        if self.world is not None:
+            self.checkpoints.complete(self.world, checkpoint, self.epochs.progress)
         if type(self.checkpoint_io) is self.plain_checkpoint_io:  # and no plugin of the user's
             self.checkpoint_io = self.checkpoint_io_class()
         super().save_checkpoint(checkpoint, filepath, storage_options)
-        self._snapshot = None
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Reads a checkpoint of this strategy or of plain DDP."""
         checkpoint = super().load_checkpoint(*args, **kwargs)
-        self.epochs.resume = dict(checkpoint.get("omni", {}))
+        self.checkpoints.read(checkpoint)
+        self.epochs.resumed = self.checkpoints.resumed.cut
         return checkpoint
 
     # --- Collectives -------------------------------------------------------------------------------------------------

@@ -242,7 +242,7 @@ class Session:
         assert isinstance(out.message, m.Snapshot)
         (payload,) = out.payload
         assert isinstance(payload, Tensor)
-        return unpack(out.message.packed, payload.clone())
+        return {**unpack(out.message.packed, payload.clone()), "trained": out.message.cut.trained}
 
     def meet(self, number: int, what: str = "barrier") -> None:
         """All who are in groups come to a synchronization point."""

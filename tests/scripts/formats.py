@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lightning_omni import OmniOptimizer, World
 from lightning_omni.optimizer.options import WorldOptions
+from lightning_omni.optimizer.run_state.saved import Saved
 
 RANKS, LR, STEPS = 4, 0.1, 6
 PHASES = (4, 2, 1, 2)
@@ -76,11 +77,11 @@ def train(rank: int) -> dict[str, object]:
 def deposit(world: World) -> bool:
     """At a synchronization point; whether what a checkpoint would hold is what the leader has, and is taken up."""
     world.enter_world()
-    world.channel.deposit()
+    world.states.deposit()
     same = True
     if world.rank == 0:
-        groups = world.channel.snapshot()["groups"]
-        world.states.resume({"groups": 3, "states": groups})  # of other groups: it says so, and takes nothing
+        groups = world.channel.snapshot().groups
+        world.states.resume(Saved(groups=3, states=groups))  # of other groups: it says so, and takes nothing
         saved = groups[world.group][0]
         before = world.core.sender_state(0)["residual"]
         world.core.load_sender_state(0, {})
