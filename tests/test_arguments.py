@@ -45,7 +45,7 @@ def test_a_name_that_there_is_not_is_refused_with_the_one_that_was_meant(make: A
 
 def test_what_ddp_takes_is_passed_on() -> None:
     options = {"find_unused_parameters": True, "static_graph": False, "gradient_as_bucket_view": True}
-    assert OmniStrategy(groups=2, start_method="popen", **options)._ddp_options == options
+    assert OmniStrategy(groups=2, start_method="popen", **options).ddp_options == options
 
 
 def test_a_strategy_of_a_users_own_may_have_arguments_of_its_own() -> None:

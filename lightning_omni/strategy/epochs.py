@@ -135,7 +135,7 @@ class EpochDriver:
         if self._data == "static" or self._world is None or not self._trainer.training:
             return loader
         if not isinstance(loader, DataLoader) or not can_lease(loader) or not is_ours(loader):
-            if not self.world.is_synchronous:
+            if self.world.executor.exchanges:
                 self._say(
                     'OmniStrategy: the training data is dealt out beforehand (as with data="static"), because it has a'
                     " sampler of its own, is iterable, or is no plain DataLoader; a slow group delays an epoch's end"
@@ -143,7 +143,11 @@ class EpochDriver:
             return loader
         shares = self.leases.shares if self.leases is not None else ()  # of the loader that this one replaces
         leased = lease(
-            loader, rank=rank, before_epoch=self._begin_present, is_local=self.world.is_synchronous, shares=shares
+            loader,
+            rank=rank,
+            before_epoch=self._begin_present,
+            is_local=not self.world.executor.exchanges,
+            shares=shares,
         )
         self._new_leases.append(leased.leases)  # type: ignore[attr-defined]
         return leased
@@ -152,7 +156,7 @@ class EpochDriver:
         """New loaders were made: at the start, or because they are reloaded every few epochs."""
         if len(self._new_leases) == 1:
             self.leases = self._new_leases[0]
-            if not self.world.is_synchronous:
+            if self.world.executor.exchanges:
                 self.assign(self.leases.shares)
         elif self._new_leases:
             # Several loaders advance together; each deals its samples out as DistributedSampler does.
@@ -165,9 +169,8 @@ class EpochDriver:
         """Tells the leases of this rank's place in its group, and of the group's ``shares``, if they are unequal."""
         world = self.world
         if self.leases is not None:
-            control = None if world.is_synchronous else world.control
             place = world.members.index(world.rank)
-            self.leases.assign(place, len(world.members), control, world.generation, shares)
+            self.leases.assign(place, len(world.members), world.executor.control, world.generation, shares)
 
     def weigh(self, loss: Tensor) -> Tensor:
         """The loss whose gradient this rank contributes: more, if it has more of the group's batch than others."""
@@ -222,7 +225,7 @@ class EpochDriver:
 
     def end_batch(self) -> None:
         """A batch has ended: finds out, together with the other groups, whether to go on, validate or stop."""
-        if self.world.is_synchronous and not self.is_open_ended:
+        if not (self.world.executor.exchanges or self.is_open_ended):
             return
         verdict = self._what_next()
         self._over = verdict == "over"
@@ -253,7 +256,7 @@ class EpochDriver:
         if self.world.is_computing and not self._stopping and (stops or not complete):
             self.leave("end" if stops else "skip" if self.is_open_ended else "")
         self._meet(buffers)
-        if not self.world.is_synchronous and any(self.world.agree([int(stops or self._stopping)])):
+        if self.world.executor.exchanges and any(self.world.agree([int(stops or self._stopping)])):
             trainer.should_stop |= not is_limit_reached  # whoever said so, and however late
         self.is_open = False
         if self.progress is not None:
@@ -306,7 +309,7 @@ class EpochDriver:
 
         Names of checkpoints, which have the step in them, are then the same on all ranks.
         """
-        if self.world.is_synchronous or not self.world.is_computing:
+        if not self.world.is_computing:
             return
         self.world.enter_world(buffers)
         trainer, mine = self._trainer, self._trainer.global_step
@@ -497,7 +500,7 @@ class EpochDriver:
             self.is_open_ended = True
             rest = msgspec.structs.replace(self._plan, trained=spans)
             self._advance(_size(spans))
-            if self.world.is_synchronous:
+            if not self.world.executor.exchanges:
                 self.leases.begin_local(rest, goes_on=True)
             elif was_synchronous:
                 self.leases.begin(rest)

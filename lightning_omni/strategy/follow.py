@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from lightning_omni.errors import UnsupportedError
 from lightning_omni.strategy import _private
-
-if TYPE_CHECKING:
-    from lightning_omni.strategy.hooks import OmniStrategyHooks
+from lightning_omni.strategy.contract import Strategy
 
 
 class Followed:
@@ -21,24 +18,23 @@ class Followed:
         strategy: whose module, optimizers and callbacks.
     """
 
-    def __init__(self, strategy: OmniStrategyHooks) -> None:
+    def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
-        edits = strategy._world.edits
+        edits = strategy.joined.edits
         edits.buffers, edits.others = strategy.buffers, self.others
         edits.switched, edits.reattach = self.switched, self.reattach
 
     def others(self) -> Iterator[Tensor]:
         """All parameters, and the averages that WeightAveraging keeps."""
-        strategy = self._strategy
-        assert strategy.lightning_module is not None
-        yield from strategy.lightning_module.parameters()
-        for model in _private.averaged_models(strategy._trainer):
+        module = self._strategy.lightning_module
+        yield from module.parameters()
+        for model in _private.averaged_models(module.trainer):
             yield from model.parameters()
             yield from model.buffers()
 
     def switched(self) -> bool:
         """Whether ``strategy.optimizers`` are others than those that were attached."""
-        return {id(each) for each in self._strategy.real_optimizers} != set(self._strategy._proxies)
+        return not self._strategy.proxies.are_of(self._strategy.real_optimizers)
 
     def reattach(self) -> None:
         """Takes in the optimizers as they are now, in groups as they are.
@@ -53,7 +49,7 @@ class Followed:
                 " (on_train_epoch_start, say), or use groups=1"
             )
         for optimizer in strategy.real_optimizers:
-            strategy._world.check_optimizer(optimizer)
-        strategy._unguard_optimizers()
-        strategy._attach_optimizers()
-        strategy.form(len(strategy._world.live_groups))
+            strategy.joined.check_optimizer(optimizer)
+        strategy.proxies.unguard()
+        strategy.attach_optimizers()
+        strategy.form(len(strategy.joined.live_groups))

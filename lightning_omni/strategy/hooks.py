@@ -6,26 +6,20 @@ Written once for both of Lightning's namespaces: the class here is mixed into ea
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from lightning_omni.errors import ConfigurationError, OmniError, UnsupportedError
+from lightning_omni.errors import ConfigurationError, OmniError
 from lightning_omni.methods import Method
-from lightning_omni.methods.head import check_mergeable
 from lightning_omni.metrics import RunReport
-from lightning_omni.optimizer import OmniOptimizer, World, WorldOptions, names_of
+from lightning_omni.optimizer import World, WorldOptions
 from lightning_omni.optimizer.balance import Balance
-from lightning_omni.optimizer.head import RemoteHead
 from lightning_omni.optimizer.run_state import Live, RunState
 from lightning_omni.optimizer.world import frozen
 from lightning_omni.protocol import messages as m
@@ -35,11 +29,14 @@ from lightning_omni.strategy.arguments import check_strategy, refuse_unknown_of_
 from lightning_omni.strategy.checkpoints import Checkpoints
 from lightning_omni.strategy.epochs import EpochDriver
 from lightning_omni.strategy.follow import Followed
+from lightning_omni.strategy.grouping import Grouping, OneGroup, SeveralGroups
 from lightning_omni.strategy.launcher import say_exit
 from lightning_omni.strategy.listener import Listener
+from lightning_omni.strategy.merged import Merged
 from lightning_omni.strategy.names import Asked
 from lightning_omni.strategy.namespaces import refuse_other_namespace
 from lightning_omni.strategy.nested import NestedRuns
+from lightning_omni.strategy.proxies import Proxies
 from lightning_omni.strategy.signals import Signals
 from lightning_omni.strategy.trainable import Trainable
 from lightning_omni.strategy.watch import Stopwatch, gathering_sentence
@@ -133,22 +130,22 @@ class OmniStrategyHooks(_Base):
         self._merged = merged
         self._groups = groups
         super().__init__(**ddp)
-        self._ddp_options = dict(vars(self).get("_ddp_kwargs", {}))
+        self.ddp_options = dict(vars(self).get("_ddp_kwargs", {}))
         self._data, self._rebalance = data, rebalance
         self._last_report: RunReport | None = None
         self._make_run()
 
     def _make_run(self) -> None:
         """What lives as long as this process and the runs in it: nothing of this goes to another process."""
-        self._head: RemoteHead | None = None
         self.world: World | None = None
+        self.merged = Merged(self._merged)
+        self.proxies = Proxies()
         self.epochs = EpochDriver(self._data, self.rank_zero_info)
         self.balance = Balance(self._rebalance, self.rank_zero_info)
         self.nested = NestedRuns(self)
         self._listener: Listener | None = None
         self.signals = Signals(self.terminated_class)
         self.trainable = Trainable(self.rank_zero_warn)
-        self._proxies: dict[int, OmniOptimizer] = {}
         self.checkpoints = Checkpoints(self.rank_zero_warn)
         self._last_status: m.Status | None = None
         self.stopwatch = Stopwatch()
@@ -156,17 +153,18 @@ class OmniStrategyHooks(_Base):
         self._arrangement: tuple[Topology, Method, Balance] | None = None
         self.on_ready: list[Callable[[], None]] = []
         """Called on every rank when the groups stand and the first batch has not begun: a tuner's moment."""
-        self._own_steps: dict[Optimizer, Callable[..., Any] | None] = {}
         self._server_process: ServerProcess | None = None
+        self._one, self._several = OneGroup(self), SeveralGroups(self)
 
     def __getstate__(self) -> dict[str, Any]:
         """The strategy as it was constructed, and the report of its last fit."""
         state: dict[str, Any] = super().__getstate__()
         fresh = object.__new__(type(self))
-        fresh._data, fresh._rebalance = self._data, self._rebalance
+        fresh._data, fresh._rebalance, fresh._merged = self._data, self._rebalance, self._merged
         fresh._make_run()
         kept = {name: value for name, value in state.items() if name not in vars(fresh)}
-        return {**kept, "_data": self._data, "_rebalance": self._rebalance, "_last_report": self.last_report}
+        own = {"_data": self._data, "_rebalance": self._rebalance, "_merged": self._merged}
+        return {**kept, **own, "_last_report": self.last_report}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Takes what `__getstate__` gave."""
@@ -214,7 +212,7 @@ class OmniStrategyHooks(_Base):
             world is not None and (world.is_finished or rank in world.lost or rank in world.ever_lost)
         ):
             return True
-        if world is None or control is None or world.is_synchronous:
+        if world is None or control is None or not world.executor.exchanges:
             return False
         control.post(m.Lost(rank=rank, reason=f"the process of rank {rank} ended with {say_exit(code)}"))
         return 0 not in world.topology.members(world.topology.group_of(rank))
@@ -236,116 +234,70 @@ class OmniStrategyHooks(_Base):
     def setup(self, trainer: Any) -> None:
         """Wraps the module over the compute group, and starts the server while the data is prepared."""
         if self._is_fitting(trainer):
-            self._check_trainer(trainer)
+            self.grouping.check(trainer)
             self.signals.prepare(_requeue_signal(self.cluster_environment))
-            self._listener = Listener(self, trainer)
-            self.epochs.connect(trainer, self._world)
+            self._listener = Listener(self, self.nested, trainer)
+            self.epochs.connect(trainer, self.joined)
         super().setup(trainer)
         if self._is_fitting(trainer):
-            self._attach_optimizers()
-            if not self._world.is_synchronous:
-                self._world.start_server()
+            self.attach_optimizers()
+            if self.joined.executor.exchanges:
+                self.joined.start_server()
 
     def configure_ddp(self) -> None:
         """Wraps the module into DDP over the compute group. A group of one needs no wrapping."""
-        world = self._world
         assert self.lightning_module is not None
-        if world.is_synchronous:
-            _private.set_ddp_options(self, self._ddp_options)
-            super().configure_ddp()
-            self.trainable.remember(self.lightning_module)
+        if self.joined.executor.exchanges:
+            self.joined.broadcast_initial(self.lightning_module)
+            self.wrap_for_group()
             return
-        world.broadcast_initial(self.lightning_module)
-        self.wrap_for_group()
+        _private.set_ddp_options(self, self.ddp_options)
+        super().configure_ddp()
+        self.trainable.remember(self.lightning_module)
 
     def wrap_for_group(self) -> None:
         """Wraps the module into a new DDP over the compute group; a group of one needs none."""
-        world = self._world
         self.model = self.lightning_module
         assert self.lightning_module is not None
         self.trainable.remember(self.lightning_module)
-        if len(world.members) > 1 or world.is_synchronous:
-            options = {**self._ddp_options, "process_group": world.compute_group, "init_sync": False}
+        if self.grouping.is_reduced():
+            options = {**self.ddp_options, "process_group": self.joined.compute_group, "init_sync": False}
             _private.set_ddp_options(self, options)
-            with frozen(() if world.is_synchronous else self._merged_parameters()):
+            with frozen(self.grouping.not_reduced()):
                 self._configure_ddp_if_anything_is_trained()
 
     def _configure_ddp_if_anything_is_trained(self) -> None:
         assert self.lightning_module is not None
-        if self._merged is None or any(parameter.requires_grad for parameter in self.lightning_module.parameters()):
+        if not self.merged or any(parameter.requires_grad for parameter in self.lightning_module.parameters()):
             super().configure_ddp()  # which refuses a module without, as one with a frozen body may be
-
-    def _merged_parameters(self) -> list[Parameter]:
-        if self._merged is None:
-            return []
-        assert self.lightning_module is not None
-        if self._head is None:
-            check_mergeable(self._merged, self.lightning_module)
-        return list(self.lightning_module.get_submodule(self._merged).parameters())
 
     def setup_optimizers(self, trainer: Any) -> None:
         """Makes the optimizers and refuses those that no server can run."""
         super().setup_optimizers(trainer)
-        if not self._world.is_synchronous:
-            for optimizer in self.optimizers:
-                self._world.check_optimizer(optimizer)
+        for optimizer in self.optimizers:
+            self.joined.executor.check_optimizer(optimizer)
 
     @property
     def real_optimizers(self) -> list[Optimizer]:
         """The optimizers without the one that Lightning puts in place of none, which holds nothing."""
         return [optimizer for optimizer in self.optimizers if optimizer.param_groups]
 
-    def _attach_optimizers(self) -> None:
+    def attach_optimizers(self) -> None:
+        """The world takes the optimizers in, as they are now."""
         assert self.lightning_module is not None
-        names = partial(names_of, self.lightning_module)
-        self._world.detach_all()
-        merged = set(self._merged_parameters())
-        self._proxies = {id(each): OmniOptimizer(each, self._world, names, merged) for each in self.real_optimizers}
-        if self._merged is not None:
-            self._head = self._world.attach_head(self._merged, self.lightning_module, self.optimizers)
-            self._head.clip = float(self._trainer.gradient_clip_val or 0.0)
-            how = self._trainer.gradient_clip_algorithm
-            self._head.clip_algorithm = "value" if how is not None and how.value == "value" else "norm"
+        module, optimizers = self.lightning_module, self.real_optimizers
+        self.proxies.attach(self.joined, module, optimizers, self.merged, self._trainer)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Hands the precision plugin an optimizer whose step is an exchange."""
-        if self._world.is_synchronous:
-            self._world.steps += not self.nested.is_running
-        else:
-            if len(self._world.members) > 1:
-                self.trainable.check_in_step()
-            if optimizer.param_groups:
-                optimizer = self._proxy_of(optimizer)
-        return super().optimizer_step(optimizer, closure, model, **kwargs)
-
-    def _proxy_of(self, optimizer: Optimizer) -> OmniOptimizer:
-        if id(optimizer) not in self._proxies:
-            raise UnsupportedError(
-                "strategy.optimizers was changed inside an epoch, while groups train apart: change it at an epoch's"
-                " start or end (on_train_epoch_start, say), where all groups hear of it, or use groups=1"
-            )
-        return self._proxies[id(optimizer)]
-
-    def _guard_optimizers(self) -> None:
-        """Among several groups, a raw ``optimizer.step()`` would move one rank's weights behind the server's back."""
-        for optimizer in self.real_optimizers:
-            if optimizer not in self._own_steps:
-                # A scheduler may have put a step of its own on the instance.
-                self._own_steps[optimizer] = vars(optimizer).get("step")
-                optimizer.step = types.MethodType(_refuse_raw_step, optimizer)  # type: ignore[method-assign]
-                _private.ignore_missing_step(optimizer)
-
-    def _unguard_optimizers(self) -> None:
-        for optimizer, own in self._own_steps.items():
-            del optimizer.step
-            if own is not None:
-                optimizer.step = own  # type: ignore[method-assign]
-        self._own_steps.clear()
+        if not self.joined.executor.exchanges:
+            self.joined.steps += not self.nested.is_running
+        return super().optimizer_step(self.grouping.stepped(optimizer), closure, model, **kwargs)
 
     # --- Training ----------------------------------------------------------------------------------------------------
 
     def _install_signals(self) -> None:
-        self.signals.install(self._trainer, self._world, lambda: self.epochs.interrupt(self.buffers()))
+        self.signals.install(self._trainer, self.joined, lambda: self.epochs.interrupt(self.buffers()))
 
     def on_validation_start(self) -> None:
         """The first hook after Lightning has registered its signal handlers, if there is a sanity check."""
@@ -364,7 +316,7 @@ class OmniStrategyHooks(_Base):
         if self.nested.is_running:
             return
         self._install_signals()
-        world = self._world
+        world = self.joined
         self._last_status, self._has_gathered = None, False
         world.states.resume(self.checkpoints.resumed)
         Followed(self)
@@ -372,8 +324,7 @@ class OmniStrategyHooks(_Base):
         self.epochs.start()
         assert self.lightning_module is not None
         self.balance.begin(world, self.lightning_module, lambda: self.epochs.leases)
-        if not world.is_synchronous:
-            self._guard_optimizers()
+        self.grouping.guard()
         self._say_hello()
         for call in self.on_ready:
             call()
@@ -381,19 +332,11 @@ class OmniStrategyHooks(_Base):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """After the last callback, and before the forward pass: follows what was frozen, unfrozen and added."""
         super().on_train_batch_start(batch, batch_idx)
-        world = self._world
-        if world.is_synchronous:
-            if world.size > 1:
-                self.trainable.warn_of_late(self.optimizers)
-            return
-        with torch.no_grad():
-            world.structures.follow_all()
-        if len(world.members) > 1 and self.trainable.has_changed(self.optimizers):
-            self.wrap_for_group()
+        self.grouping.batch_starts()
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         """The forward pass is done: the last moment at which a rank's time is its own and not its group's."""
-        self.stopwatch.forward_done(self._world.channel.traffic.seconds)
+        self.stopwatch.forward_done(self.joined.channel.traffic.seconds)
         super().pre_backward(closure_loss)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -404,18 +347,15 @@ class OmniStrategyHooks(_Base):
 
     def begin_batch(self) -> None:
         """A batch begins."""
-        if self._head is not None and not self._world.is_synchronous:
-            self._check_merged(self._trainer)  # once more: accumulation, for one, may have a schedule
-            self._head.step_done()  # what callbacks did with it since the last step
-        self.stopwatch.begin(self._world.channel.traffic.seconds, self._world.channel.traffic.moved)
+        self.grouping.begin_batch()
+        self.stopwatch.begin(self.joined.channel.traffic.seconds, self.joined.channel.traffic.moved)
         self.balance.begin_batch()
         self.epochs.begin_batch()
 
     def end_batch(self) -> None:
         """A batch has ended."""
-        world = self._world
-        if self._head is not None:
-            self._head.step_done()
+        world = self.joined
+        self.merged.step_done()
         if world.control is not None:
             self.stopwatch.end(world.channel.traffic.seconds, world.channel.traffic.moved)
             world.control.report_timings(*self.stopwatch.means)
@@ -435,18 +375,18 @@ class OmniStrategyHooks(_Base):
             return
         self.signals.pause()
         self.balance.end()
-        world = self._world
+        world = self.joined
         world.is_finished = True
         self._remember_status()
         self.epochs.finish()
-        if world.control is not None and not world.is_synchronous:
+        if world.control is not None and world.executor.exchanges:
             world.edits.settle()
             self._warn_if_nothing_was_exchanged()
             if self.is_global_zero:
                 world.states.take_back()
             for part in world.parts:
                 part.replica.abandon()
-            self._unguard_optimizers()
+            self.proxies.unguard()
 
     def on_exception(self, exception: BaseException) -> None:
         """Tells the others why this rank does not come back."""
@@ -465,19 +405,20 @@ class OmniStrategyHooks(_Base):
     def teardown(self) -> None:
         """Leaves the run; the embedded server stops."""
         super().teardown()
-        _private.set_ddp_options(self, self._ddp_options)  # not with the process group of a compute group that was
+        _private.set_ddp_options(self, self.ddp_options)  # not with the process group of a compute group that was
         self.signals.restore()
         if self._listener is not None:
             self._listener.close()
             self._listener = None
         self.balance.end()
-        self._unguard_optimizers()
+        self.proxies.unguard()
         if self.world is not None:
             self.world.close()
         self.epochs.forget()
         self.checkpoints.forget()
         self.nested.forget()
-        self._proxies, self._head = {}, None
+        self.proxies.forget()
+        self.merged.forget()
 
     # --- Regrouping --------------------------------------------------------------------------------------------------
 
@@ -495,8 +436,8 @@ class OmniStrategyHooks(_Base):
         Raises:
             ConfigurationError: wrong number, not at a batch boundary, or speeds are not known.
         """
-        world, trainer = self._world, self._trainer
-        if not self._is_fitting(trainer) or not self._proxies:
+        world, trainer = self.joined, self._trainer
+        if not self._is_fitting(trainer) or not self.proxies:
             raise ConfigurationError("regroup() forms groups while trainer.fit runs; before that, pass groups=")
         if trainer.fit_loop.batch_idx >= 0 and self.epochs.is_open and not _private.will_step(trainer):
             raise ConfigurationError(
@@ -508,8 +449,7 @@ class OmniStrategyHooks(_Base):
             world.method.check(groups)
             for optimizer in self.optimizers:
                 world.check_optimizer(optimizer)
-            if self._merged is not None:
-                self._check_merged(trainer)
+            self.merged.check(trainer)
         unchanged = groups == len(
             [members for members in world.topology.groups if members and not set(members) & set(world.lost)]
         )
@@ -528,12 +468,11 @@ class OmniStrategyHooks(_Base):
             groups: the new number of groups.
             speeds: of all live ranks, to put like with like; None forms the groups in the order of ranks.
         """
-        world = self._world
+        world = self.joined
         was_synchronous, spans = world.is_synchronous, self.epochs.before_regroup()
-        self._unguard_optimizers()
+        self.proxies.unguard()
         spans = world.regroup(groups, self.buffers(), speeds) or spans
-        if not world.is_synchronous:
-            self._guard_optimizers()
+        self.grouping.guard()
         self.wrap_for_group()
         self.epochs.after_regroup(spans, was_synchronous)
         self.balance.regrouped()
@@ -541,13 +480,13 @@ class OmniStrategyHooks(_Base):
     def put_arrangement_aside(self) -> None:
         """Groups, method and balance are about to be chosen: those of the user are kept, for a later fit."""
         if self._arrangement is None:
-            self._arrangement = self._world.topology, self._world.method, self.balance
+            self._arrangement = self.joined.topology, self.joined.method, self.balance
 
     def take_up_arrangement(self) -> None:
         """A fit is set up: it begins with groups, method and balance of the user, unless ranks were lost since."""
         arrangement, self._arrangement = self._arrangement, None
-        if arrangement is not None and not self._world.ever_lost:
-            self._world.topology, self._world.method, self.balance = arrangement
+        if arrangement is not None and not self.joined.ever_lost:
+            self.joined.topology, self.joined.method, self.balance = arrangement
 
     def buffers(self) -> Iterator[Tensor]:
         """The module's buffers."""
@@ -557,7 +496,7 @@ class OmniStrategyHooks(_Base):
     def run_state(self) -> RunState:
         """A copy of all that the run must remember, as it is on this rank, where there is one group."""
         assert self.lightning_module is not None
-        world, scaler = self._world, getattr(self.precision_plugin, "scaler", None)
+        world, scaler = self.joined, getattr(self.precision_plugin, "scaler", None)
         scalers = [] if scaler is None else [scaler]
         return RunState.of(Live(world, world.channel, self.epochs, self.lightning_module, self.optimizers, scalers))
 
@@ -578,7 +517,7 @@ class OmniStrategyHooks(_Base):
     @property
     def _is_asynchronous(self) -> bool:
         """Whether groups train apart at the moment, so that no rank knows everything that belongs in a checkpoint."""
-        return self.world is not None and self.world.control is not None and not self.world.is_synchronous
+        return self.world is not None and self.world.control is not None and self.world.executor.exchanges
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The module's state, with the weights that the method evaluates in the place of this group's own.
@@ -591,7 +530,7 @@ class OmniStrategyHooks(_Base):
         state = super().lightning_module_state_dict()
         if self._is_asynchronous:
             assert self.lightning_module is not None
-            self.checkpoints.collect(self._world, self.lightning_module, state)
+            self.checkpoints.collect(self.joined, self.lightning_module, state)
         return state
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -599,7 +538,7 @@ class OmniStrategyHooks(_Base):
         own: dict[str, Any] = super().optimizer_state(optimizer)
         if not self._is_asynchronous or not self.is_global_zero:
             return own
-        return self.checkpoints.state_of(self._world, getattr(optimizer, "optimizer", optimizer), own)
+        return self.checkpoints.state_of(self.joined, getattr(optimizer, "optimizer", optimizer), own)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Adds what server and groups know beyond Lightning: clocks, samples trained, and the method's own state."""
@@ -628,11 +567,8 @@ class OmniStrategyHooks(_Base):
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """All or any over the default process group, which may be smaller than the world."""
-        if self.world is None or self.world.is_synchronous:
-            return super().reduce_boolean_decision(decision, all=all)
-        votes = torch.tensor(int(decision), device=self.root_device)
-        dist.all_reduce(votes)
-        return bool(votes == dist.get_world_size()) if all else bool(votes)
+        agreed = self.grouping.agree(decision, every=all) if self.world is not None else None
+        return super().reduce_boolean_decision(decision, all=all) if agreed is None else agreed
 
     # --- What a user sees --------------------------------------------------------------------------------------------
 
@@ -649,10 +585,10 @@ class OmniStrategyHooks(_Base):
         """The run in numbers, while it runs or after it."""
         if self.world is None and self._last_report is not None:
             return self._last_report
-        world = self._world
+        world = self.joined
         status = (world.control.status if world.control else None) or self._last_status
         clock = status.clock if status else 0
-        if status and world.is_synchronous:  # its groups are of the past, and some may have been a tuner's probe
+        if status and not world.executor.exchanges:  # its groups are of the past, and some may be a tuner's
             clock = sum(part.replica.clock for part in world.parts if part.head is None)
             status = status if clock else None
         seen: tuple[int, ...] = status.staleness if status else ()
@@ -671,7 +607,7 @@ class OmniStrategyHooks(_Base):
         )
 
     def _remember_status(self) -> None:
-        control = self._world.control
+        control = self.joined.control
         if control is None:
             return
         try:
@@ -681,33 +617,30 @@ class OmniStrategyHooks(_Base):
 
     def _warn_if_nothing_was_exchanged(self) -> None:
         """Groups that never came to the end of a period have trained for nothing."""
-        method, status = self._world.method, self._last_status
-        if status is not None and not status.clock and self._world.steps_at_worker and method.evaluated != "mean":
+        method, status = self.joined.method, self._last_status
+        if status is not None and not status.clock and self.joined.steps_at_worker and method.evaluated != "mean":
             self.rank_zero_info(
                 f"OmniStrategy: no group has exchanged anything with {method!r}, so the weights are those of the"
                 " beginning: its period is longer than the run"
             )
 
     def _say_hello(self) -> None:
-        world = self._world
-        if world.is_synchronous:
-            self.rank_zero_info(
-                f"OmniStrategy: {world.size} ranks in 1 group, which is DistributedDataParallel: no parameter server,"
-                " no staleness. Pass groups= for asynchronous groups"
-            )
-            return
-        sizes = sorted({len(members) for members in world.topology.groups if members})
-        data = "dynamic" if self.epochs.is_dynamic else "static"
-        self.rank_zero_info(
-            f"OmniStrategy: {len(world.topology.ranks)} ranks in {len(world.topology.alive)} groups of"
-            f" {' or '.join(map(str, sizes))} | method {type(world.method).__name__} | server {world.server_address} |"
-            f" data {data}"
-        )
+        self.rank_zero_info(f"OmniStrategy: {self.grouping.sentence}")
 
     # --- Shorthand ---------------------------------------------------------------------------------------------------
 
     @property
-    def _world(self) -> World:
+    def grouping(self) -> Grouping:
+        """What differs between one group and several, for the groups that there are."""
+        return self._several if self.joined.executor.exchanges else self._one
+
+    @property
+    def joined(self) -> World:
+        """This rank's place among all ranks.
+
+        Raises:
+            ConfigurationError: it has none yet.
+        """
         if self.world is None:
             raise ConfigurationError("OmniStrategy has no world yet: it is laid out when the Trainer starts to run")
         return self.world
@@ -721,44 +654,9 @@ class OmniStrategyHooks(_Base):
     def _is_fitting(trainer: Any) -> bool:
         return trainer.state.fn is not None and trainer.state.fn.value == "fit"
 
-    def _check_trainer(self, trainer: Any) -> None:
-        if not self._world.is_synchronous:
-            self.check_several(trainer)
-
     def check_several(self, trainer: Any) -> None:
         """Raises `UnsupportedError` for what several groups cannot do in this fit."""
-        if _private.validates_by_time(trainer):
-            raise UnsupportedError(
-                "val_check_interval as a duration: groups would come to validation at different times and wait for each"
-                " other; pass a number of batches or a fraction of the epoch"
-            )
-        if trainer.min_steps:
-            raise UnsupportedError(
-                "min_steps: groups count their own steps, and would disagree on when they may stop; use min_epochs"
-            )
-        if _private.averages_models(self):
-            raise UnsupportedError("model_averaging_period averages over all ranks; use it with groups=1 only")
-        if self._ddp_options.get("process_group") is not None:
-            raise UnsupportedError(
-                "process_group= is that of each compute group where there are several; leave it out, or use groups=1"
-            )
-        if self._merged is not None:
-            self._check_merged(trainer)
-
-    def _check_merged(self, trainer: Any) -> None:
-        """What a head that is stepped in its turn, with the backward pass, cannot do."""
-        refused = f"merged={self._merged!r}: the head is stepped at the server as soon as its gradients come"
-        if trainer.accumulate_grad_batches != 1:
-            raise UnsupportedError(
-                f"{refused}, and cannot wait for accumulate_grad_batches={trainer.accumulate_grad_batches}; use larger"
-                " batches, or merge nothing"
-            )
-        if not self.lightning_module.automatic_optimization:  # type: ignore[union-attr]
-            raise UnsupportedError(f"{refused}, and not when training_step says so; use automatic optimization")
-        if getattr(self.precision_plugin, "scaler", None) is not None:
-            raise UnsupportedError(
-                f"{refused}, before a loss scaler could undo its scaling; use precision='bf16-mixed'"
-            )
+        self._several.check(trainer)
 
 
 class _GivenRank(int):
@@ -772,13 +670,3 @@ def _requeue_signal(environment: Any) -> int | None:
 
 def _is_given(loader: DataLoader[Any]) -> bool:
     return isinstance(getattr(loader.sampler, "rank", None), _GivenRank)
-
-
-def _refuse_raw_step(self: Optimizer, closure: Any = None) -> Tensor:
-    raise UnsupportedError(
-        "a raw optimizer.step() would move this rank's weights behind the parameter server's back; take the optimizer"
-        " from self.optimizers() (with use_pl_optimizer=True, its default), or use groups=1"
-    )
-
-
-_refuse_raw_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers look for their own mark

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from lightning_omni.metrics import Staleness
 from lightning_omni.strategy import _private
 from lightning_omni.strategy.bar import ProgressDisplay
+from lightning_omni.strategy.contract import Strategy
+from lightning_omni.strategy.nested import NestedRuns
 from lightning_omni.strategy.watch import live_metrics, straggler_sentence
-
-if TYPE_CHECKING:
-    from lightning_omni.strategy.hooks import OmniStrategyHooks
 
 
 class Listener:
@@ -21,11 +20,13 @@ class Listener:
 
     Args:
         strategy: what is told in turn.
+        nested: runs the loop where it is run inside one of its hooks.
         trainer: the fit's.
     """
 
-    def __init__(self, strategy: OmniStrategyHooks, trainer: Any) -> None:
+    def __init__(self, strategy: Strategy, nested: NestedRuns, trainer: Any) -> None:
         self._strategy = strategy
+        self._nested = nested
         self._trainer = trainer
         self._staleness = Staleness()
         self._display = ProgressDisplay()
@@ -57,17 +58,17 @@ class Listener:
     def run(self, run: Callable[[], None]) -> None:
         """The fit loop runs: as the Trainer wants, or inside a hook, as for a learning-rate finder."""
         if _private.is_inside_a_hook(self._trainer):
-            self._strategy.nested.run(run)
+            self._nested.run(run)
         else:
             run()
 
     def begin_epoch(self, iterate: Callable[[], None]) -> None:
         """After the hooks of the epoch's start, which are for all ranks together: the groups part."""
         strategy, loop = self._strategy, self._trainer.fit_loop
-        if strategy.nested.is_running or loop.restarted_mid_epoch or loop.restarted_on_epoch_end:
+        if self._nested.is_running or loop.restarted_mid_epoch or loop.restarted_on_epoch_end:
             iterate()
             return
-        strategy.nested.form_groups_again()
+        self._nested.form_groups_again()
         if strategy.epochs.is_dealt_out:
             iterate()  # an iterable data set may ask how many ranks there are
         self._staleness.reset()
@@ -80,15 +81,15 @@ class Listener:
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """A batch is there."""
-        if not self._strategy.nested.is_running:
+        if not self._nested.is_running:
             self._strategy.begin_batch()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """A batch is done."""
-        if self._strategy.nested.is_running:
+        if self._nested.is_running:
             return
         self._strategy.end_batch()
-        control = self._strategy._world.control
+        control = self._strategy.joined.control
         self._display.show(trainer, self._strategy.epochs.expected_batches(batch_idx + 1))
         if _private.logs_now(trainer):
             values = self._strategy.balance.metrics()
@@ -106,14 +107,14 @@ class Listener:
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """The groups meet."""
-        if self._strategy.nested.is_running:
+        if self._nested.is_running:
             return
         self._strategy.epochs.end(pl_module.buffers())
-        control = self._strategy._world.control
+        control = self._strategy.joined.control
         if control is None:
             return
         self._watch_staleness()
-        if not self._strategy._world.is_synchronous:
+        if self._strategy.joined.executor.exchanges:
             for name, value in self._staleness.compute().items():
                 if name in ("mean", "max"):
                     pl_module.log(f"omni/staleness_{name}", value.float(), sync_dist=True)
@@ -122,7 +123,7 @@ class Listener:
             self._strategy.rank_zero_info(f"OmniStrategy: {sentence}")
 
     def _watch_staleness(self) -> None:
-        world = self._strategy._world
+        world = self._strategy.joined
         for part in world.parts:
             if world.is_leader:  # its mates hear the same numbers
                 self._staleness.update(torch.tensor(part.staleness))

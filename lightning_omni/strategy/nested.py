@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from lightning_omni.errors import UnsupportedError
 from lightning_omni.optimizer.balance import Balance
+from lightning_omni.strategy.contract import Strategy
 from lightning_omni.strategy.epochs import EpochDriver
 from lightning_omni.topology import Topology
-
-if TYPE_CHECKING:
-    from lightning_omni.strategy.hooks import OmniStrategyHooks
 
 
 class NestedRuns:
@@ -28,7 +25,7 @@ class NestedRuns:
         is_running: whether one is under way.
     """
 
-    def __init__(self, strategy: OmniStrategyHooks) -> None:
+    def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
         self.is_running = False
         self._groups = 1
@@ -39,7 +36,7 @@ class NestedRuns:
         Raises:
             UnsupportedError: groups are training, each for itself.
         """
-        world = self._strategy._world
+        world = self._strategy.joined
         if world.is_computing:
             raise UnsupportedError(
                 "trainer.fit_loop.run() inside an epoch (a learning-rate finder in on_train_batch_end, say): the groups"
@@ -54,7 +51,7 @@ class NestedRuns:
         strategy = self._strategy
         kept = strategy.epochs, strategy.balance
         epochs = EpochDriver("static", strategy.rank_zero_info)
-        epochs.connect(strategy._trainer, strategy._world)
+        epochs.connect(strategy.lightning_module.trainer, strategy.joined)
         strategy.epochs, strategy.balance = epochs, Balance("off", strategy.rank_zero_info)
         self.is_running = True
         try:
@@ -65,8 +62,8 @@ class NestedRuns:
 
     @contextmanager
     def _in_one_group(self) -> Iterator[None]:
-        strategy, world = self._strategy, self._strategy._world
-        if world.is_synchronous:
+        strategy, world = self._strategy, self._strategy.joined
+        if not world.executor.exchanges:
             yield
         elif world.control is not None:
             self._groups = len(world.live_groups)
@@ -85,7 +82,7 @@ class NestedRuns:
         """An epoch begins: groups that a nested run has made one are what they were."""
         groups, self._groups = self._groups, 1
         if groups > 1:
-            self._strategy.form(min(groups, len(self._strategy._world.live_ranks)))
+            self._strategy.form(min(groups, len(self._strategy.joined.live_ranks)))
 
     def forget(self) -> None:
         """The fit is over."""
