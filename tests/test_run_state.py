@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import random
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,11 +19,12 @@ from test_snapshot import bits
 from topk import TopK
 from torch import nn
 
+import lightning_omni
 from lightning_omni import OmniOptimizer, World
 from lightning_omni.methods import AsyncSGD, LocalSGD
 from lightning_omni.optimizer.data import Leases
 from lightning_omni.optimizer.options import WorldOptions
-from lightning_omni.optimizer.run_state import GroupScope, Live, RunScope, RunState, ShardScope
+from lightning_omni.optimizer.run_state import GroupScope, Live, RollbackPoint, RunScope, RunState, ShardScope
 from lightning_omni.protocol.group import Heard
 from lightning_omni.protocol.progress import Progress, ReferenceBatch
 
@@ -142,6 +146,50 @@ class Run:
 def test_every_piece_is_disturbed() -> None:
     pieces = [field.name for scope in (RunScope, GroupScope, ShardScope) for field in fields(scope)]
     assert sorted(pieces) == sorted(Run.DISTURBANCES)
+
+
+def table_of(heading: str) -> list[str]:
+    """The pieces in one table of docs/state.md."""
+    page = (Path(__file__).parents[1] / "docs" / "state.md").read_text()
+    (section,) = re.findall(rf"^## {heading}\n(.*?)^#", page, re.M | re.S)
+    rows = [line.split("|")[1:-1] for line in section.splitlines() if line.startswith("| `")]
+    assert all(cell.strip() for row in rows for cell in row)
+    assert {len(row) for row in rows} == {8}
+    return [re.sub("[` ]", "", row[0]) for row in rows]
+
+
+@pytest.mark.parametrize(("heading", "scope"), [("Run", RunScope), ("Group", GroupScope), ("Rank × shard", ShardScope)])
+def test_the_docs_say_of_every_piece_and_of_no_other_what_becomes_of_it(heading: str, scope: Any) -> None:
+    assert table_of(heading) == [field.name for field in fields(scope)]
+
+
+def test_what_is_rolled_back_is_what_the_docs_say() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "state.md").read_text()
+    rows = [line.split("|")[1:-1] for line in page.splitlines() if line.startswith("| `")]
+    back = [re.sub("[` ]", "", row[0]) for row in rows if len(row) == 8 and "put back" in row[5]]
+    assert sorted(back) == sorted(field.name for field in fields(RollbackPoint))
+
+
+def test_a_tuner_touches_nothing_private_of_the_strategy() -> None:
+    for path in (Path(lightning_omni.__file__).parent / "tuner").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and re.match("_(?!_)", node.attr):
+                owner = ast.unparse(node.value)
+                assert not re.search("strategy|world|epochs", owner), f"{path.name}: {ast.unparse(node)}"
+
+
+def test_no_module_remembers_runs() -> None:
+    """Two remember what is the process's: torch's process groups, and children."""
+    package = Path(lightning_omni.__file__).parent
+    remember = {
+        path.relative_to(package).as_posix()
+        for path in package.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Global)
+    }
+    weak = {path.name for path in package.rglob("*.py") if re.search(r"^_?\w+.*= Weak\w+\(", path.read_text(), re.M)}
+    assert remember == {"optimizer/process_groups.py", "strategy/launcher.py"}
+    assert not weak
 
 
 @pytest.fixture(scope="module")

@@ -77,6 +77,34 @@ class States:
         """Training has begun: what was to be resumed is."""
         self._resumed = Saved()
 
+    # --- Groups are formed -------------------------------------------------------------------------------------------
+
+    def hand_out(self) -> None:
+        """Training begins in several groups: the server gets the run's state, each group what it alone knew."""
+        self.seed()
+        for index, (part, state) in enumerate(zip(self._place.parts, self.of_this_group, strict=False)):
+            part.replica.resume(state)
+            self._residuals.resume(index, state)
+
+    def hand_over(self, was_synchronous: bool) -> tuple[tuple[int, int], ...]:
+        """Other groups stand: each piece of the state goes where it is from now on. On all ranks of them.
+
+        Args:
+            was_synchronous: whether there was one group before.
+
+        Returns:
+            The ranges of the epoch that the server knows to be trained, if there is one group from here on.
+        """
+        for part in self._place.parts:
+            part.replica.abandon()  # memory, and a group's own weights
+        self._residuals.carry_over()
+        if was_synchronous:
+            self.seed()
+            return ()
+        if self._place.steps_at_worker:
+            self.share()
+        return self.take_back() if self._place.is_synchronous else ()
+
     # --- To the server and back ---------------------------------------------------------------------------------------
 
     def seed(self) -> None:

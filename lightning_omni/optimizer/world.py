@@ -197,10 +197,7 @@ class World(Place):
             self.check_method(len(self.topology.alive))
             self.connect()
             self._form()
-            self.states.seed()
-            for index, (part, state) in enumerate(zip(self.parts, self.states.of_this_group, strict=False)):
-                part.replica.resume(state)
-                self.residuals.resume(index, state)
+            self.states.hand_out()
             self.edits.begin()
         self.executor.place_heads()
         self.states.forget()
@@ -317,7 +314,6 @@ class World(Place):
         check_groups(groups, len(self.live_ranks))
         if groups > 1:
             self.check_method(groups)
-        spans: tuple[tuple[int, int], ...] = ()
         computing, was_synchronous = self.is_computing, self.is_synchronous
         if was_synchronous:
             self.structures.renew()
@@ -326,23 +322,14 @@ class World(Place):
         self.enter_world(buffers)
         if was_synchronous:
             if groups == 1:
-                return spans
+                return ()
             self.connect()
         self._form(groups, speeds)
         self.structures.check_alike()
         self.executor.check_parts()
-        for part in self.parts:
-            part.replica.abandon()
-        self.residuals.carry_over()
+        spans = self.states.hand_over(was_synchronous)
         if was_synchronous:
-            self.states.seed()
             self.edits.begin()
-        elif self.steps_at_worker:
-            self.states.share()
-            if self.is_synchronous:
-                spans = self.states.take_back()
-        elif self.is_synchronous:
-            spans = self.states.take_back()
         self.executor.place_heads()
         if self.is_synchronous:
             self.process_groups.use(self.compute_group)

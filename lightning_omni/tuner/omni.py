@@ -27,6 +27,7 @@ from lightning_omni.optimizer.balance import Balance
 from lightning_omni.optimizer.run_state import RollbackPoint
 from lightning_omni.performance.forecast import Setting
 from lightning_omni.protocol.leases import apportion
+from lightning_omni.protocol.progress import ReferenceBatch
 from lightning_omni.report.times import RunTimes
 from lightning_omni.search import Choice, Job, Observation, Probe, Search, Space
 from lightning_omni.search.surrogate import check_libraries, import_libraries, load_libraries
@@ -769,7 +770,8 @@ class OmniTunerHooks(_CallbackBase):
     @staticmethod
     def _batch(trainer: Any, ranks: int) -> int:
         """Samples in one synchronous step of so many ranks."""
-        return batch_size_of(trainer.train_dataloader) * ranks * int(trainer.accumulate_grad_batches)
+        window = int(trainer.accumulate_grad_batches)
+        return ReferenceBatch(ranks, batch_size_of(trainer.train_dataloader), window).samples
 
     def _allows(self, trainer: Any, groups: int) -> bool:
         """Whether there may be that many groups."""

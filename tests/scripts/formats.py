@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -20,6 +21,7 @@ from torch import Tensor
 from lightning_omni import OmniOptimizer, World
 from lightning_omni.optimizer.options import WorldOptions
 from lightning_omni.optimizer.run_state.saved import Saved
+from lightning_omni.strategy.checkpoints import Checkpoints
 
 RANKS, LR, STEPS = 4, 0.1, 6
 PHASES = (4, 2, 1, 2)
@@ -60,6 +62,7 @@ def train(rank: int) -> dict[str, object]:
                     parameter.grad = each
                 optimizer.step()
             if phase == 1:
+                save_inside_an_epoch(world, model)
                 deposited = deposit(world)
         residual = world.core.sender_state(0).get("residual", [])
     result = {
@@ -72,6 +75,21 @@ def train(rank: int) -> dict[str, object]:
     dist.barrier()
     dist.destroy_process_group()
     return result
+
+
+def save_inside_an_epoch(world: World, model: torch.nn.Module) -> None:
+    """What a checkpoint then lacks is said once."""
+    said: list[str] = []
+    checkpoints = Checkpoints(said.append)
+    for _ in range(2):
+        checkpoints.collect(world, model, model.state_dict())
+        checkpoint: dict[str, Any] = {"optimizer_states": []}
+        checkpoints.complete(world, checkpoint, None)
+        if world.is_recorder:
+            assert checkpoint["omni"]["group"] == {}
+            assert checkpoint["omni"]["run"]["cut"]["clocks"][0] > 0
+    assert len(said) == 1
+    assert "what they have not pushed yet in the wire format TopK is not in it" in said[0]
 
 
 def deposit(world: World) -> bool:
