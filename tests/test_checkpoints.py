@@ -33,7 +33,12 @@ def test_the_file_holds_the_masters_weights_and_optimizer_state(saved: Run) -> N
 
 def test_the_extra_key_is_plain_and_the_rest_is_lightnings(saved: Run) -> None:
     assert set(rank0(saved, "groups half")["keys"]) - set(rank0(saved, "ddp half")["keys"]) == {"omni"}
-    assert rank0(saved, "groups half")["omni"]["run"]["groups"] == 2
+    run = rank0(saved, "groups half")["omni"]["run"]
+    reference = {"ranks": 2, "batch_size": 8, "window": 1}
+    assert run["groups"] == 2
+    assert run["progress"] == {"reference": reference, "batches": 16, "epochs": 1, "samples": 0, "steps": 16}
+    assert (run["cut"]["epoch"], run["cut"]["trained"]) == (0, [[0, 256]])
+    assert sum(run["cut"]["pushes"].values()) == run["cut"]["clocks"][0]
 
 
 def test_a_groups_checkpoint_loads_in_plain_ddp(saved: Run) -> None:
@@ -47,6 +52,13 @@ def test_groups_resume_with_the_servers_clock_state_and_schedule(saved: Run) -> 
     assert later["adam_steps"][0] == 2 * rank0(saved, "groups half")["adam_steps"][0]
     assert later["lr"] == rank0(saved, "ddp whole")["lr"]
     assert later["val_loss"] < rank0(saved, "groups half")["val_loss"]
+
+
+def test_groups_resume_from_a_checkpoint_of_before_its_entry_had_a_version(saved: Run) -> None:
+    later = rank0(saved, "groups from the first version")
+    assert later["adam_steps"] == [later["omni"]["run"]["cut"]["clocks"][0]] * 4
+    assert later["adam_steps"][0] == 2 * rank0(saved, "groups half")["adam_steps"][0]
+    assert later["lr"] == rank0(saved, "ddp whole")["lr"]
 
 
 def test_groups_resume_from_a_ddp_checkpoint(saved: Run) -> None:

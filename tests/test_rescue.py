@@ -83,7 +83,7 @@ def test_everything_comes_back_as_it_was_but_hyperparameters() -> None:
     step()
     core.sender_state(0)["residual"][0].zero_()
     for _ in range(2):  # more than once, if need be
-        kept.put_back()
+        kept.put_back(core)
         assert all(map(torch.equal, before, module.parameters()))
         assert all(
             map(torch.equal, momentum, [optimizer.state[each]["momentum_buffer"] for each in module.parameters()])

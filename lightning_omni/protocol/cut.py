@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
+
+from lightning_omni.protocol.progress import Progress
 
 
 class Cut(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,3 +29,16 @@ class Cut(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int = -1
     total: int = 0
     trained: tuple[tuple[int, int], ...] = ()
+
+    def progress(self, known: Progress) -> Progress:
+        """How far the run is at this moment; a rank, which knows it but roughly inside an epoch, says the rest.
+
+        Example:
+            >>> from lightning_omni.protocol.progress import ReferenceBatch
+            >>> cut = Cut(epoch=2, total=320, trained=((0, 64), (96, 128)))
+            >>> cut.progress(Progress(ReferenceBatch(4, 8), batches=10, epochs=2, samples=64)).samples
+            96
+        """
+        if self.epoch != known.epochs:
+            return known
+        return replace(known, samples=sum(stop - start for start, stop in self.trained))

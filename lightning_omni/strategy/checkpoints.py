@@ -97,6 +97,7 @@ class Checkpoints:
         if snapshot is None:
             return
         groups, more = len(world.topology.alive), dict[str, Any]()
+        progress = None if progress is None else snapshot.cut.progress(progress)
         if "optimizer_states" in checkpoint:  # save_weights_only means it
             more = {
                 "method": m.method_to_wire(world.method),

@@ -695,7 +695,7 @@ class OmniTunerHooks(_CallbackBase):
         world, hyperparameters = self._strategy.world, self._look_at(trainer)
         if not world.is_synchronous:
             self._strategy.form(1)
-        self._before_choice.put_back()
+        self._before_choice.put_back(world.core)
         was = self._setting
         factor = 1 / self._scaled if was.groups > 1 else 1 / 3  # the user's own schedule, or smaller steps
         momentum = self._own.momentum if was.groups > 1 else was.momentum

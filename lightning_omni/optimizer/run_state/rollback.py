@@ -27,14 +27,14 @@ class RollbackPoint:
         weights: parameters, and what they held.
         buffers: buffers, and what they held.
         optimizers: each, and its states by parameter. Hyperparameters are not rolled back.
-        senders: the group's, and what the sender of pushes remembered, for each optimizer. What was given to it since
-            are gradients of weights that are no more.
+        senders: what the sender of the group's pushes remembered, for each optimizer. What was given to it since are
+            gradients of weights that are no more.
     """
 
     weights: tuple[tuple[Tensor, Tensor], ...]
     buffers: tuple[tuple[Tensor, Tensor], ...]
     optimizers: tuple[tuple[Optimizer, Mapping[Any, Any]], ...]
-    senders: tuple[GroupCore, tuple[State, ...]]
+    senders: tuple[State, ...]
 
     @classmethod
     def of(cls, module: nn.Module, optimizers: Sequence[Optimizer], core: GroupCore) -> RollbackPoint:
@@ -51,11 +51,15 @@ class RollbackPoint:
             optimizers=tuple(
                 (each, {parameter: deepcopy(values) for parameter, values in each.state.items()}) for each in optimizers
             ),
-            senders=(core, tuple(copied(core.sender_state(index)) for index in range(len(optimizers)))),
+            senders=tuple(copied(core.sender_state(index)) for index in range(len(optimizers))),
         )
 
-    def put_back(self) -> None:
-        """The run goes on from there, in one group."""
+    def put_back(self, core: GroupCore) -> None:
+        """The run goes on from there, in one group.
+
+        Args:
+            core: the group.
+        """
         with torch.no_grad():
             for tensor, kept in (*self.weights, *self.buffers):
                 tensor.copy_(kept)
@@ -63,6 +67,5 @@ class RollbackPoint:
             optimizer.state.clear()
             for parameter, values in states.items():
                 optimizer.state[parameter] = deepcopy(values)
-        core, senders = self.senders
-        for index, state in enumerate(senders):
+        for index, state in enumerate(self.senders):
             core.load_sender_state(index, copied(state))
