@@ -15,6 +15,28 @@ RECORDER = 0
 
 
 @dataclass(frozen=True)
+class GroupId:
+    """Who a group is: its name, and which of those that have had that name.
+
+    Numbers are places in arrays and are given again; a name with its incarnation never is, in one run.
+
+    Attributes:
+        name: the same for as long as somebody goes by it, whatever groups are formed; by default the group's number.
+        incarnation: grows whenever groups are formed, and whenever one joins. 0 before any.
+
+    Example:
+        >>> str(GroupId("1", incarnation=3))
+        "'1' (incarnation 3)"
+    """
+
+    name: str
+    incarnation: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.name!r} (incarnation {self.incarnation})"
+
+
+@dataclass(frozen=True)
 class Topology:
     """A partition of ranks into compute groups.
 

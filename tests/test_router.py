@@ -212,7 +212,7 @@ def test_a_service_of_ones_own_hears_of_losses_and_begins_each_run_afresh(link: 
     link.core.reset()
     for rank in range(3):
         link.join(rank)
-    assert link.form((0, 1), (2,)) == m.Formed(generation=1)
+    assert link.form((0, 1), (2,)) == m.Formed(generation=1, incarnation=1)
     assert {link.control(rank, AskTold()).next for rank in (0, 2)} == {"None at clock 0"}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -127,9 +127,19 @@ class Link:
         self.now = 100.0
         self.inbox: dict[tuple[bytes, str], list[Received]] = defaultdict(list)
         self.unasked: dict[bytes, m.Status] = {}
+        self.pushed: Counter[tuple[bytes, int]] = Counter()
 
     def say(self, peer: bytes, message: m.Message, payload: bytes = b"", channel: str = m.CONTROL) -> list[Received]:
-        """A message from a peer; the answers that the same peer gets on the same channel."""
+        """A message from a peer; the answers that the same peer gets on the same channel.
+
+        A push without a number gets the next one, and keeps it if it is refused.
+        """
+        if isinstance(message, m.PushMessage) and not message.sequence:
+            where, incarnation = (peer, message.optimizer), self.core.roster.incarnation
+            message = msgspec.structs.replace(message, incarnation=incarnation, sequence=self.pushed[where] + 1)
+            answers = self.say(peer, message, payload, channel)
+            self.pushed[where] += not any(isinstance(answer, m.RefusedMessage) for answer, _ in answers)
+            return answers
         arrived = self.core.decode(channel, m.encode(message))
         before = len(self.inbox[peer, channel])
         try:
@@ -140,6 +150,8 @@ class Link:
             out = [Out(peer, channel, m.RefusedMessage(code=no.code, reason=str(no)))]
         except ProtocolError as error:
             out = self.core.refuse(channel, peer, str(error))
+        if any(isinstance(item.message, m.Formed) for item in out):
+            self.pushed.clear()
         self.deliver(out)
         return self.inbox[peer, channel][before:]
 
@@ -202,7 +214,7 @@ def trained_link(*groups: tuple[int, ...], **options: Any) -> Link:
     link = Link(sum(map(len, groups)), **options)
     for rank in range(link.world_size):
         link.join(rank)
-    assert link.form(*groups) == m.Formed(generation=1)
+    assert link.form(*groups) == m.Formed(generation=1, incarnation=1)
     message, payload = seed_of({"parts": [part_of(new_parameters())]})
     assert link.data(0, message, payload)[0] == m.Seeded()
     link.inbox.clear()

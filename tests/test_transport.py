@@ -31,6 +31,7 @@ from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.transport import Address, Control, Transport
 from lightning_omni.protocol.wire_format import Memory
 from lightning_omni.server import ZeroMQ
+from lightning_omni.topology import GroupId
 
 KEY = bytes(range(32))
 DEADLINE = 20.0
@@ -91,12 +92,14 @@ class Group:
         self.replica = Replica(list(self.parameters.values()), optimizer, rank)
         self.core = GroupCore(self.method)
         self.core.attach(self.replica)
+        self.core.form(GroupId(str(rank), 1))
         self._memory = Memory()
 
     def form(self, groups: Sequence[tuple[int, ...]]) -> None:
         """Rank 0 forms groups and hands weights over."""
         method = m.method_to_wire(self.method)
-        self.control.request(m.Form(generation=1, groups=tuple(groups), method=method), m.Formed, timeout=DEADLINE)
+        form = m.Form(generation=1, groups=tuple(groups), method=method)
+        assert self.control.request(form, m.Formed, timeout=DEADLINE).incarnation == 1
         names = {parameter: name for name, parameter in self.parameters.items()}
         weights = {name: parameter.detach() for name, parameter in self.parameters.items()}
         optimizer = describe(self.replica.optimizer, names) if self.method.steps_at == "server" else None

@@ -61,6 +61,7 @@ class Rank:
     def __init__(self, address: str, rank: int = 0, world_size: int = 1, numel: int = 1000, **options: Any) -> None:
         self.layout = Layout.of({"w": torch.zeros(numel), "b": torch.zeros(3)})
         options = {"key": KEY, "run": "a run", "layout": self.layout, "connect_timeout": DEADLINE, **options}
+        self.pushes = 0
         self.control = ControlConnection(address, rank=rank, world_size=world_size, **options)
         try:
             self.data = DataConnection(self.control.session, self.control.check, DEADLINE)
@@ -94,6 +95,7 @@ class Rank:
 
     def push(self, step: int, read_at: int) -> tuple[m.Weights, list[Tensor]]:
         buffer, _ = self.gradient(step)
+        self.pushes += 1
         message = m.PushMessage(
             optimizer=0,
             read_at=read_at,
@@ -102,6 +104,8 @@ class Rank:
             epoch=-1,
             trained=0,
             nbytes=buffer.numel(),
+            incarnation=1,
+            sequence=self.pushes,
         )
         answer, payload = self.data.exchange(message, m.Weights, buffer)
         return answer, self.layout.views(payload)

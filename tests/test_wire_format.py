@@ -123,7 +123,8 @@ def test_memory_is_used_again_for_any_layout() -> None:
 def sparse_link() -> Link:
     """Two groups whose pushes travel as `TopK`."""
     link = trained_link((0, 1), (2,))
-    assert link.form((0, 1), (2,), generation=2, wire_format=wire_format.to_wire(TOPK)) == m.Formed(generation=2)
+    formed = link.form((0, 1), (2,), generation=2, wire_format=wire_format.to_wire(TOPK))
+    assert formed == m.Formed(generation=2, incarnation=2)
     link.inbox.clear()
     return link
 
@@ -142,7 +143,7 @@ def test_a_server_takes_pushes_in_the_format_that_the_groups_were_formed_with() 
     assert (answer.applied, answer.clock) == (True, 1)
     moved = torch.cat([(a - b).flatten() for a, b in zip(before, link.weights(), strict=True)])
     assert int(moved.count_nonzero()) == int(0.25 * 9)
-    assert link.form((0, 1), (2,), generation=3) == m.Formed(generation=3)
+    assert link.form((0, 1), (2,), generation=3) == m.Formed(generation=3, incarnation=3)
     assert link.data(2, *push_of(gradient(1), read_at=1))[0].applied
 
 

@@ -286,7 +286,7 @@ class Channel:
         with self.timed():
             if self._place.is_leader:
                 answer = ask()
-                prefix[:6] = torch.tensor(
+                prefix[:7] = torch.tensor(
                     [
                         answer.clock,
                         answer.staleness,
@@ -294,14 +294,15 @@ class Channel:
                         answer.refused_in_row,
                         answer.progress,
                         _STOPS.index(answer.stop),
+                        int(answer.repeated),
                     ]
                 )
                 numbers[0] = answer.note
             self.broadcast_in_group(memory)
-        clock, staleness, applied, refused, progress, stop = prefix[:6].tolist()
+        clock, staleness, applied, refused, progress, stop, repeated = prefix[:7].tolist()
         if staleness >= 0:
             part.staleness.append(staleness)
-        heard = Heard(staleness, bool(applied), progress, _STOPS[stop])
+        heard = Heard(staleness, bool(applied), progress, _STOPS[stop], bool(repeated))
         tensors = part.replica.layout.views(memory[PREFIX:]) if pull else ()
         pulled = self._place.core.hear(heard, tensors, clock, float(numbers[0]))
         self.watch_refusals(heard.applied, refused)

@@ -43,8 +43,9 @@ from lightning_omni.optimizer.structure import Structures
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.group import Heard
 from lightning_omni.protocol.layout import Layout
+from lightning_omni.protocol.transport import Answer
 from lightning_omni.protocol.wire_format import to_wire
-from lightning_omni.topology import RECORDER, Topology, check_groups
+from lightning_omni.topology import RECORDER, GroupId, Topology, check_groups
 
 _log = logging.getLogger(__name__)
 
@@ -359,10 +360,12 @@ class World(Place):
         """
         assert self.control is not None
         self.barrier()
+        mine = b""
         if self.is_recorder:
-            topology = self._form_until_accepted(groups, speeds)
-        said = self.channel.meet("topology", json.dumps(topology.groups).encode() if self.is_recorder else b"")
-        self.topology = Topology(tuple(tuple(members) for members in json.loads(dict(said)[RECORDER])))
+            topology, incarnation = self._form_until_accepted(groups, speeds)
+            mine = json.dumps([topology.groups, incarnation]).encode()
+        formed, incarnation = json.loads(dict(self.channel.meet("topology", mine))[RECORDER])
+        self.topology = Topology(tuple(tuple(members) for members in formed))
         self.generation += 1
         if self.rank not in self.topology.ranks:
             self.control.check()
@@ -370,10 +373,11 @@ class World(Place):
         for part in self.parts:
             # As formed, not as alive: mates hear of a loss at different moments, and must draw the same peer.
             part.replica.group, part.replica.peers = self.group, self.topology.alive
-        self.core.form()
+        self.core.form(GroupId(str(self.group), incarnation))
         self.channel.meet_peers()
 
-    def _form_until_accepted(self, groups: int | None, speeds: Mapping[int, float] | None) -> Topology:
+    def _form_until_accepted(self, groups: int | None, speeds: Mapping[int, float] | None) -> tuple[Topology, int]:
+        """The groups that stand now, and their incarnation."""
         assert self.control is not None
         while True:
             topology = self.topology if groups is None else self._topology_of_the_living(groups, speeds)
@@ -385,21 +389,20 @@ class World(Place):
                 wire_format=to_wire(self.core.wire_format),
             )
             try:
-                self._say(form, m.Formed)
-                return topology
+                return topology, self._say(form, m.Formed).incarnation
             except Refused:
                 # A rank died this very moment and the notice is on its way: form without it.
                 if groups is None or topology.ranks == self.live_ranks:
                     raise
 
-    def _say(self, message: m.Message, expect: type[m.Message]) -> None:
+    def _say(self, message: m.Message, expect: type[Answer]) -> Answer:
         """A request on the control channel, however large."""
         assert self.control is not None
         data = m.encode(message)
         if len(data) > m.LARGEST_INLINE:
             self.channel.bring(data)
             message = m.ReadBrought()
-        self.control.request(message, expect)
+        return self.control.request(message, expect)
 
     def _topology_of_the_living(self, groups: int, speeds: Mapping[int, float] | None) -> Topology:
         if speeds is None:

@@ -11,7 +11,9 @@ comes out, and says what came of it::
 Rule 1: one action of an optimizer at a time. Its tensors are live ones, and stand until it is answered.
 Rule 2: every rank of a group drives a core of its own, with the same events. The leader alone speaks to the server and
 to other groups, and shares what it hears; so all of them come to the same actions.
-Rule 3: what the method needs and the group can do by itself, a step of its own optimizer for instance, is done here.
+Rule 3: a push has a number, and keeps it until it is answered: `GroupCore.say` may be called again for the same `Ask`,
+where the answer was lost, and says the same. The server applies each number once.
+Rule 4: what the method needs and the group can do by itself, a step of its own optimizer for instance, is done here.
 """
 
 from __future__ import annotations
@@ -45,6 +47,7 @@ from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.lessee import Lessee
 from lightning_omni.protocol.wire_format import RAW, Encoded, Memory, State, WireFormat
+from lightning_omni.topology import GroupId
 
 
 @dataclass(frozen=True)
@@ -99,17 +102,19 @@ class Heard:
         applied: whether that push was applied.
         progress: positions of the epoch trained by all groups.
         stop: as in `lightning_omni.protocol.messages.Leave`.
+        repeated: whether that push was counted when it came the first time, and its answer is lost.
     """
 
     staleness: int = -1
     applied: bool = True
     progress: int = 0
     stop: str = ""
+    repeated: bool = False
 
     @classmethod
     def of(cls, message: m.Weights) -> Heard:
         """What a message of the server's says."""
-        return cls(message.staleness, message.applied, message.progress, message.stop)
+        return cls(message.staleness, message.applied, message.progress, message.stop, message.repeated)
 
 
 @dataclass
@@ -126,6 +131,8 @@ class _Half:
     """What the sender of its pushes remembers, as the last push that was applied has left it."""
     sending: State | None = None
     """The same if the push that is under way is applied, too."""
+    sequence: int = 0
+    """Pushes that the server has answered, since the group is who it is; the next one is that number and one more."""
 
 
 class GroupCore:
@@ -136,6 +143,7 @@ class GroupCore:
         wire_format: how its pushes are put into bytes.
 
     Attributes:
+        identity: who the group is.
         data: what the group has drawn and trained of the epoch's data, if it is leased.
         heard: what the group has heard of the run.
 
@@ -159,6 +167,7 @@ class GroupCore:
     def __init__(self, method: Method, wire_format: WireFormat = RAW) -> None:
         self.method = method
         self.wire_format = wire_format
+        self.identity = GroupId("")
         self.data: Lessee | None = None
         self.heard = Heard()
         self._halves: list[_Half] = []
@@ -172,13 +181,19 @@ class GroupCore:
         """Forgets all optimizers; others may be attached."""
         self._halves.clear()
 
-    def form(self) -> None:
+    def form(self, identity: GroupId | None = None) -> None:
         """Other groups stand: the method begins anew, with what its replicas remember.
 
         What the sender remembers stays: whoever forms groups sees to it that the new leaders have it.
+
+        Args:
+            identity: who this group is now, if it is another one: its pushes are counted from the first.
         """
         for half in self._halves:
             half.side = None
+            if identity is not None:
+                half.sequence = 0
+        self.identity = identity or self.identity
 
     # --- Events ------------------------------------------------------------------------------------------------------
 
@@ -191,9 +206,10 @@ class GroupCore:
     def answer(self, optimizer: int, answer: Answer) -> Action:
         """The last action of an optimizer is done, with this answer to the method's need."""
         half = self._halves[optimizer]
-        if half.sending is not None and isinstance(answer, Pulled):
-            if not answer.refused:  # else the state stands as it was before
-                half.sent = half.sending
+        if isinstance(answer, Pulled) and isinstance(half.need, Exchange):
+            half.sequence += 1
+            if half.sending is not None and (not answer.refused or (self.heard.repeated and self.heard.applied)):
+                half.sent = half.sending  # else the state stands as it was before
             half.sending = None
         return self._go_on(optimizer, answer)
 
@@ -207,7 +223,9 @@ class GroupCore:
             note: one number for the method.
         """
         self.heard = heard
-        return Pulled(tensors, clock, note, refused=not heard.applied)
+        # Where the answer was lost, groups with weights of their own begin again from the master weights.
+        lost = heard.repeated and self.method.steps_at == "worker"
+        return Pulled(tensors, clock, note, refused=lost or not heard.applied)
 
     def step_took(self, optimizer: int, seconds: float) -> None:
         """A local step has taken so long, exchanges left out."""
@@ -232,7 +250,7 @@ class GroupCore:
         return self.data.place if self.data is not None else (-1, 0)
 
     def say(self, ask: Ask, layout: Layout, memory: Memory) -> Said:
-        """What is said to the server for an `Ask`. By the leader alone, and once: what it remembers depends on it.
+        """What is said to the server for an `Ask`. By the leader alone; again, if the answer was lost.
 
         Args:
             ask: from this core.
@@ -243,8 +261,9 @@ class GroupCore:
             return Said(m.Fetch(optimizer=ask.optimizer, epoch=ask.epoch, trained=ask.trained))
         encoded = self.encode(ask.optimizer, ask.need, layout, memory)
         nbytes = encoded.payload.numel()
-        place = ask.epoch, ask.trained
-        message = m.PushMessage.of(ask.need, ask.optimizer, encoded.present, nbytes, *place, layout.version)
+        numbers = ask.epoch, ask.trained, layout.version, self.identity.incarnation
+        sequence = self._halves[ask.optimizer].sequence + 1
+        message = m.PushMessage.of(ask.need, ask.optimizer, encoded.present, nbytes, *numbers, sequence)
         return Said(message, encoded.payload)
 
     def encode(self, optimizer: int, need: Exchange, layout: Layout, memory: Memory) -> Encoded:
@@ -253,6 +272,10 @@ class GroupCore:
         encoded = self.wire_format.encode(need.tensors, layout, half.sent, memory)
         half.sending = encoded.state
         return encoded
+
+    def sequence(self, optimizer: int) -> int:
+        """Pushes of an optimizer that the server has answered since the group is who it is."""
+        return self._halves[optimizer].sequence
 
     def sender_state(self, optimizer: int) -> State:
         """What the sender of an optimizer's pushes remembers; of a leader only."""

@@ -78,14 +78,14 @@ class Membership:
             )
         method = m.method_from_wire(message.method)
         wire_format.from_wire(message.wire_format)  # or it is refused, before anything has changed
+        self._roster.form(topology, message.names)
         self.generation = message.generation
-        self._roster.topology = topology
         for service in self._services:
             service.form(topology, method, message)
         # Every rank that asks how the run goes before its next heartbeat should hear of these groups.
         return [
             *self._tell_everyone(self._monitoring.status(-1.0)),
-            Out(sender.peer, m.CONTROL, m.Formed(generation=message.generation)),
+            Out(sender.peer, m.CONTROL, m.Formed(generation=message.generation, incarnation=self._roster.incarnation)),
         ]
 
     def report_lost(self, sender: Sender, message: m.Lost, payload: Payload) -> list[Out]:

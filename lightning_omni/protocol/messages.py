@@ -17,7 +17,7 @@ from lightning_omni.protocol.cut import Cut
 from lightning_omni.protocol.leases import Batch, EpochPlan
 from lightning_omni.registry import to_wire
 
-VERSION = 5
+VERSION = 6
 """Protocol version. Both sides must have the same."""
 LARGEST_INLINE = 32 << 10
 """Bytes of message or payload that a rank may send on the control channel; more is brought over the data channel."""
@@ -81,6 +81,7 @@ class Form(Message, frozen=True, kw_only=True):
     Attributes:
         keep_epoch: whether the epoch that is under way goes on with the new groups.
         wire_format: how their pushes are put into bytes, as plain data.
+        names: of the groups; their numbers, if there are none.
     """
 
     generation: int
@@ -88,6 +89,7 @@ class Form(Message, frozen=True, kw_only=True):
     method: dict[str, Any]
     keep_epoch: bool = False
     wire_format: dict[str, Any] = msgspec.field(default_factory=lambda: {"name": "raw"})
+    names: tuple[Name, ...] = ()
 
 
 class OpenEpoch(Message, frozen=True, kw_only=True):
@@ -195,7 +197,10 @@ class RefusedMessage(Message, tag="Refused", frozen=True, kw_only=True):
 
 
 class GroupStatus(msgspec.Struct, frozen=True):
-    """How one group does: seconds per step, who is the slowest in it, and its gradients' staleness."""
+    """How one group does: seconds per step, who is the slowest in it, and its gradients' staleness.
+
+    ``name`` and ``incarnation`` say who it is: see `lightning_omni.topology.GroupId`.
+    """
 
     group: int
     ranks: tuple[int, ...]
@@ -206,6 +211,8 @@ class GroupStatus(msgspec.Struct, frozen=True):
     exchange_time: float
     slowest_rank: int
     slowest_time: float
+    name: str = ""
+    incarnation: int = 0
 
 
 class Status(Message, frozen=True, kw_only=True):
@@ -240,9 +247,10 @@ class Status(Message, frozen=True, kw_only=True):
 
 
 class Formed(Message, frozen=True, kw_only=True):
-    """The groups stand."""
+    """The groups stand, each in this incarnation."""
 
     generation: int
+    incarnation: int = 0
 
 
 class EpochOpened(Message, frozen=True, kw_only=True):
@@ -373,6 +381,9 @@ class PushMessage(Message, tag="Push", frozen=True, kw_only=True):
         pull: whether the answer is to bring tensors.
         epoch: the epoch, -1 if its data is not leased.
         trained: group batches of the epoch that are trained with this push.
+        incarnation: of the group; what an earlier one has sent is refused.
+        sequence: counts the pushes of this incarnation to this optimizer, from 1. The server applies each of them once.
+            0 where nothing is sent: at a merged head, in a replay.
     """
 
     optimizer: int
@@ -385,6 +396,8 @@ class PushMessage(Message, tag="Push", frozen=True, kw_only=True):
     note: float = 0.0
     pull: bool = True
     layout: int = 0
+    incarnation: int = 0
+    sequence: int = 0
 
     @classmethod
     def of(
@@ -396,6 +409,8 @@ class PushMessage(Message, tag="Push", frozen=True, kw_only=True):
         epoch: int,
         trained: int,
         layout: int = 0,
+        incarnation: int = 0,
+        sequence: int = 0,
     ) -> PushMessage:
         """What a group side needs exchanged, as a message.
 
@@ -407,6 +422,8 @@ class PushMessage(Message, tag="Push", frozen=True, kw_only=True):
             epoch: the epoch, -1 if its data is not leased.
             trained: group batches of the epoch that are trained with this push.
             layout: version of the layout.
+            incarnation: of the group.
+            sequence: number of the push.
         """
         return cls(
             layout=layout,
@@ -419,6 +436,8 @@ class PushMessage(Message, tag="Push", frozen=True, kw_only=True):
             nbytes=nbytes,
             note=need.note,
             pull=need.pull,
+            incarnation=incarnation,
+            sequence=sequence,
         )
 
 
@@ -556,6 +575,7 @@ class Weights(Message, frozen=True, kw_only=True):
         staleness: of the push that this answers; -1 if it answers a fetch.
         applied: False if the push was not finite and was refused; then these are the master weights.
         refused_in_row: pushes of this group refused in a row.
+        repeated: whether the push had come before, so that it was not applied once more; these are the master weights.
         progress: positions of the epoch trained by all groups.
         stop: as in `Leave`.
     """
@@ -569,6 +589,7 @@ class Weights(Message, frozen=True, kw_only=True):
     stop: str
     nbytes: int
     note: float = 0.0
+    repeated: bool = False
 
 
 class HeadOutput(Message, frozen=True, kw_only=True):

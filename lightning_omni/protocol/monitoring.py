@@ -103,6 +103,7 @@ class Monitoring(Service):
 
     def _group_status(self, group: int) -> m.GroupStatus:
         assert self._roster.topology is not None
+        identity = self._roster.identity(group)
         ranks, members = self._roster.topology.members(group), self._roster.members
         timings = {rank: members[rank].timings for rank in ranks if rank in members}
         seen: Counter[int] = sum((shard.by_group.get(group, Counter()) for _, shard in self._shards.pushed), Counter())
@@ -118,6 +119,8 @@ class Monitoring(Service):
             exchange_time=_mean([each.exchange_time for each in timings.values()]),
             slowest_rank=slowest,
             slowest_time=timings[slowest].compute_time if slowest in timings else 0.0,
+            name=identity.name,
+            incarnation=identity.incarnation,
         )
 
 

@@ -6,12 +6,13 @@ Rule 2: a dead rank costs its own group; the recorder's group costs the run.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lightning_omni.errors import ProtocolError, Refused
 from lightning_omni.protocol.handshake import fingerprint_problem, is_equal, rank_mac, session_key, version_problem
 from lightning_omni.protocol.messages import Heartbeat, Hello, Proof
-from lightning_omni.topology import RECORDER, Topology
+from lightning_omni.topology import RECORDER, GroupId, Topology
 
 MOST_RANKS = 1 << 16
 """Ranks of a run, at most."""
@@ -42,6 +43,8 @@ class Roster:
         self.lost: dict[int, str] = {}
         self.gone: set[int] = set()
         self.topology: Topology | None = None
+        self.incarnation = 0
+        self._identities: dict[int, GroupId] = {}
         self._ranks: dict[bytes, int] = {}
 
     @property
@@ -73,6 +76,23 @@ class Roster:
     def groups(self) -> tuple[int, ...]:
         """Numbers of the groups that take part; none before groups are formed."""
         return self.topology.alive if self.topology is not None else ()
+
+    def form(self, topology: Topology, names: Sequence[str] = ()) -> None:
+        """Groups are formed, under these names or their numbers.
+
+        Raises:
+            ProtocolError: the names are not one for each group, each another.
+        """
+        names = names or [str(group) for group in range(len(topology.groups))]
+        if len(names) != len(topology.groups) or len(set(names)) != len(names):
+            raise ProtocolError(f"names={tuple(names)}: {len(topology.groups)} groups need as many different names")
+        self.topology = topology
+        self.incarnation += 1
+        self._identities = {group: GroupId(name, self.incarnation) for group, name in enumerate(names)}
+
+    def identity(self, group: int) -> GroupId:
+        """Who a group is."""
+        return self._identities[group]
 
     def group_of(self, rank: int) -> int:
         """Number of the group that a rank is in, or -1."""

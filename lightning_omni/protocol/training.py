@@ -6,8 +6,10 @@ Rule: the outgoing weights are the live ones: whoever drives the server sends (o
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Literal
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -17,6 +19,7 @@ from lightning_omni.protocol import messages as m
 from lightning_omni.protocol import wire_format
 from lightning_omni.protocol.admission import Admission
 from lightning_omni.protocol.codec import check_specs, unpack
+from lightning_omni.protocol.deliveries import Deliveries, Delivery
 from lightning_omni.protocol.epochs import Epochs
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.notes import Notes
@@ -49,6 +52,7 @@ class Training(Service):
         self._shards = shards
         self._epochs = epochs
         self._notes = notes
+        self._deliveries = Deliveries()
         self._pending: dict[int, tuple[int, bool]] = {}  # group: optimizer of the push that waits, and whether it pulls
         self._idle_elsewhere: set[int] = set()
         self.handled: Counter[int] = Counter()
@@ -64,9 +68,11 @@ class Training(Service):
         self._notes.form(topology.groups, message.method, message.wire_format)
         self._pending.clear()
         self.handled.clear()
+        self._deliveries.clear()
         self._idle_elsewhere.clear()
 
     def retire(self, group: int, lost: bool) -> list[Out]:
+        self._deliveries.forget(group)
         return self._tell_sides("retire", group, note="retire" if lost else "leave")
 
     def settle(self) -> list[Out]:
@@ -91,12 +97,15 @@ class Training(Service):
         shard = self._shards.shard(number)
         if shard.is_head:
             raise ProtocolError(f"optimizer {number} is a merged head; nothing is pushed to it")
+        if (last := self._deliveries.check(group, self._roster.identity(group), message)) is not None:
+            return self._answer_again(sender, message, shard, last)
         if message.epoch >= 0:
             self._epochs.check_trained(group, message.epoch, message.trained)
         layout = shard.layout_of_push(group, message)
         tensors = self._decode(as_tensor(payload), layout)
         replies = shard.push(group, message, tensors, layout)
         self.handled[group] += 1
+        self._deliveries.count(group, message, applied=replies is not None)
         self._notes.push(group, message, refused=replies is None)
         if message.epoch >= 0:
             self._epochs.train(group, message.epoch, message.trained)
@@ -109,6 +118,22 @@ class Training(Service):
         if group in self._pending:
             out += self._rest_elsewhere(group, number)
         return out
+
+    def _answer_again(self, sender: Sender, message: m.PushMessage, shard: Shard, last: Delivery) -> list[Out]:
+        """A push has come once more, because its answer was lost, say; if it has none yet, that comes once."""
+        if not last.is_answered:
+            return []
+        shard.method_side.fetched(sender.group)
+        out = self._weights(
+            sender.peer,
+            message.optimizer,
+            shard,
+            last.staleness,
+            applied=last.applied,
+            group=sender.group,
+            pull=message.pull,
+        )
+        return [replace(out, message=msgspec.structs.replace(out.message, repeated=True))]
 
     def _decode(self, payload: Tensor, layout: Layout) -> Tensor:
         """The tensors of a push, in flat memory."""
@@ -219,6 +244,7 @@ class Training(Service):
         """The answer to the push that a group is waiting with."""
         shard, peer = self._shards.shard(number), self._admission.leader_peer(reply.group)
         _, pull = self._pending.pop(reply.group, (number, True))
+        self._deliveries.answer(reply.group, number, reply.staleness)
         if reply.group in self._idle_elsewhere:
             self._idle_elsewhere.discard(reply.group)
             self._resume_group(reply.group, but=number)

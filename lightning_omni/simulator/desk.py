@@ -49,6 +49,7 @@ class Desk:
 
     Attributes:
         core: the server.
+        incarnation: of the groups that were formed.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Desk:
         self._link = Link(self.core)
         self._layout, self._world_size = layout, world_size
         self._memory = Memory()
+        self.incarnation = 0
         for rank in range(world_size):
             self._join(rank)
 
@@ -90,7 +92,8 @@ class Desk:
             method=m.method_to_wire(method),
             wire_format=to_wire(wire_format),
         )
-        self._control(0, form)
+        (*_, formed) = self._control(0, form)
+        self.incarnation = cast(m.Formed, formed.message).incarnation
         packed, buffer = pack({"parts": [dict(part) for part in parts]})
         self._data(0, m.Seed(packed=packed, nbytes=buffer.numel()), buffer)
 

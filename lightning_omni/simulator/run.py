@@ -43,7 +43,7 @@ from lightning_omni.simulator.head import SimulatedHead, without
 from lightning_omni.simulator.progress import Enough, Progress, progress_of
 from lightning_omni.simulator.replicas import OwnReplica, SharingReplica, Snapshots
 from lightning_omni.simulator.workbench import Loss, Samples, Workbench
-from lightning_omni.topology import Topology
+from lightning_omni.topology import GroupId, Topology
 from lightning_omni.trace import Trace, reaches
 
 MakeOptimizer = Callable[[Any], Optimizer]
@@ -354,7 +354,9 @@ class Simulation:
         ranks = self.topology.members(number)
         replica = self._sharing_replica(number, master) if self._steps_at_server else self._own_replica(number, make)
         clocks = [Clockwork(self.cluster, rank, self.seed) for rank in ranks]
-        return Group(number, ranks, replica, self.method, clocks, self._is_balanced, self._wire_format)
+        group = Group(number, ranks, replica, self.method, clocks, self._is_balanced, self._wire_format)
+        group.core.form(GroupId(str(number), self._desk.incarnation))
+        return group
 
     def _sharing_replica(self, number: int, master: Optimizer) -> Replica:
         start = self._snapshots.at(0, self._desk.shard.buffer)

@@ -112,10 +112,11 @@ def exchange(nbytes: int, **way: Any) -> Iterator[Once]:
     data.exchange(m.Seed(packed=packed, nbytes=buffer.numel()), m.Seeded, buffer)
     weight.grad = torch.ones_like(weight)
     out, into = layout.empty(), layout.empty()
-    clock = 0
+    clock = pushes = 0
 
     def once() -> None:
-        nonlocal clock
+        nonlocal clock, pushes
+        pushes += 1
         assert weight.grad is not None
         layout.views(out)[0].copy_(weight.grad)
         push = m.PushMessage(
@@ -126,6 +127,8 @@ def exchange(nbytes: int, **way: Any) -> Iterator[Once]:
             epoch=-1,
             trained=0,
             nbytes=layout.nbytes,
+            incarnation=1,
+            sequence=pushes,
         )
         answer, payload = data.exchange(push, m.Weights, out, into)
         with torch.no_grad():

@@ -7,7 +7,7 @@ looked at but for what the next message needs (clocks, leases, challenges).
 from __future__ import annotations
 
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -85,6 +85,7 @@ class Session:
         self.settings: tuple[dict[str, Any], ...] = ()
         self._sessions: dict[int, bytes] = {}
         self._tensors = 0
+        self._pushes: Counter[tuple[int, int]] = Counter()
 
     # --- Speaking ----------------------------------------------------------------------------------------------------
 
@@ -172,6 +173,7 @@ class Session:
         self.method, self.groups, self.generation = method_named(method), groups, self.generation + 1
         self.clock.clear(), self.unanswered.clear()
         wire = m.method_to_wire(self.method)
+        self._pushes.clear()
         self.control(0, m.Form(generation=self.generation, groups=groups, method=wire, keep_epoch=keep_epoch))
 
     def seed(self, *parts: Mapping[str, Any]) -> None:
@@ -230,9 +232,12 @@ class Session:
             "trained": 0,
             "nbytes": len(payload),
             "note": self._tensors % 3 / 8,
+            "incarnation": self.core.roster.incarnation,
+            "sequence": self._pushes[group, optimizer] + 1,
         }
         self.unanswered.add((group, optimizer))
         answer = self.data(self.leader(group), m.PushMessage(**{**fields, **changes}), payload)
+        self._pushes[group, optimizer] += not isinstance(answer, m.RefusedMessage)
         if isinstance(answer, m.RefusedMessage):
             self.unanswered.discard((group, optimizer))
 
