@@ -210,6 +210,21 @@ class Cluster:
             replies = self.side.retire(group)
         self.deliver(replies)
 
+    def join(self) -> int:
+        """A group more takes part, and reads the master weights. Returns its number."""
+        group = len(self.replicas)
+        own = [Parameter(weight.detach().clone()) for weight in self.master.weights()]
+        self.replicas.append(Replica(own, self.make(own), group))
+        self.inboxes.append(Total()), self.steps.append(0), self.step_time.append(1.0)
+        self.alive.add(group)
+        self._meet()
+        self.cores.append(GroupCore(self.method))
+        self.cores[group].attach(self.replicas[group])
+        self.side.join(group)
+        self.side.fetched(group)
+        self.replicas[group].clock = self.master.clock
+        return group
+
     def meet(self, order: Iterable[int]) -> None:
         """All groups rest, in this order as far as they are free to."""
         left = list(order)

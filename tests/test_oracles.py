@@ -960,7 +960,9 @@ many = pytest.mark.parametrize("method", MANY.values(), ids=MANY.keys())
 @many
 @varied
 @given(
-    st.lists(st.tuples(st.sampled_from([*["push"] * 6, "rest", "resume", "retire"]), st.integers(0, 3)), max_size=40)
+    st.lists(
+        st.tuples(st.sampled_from([*["push"] * 6, "rest", "resume", "retire", "join"]), st.integers(0, 5)), max_size=40
+    )
 )
 def test_every_push_is_answered_once_and_nobody_waits_for_the_resting_or_the_gone(
     method: Method, events: list[tuple[str, int]]
@@ -981,6 +983,8 @@ def test_every_push_is_answered_once_and_nobody_waits_for_the_resting_or_the_gon
         elif event == "retire" and group in cluster.alive:
             resting.discard(group)
             cluster.retire(group)
+        elif event == "join" and len(cluster.replicas) < 6:
+            cluster.join()
         # Somebody who works and does not wait must push before those who wait are answered.
         assert not cluster.waiting or cluster.alive - resting - cluster.waiting
     for group in sorted(cluster.alive - resting - cluster.waiting):
@@ -1048,6 +1052,49 @@ def test_no_gradient_is_lost_or_applied_twice(method: Method) -> None:
     cluster = counting(method, 4)
     cluster.run(shuffled(4, 50))
     assert seen(cluster) == cluster.steps
+
+
+@pytest.mark.parametrize(
+    "method", [AsyncSGD(), AsyncSGD(bound=1), SoftSync(n=5, modulation="none"), DelayCompensated(strength=0)]
+)
+def test_no_gradient_is_lost_or_applied_twice_when_one_group_joins_and_another_ends(method: Method) -> None:
+    cluster = Cluster(method, 4, [torch.zeros(5, dtype=torch.float64)], sgd(1.0), ballot)
+    cluster.run(shuffled(4, 20))
+    assert cluster.join() == 4
+    cluster.run(shuffled(5, 20))
+    cluster.retire(next(group for group in range(4) if group not in cluster.waiting))
+    cluster.run(group for group in shuffled(5, 20) if group in cluster.alive)
+    assert seen(cluster) == cluster.steps
+    assert cluster.steps[4] > 0
+
+
+@pytest.mark.parametrize("method", [HardSync(), LocalSGD(period=1), DiLoCo(period=1)])
+def test_a_barrier_waits_for_a_group_that_has_joined(method: Method) -> None:
+    cluster = Cluster(method, 2)
+    cluster.compute(0)
+    cluster.join()
+    cluster.compute(1)
+    assert cluster.waiting == {0, 1}
+    cluster.compute(2)
+    assert not cluster.waiting
+    assert cluster.master.clock == 1
+
+
+def test_the_centre_loses_what_groups_gain_when_one_has_joined_and_no_group_draws_it_further() -> None:
+    cluster = Cluster(ElasticAveraging(period=1), 3, gradient=zero)
+    assert cluster.join() == 3
+    for group, replica in enumerate(cluster.replicas):
+        for weight in replica.weights():
+            weight.data.add_(group)
+    for group in range(4):
+        before = [mine + theirs for mine, theirs in zip(cluster.weights(group), cluster.weights(), strict=True)]
+        apart = [mine - theirs for mine, theirs in zip(cluster.weights(group), cluster.weights(), strict=True)]
+        centre = cluster.weights()
+        cluster.compute(group)
+        after = [mine + theirs for mine, theirs in zip(cluster.weights(group), cluster.weights(), strict=True)]
+        assert_close(after, before)
+        moved = [now - then for now, then in zip(cluster.weights(), centre, strict=True)]
+        assert_close(moved, [0.9 / 4 * each for each in apart])
 
 
 def test_gossip_refuses_pushes() -> None:

@@ -1009,6 +1009,7 @@ SAMPLES: dict[type[m.Message], m.Message] = {
         m.Await(epoch=0, generation=1, trained=2, stretch=0),
         m.Leave(epoch=0, generation=1, trained=2, stop="end"),
         m.Contribute(number=3, what="barrier"),
+        m.Join(ranks=(1,)),
         m.Lost(rank=2, reason="killed"),
         m.Goodbye(reason="done"),
         m.AskStatus(),

@@ -167,6 +167,10 @@ class _DelayedNesterov(ServerSide):
         self._block.reach(len(self.master.parameters))
         self._momentum.extend(map(torch.zeros_like, self.master.weights()[start:]))
 
+    def join(self, group: int) -> None:
+        # A block keeps its size: what was shared out over its arrivals before would not add up otherwise.
+        super().join(group)
+
     def retire(self, group: int) -> list[Reply]:
         self._step_times.pop(group, None)
         return super().retire(group)

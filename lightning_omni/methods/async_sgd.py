@@ -91,6 +91,11 @@ class _ApplyAtOnce(ServerSide):
         self._pushes[group] = max(self._pushes[group], self._slowest)
         super().resume(group)
 
+    def join(self, group: int) -> None:
+        # Level with the slowest: it neither holds anybody up for what was before it came, nor is it held up.
+        self._pushes[group] = self._slowest
+        super().join(group)
+
     def retire(self, group: int) -> list[Reply]:
         self._held.pop(group, None)
         return super().retire(group)

@@ -215,6 +215,10 @@ class ServerSide(ABC):
         self.resting.discard(group)
         return self.released()
 
+    def join(self, group: int) -> None:
+        """A group more takes part from now on. It reads the weights before it pushes anything."""
+        self.groups.add(group)
+
     def fetched(self, group: int) -> None:  # noqa: B027  # most methods need not know
         """A group reads the master weights without a push."""
 

@@ -84,6 +84,10 @@ class _Compensate(ServerSide):
     def fetched(self, group: int) -> None:
         self._read[group] = copies(self.master.weights())
 
+    def join(self, group: int) -> None:
+        super().join(group)
+        self.fetched(group)
+
     def grow(self, start: int) -> None:
         new = copies(self.master.weights()[start:])
         self._read = {group: [*read, *new] for group, read in self._read.items()}

@@ -84,7 +84,16 @@ class ElasticAveraging(Method, frozen=True, kw_only=True, tag="elastic_averaging
 class _Centre(ServerSide):
     def __init__(self, method: ElasticAveraging, master: Master, groups: Iterable[int]) -> None:
         super().__init__(master, groups)
-        self._rate = method.moving_rate if method.moving_rate is not None else _BETA / max(1, len(self.groups))
+        self._method = method
+        self._rate = self._rate_of(len(self.groups))
+
+    def _rate_of(self, groups: int) -> float:
+        return self._method.moving_rate if self._method.moving_rate is not None else _BETA / max(1, groups)
+
+    def join(self, group: int) -> None:
+        # All groups together must not draw the centre further than they do: the spring of each is weaker.
+        super().join(group)
+        self._rate = min(self._rate, self._rate_of(len(self.groups)))
 
     def receive(self, push: Push) -> list[Reply]:
         # A weight is missing where the group does not know of the parameter yet: then it is not drawn to the centre.

@@ -32,6 +32,9 @@ class Data(Service):
         sizes = {group: len(topology.members(group)) for group in topology.alive}
         self._epochs.form(sizes, message.generation, message.keep_epoch)
 
+    def join(self, group: int, ranks: tuple[int, ...]) -> None:
+        self._epochs.join(group, ranks)
+
     def retire(self, group: int, lost: bool) -> list[Out]:
         self._epochs.retire(group)
         return []

@@ -8,6 +8,7 @@ is drawn already.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from functools import cached_property
 
 from lightning_omni.errors import ProtocolError
@@ -54,6 +55,15 @@ class Epochs:
             self.book.regroup(self._sizes)
         else:
             self.book = None
+
+    def join(self, group: int, ranks: Sequence[int]) -> None:
+        """A group more draws, from the epoch that is under way, too; validations that were are none of its."""
+        self._sizes[group] = len(ranks)
+        self._stirred = True
+        for rank in ranks:
+            self._validated[rank] = self._validations
+        if self.book is not None:
+            self.book.join(group, len(ranks))
 
     def open(self, plan: EpochPlan) -> None:
         """An epoch begins; every rank says so.

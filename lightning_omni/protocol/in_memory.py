@@ -136,8 +136,8 @@ class InMemoryServer:
         self.address = address
         self.link = Link(core)
         self.leaders: dict[str, InMemoryPeers] = {}
-        self._controls: dict[int, InMemoryControl] = {}
-        self._answers: dict[int, deque[tuple[m.Message, Tensor]]] = {}
+        self._controls: list[InMemoryControl | None] = []
+        self._answers: list[deque[tuple[m.Message, Tensor]]] = []
         self._closed = False
 
     def run(self, until: Callable[[], bool]) -> None:
@@ -151,51 +151,56 @@ class InMemoryServer:
     def close(self) -> None:
         """Nothing is answered any more, and every rank is told."""
         self._closed = True
-        for control in self._controls.values():
-            control.end(ConnectionLost(f"the parameter server at {self.address} is gone; the run cannot go on"))
+        for control in self._controls:
+            if control is not None:
+                control.end(ConnectionLost(f"the parameter server at {self.address} is gone; the run cannot go on"))
 
-    def connect(self, control: InMemoryControl) -> None:
-        """What is sent to this rank is given to it from now on."""
-        self._controls[control.rank] = control
-        self._answers[control.rank] = deque()
+    def connect(self, control: InMemoryControl) -> int:
+        """A rank's connections begin. Returns their number."""
+        self._controls.append(control)
+        self._answers.append(deque())
+        return len(self._controls) - 1
 
-    def say(self, control: bool, rank: int, message: m.Message, payload: Payload) -> None:
+    def say(self, channel: m.Channel, number: int, message: m.Message, payload: Payload) -> None:
         """A rank says something, and everyone hears what the server sends for it."""
         if self._closed:
             raise ConnectionLost(f"the parameter server at {self.address} is gone; the run cannot go on")
-        channel, peer = (m.CONTROL, b"c%d" % rank) if control else (m.DATA, b"d%d" % rank)
-        core = self.link.core
+        core, peer = self.link.core, b"%s%d" % (b"c" if channel == m.CONTROL else b"d", number)
         try:  # as bytes, as over any wire: what does not survive that is found here, too
             arrived = allowed(core, channel, peer, m.encode(message), nbytes_of(payload))
             self.deliver(core.receive(channel, peer, arrived, payload, self.link.now))
         except ProtocolError as error:
             self.deliver(refusal(core, channel, peer, error))
 
-    def hang_up(self, rank: int) -> None:
+    def hang_up(self, number: int) -> None:
         """A rank's connections end."""
-        self._controls.pop(rank, None)
+        self._controls[number] = None
         if not self._closed:
-            self.deliver(self.link.hang_up(rank))
+            self.deliver(self.link.hang_up(number))
 
-    def answers(self, rank: int) -> deque[tuple[m.Message, Tensor]]:
+    def answers(self, number: int) -> deque[tuple[m.Message, Tensor]]:
         """What has come for a rank on its data connection, with payloads."""
-        return self._answers[rank]
+        return self._answers[number]
 
     def deliver(self, out: Sequence[Out]) -> None:
         """Gives each rank what is sent to it; tensors are copied, for the server's own move on."""
         for item in out:
-            rank = self.link.rank_of(item.peer)
-            if rank not in self._controls:
+            number = self.link.rank_of(item.peer)
+            if (control := self._controls[number]) is None:
                 continue
             if item.channel == m.CONTROL:
-                self._controls[rank].arrived(item.message, item.payload)
+                control.arrived(item.message, item.payload)
             else:
                 parts = [as_tensor(part) for part in item.payload]
-                self._answers[rank].append((item.message, torch.cat(parts) if parts else _empty()))
+                self._answers[number].append((item.message, torch.cat(parts) if parts else _empty()))
 
 
 class InMemoryControl(Control):
-    """A rank's control connection; see `lightning_omni.protocol.transport.Transport.join` for the arguments."""
+    """A rank's control connection; see `lightning_omni.protocol.transport.Transport.join` for the arguments.
+
+    Attributes:
+        number: of its connections, at the server.
+    """
 
     def __init__(
         self,
@@ -211,9 +216,13 @@ class InMemoryControl(Control):
         self._server = server
         self._inbox: deque[tuple[m.Message, list[bytes]]] = deque()
         self._closed = False
-        server.connect(self)
+        self.number = server.connect(self)
         hello = handshake.hello_of(run, rank, world_size, layout, _NONCE)
-        welcome, self._secret = handshake.join(self.request, key, hello, server.address)
+        try:
+            welcome, self._secret = handshake.join(self.request, key, hello, server.address)
+        except OmniError:
+            server.hang_up(self.number)
+            raise
         self.heartbeat_timeout = welcome.heartbeat_timeout
 
     def arrived(self, message: m.Message, payload: Sequence[Payload]) -> None:
@@ -233,7 +242,7 @@ class InMemoryControl(Control):
     def ask(self, message: m.Message, payload: bytes = b"") -> None:
         """Sends a message whose answer may come when other ranks have said something, too: see `take`."""
         self.check()
-        self._server.say(True, self.rank, message, payload)
+        self._server.say(m.CONTROL, self.number, message, payload)
 
     def take(self, expect: type[Answer]) -> tuple[Answer, list[bytes]] | None:
         """The answer to what was asked, if it has come."""
@@ -244,7 +253,7 @@ class InMemoryControl(Control):
         return answer_of(message, expect), parts
 
     def post(self, message: m.Message) -> None:
-        self._server.say(True, self.rank, message, b"")
+        self._server.say(m.CONTROL, self.number, message, b"")
 
     def wait_for_end(self, seconds: float) -> OmniError | None:
         return self._ended
@@ -261,7 +270,7 @@ class InMemoryControl(Control):
         if reason is not None and self._ended is None:
             self.request(m.Goodbye(reason=reason), m.Acknowledged)
         self._closed = True
-        self._server.hang_up(self.rank)
+        self._server.hang_up(self.number)
 
 
 class InMemoryData(Data):
@@ -291,11 +300,12 @@ class InMemoryData(Data):
         self._control.check()
         self.moved += payload.numel() if payload is not None else 0
         # Copied, as by every other transport: the server may keep it.
-        self._server.say(False, self._control.rank, message, b"" if payload is None else payload.clone())
+        number = self._control.number
+        self._server.say(m.DATA, number, message, b"" if payload is None else payload.clone())
 
     def take(self, expect: type[Answer], into: Tensor | None = None) -> tuple[Answer, Tensor] | None:
         """The answer to what was asked, if it has come."""
-        answers = self._server.answers(self._control.rank)
+        answers = self._server.answers(self._control.number)
         if not answers:
             self._control.check()
             return None

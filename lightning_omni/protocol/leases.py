@@ -193,6 +193,10 @@ class LeaseBook:
         del self._sizes[group], self._drawn[group], self._trained[group]
         self._repeats.discard(group)
 
+    def join(self, group: int, size: int) -> None:
+        """One group more draws, from its batch number 0."""
+        self._sizes[group], self._drawn[group], self._trained[group] = size, [], 0
+
     def regroup(self, group_sizes: dict[int, int]) -> None:
         """All that is out goes back; from now on other groups draw, from their batch number 0."""
         for group in list(self._sizes):

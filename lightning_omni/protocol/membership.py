@@ -6,11 +6,12 @@ Rule 2: when the run cannot go on, every rank is told once, and from then on whe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from lightning_omni.errors import ProtocolError
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol import wire_format
+from lightning_omni.protocol.leases import EpochPlan
 from lightning_omni.protocol.monitoring import Monitoring
 from lightning_omni.protocol.roster import Member, Roster
 from lightning_omni.protocol.service import Out, Payload, Peer, Sender, Service
@@ -26,6 +27,7 @@ class Membership:
         monitoring: tells ranks of new groups.
         heartbeat_timeout: seconds of silence after which a rank counts as dead.
         join_timeout: seconds that a rank may take to join after the first.
+        plan: of the epoch that is under way.
 
     Attributes:
         generation: counts the formings of groups, as the recorder does.
@@ -39,12 +41,15 @@ class Membership:
         monitoring: Monitoring,
         heartbeat_timeout: float,
         join_timeout: float,
+        plan: Callable[[], EpochPlan | None],
     ) -> None:
         self._roster = roster
         self._services = services
         self._monitoring = monitoring
         self._heartbeat_timeout = heartbeat_timeout
         self._join_timeout = join_timeout
+        self._plan = plan
+        self._formed: m.Form | None = None
         self.generation = 0
         self.over = ""
 
@@ -80,6 +85,7 @@ class Membership:
         wire_format.from_wire(message.wire_format)  # or it is refused, before anything has changed
         self._roster.form(topology, message.names)
         self.generation = message.generation
+        self._formed = message
         for service in self._services:
             service.form(topology, method, message)
         # Every rank that asks how the run goes before its next heartbeat should hear of these groups.
@@ -87,6 +93,25 @@ class Membership:
             *self._tell_everyone(self._monitoring.status(-1.0)),
             Out(sender.peer, m.CONTROL, m.Formed(generation=message.generation, incarnation=self._roster.incarnation)),
         ]
+
+    def join(self, sender: Sender, message: m.Join, payload: Payload) -> list[Out]:
+        """Ranks that came late are a group from now on."""
+        if not message.ranks or message.ranks[0] != sender.rank:
+            raise ProtocolError(f"rank {sender.rank} speaks for no group of {message.ranks}: the first of them does")
+        group = self._roster.join(message.ranks, message.name)
+        assert self._formed is not None  # there are no groups to join else
+        for service in self._services:
+            service.join(group, message.ranks)
+        joined = m.Joined(
+            group=group,
+            incarnation=self._roster.identity(group).incarnation,
+            generation=self.generation,
+            groups=self._roster.groups,
+            method=self._formed.method,
+            wire_format=self._formed.wire_format,
+            plan=self._plan(),
+        )
+        return [*self._tell_everyone(self._monitoring.status(-1.0)), Out(sender.peer, m.CONTROL, joined)]
 
     def report_lost(self, sender: Sender, message: m.Lost, payload: Payload) -> list[Out]:
         """A launcher saw a rank's process end."""
@@ -101,7 +126,7 @@ class Membership:
             out += self.lose(sender.rank, message.reason)
         elif sender.group >= 0:
             out += self._retire(sender.group, lost=False)
-        self._roster.gone.add(sender.rank)
+        self._roster.leave(sender.rank)
         return out
 
     # --- Losses ------------------------------------------------------------------------------------------------------
@@ -126,7 +151,7 @@ class Membership:
 
     def lose(self, rank: int, reason: str) -> list[Out]:
         """A rank is dead: its group is retired, and no rank waits for it any more."""
-        if rank in self._roster.lost or rank in self._roster.gone or self.over:
+        if rank not in self._roster.live or self.over:  # it is gone already, or came late and is in no group
             return []
         group, over = self._roster.lose(rank, reason)
         if over:

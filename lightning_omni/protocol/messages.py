@@ -39,7 +39,10 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Hello(Message, frozen=True, kw_only=True):
-    """A rank knocks. ``version`` stands first for good: it is all that an other version may rely on."""
+    """A rank knocks. ``version`` stands first for good: it is all that an other version may rely on.
+
+    Whoever was not announced, and comes while the run goes on, gives 0 as ``world_size`` and a rank beyond it: `Join`.
+    """
 
     version: int
     run: Name
@@ -90,6 +93,18 @@ class Form(Message, frozen=True, kw_only=True):
     keep_epoch: bool = False
     wire_format: dict[str, Any] = msgspec.field(default_factory=lambda: {"name": "raw"})
     names: tuple[Name, ...] = ()
+
+
+class Join(Message, frozen=True, kw_only=True):
+    """Ranks that came late, this one first, are a group from now on; the others go on as they are.
+
+    Attributes:
+        ranks: of the group; the first one says so, and leads.
+        name: of the group; its number, if it has none. One that was retired may come back under its name.
+    """
+
+    ranks: tuple[int, ...]
+    name: Name = ""
 
 
 class OpenEpoch(Message, frozen=True, kw_only=True):
@@ -251,6 +266,28 @@ class Formed(Message, frozen=True, kw_only=True):
 
     generation: int
     incarnation: int = 0
+
+
+class Joined(Message, frozen=True, kw_only=True):
+    """The group takes part: what it has to know. Weights are fetched.
+
+    Attributes:
+        group: its number.
+        incarnation: who it is, beside its name.
+        generation: of the groups, for what is asked about leases.
+        groups: all groups that take part.
+        method: as in `Form`, and so is ...
+        wire_format: ... this.
+        plan: the epoch that is under way, if there is one.
+    """
+
+    group: int
+    incarnation: int
+    generation: int
+    groups: tuple[int, ...]
+    method: dict[str, Any]
+    wire_format: dict[str, Any]
+    plan: EpochPlan | None = None
 
 
 class EpochOpened(Message, frozen=True, kw_only=True):
@@ -654,8 +691,8 @@ class Taken(Message, frozen=True, kw_only=True):
 
 
 ToControl = (
-    Challenge | Welcome | RefusedMessage | Status | Formed | EpochOpened | Drawn | Verdict | Left | Gathered | Notice
-    | Acknowledged
+    Challenge | Welcome | RefusedMessage | Status | Formed | Joined | EpochOpened | Drawn | Verdict | Left | Gathered
+    | Notice | Acknowledged
 )  # fmt: skip
 ToData = (
     AttachChallenge | Attached | Long | Seeded | Restructured | Deposited | Weights | Snapshot | HeadOutput

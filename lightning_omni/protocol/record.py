@@ -17,7 +17,7 @@ from lightning_omni.errors import ConfigurationError
 
 _log = logging.getLogger(__name__)
 
-Kind = Literal["seed", "form", "restructure", "push", "train", "fetch", "rest", "resume", "retire", "leave"]
+Kind = Literal["seed", "form", "restructure", "push", "train", "fetch", "rest", "resume", "retire", "leave", "join"]
 Spans = tuple[tuple[int, int], ...]
 
 
@@ -30,7 +30,8 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             parameters; ``"push"``; ``"train"``: a group said, when it
             drew or waited or left, that it has begun to train batches of which no push has told; ``"fetch"``: a group
             read the master weights outside an exchange; ``"rest"``, ``"resume"``, ``"retire"``: see
-            `lightning_omni.methods.ServerSide`; ``"leave"``: a group retired in good order, at the end of its run.
+            `lightning_omni.methods.ServerSide`; ``"leave"``: a group retired in good order, at the end of its run;
+            ``"join"``: a group more takes part.
         time: seconds on the server's clock.
         group: number of the group.
         optimizer: number of the optimizer.
@@ -42,7 +43,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             each.
         hyperparameters: of a push, those that it travelled with.
         note: of a push, the number that it travelled with; of a turn at a merged head, the value of clipping.
-        groups: of a seed or form, the ranks of each group.
+        groups: of a seed or form, the ranks of each group; of a join, those of the one.
         method: of a seed or form, the method as plain data.
         wire_format: of the same, how pushes are put into bytes, as plain data; none if they travel raw.
         parameters: of a restructuring, the names of the parameters that are new to the group.

@@ -1,7 +1,9 @@
 """Who takes part in a run: admission, signs of life, losses.
 
 Rule 1: a rank that was lost never comes back under the same number in the same run.
-Rule 2: a dead rank costs its own group; the recorder's group costs the run.
+Rule 2: who was not announced may come while the run goes on, under a number beyond the announced ones; it takes part in
+nothing before it is in a group.
+Rule 3: a dead rank costs its own group; the recorder's group costs the run.
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ class Roster:
         self.gone: set[int] = set()
         self.topology: Topology | None = None
         self.incarnation = 0
+        self.late: list[int] = []
         self._identities: dict[int, GroupId] = {}
         self._ranks: dict[bytes, int] = {}
 
@@ -59,8 +62,9 @@ class Roster:
 
     @property
     def live(self) -> tuple[int, ...]:
-        """Ranks that take part in meetings: all that were announced, less those lost and those that left."""
-        return tuple(r for r in range(self.world_size) if r not in self.lost and r not in self.gone)
+        """Ranks that take part in meetings: all that were announced or joined, less those lost and those that left."""
+        ranks = (*range(self.world_size), *self.late)
+        return tuple(r for r in ranks if r not in self.lost and r not in self.gone)
 
     @property
     def is_over(self) -> bool:
@@ -89,6 +93,38 @@ class Roster:
         self.topology = topology
         self.incarnation += 1
         self._identities = {group: GroupId(name, self.incarnation) for group, name in enumerate(names)}
+
+    def join(self, ranks: Sequence[int], name: str) -> int:
+        """Ranks that came late are a group from now on. Returns its number.
+
+        Raises:
+            ProtocolError: they cannot be one.
+        """
+        if self.topology is None:
+            raise ProtocolError("no group can join before the first are formed")
+        for rank in ranks:
+            if rank not in self.members or rank in self.late or rank < self.world_size or rank in self.gone:
+                raise ProtocolError(f"rank {rank} is not one that came late and is in no group")
+        if not ranks or len(set(ranks)) != len(ranks):
+            raise ProtocolError(f"ranks={tuple(ranks)}: a group has one rank or more, each of them once")
+        number = len(self.topology.groups)
+        name = name or str(number)
+        if any(self._identities[group].name == name for group in self.groups):
+            raise ProtocolError(f"name={name!r}: a group of that name takes part; pass another one")
+        self.topology = Topology((*self.topology.groups, tuple(ranks)))
+        self.late.extend(ranks)
+        self.incarnation += 1
+        self._identities[number] = GroupId(name, self.incarnation)
+        return number
+
+    def leave(self, rank: int) -> None:
+        """A rank leaves in good order; its group is none any more when all have."""
+        self.gone.add(rank)
+        group = self.group_of(rank)
+        if group < 0 or self.topology is None or len(self.topology.alive) == 1:
+            return
+        if self.gone.issuperset(self.topology.members(group)):
+            self.topology = self.topology.without(group)
 
     def identity(self, group: int) -> GroupId:
         """Who a group is."""
@@ -140,11 +176,13 @@ class Roster:
         if hello is None or not is_equal(proof.mac, rank_mac(self._key, hello, challenge)):
             raise Refused("key", "the key does not match the server's; both sides must be given the same key")
         first = self._first or hello
-        if hello.run != first.run or hello.world_size != first.world_size:
+        comes_late = self._first is not None and not hello.world_size
+        if hello.run != first.run or (hello.world_size != first.world_size and not comes_late):
             raise Refused(
                 "busy", f"this server is busy with another run of {first.world_size} ranks; start a server for each run"
             )
-        if not 0 <= hello.rank < hello.world_size <= MOST_RANKS or hello.rank in self.lost or hello.rank in self.gone:
+        allowed = range(first.world_size, MOST_RANKS) if comes_late else range(min(hello.world_size, MOST_RANKS))
+        if hello.rank not in allowed or hello.rank in self.lost or hello.rank in self.gone:
             raise Refused("rank", f"rank {hello.rank} of {hello.world_size} cannot join: it was lost or never was")
         if hello.rank in self.members:
             raise Refused("rank", f"rank {hello.rank} has joined already; is the script running twice?")

@@ -90,6 +90,7 @@ TABLE = (
     Row(m.AttachProof, DATA, Who.STRANGER, Admission, Admission.attach),
     # membership
     Row(m.Form, CONTROL, Who.RECORDER, Membership, Membership.form, does="forms groups"),
+    Row(m.Join, CONTROL, Who.RANK, Membership, Membership.join),
     Row(m.Lost, CONTROL, Who.RANK, Membership, Membership.report_lost),
     Row(m.Goodbye, CONTROL, Who.RANK, Membership, Membership.goodbye, settles=True, when_lost=True, when_over=True),
     # monitoring

@@ -107,7 +107,14 @@ class ServerCore:
             self._monitoring,
             *(service(self) for service in self._more_services),
         ]
-        self._membership = Membership(roster, services, self._monitoring, self._heartbeat_timeout, self._join_timeout)
+        self._membership = Membership(
+            roster,
+            services,
+            self._monitoring,
+            self._heartbeat_timeout,
+            self._join_timeout,
+            lambda: epochs.book.plan if epochs.book is not None else None,
+        )
         self._router = Router(self._table, [self._admission, self._membership, *services], roster)
 
     # --- What drives the machine -------------------------------------------------------------------------------------

@@ -57,6 +57,14 @@ class Service:
             message: as the recorder has sent it.
         """
 
+    def join(self, group: int, ranks: tuple[int, ...]) -> None:
+        """A group more takes part; the others go on as they are.
+
+        Args:
+            group: its number.
+            ranks: of its members.
+        """
+
     def retire(self, group: int, lost: bool) -> list[Out]:
         """A group takes no part any more: no rank waits for it.
 

@@ -71,6 +71,12 @@ class Training(Service):
         self._deliveries.clear()
         self._idle_elsewhere.clear()
 
+    def join(self, group: int, ranks: tuple[int, ...]) -> None:
+        for number, shard in enumerate(self._shards.all):
+            shard.method_side.join(group)
+            if not shard.is_head:
+                self._notes.note("join", group, number, groups=(ranks,))
+
     def retire(self, group: int, lost: bool) -> list[Out]:
         self._deliveries.forget(group)
         return self._tell_sides("retire", group, note="retire" if lost else "leave")

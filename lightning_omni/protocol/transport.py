@@ -337,7 +337,8 @@ class Transport(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
             key: the run's shared secret.
             run: a name that all ranks of the run agree on.
             rank: this rank.
-            world_size: number of ranks.
+            world_size: number of ranks; 0 if this one was not announced and comes while the run goes on, under a
+                number of its own.
             layout: the parameters of all optimizers; every rank must have the same.
             on_end: called, perhaps from another thread, when this rank must stop.
 

@@ -244,6 +244,10 @@ class _Replay:
             raise ConfigurationError(
                 "events: the record does not begin with the forming of groups; pass the whole of it"
             )
+        if event.kind == "join":
+            raise ConfigurationError(
+                f"events: group {event.group} joined at {event.time:g} s, and runs that groups join cannot be replayed"
+            )
         group = self._groups.get(event.group)
         if group is None:
             return

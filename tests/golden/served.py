@@ -151,8 +151,8 @@ class Session:
         }
         return m.Hello(**{**fields, **changes})
 
-    def join(self, rank: int) -> None:
-        hello = self.hello(rank)
+    def join(self, rank: int, **changes: Any) -> None:
+        hello = self.hello(rank, **changes)
         challenge = self.control(rank, hello)
         self.control(rank, m.Proof(mac=rank_mac(KEY, hello, challenge.nonce)))
         self._sessions[rank] = session_key(KEY, hello, challenge.nonce)
@@ -232,7 +232,7 @@ class Session:
             "trained": 0,
             "nbytes": len(payload),
             "note": self._tensors % 3 / 8,
-            "incarnation": self.core.roster.incarnation,
+            "incarnation": self.core.roster.identity(group).incarnation,
             "sequence": self._pushes[group, optimizer] + 1,
         }
         self.unanswered.add((group, optimizer))
@@ -716,6 +716,34 @@ def admits() -> Session:
     return session
 
 
+def joins() -> Session:
+    """A group comes in the middle of an epoch, another one leaves, and its name comes back."""
+    session = Session(world_size=2)
+    session.begin("async_sgd", (0,), (1,))
+    plan = EpochPlan(epoch=0, total=32, batch_size=4, budget=32)
+    for rank in (0, 1):
+        session.control(rank, m.OpenEpoch(plan=plan))
+        session.control(rank, m.Draw(epoch=0, generation=1, number=0))
+        session.push(rank, epoch=0, trained=1)
+    session.join(6, world_size=0)
+    session.control(6, m.Join(ranks=(1,)))
+    session.control(6, m.Join(ranks=(6,), name="1"))
+    session.control(6, m.Join(ranks=(6,), name="guest"))
+    session.groups = ((0,), (1,), (6,))
+    session.data(6, m.Fetch(optimizer=0))
+    session.control(6, m.Draw(epoch=0, generation=1, number=0))
+    session.push(2, epoch=0, trained=1)
+    session.control(1, m.Goodbye())
+    session.join(7, world_size=0)
+    session.control(7, m.Join(ranks=(7,), name="1"))
+    session.groups = ((0,), (1,), (6,), (7,))
+    session.control(7, m.Draw(epoch=0, generation=1, number=0))
+    for group in (3, 2, 0):
+        session.push(group)
+    session.control(0, m.AskStatus())
+    return session
+
+
 def travels() -> Outcome:
     """What leaders say to each other, and a message too long for a frame, as bytes."""
     messages = (
@@ -753,6 +781,7 @@ def sessions() -> dict[str, Callable[[], Session]]:
         found[f"served {method}, merged head"] = partial(merges, method)
     return found | {
         "served admission": admits,
+        "served groups that come and go": joins,
         "served validations and stops": validates,
         "served synchronization points": gathers,
         "served failure of the server": fails,
