@@ -53,7 +53,7 @@ class Pushed:
             self.group.core.answer(0, pulled)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 3), st.integers(0, 8)), min_size=1, max_size=12))
 def test_however_often_and_late_pushes_are_delivered_each_counts_once(steps: list[tuple[int, int, int]]) -> None:
     """Plain SGD: the master weights are what they were, less every gradient once."""

@@ -66,7 +66,7 @@ class Serving:
         return control
 
 
-@pytest.fixture(params=[ZeroMQ(), ZeroMQ(encryption="off"), InMemory(), Stream()], ids=transport.name_of)
+@pytest.fixture(params=[ZeroMQ(), InMemory(), Stream()], ids=transport.name_of)
 def serving(request: pytest.FixtureRequest) -> Iterator[Serving]:
     with served(request.param) as made:
         yield made

@@ -70,6 +70,7 @@ def simulated_updates() -> Callable[[], float]:
 
 def pushes(shapes: Mapping[str, tuple[int, ...]], count: int) -> Callable[[], float]:
     """Seconds of one push, with the answer's weights, at a server's state machine without sockets."""
+    import msgspec
     import torch
     from golden.served import Session, flat_bytes, weights_of
 
@@ -86,7 +87,8 @@ def pushes(shapes: Mapping[str, tuple[int, ...]], count: int) -> Callable[[], fl
     session.seed({"optimizer": describe(optimizer, names), "weights": weights, "clock": 0})
     payload = torch.frombuffer(bytearray(flat_bytes(list(weights.values()))), dtype=torch.uint8)
     settings = tuple(hyperparameters_of(optimizer))
-    core, clock = session.core, [0, 0]
+    core, clock, pushed = session.core, [0, 0], [0, 0]
+    numbered = "sequence" in m.PushMessage.__struct_fields__  # an older commit's are not
 
     def once() -> float:
         began = time.process_time()
@@ -96,6 +98,9 @@ def pushes(shapes: Mapping[str, tuple[int, ...]], count: int) -> Callable[[], fl
                 optimizer=0, read_at=clock[group], present=(True,) * len(shapes), hyperparameters=settings, epoch=-1,
                 trained=0, nbytes=payload.numel(),
             )  # fmt: skip
+            if numbered:
+                push = msgspec.structs.replace(push, incarnation=1, sequence=pushed[group] + 1)
+            pushed[group] += 1
             peer = b"d%d" % group
             core.check_payload(peer, push)
             (out,) = core.receive(m.DATA, peer, push, payload, session.now)
