@@ -213,6 +213,21 @@ def test_a_rank_that_says_goodbye_is_not_lost(serving: Serving) -> None:
     assert serving.core.roster.gone == {1}
 
 
+def test_a_group_that_was_not_announced_joins_and_trains_and_is_missed_by_nobody_when_it_ends(serving: Serving) -> None:
+    first, second = two(serving)
+    late = Group(serving, 4, 0)
+    joined = late.control.request(m.Join(ranks=(4,), name="guest"), m.Joined, timeout=DEADLINE)
+    late.core.form(GroupId("guest", joined.incarnation))
+    late.replica.clock = late.data.exchange(m.Fetch(optimizer=0), m.Weights)[0].clock
+    for group in (late, first, second):
+        group.step(seed=1)
+    assert serving.core.clock == 3
+    late.control.close()
+    assert eventually(lambda: first.control.lost == (4,))
+    first.step(seed=2)
+    assert serving.core.roster.groups == (0, 1)
+
+
 def test_when_rank_0_is_lost_every_other_one_is_told_that_the_run_is_over(serving: Serving) -> None:
     ended: list[OmniError] = []
     first, second = (Group(serving, rank, 2) for rank in range(2))

@@ -232,9 +232,10 @@ class Session:
             "trained": 0,
             "nbytes": len(payload),
             "note": self._tensors % 3 / 8,
-            "incarnation": self.core.roster.identity(group).incarnation,
-            "sequence": self._pushes[group, optimizer] + 1,
         }
+        if "sequence" in m.PushMessage.__struct_fields__:  # not of an older commit, beside which this script runs
+            fields["incarnation"] = self.core.roster.identity(group).incarnation
+            fields["sequence"] = self._pushes[group, optimizer] + 1
         self.unanswered.add((group, optimizer))
         answer = self.data(self.leader(group), m.PushMessage(**{**fields, **changes}), payload)
         self._pushes[group, optimizer] += not isinstance(answer, m.RefusedMessage)
@@ -779,9 +780,10 @@ def sessions() -> dict[str, Callable[[], Session]]:
         found[f"served {method}, parameters come"] = partial(grows, method)
     for method in ("async_sgd", "elastic_averaging:period=3"):
         found[f"served {method}, merged head"] = partial(merges, method)
+    if hasattr(m, "Join"):
+        found["served groups that come and go"] = joins
     return found | {
         "served admission": admits,
-        "served groups that come and go": joins,
         "served validations and stops": validates,
         "served synchronization points": gathers,
         "served failure of the server": fails,
