@@ -7,7 +7,7 @@ import torch
 from rounds import sgd
 from torch.nn import Parameter
 
-from lightning_omni.errors import ProtocolError
+from lightning_omni.errors import NonFiniteGradients, ProtocolError, UnsupportedError
 from lightning_omni.methods import (
     AsyncSGD,
     Exchange,
@@ -25,6 +25,7 @@ from lightning_omni.methods import (
 from lightning_omni.methods.master import hyperparameters_of
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.group import Ask, GroupCore, Heard
+from lightning_omni.protocol.head_side import HeadSide
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.lessee import Lessee
 from lightning_omni.protocol.wire_format import Memory
@@ -93,6 +94,58 @@ def test_what_the_server_says_is_heard_whether_the_method_asked_or_not() -> None
     refused = core.hear(Heard(staleness=2, applied=False), [torch.full((2,), 4.0)], clock=11)
     assert core.answer(0, refused) == NextGradient()
     assert (refused.refused, replica.clock, replica.weights()[0].tolist()) == (True, 11, [4.0, 4.0])
+
+
+@torch.no_grad()
+def test_at_a_synchronization_point_a_group_hands_in_its_own_weights_if_there_are_no_others() -> None:
+    for method, expected in ((AsyncSGD(), m.Fetch), (LocalSGD(period=2), m.Average), (Gossip(), m.Average)):
+        core, (replica,) = group(method)
+        layout = Layout.of({"weight": replica.ordered[0].detach()})
+        said = core.say(core.synchronize(0), layout, Memory())
+        assert type(said.message) is expected
+        if isinstance(said.message, m.Average):
+            assert said.payload is not None
+            assert said.message.nbytes == said.payload.numel()
+            assert torch.equal(layout.views(said.payload)[0], replica.ordered[0].detach())
+    core, (replica,) = group(Gossip())
+    head = core.attach(replica, is_head=True)  # which the server holds, whatever the method
+    assert core.say(core.synchronize(head), Layout(()), Memory()).message == m.Fetch(
+        optimizer=head, epoch=-1, trained=0
+    )
+
+
+def test_a_group_gives_up_after_so_many_refusals_in_a_row() -> None:
+    core = GroupCore(AsyncSGD(), refusals=3)
+    for in_row in (1, 2, 0, 1, 2):
+        core.hear(Heard(applied=not in_row, refused_in_row=in_row), [], clock=0)
+    with pytest.raises(NonFiniteGradients, match=r"NaN or infinite 3 times in a row.*refusals="):
+        core.hear(Heard(applied=False, refused_in_row=3), [], clock=0)
+    GroupCore(AsyncSGD()).hear(Heard(applied=False, refused_in_row=1000), [], clock=0)
+
+
+def test_a_merged_head_has_one_turn_in_a_step() -> None:
+    head = torch.nn.Linear(2, 1)
+    side = HeadSide("head", 1, head, torch.optim.SGD(head.parameters(), lr=0.5), list(head.parameters()))
+    with pytest.raises(UnsupportedError, match='merged="head": the submodule is used twice'):
+        side.end()
+    side.check()
+    said = side.forward(((torch.ones(3, 2),), {}), autocast="bfloat16").message
+    assert isinstance(said, m.HeadForward)
+    assert (said.turn, said.autocast, said.training, said.trainable) == (True, "bfloat16", (True,), (True, True))
+    side.begin()
+    with pytest.raises(UnsupportedError, match="used twice"):
+        side.check()
+    side.end()
+    back = side.backward([torch.ones(3, 1)], place=(2, 7), scale=0.5).message
+    assert isinstance(back, m.HeadBackward)
+    assert (back.epoch, back.trained, back.scale, back.hyperparameters[0]["lr"]) == (2, 7, 0.5, 0.5)
+    with pytest.raises(UnsupportedError, match="used twice"):
+        side.check()
+    side.step_done()
+    side.check()
+    side.begin()
+    assert side.release() == m.HeadRelease(optimizer=1)
+    assert not side.has_turn
 
 
 def test_a_gradient_that_nobody_wants_is_refused_and_each_optimizer_waits_for_itself() -> None:

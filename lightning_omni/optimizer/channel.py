@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from lightning_omni.errors import NonFiniteGradients
 from lightning_omni.methods import Inbox, Publish, Pulled, ReadInbox, ReadPeer, SendPeer
 from lightning_omni.optimizer.place import Place
 from lightning_omni.optimizer.replica import Part
@@ -26,7 +25,6 @@ from lightning_omni.protocol.cut import Cut
 from lightning_omni.protocol.group import Action, Ask, Heard
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.transport import Address, Data, Peers
-from lightning_omni.protocol.wire_format import RAW
 
 _log = logging.getLogger(__name__)
 
@@ -117,16 +115,6 @@ class Channel:
     def fetch(self, index: int) -> Pulled:
         """The server's weights for this group, which its method did not ask for."""
         return self.ask_weights(self._place.core.fetch(index))
-
-    def mean(self, index: int) -> Pulled:
-        """The mean of all groups' own weights."""
-        part = self._place.parts[index]
-
-        def contribute() -> m.Weights:
-            payload = RAW.encode(part.replica.weights(), part.replica.layout, {}, part.out).payload
-            return self._ask(part, m.Average(optimizer=index, nbytes=payload.numel()), payload)
-
-        return self._share(index, contribute)
 
     def snapshot(self, with_state: bool = True) -> Snapshot:
         """Everything that the server holds, as of one moment. For leaders.
@@ -257,18 +245,8 @@ class Channel:
         if self._data is not None:
             self.traffic.moved += self._data.moved - moved
 
-    def watch_refusals(self, applied: bool, in_row: int) -> None:
-        """Warns of what was not finite, and gives up when there is no end to it.
-
-        Raises:
-            NonFiniteGradients: the server refused too many pushes in a row.
-        """
-        if in_row >= self._place.options.refusals:
-            raise NonFiniteGradients(
-                f"what group {self._place.group} pushed was NaN or infinite {in_row} times in a row, and none of it was"
-                " applied: lower the learning rate, clip gradients (gradient_clip_val), or use precision='16-mixed'"
-                " with its loss scaling; more groups need less momentum; refusals= sets how many are borne"
-            )
+    def warn_of_refusal(self, applied: bool, in_row: int) -> None:
+        """Warns of the first of what was not finite."""
         if not applied and in_row == 1:
             _log.warning(
                 "group %d pushed something that is not finite; it was refused and the weights did not move",
@@ -302,10 +280,10 @@ class Channel:
         clock, staleness, applied, refused, progress, stop, repeated = prefix[:7].tolist()
         if staleness >= 0:
             part.staleness.append(staleness)
-        heard = Heard(staleness, bool(applied), progress, _STOPS[stop], bool(repeated))
+        heard = Heard(staleness, bool(applied), progress, _STOPS[stop], bool(repeated), refused)
         tensors = part.replica.layout.views(memory[PREFIX:]) if pull else ()
         pulled = self._place.core.hear(heard, tensors, clock, float(numbers[0]))
-        self.watch_refusals(heard.applied, refused)
+        self.warn_of_refusal(heard.applied, refused)
         return pulled
 
     def _share_tensors(

@@ -206,8 +206,7 @@ class Exchanging(Executor):
         for index, part in enumerate(place.parts):
             if place.steps_here(part):
                 part.replica.put_aside()
-            is_mean = place.method.evaluated == "mean" and part.head is None
-            pulled = self._channel.mean(index) if is_mean else self._channel.fetch(index)
+            pulled = self._channel.ask_weights(place.core.synchronize(index))
             if pulled.refused:  # the own weights are not finite, and not in the mean: they do not come back
                 part.replica.restart(pulled)
                 part.replica.abandon()

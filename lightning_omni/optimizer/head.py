@@ -10,7 +10,7 @@ from __future__ import annotations
 import types
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -18,19 +18,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_omni.errors import ConfigurationError, Refused, UnsupportedError
-from lightning_omni.methods.head import modes_of, pass_through
-from lightning_omni.methods.master import hyperparameters_of
+from lightning_omni.methods.head import pass_through
 from lightning_omni.methods.modules import tensors_of, with_tensors
 from lightning_omni.optimizer.channel import Channel
 from lightning_omni.optimizer.place import Place
 from lightning_omni.optimizer.replica import Part
 from lightning_omni.optimizer.structure import Structures
 from lightning_omni.protocol import messages as m
-from lightning_omni.protocol.codec import Packed, pack, unpack
+from lightning_omni.protocol.codec import Packed, unpack
+from lightning_omni.protocol.head_side import HeadSide, ToHead
 from lightning_omni.protocol.layout import DTYPES
 
 _LETTER = 1024
 """Bytes of a leader's note to its group that travel in one broadcast; longer ones take two."""
+
+_Answer = TypeVar("_Answer", bound=m.Message)
 
 
 class RemoteHead:
@@ -46,8 +48,7 @@ class RemoteHead:
         module: the submodule.
 
     Attributes:
-        clip: largest norm or magnitude of the head's gradient; 0 clips nothing.
-        clip_algorithm: ``"norm"`` or ``"value"``.
+        side: what this group says for it, and whether it has its turn.
     """
 
     def __init__(
@@ -63,13 +64,11 @@ class RemoteHead:
         self._channel, self._structures = channel, structures
         self._place, self._part, self._number, self._name, self._module = place, part, number, name, module
         self._parameters = set(part.replica.ordered)
+        self.side = HeadSide(name, number, module, part.optimizer, part.replica.ordered)
         self._own = module.forward
-        self._is_open = self._was_used = False
         self._rows: list[int] = []
         self._output: Any = None
         self._shapes: list[tuple[tuple[int, ...], torch.dtype]] = []
-        self.clip = 0.0
-        self.clip_algorithm: Literal["norm", "value"] = "norm"
 
     def install(self) -> None:
         """From now on the submodule is the server's, while groups train apart. Done twice, it is done once."""
@@ -85,10 +84,10 @@ class RemoteHead:
 
     def release(self) -> None:
         """A turn whose loss was never taken backward is given up."""
-        if self._is_open:
-            self._is_open = False
+        if self.side.has_turn:
+            message = self.side.release()
             if self._place.is_leader:
-                self._channel.ask(m.HeadRelease(optimizer=self._number), m.HeadReleased)
+                self._channel.ask(message, m.HeadReleased)
 
     def __reduce__(self) -> Any:
         # A copy of the module, or its pickle, has a forward pass of its own again.
@@ -103,25 +102,17 @@ class RemoteHead:
         tree = (args, kwargs)
         if not torch.is_grad_enabled():
             return self._look(tree)
-        if self._was_used:
-            raise self._used_twice()
+        self.side.check()
         with torch.no_grad():
             self._structures.follow(self._number)
         outputs = pass_through(self, tree)
-        self._is_open = self._was_used = True
+        self.side.begin()
         return with_tensors(self._output, outputs)
-
-    def _used_twice(self) -> UnsupportedError:
-        return UnsupportedError(
-            f'merged="{self._name}": the submodule is used twice in one training step, and its turn at the server is'
-            " one forward pass and one backward pass, with which it is stepped; use it once, on all inputs together,"
-            " or under torch.no_grad()"
-        )
 
     def _look(self, tree: Any) -> Any:
         """The output of this rank's rows alone, which the head is not trained on: a rank may ask by itself."""
         with self._channel.timed():
-            answer, payload = self._channel.ask(*self._forward_message(tree, turn=False))
+            answer, payload = self._ask(self._forward(tree, turn=False), m.HeadOutput)
         output = unpack(answer.packed, payload)
         return with_tensors(output, [tensor.to(self._place.device) for tensor in tensors_of(output)])
 
@@ -132,7 +123,7 @@ class RemoteHead:
             UnsupportedError: a weight of the submodule got a gradient here, where nobody would step it.
         """
         self.release()
-        self._was_used = False
+        self.side.step_done()
         for name, parameter in self._part.replica.parameters.items():
             if parameter.grad is not None and self._place.is_computing:
                 raise UnsupportedError(
@@ -155,7 +146,7 @@ class RemoteHead:
             packed, payload = Packed(b"", ()), torch.empty(0)
             if place.is_leader:
                 with self._explained():
-                    answer, payload = self._channel.ask(*self._forward_message(with_tensors(tree, whole), turn=True))
+                    answer, payload = self._ask(self._forward(with_tensors(tree, whole), turn=True), m.HeadOutput)
                 packed = answer.packed
             packed = self._tell(packed)
             views = packed.layout.views(payload) if place.is_leader else []
@@ -171,20 +162,14 @@ class RemoteHead:
         except Refused as no:
             raise ConfigurationError(f'merged="{self._name}": {no}') from no
 
-    def _forward_message(self, tree: Any, turn: bool) -> tuple[m.HeadForward, type[m.HeadOutput], Tensor]:
-        packed, buffer = pack(tree)
+    def _forward(self, tree: Any, turn: bool) -> ToHead:
         kind = self._place.device.type
         mixed = torch.is_autocast_enabled(kind)
-        message = m.HeadForward(
-            optimizer=self._number,
-            packed=packed,
-            nbytes=buffer.numel(),
-            training=modes_of(self._module),
-            trainable=tuple(parameter.requires_grad for parameter in self._part.replica.ordered),
-            autocast=str(torch.get_autocast_dtype(kind)).removeprefix("torch.") if mixed else "",
-            turn=turn,
-        )
-        return message, m.HeadOutput, buffer
+        autocast = str(torch.get_autocast_dtype(kind)).removeprefix("torch.") if mixed else ""
+        return self.side.forward(tree, autocast, turn)
+
+    def _ask(self, said: ToHead, expect: type[_Answer]) -> tuple[_Answer, Tensor]:
+        return self._channel.ask(said.message, expect, said.payload)
 
     def take_back(
         self, gradients: Sequence[Tensor | None], inputs: Sequence[tuple[torch.Size, torch.dtype]]
@@ -196,9 +181,7 @@ class RemoteHead:
             inputs: shape and dtype of each tensor that went in.
         """
         place = self._place
-        if not self._is_open:
-            raise self._used_twice()
-        self._is_open = False
+        self.side.end()
         with self._channel.timed():
             told = self._agree_on_presence(gradients)
             gathered = iter(self._gather([gradient for gradient in told if gradient is not None]))
@@ -207,7 +190,8 @@ class RemoteHead:
             back: list[Any] = []
             if place.is_leader:
                 with self._explained():
-                    answer, payload = self._channel.ask(*self._backward_message(whole))
+                    mean = 1 / len(place.members)  # as DDP takes it over ranks
+                    answer, payload = self._ask(self.side.backward(whole, place.core.place, mean), m.HeadGradients)
                 back = unpack(answer.packed, payload)
                 there = msgspec.msgpack.encode(
                     ([gradient is not None for gradient in back], answer.applied, answer.refused_in_row)
@@ -219,26 +203,9 @@ class RemoteHead:
                 if is_there
             ]
             mine = iter(self._scatter([gradient for gradient in back if gradient is not None], shapes))
-        self._channel.watch_refusals(applied, refused)
+        place.core.hear_refusals(refused)
+        self._channel.warn_of_refusal(applied, refused)
         return [next(mine) if is_there else None for is_there in present]
-
-    def _backward_message(
-        self, gradients: Sequence[Tensor | None]
-    ) -> tuple[m.HeadBackward, type[m.HeadGradients], Tensor]:
-        packed, buffer = pack(list(gradients))
-        epoch, trained = self._place.core.place
-        message = m.HeadBackward(
-            optimizer=self._number,
-            packed=packed,
-            nbytes=buffer.numel(),
-            hyperparameters=tuple(hyperparameters_of(self._part.optimizer, self._parameters)),
-            scale=1 / len(self._place.members),  # as DDP takes the mean over ranks
-            clip=self.clip,
-            clip_algorithm=self.clip_algorithm,
-            epoch=epoch,
-            trained=trained,
-        )
-        return message, m.HeadGradients, buffer
 
     # --- Among the members of a group ------------------------------------------------------------------------------
 

@@ -57,7 +57,7 @@ class Place:
         if not dist.is_initialized():
             raise ConfigurationError("call torch.distributed.init_process_group before World(...)")
         self.options = options or WorldOptions(groups=groups)
-        self.core = GroupCore(self.options.resolved_method(), self.options.wire_format)
+        self.core = GroupCore(self.options.resolved_method(), self.options.wire_format, self.options.refusals)
         self.device = torch.device(device)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         ranks_per_node = list(ranks_per_node or _count_ranks_per_node(self.size))

@@ -175,7 +175,7 @@ class World(Place):
 
     def _take_in(self, part: Part) -> int:
         self.parts.append(part)
-        return self.core.attach(part.replica)
+        return self.core.attach(part.replica, is_head=part.head is not None)
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Raises `UnsupportedError` if the method cannot step this optimizer across groups."""

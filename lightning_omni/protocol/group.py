@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from lightning_omni.errors import ProtocolError
+from lightning_omni.errors import NonFiniteGradients, ProtocolError
 from lightning_omni.methods import Method
 from lightning_omni.methods.contract import (
     Answer,
@@ -51,25 +51,36 @@ from lightning_omni.topology import GroupId
 
 
 @dataclass(frozen=True)
+class Average:
+    """The mean of all groups' own weights, these among them: what methods without master weights are evaluated by.
+
+    Attributes:
+        tensors: this group's.
+    """
+
+    tensors: Sequence[Tensor]
+
+
+@dataclass(frozen=True)
 class Ask:
     """Ask the server, and answer with what `GroupCore.hear` makes of its answer.
 
     Attributes:
         optimizer: which of the model's optimizers.
-        need: what the method wants.
+        need: what the method wants, or a synchronization point.
         epoch: whose data is leased; -1 if none is.
         trained: batches of it that are trained with this.
     """
 
     optimizer: int
-    need: Exchange | Fetch
+    need: Exchange | Fetch | Average
     epoch: int
     trained: int
 
     @property
     def tensors(self) -> Tensors:
         """What is to go with the message."""
-        return self.need.tensors if isinstance(self.need, Exchange) else ()
+        return () if isinstance(self.need, Fetch) else self.need.tensors
 
     @property
     def pulls(self) -> bool:
@@ -85,7 +96,7 @@ class Said(NamedTuple):
         payload: of a push, its tensors in the run's wire format.
     """
 
-    message: m.PushMessage | m.Fetch
+    message: m.PushMessage | m.Fetch | m.Average
     payload: Tensor | None = None
 
 
@@ -102,6 +113,7 @@ class Heard:
         applied: whether that push was applied.
         progress: positions of the epoch trained by all groups.
         stop: as in `lightning_omni.protocol.messages.Leave`.
+        refused_in_row: pushes of this group that were refused in a row, this one among them.
         repeated: whether that push was counted when it came the first time, and its answer is lost.
     """
 
@@ -110,11 +122,14 @@ class Heard:
     progress: int = 0
     stop: str = ""
     repeated: bool = False
+    refused_in_row: int = 0
 
     @classmethod
     def of(cls, message: m.Weights) -> Heard:
         """What a message of the server's says."""
-        return cls(message.staleness, message.applied, message.progress, message.stop, message.repeated)
+        return cls(
+            message.staleness, message.applied, message.progress, message.stop, message.repeated, message.refused_in_row
+        )
 
 
 @dataclass
@@ -122,6 +137,7 @@ class _Half:
     """The group side of the method for one optimizer."""
 
     replica: Replica
+    is_head: bool = False
     side: GroupSide | None = None
     parameters: int = 0
     need: Need = field(default_factory=NextGradient)
@@ -141,6 +157,7 @@ class GroupCore:
     Args:
         method: the method.
         wire_format: how its pushes are put into bytes.
+        refusals: pushes with NaN or infinite numbers that are borne in a row; None bears any.
 
     Attributes:
         identity: who the group is.
@@ -164,17 +181,23 @@ class GroupCore:
         [0.0, 0.0]
     """
 
-    def __init__(self, method: Method, wire_format: WireFormat = RAW) -> None:
+    def __init__(self, method: Method, wire_format: WireFormat = RAW, refusals: int | None = None) -> None:
         self.method = method
         self.wire_format = wire_format
+        self._refusals = refusals
         self.identity = GroupId("")
         self.data: Lessee | None = None
         self.heard = Heard()
         self._halves: list[_Half] = []
 
-    def attach(self, replica: Replica) -> int:
-        """Takes in the weights of an optimizer. Returns its number."""
-        self._halves.append(_Half(replica))
+    def attach(self, replica: Replica, is_head: bool = False) -> int:
+        """Takes in the weights of an optimizer. Returns its number.
+
+        Args:
+            replica: the weights.
+            is_head: whether they are a merged head's, which the server steps by itself.
+        """
+        self._halves.append(_Half(replica, is_head))
         return len(self._halves) - 1
 
     def detach_all(self) -> None:
@@ -221,11 +244,29 @@ class GroupCore:
             tensors: the weights, or none.
             clock: of the master weights.
             note: one number for the method.
+
+        Raises:
+            NonFiniteGradients: the server refused too many pushes in a row.
         """
         self.heard = heard
+        self.hear_refusals(heard.refused_in_row)
         # Where the answer was lost, groups with weights of their own begin again from the master weights.
         lost = heard.repeated and self.method.steps_at == "worker"
         return Pulled(tensors, clock, note, refused=lost or not heard.applied)
+
+    def hear_refusals(self, in_row: int) -> None:
+        """So many of what this group pushed last were not finite, and none of them was applied.
+
+        Raises:
+            NonFiniteGradients: too many.
+        """
+        if self._refusals is not None and in_row >= self._refusals:
+            raise NonFiniteGradients(
+                f"what group {self.identity.name} pushed was NaN or infinite {in_row} times in a row, and none of"
+                " it was applied: lower the learning rate, clip gradients (gradient_clip_val), or use"
+                " precision='16-mixed' with its loss scaling; more groups need less momentum; refusals= sets how many"
+                " are borne"
+            )
 
     def step_took(self, optimizer: int, seconds: float) -> None:
         """A local step has taken so long, exchanges left out."""
@@ -241,8 +282,18 @@ class GroupCore:
     # --- What is to be done ------------------------------------------------------------------------------------------
 
     def fetch(self, optimizer: int) -> Ask:
-        """The server's weights, which the method did not ask for: groups meet, say. `hear` the answer."""
+        """The server's weights, which the method did not ask for. `hear` the answer."""
         return Ask(optimizer, Fetch(), *self.place)
+
+    def synchronize(self, optimizer: int) -> Ask:
+        """A synchronization point of all groups: the weights to be evaluated. `hear` the answer.
+
+        They are the master weights or, where groups have none in common, the mean of all groups' own.
+        """
+        half = self._halves[optimizer]
+        if self.method.evaluated == "mean" and not half.is_head:
+            return Ask(optimizer, Average(half.replica.weights()), *self.place)
+        return self.fetch(optimizer)
 
     @property
     def place(self) -> tuple[int, int]:
@@ -259,6 +310,9 @@ class GroupCore:
         """
         if isinstance(ask.need, Fetch):
             return Said(m.Fetch(optimizer=ask.optimizer, epoch=ask.epoch, trained=ask.trained))
+        if isinstance(ask.need, Average):
+            whole = RAW.encode(ask.need.tensors, layout, {}, memory).payload
+            return Said(m.Average(optimizer=ask.optimizer, nbytes=whole.numel()), whole)
         encoded = self.encode(ask.optimizer, ask.need, layout, memory)
         nbytes = encoded.payload.numel()
         numbers = ask.epoch, ask.trained, layout.version, self.identity.incarnation

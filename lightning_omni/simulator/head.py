@@ -11,11 +11,11 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.methods.head import check_mergeable, held_by_one, modes_of, pass_through
-from lightning_omni.methods.master import hyperparameters_of
+from lightning_omni.methods.head import check_mergeable, held_by_one, pass_through
 from lightning_omni.methods.modules import describe_module, tensors_of, with_tensors
 from lightning_omni.protocol import messages as m
-from lightning_omni.protocol.codec import pack, unpack
+from lightning_omni.protocol.codec import unpack
+from lightning_omni.protocol.head_side import HeadSide
 from lightning_omni.simulator.desk import HEAD, Desk
 from lightning_omni.simulator.workbench import Loss
 
@@ -39,6 +39,7 @@ class SimulatedHead:
         self.name, self._optimizer = name, optimizer
         self._module = check_mergeable(name, model)
         _, self.parameters = held_by_one(name, self._module, [optimizer])
+        self._side = HeadSide(name, HEAD, self._module, optimizer, list(self.parameters.values()))
         self._desk: Desk | None = None
         self._who = (0, -1, 0)
         self._output: Any = None
@@ -90,16 +91,8 @@ class SimulatedHead:
 
     def _ask(self, tree: Any, turn: bool) -> list[Tensor]:
         assert self._desk is not None
-        packed, buffer = pack(tree)
-        message = m.HeadForward(
-            optimizer=HEAD,
-            packed=packed,
-            nbytes=buffer.numel(),
-            training=modes_of(self._module),
-            trainable=tuple(parameter.requires_grad for parameter in self.parameters.values()),
-            turn=turn,
-        )
-        answer, payload = self._desk.ask_head(self._who[0], message, buffer, m.HeadOutput)
+        said = self._side.forward(tree, turn=turn)
+        answer, payload = self._desk.ask_head(self._who[0], said.message, said.payload, m.HeadOutput)
         self._output = unpack(answer.packed, payload)
         return tensors_of(self._output)
 
@@ -109,16 +102,8 @@ class SimulatedHead:
         """The output's gradients to the server, which steps the head; back come those of the inputs."""
         assert self._desk is not None
         leader, epoch, trained = self._who
-        packed, buffer = pack(list(gradients))
-        message = m.HeadBackward(
-            optimizer=HEAD,
-            packed=packed,
-            nbytes=buffer.numel(),
-            hyperparameters=tuple(hyperparameters_of(self._optimizer, set(self.parameters.values()))),
-            epoch=epoch,
-            trained=trained,
-        )
-        answer, payload = self._desk.ask_head(leader, message, buffer, m.HeadGradients)
+        said = self._side.backward(gradients, (epoch, trained))
+        answer, payload = self._desk.ask_head(leader, said.message, said.payload, m.HeadGradients)
         found: list[Any] = unpack(answer.packed, payload)
         return found
 

@@ -45,9 +45,10 @@ class Merged:
         if self.name is None:
             return
         self._head = world.attach_head(self.name, module, optimizers)
-        self._head.clip = float(trainer.gradient_clip_val or 0.0)
+        side = self._head.side
+        side.clip = float(trainer.gradient_clip_val or 0.0)
         how = trainer.gradient_clip_algorithm
-        self._head.clip_algorithm = "value" if how is not None and how.value == "value" else "norm"
+        side.clip_algorithm = "value" if how is not None and how.value == "value" else "norm"
 
     def step_done(self) -> None:
         """What was done with it since the last step is over."""
