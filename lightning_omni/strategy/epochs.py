@@ -1,30 +1,32 @@
 """Takes Lightning's training loop through epochs whose samples are dealt out while they are trained.
 
 Lightning counts batches; here an epoch ends when its samples do, for all groups together. `EpochDriver` holds all that
-follows from this: when a group has its last batch, when all groups validate, what max_steps means, how schedules keep
-pace. With one group, and with static data, it leaves the loop alone.
+follows from this: when a group has its last batch, when all groups validate, how schedules keep pace. What the samples
+are is `LeasedData`'s, and what Lightning's limits make of them `Limits`'. With one group, and with static data, the
+loop is left alone.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
 import msgspec
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_omni.optimizer import World
-from lightning_omni.optimizer.data import Leases, can_lease, lease
+from lightning_omni.optimizer.data import Leases
 from lightning_omni.optimizer.run_state.run import Schedule
 from lightning_omni.protocol import EpochPlan
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.cut import Cut
-from lightning_omni.protocol.progress import Progress, ReferenceBatch
+from lightning_omni.protocol.progress import Progress
 from lightning_omni.protocol.record import Spans
 from lightning_omni.strategy import _private
+from lightning_omni.strategy.leased import LeasedData
+from lightning_omni.strategy.limits import Limits, size_of
 from lightning_omni.strategy.schedulers import Pacer
 
 
@@ -36,6 +38,7 @@ class EpochDriver:
         say: tells the user something, on rank 0.
 
     Attributes:
+        data: the training data, as leased.
         is_open: whether a training epoch is under way.
         resumed: the moment that a checkpoint is of, if a run goes on from one: perhaps inside an epoch.
         progress: how far the run is; None if its data are not leased.
@@ -45,14 +48,12 @@ class EpochDriver:
     """
 
     def __init__(self, data: Literal["dynamic", "static"], say: Callable[[str], None]) -> None:
-        self._data = data
         self._say = say
-        self._leases: Leases | None = None
+        self.data = LeasedData(data, say, self._begin_present)
         self.is_open = False
         self.resumed = Cut()
         self.step_limit: int | None = None
         self.is_open_ended = False
-        self._new_leases: list[Leases] = []
         self._trainer: Any = None
         self._world: World | None = None
         self._pacer: Pacer | None = None
@@ -60,7 +61,7 @@ class EpochDriver:
         self.progress: Progress | None = None
         self.schedule: Schedule = {}
         self._begun = -1
-        self._max_steps = -1
+        self._limits: Limits | None = None
         self._validates: bool | None = None
         self._started = self._stopping = self._over = False
 
@@ -69,17 +70,19 @@ class EpochDriver:
     def connect(self, trainer: Any, world: World) -> None:
         """A run is being set up."""
         self._trainer, self._world = trainer, world
+        self.data.connect(world)
         self._started, self._begun = False, -1
 
     def start(self) -> None:
         """The groups stand; the first epoch is about to begin."""
         trainer = self._trainer
         self._started, self._stopping = True, False
-        self._max_steps = trainer.max_steps
-        self.world.core.data = self._leases
-        self._adopt()
+        self._limits = Limits(trainer)
+        self.data.start()
+        self.data.adopt()
         if self.leases is not None:
-            self.progress = self._progress_at(trainer.current_epoch)
+            epoch = trainer.current_epoch
+            self.progress = self._limits.progress(self.leases, epoch, self._resumed_spans(epoch))
         self._pace()
 
     def finish(self) -> None:
@@ -92,7 +95,8 @@ class EpochDriver:
     def forget(self) -> None:
         """The run is torn down."""
         self.finish()
-        self.leases, self._new_leases, self._plan, self.progress, self.resumed = None, [], None, None, Cut()
+        self.data.forget()
+        self._plan, self.progress, self.resumed = None, None, Cut()
         self._trainer = self._world = None
 
     @property
@@ -104,83 +108,26 @@ class EpochDriver:
     @property
     def leases(self) -> Leases | None:
         """This rank's view of the data, if it is leased: what its group's core tells the server of."""
-        return self._leases
+        return self.data.leases
 
     @leases.setter
     def leases(self, leases: Leases | None) -> None:
-        self._leases = leases
-        if self._world is not None:
-            self._world.core.data = leases
+        self.data.leases = leases
 
     @property
     def max_steps(self) -> int:
         """Steps of DDP after which the user wants the run to end, or -1."""
-        return self._max_steps
+        return self._limits.max_steps if self._limits is not None else -1
 
     @property
     def is_dynamic(self) -> bool:
         """Whether samples are drawn from the server's book."""
-        return self.leases is not None and not self.leases.is_local
-
-    # --- Loaders -----------------------------------------------------------------------------------------------------
+        return self.data.is_dynamic
 
     def process(self, loader: object, rank: int, is_ours: Callable[[DataLoader[Any]], bool]) -> object:
-        """Turns a training DataLoader into one with leased batches, if it is one whose samples may be dealt out.
-
-        Args:
-            loader: what Lightning is about to iterate.
-            rank: this rank.
-            is_ours: tells a sampler of Lightning's from a user's own.
-        """
-        if self._data == "static" or self._world is None or not self._trainer.training:
-            return loader
-        if not isinstance(loader, DataLoader) or not can_lease(loader) or not is_ours(loader):
-            if self.world.executor.exchanges:
-                self._say(
-                    'OmniStrategy: the training data is dealt out beforehand (as with data="static"), because it has a'
-                    " sampler of its own, is iterable, or is no plain DataLoader; a slow group delays an epoch's end"
-                )
-            return loader
-        shares = self.leases.shares if self.leases is not None else ()  # of the loader that this one replaces
-        leased = lease(
-            loader,
-            rank=rank,
-            before_epoch=self._begin_present,
-            is_local=not self.world.executor.exchanges,
-            shares=shares,
-        )
-        self._new_leases.append(leased.leases)  # type: ignore[attr-defined]
-        return leased
-
-    def _adopt(self) -> None:
-        """New loaders were made: at the start, or because they are reloaded every few epochs."""
-        if len(self._new_leases) == 1:
-            self.leases = self._new_leases[0]
-            if self.world.executor.exchanges:
-                self.assign(self.leases.shares)
-        elif self._new_leases:
-            # Several loaders advance together; each deals its samples out as DistributedSampler does.
-            for each in self._new_leases:
-                each.is_local = True
-            self.leases = None
-        self._new_leases = []
-
-    def assign(self, shares: Sequence[int] = ()) -> None:
-        """Tells the leases of this rank's place in its group, and of the group's ``shares``, if they are unequal."""
-        world = self.world
-        if self.leases is not None:
-            place = world.members.index(world.rank)
-            self.leases.assign(place, len(world.members), world.executor.control, world.generation, shares)
-
-    def weigh(self, loss: Tensor) -> Tensor:
-        """The loss whose gradient this rank contributes: more, if it has more of the group's batch than others."""
-        weight = self.leases.weight if self.leases is not None else 1.0
-        return loss if weight == 1.0 else loss * weight
-
-    @property
-    def is_dealt_out(self) -> bool:
-        """Whether the samples are dealt out beforehand, to all ranks."""
-        return self.leases is None and not self._new_leases
+        """Turns a training DataLoader into a leased one, as `LeasedData.process` has it; leaves others alone."""
+        is_training = self._trainer is not None and self._trainer.training
+        return self.data.process(loader, rank, is_ours) if is_training else loader
 
     # --- An epoch ----------------------------------------------------------------------------------------------------
 
@@ -189,17 +136,19 @@ class EpochDriver:
         if epoch == self._begun or not self._started:
             return
         self._begun = epoch
-        self._adopt()
+        self.data.adopt()
         self.world.enter_compute()
         self.is_open, self.is_open_ended, self._over = True, self.is_dynamic or self._is_bereft, False
         self._plan = self._validates = None
         if self.leases is not None:
-            self.progress = self._progress_at(epoch)
-            self._plan = self._make_plan(self.progress)
+            assert self._limits is not None
+            trained = self._resumed_spans(epoch)
+            self.progress = self._limits.progress(self.leases, epoch, trained)
+            self._plan = self._limits.plan(self.leases, self.progress, trained)
             self.world.core.heard.progress, self.world.core.heard.stop = self.progress.samples, ""
             if self.is_dynamic:
                 self.leases.begin(self._plan)
-                self._count_steps_together()
+                self._count_steps_together(epoch)
             elif self.is_open_ended:
                 self.leases.begin_local(self._plan, goes_on=True)
             else:
@@ -338,51 +287,17 @@ class EpochDriver:
         _private.be_open_ended(self._trainer)
         _private.set_last_batch(self._trainer, is_last)
 
-    def _make_plan(self, progress: Progress) -> EpochPlan:
-        """The epoch's data: what Lightning's limits mean for all ranks together."""
-        trainer, leases, epoch = self._trainer, self.leases, progress.epochs
-        assert leases is not None
-        interval = trainer.val_check_batch  # None if it is a duration
-        every, offset = 0, 0
-        if _private.validates_this_epoch(trainer) and interval not in (None, float("inf")):
-            # Without check_val_every_n_epoch, the batches of earlier epochs count, too.
-            done = epoch * progress.batches if trainer.check_val_every_n_epoch is None else 0
-            every = int(interval) * progress.reference.batch
-            offset = done % int(interval) * progress.reference.batch
-        return EpochPlan(
-            epoch=epoch,
-            total=leases.total,
-            batch_size=leases.batch_size,
-            budget=progress.budget(leases.total, epoch, self._max_steps),
-            validate_every=every,
-            validate_offset=offset,
-            trained=self._resumed_spans(epoch),
-        )
-
     def _resumed_spans(self, epoch: int) -> Spans:
         """What a checkpoint says is trained of an epoch."""
         fits = self.leases is not None and self.resumed.total == self.leases.total
         return self.resumed.trained if fits and self.resumed.epoch == epoch else ()
 
-    def _progress_at(self, epoch: int) -> Progress:
-        """The run's progress where an epoch begins or is resumed."""
-        assert self.leases is not None
-        reference = self._reference_batch
-        there = -(-self.leases.total // reference.batch)
-        limit = self._trainer.num_training_batches  # a callback may have put it beyond what is there
-        batches = min(int(limit), there) if limit != float("inf") else there
-        return Progress(reference, batches, epochs=epoch, samples=_size(self._resumed_spans(epoch)))
-
-    @property
-    def _reference_batch(self) -> ReferenceBatch:
-        assert self.leases is not None
-        window = int(self._trainer.accumulate_grad_batches)
-        return ReferenceBatch(self.leases.world_size, self.leases.batch_size, window)
-
     def _now(self) -> Progress:
         """The run's progress. Accumulation may have a schedule: then a step is of more samples than before."""
         assert self.progress is not None
-        self.progress = replace(self.progress, reference=self._reference_batch)
+        assert self.leases is not None
+        assert self._limits is not None
+        self.progress = replace(self.progress, reference=self._limits.reference(self.leases))
         return self.progress
 
     def _advance(self, samples: int) -> None:
@@ -392,25 +307,11 @@ class EpochDriver:
 
     # --- Validation and steps ----------------------------------------------------------------------------------------
 
-    @property
-    def _is_cut_short(self) -> bool:
-        """Whether max_steps ends the epoch before its samples do."""
-        assert self.leases is not None
-        assert self._plan is not None
-        return self._plan.budget < self._now().budget(self.leases.total, self._plan.epoch)
-
     def _validates_at_end(self) -> bool:
         """Whether the end of the epoch is one of the points at which val_check_interval asks for a validation."""
-        plan = self._plan
-        if plan is None:
+        if self._plan is None or self._limits is None:
             return True
-        if self._trainer.val_check_batch == float("inf"):
-            return not self._is_cut_short
-        if not plan.validate_every:
-            return False
-        if self._is_cut_short:
-            return (plan.budget + plan.validate_offset) % plan.validate_every == 0
-        return (self._now().samples_an_epoch + plan.validate_offset) % plan.validate_every == 0
+        return self._limits.validates_at_end(self._plan, self._now())
 
     def validates(self, is_due: Callable[[], bool]) -> bool:
         """Whether all validate after this batch.
@@ -425,29 +326,28 @@ class EpochDriver:
             return is_due()
         return _private.validates_this_epoch(trainer) and (self._validates or _private.stops_now(trainer))
 
-    def _count_steps_together(self) -> None:
+    def _steps_left(self, epoch: int) -> int | None:
+        """Steps of DDP that are left when an epoch begins; None if there is no limit."""
+        return self._limits.steps_left(self._now(), epoch) if self._limits is not None else None
+
+    def _count_steps_together(self, epoch: int) -> None:
         """max_steps counts the steps that DDP would take. A group's own count must not end the run for it alone."""
-        if self._max_steps == -1:
-            return
-        assert self._plan is not None
-        left = self._now().steps_left(self._max_steps, self._plan.epoch)
-        self.step_limit = sys.maxsize if left else self._trainer.global_step
+        if (left := self._steps_left(epoch)) is not None:
+            self.step_limit = sys.maxsize if left else self._trainer.global_step
 
     def _count_steps_alone(self, epoch: int) -> None:
         """One group counts for itself again, if there were several before: what is left of the steps of DDP."""
-        if self._max_steps != -1 and self.step_limit == sys.maxsize:
-            self.step_limit = self._trainer.global_step + self._now().steps_left(self._max_steps, epoch)
+        if self.step_limit == sys.maxsize and (left := self._steps_left(epoch)) is not None:
+            self.step_limit = self._trainer.global_step + left
 
     def _reaches_max_steps(self) -> bool:
-        if self._max_steps == -1 or self._plan is None:
-            return False
-        return not self._now().steps_left(self._max_steps, self._plan.epoch + 1)
+        return self._plan is not None and self._steps_left(self._plan.epoch + 1) == 0
 
     def _stop_at_max_steps(self) -> None:
         trainer = self._trainer
         self.step_limit = trainer.global_step
         self._say(
-            f"OmniStrategy: max_steps={self._max_steps} reached: as many samples as {self._max_steps} steps of all"
+            f"OmniStrategy: max_steps={self.max_steps} reached: as many samples as {self.max_steps} steps of all"
             f" {self.world.size} ranks; this group took {trainer.global_step} steps of its own"
         )
 
@@ -461,13 +361,13 @@ class EpochDriver:
         """Positions of this epoch that are trained, as far as this rank knows. All members of a group know alike."""
         assert self.leases is not None
         if not self.is_dynamic:
-            return _size(self.leases.trained_spans)
+            return size_of(self.leases.trained_spans)
         # Groups that exchange weights now and then, or never, hear too seldom of the others.
         return self.leases.position if self.world.steps_at_worker else self.world.core.heard.progress
 
     def _pace(self) -> None:
         """Schedulers follow the run's common progress, where groups differ in speed."""
-        if self.leases is not None and self._data == "dynamic":
+        if self.leases is not None and self.data.kind == "dynamic":
             trainer = self._trainer
             pacer = Pacer(trainer.lr_scheduler_configs, self._steps, lambda: trainer.current_epoch + 1)
             self.schedule = pacer.count_from(self.schedule)
@@ -495,11 +395,11 @@ class EpochDriver:
 
     def after_regroup(self, spans: Spans, was_synchronous: bool) -> None:
         """The groups have changed: the epoch goes on with the samples that are left."""
-        self.assign()
-        if self.is_open and self.leases is not None and self._plan is not None and self._data == "dynamic":
+        self.data.assign()
+        if self.is_open and self.leases is not None and self._plan is not None and self.data.kind == "dynamic":
             self.is_open_ended = True
             rest = msgspec.structs.replace(self._plan, trained=spans)
-            self._advance(_size(spans))
+            self._advance(size_of(spans))
             if not self.world.executor.exchanges:
                 self.leases.begin_local(rest, goes_on=True)
             elif was_synchronous:
@@ -516,7 +416,3 @@ class EpochDriver:
         theirs = self.world.agree(mine)
         if mine != theirs:
             _private.set_progress_counters(self._trainer, theirs)
-
-
-def _size(spans: Spans) -> int:
-    return sum(stop - start for start, stop in spans)

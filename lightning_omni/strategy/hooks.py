@@ -341,7 +341,7 @@ class OmniStrategyHooks(_Base):
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Back-propagates the loss, weighted by this rank's part of the group's batch."""
-        loss: Tensor = super().backward(self.epochs.weigh(closure_loss), optimizer, *args, **kwargs)
+        loss: Tensor = super().backward(self.epochs.data.weigh(closure_loss), optimizer, *args, **kwargs)
         self.balance.backward_done()
         return loss
 

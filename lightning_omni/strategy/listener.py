@@ -69,12 +69,12 @@ class Listener:
             iterate()
             return
         self._nested.form_groups_again()
-        if strategy.epochs.is_dealt_out:
+        if strategy.epochs.data.is_dealt_out:
             iterate()  # an iterable data set may ask how many ranks there are
         self._staleness.reset()
         strategy.epochs.begin(self._trainer.current_epoch)
         strategy.balance.begin_epoch()
-        if not strategy.epochs.is_dealt_out:
+        if not strategy.epochs.data.is_dealt_out:
             iterate()
 
     # --- What callbacks hear -----------------------------------------------------------------------------------------

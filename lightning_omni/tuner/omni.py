@@ -674,7 +674,7 @@ class OmniTunerHooks(_CallbackBase):
             strategy.form(setting.groups, speeds if by_speed else None)
         if setting.rebalance and speeds is not None and len(world.members) > 1 and strategy.epochs.leases is not None:
             size = strategy.epochs.leases.batch_size * len(world.members)
-            strategy.epochs.assign(apportion(size, [speeds[rank] for rank in world.members]))
+            strategy.epochs.data.assign(apportion(size, [speeds[rank] for rank in world.members]))
         world.enter_world(strategy.buffers())
 
     # --- A way back ---------------------------------------------------------------------------------------------------
