@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from lightning_omni.errors import ConfigurationError, OmniError
+from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import Method
 from lightning_omni.metrics import RunReport
 from lightning_omni.optimizer import World, WorldOptions
@@ -37,6 +37,7 @@ from lightning_omni.strategy.names import Asked
 from lightning_omni.strategy.namespaces import refuse_other_namespace
 from lightning_omni.strategy.nested import NestedRuns
 from lightning_omni.strategy.proxies import Proxies
+from lightning_omni.strategy.reporting import Reporting
 from lightning_omni.strategy.signals import Signals
 from lightning_omni.strategy.trainable import Trainable
 from lightning_omni.strategy.watch import Stopwatch, gathering_sentence
@@ -147,7 +148,7 @@ class OmniStrategyHooks(_Base):
         self.signals = Signals(self.terminated_class)
         self.trainable = Trainable(self.rank_zero_warn)
         self.checkpoints = Checkpoints(self.rank_zero_warn)
-        self._last_status: m.Status | None = None
+        self._reporting = Reporting()
         self.stopwatch = Stopwatch()
         self._has_gathered = False
         self._arrangement: tuple[Topology, Method, Balance] | None = None
@@ -317,7 +318,8 @@ class OmniStrategyHooks(_Base):
             return
         self._install_signals()
         world = self.joined
-        self._last_status, self._has_gathered = None, False
+        self._reporting.begin()
+        self._has_gathered = False
         world.states.resume(self.checkpoints.resumed)
         Followed(self)
         world.begin()
@@ -377,12 +379,13 @@ class OmniStrategyHooks(_Base):
         self.balance.end()
         world = self.joined
         world.is_finished = True
-        self._remember_status()
+        self._reporting.ask(world)
         self.epochs.finish()
         if world.control is not None and world.executor.exchanges:
             world.edits.settle()
-            self._warn_if_nothing_was_exchanged()
-            if self.is_global_zero:
+            if warning := self._reporting.warning(world):
+                self.rank_zero_info(f"OmniStrategy: {warning}")
+            if world.is_recorder:
                 world.states.take_back()
             for part in world.parts:
                 part.replica.abandon()
@@ -394,8 +397,7 @@ class OmniStrategyHooks(_Base):
         if self.signals.is_stopping and isinstance(exception, self.terminated_class):
             return  # all ranks leave together, in good order: see `teardown`
         if self.world is not None:
-            if self.world.control is not None:
-                self._last_status = self.world.control.status
+            self._reporting.keep(self.world)
             self.world.explain(exception)
             self.world.fail(f"{type(exception).__name__}: {exception}")
         elif self._server_process is not None:
@@ -536,7 +538,7 @@ class OmniStrategyHooks(_Base):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer state of the same moment: the server's, with this rank's hyperparameters, if it steps there."""
         own: dict[str, Any] = super().optimizer_state(optimizer)
-        if not self._is_asynchronous or not self.is_global_zero:
+        if not self._is_asynchronous or not self.joined.is_recorder:
             return own
         return self.checkpoints.state_of(self.joined, getattr(optimizer, "optimizer", optimizer), own)
 
@@ -585,44 +587,7 @@ class OmniStrategyHooks(_Base):
         """The run in numbers, while it runs or after it."""
         if self.world is None and self._last_report is not None:
             return self._last_report
-        world = self.joined
-        status = (world.control.status if world.control else None) or self._last_status
-        clock = status.clock if status else 0
-        if status and not world.executor.exchanges:  # its groups are of the past, and some may be a tuner's
-            clock = sum(part.replica.clock for part in world.parts if part.head is None)
-            status = status if clock else None
-        seen: tuple[int, ...] = status.staleness if status else ()
-        return RunReport(
-            updates=world.steps + clock,
-            staleness_mean=sum(t * count for t, count in enumerate(seen)) / max(1, sum(seen)),
-            staleness_max=max(0, len(seen) - 1),
-            groups=len(status.groups) if status else len(world.topology.alive),
-            group_size=max(len(members) for members in world.topology.groups),
-            refused=status.refused if status else 0,
-            ranks_lost=status.lost if status else (),
-            bytes_per_step=self.stopwatch.bytes_per_step,
-            head_time=status.head_time if status else 0.0,
-            serve_time=status.serve_time if status else 0.0,
-            total_momentum=status.total_momentum if status else None,
-        )
-
-    def _remember_status(self) -> None:
-        control = self.joined.control
-        if control is None:
-            return
-        try:
-            self._last_status = control.request(m.AskStatus(), m.Status, timeout=5.0)
-        except OmniError:
-            self._last_status = control.status
-
-    def _warn_if_nothing_was_exchanged(self) -> None:
-        """Groups that never came to the end of a period have trained for nothing."""
-        method, status = self.joined.method, self._last_status
-        if status is not None and not status.clock and self.joined.steps_at_worker and method.evaluated != "mean":
-            self.rank_zero_info(
-                f"OmniStrategy: no group has exchanged anything with {method!r}, so the weights are those of the"
-                " beginning: its period is longer than the run"
-            )
+        return self._reporting.report(self.joined, self.stopwatch.bytes_per_step)
 
     def _say_hello(self) -> None:
         self.rank_zero_info(f"OmniStrategy: {self.grouping.sentence}")
