@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import importlib
 import pkgutil
+import re
 from pathlib import Path
 
 import pytest
@@ -38,3 +39,17 @@ def test_the_examples_of_a_page_run(page: str) -> None:
 def test_every_method_has_an_example() -> None:
     for kind in importlib.import_module("lightning_omni.methods").METHODS.values():
         assert ">>>" in (kind.__doc__ or "")
+
+
+@pytest.mark.parametrize("page", sorted(page.name for page in PAGES if page.stem != "changelog"))
+def test_files_that_a_page_names_are_there(page: str) -> None:
+    package = Path(lightning_omni.__file__).parent
+    named = re.findall(r"`(?:lightning_omni/)?([a-z_]+/(?:[a-z_]+/)*(?:[a-z_]+\.py)?)`", (DOCS / page).read_text())
+    missing = {name for name in named if not (package / name).exists() and not (DOCS.parent / name).exists()}
+    assert not missing
+
+
+def test_the_life_of_a_gradient_names_files() -> None:
+    text = (DOCS / "life-of-a-gradient.md").read_text()
+    for section in ("## The path", "## A lease", "## A probe", "## A late message"):
+        assert text.partition(section)[2].partition("\n## ")[0].count(".py`") >= 3, section
