@@ -11,7 +11,7 @@ import numpy as np
 
 from lightning_omni.performance.forecast import Setting, Tried
 from lightning_omni.performance.profile import Measured
-from lightning_omni.search import Job, Observation, Search, Space
+from lightning_omni.search import Observation, Search, SearchSpec, Space
 from lightning_omni.topology import Topology
 
 SLOWNESS = (1, 1, 1.1, 1, 1, 1, 1, 2.6)
@@ -56,7 +56,7 @@ def search(
     *observations: Observation, horizon: float = 1e5, space: Space | None = None, start: Setting = START, **job_: Any
 ) -> Search:
     """A search that saw these."""
-    job = Job(start, BATCH * len(SLOWNESS), horizon, 0.1, space or Space.of({}, len(SLOWNESS)), **job_)
+    job = SearchSpec(start, BATCH * len(SLOWNESS), horizon, 0.1, space or Space.of({}, len(SLOWNESS)), **job_)
     made = Search(job)  # told, and never asked
     for observation in observations:
         made.tell(observation)
@@ -77,7 +77,11 @@ def smaller() -> Search:
     chosen = Setting(4, 0.6, 0.05)
     probes = [observed(chosen), observed(replace(chosen, lr=0.05 / 3), 2.0)]
     of_a_group = BATCH * len(SLOWNESS) / chosen.groups
-    return search(*probes, start=chosen, steps=True, current=True, seconds=60.0, own=START, reference=of_a_group)
+    known = search(start=chosen, current=True, seconds=60.0, own=START, reference=of_a_group)
+    made = Search(known.spec.for_step(None, is_final=False))
+    for probe in probes:
+        made.tell(probe)
+    return made
 
 
 @cache

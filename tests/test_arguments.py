@@ -163,7 +163,7 @@ from lightning_omni.errors import ConfigurationError
 from lightning_omni.performance import DeviceReport, DeviceSetting
 from lightning_omni.performance.forecast import Setting
 from lightning_omni.report import Round, TuningReport
-from lightning_omni.search import Job, Search, Space
+from lightning_omni.search import SearchSpec, Search, Space
 from lightning_omni.tuner.pytorch_lightning import DeviceTuner, OmniTuner
 
 def refusal(call):
@@ -174,7 +174,7 @@ def refusal(call):
         return str(error)
 
 def refusals():
-    job = Job(Setting(1, 0.9, 0.1), batch=64, horizon=100, share=0.1, space=Space((1, 2)))
+    job = SearchSpec(Setting(1, 0.9, 0.1), batch=64, horizon=100, share=0.1, space=Space((1, 2)))
     report = TuningReport((Round(Search(job), epoch=0, seconds_run=0.0),), target=None, monitor="loss")
     device = DeviceReport((), DeviceSetting(), DeviceSetting(), 1.0, 1.0, None, 8)
     searches = ("bayes", "omnivore", "grid", "random")

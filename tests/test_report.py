@@ -24,7 +24,7 @@ from lightning_omni.performance.profile import Measured
 from lightning_omni.report import Round, RunTimes, TuningReport
 from lightning_omni.report.digest import duration, interval, rate_of, span, times
 from lightning_omni.report.page import templates
-from lightning_omni.search import Job, Observation, Search, Space
+from lightning_omni.search import Observation, Search, SearchSpec, Space
 from lightning_omni.tuner.throughput import Throughput
 
 LOST = observed(Setting(8, 0.2, 0.05), 1.0, PROBLEM)
@@ -281,7 +281,7 @@ def test_what_is_told_of_machines_is_what_they_can_do() -> None:
         losses = tuple(2.0 / (1 + end / 500) for end in ends)
         tried = Tried(Setting(count, 0.9 if together else 0.6, 0.05), ends, losses, 12 * step + 1.0)
         seen.append(Observation(tried, measured))
-    job = Job(START, size * ranks, 1e5, 0.1, Space.of({}, ranks))
+    job = SearchSpec(START, size * ranks, 1e5, 0.1, Space.of({}, ranks))
     made = Search(job)
     for each in seen:
         made.tell(each)

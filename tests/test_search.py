@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,17 +19,17 @@ from lightning_omni import OmniTuner
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.performance.forecast import Scaling, Setting, Tried
 from lightning_omni.performance.profile import Measured
-from lightning_omni.search import Choice, Job, Observation, Probe, Search, Space
-from lightning_omni.search.search import FEWEST, MOST, MOST_PROBES, Strategy
+from lightning_omni.search import SAMPLERS, Choice, Observation, Probe, Search, SearchSpec, Space
+from lightning_omni.search.constants import FEWEST_BATCHES, MOST_BATCHES, MOST_PROBES
 from lightning_omni.topology import Topology
 
 FEW = settings(max_examples=30, deadline=None)
-STRATEGIES = get_args(Strategy)
+STRATEGIES = SAMPLERS
 RANKS, BATCH = 4, 16
 SLOWNESS = (1.0, 1.1, 1.0, 1.3)
 START = Setting(1, 0.9, 0.05)
 SPACE = Space.of({}, RANKS)
-JOB = Job(START, BATCH * RANKS, horizon=64_000.0, share=0.1, space=SPACE)
+JOB = SearchSpec(START, BATCH * RANKS, horizon=64_000.0, share=0.1, space=SPACE)
 
 # --- A world ---------------------------------------------------------------------------------------------------------
 
@@ -80,7 +80,7 @@ def drive(search: Search, most: int = 99, shows: Callable[[Probe], Observation] 
 
 
 @cache
-def ended(strategy: Strategy) -> Search:
+def ended(strategy: str) -> Search:
     """A search that is over; do not change it."""
     search = Search(JOB, strategy)
     assert len(list(drive(search))) == len(search.observations) < 99
@@ -101,7 +101,7 @@ def again(search: Search) -> Search:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_search_ends_and_chooses_one_of_its_candidates(strategy: Strategy) -> None:
+def test_a_search_ends_and_chooses_one_of_its_candidates(strategy: str) -> None:
     search = ended(strategy)
     assert search.next() is None
     assert search.next() is None
@@ -116,13 +116,13 @@ def test_a_search_ends_and_chooses_one_of_its_candidates(strategy: Strategy) -> 
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_the_two_ends_of_the_space_are_always_tried(strategy: Strategy) -> None:
+def test_the_two_ends_of_the_space_are_always_tried(strategy: str) -> None:
     groups = [probe.setting.groups for probe in ended(strategy).probes]
     assert {1, RANKS} == set(groups[:2])
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_probes_are_numbered_and_train_on_as_many_samples(strategy: Strategy) -> None:
+def test_probes_are_numbered_and_train_on_as_many_samples(strategy: str) -> None:
     probes = ended(strategy).probes
     assert [probe.number for probe in probes] == list(range(len(probes)))
     assert {probe.samples for probe in probes} == {JOB.batches * JOB.batch}
@@ -131,7 +131,7 @@ def test_probes_are_numbered_and_train_on_as_many_samples(strategy: Strategy) ->
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_no_probe_begins_that_would_not_end_within_the_budget(strategy: Strategy) -> None:
+def test_no_probe_begins_that_would_not_end_within_the_budget(strategy: str) -> None:
     search = ended(strategy)
     # As it is known in the end: without the last probe all was within the budget.
     assert search.spent - search.tried[-1].seconds <= search.budget * 1.05
@@ -156,14 +156,14 @@ def test_seconds_that_are_given_are_the_budget(seconds: float) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_with_one_group_there_is_still_something_to_search(strategy: Strategy) -> None:
+def test_with_one_group_there_is_still_something_to_search(strategy: str) -> None:
     search = Search(replace(JOB, space=Space((1,))), strategy)
     assert {probe.setting.groups for probe in drive(search, most=3)} == {1}
     assert search.choice().setting.groups == 1
 
 
 @pytest.mark.parametrize("strategy", [each for each in STRATEGIES if each != "omnivore"])  # it has a grid of its own
-def test_what_is_tried_and_chosen_is_in_the_space(strategy: Strategy) -> None:
+def test_what_is_tried_and_chosen_is_in_the_space(strategy: str) -> None:
     space = Space.of({"groups": [1, 3], "momentum": [0.5, 0.7], "lr": [0.02, 0.04], "rebalance": False}, RANKS)
     search = Search(replace(JOB, space=space), strategy)
     for probe in drive(search, most=5):
@@ -186,7 +186,7 @@ def test_the_next_probe_is_the_same_until_its_outcome_is_told() -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_search_from_a_checkpoint_asks_and_chooses_the_same(strategy: Strategy) -> None:
+def test_a_search_from_a_checkpoint_asks_and_chooses_the_same(strategy: str) -> None:
     search = Search(JOB, strategy)
     for _ in range(4):
         copied = again(search)
@@ -227,10 +227,10 @@ def test_a_search_that_was_stopped_says_why_and_asks_no_more(probes: int) -> Non
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("share", [0.0, 0.9 * FEWEST * BATCH * RANKS / 64_000])
-def test_without_a_budget_nothing_is_tried_and_that_is_said(strategy: Strategy, share: float) -> None:
+@pytest.mark.parametrize("share", [0.0, 0.9 * FEWEST_BATCHES * BATCH * RANKS / 64_000])
+def test_without_a_budget_nothing_is_tried_and_that_is_said(strategy: str, share: float) -> None:
     search = Search(replace(JOB, share=share), strategy)
-    assert search.job.batches == 0
+    assert search.spec.batches == 0
     assert search.next() is None
     choice = search.choice()
     assert (choice.setting, choice.outlook) == (START, None)
@@ -238,7 +238,7 @@ def test_without_a_budget_nothing_is_tried_and_that_is_said(strategy: Strategy, 
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_if_all_probes_diverge_nothing_is_changed(strategy: Strategy) -> None:
+def test_if_all_probes_diverge_nothing_is_changed(strategy: str) -> None:
     search = Search(JOB, strategy)
     for _ in drive(search, most=4, shows=lambda probe: show(probe, "diverged: gradients are not finite")):
         pass
@@ -249,7 +249,7 @@ def test_if_all_probes_diverge_nothing_is_changed(strategy: Strategy) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_one_that_diverged_is_not_chosen(strategy: Strategy) -> None:
+def test_one_that_diverged_is_not_chosen(strategy: str) -> None:
     search = Search(JOB, strategy)
     for _ in drive(search, most=3, shows=lambda probe: show(probe, "diverged" * (probe.setting.groups > 1))):
         pass
@@ -259,7 +259,7 @@ def test_one_that_diverged_is_not_chosen(strategy: Strategy) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_if_nothing_could_be_timed_nothing_is_changed(strategy: Strategy) -> None:
+def test_if_nothing_could_be_timed_nothing_is_changed(strategy: str) -> None:
     search = Search(JOB, strategy)
     probes = list(drive(search, shows=lambda probe: show(probe, is_timed=False)))
     assert len(probes) == 2
@@ -277,7 +277,7 @@ def test_a_setting_that_is_trained_with_stays_unless_another_is_clearly_better()
     assert "stays" in choice.why
 
 
-UNDER_WAY = replace(JOB, steps=True, current=True, seconds=1e3)
+UNDER_WAY = replace(JOB, current=True, seconds=1e3).for_step(None, is_final=False)
 
 
 def test_a_step_that_has_come_to_diverge_is_made_smaller() -> None:
@@ -293,7 +293,7 @@ def test_a_step_that_has_come_to_diverge_is_made_smaller() -> None:
 
 @pytest.mark.parametrize("near", [False, True])
 def test_near_the_target_steps_get_smaller_whatever_probes_say(near: bool) -> None:
-    search = Search(replace(UNDER_WAY, near=near))
+    search = Search(UNDER_WAY.for_step(None, is_final=near))
     for probe in drive(search, most=3, shows=lambda probe: replace_setting(show(replace(probe, setting=START)), probe)):
         assert probe.number < (1 if near else 3)
     assert search.choice().setting.lr == pytest.approx(START.lr / (3 if near else 1))
@@ -301,12 +301,12 @@ def test_near_the_target_steps_get_smaller_whatever_probes_say(near: bool) -> No
 
 
 def test_near_the_target_steps_that_diverge_are_probed_smaller() -> None:
-    search = Search(replace(UNDER_WAY, near=True))
+    search = Search(UNDER_WAY.for_step(None, is_final=True))
     for _ in drive(search, most=2, shows=lambda probe: show(probe, "" if probe.number else "diverged")):
         pass
     assert len(search.tried) == 2
     assert search.choice().setting == search.tried[1].setting
-    assert Job.from_dict(json.loads(json.dumps(search.job.to_dict()))) == search.job
+    assert SearchSpec.from_dict(json.loads(json.dumps(search.spec.to_dict()))) == search.spec
 
 
 def replace_setting(seen: Observation, probe: Probe) -> Observation:
@@ -397,7 +397,7 @@ def test_there_is_no_other_strategy() -> None:
 
 @pytest.mark.parametrize("adaptive", [False, True])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_however_many_groups_a_run_begins_with_the_search_is_the_same(strategy: Strategy, adaptive: bool) -> None:
+def test_however_many_groups_a_run_begins_with_the_search_is_the_same(strategy: str, adaptive: bool) -> None:
     came = []
     for groups in (1, 2, 4):
         job = replace(JOB, start=replace(START, groups=groups), scaling=Scaling(adaptive))
@@ -442,7 +442,7 @@ def test_steps_of_a_run_under_way_are_those_it_takes_whatever_they_belong_to() -
 def test_a_file_of_before_means_what_it_meant() -> None:
     plain = replace(JOB, start=replace(START, groups=4)).to_dict()
     del plain["reference"]
-    assert Job.from_dict(plain).basis.groups == 4
+    assert SearchSpec.from_dict(plain).basis.groups == 4
 
 
 def test_a_reference_batch_of_nothing_is_refused() -> None:
@@ -453,7 +453,7 @@ def test_a_reference_batch_of_nothing_is_refused() -> None:
 # --- Jobs ------------------------------------------------------------------------------------------------------------
 
 job_of = st.builds(
-    Job,
+    SearchSpec,
     start=st.builds(Setting, st.integers(1, 8), st.floats(0, 0.9), st.floats(1e-4, 1.0)),
     batch=st.integers(1, 4096),
     horizon=st.floats(0, 1e9),
@@ -476,16 +476,16 @@ job_of = st.builds(
 
 @FEW
 @given(job_of)
-def test_plain_jobs_are_the_jobs(job: Job) -> None:
-    assert Job.from_dict(json.loads(json.dumps(job.to_dict(), allow_nan=False))) == job
+def test_plain_jobs_are_the_jobs(job: SearchSpec) -> None:
+    assert SearchSpec.from_dict(json.loads(json.dumps(job.to_dict(), allow_nan=False))) == job
 
 
 @FEW
 @given(job_of)
-def test_probes_have_enough_batches_within_the_share_or_there_are_none(job: Job) -> None:
+def test_probes_have_enough_batches_within_the_share_or_there_are_none(job: SearchSpec) -> None:
     affordable = job.share * job.horizon / job.batch
-    assert job.batches == 0 or FEWEST <= job.batches <= MOST
-    assert (job.batches == 0) == (affordable < FEWEST)
+    assert job.batches == 0 or FEWEST_BATCHES <= job.batches <= MOST_BATCHES
+    assert (job.batches == 0) == (affordable < FEWEST_BATCHES)
     assert job.batches <= max(affordable, 0)
 
 

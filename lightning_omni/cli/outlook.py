@@ -20,11 +20,9 @@ from lightning_omni.performance.forecast import Pace, Scaling, Setting, Theory, 
 from lightning_omni.performance.profile import Prediction, Profile
 from lightning_omni.report import TuningReport
 from lightning_omni.search import Search
+from lightning_omni.search.rules import careful, is_faster, least
+from lightning_omni.search.space import group_counts
 
-_FASTER = 1.05
-"""Proportional batches, and more groups, are to be that much faster."""
-_CAUTION = 0.25
-"""How many standard deviations of the forecast count against a setting, as in a search."""
 _USUAL_MOMENTUM = 0.9
 _BINDS = {
     "compute": "compute",
@@ -67,7 +65,7 @@ class Known:
                 return cls(Profile.from_dict(plain), None)
             report = TuningReport.from_dict(plain)
             search, *since = (each.search for each in report.rounds[report.main :])
-            factor = math.prod(each.choice().setting.lr / each.job.start.lr for each in since)
+            factor = math.prod(each.choice().setting.lr / each.spec.start.lr for each in since)
         except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
             if isinstance(error, ConfigurationError) and "SciPy" in str(error):
                 raise
@@ -90,7 +88,7 @@ class Known:
     @property
     def rebalance(self) -> bool:
         """Whether batches may be split in proportion to speeds."""
-        return self.search is None or self.search.job.space.rebalance
+        return self.search is None or self.search.spec.space.rebalance
 
     def pace(self, momentum: float | None, lr: float | None) -> Pace:
         """Samples that settings need, from theory and the probes.
@@ -171,7 +169,7 @@ class Row:
     @property
     def careful(self) -> float:
         """The same, with what nobody tried made a little worse."""
-        return self.log_seconds + _CAUTION * self.pace[1]
+        return careful(self.log_seconds, self.pace[1])
 
 
 @dataclass(frozen=True)
@@ -203,15 +201,13 @@ class Outlooks:
     @cached_property
     def rows(self) -> list[Row]:
         """Powers of two, and as many groups as ranks."""
-        most = self.cluster.profile.ranks
-        counts = sorted({2**power for power in range(most.bit_length()) if 2**power <= most} | {most})
-        return [self._row(groups) for groups in counts]
+        return [self._row(groups) for groups in group_counts(self.cluster.profile.ranks)]
 
     def _row(self, groups: int) -> Row:
         prediction, rebalance = self.predict(groups, False), False
         if self.known.rebalance and groups < self.cluster.profile.ranks:
             split = self.predict(groups, True)
-            if split.samples_per_second.value > _FASTER * prediction.samples_per_second.value:
+            if is_faster(split.samples_per_second.value, prediction.samples_per_second.value):
                 prediction, rebalance = split, True
         period = self.period or self.pace.theory.start.period
         tried = self.known.tried
@@ -219,7 +215,7 @@ class Outlooks:
         factor = self.known.largest_step(groups)
         options = [self.pace.theory.setting(groups, factor=factor or 1.0), *known]
         found = [replace(each, rebalance=rebalance, period=period) for each in dict.fromkeys(options)]
-        best = min(found, key=lambda each: self.pace(each)[0] + _CAUTION * self.pace(each)[1])
+        best = min(found, key=lambda each: careful(*self.pace(each)))
         return Row(best, prediction, self.pace(best), diverges=not factor)
 
     def predict(self, groups: int, rebalance: bool) -> Prediction:
@@ -236,8 +232,7 @@ class Outlooks:
     @cached_property
     def best(self) -> Row:
         """The one that is expected at the target first; among equals the one with the fewest groups."""
-        least = min(row.careful for row in self.rows)
-        return next(row for row in self.rows if row.careful <= least + math.log(_FASTER))
+        return least(self.rows, lambda row: row.careful, lambda row: row.setting.groups)
 
     def relative(self, row: Row) -> float:
         """Time to the target, relative to that of the best."""
@@ -307,7 +302,7 @@ def _cells(outlook: Outlooks, row: Row, samples: float | None) -> list[str]:
 
 def _speeds(profile: Profile) -> str:
     slowest, fastest = min(profile.speeds), max(profile.speeds)
-    if fastest < _FASTER * slowest:
+    if not is_faster(fastest, slowest):
         return f"{fastest:.4g} samples/s each"
     return f"{slowest:.4g} to {fastest:.4g} samples/s each"
 

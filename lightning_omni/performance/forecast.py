@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import NormalDist
 from typing import Any
 
@@ -48,6 +48,7 @@ class Setting:
         lr: learning rate.
         rebalance: whether a group's batch is split in proportion to the speeds of its ranks.
         period: local steps between two exchanges.
+        further: names and values in dimensions of a user's own, by name.
 
     Example:
         >>> str(Setting(groups=4, momentum=0.3, lr=0.025))
@@ -59,10 +60,20 @@ class Setting:
     lr: float
     rebalance: bool = False
     period: int = 1
+    further: tuple[tuple[str, Any], ...] = ()
+
+    def further_value(self, name: str) -> Any:
+        """The value in a dimension of a user's own."""
+        return dict(self.further)[name]
+
+    def with_further(self, name: str, value: Any) -> Setting:
+        """The same with another value there."""
+        return replace(self, further=tuple(sorted({**dict(self.further), name: value}.items())))
 
     def __str__(self) -> str:
         parts = [f"{self.groups} group{'s' * (self.groups > 1)}"]
         parts += ["proportional batches"] * self.rebalance + [f"period {self.period}"] * (self.period > 1)
+        parts += [f"{name} {value}" for name, value in self.further]
         return ", ".join([*parts, f"momentum {self.momentum:.3g}", f"lr {self.lr:.3g}"])
 
     def to_dict(self) -> dict[str, Any]:
@@ -72,7 +83,7 @@ class Setting:
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> Setting:
         """What `to_dict` gave."""
-        return cls(**plain)
+        return cls(**{**plain, "further": tuple(map(tuple, plain.get("further", ())))})
 
 
 @dataclass(frozen=True)
@@ -315,6 +326,7 @@ class Pace:
         costs: logarithms of the samples that each needs, but for a constant.
         errors: their standard errors.
         noise: how much less they say of the whole run than of themselves, as a standard deviation.
+        further: coordinates of a setting in dimensions of a user's own; None for none.
 
     Example:
         >>> theory = Theory(Setting(1, 0.9, 0.1), Scaling())
@@ -331,10 +343,11 @@ class Pace:
         costs: Sequence[float] = (),
         errors: Sequence[float] = (),
         noise: float = _NOISE,
+        further: Callable[[Setting], list[float]] | None = None,
     ) -> None:
-        self.theory = theory
+        self.theory, self._further = theory, further
         self.costs = list(costs)
-        self._places = np.array([self._place(each) for each in settings]).reshape(-1, 4)
+        self._places = np.array([self._place(each) for each in settings])
         expected = np.array([theory(each) for each in settings])
         # Only differences between probes are known; theory says where the whole lies.
         self.offset = float(np.mean(expected - self.costs)) if len(costs) else 0.0
@@ -344,12 +357,18 @@ class Pace:
             self._inverse = np.linalg.inv(_kernel(self._places, self._places) + np.diag(variances))
 
     @classmethod
-    def of(cls, theory: Theory, tried: Sequence[Tried]) -> Pace:
+    def of(
+        cls, theory: Theory, tried: Sequence[Tried], further: Callable[[Setting], list[float]] | None = None
+    ) -> Pace:
         """From probes, all of one start; what diverged counts as `FAILED` times as slow as the slowest that did not."""
         costs = log_costs(tried)
         worst = max((cost for cost, _ in costs if math.isfinite(cost)), default=0.0) + math.log(FAILED)
         return cls(
-            theory, [each.setting for each in tried], [min(cost, worst) for cost, _ in costs], [e for _, e in costs]
+            theory,
+            [each.setting for each in tried],
+            [min(cost, worst) for cost, _ in costs],
+            [error for _, error in costs],
+            further=further,
         )
 
     def __call__(self, setting: Setting) -> tuple[float, float]:
@@ -377,6 +396,7 @@ class Pace:
             setting.momentum / 0.4,
             math.log(max(self.theory.scaling.step(setting), 1e-12)) / math.log(3),
             math.log(setting.period) / math.log(4),
+            *(self._further(setting) if self._further is not None else ()),
         ]
 
 

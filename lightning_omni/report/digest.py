@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.performance.forecast import Forecast, Outlook, Pace, Setting, Tried, log_costs, samples_to
+from lightning_omni.performance.forecast import Forecast, Outlook, Setting, Tried, log_costs, samples_to
 from lightning_omni.performance.profile import Measured, Prediction, Profile
 from lightning_omni.performance.statistical import Estimate
-from lightning_omni.search import Choice, Search
+from lightning_omni.search import Choice, Search, StepSearchSpec
 
 PARTS = {
     "compute": "compute",
@@ -66,7 +66,7 @@ class Digest:
         self.reasons = tuple(reasons) or asked_again(search)
         samples = samples_to(target, search.tried) if target is not None and search.profile is not None else None
         tried = [each.setting for each in search.tried]
-        self.forecast = Forecast(Pace.of(search.theory, search.tried), search.throughput, samples, tried)
+        self.forecast = Forecast(search.pace(), search.throughput, samples, tried)
 
     @cached_property
     def choice(self) -> Choice:
@@ -81,22 +81,22 @@ class Digest:
     @property
     def ranks(self) -> int:
         """Number of ranks, as far as is known."""
-        return self.profile.ranks if self.profile is not None else max(self.search.job.space.groups)
+        return self.profile.ranks if self.profile is not None else max(self.search.spec.space.groups)
 
     @property
     def start(self) -> Setting:
         """The user's own setting."""
-        return self.search.job.own or self.search.job.start
+        return self.search.spec.own or self.search.spec.start
 
     @property
     def is_about_steps(self) -> bool:
         """Whether only the size of the step was searched: by what losses say at once, not by a forecast of time."""
-        return self.search.job.steps
+        return isinstance(self.search.spec, StepSearchSpec)
 
     @property
     def groups(self) -> tuple[int, ...]:
         """Numbers of groups that could be chosen."""
-        return self.search.job.space.groups
+        return self.search.spec.space.groups
 
     # --- Times -------------------------------------------------------------------------------------------------------
 
@@ -134,17 +134,12 @@ class Digest:
         """For each number of groups the setting that is expected to be at the target first."""
         best = {}
         for groups in self.groups:
-            sound = [self.as_it_would_be(each.setting) for each in self.search.tried if not each.has_failed]
+            sound = [self.search.as_it_would_be(each.setting) for each in self.search.tried if not each.has_failed]
             options = [self.search.proposal(groups), *(each for each in sound if each.groups == groups)]
             best[groups] = min(options, key=self.forecast.log_seconds)
         if self.choice.setting.groups in best:
             best[self.choice.setting.groups] = self.choice.setting
         return best
-
-    def as_it_would_be(self, setting: Setting) -> Setting:
-        """With proportional batches where they pay."""
-        uneven = self.search.is_uneven(setting.groups, setting.period)
-        return Setting(setting.groups, setting.momentum, setting.lr, uneven, setting.period)
 
     @cached_property
     def systems(self) -> dict[str, Outlook]:
@@ -181,11 +176,9 @@ class Digest:
         """All probes, in their order."""
         unit = self.forecast.log_seconds(self.choice.setting) - self.forecast.pace.offset
         rows = []
-        for number, (observation, (cost, error)) in enumerate(
-            zip(self.search.observations, log_costs(self.search.tried), strict=True)
-        ):
-            tried = observation.tried
-            rate = self.search.throughput(self.as_it_would_be(tried.setting))
+        seen, judged = self.search.observations, self.search.tried
+        for number, (observation, tried, (cost, error)) in enumerate(zip(seen, judged, log_costs(judged), strict=True)):
+            rate = self.search.throughput(self.search.as_it_would_be(tried.setting))
             rows.append(
                 ProbeRow(
                     number + 1,
@@ -208,7 +201,7 @@ class Digest:
             return f"{self.choice.setting}: {self.choice.why}"
         if self.choice.setting == self.start:
             return f"your own setting stays: {self.choice.setting}"
-        if self.search.job.current and self.choice.setting == self.search.job.start:
+        if self.search.spec.current and self.choice.setting == self.search.spec.start:
             return f"what was chosen before stays: {self.choice.setting}"
         said = f"{self.choice.setting}: expected speed-up {span(self.speed_up)} over your own setting, {self.start}"
         return said if self.seconds is None else f"{said}; target expected after {interval(self.seconds)} of training"
@@ -227,7 +220,7 @@ _QUANTILE = 1.2816
 
 def asked_again(search: Search) -> tuple[str, ...]:
     """Why each probe was tried, from a search that is told the same once more; empty where it asks otherwise."""
-    again = Search(search.job, search.strategy)
+    again = Search(search.spec, search.strategy)
     reasons = []
     try:
         for observation in search.observations:

@@ -112,11 +112,11 @@ class Section:
             ["choice", str(setting)],
             ["why", digest.choice.why],
             ["your own setting", str(digest.start)],
-            ["search", f"{search.strategy}, {digest.ranks} ranks, batches of {search.job.batch} in all"],
+            ["search", f"{search.strategy}, {digest.ranks} ranks, batches of {search.spec.batch} in all"],
             ["spent", digest.expense],
         ]
         if not math.isinf(budget) and budget > 0:
-            rows[-1][1] += f" ({search.spent / budget:.0%}), which is {search.job.share:.3g} of the run"
+            rows[-1][1] += f" ({search.spent / budget:.0%}), which is {search.spec.share:.3g} of the run"
         if (setting.groups, False) in digest.predictions:
             rows.insert(2, ["binds", PARTS[digest.prediction(setting.groups).binding]])
         if digest.seconds is not None:
@@ -134,7 +134,7 @@ class Section:
         heads = ["#", "setting", "why", "samples", "loss at the end", "samples/s", "time", "seconds", "problem"]
         rows, chosen = [], None
         for place, row in enumerate(digest.probes):
-            if digest.as_it_would_be(row.tried.setting) == digest.choice.setting:
+            if digest.search.as_it_would_be(row.tried.setting) == digest.choice.setting:
                 chosen = place
             time = "" if digest.is_about_steps else times(row.time)
             numbers = [number(row.tried.end), number(row.loss), number(row.rate), time, number(row.tried.seconds)]

@@ -272,7 +272,7 @@ def _losses(axes: Any, digest: Digest) -> None:
     top = first + (0.25 if diverged else 0.05) * max(first - low, 1e-9)
     for place, (row, samples, losses) in enumerate(curves):
         failed, colour = row.tried.has_failed, colours[_kind(row, is_step)]
-        is_choice = digest.as_it_would_be(row.tried.setting) == digest.choice.setting
+        is_choice = digest.search.as_it_would_be(row.tried.setting) == digest.choice.setting
         # The choice is the thick one and lies below the others, the first of which are wider: none hides another.
         width = 3.4 if is_choice else max(1.0, 2.2 - 0.3 * place)
         style = {"linestyle": ":" if failed else "-", "linewidth": width, "zorder": 2 if is_choice else 3}

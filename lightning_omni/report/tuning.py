@@ -38,9 +38,9 @@ class TuningReport:
 
     Example:
         >>> from lightning_omni.performance.forecast import Setting
-        >>> from lightning_omni.search import Job, Search, Space
-        >>> job = Job(Setting(1, 0.9, 0.1), batch=64, horizon=100, share=0.1, space=Space((1, 2)))
-        >>> report = TuningReport((Round(Search(job), epoch=0, seconds_run=0.0),), target=None, monitor="loss")
+        >>> from lightning_omni.search import Search, SearchSpec, Space
+        >>> spec = SearchSpec(Setting(1, 0.9, 0.1), batch=64, horizon=100, share=0.1, space=Space((1, 2)))
+        >>> report = TuningReport((Round(Search(spec), epoch=0, seconds_run=0.0),), target=None, monitor="loss")
         >>> report.statement.partition(";")[0]
         '1 group, momentum 0.9, lr 0.1: the budget, 0.1 of the run, is too small for one probe of 4 batches of each rank: nothing was tried or changed'
         >>> TuningReport.from_dict(report.to_dict()).statement == report.statement
@@ -134,7 +134,7 @@ class TuningReport:
     @property
     def main(self) -> int:
         """Number of the round that says most: the last that was not about the size of a step alone."""
-        whole = [place for place, each in enumerate(self.rounds) if not each.search.job.steps]
+        whole = [place for place, digest in enumerate(self.digests) if not digest.is_about_steps]
         return (whole or [len(self.rounds) - 1])[-1]
 
     def figure(self, which: int | None = None) -> Any:

@@ -2,64 +2,61 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
 
 from lightning_omni.errors import ConfigurationError
+from lightning_omni.performance.forecast import Setting
+from lightning_omni.search.constants import POINTS
+from lightning_omni.search.evidence import Evidence
+from lightning_omni.search.libraries import missing
 
 Point = Mapping[str, float]
 Predict = Callable[[Point], tuple[float, float]]
 
-_LOOKED_AT = 600
 
-
-def load_libraries() -> None:
-    """Imports what takes a second or two, before it is needed. It is no error if something is missing."""
-    with suppress(ImportError):
-        importlib.import_module("scipy.optimize")
-        importlib.import_module("skopt")
-
-
-def check_libraries(strategy: str) -> None:
-    """Refuses a search whose libraries are missing, without importing them.
+class Axes:
+    """The dimensions of a space as scikit-optimize's axes, those left out along which there is nothing to ask.
 
     Args:
-        strategy: of the search.
-
-    Raises:
-        ConfigurationError: SciPy, or for ``"bayes"`` scikit-optimize, is not installed.
+        evidence: what is known.
+        without: names of dimensions that are not asked for.
     """
-    needed = {"scipy": "SciPy", **({"skopt": "scikit-optimize"} if strategy in ("bayes", "skopt") else {})}
-    for module, name in needed.items():
-        if importlib.util.find_spec(module) is None:
-            raise ConfigurationError(_missing(name))
 
+    def __init__(self, evidence: Evidence, without: Sequence[str] = ()) -> None:
+        self._evidence = evidence
+        self._dimensions = evidence.spec.space.dimensions
+        further = {each.name for each in evidence.spec.space.further}
+        self.bounds: dict[str, tuple[float, float] | list[int]] = {}
+        for each in self._dimensions:
+            axis = each.axis(evidence)
+            if each.name in further and isinstance(axis, list):
+                axis = list(range(len(axis)))  # values of any kind, by their numbers
+            if each.name not in without and len(set(axis)) > 1:
+                self.bounds[each.name] = axis
 
-def import_libraries(strategy: str) -> None:
-    """Imports what a search needs, before its first probe: an installation may be broken.
+    def coordinates(self, setting: Setting) -> dict[str, float]:
+        """Where a setting lies."""
+        asked = (each for each in self._dimensions if each.name in self.bounds)
+        return {each.name: each.coordinate(setting, self._evidence) for each in asked}
 
-    Args:
-        strategy: of the search.
-
-    Raises:
-        ConfigurationError: a library cannot be imported.
-    """
-    try:
-        importlib.import_module("scipy.optimize")
-        if strategy in ("bayes", "skopt"):
-            importlib.import_module("skopt")
-    except ImportError as error:
-        raise ConfigurationError(f"{_missing(error.name or 'a library')} ({error})") from error
-
-
-def _missing(name: str) -> str:
-    return f"OmniTuner needs {name}; install it with: pip install 'lightning-omni[tune]'"
+    def setting(self, point: Point) -> Setting:
+        """The setting at a point; where there is no axis, that of theory."""
+        evidence = self._evidence
+        groups = int(point.get("groups", evidence.groups()[0]))
+        step = evidence.theory.step * math.exp(point.get("factor", 0.0))
+        momentum = point.get("momentum", evidence.spec.start.momentum)
+        setting = evidence.setting(groups, momentum, step, int(point.get("period", evidence.period)))
+        for each in evidence.spec.space.further:
+            if each.name in point:
+                axis = each.axis(evidence)
+                value = axis[int(point[each.name])] if isinstance(axis, list) else point[each.name]
+                setting = setting.with_further(each.name, value)
+        return setting
 
 
 def ask(
@@ -90,7 +87,7 @@ def ask(
         from skopt.acquisition import gaussian_ei
         from skopt.space import Categorical, Real
     except ImportError as error:
-        raise ConfigurationError(_missing("scikit-optimize")) from error
+        raise ConfigurationError(missing("scikit-optimize")) from error
     if not dimensions:
         return dict(points[0]), 0.0
     names = list(dimensions)
@@ -109,7 +106,7 @@ def ask(
             n_initial_points=0,
             acq_func="EI",
             acq_optimizer="sampling",
-            acq_optimizer_kwargs={"n_points": _LOOKED_AT},
+            acq_optimizer_kwargs={"n_points": POINTS},
             random_state=seed + len(points),
         )
         inside = [_inside([point[name] for name in names], dimensions) for point in points]

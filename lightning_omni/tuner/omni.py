@@ -29,8 +29,18 @@ from lightning_omni.performance.forecast import Setting
 from lightning_omni.protocol.leases import apportion
 from lightning_omni.protocol.progress import ReferenceBatch
 from lightning_omni.report.times import RunTimes
-from lightning_omni.search import Choice, Job, Observation, Probe, Search, Space
-from lightning_omni.search.surrogate import check_libraries, import_libraries, load_libraries
+from lightning_omni.search import (
+    SAMPLERS,
+    Choice,
+    Observation,
+    Probe,
+    Search,
+    SearchSpec,
+    Space,
+    StepSearchSpec,
+)
+from lightning_omni.search.libraries import check_libraries, import_libraries, load_libraries
+from lightning_omni.search.space import apply_further
 from lightning_omni.strategy.arguments import check_kind, check_number, check_whole, refuses_unknown
 from lightning_omni.strategy.hooks import OmniStrategyHooks
 from lightning_omni.strategy.namespaces import refuse_other_namespace
@@ -182,7 +192,7 @@ class OmniTunerHooks(_CallbackBase):
         target: float | None = None,
         monitor: str = "val_loss",
         budget: float = 0.1,
-        search: Literal["bayes", "omnivore", "grid", "random"] = "bayes",
+        search: str = "bayes",
         space: Mapping[str, Any] | None = None,
         retune_every: int | None = 1,
         mode: Literal["min", "max"] | None = None,
@@ -193,8 +203,8 @@ class OmniTunerHooks(_CallbackBase):
             check_number("target", target, "a finite number, or None", -sys.float_info.max, sys.float_info.max)
         check_kind("monitor", monitor, str, "the name of a metric that is logged")
         check_number("budget", budget, "the part of the run's time that probes may take, as 0.1", 0, _BELOW_ONE)
-        if search not in ("bayes", "omnivore", "grid", "random"):
-            raise ConfigurationError(f'search={search!r}: pass "bayes", "omnivore", "grid" or "random"')
+        if search not in SAMPLERS:
+            raise ConfigurationError(f"search={search!r}: pass one of {', '.join(map(repr, SAMPLERS))}")
         check_kind("space", space, (Mapping, type(None)), "a dictionary, or None")
         if retune_every is not None:
             check_whole("retune_every", retune_every, "a number of epochs, or None", low=1)
@@ -203,10 +213,11 @@ class OmniTunerHooks(_CallbackBase):
         check_whole("seed", seed, "a whole number from 0 up", high=_MOST_SEED)
         Space.of(dict(space or {}), ranks=1 << 30)
         if budget > 0:
-            check_libraries(search)
+            check_libraries(SAMPLERS[search].uses_scikit_optimize)
         self.target, self.monitor, self.budget, self.search = target, monitor, budget, search
         self.retune_every, self.seed = retune_every, seed
         self._space = dict(space or {})
+        self._further = Space.of(self._space, ranks=1 << 30).further
         self._mode = mode or ("min" if "loss" in monitor or "error" in monitor else "max")
         self._strategy: Any = None
         self._call: Callable[[], None] | None = None
@@ -453,39 +464,40 @@ class OmniTunerHooks(_CallbackBase):
     def _tune_first(self, trainer: Any, module: Any, hyperparameters: Hyperparameters) -> None:
         self._own = start = self._present(trainer, hyperparameters, hyperparameters.lr)
         self._reference = float(self._batch(trainer, self._strategy.world.size))
-        job = self._job(trainer, hyperparameters, start, share=self.budget * _AT_START)
-        if not job.batches:
-            self.problem = Search(job, self.search).choice().why
+        spec = self._spec(trainer, hyperparameters, start, share=self.budget * _AT_START)
+        if not spec.batches:
+            self.problem = Search(spec, self.search).choice().why
             self.rank_zero_info(f"OmniTuner: {self.problem}")
             return
         observations = self.searches[-1].observations if self._unfinished and self.searches else []
         if self._unfinished:
             self.searches, self._when, self._after = self.searches[:-1], self._when[:-1], self._after[:-1]
-        self._find(trainer, module, hyperparameters, job, hyperparameters.lr, observations)
+        self._find(trainer, module, hyperparameters, spec, hyperparameters.lr, observations)
 
     def _retune(self, trainer: Any, module: Any, reason: str) -> None:
         """Another search, if there is time for one. Rank 0's clock counts."""
         try:
             hyperparameters = self._look_at(trainer)
             start = self._present(trainer, hyperparameters, hyperparameters.lr_now)
-            job = self._job(trainer, hyperparameters, start, share=0.0)
+            spec = self._spec(trainer, hyperparameters, start, share=0.0)
         except ConfigurationError:
             return  # a schedule has come to 0, say: there is nothing to multiply
         decayed = hyperparameters.lr_now / hyperparameters.lr  # bounds are of where the schedule is highest
-        low, high = job.space.lr
-        job = replace(job, space=replace(job.space, lr=(low * decayed, high * decayed)))
+        low, high = spec.space.lr
+        spec = replace(spec, space=replace(spec.space, lr=(low * decayed, high * decayed)))
         if self._own is not None:
-            job = replace(job, own=replace(self._own, lr=self._own.lr * decayed))
-        seconds = self._allowance(job, reason)
-        share = seconds * self._rate / job.horizon if job.horizon else 0.0
-        job = replace(job, share=share, seconds=seconds, steps=reason != _SPEED, current=True)
-        job = replace(job, first_loss=self._first_loss, near=self._is_near and not trainer.lr_scheduler_configs)
-        if not self._strategy.world.agree([job.batches if trainer.is_global_zero else 0])[0]:
+            spec = replace(spec, own=replace(self._own, lr=self._own.lr * decayed))
+        seconds = self._allowance(spec, reason)
+        share = seconds * self._rate / spec.horizon if spec.horizon else 0.0
+        spec = replace(spec, share=share, seconds=seconds, current=True)
+        if reason != _SPEED:
+            spec = spec.for_step(self._first_loss, self._is_near and not trainer.lr_scheduler_configs)
+        if not self._strategy.world.agree([spec.batches if trainer.is_global_zero else 0])[0]:
             return
         self.rank_zero_info(f"OmniTuner: looks again, because {reason}; there are {seconds:.1f} s for it")
-        self._find(trainer, module, hyperparameters, job, hyperparameters.lr_now, ())
+        self._find(trainer, module, hyperparameters, spec, hyperparameters.lr_now, ())
 
-    def _allowance(self, job: Job, reason: str) -> float:
+    def _allowance(self, spec: SearchSpec, reason: str) -> float:
         """Seconds for a search: what was earned so far, or what was set aside."""
         earned = self.budget * (self._seconds + self._spent) - self._spent
         if reason != _UNDER_WAY_ALREADY or not self._rate:
@@ -544,24 +556,32 @@ class OmniTunerHooks(_CallbackBase):
         trainer: Any,
         module: Any,
         hyperparameters: Hyperparameters,
-        job: Job,
+        spec: SearchSpec,
         lr: float,
         observations: Any,
     ) -> None:
         """Probes until rank 0 has chosen, then trains with that."""
         began, when = time.perf_counter(), (trainer.current_epoch, self._seconds)
-        several = max(job.space.groups) > 1
+        several = max(spec.space.groups) > 1
         prober = Prober(
-            trainer, module, hyperparameters, lr, self.seed + self._rounds, several, self.mute_logger, self._rounds == 0
+            trainer,
+            module,
+            hyperparameters,
+            lr,
+            self.seed + self._rounds,
+            several,
+            self.mute_logger,
+            self._rounds == 0,
+            self._further,
         )
         if trainer.is_global_zero:
             load_libraries()  # waits for those under way: beside a probe they would be taken for a slow rank
         self._unfinished = True
-        search = self._begin(job, observations, when) if trainer.is_global_zero else None
+        search = self._begin(spec, observations, when) if trainer.is_global_zero else None
         before = search.spent if search is not None else 0.0
         try:
-            self._check_monitor(trainer, module, prober, job)
-            with Shown(trainer, job, self.rank_zero_info) as shown:
+            self._check_monitor(trainer, module, prober, spec)
+            with Shown(trainer, self.rank_zero_info) as shown:
                 order = self._go_through(prober, search, shown)
         finally:
             prober.close()
@@ -569,8 +589,10 @@ class OmniTunerHooks(_CallbackBase):
             raise ConfigurationError(order.error)
         self._before_choice = RollbackPoint.of(module, trainer.optimizers, self._strategy.world.core)
         assert order.setting is not None
-        if not job.steps and order.setting != job.start:  # what was chosen belongs to the batch of one group
-            self._reference = job.batch / order.setting.groups
+        if (
+            not isinstance(spec, StepSearchSpec) and order.setting != spec.start
+        ):  # what was chosen belongs to the batch of one group
+            self._reference = spec.batch / order.setting.groups
         self._apply(trainer, hyperparameters, order)
         known = [order.ruin] if math.isfinite(order.ruin) else []
         known += [self._watch.ruin] if self._watch is not None else []
@@ -584,11 +606,11 @@ class OmniTunerHooks(_CallbackBase):
         took = time.perf_counter() - ended
         self._reporting, self._began = self._reporting + took, self._began + took
 
-    def _check_monitor(self, trainer: Any, module: Any, prober: Prober, job: Job) -> None:
+    def _check_monitor(self, trainer: Any, module: Any, prober: Prober, spec: SearchSpec) -> None:
         """Before time goes into probes: the metric that they are for exists. What rank 0 finds counts."""
         world, problem = self._strategy.world, ""
         if world.agree([trainer.is_global_zero and self._monitor.needs_a_step(trainer, module)])[0]:
-            problem = self._monitor.stepped(prober.names_of(job.start, job.batch))
+            problem = self._monitor.stepped(prober.names_of(spec.start, spec.batch))
         if problem := world.tell(problem):
             raise ConfigurationError(problem)
 
@@ -611,9 +633,9 @@ class OmniTunerHooks(_CallbackBase):
                 if newly := sorted(set(world.lost) - lost):
                     search.stop(f"rank {', '.join(map(str, newly))} was lost while tuning")
 
-    def _begin(self, job: Job, observations: Any, when: tuple[int, float]) -> Search:
+    def _begin(self, spec: SearchSpec, observations: Any, when: tuple[int, float]) -> Search:
         known = self.searches[-1].measured if self.searches and not self._strategy.world.lost else []
-        self.searches.append(Search(job, self.search, observations, known))
+        self.searches.append(Search(spec, self.search, observations, known))
         self._when.append(when)
         self._after.append({})
         self._totals = {}
@@ -622,14 +644,14 @@ class OmniTunerHooks(_CallbackBase):
     def _order(self, search: Search, shown: Shown) -> str:
         """What all ranks do next."""
         try:
-            import_libraries(search.strategy)
+            import_libraries(SAMPLERS[search.strategy].uses_scikit_optimize)
             probe = search.next()
             if probe is not None:
                 shown.tries(search, probe)
                 return replace(self._placed(search, probe.setting), probe=probe).to_text()
             self.choice = search.choice()
             setting = self._feasible(self.choice.setting)
-            scale = setting.lr / search.job.start.lr
+            scale = setting.lr / search.spec.start.lr
             placed = self._placed(search, setting)
             ruin = search.ruin_of(setting)
             return replace(placed, setting=setting, scale=scale, ruin=ruin, why=self.choice.why).to_text()
@@ -667,10 +689,11 @@ class OmniTunerHooks(_CallbackBase):
     def _regroup(self, trainer: Any, setting: Setting, speeds: Mapping[int, float] | None, by_speed: bool) -> None:
         strategy, world = self._strategy, self._strategy.world
         world.method = with_period(world.method, setting.period)
+        again = apply_further(self._further, world, setting)
         if setting.rebalance and not strategy.balance.is_on and strategy.epochs.leases is not None:
             strategy.balance = Balance("auto", self.rank_zero_info)
             strategy.balance.begin(world, strategy.lightning_module, lambda: strategy.epochs.leases)
-        if setting.groups != len(world.topology.alive) or by_speed:
+        if setting.groups != len(world.topology.alive) or by_speed or (again and setting.groups > 1):
             strategy.form(setting.groups, speeds if by_speed else None)
         if setting.rebalance and speeds is not None and len(world.members) > 1 and strategy.epochs.leases is not None:
             size = strategy.epochs.leases.batch_size * len(world.members)
@@ -732,15 +755,16 @@ class OmniTunerHooks(_CallbackBase):
             lr=lr,
             rebalance=self._strategy.balance.is_on,
             period=int(getattr(world.method, "period", 1)),
+            further=tuple(sorted((each.name, each.current(world)) for each in self._further)),
         )
 
-    def _job(
+    def _spec(
         self,
         trainer: Any,
         hyperparameters: Hyperparameters,
         start: Setting,
         share: float,
-    ) -> Job:
+    ) -> SearchSpec:
         world = self._strategy.world
         batch = self._batch(trainer, len(world.live_ranks))
         own = self._own.momentum if self._own is not None else start.momentum
@@ -756,7 +780,7 @@ class OmniTunerHooks(_CallbackBase):
         if not hasattr(world.method, "period"):
             space = replace(space, period=())
             start = replace(start, period=1)
-        return Job(
+        return SearchSpec(
             start,
             batch,
             self._horizon(trainer, batch),

@@ -32,7 +32,8 @@ from lightning_omni.performance.profile import Measured
 from lightning_omni.protocol import EpochPlan
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.leases import apportion
-from lightning_omni.search import Observation, Probe
+from lightning_omni.search import Dimension, Observation, Probe
+from lightning_omni.search.space import apply_further
 from lightning_omni.tuner import _private
 from lightning_omni.tuner.hyperparameters import Hyperparameters
 from lightning_omni.tuner.rescue import REFUSED
@@ -65,6 +66,7 @@ class Prober:
         several: whether there will be probes with several groups.
         mute_logger: class of a logger that says nothing.
         is_first: whether no epoch has begun.
+        further: dimensions of the search that a user added.
 
     Raises:
         ConfigurationError: this fit cannot be probed; the message says why.
@@ -80,12 +82,15 @@ class Prober:
         several: bool,
         mute_logger: type,
         is_first: bool,
+        further: Sequence[Dimension] = (),
     ) -> None:
         self._trainer, self._module = trainer, module
         self._strategy = trainer.strategy
         self._hyperparameters, self._lr, self._seed = hyperparameters, lr, seed
         self.loader = probed_loader(trainer)
         self._arguments = arguments_of(type(module).training_step)
+        self._further = tuple(further)
+        self._further_before = [each.current(self._strategy.world) for each in self._further]
         self._mute_logger, self._is_first = mute_logger, is_first
         self._count = 0
         self._names: set[str] = set()
@@ -140,6 +145,8 @@ class Prober:
     def close(self) -> None:
         """The run is as it was before the first probe, in one group of all live ranks."""
         self._state.put_back()
+        for dimension, value in zip(self._further, self._further_before, strict=True):
+            dimension.apply(self._strategy.world, value)
         if self._is_first and self._strategy.world.is_synchronous:
             # DDP orders its buckets anew after its first step, and sums are rounded as the buckets lie.
             self._strategy.wrap_for_group()
@@ -150,6 +157,7 @@ class Prober:
         strategy, world = self._strategy, self._strategy.world
         self._hyperparameters.set(probe.setting, self._lr)
         world.method = with_period(world.method, probe.setting.period)
+        apply_further(self._further, world, probe.setting)
         if probe.setting.groups > 1:
             strategy.form(probe.setting.groups, speeds if by_speed else None)
         leases = self._leases(probe, speeds)

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from lightning_omni.performance.forecast import log_costs
-from lightning_omni.search import Job, Observation, Probe, Search
+from lightning_omni.search import Observation, Probe, Search
 
 
 class Shown:
@@ -19,12 +19,11 @@ class Shown:
 
     Args:
         trainer: whose progress bar is enabled or not.
-        job: what is searched.
         say: writes a line.
     """
 
-    def __init__(self, trainer: Any, job: Job, say: Callable[[str], None]) -> None:
-        self._job, self._say = job, say
+    def __init__(self, trainer: Any, say: Callable[[str], None]) -> None:
+        self._say = say
         visible = trainer.is_global_zero and trainer.progress_bar_callback is not None and sys.stderr.isatty()
         self._bar = Progress(
             TextColumn("OmniTuner"),

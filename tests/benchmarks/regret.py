@@ -20,7 +20,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from regret_cluster import BATCH, CLUSTERS, RANKS, WORKLOADS, Cache, Machine, Snapshot
@@ -30,8 +30,7 @@ from rich.table import Table
 
 from lightning_omni.performance.forecast import Scaling, Setting
 from lightning_omni.performance.profile import Measured
-from lightning_omni.search import Job, Observation, Search, Space
-from lightning_omni.search.search import Strategy
+from lightning_omni.search import SAMPLERS, Observation, Search, SearchSpec, Space
 
 OFF = (1.0, 1 / 3, 3.0)
 """By what factor the user's learning rate is off, by seed."""
@@ -147,7 +146,7 @@ class Outcome:
 
 
 def search_from(
-    machine: Machine, snapshot: Snapshot, job: Job, strategy: Strategy, known: Sequence[Measured] = ()
+    machine: Machine, snapshot: Snapshot, job: SearchSpec, strategy: str, known: Sequence[Measured] = ()
 ) -> Search:
     """A search that is over."""
     search = Search(job, strategy, known=known)
@@ -157,18 +156,19 @@ def search_from(
     return search
 
 
-def tuned(machine: Machine, strategy: Strategy, seed: int, best: Best, retunes: bool) -> Outcome:
+def tuned(machine: Machine, strategy: str, seed: int, best: Best, retunes: bool) -> Outcome:
     """A search, and a run with what it chose; ``retunes`` searches once more after an eighth of the horizon."""
     batch, horizon = BATCH * RANKS, machine.workload.horizon
     start = Setting(1, MOMENTUM, float(f"{machine.workload.lr * OFF[seed % len(OFF)]:.2g}"))
-    job = Job(start, batch, float(batch * horizon), SHARE, Space.of({}, RANKS), seed=seed)
+    job = SearchSpec(start, batch, float(batch * horizon), SHARE, Space.of({}, RANKS), seed=seed)
     search = search_from(machine, machine.start, job, strategy)
     chosen, spent, probes, began, snapshot = search.choice().setting, search.spent, len(search.tried), 0.0, None
     if retunes:
         snapshot, began = machine.train(machine.start, chosen, horizon // 8, 1000 + seed)
         seconds = SHARE * job.horizon / max(map(search.throughput, search.candidates()))
-        later = replace(job, start=chosen, current=True, steps=strategy == "bayes", seconds=seconds)
-        later = replace(later, first_loss=search.tried[0].first_loss, reference=batch / chosen.groups)
+        later = replace(job, start=chosen, current=True, seconds=seconds, reference=batch / chosen.groups)
+        if strategy == "bayes":
+            later = later.for_step(search.tried[0].first_loss, is_final=False)
         ruin, uneven = search.ruin_of(chosen), search.is_uneven(1)
         search = search_from(machine, snapshot, later, strategy, search.measured)
         if search.tried and statistics.mean(search.tried[0].losses) > ruin:
@@ -222,7 +222,7 @@ def plain(row: dict[str, Any]) -> dict[str, Any]:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--strategies", nargs="+", choices=get_args(Strategy), default=list(get_args(Strategy)))
+    parser.add_argument("--strategies", nargs="+", choices=SAMPLERS, default=list(SAMPLERS))
     parser.add_argument("--clusters", nargs="+", choices=CLUSTERS, default=list(CLUSTERS))
     parser.add_argument("--models", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
     parser.add_argument("--seeds", type=int, default=3, help="of searches")

@@ -1,0 +1,38 @@
+"""Every number that a search decides by. What each means and where it comes from is a table in ``docs/tuning.md``."""
+
+from __future__ import annotations
+
+FEWEST_BATCHES, MOST_BATCHES = 4, 40
+"""Batches of each worker in a probe."""
+MOST_PROBES = 16
+"""Probes in a search."""
+PROBES, STEP_PROBES = 7, 3
+"""Into so many probes a budget is cut, if they do not get too short or too long."""
+STEP_SHARE = 0.3
+"""A probe of a search for the step takes this part of its budget."""
+TOLERATED = 1.25
+"""Three probes of a run under way may take so much more than was set aside: two of them would be of no use."""
+WORTH = 0.08
+"""A search ends when the next probe is expected to find less than that, relative to the time to the target."""
+FASTER = 1.05
+"""More groups, and proportional batches, have to be that much faster to be considered; less is a tie."""
+CLEARLY = 4.0
+"""Speeds differ if their mean squared deviation is that many times its expectation under noise alone."""
+LOST, NOISY = 0.5, 0.2
+"""A run is lost when this part of what its probe gained is gone, and the loss is higher by at least this part of it."""
+GAIN = 1.1
+"""A run under way changes its groups only for an expected speed-up of that much."""
+PAYS, DARES = 0.036, 0.057
+"""A smaller and a larger step have to lower the loss at once by these parts of what was learnt so far."""
+ABOVE = 0.12
+"""Groups whose loss is above that of one group by more than this part, with the same steps, are diverging."""
+RISE = 0.05
+"""A loss that is higher at the end of a probe than at its beginning by more than this part has risen."""
+SMALLER = 3.0
+"""By what a step is divided, or multiplied."""
+SMALLER_TIMES = 4
+"""How often a step is made smaller, if nothing else does not diverge."""
+CAUTION = 0.25
+"""How many standard deviations of the forecast count against a setting when one is chosen."""
+POINTS = 600
+"""Points at which the acquisition function is computed."""

@@ -1,0 +1,258 @@
+"""What is known in a search, and what follows from it: speeds, theory's proposals, what may be chosen.
+
+Rule: what probes showed stays as it was told. What is made of it, that one counts as failed, stands beside it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from lightning_omni.performance.forecast import Forecast, Pace, Scaling, Setting, Theory, Tried
+from lightning_omni.performance.profile import Measured, Prediction, Profile
+from lightning_omni.search import constants as c
+from lightning_omni.search.rules import is_faster
+from lightning_omni.search.space import Period
+from lightning_omni.search.specification import SearchSpec, StepSearchSpec
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What a probe showed, of both efficiencies; ``measured`` is None if nothing was timed."""
+
+    tried: Tried
+    measured: Measured | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return {"tried": self.tried.to_dict(), "measured": self.measured.to_dict() if self.measured else None}
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> Observation:
+        """What `to_dict` gave."""
+        measured = plain["measured"]
+        return cls(Tried.from_dict(plain["tried"]), Measured.from_dict(measured) if measured else None)
+
+
+class Evidence:
+    """What probes showed, and what follows from it.
+
+    Attributes:
+        observations: what probes showed, as it was told.
+        rejected: why probes count as failed that came to their end, by number.
+
+    Args:
+        spec: what is searched.
+        known: what was measured in earlier searches of the same run.
+    """
+
+    def __init__(self, spec: SearchSpec, known: Sequence[Measured] = ()) -> None:
+        self.spec, self.known = spec, list(known)
+        self.rejected: dict[int, str] = {}
+        self.theory = Theory(spec.basis, spec.scaling, most=spec.own.momentum if spec.own is not None else None)
+        self.observations: list[Observation] = []
+        self._fitted: tuple[int, Profile] | None = None
+        self._rates: dict[tuple[int, bool, int], float] = {}
+
+    @property
+    def scaling(self) -> Scaling:
+        """Of learning rates."""
+        return self.spec.scaling
+
+    # --- Probes ------------------------------------------------------------------------------------------------------
+
+    @property
+    def tried(self) -> list[Tried]:
+        """All probes so far; those whose loss rose, and those that were rejected, have that for a problem."""
+        found = [each.tried for each in self.observations]
+        if isinstance(self.spec, StepSearchSpec):
+            return found
+        found = [
+            replace(each, problem="the loss rose") if not each.has_failed and _rose(each) else each for each in found
+        ]
+        for number, why in self.rejected.items():
+            found[number] = replace(found[number], problem=why)
+        return found
+
+    @property
+    def measured(self) -> list[Measured]:
+        """All step times that are known."""
+        return [*self.known, *(each.measured for each in self.observations if each.measured is not None)]
+
+    @property
+    def profile(self) -> Profile | None:
+        """The hardware model, once something was timed."""
+        measured = self.measured
+        if not measured:
+            return None
+        if self._fitted is None or self._fitted[0] != len(measured):
+            self._fitted = (len(measured), Profile.fit(measured))
+            self._rates.clear()
+        return self._fitted[1]
+
+    def throughput(self, setting: Setting) -> float:
+        """Samples per second that are to be expected; 1.0 as long as nothing was timed."""
+        if self.profile is None:
+            return 1.0
+        key = (setting.groups, setting.rebalance, setting.period)
+        if key not in self._rates:
+            self._rates[key] = self.prediction(setting).samples_per_second.value
+        return self._rates[key]
+
+    def prediction(self, setting: Setting) -> Prediction:
+        """What the hardware model says of a setting."""
+        assert self.profile is not None
+        return self.profile.predict(setting.groups, rebalance=setting.rebalance, period=setting.period)
+
+    def pace(self) -> Pace:
+        """Samples that settings need, from theory and the probes."""
+        return Pace.of(self.theory, self.tried, self.further_place if self.spec.space.further else None)
+
+    def further_place(self, setting: Setting) -> list[float]:
+        """Coordinates of a setting in dimensions of a user's own."""
+        return [each.coordinate(setting, self) for each in self.spec.space.further]
+
+    def forecast(self) -> Forecast:
+        """Time to the target of any setting, from what is known so far."""
+        return Forecast(self.pace(), self.throughput, None, [each.setting for each in self.tried])
+
+    def ruin_of(self, setting: Setting) -> float:
+        """The training loss above which a run with that setting is lost: half of what its probe gained is gone.
+
+        Probes of as many groups count, or all, if there was none of these. NaN if all failed.
+        """
+        sound = [each for each in self.tried if not each.has_failed]
+        tried = [each for each in sound if each.setting.groups == setting.groups] or sound
+        if not tried:
+            return math.nan
+        ends = [float(each.blocks(each.end)[-3:].mean()) for each in tried]
+        level, first = max(ends), tried[0].first_loss
+        return level + max(c.LOST * (first - level), c.NOISY * abs(level))
+
+    def gain(self, number: int) -> float:
+        """By how much lower the loss of a probe was than that of the first.
+
+        They trained on the same samples, so that the difference is exact to a per cent where the losses are not.
+        """
+        first, other = self.tried[0], self.tried[number]
+        if first.has_failed or other.has_failed:
+            return -math.inf if other.has_failed else math.inf
+        until = min(first.end, other.end)
+        was, is_now = (float(each.blocks(until)[2:].mean()) for each in (first, other))
+        return was - is_now
+
+    # --- Settings ----------------------------------------------------------------------------------------------------
+
+    def is_uneven(self, groups: int, period: int = 1) -> bool:
+        """Whether proportional batches make groups faster by more than a trifle."""
+        if not self.spec.space.rebalance or self.profile is None or groups == len(self.profile.speeds):
+            return False
+        if not speeds_differ(self.measured):
+            return False
+        plain, split = (self.throughput(Setting(groups, 0.0, 0.0, how, period)) for how in (False, True))
+        return is_faster(split, plain)
+
+    def groups(self) -> list[int]:
+        """Numbers of groups that are worth a thought: more of them have to be faster than fewer."""
+        if self.profile is None:
+            return list(self.spec.space.groups)
+        kept: list[int] = []
+        fastest = 0.0
+        for number in self.spec.space.groups:
+            rate = self.throughput(Setting(number, 0.0, 0.0, self.is_uneven(number, self.period), self.period))
+            if number == 1 or is_faster(rate, fastest):
+                kept.append(number)
+                fastest = max(fastest, rate)
+        return kept
+
+    @property
+    def period(self) -> int:
+        """Local steps between two exchanges, unless others are asked for."""
+        return Period(self.spec.space.period).default(self.spec.start.period)
+
+    def proposal(self, groups: int, factor: float = 1.0, period: int | None = None) -> Setting:
+        """What theory proposes for that many groups."""
+        steps = period or self.period
+        if groups == self.theory.start.groups:
+            setting = replace(self.theory.start, lr=self.theory.start.lr * factor, period=steps)
+        else:
+            setting = self.theory.setting(groups, period=steps, factor=factor)
+        return self._within(replace(setting, further=self.spec.start.further))
+
+    def stepped(self, factor: float) -> Setting:
+        """What the run trains with, in larger or smaller steps."""
+        start = self.spec.start
+        return self._within(replace(start, lr=start.lr * factor, period=self.period))
+
+    def setting(self, groups: int, momentum: float, step: float, period: int | None = None) -> Setting:
+        """The setting of that step, in numbers of a few digits."""
+        momentum, steps = round(momentum, 2), period or self.period
+        lr = float(f"{self.scaling.lr(groups, momentum, step):.3g}")
+        uneven = self.is_uneven(groups, steps)
+        return self.spec.space.holds(Setting(groups, momentum, lr, uneven, steps, self.spec.start.further))
+
+    def as_it_would_be(self, setting: Setting) -> Setting:
+        """With proportional batches where they pay."""
+        return replace(setting, rebalance=self.is_uneven(setting.groups, setting.period))
+
+    def _within(self, setting: Setting) -> Setting:
+        return self.spec.space.holds(self.as_it_would_be(setting))
+
+    def candidates(self) -> list[Setting]:
+        """What can be chosen: what was tried, and what theory proposes for each number of groups."""
+        tried = self.tried
+        sound = [each.setting for each in tried if not each.has_failed]
+        if tried and 1 not in {each.groups for each in sound}:
+            sound = []
+        proposed = [self.proposal(groups, factor) for groups in self.groups() if (factor := self.largest_step(groups))]
+        return list(dict.fromkeys([*map(self.as_it_would_be, sound), *proposed])) or [self.spec.start]
+
+    def largest_step(self, groups: int) -> float:
+        """By what the user's step has to be multiplied with that many groups; 0 if they are out of the question.
+
+        One group is what the user knows: unless it diverges its steps are theirs, and others have to be seen beside it.
+        If several groups diverged, the largest steps that did not are taken.
+        """
+        tried = self.tried
+        if not tried:
+            return 1.0
+        alone = [each for each in tried if each.setting.groups == 1]
+        if groups == 1:
+            return 1.0 if any(not each.has_failed for each in alone) or not alone else 1 / c.SMALLER
+        apart = [each for each in tried if each.setting.groups > 1]
+        if not alone or all(each.has_failed for each in apart):
+            return 0.0
+        if not any(each.has_failed for each in apart):
+            return 1.0
+        return min(self.scaling.step(each.setting) / self.theory.step for each in apart if not each.has_failed)
+
+
+def _rose(tried: Tried) -> bool:
+    """Whether the loss is higher at the end than at the beginning, by more than noise."""
+    groups = tried.setting.groups
+    if len(tried.losses) < 4 * groups:
+        return False
+    first, last = (float(np.mean(part)) for part in (tried.losses[:groups], tried.losses[-3 * groups :]))
+    return last > first + c.RISE * abs(first)
+
+
+def speeds_differ(measured: Sequence[Measured]) -> bool:
+    """Whether ranks differ in speed by more than the scatter of their steps explains.
+
+    Args:
+        measured: of the same ranks.
+    """
+    ranks = len(measured[0].own)
+    paces = [
+        np.concatenate([np.array(each.own[rank]) / np.array(each.samples[rank]) for each in measured])
+        for rank in range(ranks)
+    ]
+    means = np.array([pace.mean() for pace in paces])
+    relative = np.concatenate([pace / pace.mean() for pace in paces])
+    scatter = ((relative - 1) ** 2).sum() / max(1, len(relative) - ranks)
+    errors = means.mean() * np.sqrt(scatter / np.array([len(pace) for pace in paces]))
+    return bool((((means - means.mean()) / np.maximum(errors, 1e-12)) ** 2).mean() > c.CLEARLY)

@@ -1,0 +1,37 @@
+"""The interface of samplers: evidence goes in, settings to try come out."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import ClassVar
+
+from lightning_omni.performance.forecast import Setting
+from lightning_omni.search.evidence import Evidence
+
+Proposal = tuple[Setting, str]
+"""A setting, and why it is to be tried in a few words."""
+
+
+class Sampler(ABC):
+    """Which settings are tried after the two ends of the space.
+
+    Attributes:
+        by_forecast: whether theory counts when a setting is chosen; otherwise what was measured alone.
+        uses_scikit_optimize: whether it has to be installed.
+    """
+
+    by_forecast: ClassVar[bool] = False
+    uses_scikit_optimize: ClassVar[bool] = False
+
+    @abstractmethod
+    def propose(self, evidence: Evidence) -> Iterator[Proposal]:
+        """One setting after another; when the next is asked for, the evidence has what came of the last.
+
+        Whoever asks stops when the budget is spent. The same evidence has to give the same settings: a checkpoint holds
+        what was observed, and a resumed search asks again.
+
+        Args:
+            evidence: what is known, with at least one probe that was timed. Probes may be ``rejected``; nothing else
+                is to be changed.
+        """

@@ -1,0 +1,317 @@
+"""The space of settings that is searched: one object for each dimension.
+
+A dimension knows its bounds, how a setting is put inside them, its axis and coordinate for a surrogate, and how a value
+is applied to a run; settings are labelled with its name and the value. Those that every run has are here; `Dimension`
+is the base of a user's own.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Protocol
+
+from numpy.random import Generator
+
+from lightning_omni.errors import ConfigurationError
+from lightning_omni.performance.forecast import Scaling, Setting, Theory
+
+Axis = list[Any] | tuple[float, float]
+"""Values that are possible, or the least and the largest; none if a surrogate is not asked for it."""
+
+
+class Known(Protocol):
+    """What a dimension asks of the evidence."""
+
+    theory: Theory
+
+    @property
+    def scaling(self) -> Scaling:
+        """Of learning rates."""
+
+    def groups(self) -> list[int]:
+        """Numbers of groups that are not slower than fewer."""
+
+
+class Dimension(ABC):
+    """One dimension of the space.
+
+    Those of a user's own are passed by name, as ``OmniTuner(space={"wire": Wire()})``, and their values travel with
+    every setting. Their `apply` is called on every rank before groups are formed, for a probe and for the run, and
+    `current` says what there is before.
+
+    Attributes:
+        needs_regroup: whether groups have to be formed again for a value to hold, even if they stay as many.
+    """
+
+    needs_regroup: ClassVar[bool] = False
+
+    @abstractmethod
+    def axis(self, known: Known) -> Axis:
+        """What a surrogate may ask for."""
+
+    def coordinate(self, setting: Setting, known: Known) -> float:
+        """Where a setting lies on the axis; values that are one apart are hardly alike."""
+        axis = self.axis(known)
+        value = setting.further_value(self.name)
+        return float(axis.index(value)) if isinstance(axis, list) else float(value)
+
+    def hold(self, setting: Setting) -> Setting:
+        """The setting, put to the bound if it is outside."""
+        return setting
+
+    def current(self, world: Any) -> Any:
+        """The value that a run has now."""
+        raise NotImplementedError(f"{type(self).__name__}.current(world): say what the run has now")
+
+    def apply(self, world: Any, value: Any) -> None:
+        """Makes a run use a value."""
+        raise NotImplementedError(f"{type(self).__name__}.apply(world, value): make the run use it")
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """As it stands in ``space=``."""
+
+
+@dataclass(frozen=True)
+class Groups(Dimension):
+    """Numbers of compute groups, with 1 among them."""
+
+    numbers: tuple[int, ...]
+    name = "groups"
+    needs_regroup = True
+
+    def __post_init__(self) -> None:
+        if 1 not in self.numbers:
+            raise ConfigurationError(f'space={{"groups": {list(self.numbers)}}}: one group has to be among them; add 1')
+
+    def axis(self, known: Known) -> Axis:
+        return known.groups()
+
+    def coordinate(self, setting: Setting, known: Known) -> float:
+        return setting.groups
+
+
+@dataclass(frozen=True)
+class Range(Dimension, ABC):
+    """The least and the largest value of a number."""
+
+    bounds: tuple[float, float]
+
+    def _check(self, is_good: bool, what: str) -> None:
+        if not is_good:
+            raise ConfigurationError(
+                f'space={{"{self.name}": {self.bounds}}}: pass the least and the largest value, {what}'
+            )
+
+
+@dataclass(frozen=True)
+class Momentum(Range):
+    """Explicit momentum."""
+
+    name = "momentum"
+
+    def __post_init__(self) -> None:
+        self._check(0 <= self.bounds[0] <= self.bounds[1] < 1, "from 0 up to 1, without 1")
+
+    def axis(self, known: Known) -> Axis:
+        return self.bounds
+
+    def coordinate(self, setting: Setting, known: Known) -> float:
+        return setting.momentum
+
+    def hold(self, setting: Setting) -> Setting:
+        return replace(setting, momentum=_inside(setting.momentum, self.bounds))
+
+
+@dataclass(frozen=True)
+class LearningRate(Range):
+    """Bounds of the learning rate, which follows from groups, momentum and step."""
+
+    name = "lr"
+
+    def __post_init__(self) -> None:
+        self._check(0 <= self.bounds[0] <= self.bounds[1] and self.bounds[1] > 0, "above 0")
+
+    def axis(self, known: Known) -> Axis:
+        return []
+
+    def hold(self, setting: Setting) -> Setting:
+        return replace(setting, lr=_inside(setting.lr, self.bounds))
+
+
+@dataclass(frozen=True)
+class StepFactor(Range):
+    """By what the step may differ from the user's (see `Scaling`); its coordinate is the logarithm."""
+
+    name = "factor"
+
+    def __post_init__(self) -> None:
+        self._check(0 < self.bounds[0] <= self.bounds[1], "above 0")
+
+    def axis(self, known: Known) -> Axis:
+        return math.log(self.bounds[0]), math.log(self.bounds[1])
+
+    def coordinate(self, setting: Setting, known: Known) -> float:
+        return math.log(max(known.scaling.step(setting), 1e-12) / known.theory.step)
+
+
+@dataclass(frozen=True)
+class Period(Dimension):
+    """Local steps between two exchanges; none for those of the setting that a search starts from."""
+
+    numbers: tuple[int, ...]
+    name = "period"
+    needs_regroup = True
+
+    def __post_init__(self) -> None:
+        if any(each < 1 for each in self.numbers):
+            raise ConfigurationError(f'space={{"period": {list(self.numbers)}}}: pass numbers of steps, 1 or more')
+
+    def axis(self, known: Known) -> Axis:
+        return list(self.numbers)
+
+    def coordinate(self, setting: Setting, known: Known) -> float:
+        return setting.period
+
+    def default(self, own: int) -> int:
+        """What is used unless another is asked for: the run's own if it is allowed."""
+        return own if not self.numbers or own in self.numbers else min(self.numbers)
+
+
+def _inside(value: float, bounds: tuple[float, float]) -> float:
+    return min(max(value, bounds[0]), bounds[1])
+
+
+@dataclass(frozen=True)
+class Space:
+    """The settings among which is searched.
+
+    Args:
+        groups: numbers of groups, with 1 among them.
+        momentum: the least and the largest explicit momentum.
+        lr: the least and the largest learning rate.
+        factor: by what the step may differ from the user's (see `Scaling`), at least and at most.
+        rebalance: whether batches may be split in proportion to speeds.
+        period: local steps between two exchanges; none for those of the setting that a search starts from.
+        further: dimensions of a user's own.
+
+    Raises:
+        ConfigurationError: a range is empty or out of bounds.
+    """
+
+    groups: tuple[int, ...]
+    momentum: tuple[float, float] = (0.0, 0.95)
+    lr: tuple[float, float] = (0.0, math.inf)
+    factor: tuple[float, float] = (0.1, 10.0)
+    rebalance: bool = True
+    period: tuple[int, ...] = ()
+    further: tuple[Dimension, ...] = ()
+
+    def __post_init__(self) -> None:
+        _ = self.dimensions  # each checks its bounds
+
+    @property
+    def dimensions(self) -> tuple[Dimension, ...]:
+        """All of them, in the order of a surrogate's axes."""
+        own = Groups(self.groups), Momentum(self.momentum), LearningRate(self.lr), StepFactor(self.factor)
+        return *own, Period(self.period), *self.further
+
+    @classmethod
+    def of(
+        cls,
+        given: Mapping[str, Any],
+        ranks: int,
+        allowed: Callable[[int], bool] = lambda groups: True,
+        momentum: float = 0.0,
+    ) -> Space:
+        """From what a user passes, with the rest filled in.
+
+        Args:
+            given: any of ``groups``, ``momentum``, ``lr``, ``rebalance``, ``period``: single values, lists or ranges;
+                and dimensions of one's own.
+            ranks: number of ranks.
+            allowed: whether there may be that many groups.
+            momentum: of the user's own setting, which is never out of bounds unless ``given`` says so.
+
+        Raises:
+            ConfigurationError: there is no such name, or a value cannot be.
+        """
+        known = ("groups", "momentum", "lr", "rebalance", "period")
+        further = tuple(each for each in given.values() if isinstance(each, Dimension))
+        given = {name: value for name, value in given.items() if not isinstance(value, Dimension)}
+        for name in given:
+            if name not in known:
+                raise ConfigurationError(f"space={{{name!r}: ...}}: pass some of {', '.join(map(repr, known))}")
+        groups = _numbers("groups", given.get("groups", group_counts(ranks)), whole=True)
+        if not all(1 <= number <= ranks for number in groups):
+            raise ConfigurationError(f'space={{"groups": {groups}}}: pass whole numbers from 1 to {ranks}, the ranks')
+        options: dict[str, Any] = {"further": further}
+        for name in ("momentum", "lr"):
+            if name in given:
+                numbers = _numbers(name, given[name])
+                options[name] = min(numbers), max(numbers)
+        if "momentum" not in given:
+            options["momentum"] = (0.0, max(momentum, cls.momentum[1]))
+        if "rebalance" in given:
+            values = _list(given["rebalance"])
+            if not values or not all(isinstance(each, bool) for each in values):
+                raise ConfigurationError(f'space={{"rebalance": {given["rebalance"]!r}}}: pass True, False or both')
+            options["rebalance"] = any(values)
+        if "period" in given:
+            options["period"] = tuple(sorted(set(_numbers("period", given["period"], whole=True))))
+        return cls(tuple(sorted({1, *(g for g in groups if g == 1 or allowed(g))})), **options)
+
+    def holds(self, setting: Setting) -> Setting:
+        """The setting with what is out of bounds put to the bound."""
+        for dimension in self.dimensions:
+            setting = dimension.hold(setting)
+        return setting
+
+
+def group_counts(ranks: int) -> list[int]:
+    """Powers of two, and as many groups as ranks."""
+    return sorted({2**power for power in range(ranks.bit_length()) if 2**power <= ranks} | {ranks})
+
+
+def apply_further(dimensions: Sequence[Dimension], world: Any, setting: Setting) -> bool:
+    """Makes a run use what a setting says of dimensions of a user's own, before its groups are formed.
+
+    Returns:
+        Whether groups have to be formed again for it.
+    """
+    wanted = dict(setting.further)
+    changed = [each for each in dimensions if each.name in wanted and each.current(world) != wanted[each.name]]
+    for dimension in changed:
+        dimension.apply(world, wanted[dimension.name])
+    return any(each.needs_regroup for each in changed)
+
+
+def draw_further(dimensions: Sequence[Dimension], setting: Setting, known: Known, random: Generator) -> Setting:
+    """The setting with a random value in each dimension of a user's own."""
+    for dimension in dimensions:
+        axis = dimension.axis(known)
+        value = axis[int(random.integers(len(axis)))] if isinstance(axis, list) else float(random.uniform(*axis))
+        setting = setting.with_further(dimension.name, value)
+    return setting
+
+
+def _list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, Iterable) and not isinstance(value, str) else [value]
+
+
+def _numbers(name: str, value: Any, whole: bool = False) -> list[Any]:
+    """The numbers that a user passed, one or several."""
+    values = _list(value)
+    for each in values:
+        good = isinstance(each, int) if whole else isinstance(each, (int, float)) and math.isfinite(each)
+        if isinstance(each, bool) or not good:
+            raise ConfigurationError(
+                f"space={{{name!r}: {value!r}}}: pass {'whole numbers' if whole else 'finite numbers'}, one or several"
+            )
+    if not values:
+        raise ConfigurationError(f"space={{{name!r}: {value!r}}}: nothing to choose from; pass at least one number")
+    return values
