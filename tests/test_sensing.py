@@ -29,8 +29,8 @@ from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.sensing import FEWEST, total_momentum
 from lightning_omni.protocol.shard import Shard
 from lightning_omni.simulator import Cluster, Jitter
-from lightning_omni.simulator.desk import Desk
 from lightning_omni.simulator.run import simulate
+from lightning_omni.simulator.server import SimulatedServer
 from lightning_omni.strategy.watch import Stopwatch, live_metrics
 
 SHAPES = {"a": (40, 10), "b": (200,)}
@@ -224,14 +224,14 @@ def test_weights_and_the_optimizer_are_as_without_sensing() -> None:
 
 
 def test_more_groups_in_the_simulator_read_as_more_momentum(monkeypatch: pytest.MonkeyPatch) -> None:
-    desks: list[Desk] = []
-    join = Desk._join
+    servers: list[SimulatedServer] = []
+    join = SimulatedServer._join
 
-    def noted(desk: Desk, rank: int) -> None:
-        desks.append(desk)
-        join(desk, rank)
+    def noted(server: SimulatedServer, rank: int) -> None:
+        servers.append(server)
+        join(server, rank)
 
-    monkeypatch.setattr(Desk, "_join", noted)
+    monkeypatch.setattr(SimulatedServer, "_join", noted)
     generator = torch.Generator().manual_seed(0)
     inputs, wanted = torch.randn(20_000, 40, generator=generator), torch.randn(40, 4, generator=generator)
     data = TensorDataset(inputs, inputs @ wanted)
@@ -248,7 +248,7 @@ def test_more_groups_in_the_simulator_read_as_more_momentum(monkeypatch: pytest.
             batch_size=64,
             max_updates=300,
         )
-        status = desks[-1].core.status(0.0)
+        status = servers[-1].core.status(0.0)
         assert status.total_momentum is not None
         assert status.serve_time == 0, "virtual time does not pass while the server works"
         readings.append(status.total_momentum)

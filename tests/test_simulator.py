@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from lightning_omni.simulator import (
     simulate,
     trace_of,
 )
-from lightning_omni.simulator.agenda import Agenda, Priority
+from lightning_omni.simulator.engine import EventQueue, Priority
 from lightning_omni.simulator.workbench import Samples
 from lightning_omni.topology import Topology
 from lightning_omni.trace import Trace
@@ -354,7 +353,7 @@ def test_a_run_that_ends_in_time_ends_after_all_that_is_due_at_that_moment() -> 
 
 
 def test_failures_come_first_whenever_they_were_put_down() -> None:
-    agenda, happened = Agenda(), list[str]()
+    events = EventQueue[str]()
     for time, name, priority in (
         (2.0, "second", Priority.EVENT),
         (1.0, "first", Priority.EVENT),
@@ -362,10 +361,8 @@ def test_failures_come_first_whenever_they_were_put_down() -> None:
         (2.0, "dies", Priority.FAILURE),
         (2.0, "dies, too", Priority.FAILURE),
     ):
-        agenda.add(time, partial(happened.append, name), priority)
-    while len(agenda):
-        agenda.pop()()
-    assert happened == ["first", "dies", "dies, too", "second", "third"]
+        events.add(time, name, priority)
+    assert [events.pop() for _ in range(len(events))] == ["first", "dies", "dies, too", "second", "third"]
 
 
 def test_a_slowdown_slows_for_as_long_as_it_lasts() -> None:
@@ -516,7 +513,7 @@ def test_the_callers_model_and_optimizer_are_left_alone() -> None:
 
 @pytest.mark.parametrize("method", [Gossip(), LocalSGD(period=7)])
 def test_the_evaluated_model_is_the_exact_mean_of_all_groups(method: Method, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_omni.simulator import run as room
+    from lightning_omni.simulator import simulation as room
 
     seen: list[room.Simulation] = []
     start = room.Simulation.run
@@ -524,7 +521,7 @@ def test_the_evaluated_model_is_the_exact_mean_of_all_groups(method: Method, mon
         room.Simulation, "run", lambda self, *rest, **more: (seen.append(self), start(self, *rest, **more))[1]
     )
     trace = run(method, 3, max_epochs=1)
-    own = [group.replica.weights() for group in seen[0]._groups.values()]
+    own = [group.replica.weights() for group in seen[0].groups.values()]
     assert not torch.equal(own[0][0], own[1][0])
     for name, column in zip(trace.weights, zip(*own, strict=True), strict=True):
         total = column[0] + column[1] + column[2]
@@ -583,7 +580,7 @@ def replayed(events: Any) -> Any:
 
 @pytest.mark.parametrize("method", RECORDED.values(), ids=RECORDED.keys())
 def test_a_recorded_run_replays_bit_for_bit(method: Method, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_omni.simulator import run as room
+    from lightning_omni.simulator import simulation as room
 
     seen: list[room.Simulation] = []
     start = room.Simulation.run
@@ -596,14 +593,14 @@ def test_a_recorded_run_replays_bit_for_bit(method: Method, tmp_path: Path, monk
     run(method, topology, cluster, max_epochs=3, members_apart=True, record=record)
     record.close()
     result = replayed(read_record(tmp_path / "record"))
-    expected = seen[0]._desk.shard.master
+    expected = seen[0].server.shard.master
     assert result.clock == expected.clock > 0
     for mine, theirs in zip(result.weights.values(), expected.weights(), strict=True):
         assert torch.equal(mine, theirs)
     assert set(result.groups) == {0, 1}
     if method.steps_at == "worker":
         for number, weights in result.groups.items():
-            own = seen[0]._groups[number].replica.weights()
+            own = seen[0].groups[number].replica.weights()
             assert all(torch.equal(mine, theirs) for mine, theirs in zip(weights, own, strict=True))
 
 

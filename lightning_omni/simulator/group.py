@@ -1,150 +1,328 @@
-"""One simulated compute group: its place in the data, its half of the method, and its devices' times."""
+"""One simulated compute group: a process that drives its state machine through virtual time."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 
-import numpy as np
 from torch import Tensor
 
-from lightning_omni.methods import Method
-from lightning_omni.methods.contract import Inbox
-from lightning_omni.methods.replica import Replica
+from lightning_omni.errors import NonFiniteGradients
+from lightning_omni.methods.contract import (
+    Answer,
+    Exchange,
+    Gradient,
+    Inbox,
+    NextGradient,
+    Publish,
+    ReadInbox,
+    ReadPeer,
+    SendPeer,
+)
+from lightning_omni.methods.master import hyperparameters_of
+from lightning_omni.methods.replica import Pulled, Replica, copies
 from lightning_omni.methods.totals import Total
-from lightning_omni.protocol import Batch
-from lightning_omni.protocol.group import GroupCore
-from lightning_omni.protocol.leases import apportion, positions
+from lightning_omni.protocol import Batch, EpochPlan
+from lightning_omni.protocol.group import Action, Ask, GroupCore, Heard
 from lightning_omni.protocol.lessee import Lessee
-from lightning_omni.protocol.wire_format import RAW, WireFormat
-from lightning_omni.simulator.cluster import Cluster
-from lightning_omni.simulator.desk import GENERATION
+from lightning_omni.simulator.devices import Members
+from lightning_omni.simulator.engine import Engine, Process, Timeline
+from lightning_omni.simulator.gradients import Assignment, Gradients
+from lightning_omni.simulator.measurements import Row
+from lightning_omni.simulator.monitor import Monitor
+from lightning_omni.simulator.network import Network
+from lightning_omni.simulator.server import GENERATION, SimulatedServer
+from lightning_omni.simulator.settings import Batches, Limits
 from lightning_omni.simulator.workbench import Result
 
-_DRAWN_AT_ONCE = 64
+MOST_REFUSED = 10
+"""Pushes of one group that may be refused in a row before the run counts as diverged."""
 
 
-class Clockwork:
-    """How long one rank's batches take.
+@dataclass
+class Surroundings:
+    """What all groups of a run live in.
 
-    Args:
-        cluster: the devices.
-        rank: number of the rank.
-        seed: of the jitter, together with the rank.
+    Attributes:
+        engine: virtual time.
+        server: the parameter server.
+        network: the way there, and from group to group.
+        gradients: where they come from.
+        monitor: is told what happens.
+        limits: when the run ends.
+        batches: how gradients are made.
+        epoch_size: samples in an epoch.
+        groups: the living ones by number.
+        barrier: where they wait for one another between two epochs.
     """
 
-    def __init__(self, cluster: Cluster, rank: int, seed: int) -> None:
-        self._cluster, self._rank, self._device = cluster, rank, cluster.devices[rank]
-        self._random = np.random.default_rng((seed, rank))
-        self._factors: list[float] = []
+    engine: Engine
+    server: SimulatedServer
+    network: Network
+    gradients: Gradients
+    monitor: Monitor
+    limits: Limits
+    batches: Batches
+    epoch_size: int
+    groups: dict[int, SimulatedGroup]
+    barrier: Barrier
 
-    def seconds(self, samples: int, now: float) -> float:
-        """Time of the next batch if it begins now, in seconds."""
-        if not self._factors:
-            self._factors = self._device.jitter.factors(self._random, _DRAWN_AT_ONCE).tolist()
-        time = self._device.seconds(samples) * self._factors.pop()
-        return time * self._cluster.slowness(self._rank, now) if self._cluster.events else time
-
-    def speed(self, samples: int, now: float) -> float:
-        """Samples per second that are to be expected of a batch of so many that begins now."""
-        return samples / (self._device.seconds(samples) * self._cluster.slowness(self._rank, now))
+    def plan(self, epoch: int) -> EpochPlan:
+        """Of an epoch: one pass over the data."""
+        return EpochPlan(epoch=epoch, total=self.epoch_size, batch_size=self.batches.size, budget=self.epoch_size)
 
 
-class Group:
+class Barrier:
+    """Lets groups go on when all living ones are there, in the order in which they have come.
+
+    Args:
+        engine: virtual time.
+        groups: the living ones.
+    """
+
+    def __init__(self, engine: Engine, groups: dict[int, SimulatedGroup]) -> None:
+        self._engine, self._groups = engine, groups
+        self._waiting: list[Process] = []
+
+    def wait(self, process: Process) -> Timeline:
+        """A process' part: goes on when all are there."""
+        if len(self._waiting) + 1 < len(self._groups):
+            self._waiting.append(process)
+            yield None
+        else:
+            self._release()
+
+    def leave(self, process: Process) -> None:
+        """A group has died; the others do not wait for it."""
+        if process in self._waiting:
+            self._waiting.remove(process)
+        if self._waiting and len(self._waiting) >= len(self._groups):
+            self._release()
+
+    def _release(self) -> None:
+        met, self._waiting = self._waiting, []
+        for process in met:
+            self._engine.resume(process)
+
+
+class Account:
+    """What a group has trained since its last push."""
+
+    def __init__(self) -> None:
+        self.steps = self.samples = 0
+        self._losses = 0.0
+
+    def add(self, samples: int, loss: float) -> None:
+        """One gradient more."""
+        self.steps += 1
+        self.samples += samples
+        self._losses += loss
+
+    @property
+    def loss(self) -> float:
+        """Mean over the gradients."""
+        return self._losses / max(1, self.steps)
+
+
+class SimulatedGroup:
     """One compute group.
 
     Args:
-        number: of the group.
-        ranks: of its members; the first leads.
+        core: its state machine, without weights as yet.
         replica: its weights.
-        method: the method.
-        clocks: of its members.
-        is_balanced: whether its members get parts of a batch in proportion to their speeds.
-        wire_format: how its pushes are put into bytes.
+        ranks: of its members; the first leads.
+        members: its devices.
+        around: what all groups live in.
 
     Attributes:
-        core: its state machine, which drives its half of the method.
-        alive: False once a member has died.
-        is_done: whether it has come to the end of the last epoch.
-        data: what it has drawn and trained of the epoch.
-        steps: local steps since the last push.
-        published: what peers may read.
-        result: the gradient that its turn at a merged head has given, until the backward pass is over.
+        process: its life, which is over with the last epoch.
     """
 
     def __init__(
-        self,
-        number: int,
-        ranks: tuple[int, ...],
-        replica: Replica,
-        method: Method,
-        clocks: list[Clockwork],
-        is_balanced: bool = False,
-        wire_format: WireFormat = RAW,
+        self, core: GroupCore, replica: Replica, ranks: tuple[int, ...], members: Members, around: Surroundings
     ) -> None:
-        self._is_balanced = is_balanced and len(ranks) > 1
-        self.number, self.ranks, self.leader = number, ranks, ranks[0]
-        self.replica, self._clocks = replica, clocks
-        self.core = GroupCore(method, wire_format)
-        self.core.attach(replica)
-        self.data = self.core.data = Lessee(members=len(ranks), generation=GENERATION)
-        self.alive, self.is_done = True, False
-        self.begin_epoch(0)
-        self.published: list[Tensor] | None = None
-        self.result: Result | None = None
+        self.core, self.replica, self.leader = core, replica, ranks[0]
+        self._members, self._around = members, around
+        core.attach(replica)
+        self._data = core.data = Lessee(members=len(ranks), generation=GENERATION)
+        self._account = Account()
+        self._published: list[Tensor] | None = None
         self._inbox = Total()
-        self.start_afresh()
-
-    def begin_epoch(self, epoch: int) -> None:
-        """A new epoch: batches are counted anew."""
-        self.data.restart(epoch)
+        self.process = Process(self.live())
 
     @property
-    def epoch(self) -> int:
-        """Number of the epoch."""
-        return self.data.epoch
+    def number(self) -> int:
+        """Of the group."""
+        return self.replica.group
 
     @property
-    def batch(self) -> Batch | None:
-        """The batch that is being trained."""
-        return self.data.current
+    def _now(self) -> float:
+        return self._around.engine.now
 
-    def positions(self, batch: Batch, now: float) -> list[range]:
-        """Each member's positions of a group batch that begins now."""
-        members, shares = len(self.ranks), self._shares(batch, now)
-        return [positions(batch, member, members, shares) for member in range(members)]
+    # --- Its life ----------------------------------------------------------------------------------------------------
 
-    def _shares(self, batch: Batch, now: float) -> tuple[int, ...]:
-        if not self._is_balanced:
-            return ()
-        size = batch.stop - batch.start
-        each = max(1, size // len(self.ranks))
-        return apportion(size, [clock.speed(each, now) for clock in self._clocks])
+    def live(self) -> Timeline:
+        """The group's process: epoch after epoch."""
+        yield from self._train_epoch()
+        while self._data.epoch + 1 < self._around.limits.epochs:
+            yield from self._around.barrier.wait(self.process)  # the last push of another may not be answered yet
+            self.open_epoch(self._data.epoch + 1)
+            if self.core.method.steps_at == "server":
+                # While it waited for the others, the master weights moved on.
+                self.replica.load((yield from self._fetch(self.core.fetch(0))))
+            yield from self._train_epoch()
 
-    def work(self, batch: Batch, now: float) -> list[tuple[int, int, float]]:
-        """Each member's rank, its samples of a batch that begins now, and its seconds for them."""
-        clocks, parts = self._clocks, self.positions(batch, now)
-        return [
-            (rank, len(part), clock.seconds(len(part), now))
-            for rank, clock, part in zip(self.ranks, clocks, parts, strict=True)
-        ]
+    def open_epoch(self, epoch: int) -> None:
+        """An epoch begins: batches are counted from 0."""
+        self._data.restart(epoch)
+        self._around.server.open_epoch(self.leader, self._around.plan(epoch))
 
-    def start_afresh(self) -> None:
-        """A push went out: what was trained since counts for the next."""
-        self.steps = self.samples = 0
-        self.losses = 0.0
+    def _train_epoch(self) -> Timeline:
+        while (batch := (yield from self._next_batch())) is not None:
+            action = self._do_at_once(self._step((yield from self._compute(batch)), batch.stop - batch.start))
+            if self.core.method.talks_to_peers:
+                self._around.monitor.check()
+            while not isinstance(action, NextGradient):
+                action = self._do_at_once(self.core.answer(0, (yield from self._wait_for(action))))
 
-    def count(self, samples: int, loss: float) -> None:
-        """A gradient is there."""
-        self.steps += 1
-        self.samples += samples
-        self.losses += loss
+    def _next_batch(self) -> Timeline:
+        """Returns the next batch; None if the epoch is over."""
+        around, data = self._around, self._data
+        around.monitor.stopwatch.end(self.number, self._now)
+        while True:
+            if data.drawn == data.trained:
+                data.drew(around.server.draw(self.leader, data.draw(data.drawn)).batches)
+            if data.drawn > data.trained:
+                data.begin_batch()
+                return data.current
+            around.network.deliver(around.server.wait(self.leader, data.question()))
+            if (yield None) != "more":
+                return None
 
-    def take_in(self, tensors: Sequence[Tensor]) -> None:
-        """A peer's weights arrive."""
-        self._inbox.add(tensors)
+    # --- Its gradients -----------------------------------------------------------------------------------------------
 
-    def empty_inbox(self) -> Inbox:
-        """What peers have sent."""
-        count = self._inbox.count
-        total = self._inbox.take()
+    def _compute(self, batch: Batch) -> Timeline:
+        """Returns the `Result` once the group has it."""
+        around, now = self._around, self._now
+        work = self._members.work(batch, now)
+        reducing = self._members.reduce_seconds(around.server.shard.layout.nbytes)
+        seconds = max(own for _, _, own in work) + reducing
+        self.core.step_took(0, seconds)
+        around.monitor.stopwatch.begin(self.number, now, work)
+        apart = around.batches.members_apart
+        assignment = Assignment(
+            group=self.number,
+            leader=self.leader,
+            weights=self.replica.weights(),
+            parts=self._members.positions(batch, now) if apart else [range(batch.start, batch.stop)],
+            size=batch.stop - batch.start,
+            place=self._data.place,
+            seconds=seconds,
+        )
+        return (yield from around.gradients.compute(assignment))
+
+    def _step(self, result: Result, size: int) -> Action:
+        """The state machine is given a gradient."""
+        monitor = self._around.monitor
+        monitor.computed(self.number, size)
+        self._account.add(size, result.loss)
+        if self.core.method.talks_to_peers:
+            self._record(monitor.steps, monitor.steps, 0)
+        hyperparameters = hyperparameters_of(self.replica.optimizer, set(self.replica.ordered))
+        return self.core.gradient(0, Gradient(result.gradient, hyperparameters))
+
+    def _record(self, read: int, write: int, staleness: int) -> None:
+        """A row of the trace: what was trained since the last one."""
+        done = self._account
+        row = Row(self._now, self.number, read, write, staleness, done.loss, done.samples, self._data.epoch, done.steps)
+        self._around.monitor.rows.append(row)
+        self._account = Account()
+
+    # --- What its state machine wants --------------------------------------------------------------------------------
+
+    def _do_at_once(self, action: Action) -> Action:
+        """Does what takes no time. Returns what does."""
+        while True:
+            answer: Answer = None
+            match action:
+                case Publish():
+                    self._published = copies(action.tensors)
+                case SendPeer():
+                    self._around.engine.start(self._send(action))
+                case ReadInbox():
+                    answer = self._read_inbox()
+                case _:
+                    return action
+            action = self.core.answer(0, answer)
+
+    def _wait_for(self, action: Action) -> Timeline:
+        """Does what takes time. Returns the answer."""
+        match action:
+            case Ask(need=Exchange()):
+                return (yield from self._push(action))
+            case Ask():
+                return (yield from self._fetch(action))
+            case ReadPeer():
+                return (yield from self._read_peer(action.group))
+            case _:
+                raise TypeError(f"{action!r} is nothing that a simulated group can do")
+
+    # --- To the server and back --------------------------------------------------------------------------------------
+
+    def _push(self, ask: Ask) -> Timeline:
+        server, network, need = self._around.server, self._around.network, ask.need
+        assert isinstance(need, Exchange)
+        nbytes, said = server.prepare(self.core, ask)
+        # A process of its own: what is on its way takes its turn even if this group dies meanwhile.
+        yield self._around.engine.start(network.push(nbytes))
+        clock, refused = server.shard.master.clock, server.shard.refused
+        staleness = server.staleness(self.number, need.read_at)
+        network.deliver(server.ask(self.leader, self.core, ask, said))
+        if server.shard.refused == refused:
+            self._record(need.read_at, clock + 1, staleness)
+        else:
+            self._account = Account()
+            self._check_divergence()
+        self._around.monitor.check()
+        return (yield from self._hear())
+
+    def _check_divergence(self) -> None:
+        """The run ends when the server refuses a push too many, and not when the group hears of it."""
+        try:
+            self.core.hear_refusals(self._around.server.shard.refused_in_row[self.number])
+        except NonFiniteGradients:
+            self._around.monitor.ended = (
+                f"diverged: {MOST_REFUSED} pushes of group {self.number} in a row were not finite"
+            )
+
+    def _fetch(self, ask: Ask) -> Timeline:
+        yield self._around.network.arrival(self._now)
+        self._around.network.deliver(self._around.server.ask(self.leader, self.core, ask))
+        return (yield from self._hear())
+
+    def _hear(self) -> Timeline:
+        """Returns what the server answers."""
+        message, tensors = yield None
+        pulled: Pulled = self.core.hear(Heard.of(message), tensors, message.clock, message.note)
+        return pulled
+
+    # --- From group to group -----------------------------------------------------------------------------------------
+
+    def _read_peer(self, number: int) -> Timeline:
+        """Returns the weights that a group has published; None if there are none."""
+        yield self._around.network.to_peer()
+        peer = self._around.groups.get(number)
+        published = peer._published if peer is not None else None
+        yield self._around.network.to_peer(self._around.server.shard.layout.nbytes if published is not None else 0)
+        return published
+
+    def _send(self, need: SendPeer) -> Timeline:
+        """A process: weights travel to a group's inbox."""
+        tensors = copies(need.tensors)
+        yield self._around.network.to_peer(self._around.server.shard.layout.nbytes)
+        if need.group in self._around.groups:
+            self._around.groups[need.group]._inbox.add(tensors)
+
+    def _read_inbox(self) -> Inbox:
+        """Empties the inbox."""
+        count, total = self._inbox.count, self._inbox.take()
         return Inbox([tensor for tensor in total if tensor is not None] if count else None, count)

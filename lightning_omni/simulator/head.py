@@ -16,7 +16,7 @@ from lightning_omni.methods.modules import describe_module, tensors_of, with_ten
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.codec import unpack
 from lightning_omni.protocol.head_side import HeadSide
-from lightning_omni.simulator.desk import HEAD, Desk
+from lightning_omni.simulator.server import HEAD, SimulatedServer
 from lightning_omni.simulator.workbench import Loss
 
 
@@ -40,7 +40,7 @@ class SimulatedHead:
         self._module = check_mergeable(name, model)
         _, self.parameters = held_by_one(name, self._module, [optimizer])
         self._side = HeadSide(name, HEAD, self._module, optimizer, list(self.parameters.values()))
-        self._desk: Desk | None = None
+        self._server: SimulatedServer | None = None
         self._who = (0, -1, 0)
         self._output: Any = None
 
@@ -70,9 +70,9 @@ class SimulatedHead:
             )
         return seen[0]
 
-    def install(self, desk: Desk) -> None:
+    def install(self, server: SimulatedServer) -> None:
         """From now on the submodule is the server's."""
-        self._desk = desk
+        self._server = server
         self._module.forward = self
 
     def turn_of(self, leader: int, epoch: int, trained: int) -> None:
@@ -90,9 +90,9 @@ class SimulatedHead:
         return self._ask(with_tensors(tree, tensors), turn=True)
 
     def _ask(self, tree: Any, turn: bool) -> list[Tensor]:
-        assert self._desk is not None
+        assert self._server is not None
         said = self._side.forward(tree, turn=turn)
-        answer, payload = self._desk.ask_head(self._who[0], said.message, said.payload, m.HeadOutput)
+        answer, payload = self._server.ask_head(self._who[0], said.message, said.payload, m.HeadOutput)
         self._output = unpack(answer.packed, payload)
         return tensors_of(self._output)
 
@@ -100,10 +100,10 @@ class SimulatedHead:
         self, gradients: Sequence[Tensor | None], inputs: Sequence[tuple[torch.Size, torch.dtype]]
     ) -> list[Any]:
         """The output's gradients to the server, which steps the head; back come those of the inputs."""
-        assert self._desk is not None
+        assert self._server is not None
         leader, epoch, trained = self._who
         said = self._side.backward(gradients, (epoch, trained))
-        answer, payload = self._desk.ask_head(leader, said.message, said.payload, m.HeadGradients)
+        answer, payload = self._server.ask_head(leader, said.message, said.payload, m.HeadGradients)
         found: list[Any] = unpack(answer.packed, payload)
         return found
 

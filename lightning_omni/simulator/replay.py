@@ -24,9 +24,9 @@ from lightning_omni.protocol.group import Action, Ask, GroupCore
 from lightning_omni.protocol.record import Event, Spans
 from lightning_omni.protocol.shard import Shard
 from lightning_omni.protocol.wire_format import RAW, Memory, WireFormat, decode, from_wire, name_of
-from lightning_omni.simulator.desk import resolve_also
+from lightning_omni.simulator.parameters import named_parameters, own_optimizer, own_parameters
 from lightning_omni.simulator.replicas import OwnReplica
-from lightning_omni.simulator.run import named_parameters, own_optimizer, own_parameters
+from lightning_omni.simulator.server import resolve_also
 from lightning_omni.simulator.workbench import Loss, Samples, Workbench
 from lightning_omni.topology import Topology
 from lightning_omni.trace import Trace

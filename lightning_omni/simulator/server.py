@@ -1,10 +1,10 @@
-"""All ranks of a simulated run at the real server: they speak to it in memory, and it refuses nothing they say."""
+"""The real server as simulated groups speak to it: through memory, all ranks at once. It refuses nothing they say."""
 
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Mapping, Sequence
+from random import Random
 from typing import Any, TypeVar, cast
 
 from torch import Tensor
@@ -24,7 +24,9 @@ from lightning_omni.protocol.in_memory import Link
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.record import Recorder
 from lightning_omni.protocol.shard import Shard
-from lightning_omni.protocol.wire_format import RAW, Memory, WireFormat, to_wire
+from lightning_omni.protocol.wire_format import Memory, WireFormat, to_wire
+from lightning_omni.simulator.engine import Engine
+from lightning_omni.simulator.replicas import Snapshots
 from lightning_omni.topology import Topology
 
 GENERATION = 1
@@ -37,58 +39,60 @@ _NONCE = bytes(NONCE_BYTES)
 """A rank's own: nobody can overhear, and the server's are drawn."""
 
 
-class Desk:
-    """Speaks to a `ServerCore` for all ranks.
+class SimulatedServer:
+    """A `ServerCore` that all ranks have joined.
 
     Args:
+        engine: virtual time.
         layout: of the trained parameters.
-        world_size: number of ranks.
+        topology: which rank is in which group.
         seed: of nonces and tickets.
         optimizer: the user's.
         record: told of everything that happens to the weights.
 
     Attributes:
         core: the server.
+        snapshots: weights that it has sent.
         incarnation: of the groups that were formed.
     """
 
     def __init__(
-        self, layout: Layout, world_size: int, seed: int, optimizer: Optimizer, record: Recorder | None
+        self,
+        engine: Engine,
+        layout: Layout,
+        topology: Topology,
+        seed: int,
+        optimizer: Optimizer,
+        record: Recorder | None,
     ) -> None:
-        chance = random.Random(seed)
-        self._key = chance.randbytes(NONCE_BYTES)
+        random = Random(seed)
+        self._key = random.randbytes(NONCE_BYTES)
         # Silence means nothing here: a rank dies when the cluster says so.
         self.core = ServerCore(
-            self._key, chance.randbytes, math.inf, math.inf, resolve=resolve_also(optimizer), record=record
+            self._key, random.randbytes, math.inf, math.inf, resolve=resolve_also(optimizer), record=record
         )
-        self._link = Link(self.core)
-        self._layout, self._world_size = layout, world_size
-        self._memory = Memory()
+        self.snapshots = Snapshots(layout)
+        self._engine, self._layout, self._topology = engine, layout, topology
+        self._world_size = len(topology.ranks)
+        self._link, self._memory = Link(self.core), Memory()
         self.incarnation = 0
-        for rank in range(world_size):
+        for rank in topology.ranks:
             self._join(rank)
-
-    @property
-    def now(self) -> float:
-        """Virtual time, in seconds; whoever drives this sets it."""
-        return self._link.now
-
-    @now.setter
-    def now(self, seconds: float) -> None:
-        self._link.now = seconds
 
     @property
     def shard(self) -> Shard:
         """The master weights."""
         return self.core.shards[0]
 
-    def form(
-        self, topology: Topology, method: Method, parts: Sequence[Mapping[str, Any]], wire_format: WireFormat = RAW
-    ) -> None:
+    def clock(self) -> int:
+        """Updates in the master weights."""
+        return self.core.clock
+
+    def form(self, method: Method, wire_format: WireFormat, parts: Sequence[Mapping[str, Any]]) -> None:
         """The recorder forms the groups and hands weights and optimizers over: see `part_of`."""
         form = m.Form(
             generation=GENERATION,
-            groups=topology.groups,
+            groups=self._topology.groups,
             method=m.method_to_wire(method),
             wire_format=to_wire(wire_format),
         )
@@ -137,7 +141,7 @@ class Desk:
     def ask_head(
         self, leader: int, message: m.HeadForward | m.HeadBackward, payload: Tensor, expect: type[_Answer]
     ) -> tuple[_Answer, Tensor]:
-        """A group's batch at the merged head, or its gradients; answered at once, for it is the group's turn."""
+        """A group's batch at the merged head, or its gradients; answered at once, for the head is the group's alone."""
         (out,) = self._data(leader, message, payload)
         assert isinstance(out.message, expect)
         (answer,) = out.payload
@@ -146,15 +150,30 @@ class Desk:
 
     def lose(self, rank: int, reason: str) -> list[Out]:
         """A rank dies."""
-        return self.core.tick(self.now) + self.core.lose(rank, reason)
+        return self.core.tick(self._engine.now) + self.core.lose(rank, reason)
 
     def staleness(self, group: int, read_at: int) -> int:
         """What the method would say of a push that arrives now."""
         return self.shard.method_side.staleness_of(Push(group, read_at, ()))
 
-    def rank_of(self, out: Out) -> int:
-        """To which rank an answer goes."""
-        return self._link.rank_of(out.peer)
+    # --- What the server sends ---------------------------------------------------------------------------------------
+
+    def group_of(self, out: Out) -> int:
+        """To which group it goes."""
+        return self._topology.group_of(self._link.rank_of(out.peer))
+
+    def tensors_of(self, out: Out) -> list[Tensor]:
+        """The weights in an answer, to keep: groups that are sent the same share them."""
+        message, shard = out.message, self.shard
+        assert isinstance(message, m.Weights)
+        if not out.payload:
+            return []
+        if out.payload[0] is shard.buffer:
+            return self.snapshots.at(message.clock, shard.buffer)
+        assert isinstance(out.payload[0], Tensor)
+        return shard.layout.views(out.payload[0].clone())
+
+    # --- Connections -------------------------------------------------------------------------------------------------
 
     def _join(self, rank: int) -> None:
         hello = handshake.hello_of("simulated", rank, self._world_size, self._layout, _NONCE)
@@ -162,10 +181,12 @@ class Desk:
         handshake.attach(lambda message, _: self._data(rank, message)[0].message, secret, rank, _NONCE)
 
     def _control(self, rank: int, message: m.Message) -> list[Out]:
-        return _sound(self._link.control(rank, message))
+        self._link.now = self._engine.now
+        return _accepted(self._link.control(rank, message))
 
     def _data(self, rank: int, message: m.Message, payload: bytes | Tensor = _NOTHING) -> list[Out]:
-        return _sound(self._link.data(rank, message, payload))
+        self._link.now = self._engine.now
+        return _accepted(self._link.data(rank, message, payload))
 
 
 def part_of(
@@ -192,7 +213,7 @@ def resolve_also(optimizer: Optimizer) -> Resolve:
     return resolver([class_path(type(optimizer))])
 
 
-def _sound(out: list[Out]) -> list[Out]:
+def _accepted(out: list[Out]) -> list[Out]:
     for item in out:
         if isinstance(item.message, m.RefusedMessage):
             raise ProtocolError(f"the server refused a simulated message: {item.message.reason}")
