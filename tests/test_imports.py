@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -151,6 +152,40 @@ def cycle(edges: dict[str, set[str]]) -> str:
 
 def test_there_is_no_import_cycle_not_even_of_types_and_in_functions() -> None:
     assert not cycle({module: inside(module) for module in MODULES})
+
+
+DESIGN = (ROOT.parent / "docs" / "design.md").read_text()
+
+
+def order_of(lines: str) -> list[list[str]]:
+    """``a, b ← c`` is [[a, b], [c]]."""
+    return [sorted(filter(None, (name.strip() for name in part.split(",")))) for part in lines.split("←")]
+
+
+def test_the_design_page_shows_every_room_in_its_place() -> None:
+    found = re.search(r"^    errors, .*\n(?:    .*\n)*", DESIGN, re.MULTILINE)
+    assert found
+    placed = sorted({rank for room, rank in RANKS.items() if room != "__main__"})
+    assert order_of(found.group()) == [sorted(room for room in RANKS if RANKS[room] == rank) for rank in placed]
+    table = DESIGN.partition("| room | holds")[2].partition("\n\n")[0]
+    rooms = set(re.findall(r"^\| `([a-z_]+)/?`", table, re.MULTILINE))
+    assert rooms == RANKS.keys() - {"errors", "__main__"}
+
+
+@pytest.mark.parametrize("own", ["protocol", "optimizer", "strategy", "server"])
+def test_the_design_page_shows_the_order_inside_a_room(own: str) -> None:
+    found = re.search(rf"```text\n{own}:\n(.*?)```", DESIGN, re.DOTALL)
+    assert found
+    shown = order_of(found.group(1))
+    prefix = f"{PACKAGE}.{own}."
+    files = {module.removeprefix(prefix): inside(module) for module in MODULES if module.startswith(prefix)}
+    assert sorted(name for line in shown for name in line) == sorted(files)
+    above: set[str] = set()
+    for line in shown:
+        for name in line:
+            needed = {other.removeprefix(prefix) for other in files[name] if other.startswith(prefix)}
+            assert needed <= above, f"{name} imports {sorted(needed - above)}"
+        above.update(line)
 
 
 def test_importing_the_other_rooms_does_not_bring_lightning_along() -> None:

@@ -112,8 +112,10 @@ class Leases(Lessee):
         self._goes_on = False
 
     def begin(self, plan: EpochPlan) -> None:
-        """An epoch of several groups begins."""
-        assert self._control is not None
+        """An epoch begins."""
+        if self._control is None:
+            self.begin_local(plan)
+            return
         self._control.request(OpenEpoch(plan=plan), EpochOpened)
         self.restart(plan.epoch)
 

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -67,6 +68,14 @@ class Executor(ABC):
         """The ranks meet: see `World.enter_world`. Returns whether any of them wants to stop."""
 
     @abstractmethod
+    def is_finite(self, parameters: Iterable[Parameter]) -> bool:
+        """Whether the gradient of the last step was, known alike to all members of a group without a word.
+
+        Args:
+            parameters: of the model.
+        """
+
+    @abstractmethod
     def step(self, index: int, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
         """One step of an optimizer, on every rank of the group. Returns what the closure returns.
 
@@ -111,6 +120,11 @@ class Local(Executor):
 
     def enter_world(self, buffers: Iterable[Tensor], wants_stop: bool) -> bool:
         return False
+
+    def is_finite(self, parameters: Iterable[Parameter]) -> bool:
+        # The same gradient on every rank, and it is not finite if one rank's loss is not.
+        gradients = [each.grad.detach() for each in parameters if each.grad is not None]
+        return math.isfinite(sum(float(gradient.float().abs().sum()) for gradient in gradients))
 
     def step(self, index: int, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
         return optimizer.step(closure) if closure is not None else optimizer.step()
@@ -230,6 +244,9 @@ class Exchanging(Executor):
             flat = torch.cat([b.detach().long().cpu().flatten() for b in counting])
             dist.all_reduce(flat, op=dist.ReduceOp.MAX)
             _scatter(flat, counting)
+
+    def is_finite(self, parameters: Iterable[Parameter]) -> bool:
+        return self._place.core.heard.applied
 
     # --- The step ----------------------------------------------------------------------------------------------------
 

@@ -83,8 +83,8 @@ class OmniOptimizer(Optimizer):
         Rank 0 has to ask the server, so call it there; other ranks return their (empty) own.
         """
         own: dict[str, Any] = self.optimizer.state_dict()
-        at_server = self.world.control is not None and not self.world.steps_at_worker
-        if at_server and self.world.executor.exchanges and self.world.is_recorder:
+        at_server = self.world.executor.control is not None and not self.world.steps_at_worker
+        if at_server and self.world.is_recorder:
             own["state"] = self.world.states.whole(self.optimizer, self.world.channel.snapshot().parts)
         return own
 

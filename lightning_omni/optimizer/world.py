@@ -315,26 +315,26 @@ class World(Place):
         check_groups(groups, len(self.live_ranks))
         if groups > 1:
             self.check_method(groups)
-        computing, was_synchronous = self.is_computing, self.is_synchronous
-        if was_synchronous:
-            self.structures.renew()
-        else:
+        before, computing = self.executor, self.is_computing
+        if before.exchanges:
             self.structures.follow_all()
+        else:
+            self.structures.renew()
         self.enter_world(buffers)
-        if was_synchronous:
+        if not before.exchanges:
             if groups == 1:
                 return ()
             self.connect()
         self._form(groups, speeds)
         self.structures.check_alike()
         self.executor.check_parts()
-        spans = self.states.hand_over(was_synchronous)
-        if was_synchronous:
+        spans = self.states.hand_over(was_synchronous=not before.exchanges)
+        if not before.exchanges:
             self.edits.begin()
         self.executor.place_heads()
-        if self.is_synchronous:
+        if not self.executor.exchanges:
             self.process_groups.use(self.compute_group)
-        elif computing or was_synchronous:
+        elif computing or not before.exchanges:
             self.enter_compute()
         return spans
 
@@ -385,7 +385,7 @@ class World(Place):
                 generation=self.generation + 1,
                 groups=topology.groups,
                 method=m.method_to_wire(self.method),
-                keep_epoch=groups is not None and not self.is_synchronous,
+                keep_epoch=groups is not None and self.executor.exchanges,
                 wire_format=to_wire(self.core.wire_format),
             )
             try:
@@ -465,6 +465,6 @@ class _Training:
         self._world.enter_world()
         for part in self._world.parts:
             part.replica.abandon()
-        if self._world.is_recorder and self._world.executor.exchanges:
+        if self._world.is_recorder and self._world.executor.control is not None:
             self._world.states.take_back()
         self._world.close()

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from lightning_omni.optimizer import World
 from lightning_omni.optimizer.data import Leases
+from lightning_omni.optimizer.executor import Executor
 from lightning_omni.optimizer.run_state.run import Schedule
 from lightning_omni.protocol import EpochPlan
 from lightning_omni.protocol import messages as m
@@ -393,16 +394,16 @@ class EpochDriver:
             self.leave("")
         return spans
 
-    def after_regroup(self, spans: Spans, was_synchronous: bool) -> None:
+    def after_regroup(self, spans: Spans, before: Executor) -> None:
         """The groups have changed: the epoch goes on with the samples that are left."""
         self.data.assign()
         if self.is_open and self.leases is not None and self._plan is not None and self.data.kind == "dynamic":
             self.is_open_ended = True
             rest = msgspec.structs.replace(self._plan, trained=spans)
             self._advance(size_of(spans))
-            if not self.world.executor.exchanges:
+            if self.world.executor.control is None:
                 self.leases.begin_local(rest, goes_on=True)
-            elif was_synchronous:
+            elif before.control is None:
                 self.leases.begin(rest)
             else:
                 self.leases.go_on(rest.epoch)

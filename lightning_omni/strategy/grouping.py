@@ -80,6 +80,7 @@ class OneGroup(Grouping):
         return []
 
     def stepped(self, optimizer: Optimizer) -> Optimizer:
+        self._strategy.joined.steps += 1
         return optimizer
 
     def guard(self) -> None:

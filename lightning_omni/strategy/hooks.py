@@ -208,12 +208,12 @@ class OmniStrategyHooks(_Base):
     def _on_child_death(self, local_rank: int, code: int) -> bool:
         """A process that this rank started has ended badly. Called from the launcher's thread."""
         world, rank = self.world, self.node_rank * self.num_processes + local_rank
-        control = world.control if world is not None else None  # read once: the run may end meanwhile
+        control = world.executor.control if world is not None else None  # read once: the run may end meanwhile
         if self.signals.is_stopping or (
             world is not None and (world.is_finished or rank in world.lost or rank in world.ever_lost)
         ):
             return True
-        if world is None or control is None or not world.executor.exchanges:
+        if world is None or control is None:
             return False
         control.post(m.Lost(rank=rank, reason=f"the process of rank {rank} ended with {say_exit(code)}"))
         return 0 not in world.topology.members(world.topology.group_of(rank))
@@ -291,8 +291,6 @@ class OmniStrategyHooks(_Base):
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Hands the precision plugin an optimizer whose step is an exchange."""
-        if not self.joined.executor.exchanges:
-            self.joined.steps += not self.nested.is_running
         return super().optimizer_step(self.grouping.stepped(optimizer), closure, model, **kwargs)
 
     # --- Training ----------------------------------------------------------------------------------------------------
@@ -381,7 +379,7 @@ class OmniStrategyHooks(_Base):
         world.is_finished = True
         self._reporting.ask(world)
         self.epochs.finish()
-        if world.control is not None and world.executor.exchanges:
+        if world.executor.control is not None:
             world.edits.settle()
             if warning := self._reporting.warning(world):
                 self.rank_zero_info(f"OmniStrategy: {warning}")
@@ -463,6 +461,11 @@ class OmniStrategyHooks(_Base):
             world.enter_world(self.buffers())  # between epochs: hooks are for all ranks together
         self._say_hello()
 
+    def form_one(self) -> None:
+        """One group of all live ranks, which has everything that the server knew."""
+        if self.joined.executor.exchanges:
+            self.form(1)
+
     def form(self, groups: int, speeds: Mapping[int, float] | None = None) -> None:
         """What `regroup` does when it has found nothing wrong; for callers that know what they do.
 
@@ -471,12 +474,12 @@ class OmniStrategyHooks(_Base):
             speeds: of all live ranks, to put like with like; None forms the groups in the order of ranks.
         """
         world = self.joined
-        was_synchronous, spans = world.is_synchronous, self.epochs.before_regroup()
+        before, spans = world.executor, self.epochs.before_regroup()
         self.proxies.unguard()
         spans = world.regroup(groups, self.buffers(), speeds) or spans
         self.grouping.guard()
         self.wrap_for_group()
-        self.epochs.after_regroup(spans, was_synchronous)
+        self.epochs.after_regroup(spans, before)
         self.balance.regrouped()
 
     def put_arrangement_aside(self) -> None:
@@ -519,7 +522,7 @@ class OmniStrategyHooks(_Base):
     @property
     def _is_asynchronous(self) -> bool:
         """Whether groups train apart at the moment, so that no rank knows everything that belongs in a checkpoint."""
-        return self.world is not None and self.world.control is not None and self.world.executor.exchanges
+        return self.world is not None and self.world.executor.control is not None
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The module's state, with the weights that the method evaluates in the place of this group's own.

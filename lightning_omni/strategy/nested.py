@@ -49,16 +49,17 @@ class NestedRuns:
     def _apart(self) -> Iterator[None]:
         """Nothing of what follows the fit's own progress hears of the run."""
         strategy = self._strategy
-        kept = strategy.epochs, strategy.balance
+        world = strategy.joined
+        kept, steps = (strategy.epochs, strategy.balance), world.steps
         epochs = EpochDriver("static", strategy.rank_zero_info)
-        epochs.connect(strategy.lightning_module.trainer, strategy.joined)
+        epochs.connect(strategy.lightning_module.trainer, world)
         strategy.epochs, strategy.balance = epochs, Balance("off", strategy.rank_zero_info)
         self.is_running = True
         try:
             yield
         finally:
             self.is_running = False
-            strategy.epochs, strategy.balance = kept
+            (strategy.epochs, strategy.balance), world.steps = kept, steps
 
     @contextmanager
     def _in_one_group(self) -> Iterator[None]:

@@ -336,7 +336,7 @@ def _skipped(trainer: Any) -> dict[str, str]:
     if precision != "32-true":
         skipped["precision"] = f"precision={precision!r} was chosen already"
     world = trainer.strategy.world if isinstance(trainer.strategy, OmniStrategyHooks) else None
-    if world is not None and not world.is_synchronous:
+    if world is not None and world.executor.exchanges:
         if not world.steps_at_worker:
             skipped["fused optimizer"] = "the optimizer steps at the parameter server, which takes fused kernels itself"
         if any(part.head is not None for part in world.parts):

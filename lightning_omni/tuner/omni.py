@@ -308,7 +308,7 @@ class OmniTunerHooks(_CallbackBase):
             loss = loss_in(outputs, int(trainer.accumulate_grad_batches))
             before, self._exchanged = self._exchanged, world.channel.traffic.seconds
             applied = world.core.heard.applied if world.channel.traffic.seconds != before else None
-            self._watch.batch_done(loss, not world.is_synchronous, applied)
+            self._watch.batch_done(loss, world.executor.exchanges, applied)
 
     def on_sanity_check_end(self, trainer: Any, pl_module: Any) -> None:
         """Which metrics a validation logs."""
@@ -716,8 +716,7 @@ class OmniTunerHooks(_CallbackBase):
         assert self._before_choice is not None
         assert self._own is not None
         world, hyperparameters = self._strategy.world, self._look_at(trainer)
-        if not world.is_synchronous:
-            self._strategy.form(1)
+        self._strategy.form_one()
         self._before_choice.put_back(world.core)
         was = self._setting
         factor = 1 / self._scaled if was.groups > 1 else 1 / 3  # the user's own schedule, or smaller steps

@@ -95,7 +95,7 @@ class Prober:
         self._count = 0
         self._names: set[str] = set()
         self._lost = set(self._strategy.world.lost)
-        self._go_home()
+        self._strategy.form_one()
         self._scaler = getattr(trainer.precision_plugin, "scaler", None)
         if several:
             self._strategy.world.connect()
@@ -121,7 +121,7 @@ class Prober:
             with self._state.swapped():
                 batches, has_diverged, own, serve = self._train(probe, speeds, by_speed)
                 groups = self._strategy.world.topology.groups
-                self._go_home()
+                self._strategy.form_one()
             table = self._tell_all(batches, own)
         except BaseException as error:
             self._give_up(error)
@@ -147,7 +147,7 @@ class Prober:
         self._state.put_back()
         for dimension, value in zip(self._further, self._further_before, strict=True):
             dimension.apply(self._strategy.world, value)
-        if self._is_first and self._strategy.world.is_synchronous:
+        if self._is_first and not self._strategy.world.executor.exchanges:
             # DDP orders its buckets anew after its first step, and sums are rounded as the buckets lie.
             self._strategy.wrap_for_group()
 
@@ -202,9 +202,8 @@ class Prober:
             # A loss scaler that begins too high skips steps until it fits: that is its way, for a while.
             overflows = overflows + 1 if self._scale < scale else 0
             is_settling, scale = 0 < overflows < REFUSED, self._scale
-            if not is_settling and (overflows or self._has_diverged()):
-                if not world.is_synchronous:
-                    leases.leave("skip")
+            if not is_settling and (overflows or not world.executor.is_finite(self._module.parameters())):
+                leases.leave("skip")
                 return batches, True
             if world.core.heard.stop:  # another group has diverged, and says so
                 break
@@ -235,19 +234,6 @@ class Prober:
         """Of the loss, where 16-bit gradients need one."""
         return float(self._scaler.get_scale()) if self._scaler is not None else 1.0
 
-    def _has_diverged(self) -> bool:
-        """Known alike to all members of the group, without a word between them."""
-        world = self._strategy.world
-        if not world.is_synchronous:
-            return not world.core.heard.applied
-        # The same gradient on every rank, and it is not finite if one rank's loss is not.
-        total = sum(
-            float(parameter.grad.detach().float().abs().sum())
-            for parameter in self._module.parameters()
-            if parameter.grad is not None
-        )
-        return not math.isfinite(total)
-
     def _on_device(self, batch: Any) -> Any:
         batch = self._trainer.precision_plugin.convert_input(batch)
         batch = _private.before_transfer(self._module, batch)
@@ -258,18 +244,15 @@ class Prober:
     def _leases(self, probe: Probe, speeds: Mapping[int, float] | None) -> Leases:
         world = self._strategy.world
         size = batch_size_of(self.loader)
-        leases = Leases(world.size, size, probe.samples, world.rank, lambda epoch: None, world.is_synchronous)
+        leases = Leases(world.size, size, probe.samples, world.rank, lambda epoch: None, is_local=True)
         shares: Sequence[int] = ()
         if probe.setting.rebalance and speeds is not None and len(world.members) > 1:
             shares = apportion(size * len(world.members), [speeds[rank] for rank in world.members])
-        control = None if world.is_synchronous else world.control
-        leases.assign(world.members.index(world.rank), len(world.members), control, world.generation, shares)
+        place = world.members.index(world.rank)
+        leases.assign(place, len(world.members), world.executor.control, world.generation, shares)
         self._count += 1
         plan = EpochPlan(epoch=_FIRST_EPOCH + self._count, total=probe.samples, batch_size=size, budget=probe.samples)
-        if world.is_synchronous:
-            leases.begin_local(plan)
-        else:
-            leases.begin(plan)
+        leases.begin(plan)
         return leases
 
     def _batches(self, leases: Leases) -> Iterator[Any]:
@@ -298,12 +281,6 @@ class Prober:
 
     # --- All ranks together -------------------------------------------------------------------------------------------
 
-    def _go_home(self) -> None:
-        """One group of all live ranks, which has everything that the server knew."""
-        world = self._strategy.world
-        if not world.is_synchronous:
-            self._strategy.form(1)
-
     def _tell_all(self, batches: Sequence[Batch], own: Sequence[tuple[int, float]]) -> dict[int, _Row]:
         """What every live rank noted, on every rank."""
         world = self._strategy.world
@@ -329,10 +306,11 @@ class Prober:
 
     def _ask_serve_time(self) -> float:
         world = self._strategy.world
-        if not world.is_recorder or world.is_synchronous or world.control is None:
+        control = world.executor.control
+        if not world.is_recorder or control is None:
             return 0.0
         try:
-            status = world.control.request(m.AskStatus(), m.Status, timeout=5.0)
+            status = control.request(m.AskStatus(), m.Status, timeout=5.0)
         except OmniError:
             return 0.0
         return float(status.serve_time)
@@ -354,8 +332,7 @@ class Prober:
             with silence(self._module, self._names), torch.enable_grad():
                 if self._is_first:  # what it makes here is taken back, and made once more when the epoch begins
                     self._module.on_train_epoch_start()
-                if not world.is_synchronous:
-                    world.enter_compute()
+                world.enter_compute()
                 yield
         finally:
             strategy.epochs.leases, strategy.balance, trainer.callbacks, trainer.loggers = kept
