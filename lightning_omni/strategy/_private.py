@@ -15,7 +15,10 @@ from weakref import WeakKeyDictionary
 
 from torch.optim.swa_utils import AveragedModel
 
+from lightning_omni.strategy.declared import callbacks_of
+
 if TYPE_CHECKING:
+    from pytorch_lightning import LightningModule, Trainer
     from pytorch_lightning.loops.fit_loop import _FitLoop
     from pytorch_lightning.loops.training_epoch_loop import _TrainingEpochLoop
 else:
@@ -47,53 +50,53 @@ def averages_models(strategy: Any) -> bool:
     return strategy._model_averaging_period is not None
 
 
-def be_open_ended(trainer: Any) -> None:
+def be_open_ended(trainer: Trainer) -> None:
     """The epoch ends when the leases do, not when a number of batches is reached."""
-    fetcher = trainer.fit_loop._data_fetcher
+    fetcher: Any = trainer.fit_loop._data_fetcher
     fetcher.length = float("inf")
     fetcher.done = False
 
 
-def set_last_batch(trainer: Any, is_last: bool) -> None:
+def set_last_batch(trainer: Trainer, is_last: bool) -> None:
     """Whether the loop takes the current batch for the epoch's last."""
     trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = is_last
 
 
-def will_step(trainer: Any) -> bool:
+def will_step(trainer: Trainer) -> bool:
     """Whether the current batch ends an accumulation window."""
     return not trainer.fit_loop._should_accumulate()
 
 
-def is_inside_a_hook(trainer: Any) -> bool:
+def is_inside_a_hook(trainer: Trainer) -> bool:
     """Whether Lightning is calling a hook of the module, a callback or the strategy at the moment."""
     return trainer.lightning_module._current_fx_name is not None
 
 
-def validates_this_epoch(trainer: Any) -> bool:
+def validates_this_epoch(trainer: Trainer) -> bool:
     """Whether validation is due in this epoch at all."""
     return bool(trainer.enable_validation and trainer.fit_loop.epoch_loop._should_check_val_epoch())
 
 
-def validates_by_time(trainer: Any) -> bool:
+def validates_by_time(trainer: Trainer) -> bool:
     """Whether ``val_check_interval`` is a duration."""
     return getattr(trainer, "_val_check_time_interval", None) is not None
 
 
-def stops_now(trainer: Any) -> bool:
+def stops_now(trainer: Trainer) -> bool:
     """Whether ``should_stop`` is set, and not put off by min_epochs."""
     return bool(trainer.should_stop and trainer.fit_loop._can_stop_early)
 
 
-def progress_counters(trainer: Any) -> list[int]:
+def progress_counters(trainer: Trainer) -> list[int]:
     """How far this rank's loops are, in numbers that ranks of one group must agree on."""
     batch = trainer.fit_loop.epoch_loop.batch_progress
     return [batch.current.ready, batch.total.ready, *step_counters(trainer)]
 
 
-def set_progress_counters(trainer: Any, counters: list[int]) -> None:
+def set_progress_counters(trainer: Trainer, counters: list[int]) -> None:
     """Sets what `progress_counters` reads."""
     current, total, *steps = counters
-    batch = trainer.fit_loop.epoch_loop.batch_progress
+    batch: Any = trainer.fit_loop.epoch_loop.batch_progress
     for progress, ready in ((batch.current, current), (batch.total, total)):
         progress.completed += ready - progress.ready
         progress.processed += ready - progress.ready
@@ -102,7 +105,7 @@ def set_progress_counters(trainer: Any, counters: list[int]) -> None:
     set_step_counters(trainer, steps)
 
 
-def step_counters(trainer: Any) -> list[int]:
+def step_counters(trainer: Trainer) -> list[int]:
     """The steps that this rank has counted, of which ``global_step`` and the steps of logs are made."""
     loop = trainer.fit_loop.epoch_loop
     return [
@@ -112,7 +115,7 @@ def step_counters(trainer: Any) -> list[int]:
     ]
 
 
-def set_step_counters(trainer: Any, counters: list[int]) -> None:
+def set_step_counters(trainer: Trainer, counters: list[int]) -> None:
     """Sets what `step_counters` reads."""
     loop = trainer.fit_loop.epoch_loop
     automatic, manual, loop._batches_that_stepped = counters
@@ -129,28 +132,28 @@ def ignore_missing_step(optimizer: Any) -> None:
     optimizer._opt_called = True
 
 
-def logs_now(trainer: Any) -> bool:
+def logs_now(trainer: Trainer) -> bool:
     """Whether Lightning sends what is logged in this batch to the loggers."""
     return bool(trainer._logger_connector.should_update_logs)
 
 
-def set_batch_agreement(trainer: Any, agree: Callable[[], None] | None) -> None:
+def set_batch_agreement(trainer: Trainer, agree: Callable[[], None] | None) -> None:
     """What all ranks do together before every training batch, in place of Lightning's own broadcast of SIGTERM."""
-    loop = trainer.fit_loop.epoch_loop
+    loop: Any = trainer.fit_loop.epoch_loop
     if agree is None:
         vars(loop).pop("_broadcast_sigterm_tensor", None)
     else:
         loop._broadcast_sigterm_tensor = agree
 
 
-def mark_terminated(trainer: Any) -> None:
+def mark_terminated(trainer: Trainer) -> None:
     """What ``trainer.received_sigterm`` reads."""
     trainer._signal_connector.received_sigterm = True
 
 
-def averaged_models(trainer: Any) -> list[Any]:
+def averaged_models(trainer: Trainer) -> list[Any]:
     """The models in which WeightAveraging callbacks keep their averages."""
-    models = (getattr(callback, "_average_model", None) for callback in trainer.callbacks)
+    models = (getattr(callback, "_average_model", None) for callback in callbacks_of(trainer))
     return [model for model in models if isinstance(model, AveragedModel)]
 
 
@@ -165,7 +168,7 @@ class _Relay:
         self.listeners: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
     def __call__(
-        self, trainer: Any, hook_name: str, *args: Any, monitoring_callbacks: bool | None = None, **kwargs: Any
+        self, trainer: Trainer, hook_name: str, *args: Any, monitoring_callbacks: bool | None = None, **kwargs: Any
     ) -> None:
         hear = getattr(self.listeners.get(trainer), hook_name, None)
         if hear is not None and monitoring_callbacks is not True:  # those are called in a second round
@@ -175,7 +178,7 @@ class _Relay:
 
 
 @contextmanager
-def _inside_hook(module: Any, name: str) -> Iterator[None]:
+def _inside_hook(module: LightningModule, name: str) -> Iterator[None]:
     """``module.log`` asks in which hook it is called."""
     before, module._current_fx_name = module._current_fx_name, name
     try:
@@ -184,13 +187,13 @@ def _inside_hook(module: Any, name: str) -> Iterator[None]:
         module._current_fx_name = before
 
 
-def _calls_of(trainer: Any) -> Any:
+def _calls_of(trainer: Trainer) -> Any:
     """The module of the Trainer's own namespace through which its loops call hooks."""
     own = next(kind for kind in type(trainer).__mro__ if kind.__module__.endswith("trainer.trainer"))
     return sys.modules[own.__module__.removesuffix("trainer") + "call"]
 
 
-def listen(trainer: Any, listener: Any) -> None:
+def listen(trainer: Trainer, listener: Any) -> None:
     """From now on the listener is told of the Trainer's hooks that it has methods for, before any callback is.
 
     It does not matter what is in ``trainer.callbacks`` at the time.
@@ -201,7 +204,7 @@ def listen(trainer: Any, listener: Any) -> None:
     calls._call_callback_hooks.listeners[trainer] = listener
 
 
-def stop_listening(trainer: Any) -> None:
+def stop_listening(trainer: Trainer) -> None:
     """Undoes `listen`."""
     calls = _calls_of(trainer)
     relay = calls._call_callback_hooks
@@ -283,7 +286,7 @@ def _limited(epoch_loop: Any, max_steps: int | None) -> Iterator[None]:
         epoch_loop.max_steps = before
 
 
-def lead(trainer: Any, leader: Leader) -> None:
+def lead(trainer: Trainer, leader: Leader) -> None:
     """From now on the Trainer's loops ask the leader. What they show of themselves remains Lightning's."""
     for loop, mixin in ((trainer.fit_loop, _LedFitLoop), (trainer.fit_loop.epoch_loop, _LedEpochLoop)):
         _give_back_class(loop)
@@ -292,7 +295,7 @@ def lead(trainer: Any, leader: Leader) -> None:
         loop.__class__ = type(own.__name__, (mixin, own), fields)
 
 
-def stop_leading(trainer: Any) -> None:
+def stop_leading(trainer: Trainer) -> None:
     """Undoes `lead`."""
     for loop in (trainer.fit_loop, trainer.fit_loop.epoch_loop):
         _give_back_class(loop)

@@ -10,7 +10,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pytorch_lightning import Trainer
 
 ENTRY = "omni"
 """Name of the entry."""
@@ -24,14 +27,14 @@ class ProgressDisplay:
         self._own: Callable[..., dict[str, Any]] | None = None
         self._text = ""
 
-    def show(self, trainer: Any, expected: int | None) -> None:
+    def show(self, trainer: Trainer, expected: int | None) -> None:
         """A batch is done, and the bar has not heard of it yet.
 
         Args:
             trainer: whose bar it is.
             expected: batches of this rank in this epoch; None leaves the bar's own total.
         """
-        bar = trainer.progress_bar_callback
+        bar: Any = trainer.progress_bar_callback  # whose total and entries the base class does not have
         if bar is None or not trainer.is_global_zero or getattr(bar, "is_disabled", False):
             return
         if bar is not self._bar:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_omni.metrics import RunReport
 from lightning_omni.optimizer import World
 from lightning_omni.optimizer.balance import Balance
 from lightning_omni.strategy.epochs import EpochDriver
@@ -15,6 +16,9 @@ from lightning_omni.strategy.merged import Merged
 from lightning_omni.strategy.proxies import Proxies
 from lightning_omni.strategy.trainable import Trainable
 from lightning_omni.strategy.watch import Stopwatch
+
+if TYPE_CHECKING:
+    from pytorch_lightning import LightningModule
 
 
 class Strategy(Protocol):
@@ -43,7 +47,14 @@ class Strategy(Protocol):
         """This rank's place among all ranks."""
 
     @property
-    def lightning_module(self) -> Any:
+    def last_report(self) -> RunReport | None:
+        """The run in numbers, if there was one."""
+
+    def remember_report(self, report: RunReport) -> None:
+        """The run was in other processes: what they say of it."""
+
+    @property
+    def fitted(self) -> LightningModule:
         """The LightningModule, which knows its Trainer."""
 
     @property

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 from torch.utils.data import DataLoader
@@ -29,6 +29,9 @@ from lightning_omni.strategy import _private
 from lightning_omni.strategy.leased import LeasedData
 from lightning_omni.strategy.limits import Limits, size_of
 from lightning_omni.strategy.schedulers import Pacer
+
+if TYPE_CHECKING:
+    from pytorch_lightning import Trainer
 
 
 class EpochDriver:
@@ -55,7 +58,7 @@ class EpochDriver:
         self.resumed = Cut()
         self.step_limit: int | None = None
         self.is_open_ended = False
-        self._trainer: Any = None
+        self._trainer: Trainer | None = None
         self._world: World | None = None
         self._pacer: Pacer | None = None
         self._plan: EpochPlan | None = None
@@ -68,7 +71,7 @@ class EpochDriver:
 
     # --- The run -----------------------------------------------------------------------------------------------------
 
-    def connect(self, trainer: Any, world: World) -> None:
+    def connect(self, trainer: Trainer, world: World) -> None:
         """A run is being set up."""
         self._trainer, self._world = trainer, world
         self.data.connect(world)
@@ -76,7 +79,7 @@ class EpochDriver:
 
     def start(self) -> None:
         """The groups stand; the first epoch is about to begin."""
-        trainer = self._trainer
+        trainer = self.trainer
         self._started, self._stopping = True, False
         self._limits = Limits(trainer)
         self.data.start()
@@ -98,7 +101,13 @@ class EpochDriver:
         self.finish()
         self.data.forget()
         self._plan, self.progress, self.resumed = None, None, Cut()
-        self._trainer = self._world = None
+        self._trainer, self._world = None, None
+
+    @property
+    def trainer(self) -> Trainer:
+        """The fit's."""
+        assert self._trainer is not None
+        return self._trainer
 
     @property
     def world(self) -> World:
@@ -127,7 +136,7 @@ class EpochDriver:
 
     def process(self, loader: object, rank: int, is_ours: Callable[[DataLoader[Any]], bool]) -> object:
         """Turns a training DataLoader into a leased one, as `LeasedData.process` has it; leaves others alone."""
-        is_training = self._trainer is not None and self._trainer.training
+        is_training = self._trainer is not None and self.trainer.training
         return self.data.process(loader, rank, is_ours) if is_training else loader
 
     # --- An epoch ----------------------------------------------------------------------------------------------------
@@ -157,7 +166,7 @@ class EpochDriver:
 
     def _begin_present(self, epoch: int) -> None:
         """Samples are about to be drawn. A loader that was made in this epoch's first hook says another epoch."""
-        self.begin(self._trainer.current_epoch)
+        self.begin(self.trainer.current_epoch)
 
     @property
     def _is_bereft(self) -> bool:
@@ -166,7 +175,7 @@ class EpochDriver:
 
     def begin_batch(self) -> None:
         """A batch begins."""
-        self.begin(self._trainer.current_epoch)  # a resumed epoch starts without its first hook
+        self.begin(self.trainer.current_epoch)  # a resumed epoch starts without its first hook
         if self.leases is not None:
             self.leases.begin_batch()
             if self.is_open_ended:
@@ -191,14 +200,14 @@ class EpochDriver:
         elif verdict.startswith("stop:"):
             self._stopping = True
             if verdict == "stop:validate":
-                self._trainer.should_stop = True
+                self.trainer.should_stop = True
             else:
                 self._validates = False
-                self.step_limit = self._trainer.global_step
+                self.step_limit = self.trainer.global_step
 
     def end(self, buffers: Any) -> None:
         """An epoch has ended, in good order or before its time: the groups meet."""
-        trainer = self._trainer
+        trainer = self.trainer
         complete = self._over if self.is_open_ended else trainer.is_last_batch
         limit = trainer.max_steps if self.step_limit is None else self.step_limit
         is_limit_reached = -1 < limit <= trainer.global_step
@@ -250,7 +259,7 @@ class EpochDriver:
         """Validation is for all groups together. One that comes on its own (a callback said stop) brings the others."""
         if self._world is None or not self.is_open:
             return  # no training is under way: validation after the fit, or without one
-        if self.world.is_computing and _private.stops_now(self._trainer) and not self._stopping:
+        if self.world.is_computing and _private.stops_now(self.trainer) and not self._stopping:
             self.leave("validate")
         self._meet(buffers)
 
@@ -262,7 +271,7 @@ class EpochDriver:
         if not self.world.is_computing:
             return
         self.world.enter_world(buffers)
-        trainer, mine = self._trainer, self._trainer.global_step
+        trainer, mine = self.trainer, self.trainer.global_step
         counts = _private.step_counters(trainer)
         _private.set_step_counters(trainer, self.world.agree(counts if self.world.is_recorder else [0] * len(counts)))
         if self.step_limit == mine:
@@ -270,7 +279,7 @@ class EpochDriver:
 
     def after_validation(self) -> None:
         """Back into the epoch, if it goes on."""
-        if self.is_open and not self._trainer.is_last_batch:
+        if self.is_open and not self.trainer.is_last_batch:
             self.world.enter_compute()
 
     def _what_next(self) -> str:
@@ -285,8 +294,8 @@ class EpochDriver:
         return leases.ask()
 
     def _set_last_batch(self, is_last: bool) -> None:
-        _private.be_open_ended(self._trainer)
-        _private.set_last_batch(self._trainer, is_last)
+        _private.be_open_ended(self.trainer)
+        _private.set_last_batch(self.trainer, is_last)
 
     def _resumed_spans(self, epoch: int) -> Spans:
         """What a checkpoint says is trained of an epoch."""
@@ -320,7 +329,7 @@ class EpochDriver:
         Args:
             is_due: what the loop would say by itself.
         """
-        trainer = self._trainer
+        trainer = self.trainer
         if _private.validates_by_time(trainer):
             return any(self.world.agree([int(is_due())]))  # no two clocks are alike
         if self._validates is None:
@@ -334,18 +343,18 @@ class EpochDriver:
     def _count_steps_together(self, epoch: int) -> None:
         """max_steps counts the steps that DDP would take. A group's own count must not end the run for it alone."""
         if (left := self._steps_left(epoch)) is not None:
-            self.step_limit = sys.maxsize if left else self._trainer.global_step
+            self.step_limit = sys.maxsize if left else self.trainer.global_step
 
     def _count_steps_alone(self, epoch: int) -> None:
         """One group counts for itself again, if there were several before: what is left of the steps of DDP."""
         if self.step_limit == sys.maxsize and (left := self._steps_left(epoch)) is not None:
-            self.step_limit = self._trainer.global_step + left
+            self.step_limit = self.trainer.global_step + left
 
     def _reaches_max_steps(self) -> bool:
         return self._plan is not None and self._steps_left(self._plan.epoch + 1) == 0
 
     def _stop_at_max_steps(self) -> None:
-        trainer = self._trainer
+        trainer = self.trainer
         self.step_limit = trainer.global_step
         self._say(
             f"OmniStrategy: max_steps={self.max_steps} reached: as many samples as {self.max_steps} steps of all"
@@ -369,7 +378,7 @@ class EpochDriver:
     def _pace(self) -> None:
         """Schedulers follow the run's common progress, where groups differ in speed."""
         if self.leases is not None and self.data.kind == "dynamic":
-            trainer = self._trainer
+            trainer = self.trainer
             pacer = Pacer(trainer.lr_scheduler_configs, self._steps, lambda: trainer.current_epoch + 1)
             self.schedule = pacer.count_from(self.schedule)
             if self.is_dynamic or self.is_open_ended:
@@ -413,7 +422,7 @@ class EpochDriver:
 
     def _align_progress(self) -> None:
         """Ranks that come from different groups must count alike, or they would validate and save apart."""
-        mine = _private.progress_counters(self._trainer)
+        mine = _private.progress_counters(self.trainer)
         theirs = self.world.agree(mine)
         if mine != theirs:
-            _private.set_progress_counters(self._trainer, theirs)
+            _private.set_progress_counters(self.trainer, theirs)

@@ -26,7 +26,7 @@ class Followed:
 
     def others(self) -> Iterator[Tensor]:
         """All parameters, and the averages that WeightAveraging keeps."""
-        module = self._strategy.lightning_module
+        module = self._strategy.fitted
         yield from module.parameters()
         for model in _private.averaged_models(module.trainer):
             yield from model.parameters()

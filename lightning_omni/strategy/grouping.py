@@ -7,7 +7,7 @@ One group is DistributedDataParallel as Lightning has it: `OneGroup` leaves the 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,9 @@ from torch.optim import Optimizer
 from lightning_omni.errors import UnsupportedError
 from lightning_omni.strategy import _private
 from lightning_omni.strategy.contract import Strategy
+
+if TYPE_CHECKING:
+    from pytorch_lightning import Trainer
 
 
 class Grouping(ABC):
@@ -30,7 +33,7 @@ class Grouping(ABC):
         self._strategy = strategy
 
     @abstractmethod
-    def check(self, trainer: Any) -> None:
+    def check(self, trainer: Trainer) -> None:
         """Raises `UnsupportedError` for what cannot be done so in this fit."""
 
     @abstractmethod
@@ -70,7 +73,7 @@ class Grouping(ABC):
 class OneGroup(Grouping):
     """All ranks are one group."""
 
-    def check(self, trainer: Any) -> None:
+    def check(self, trainer: Trainer) -> None:
         pass
 
     def is_reduced(self) -> bool:
@@ -107,7 +110,7 @@ class OneGroup(Grouping):
 class SeveralGroups(Grouping):
     """Groups train apart and exchange."""
 
-    def check(self, trainer: Any) -> None:
+    def check(self, trainer: Trainer) -> None:
         strategy = self._strategy
         if _private.validates_by_time(trainer):
             raise UnsupportedError(
@@ -130,7 +133,7 @@ class SeveralGroups(Grouping):
         return len(self._strategy.joined.members) > 1
 
     def not_reduced(self) -> list[Parameter]:
-        return self._strategy.merged.parameters(self._strategy.lightning_module)
+        return self._strategy.merged.parameters(self._strategy.fitted)
 
     def stepped(self, optimizer: Optimizer) -> Optimizer:
         strategy = self._strategy
@@ -150,7 +153,7 @@ class SeveralGroups(Grouping):
 
     def begin_batch(self) -> None:
         merged = self._strategy.merged
-        merged.check(self._strategy.lightning_module.trainer)  # once more: accumulation, for one, may have a schedule
+        merged.check(self._strategy.fitted.trainer)  # once more: accumulation, for one, may have a schedule
         merged.step_done()  # what callbacks did with it since the last step
 
     def agree(self, decision: bool, every: bool) -> bool | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch.distributed as dist
 from torch import Tensor
@@ -27,6 +27,7 @@ from lightning_omni.server import ServerProcess
 from lightning_omni.strategy import _private
 from lightning_omni.strategy.arguments import check_strategy, refuse_unknown_of_ddp
 from lightning_omni.strategy.checkpoints import Checkpoints
+from lightning_omni.strategy.declared import callbacks_of
 from lightning_omni.strategy.epochs import EpochDriver
 from lightning_omni.strategy.follow import Followed
 from lightning_omni.strategy.grouping import Grouping, OneGroup, SeveralGroups
@@ -44,6 +45,7 @@ from lightning_omni.strategy.watch import Stopwatch, gathering_sentence
 from lightning_omni.topology import Topology, check_groups
 
 if TYPE_CHECKING:
+    from pytorch_lightning import LightningModule, Trainer
     from pytorch_lightning.strategies import DDPStrategy as _Base
 else:
     _Base = object
@@ -190,11 +192,11 @@ class OmniStrategyHooks(_Base):
             launcher.on_death, launcher.on_launch = self._on_child_death, self._on_launch
             _private.set_launcher(self, launcher)
 
-    def _on_launch(self, trainer: Any) -> None:
+    def _on_launch(self, trainer: Trainer | None) -> None:
         """The other ranks import what they need, for seconds: time for others to do the same. On rank 0."""
         if trainer is None or not self._is_fitting(trainer):
             return
-        for callback in trainer.callbacks:
+        for callback in callbacks_of(trainer):
             if callable(prepare := getattr(callback, "on_omni_launch", None)):
                 prepare(trainer)
         if (self.num_nodes if self._groups is None else self._groups) > 1:
@@ -232,7 +234,7 @@ class OmniStrategyHooks(_Base):
 
     # --- Model and optimizers ----------------------------------------------------------------------------------------
 
-    def setup(self, trainer: Any) -> None:
+    def setup(self, trainer: Trainer) -> None:
         """Wraps the module over the compute group, and starts the server while the data is prepared."""
         if self._is_fitting(trainer):
             self.grouping.check(trainer)
@@ -247,20 +249,18 @@ class OmniStrategyHooks(_Base):
 
     def configure_ddp(self) -> None:
         """Wraps the module into DDP over the compute group. A group of one needs no wrapping."""
-        assert self.lightning_module is not None
         if self.joined.executor.exchanges:
-            self.joined.broadcast_initial(self.lightning_module)
+            self.joined.broadcast_initial(self.fitted)
             self.wrap_for_group()
             return
         _private.set_ddp_options(self, self.ddp_options)
         super().configure_ddp()
-        self.trainable.remember(self.lightning_module)
+        self.trainable.remember(self.fitted)
 
     def wrap_for_group(self) -> None:
         """Wraps the module into a new DDP over the compute group; a group of one needs none."""
-        self.model = self.lightning_module
-        assert self.lightning_module is not None
-        self.trainable.remember(self.lightning_module)
+        self.model = self.fitted
+        self.trainable.remember(self.fitted)
         if self.grouping.is_reduced():
             options = {**self.ddp_options, "process_group": self.joined.compute_group, "init_sync": False}
             _private.set_ddp_options(self, options)
@@ -268,11 +268,10 @@ class OmniStrategyHooks(_Base):
                 self._configure_ddp_if_anything_is_trained()
 
     def _configure_ddp_if_anything_is_trained(self) -> None:
-        assert self.lightning_module is not None
-        if not self.merged or any(parameter.requires_grad for parameter in self.lightning_module.parameters()):
+        if not self.merged or any(parameter.requires_grad for parameter in self.fitted.parameters()):
             super().configure_ddp()  # which refuses a module without, as one with a frozen body may be
 
-    def setup_optimizers(self, trainer: Any) -> None:
+    def setup_optimizers(self, trainer: Trainer) -> None:
         """Makes the optimizers and refuses those that no server can run."""
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
@@ -285,8 +284,7 @@ class OmniStrategyHooks(_Base):
 
     def attach_optimizers(self) -> None:
         """The world takes the optimizers in, as they are now."""
-        assert self.lightning_module is not None
-        module, optimizers = self.lightning_module, self.real_optimizers
+        module, optimizers = self.fitted, self.real_optimizers
         self.proxies.attach(self.joined, module, optimizers, self.merged, self._trainer)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
@@ -322,8 +320,7 @@ class OmniStrategyHooks(_Base):
         Followed(self)
         world.begin()
         self.epochs.start()
-        assert self.lightning_module is not None
-        self.balance.begin(world, self.lightning_module, lambda: self.epochs.leases)
+        self.balance.begin(world, self.fitted, lambda: self.epochs.leases)
         self.grouping.guard()
         self._say_hello()
         for call in self.on_ready:
@@ -495,15 +492,13 @@ class OmniStrategyHooks(_Base):
 
     def buffers(self) -> Iterator[Tensor]:
         """The module's buffers."""
-        assert self.lightning_module is not None
-        return self.lightning_module.buffers()
+        return self.fitted.buffers()
 
     def run_state(self) -> RunState:
         """A copy of all that the run must remember, as it is on this rank, where there is one group."""
-        assert self.lightning_module is not None
         world, scaler = self.joined, getattr(self.precision_plugin, "scaler", None)
         scalers = [] if scaler is None else [scaler]
-        return RunState.of(Live(world, world.channel, self.epochs, self.lightning_module, self.optimizers, scalers))
+        return RunState.of(Live(world, world.channel, self.epochs, self.fitted, self.optimizers, scalers))
 
     # --- Data --------------------------------------------------------------------------------------------------------
 
@@ -534,8 +529,7 @@ class OmniStrategyHooks(_Base):
         self.signals.pause()
         state = super().lightning_module_state_dict()
         if self._is_asynchronous:
-            assert self.lightning_module is not None
-            self.checkpoints.collect(self.joined, self.lightning_module, state)
+            self.checkpoints.collect(self.joined, self.fitted, state)
         return state
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -614,17 +608,27 @@ class OmniStrategyHooks(_Base):
         return self.world
 
     @property
-    def _trainer(self) -> Any:
+    def fitted(self) -> LightningModule:
+        """The LightningModule, which knows its Trainer."""
         assert self.lightning_module is not None
-        return self.lightning_module.trainer
+        return self.lightning_module
+
+    @property
+    def _trainer(self) -> Trainer:
+        return self.fitted.trainer
 
     @staticmethod
-    def _is_fitting(trainer: Any) -> bool:
+    def _is_fitting(trainer: Trainer) -> bool:
         return trainer.state.fn is not None and trainer.state.fn.value == "fit"
 
-    def check_several(self, trainer: Any) -> None:
+    def check_several(self, trainer: Trainer) -> None:
         """Raises `UnsupportedError` for what several groups cannot do in this fit."""
         self._several.check(trainer)
+
+
+def strategy_of(trainer: Trainer) -> OmniStrategyHooks:
+    """The strategy of a Trainer that has an OmniStrategy."""
+    return cast(OmniStrategyHooks, trainer.strategy)
 
 
 class _GivenRank(int):

@@ -11,14 +11,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from subprocess import Popen
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakMethod
 
 from lightning_omni.metrics import RunReport
 
 if TYPE_CHECKING:
+    from pytorch_lightning import Trainer
     from pytorch_lightning.strategies.launchers.multiprocessing import _MultiProcessingLauncher as _ProcessesBase
     from pytorch_lightning.strategies.launchers.subprocess_script import _SubprocessScriptLauncher as _Base
+
+    from lightning_omni.strategy.contract import Strategy
 else:
     _Base = _ProcessesBase = object
 
@@ -45,9 +48,9 @@ class OmniLauncherHooks(_Base):
     """
 
     on_death: Callable[[int, int], bool]
-    on_launch: Callable[[Any], None]
+    on_launch: Callable[[Trainer | None], None]
 
-    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         """Starts the other ranks of this node, then calls the function."""
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         global _observer
@@ -93,17 +96,17 @@ def _not_orphaned() -> Iterator[None]:
 class OmniProcessesHooks(_ProcessesBase):
     """Lightning's launcher for ``start_method="spawn"`` and ``"fork"``: the report of the run comes back, too."""
 
-    def get_extra_results(self, trainer: Any) -> dict[str, Any]:
+    def get_extra_results(self, trainer: Trainer) -> dict[str, Any]:
         """In rank 0's process: what the script's process is to know of the run."""
         extra: dict[str, Any] = super().get_extra_results(trainer)
-        report = trainer.strategy.last_report
+        report = cast("Strategy", trainer.strategy).last_report
         return {**extra, "omni_report": None if report is None else asdict(report)}  # Lightning goes through it
 
-    def update_main_process_results(self, trainer: Any, extra: dict[str, Any]) -> None:
+    def update_main_process_results(self, trainer: Trainer, extra: dict[str, Any]) -> None:
         """In the script's process."""
         report = extra.pop("omni_report", None)
         if report is not None and trainer.state.fn == "fit":
-            trainer.strategy.remember_report(RunReport(**report))
+            cast("Strategy", trainer.strategy).remember_report(RunReport(**report))
         super().update_main_process_results(trainer, extra)
 
 

@@ -6,13 +6,16 @@ are taken for those of DDP and counted in samples: see `lightning_omni.protocol.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from lightning_omni.optimizer.data import Leases
 from lightning_omni.protocol import EpochPlan
 from lightning_omni.protocol.progress import Progress, ReferenceBatch
 from lightning_omni.protocol.record import Spans
 from lightning_omni.strategy import _private
+
+if TYPE_CHECKING:
+    from pytorch_lightning import Trainer
 
 
 class Limits:
@@ -25,7 +28,7 @@ class Limits:
         max_steps: steps of DDP after which the user wants the run to end, or -1.
     """
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self.max_steps: int = trainer.max_steps
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,6 +13,9 @@ from lightning_omni.strategy.bar import ProgressDisplay
 from lightning_omni.strategy.contract import Strategy
 from lightning_omni.strategy.nested import NestedRuns
 from lightning_omni.strategy.watch import live_metrics, straggler_sentence
+
+if TYPE_CHECKING:
+    from pytorch_lightning import LightningModule, Trainer
 
 
 class Listener:
@@ -24,7 +27,7 @@ class Listener:
         trainer: the fit's.
     """
 
-    def __init__(self, strategy: Strategy, nested: NestedRuns, trainer: Any) -> None:
+    def __init__(self, strategy: Strategy, nested: NestedRuns, trainer: Trainer) -> None:
         self._strategy = strategy
         self._nested = nested
         self._trainer = trainer
@@ -79,12 +82,14 @@ class Listener:
 
     # --- What callbacks hear -----------------------------------------------------------------------------------------
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """A batch is there."""
         if not self._nested.is_running:
             self._strategy.begin_batch()
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         """A batch is done."""
         if self._nested.is_running:
             return
@@ -100,12 +105,12 @@ class Listener:
             for name, value in values.items():
                 pl_module.log(name, value)
 
-    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The groups meet."""
         if not trainer.sanity_checking:
             self._strategy.epochs.before_validation(pl_module.buffers())
 
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The groups meet."""
         if self._nested.is_running:
             return

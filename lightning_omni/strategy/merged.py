@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
@@ -12,6 +12,9 @@ from lightning_omni.errors import UnsupportedError
 from lightning_omni.methods.head import check_mergeable
 from lightning_omni.optimizer import World
 from lightning_omni.optimizer.head import RemoteHead
+
+if TYPE_CHECKING:
+    from pytorch_lightning import Trainer
 
 
 class Merged:
@@ -40,7 +43,7 @@ class Merged:
             check_mergeable(self.name, module)
         return list(module.get_submodule(self.name).parameters())
 
-    def attach(self, world: World, module: Module, optimizers: Sequence[Optimizer], trainer: Any) -> None:
+    def attach(self, world: World, module: Module, optimizers: Sequence[Optimizer], trainer: Trainer) -> None:
         """The world takes it in; its gradients are clipped as the trainer says."""
         if self.name is None:
             return
@@ -59,7 +62,7 @@ class Merged:
         """The fit is over."""
         self._head = None
 
-    def check(self, trainer: Any) -> None:
+    def check(self, trainer: Trainer) -> None:
         """Raises `UnsupportedError` for what a head that is stepped with the backward pass cannot do."""
         if self.name is None:
             return

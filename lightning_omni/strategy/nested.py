@@ -52,7 +52,7 @@ class NestedRuns:
         world = strategy.joined
         kept, steps = (strategy.epochs, strategy.balance), world.steps
         epochs = EpochDriver("static", strategy.rank_zero_info)
-        epochs.connect(strategy.lightning_module.trainer, world)
+        epochs.connect(strategy.fitted.trainer, world)
         strategy.epochs, strategy.balance = epochs, Balance("off", strategy.rank_zero_info)
         self.is_running = True
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.nn import Module
@@ -15,6 +15,9 @@ from lightning_omni.errors import UnsupportedError
 from lightning_omni.optimizer import OmniOptimizer, World, names_of
 from lightning_omni.strategy import _private
 from lightning_omni.strategy.merged import Merged
+
+if TYPE_CHECKING:
+    from pytorch_lightning import Trainer
 
 
 class Proxies:
@@ -28,7 +31,7 @@ class Proxies:
         return bool(self._of)
 
     def attach(
-        self, world: World, module: Module, optimizers: Sequence[Optimizer], merged: Merged, trainer: Any
+        self, world: World, module: Module, optimizers: Sequence[Optimizer], merged: Merged, trainer: Trainer
     ) -> None:
         """The world takes these optimizers in, and nothing but these.
 

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,9 @@ import torch.distributed as dist
 from lightning_omni.optimizer import World
 from lightning_omni.strategy import _private
 from lightning_omni.topology import RECORDER
+
+if TYPE_CHECKING:
+    from pytorch_lightning import Trainer
 
 _log = logging.getLogger(__name__)
 
@@ -53,7 +56,7 @@ class Signals:
         self._terminated = terminated
         self._before: dict[int, _Handler] = {}
         self._replaced: dict[int, _Handler] = {}
-        self._trainer: Any = None
+        self._trainer: Trainer | None = None
         self._world: World | None = None
         self._leave: Callable[[], None] = lambda: None
         self._terminates = self._requeues = self._requeued = False
@@ -78,7 +81,7 @@ class Signals:
         self.is_stopping = self._terminates = self._requeues = self._requeued = False
         self._before = {number: signal.getsignal(number) for number in (signal.SIGTERM, requeue) if number is not None}
 
-    def install(self, trainer: Any, world: World, leave: Callable[[], None]) -> None:
+    def install(self, trainer: Trainer, world: World, leave: Callable[[], None]) -> None:
         """After Lightning has registered its handlers, in whose place ours come. Called again, does nothing.
 
         Args:
@@ -108,7 +111,7 @@ class Signals:
         self._replaced, self._watcher = {}, None
         if self._trainer is not None:
             _private.set_batch_agreement(self._trainer, None)
-        self._trainer = self._world = None
+        self._trainer, self._world = None, None
 
     def _on_terminate(self, number: int, frame: FrameType | None) -> None:
         self._terminates = True
@@ -147,6 +150,7 @@ class Signals:
 
     def _stop(self) -> None:
         """All ranks are here, and end."""
+        assert self._trainer is not None
         _private.mark_terminated(self._trainer)
         self.is_stopping = True
         self.pause()
@@ -192,7 +196,7 @@ class Signals:
     def _watch(self) -> None:
         """Tells others of this rank's signals, and ends it if it is blocked."""
         trainer, world, is_told = self._trainer, self._world, False
-        while self._watcher is threading.current_thread() and world is not None:
+        while self._watcher is threading.current_thread() and world is not None and trainer is not None:
             time.sleep(_LOOK)
             if world.control is not None:
                 world.control.signal = _TERMINATE if self._terminates else _REQUEUE if self._requeues else _NOTHING

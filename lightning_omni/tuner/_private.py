@@ -5,20 +5,23 @@ One small place, as `lightning_omni.strategy._private` is; a test notices when o
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pytorch_lightning import LightningModule, Trainer
 
 
-def is_compiled(module: Any) -> bool:
+def is_compiled(module: LightningModule) -> bool:
     """Whether a LightningModule went through torch.compile before the Trainer got it."""
     return getattr(module, "_compiler_ctx", None) is not None
 
 
-def before_transfer(module: Any, batch: Any) -> Any:
+def before_transfer(module: LightningModule, batch: Any) -> Any:
     """What the hook ``on_before_batch_transfer`` of the module, or of its data module, makes of a batch."""
     return module._on_before_batch_transfer(batch, dataloader_idx=0)
 
 
-def skip_the_rest(trainer: Any) -> None:
+def skip_the_rest(trainer: Trainer) -> None:
     """Called in ``on_train_batch_start``: the epoch ends here, as if the module's hook had returned -1."""
     trainer.fit_loop.epoch_loop.batch_progress.increment_processed()
     raise StopIteration

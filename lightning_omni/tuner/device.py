@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from rich.console import Console
@@ -28,13 +28,16 @@ from lightning_omni.performance.device import Progress, usable_cores
 from lightning_omni.performance.setting import Applied, contiguous
 from lightning_omni.performance.trial import same_chance
 from lightning_omni.strategy.arguments import check_kind, check_number, refuses_unknown
+from lightning_omni.strategy.declared import is_fast_dev_run
 from lightning_omni.strategy.hooks import OmniStrategyHooks
 from lightning_omni.strategy.namespaces import refuse_other_namespace
 from lightning_omni.tuner import _private
 from lightning_omni.tuner.step import arguments_of, loss_of, say_nothing
 
 if TYPE_CHECKING:
+    from pytorch_lightning import LightningModule, Trainer
     from pytorch_lightning.callbacks import Callback as _CallbackBase
+    from pytorch_lightning.strategies import DDPStrategy
 else:
     _CallbackBase = object
 
@@ -114,22 +117,22 @@ class DeviceTunerHooks(_CallbackBase):
 
     # --- Hooks --------------------------------------------------------------------------------------------------------
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """A Trainer of the other namespace is refused."""
         refuse_other_namespace(self, trainer, "tuner")
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Data, optimizers and checkpoint are there, and no server has seen the weights yet."""
         if self._setting is None:
             self._measure(trainer, pl_module)
         if self._setting is not None:
             self._applied = _AppliedToFit(trainer, pl_module, self._own(self._setting, trainer), self.mixed_precision)
 
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """All is as it was."""
         self._undo()
 
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """All is as it was; there is no teardown after an exception."""
         self._undo()
 
@@ -146,7 +149,7 @@ class DeviceTunerHooks(_CallbackBase):
             self._setting = DeviceSetting.from_dict(state_dict["setting"])
             self.report = DeviceReport.from_dict(state_dict["report"]) if state_dict.get("report") else None
 
-    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Tensors are laid out plainly: a fused optimizer that loads them elsewhere must not find another layout."""
         if self._setting is not None and self._setting.channels_last:
             for name in ("state_dict", "optimizer_states"):
@@ -155,7 +158,7 @@ class DeviceTunerHooks(_CallbackBase):
 
     # --- Measuring ----------------------------------------------------------------------------------------------------
 
-    def _measure(self, trainer: Any, pl_module: Any) -> None:
+    def _measure(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Rank 0 measures, all ranks hear what it found."""
         answer: dict[str, Any] = {}
         if trainer.is_global_zero:
@@ -173,7 +176,7 @@ class DeviceTunerHooks(_CallbackBase):
         self._setting = self.report.setting
         self._publish(trainer, self.report)
 
-    def _probe(self, trainer: Any, pl_module: Any) -> DeviceReport:
+    def _probe(self, trainer: Trainer, pl_module: LightningModule) -> DeviceReport:
         self._refuse(trainer, pl_module)
         with same_chance(), _muted(trainer, self.mute_logger):
             given = self._batches
@@ -197,10 +200,10 @@ class DeviceTunerHooks(_CallbackBase):
             )
         return data.noted_in(report)
 
-    def _refuse(self, trainer: Any, pl_module: Any) -> None:
+    def _refuse(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Raises for what cannot be measured on a copy, or not be changed."""
         strategy = trainer.strategy
-        if trainer.fast_dev_run:
+        if is_fast_dev_run(trainer):
             raise ConfigurationError("fast_dev_run trains too little")
         if type(strategy) not in self.strategies and not isinstance(strategy, OmniStrategyHooks):
             raise ConfigurationError(f"{type(strategy).__name__} keeps the weights in its own way")
@@ -216,13 +219,13 @@ class DeviceTunerHooks(_CallbackBase):
         if trainer.world_size > 1 and any(isinstance(each, torch.nn.SyncBatchNorm) for each in pl_module.modules()):
             raise ConfigurationError("SyncBatchNorm waits for the other ranks, and one rank measures alone")
 
-    def _own(self, setting: DeviceSetting, trainer: Any) -> DeviceSetting:
+    def _own(self, setting: DeviceSetting, trainer: Trainer) -> DeviceSetting:
         """What of a setting holds for this rank: its machine may have fewer cores than rank 0's."""
         if setting.threads is None:
             return setting
         return replace(setting, threads=min(setting.threads, _cores(trainer)))
 
-    def _publish(self, trainer: Any, report: DeviceReport) -> None:
+    def _publish(self, trainer: Trainer, report: DeviceReport) -> None:
         """To the console, to the loggers, and as files into the first logger's folder."""
         self.rank_zero_info(f"DeviceTuner:\n{_text(report)}")
         figures = {
@@ -256,7 +259,7 @@ class DeviceProbeHooks(DeviceTunerHooks):
 
     @classmethod
     def measure(
-        cls, module: Any, data: Mapping[str, Any], batches: Sequence[Any] | None, **options: Any
+        cls, module: LightningModule, data: Mapping[str, Any], batches: Sequence[Any] | None, **options: Any
     ) -> DeviceReport:
         """Measures a LightningModule in a Trainer of its own, with all hooks up to the first batch.
 
@@ -280,12 +283,12 @@ class DeviceProbeHooks(DeviceTunerHooks):
             raise ConfigurationError(probe.problem or "the fit ended before its first batch; does the model have data?")
         return probe.report
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Measures only."""
         self._measure(trainer, pl_module)
         trainer.should_stop = True
 
-    def _publish(self, trainer: Any, report: DeviceReport) -> None:
+    def _publish(self, trainer: Trainer, report: DeviceReport) -> None:
         """That is for the command."""
 
 
@@ -324,12 +327,12 @@ def _text(report: DeviceReport) -> str:
     return file.getvalue()
 
 
-def _cores(trainer: Any) -> int:
+def _cores(trainer: Trainer) -> int:
     """This rank's share of its machine's cores."""
     return max(1, usable_cores() // max(1, int(trainer.num_devices)))
 
 
-def _skipped(trainer: Any) -> dict[str, str]:
+def _skipped(trainer: Trainer) -> dict[str, str]:
     """Steps that make no sense in this fit."""
     skipped = {}
     precision = trainer.precision_plugin.precision
@@ -355,11 +358,11 @@ class TrainingStep:
         module: whose copies will be called.
     """
 
-    def __init__(self, trainer: Any, module: Any) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: Trainer, module: LightningModule) -> None:
+        self._trainer: Trainer | None = trainer
         self._arguments = arguments_of(type(module).training_step)
 
-    def __call__(self, module: Any, batch: Any) -> Tensor:
+    def __call__(self, module: LightningModule, batch: Any) -> Tensor:
         """The loss.
 
         Raises:
@@ -379,7 +382,8 @@ class TrainingStep:
         return {**vars(self), "_trainer": None}
 
 
-def _mute(module: Any) -> None:
+def _mute(module: LightningModule) -> None:
+    each: Any  # a LightningModule, though not always the outermost
     for each in module.modules():
         if hasattr(type(each), "training_step") and "log" not in vars(each):
             each.log = each.log_dict = say_nothing
@@ -391,7 +395,7 @@ def _stand_alone(*_: Any, **__: Any) -> None:
 
 
 @contextmanager
-def _muted(trainer: Any, mute_logger: type) -> Iterator[None]:
+def _muted(trainer: Trainer, mute_logger: type) -> Iterator[None]:
     """As in Lightning's own tuner: whatever the module does to its logger, nobody hears it."""
     loggers = trainer.loggers
     trainer.loggers = [mute_logger() for _ in loggers]
@@ -478,7 +482,9 @@ def _processes(loader: Any) -> list[int]:
 class _AppliedToFit:
     """A setting in use by a fit, and the way back."""
 
-    def __init__(self, trainer: Any, module: Any, setting: DeviceSetting, mixed_precision: Callable[..., Any]) -> None:
+    def __init__(
+        self, trainer: Trainer, module: LightningModule, setting: DeviceSetting, mixed_precision: Callable[..., Any]
+    ) -> None:
         strategy = trainer.strategy
         self._strategy, self._precision = strategy, strategy.precision_plugin
         self._applied: Applied = setting.apply(module, trainer.optimizers[0] if trainer.optimizers else None)
@@ -487,7 +493,7 @@ class _AppliedToFit:
         if setting.channels_last and strategy.model is not strategy.lightning_module:
             # DDP has cut its buckets for the layout of before.
             strategy.model = strategy.lightning_module
-            strategy.configure_ddp()
+            cast("DDPStrategy", strategy).configure_ddp()
 
     def undo(self) -> None:
         """Everything is as it was."""

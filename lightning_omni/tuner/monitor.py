@@ -10,10 +10,14 @@ import difflib
 import inspect
 from collections.abc import Iterable
 from types import CodeType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.strategy import NAMESPACES
+from lightning_omni.strategy.declared import callbacks_of
+
+if TYPE_CHECKING:
+    from pytorch_lightning import LightningModule, Trainer
 
 _HOOKS = (
     "on_train_epoch_end",
@@ -44,7 +48,7 @@ class Monitor:
         self._is_checked = False
         self._is_settled = not is_needed
 
-    def check_validated(self, trainer: Any) -> None:
+    def check_validated(self, trainer: Trainer) -> None:
         """Refuses a fit in which nobody will look at the metric.
 
         Raises:
@@ -66,7 +70,7 @@ class Monitor:
         """Whether the next validation may still decide; the same on all ranks, whatever each of them logs."""
         return self._is_needed and self._validations < 2
 
-    def needs_a_step(self, trainer: Any, module: Any) -> bool:
+    def needs_a_step(self, trainer: Trainer, module: LightningModule) -> bool:
         """Whether one training step would tell: nothing else is left that could log the metric."""
         return self._is_checked and not self._is_settled and not _may_log(trainer, module, _HOOKS)
 
@@ -75,7 +79,7 @@ class Monitor:
         self._hear(names)
         return "" if self._is_settled else self._problem
 
-    def validated(self, trainer: Any, module: Any, names: Iterable[str]) -> str:
+    def validated(self, trainer: Trainer, module: LightningModule, names: Iterable[str]) -> str:
         """What was logged by the end of a validation. Returns what is wrong, if the metric is nowhere."""
         self._hear(names)
         self._validations += 1
@@ -96,11 +100,11 @@ class Monitor:
         return f"monitor={self.name!r}: no metric of that name is logged; {meant}{there}"
 
 
-def _may_log(trainer: Any, module: Any, hooks: Iterable[str]) -> bool:
+def _may_log(trainer: Trainer, module: LightningModule, hooks: Iterable[str]) -> bool:
     """Whether a hook of the module, or of a callback that is not Lightning's or ours, might log something."""
     return any(
         any(not _is_known(_home(each, hook)) for hook in hooks) and _speaks_of_logging(each)
-        for each in (module, *trainer.callbacks)
+        for each in (module, *callbacks_of(trainer))
     )
 
 

@@ -42,7 +42,8 @@ from lightning_omni.search import (
 from lightning_omni.search.libraries import check_libraries, import_libraries, load_libraries
 from lightning_omni.search.space import apply_further
 from lightning_omni.strategy.arguments import check_kind, check_number, check_whole, refuses_unknown
-from lightning_omni.strategy.hooks import OmniStrategyHooks
+from lightning_omni.strategy.declared import loader_of
+from lightning_omni.strategy.hooks import OmniStrategyHooks, strategy_of
 from lightning_omni.strategy.namespaces import refuse_other_namespace
 from lightning_omni.topology import Topology
 from lightning_omni.trace import reaches
@@ -55,6 +56,7 @@ from lightning_omni.tuner.show import Shown
 from lightning_omni.tuner.throughput import Throughput, samples_in
 
 if TYPE_CHECKING:
+    from pytorch_lightning import LightningModule, Trainer
     from pytorch_lightning.callbacks import Callback as _CallbackBase
 else:
     _CallbackBase = object
@@ -219,7 +221,7 @@ class OmniTunerHooks(_CallbackBase):
         self._space = dict(space or {})
         self._further = Space.of(self._space, ranks=1 << 30).further
         self._mode = mode or ("min" if "loss" in monitor or "error" in monitor else "max")
-        self._strategy: Any = None
+        self._fitting: OmniStrategyHooks | None = None
         self._call: Callable[[], None] | None = None
         self._forget()
 
@@ -255,7 +257,7 @@ class OmniTunerHooks(_CallbackBase):
 
     # --- Hooks --------------------------------------------------------------------------------------------------------
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Finds the strategy."""
         refuse_other_namespace(self, trainer, "tuner")
         if stage != "fit":
@@ -267,54 +269,56 @@ class OmniTunerHooks(_CallbackBase):
             )
         self._leave()
         self._forget()
-        self._strategy, self._call = trainer.strategy, partial(self._before_first_batch, trainer, pl_module)
+        self._fitting, self._call = trainer.strategy, partial(self._before_first_batch, trainer, pl_module)
         self._strategy.take_up_arrangement()  # an earlier fit of this strategy may have been tuned
         self._strategy.on_ready.append(self._call)
 
-    def on_omni_launch(self, trainer: Any) -> None:
+    def on_omni_launch(self, trainer: Trainer) -> None:
         """What a search needs comes up while the other ranks start: a server for several groups, and slow libraries."""
         if self.budget > 0:
             threading.Thread(target=load_libraries, name="omni-libraries", daemon=True).start()
             if self._may_form_groups(trainer):
-                trainer.strategy.prepare_server()
+                strategy_of(trainer).prepare_server()
 
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The server is needed, or it is not."""
         self._monitor.check_validated(trainer)
         if self._may_form_groups(trainer) and not self._why_not(trainer, 2):
-            trainer.strategy.world.start_server()
+            strategy_of(trainer).joined.start_server()
         else:
-            trainer.strategy.world.dismiss_server()
+            strategy_of(trainer).joined.dismiss_server()
 
-    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Batches come."""
         self._throughput.go()
 
-    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """This is no training."""
         self._throughput.rest()
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Where nothing is learnt any more, the epoch ends early."""
         if self._watch is not None and self._watch.gives_up:
             _private.skip_the_rest(trainer)
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         """Whether the run goes well with what was chosen, and how fast it is."""
         if not self.problem:
             self._throughput.batch_done(samples_in(trainer, batch_idx))
         if self._watch is not None:
-            world = self._strategy.world
+            world = self._strategy.joined
             loss = loss_in(outputs, int(trainer.accumulate_grad_batches))
             before, self._exchanged = self._exchanged, world.channel.traffic.seconds
             applied = world.core.heard.applied if world.channel.traffic.seconds != before else None
             self._watch.batch_done(loss, world.executor.exchanges, applied)
 
-    def on_sanity_check_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Which metrics a validation logs."""
         self._monitor.sanity_checked(trainer.callback_metrics)
 
-    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """How far the run is from its target."""
         value = trainer.callback_metrics.get(self.monitor)
         if trainer.sanity_checking or trainer.state.fn != "fit":
@@ -322,7 +326,7 @@ class OmniTunerHooks(_CallbackBase):
         self._throughput.go()
         if self._monitor.is_open:
             problem = self._monitor.validated(trainer, pl_module, trainer.callback_metrics)
-            if self._strategy.world.agree([trainer.is_global_zero and bool(problem)])[0]:
+            if self._strategy.joined.agree([trainer.is_global_zero and bool(problem)])[0]:
                 raise ConfigurationError(problem or f"monitor={self.monitor!r}: no metric of that name is logged")
         if value is None:
             return
@@ -333,7 +337,7 @@ class OmniTunerHooks(_CallbackBase):
             for logger in trainer.loggers:
                 logger.log_metrics(self._times.metrics, step=trainer.global_step)
 
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Groups have met: time to look whether the setting is still the best."""
         epoch = trainer.current_epoch + 1
         if self.problem:
@@ -356,7 +360,7 @@ class OmniTunerHooks(_CallbackBase):
         if reason:
             self._retune(trainer, pl_module, reason)
 
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Says if the target was not reached; the report gets to know how fast the run was with what was chosen."""
         if self._folder is not None:
             self._report(trainer, self._folder)
@@ -366,11 +370,11 @@ class OmniTunerHooks(_CallbackBase):
             told = f"the best was {best:.4g}" if best is not None else "it was never logged in a validation"
             self.rank_zero_info(f"OmniTuner: {self.monitor} has not reached {self.target:.4g}: {told}")
 
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """No hook of ours stays behind."""
         self._leave()
 
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """No hook of ours stays behind."""
         self._leave()
 
@@ -418,9 +422,9 @@ class OmniTunerHooks(_CallbackBase):
 
     # --- When ---------------------------------------------------------------------------------------------------------
 
-    def _before_first_batch(self, trainer: Any, module: Any) -> None:
+    def _before_first_batch(self, trainer: Trainer, module: LightningModule) -> None:
         """The groups stand, and no batch has begun."""
-        world = self._strategy.world
+        world = self._strategy.joined
         self._strategy.put_arrangement_aside()
         self._began = time.perf_counter()
         try:
@@ -430,12 +434,12 @@ class OmniTunerHooks(_CallbackBase):
             self.rank_zero_info(f"OmniTuner: nothing is tuned: {self.problem}")
             world.dismiss_server()
             return
-        if self._setting is not None and self._ranks != self._strategy.world.size:
+        if self._setting is not None and self._ranks != self._strategy.joined.size:
             self._begin_anew(hyperparameters)
         if self._setting is not None:
             self._go_on(trainer, self._setting)
         else:
-            self._ranks = self._strategy.world.size
+            self._ranks = self._strategy.joined.size
             self._tune_first(trainer, module, hyperparameters)
         self._began = time.perf_counter()
         self._seconds_before = self._trained
@@ -443,7 +447,7 @@ class OmniTunerHooks(_CallbackBase):
     def _begin_anew(self, hyperparameters: Hyperparameters) -> None:
         """A run is resumed with another number of ranks: what was found of the others does not hold for these."""
         self.rank_zero_info(
-            f"OmniTuner: the run is resumed with {self._strategy.world.size} ranks instead of {self._ranks}, and"
+            f"OmniTuner: the run is resumed with {self._strategy.joined.size} ranks instead of {self._ranks}, and"
             " searches once more"
         )
         if self._own is not None:
@@ -453,7 +457,7 @@ class OmniTunerHooks(_CallbackBase):
         self._forgotten = self._spent
         self.searches, self._when, self._after = [], [], []
 
-    def _go_on(self, trainer: Any, setting: Setting) -> None:
+    def _go_on(self, trainer: Trainer, setting: Setting) -> None:
         """A run is resumed with what was chosen; rates and momentum are in the checkpoint."""
         if self._unfinished:  # a look at the run under way was interrupted: it is done once more when it is due
             self._forgotten += self.searches[-1].spent if self.searches else 0.0
@@ -461,9 +465,9 @@ class OmniTunerHooks(_CallbackBase):
             self._unfinished = False
         self._regroup(trainer, setting, self._speeds or None, bool(self._speeds))
 
-    def _tune_first(self, trainer: Any, module: Any, hyperparameters: Hyperparameters) -> None:
+    def _tune_first(self, trainer: Trainer, module: LightningModule, hyperparameters: Hyperparameters) -> None:
         self._own = start = self._present(trainer, hyperparameters, hyperparameters.lr)
-        self._reference = float(self._batch(trainer, self._strategy.world.size))
+        self._reference = float(self._batch(trainer, self._strategy.joined.size))
         spec = self._spec(trainer, hyperparameters, start, share=self.budget * _AT_START)
         if not spec.batches:
             self.problem = Search(spec, self.search).choice().why
@@ -474,7 +478,7 @@ class OmniTunerHooks(_CallbackBase):
             self.searches, self._when, self._after = self.searches[:-1], self._when[:-1], self._after[:-1]
         self._find(trainer, module, hyperparameters, spec, hyperparameters.lr, observations)
 
-    def _retune(self, trainer: Any, module: Any, reason: str) -> None:
+    def _retune(self, trainer: Trainer, module: LightningModule, reason: str) -> None:
         """Another search, if there is time for one. Rank 0's clock counts."""
         try:
             hyperparameters = self._look_at(trainer)
@@ -492,7 +496,7 @@ class OmniTunerHooks(_CallbackBase):
         spec = replace(spec, share=share, seconds=seconds, current=True)
         if reason != _SPEED:
             spec = spec.for_step(self._first_loss, self._is_near and not trainer.lr_scheduler_configs)
-        if not self._strategy.world.agree([spec.batches if trainer.is_global_zero else 0])[0]:
+        if not self._strategy.joined.agree([spec.batches if trainer.is_global_zero else 0])[0]:
             return
         self.rank_zero_info(f"OmniTuner: looks again, because {reason}; there are {seconds:.1f} s for it")
         self._find(trainer, module, hyperparameters, spec, hyperparameters.lr_now, ())
@@ -530,7 +534,7 @@ class OmniTunerHooks(_CallbackBase):
         """
         return 0 < self._expected <= _NEAR * self._seconds
 
-    def _reason(self, trainer: Any, epoch: int, rate: float) -> str:
+    def _reason(self, trainer: Trainer, epoch: int, rate: float) -> str:
         """Why another search may be worth its time, or nothing. What rank 0 finds counts."""
         number = 0
         if self._rounds == 1 and epoch <= max(1, _EARLY * self._epochs(trainer)):
@@ -539,9 +543,9 @@ class OmniTunerHooks(_CallbackBase):
             number = 2
         elif self._has_stalled(trainer, epoch):
             number = 3
-        return _REASONS[self._strategy.world.agree([number if trainer.is_global_zero else 0])[0]]
+        return _REASONS[self._strategy.joined.agree([number if trainer.is_global_zero else 0])[0]]
 
-    def _has_stalled(self, trainer: Any, epoch: int) -> bool:
+    def _has_stalled(self, trainer: Trainer, epoch: int) -> bool:
         """Whether at the pace of the last epoch the target would not be reached in time."""
         if self.target is None or len(self._at_epochs) < 2 or self._is_reached(self._at_epochs[-1]):
             return False
@@ -553,8 +557,8 @@ class OmniTunerHooks(_CallbackBase):
 
     def _find(
         self,
-        trainer: Any,
-        module: Any,
+        trainer: Trainer,
+        module: LightningModule,
         hyperparameters: Hyperparameters,
         spec: SearchSpec,
         lr: float,
@@ -587,7 +591,7 @@ class OmniTunerHooks(_CallbackBase):
             prober.close()
         if order.error:
             raise ConfigurationError(order.error)
-        self._before_choice = RollbackPoint.of(module, trainer.optimizers, self._strategy.world.core)
+        self._before_choice = RollbackPoint.of(module, trainer.optimizers, self._strategy.joined.core)
         assert order.setting is not None
         if (
             not isinstance(spec, StepSearchSpec) and order.setting != spec.start
@@ -606,9 +610,9 @@ class OmniTunerHooks(_CallbackBase):
         took = time.perf_counter() - ended
         self._reporting, self._began = self._reporting + took, self._began + took
 
-    def _check_monitor(self, trainer: Any, module: Any, prober: Prober, spec: SearchSpec) -> None:
+    def _check_monitor(self, trainer: Trainer, module: LightningModule, prober: Prober, spec: SearchSpec) -> None:
         """Before time goes into probes: the metric that they are for exists. What rank 0 finds counts."""
-        world, problem = self._strategy.world, ""
+        world, problem = self._strategy.joined, ""
         if world.agree([trainer.is_global_zero and self._monitor.needs_a_step(trainer, module)])[0]:
             problem = self._monitor.stepped(prober.names_of(spec.start, spec.batch))
         if problem := world.tell(problem):
@@ -616,7 +620,7 @@ class OmniTunerHooks(_CallbackBase):
 
     def _go_through(self, prober: Prober, search: Search | None, shown: Shown) -> Order:
         """Probe after probe, until the search is over. ``search`` is rank 0's."""
-        world = self._strategy.world
+        world = self._strategy.joined
         lost, began = set(world.lost), time.perf_counter()
         while True:
             self._strategy.signals.agree()
@@ -634,7 +638,7 @@ class OmniTunerHooks(_CallbackBase):
                     search.stop(f"rank {', '.join(map(str, newly))} was lost while tuning")
 
     def _begin(self, spec: SearchSpec, observations: Any, when: tuple[int, float]) -> Search:
-        known = self.searches[-1].measured if self.searches and not self._strategy.world.lost else []
+        known = self.searches[-1].measured if self.searches and not self._strategy.joined.lost else []
         self.searches.append(Search(spec, self.search, observations, known))
         self._when.append(when)
         self._after.append({})
@@ -660,7 +664,7 @@ class OmniTunerHooks(_CallbackBase):
 
     def _feasible(self, setting: Setting) -> Setting:
         """Not more groups than ranks that are left."""
-        return replace(setting, groups=min(setting.groups, len(self._strategy.world.live_ranks)))
+        return replace(setting, groups=min(setting.groups, len(self._strategy.joined.live_ranks)))
 
     @staticmethod
     def _placed(search: Search, setting: Setting) -> Order:
@@ -675,7 +679,7 @@ class OmniTunerHooks(_CallbackBase):
 
     # --- Applying -----------------------------------------------------------------------------------------------------
 
-    def _apply(self, trainer: Any, hyperparameters: Hyperparameters, order: Order) -> None:
+    def _apply(self, trainer: Trainer, hyperparameters: Hyperparameters, order: Order) -> None:
         """From here on the run trains like that."""
         setting = order.setting
         assert setting is not None
@@ -686,13 +690,13 @@ class OmniTunerHooks(_CallbackBase):
         self._speeds = dict(order.speeds or {}) if order.by_speed else {}
         self._regroup(trainer, setting, order.speeds, order.by_speed)
 
-    def _regroup(self, trainer: Any, setting: Setting, speeds: Mapping[int, float] | None, by_speed: bool) -> None:
-        strategy, world = self._strategy, self._strategy.world
+    def _regroup(self, trainer: Trainer, setting: Setting, speeds: Mapping[int, float] | None, by_speed: bool) -> None:
+        strategy, world = self._strategy, self._strategy.joined
         world.method = with_period(world.method, setting.period)
         again = apply_further(self._further, world, setting)
         if setting.rebalance and not strategy.balance.is_on and strategy.epochs.leases is not None:
             strategy.balance = Balance("auto", self.rank_zero_info)
-            strategy.balance.begin(world, strategy.lightning_module, lambda: strategy.epochs.leases)
+            strategy.balance.begin(world, strategy.fitted, lambda: strategy.epochs.leases)
         if setting.groups != len(world.topology.alive) or by_speed or (again and setting.groups > 1):
             strategy.form(setting.groups, speeds if by_speed else None)
         if setting.rebalance and speeds is not None and len(world.members) > 1 and strategy.epochs.leases is not None:
@@ -702,20 +706,20 @@ class OmniTunerHooks(_CallbackBase):
 
     # --- A way back ---------------------------------------------------------------------------------------------------
 
-    def _is_ruined(self, trainer: Any) -> bool:
+    def _is_ruined(self, trainer: Trainer) -> bool:
         """Whether the run is worse off than before the last search. All ranks say the same."""
         if self._watch is None:
             return False
         mean = self._watch.mean(torch.zeros((), device=self._strategy.root_device))
         return self._watch.is_worse(float(self._strategy.reduce(mean, reduce_op="mean")))
 
-    def _rescue(self, trainer: Any) -> None:
+    def _rescue(self, trainer: Trainer) -> None:
         """Back to the weights of before, in one group with the user's own setting; if it was that, in smaller steps."""
         assert self._setting is not None
         assert self._watch is not None
         assert self._before_choice is not None
         assert self._own is not None
-        world, hyperparameters = self._strategy.world, self._look_at(trainer)
+        world, hyperparameters = self._strategy.joined, self._look_at(trainer)
         self._strategy.form_one()
         self._before_choice.put_back(world.core)
         was = self._setting
@@ -736,7 +740,7 @@ class OmniTunerHooks(_CallbackBase):
 
     # --- What is known of the run -------------------------------------------------------------------------------------
 
-    def _look_at(self, trainer: Any) -> Hyperparameters:
+    def _look_at(self, trainer: Trainer) -> Hyperparameters:
         """The optimizer, if this fit can be probed at all.
 
         Raises:
@@ -745,9 +749,9 @@ class OmniTunerHooks(_CallbackBase):
         probed_loader(trainer)
         return Hyperparameters(trainer.optimizers[0], [config.scheduler for config in trainer.lr_scheduler_configs])
 
-    def _present(self, trainer: Any, hyperparameters: Hyperparameters, lr: float) -> Setting:
+    def _present(self, trainer: Trainer, hyperparameters: Hyperparameters, lr: float) -> Setting:
         """What the run trains with at the moment."""
-        world = self._strategy.world
+        world = self._strategy.joined
         return Setting(
             groups=max(1, len(world.live_groups)),
             momentum=hyperparameters.momentum,
@@ -759,12 +763,12 @@ class OmniTunerHooks(_CallbackBase):
 
     def _spec(
         self,
-        trainer: Any,
+        trainer: Trainer,
         hyperparameters: Hyperparameters,
         start: Setting,
         share: float,
     ) -> SearchSpec:
-        world = self._strategy.world
+        world = self._strategy.joined
         batch = self._batch(trainer, len(world.live_ranks))
         own = self._own.momentum if self._own is not None else start.momentum
         live, given = len(world.live_ranks), dict(self._space)
@@ -791,25 +795,25 @@ class OmniTunerHooks(_CallbackBase):
         )
 
     @staticmethod
-    def _batch(trainer: Any, ranks: int) -> int:
+    def _batch(trainer: Trainer, ranks: int) -> int:
         """Samples in one synchronous step of so many ranks."""
         window = int(trainer.accumulate_grad_batches)
-        return ReferenceBatch(ranks, batch_size_of(trainer.train_dataloader), window).samples
+        return ReferenceBatch(ranks, batch_size_of(loader_of(trainer)), window).samples
 
-    def _allows(self, trainer: Any, groups: int) -> bool:
+    def _allows(self, trainer: Trainer, groups: int) -> bool:
         """Whether there may be that many groups."""
         reason = self._why_not(trainer, groups)
         if reason and not self.problem:
             self.rank_zero_info(f"OmniTuner: {groups} groups are not tried: {reason}")
         return not reason
 
-    def _may_form_groups(self, trainer: Any) -> bool:
+    def _may_form_groups(self, trainer: Trainer) -> bool:
         """Whether several groups are among what is searched."""
         return self.budget > 0 and trainer.world_size > 1 and self._space.get("groups") not in (1, [1], (1,))
 
-    def _why_not(self, trainer: Any, groups: int) -> str:
+    def _why_not(self, trainer: Trainer, groups: int) -> str:
         """Why there cannot be that many groups; empty if there can."""
-        world = self._strategy.world
+        world = self._strategy.joined
         try:
             world.check_method(groups)
             self._strategy.check_several(trainer)
@@ -821,25 +825,25 @@ class OmniTunerHooks(_CallbackBase):
             return "sparse gradients travel inside one group only"
         return ""
 
-    def _epochs(self, trainer: Any) -> float:
+    def _epochs(self, trainer: Trainer) -> float:
         """Epochs that the run will train."""
         batches = max(1, trainer.num_training_batches if math.isfinite(trainer.num_training_batches) else 1)
-        limits = [trainer.max_epochs] if trainer.max_epochs not in (None, -1) else []
+        limits: list[float] = [] if trainer.max_epochs in (None, -1) else [trainer.max_epochs]
         steps = self._strategy.epochs.max_steps
         if steps != -1:
             limits.append(steps * int(trainer.accumulate_grad_batches) / batches)
         return float(min(limits)) if limits else float(_UNLIMITED)
 
-    def _horizon(self, trainer: Any, batch: int) -> float:
+    def _horizon(self, trainer: Trainer, batch: int) -> float:
         """Samples that are left to train."""
         left = max(0.0, self._epochs(trainer) - trainer.current_epoch)
         batches = trainer.num_training_batches if math.isfinite(trainer.num_training_batches) else 1
         return float(left * batches * batch / int(trainer.accumulate_grad_batches))
 
-    def _is_last(self, trainer: Any, epoch: int) -> bool:
+    def _is_last(self, trainer: Trainer, epoch: int) -> bool:
         return epoch >= self._epochs(trainer)
 
-    def _measure_rate(self, trainer: Any) -> float:
+    def _measure_rate(self, trainer: Trainer) -> float:
         """Samples per second of all ranks in the epoch that has just ended, or in what was trained of it.
 
         Validations count here; for the report they do not.
@@ -848,13 +852,13 @@ class OmniTunerHooks(_CallbackBase):
         own = self._throughput.take()
         counts = torch.tensor([float(own.samples), float(own.timed)], device=strategy.root_device)
         trained, timed = strategy.reduce(counts, reduce_op="sum").tolist()
-        longest = strategy.world.agree([round(1e6 * own.seconds)])[0] / 1e6
+        longest = strategy.joined.agree([round(1e6 * own.seconds)])[0] / 1e6
         if self._after and self._setting is not None and longest > 0:
             groups = self._setting.groups
             before = self._totals.get(groups, (0.0, 0.0))
             self._totals[groups] = before[0] + timed, before[1] + longest
             self._after[-1][groups] = self._totals[groups][0] / self._totals[groups][1]
-        batch = batch_size_of(trainer.train_dataloader) * len(strategy.world.live_ranks)
+        batch = batch_size_of(loader_of(trainer)) * len(strategy.joined.live_ranks)
         self._samples_an_epoch = batch * trainer.num_training_batches
         self._epochs_planned = self._epochs(trainer)
         seconds, self._seconds_before = self._seconds - self._seconds_before, self._seconds
@@ -881,7 +885,7 @@ class OmniTunerHooks(_CallbackBase):
 
     # --- What a user sees ---------------------------------------------------------------------------------------------
 
-    def _publish(self, trainer: Any, order: Order) -> None:
+    def _publish(self, trainer: Trainer, order: Order) -> None:
         """To the console, to the loggers, and as files into the first logger's folder."""
         setting = order.setting
         assert setting is not None
@@ -900,7 +904,7 @@ class OmniTunerHooks(_CallbackBase):
         self._folder = Path(folder)
         self._report(trainer, self._folder)
 
-    def _report(self, trainer: Any, folder: Path) -> None:
+    def _report(self, trainer: Trainer, folder: Path) -> None:
         """Files and pictures; whatever is wrong with them, the run goes on."""
         try:
             self._write_report(trainer, folder)
@@ -909,7 +913,7 @@ class OmniTunerHooks(_CallbackBase):
                 "OmniTuner: the report could not be written to %s: %s: %s", folder, type(error).__name__, error
             )
 
-    def _write_report(self, trainer: Any, folder: Path) -> None:
+    def _write_report(self, trainer: Trainer, folder: Path) -> None:
         from lightning_omni.report import Round, TuningReport  # which few ranks need
 
         rounds = tuple(
@@ -927,8 +931,14 @@ class OmniTunerHooks(_CallbackBase):
             if callable(add_figure):
                 add_figure("omni/tuning", report.figure(-1), global_step=trainer.global_step)
 
+    @property
+    def _strategy(self) -> OmniStrategyHooks:
+        """That of the fit."""
+        assert self._fitting is not None
+        return self._fitting
+
     def _leave(self) -> None:
-        if self._strategy is not None and self._call in self._strategy.on_ready:
+        if self._fitting is not None and self._call in self._fitting.on_ready:
             self._strategy.on_ready.remove(self._call)
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,10 +34,15 @@ from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.leases import apportion
 from lightning_omni.search import Dimension, Observation, Probe
 from lightning_omni.search.space import apply_further
+from lightning_omni.strategy.declared import callbacks_of, is_fast_dev_run, set_callbacks
+from lightning_omni.strategy.hooks import strategy_of
 from lightning_omni.tuner import _private
 from lightning_omni.tuner.hyperparameters import Hyperparameters
 from lightning_omni.tuner.rescue import REFUSED
 from lightning_omni.tuner.step import arguments_of, loss_of, silence
+
+if TYPE_CHECKING:
+    from pytorch_lightning import LightningModule, Trainer
 
 _FIRST_EPOCH = 1 << 40
 """Epochs of probes have numbers of their own, which no epoch of the run comes to."""
@@ -74,8 +79,8 @@ class Prober:
 
     def __init__(
         self,
-        trainer: Any,
-        module: Any,
+        trainer: Trainer,
+        module: LightningModule,
         hyperparameters: Hyperparameters,
         lr: float,
         seed: int,
@@ -85,20 +90,20 @@ class Prober:
         further: Sequence[Dimension] = (),
     ) -> None:
         self._trainer, self._module = trainer, module
-        self._strategy = trainer.strategy
+        self._strategy = strategy_of(trainer)
         self._hyperparameters, self._lr, self._seed = hyperparameters, lr, seed
         self.loader = probed_loader(trainer)
         self._arguments = arguments_of(type(module).training_step)
         self._further = tuple(further)
-        self._further_before = [each.current(self._strategy.world) for each in self._further]
+        self._further_before = [each.current(self._strategy.joined) for each in self._further]
         self._mute_logger, self._is_first = mute_logger, is_first
         self._count = 0
         self._names: set[str] = set()
-        self._lost = set(self._strategy.world.lost)
+        self._lost = set(self._strategy.joined.lost)
         self._strategy.form_one()
         self._scaler = getattr(trainer.precision_plugin, "scaler", None)
         if several:
-            self._strategy.world.connect()
+            self._strategy.joined.connect()
         optimizer = trainer.optimizers[0]
         self._gathers = isinstance(optimizer, SGD) and not optimizer.state
         self._state = self._strategy.run_state()
@@ -120,19 +125,19 @@ class Prober:
         try:
             with self._state.swapped():
                 batches, has_diverged, own, serve = self._train(probe, speeds, by_speed)
-                groups = self._strategy.world.topology.groups
+                groups = self._strategy.joined.topology.groups
                 self._strategy.form_one()
             table = self._tell_all(batches, own)
         except BaseException as error:
             self._give_up(error)
             raise
-        lost = self._ranks(set(self._strategy.world.lost) - self._lost)
-        diverged = self._ranks({self._strategy.world.rank} if has_diverged else set())
+        lost = self._ranks(set(self._strategy.joined.lost) - self._lost)
+        diverged = self._ranks({self._strategy.joined.rank} if has_diverged else set())
         problem = f"diverged: gradients or weights are not finite on rank {diverged[0]}" if diverged else ""
         if lost:
             problem = f"rank {', '.join(map(str, lost))} was lost"
-        seconds = float(self._strategy.world.tell(repr(time.perf_counter() - began)))
-        serve = float(self._strategy.world.tell(repr(serve)))
+        seconds = float(self._strategy.joined.tell(repr(time.perf_counter() - began)))
+        serve = float(self._strategy.joined.tell(repr(serve)))
         tried = replace(_tried(probe.setting, table, seconds, problem), gathers=self._gathers)
         measured = None if lost else _measured(groups, table, probe.setting.period, self._nbytes, serve)
         return Observation(tried, measured)
@@ -146,15 +151,15 @@ class Prober:
         """The run is as it was before the first probe, in one group of all live ranks."""
         self._state.put_back()
         for dimension, value in zip(self._further, self._further_before, strict=True):
-            dimension.apply(self._strategy.world, value)
-        if self._is_first and not self._strategy.world.executor.exchanges:
+            dimension.apply(self._strategy.joined, value)
+        if self._is_first and not self._strategy.joined.executor.exchanges:
             # DDP orders its buckets anew after its first step, and sums are rounded as the buckets lie.
             self._strategy.wrap_for_group()
 
     def _train(
         self, probe: Probe, speeds: Mapping[int, float] | None, by_speed: bool
     ) -> tuple[list[Batch], bool, list[tuple[int, float]], float]:
-        strategy, world = self._strategy, self._strategy.world
+        strategy, world = self._strategy, self._strategy.joined
         self._hyperparameters.set(probe.setting, self._lr)
         world.method = with_period(world.method, probe.setting.period)
         apply_further(self._further, world, probe.setting)
@@ -175,7 +180,7 @@ class Prober:
 
     def _go_through(self, leases: Leases, balance: Balance) -> tuple[list[Batch], bool]:
         """All batches that this rank's group gets of the probe's samples, and whether it saw itself diverge."""
-        world = self._strategy.world
+        world = self._strategy.joined
         batches: list[Batch] = []
         began, exchanged = time.perf_counter(), world.channel.traffic.seconds
         micro: list[Any] = []
@@ -212,6 +217,7 @@ class Prober:
     def _step(self, micro: Sequence[Any]) -> float:
         """One optimizer step, as Lightning's automatic optimization makes it. Returns the mean loss."""
         strategy, module, optimizer = self._strategy, self._module, self._module.optimizers()
+        assert not isinstance(optimizer, list)  # there is one: see `probed_loader`
         losses: list[Tensor] = []
 
         def closure() -> Tensor:
@@ -242,7 +248,7 @@ class Prober:
     # --- Data ---------------------------------------------------------------------------------------------------------
 
     def _leases(self, probe: Probe, speeds: Mapping[int, float] | None) -> Leases:
-        world = self._strategy.world
+        world = self._strategy.joined
         size = batch_size_of(self.loader)
         leases = Leases(world.size, size, probe.samples, world.rank, lambda epoch: None, is_local=True)
         shares: Sequence[int] = ()
@@ -283,7 +289,7 @@ class Prober:
 
     def _tell_all(self, batches: Sequence[Batch], own: Sequence[tuple[int, float]]) -> dict[int, _Row]:
         """What every live rank noted, on every rank."""
-        world = self._strategy.world
+        world = self._strategy.joined
         counts = gather(world, (len(batches), len(own)))
         most, most_own = (int(max(column)) for column in zip(*counts, strict=True))
         numbers: list[float] = []
@@ -300,12 +306,12 @@ class Prober:
 
     def _ranks(self, own: set[int]) -> list[int]:
         """All that any live rank names, the same on all."""
-        world = self._strategy.world
+        world = self._strategy.joined
         named = world.agree([int(rank in own) for rank in range(world.size)])
         return [rank for rank in range(world.size) if named[rank]]
 
     def _ask_serve_time(self) -> float:
-        world = self._strategy.world
+        world = self._strategy.joined
         control = world.executor.control
         if not world.is_recorder or control is None:
             return 0.0
@@ -317,16 +323,17 @@ class Prober:
 
     @property
     def _nbytes(self) -> int:
-        return sum(part.replica.layout.nbytes for part in self._strategy.world.parts if part.head is None)
+        return sum(part.replica.layout.nbytes for part in self._strategy.joined.parts if part.head is None)
 
     @contextmanager
     def _in_place_of_the_run(self, leases: Leases, balance: Balance) -> Iterator[None]:
         """What of strategy and trainer a probe takes the place of."""
         strategy, trainer = self._strategy, self._trainer
-        kept = strategy.epochs.leases, strategy.balance, trainer.callbacks, trainer.loggers
+        kept = strategy.epochs.leases, strategy.balance, callbacks_of(trainer), trainer.loggers
         strategy.epochs.leases, strategy.balance = leases, balance
-        trainer.callbacks, trainer.loggers = [], [self._mute_logger() for _ in trainer.loggers]
-        world = strategy.world
+        set_callbacks(trainer, [])
+        trainer.loggers = [self._mute_logger() for _ in trainer.loggers]
+        world = strategy.joined
         world.core.heard.stop, world.core.heard.applied = "", True
         try:
             with silence(self._module, self._names), torch.enable_grad():
@@ -335,12 +342,13 @@ class Prober:
                 world.enter_compute()
                 yield
         finally:
-            strategy.epochs.leases, strategy.balance, trainer.callbacks, trainer.loggers = kept
+            strategy.epochs.leases, strategy.balance, callbacks, trainer.loggers = kept
+            set_callbacks(trainer, callbacks)
 
     def _give_up(self, error: BaseException) -> None:
         """This rank cannot go on. What is saved now has to be the run's state, not the probe's."""
-        self._strategy.world.explain(error)
-        self._strategy.world.fail(f"{type(error).__name__} in a probe: {error}")
+        self._strategy.joined.explain(error)
+        self._strategy.joined.fail(f"{type(error).__name__} in a probe: {error}")
         self.close()
 
 
@@ -430,19 +438,19 @@ def _settled(values: Sequence[_T]) -> tuple[_T, ...]:
 # --- Fits that can be probed ------------------------------------------------------------------------------------------
 
 
-def probed_loader(trainer: Any) -> DataLoader[Any]:
+def probed_loader(trainer: Trainer) -> DataLoader[Any]:
     """The DataLoader whose data set probes train on.
 
     Raises:
         ConfigurationError: this fit cannot be probed; the message says why.
     """
-    if trainer.fast_dev_run:
+    if is_fast_dev_run(trainer):
         raise ConfigurationError("fast_dev_run trains too little")
     if not trainer.lightning_module.automatic_optimization:
         raise ConfigurationError("with manual optimization only training_step knows what a step is")
     if len(trainer.optimizers) != 1:
         raise ConfigurationError(f"it needs one optimizer, and there are {len(trainer.optimizers)}")
-    if any(part.head is not None for part in trainer.strategy.world.parts):
+    if any(part.head is not None for part in strategy_of(trainer).joined.parts):
         raise ConfigurationError("a merged head keeps weights at the server; groups of such a run are yours to choose")
     arguments_of(type(trainer.lightning_module).training_step)
     loader = trainer.train_dataloader

@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from lightning_omni.performance.forecast import log_costs
 from lightning_omni.search import Observation, Probe, Search
+
+if TYPE_CHECKING:
+    from pytorch_lightning import Trainer
 
 
 class Shown:
@@ -22,7 +25,7 @@ class Shown:
         say: writes a line.
     """
 
-    def __init__(self, trainer: Any, say: Callable[[str], None]) -> None:
+    def __init__(self, trainer: Trainer, say: Callable[[str], None]) -> None:
         self._say = say
         visible = trainer.is_global_zero and trainer.progress_bar_callback is not None and sys.stderr.isatty()
         self._bar = Progress(

@@ -5,9 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from lightning_omni.strategy.declared import loader_of
+from lightning_omni.strategy.hooks import strategy_of
 from lightning_omni.tuner.probing import batch_size_of
+
+if TYPE_CHECKING:
+    from pytorch_lightning import Trainer
 
 
 @dataclass(frozen=True)
@@ -79,11 +84,11 @@ class Throughput:
         return taken
 
 
-def samples_in(trainer: Any, batch_idx: int) -> int:
+def samples_in(trainer: Trainer, batch_idx: int) -> int:
     """This rank's samples in the batch that has just been trained."""
-    leases = trainer.strategy.epochs.leases
+    leases = strategy_of(trainer).epochs.leases
     if leases is not None:
         return int(leases.samples)
-    loader = trainer.train_dataloader
+    loader: Any = loader_of(trainer)  # whose sampler knows its length
     size = batch_size_of(loader)
     return max(0, min(size, len(loader.sampler) - batch_idx * size))

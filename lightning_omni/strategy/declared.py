@@ -1,0 +1,31 @@
+"""What a Trainer has and its class does not declare, so that type checkers do not find it: public names, with types."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+if TYPE_CHECKING:
+    from pytorch_lightning import Trainer
+    from pytorch_lightning.callbacks import Callback
+    from torch.utils.data import DataLoader
+
+
+def callbacks_of(trainer: Trainer) -> list[Callback]:
+    """The Trainer's callbacks, in the order in which they are called."""
+    callbacks: list[Callback] = cast(Any, trainer).callbacks
+    return callbacks
+
+
+def set_callbacks(trainer: Trainer, callbacks: list[Callback]) -> None:
+    """Has the Trainer call these callbacks from now on."""
+    cast(Any, trainer).callbacks = callbacks
+
+
+def is_fast_dev_run(trainer: Trainer) -> bool:
+    """Whether the Trainer runs a few batches only, to see whether they run."""
+    return bool(cast(Any, trainer).fast_dev_run)
+
+
+def loader_of(trainer: Trainer) -> DataLoader[Any]:
+    """What the Trainer trains on, where that is one DataLoader."""
+    return cast("DataLoader[Any]", trainer.train_dataloader)
