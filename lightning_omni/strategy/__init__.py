@@ -16,6 +16,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from typing_extensions import override
+
 NAMESPACES = {
     "pytorch_lightning": "lightning_omni.strategy.pytorch_lightning",
     "lightning.pytorch": "lightning_omni.strategy.lightning",
@@ -57,6 +59,7 @@ def _installed() -> list[str]:
 class _RegisterOnImport(importlib.abc.MetaPathFinder):
     """Lets others find Lightning, and registers the strategy when it has been loaded."""
 
+    @override
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         """Finds the two namespaces only, through the other finders."""
         if name not in NAMESPACES:
@@ -73,10 +76,12 @@ class _Loader(importlib.abc.Loader):
     def __init__(self, loader: Any, ours: str) -> None:
         self._loader, self._ours = loader, ours
 
+    @override
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         module: ModuleType | None = self._loader.create_module(spec)
         return module
 
+    @override
     def exec_module(self, module: ModuleType) -> None:
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary
 
 from torch.optim.swa_utils import AveragedModel
+from typing_extensions import override
 
 from lightning_omni.strategy.declared import callbacks_of
 
@@ -243,10 +244,12 @@ class _LedFitLoop(_FitLoop):
 
     _leader: Leader
 
+    @override
     def run(self) -> None:
         self._leader.run(super().run)
 
     @property
+    @override
     def done(self) -> bool:
         with _limited(self.epoch_loop, self._leader.step_limit):
             return super().done
@@ -257,19 +260,23 @@ class _LedEpochLoop(_TrainingEpochLoop):
 
     _leader: Leader
 
+    @override
     def on_run_start(self, data_fetcher: Any) -> None:
         self._leader.begin_epoch(partial(super().on_run_start, data_fetcher))
 
     @property
+    @override
     def _is_training_done(self) -> bool:
         with _limited(self, self._leader.step_limit):
             return super()._is_training_done
 
+    @override
     def _num_ready_batches_reached(self) -> bool:
         if self._leader.is_open_ended:
             return self.batch_progress.is_last_batch
         return super()._num_ready_batches_reached()
 
+    @override
     def _should_check_val_fx(self, data_fetcher: Any) -> bool:
         return self._leader.validates(partial(super()._should_check_val_fx, data_fetcher))
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from typing_extensions import override
 
 if TYPE_CHECKING:
     from lightning_fabric.plugins.io.torch_io import TorchCheckpointIO as _Base
@@ -23,6 +24,7 @@ class WholeFileHooks(_Base):
     where the disk is full a truncated file is left, in the place of what was there before.
     """
 
+    @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """Saves a checkpoint.
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import Parameter
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_omni.errors import UnsupportedError
 from lightning_omni.strategy import _private
@@ -73,33 +74,42 @@ class Grouping(ABC):
 class OneGroup(Grouping):
     """All ranks are one group."""
 
+    @override
     def check(self, trainer: Trainer) -> None:
         pass
 
+    @override
     def is_reduced(self) -> bool:
         return True  # a single rank, too, as under DDPStrategy
 
+    @override
     def not_reduced(self) -> list[Parameter]:
         return []
 
+    @override
     def stepped(self, optimizer: Optimizer) -> Optimizer:
         self._strategy.joined.steps += 1
         return optimizer
 
+    @override
     def guard(self) -> None:
         pass
 
+    @override
     def batch_starts(self) -> None:
         if self._strategy.joined.size > 1:
             self._strategy.trainable.warn_of_late(self._strategy.optimizers)
 
+    @override
     def begin_batch(self) -> None:
         pass
 
+    @override
     def agree(self, decision: bool, every: bool) -> bool | None:
         return None
 
     @property
+    @override
     def sentence(self) -> str:
         return (
             f"{self._strategy.joined.size} ranks in 1 group, which is DistributedDataParallel: no parameter server, no"
@@ -110,6 +120,7 @@ class OneGroup(Grouping):
 class SeveralGroups(Grouping):
     """Groups train apart and exchange."""
 
+    @override
     def check(self, trainer: Trainer) -> None:
         strategy = self._strategy
         if _private.validates_by_time(trainer):
@@ -129,21 +140,26 @@ class SeveralGroups(Grouping):
             )
         strategy.merged.check(trainer)
 
+    @override
     def is_reduced(self) -> bool:
         return len(self._strategy.joined.members) > 1
 
+    @override
     def not_reduced(self) -> list[Parameter]:
         return self._strategy.merged.parameters(self._strategy.fitted)
 
+    @override
     def stepped(self, optimizer: Optimizer) -> Optimizer:
         strategy = self._strategy
         if len(strategy.joined.members) > 1:
             strategy.trainable.check_in_step()
         return strategy.proxies.of(optimizer) if optimizer.param_groups else optimizer
 
+    @override
     def guard(self) -> None:
         self._strategy.proxies.guard(self._strategy.real_optimizers)
 
+    @override
     def batch_starts(self) -> None:
         strategy, world = self._strategy, self._strategy.joined
         with torch.no_grad():
@@ -151,17 +167,20 @@ class SeveralGroups(Grouping):
         if len(world.members) > 1 and strategy.trainable.has_changed(strategy.optimizers):
             strategy.wrap_for_group()
 
+    @override
     def begin_batch(self) -> None:
         merged = self._strategy.merged
         merged.check(self._strategy.fitted.trainer)  # once more: accumulation, for one, may have a schedule
         merged.step_done()  # what callbacks did with it since the last step
 
+    @override
     def agree(self, decision: bool, every: bool) -> bool | None:
         votes = torch.tensor(int(decision), device=self._strategy.joined.device)
         dist.all_reduce(votes)
         return bool(votes == dist.get_world_size()) if every else bool(votes)
 
     @property
+    @override
     def sentence(self) -> str:
         world = self._strategy.joined
         sizes = sorted({len(members) for members in world.topology.groups if members})

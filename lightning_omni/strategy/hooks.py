@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
+from typing_extensions import override
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import Method
@@ -159,6 +160,7 @@ class OmniStrategyHooks(_Base):
         self._server_process: ServerProcess | None = None
         self._one, self._several = OneGroup(self), SeveralGroups(self)
 
+    @override
     def __getstate__(self) -> dict[str, Any]:
         """The strategy as it was constructed, and the report of its last fit."""
         state: dict[str, Any] = super().__getstate__()
@@ -169,6 +171,7 @@ class OmniStrategyHooks(_Base):
         own = {"_data": self._data, "_rebalance": self._rebalance, "_merged": self._merged}
         return {**kept, **own, "_last_report": self.last_report}
 
+    @override
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Takes what `__getstate__` gave."""
         super().__setstate__(state)
@@ -176,6 +179,7 @@ class OmniStrategyHooks(_Base):
 
     # --- Processes ---------------------------------------------------------------------------------------------------
 
+    @override
     def _configure_launcher(self) -> None:
         refuse_other_namespace(self, self.accelerator, "strategy")
         super()._configure_launcher()
@@ -220,6 +224,7 @@ class OmniStrategyHooks(_Base):
         control.post(m.Lost(rank=rank, reason=f"the process of rank {rank} ended with {say_exit(code)}"))
         return 0 not in world.topology.members(world.topology.group_of(rank))
 
+    @override
     def setup_environment(self) -> None:
         """Joins the other ranks; the world is laid out, and nothing of the server is needed yet."""
         super().setup_environment()
@@ -234,6 +239,7 @@ class OmniStrategyHooks(_Base):
 
     # --- Model and optimizers ----------------------------------------------------------------------------------------
 
+    @override
     def setup(self, trainer: Trainer) -> None:
         """Wraps the module over the compute group, and starts the server while the data is prepared."""
         if self._is_fitting(trainer):
@@ -247,6 +253,7 @@ class OmniStrategyHooks(_Base):
             if self.joined.executor.exchanges:
                 self.joined.start_server()
 
+    @override
     def configure_ddp(self) -> None:
         """Wraps the module into DDP over the compute group. A group of one needs no wrapping."""
         if self.joined.executor.exchanges:
@@ -271,6 +278,7 @@ class OmniStrategyHooks(_Base):
         if not self.merged or any(parameter.requires_grad for parameter in self.fitted.parameters()):
             super().configure_ddp()  # which refuses a module without, as one with a frozen body may be
 
+    @override
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Makes the optimizers and refuses those that no server can run."""
         super().setup_optimizers(trainer)
@@ -287,6 +295,7 @@ class OmniStrategyHooks(_Base):
         module, optimizers = self.fitted, self.real_optimizers
         self.proxies.attach(self.joined, module, optimizers, self.merged, self._trainer)
 
+    @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Hands the precision plugin an optimizer whose step is an exchange."""
         return super().optimizer_step(self.grouping.stepped(optimizer), closure, model, **kwargs)
@@ -296,17 +305,20 @@ class OmniStrategyHooks(_Base):
     def _install_signals(self) -> None:
         self.signals.install(self._trainer, self.joined, lambda: self.epochs.interrupt(self.buffers()))
 
+    @override
     def on_validation_start(self) -> None:
         """The first hook after Lightning has registered its signal handlers, if there is a sanity check."""
         super().on_validation_start()
         if self._is_fitting(self._trainer) and not self.nested.is_running:
             self._install_signals()
 
+    @override
     def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """A batch of whatever loop: a sign of life."""
         self.signals.progress()
         return super().batch_to_device(batch, *args, **kwargs)
 
+    @override
     def on_train_start(self) -> None:
         """The last hook before the first batch: the server gets the weights, and groups go their own ways."""
         super().on_train_start()
@@ -326,16 +338,19 @@ class OmniStrategyHooks(_Base):
         for call in self.on_ready:
             call()
 
+    @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """After the last callback, and before the forward pass: follows what was frozen, unfrozen and added."""
         super().on_train_batch_start(batch, batch_idx)
         self.grouping.batch_starts()
 
+    @override
     def pre_backward(self, closure_loss: Tensor) -> None:
         """The forward pass is done: the last moment at which a rank's time is its own and not its group's."""
         self.stopwatch.forward_done(self.joined.channel.traffic.seconds)
         super().pre_backward(closure_loss)
 
+    @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Back-propagates the loss, weighted by this rank's part of the group's batch."""
         loss: Tensor = super().backward(self.epochs.data.weigh(closure_loss), optimizer, *args, **kwargs)
@@ -359,12 +374,14 @@ class OmniStrategyHooks(_Base):
         self.balance.end_batch()
         self.epochs.end_batch()
 
+    @override
     def on_validation_end(self) -> None:
         """After the last callback: back into the epoch, if it goes on."""
         super().on_validation_end()
         self.epochs.after_validation()
         self.balance.after_validation()
 
+    @override
     def on_train_end(self) -> None:
         """After the last callback: what the server knows comes home."""
         super().on_train_end()
@@ -386,6 +403,7 @@ class OmniStrategyHooks(_Base):
                 part.replica.abandon()
             self.proxies.unguard()
 
+    @override
     def on_exception(self, exception: BaseException) -> None:
         """Tells the others why this rank does not come back."""
         super().on_exception(exception)
@@ -399,6 +417,7 @@ class OmniStrategyHooks(_Base):
             self._server_process.stop()
             self._server_process = None
 
+    @override
     def teardown(self) -> None:
         """Leaves the run; the embedded server stops."""
         super().teardown()
@@ -503,11 +522,13 @@ class OmniStrategyHooks(_Base):
     # --- Data --------------------------------------------------------------------------------------------------------
 
     @property
+    @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """For DistributedSampler. The rank is marked, so that a sampler of Lightning's is told from a user's own."""
         given = super().distributed_sampler_kwargs
         return {**given, "rank": _GivenRank(given["rank"])}
 
+    @override
     def process_dataloader(self, dataloader: object) -> object:
         """Turns the training DataLoader into one with leased batches, if it is one whose samples we may deal out."""
         return self.epochs.process(super().process_dataloader(dataloader), self.global_rank, _is_given)
@@ -519,6 +540,7 @@ class OmniStrategyHooks(_Base):
         """Whether groups train apart at the moment, so that no rank knows everything that belongs in a checkpoint."""
         return self.world is not None and self.world.executor.control is not None
 
+    @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The module's state, with the weights that the method evaluates in the place of this group's own.
 
@@ -532,6 +554,7 @@ class OmniStrategyHooks(_Base):
             self.checkpoints.collect(self.joined, self.fitted, state)
         return state
 
+    @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer state of the same moment: the server's, with this rank's hyperparameters, if it steps there."""
         own: dict[str, Any] = super().optimizer_state(optimizer)
@@ -539,6 +562,7 @@ class OmniStrategyHooks(_Base):
             return own
         return self.checkpoints.state_of(self.joined, getattr(optimizer, "optimizer", optimizer), own)
 
+    @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Adds what server and groups know beyond Lightning: clocks, samples trained, and the method's own state."""
         if self.world is not None:
@@ -547,6 +571,7 @@ class OmniStrategyHooks(_Base):
             self.checkpoint_io = self.checkpoint_io_class()
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
+    @override
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Reads a checkpoint of this strategy or of plain DDP."""
         checkpoint = super().load_checkpoint(*args, **kwargs)
@@ -556,6 +581,7 @@ class OmniStrategyHooks(_Base):
 
     # --- Collectives -------------------------------------------------------------------------------------------------
 
+    @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Gathers over the default process group; while groups train apart, this is the compute group."""
         world = self.world
@@ -564,6 +590,7 @@ class OmniStrategyHooks(_Base):
             self.rank_zero_warn(gathering_sentence(world))
         return super().all_gather(tensor, group=group, sync_grads=sync_grads)
 
+    @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """All or any over the default process group, which may be smaller than the world."""
         agreed = self.grouping.agree(decision, every=all) if self.world is not None else None

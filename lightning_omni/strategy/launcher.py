@@ -14,6 +14,8 @@ from subprocess import Popen
 from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakMethod
 
+from typing_extensions import override
+
 from lightning_omni.metrics import RunReport
 
 if TYPE_CHECKING:
@@ -50,6 +52,7 @@ class OmniLauncherHooks(_Base):
     on_death: Callable[[int, int], bool]
     on_launch: Callable[[Trainer | None], None]
 
+    @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         """Starts the other ranks of this node, then calls the function."""
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
@@ -67,7 +70,7 @@ class OmniLauncherHooks(_Base):
         with _not_orphaned():
             return function(*args, **kwargs)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, Any]:  # type: ignore[explicit-override, unused-ignore]  # from Python 3.11
         """Processes stay with the process that started them."""
         return {**vars(self), "procs": []}
 
@@ -96,12 +99,14 @@ def _not_orphaned() -> Iterator[None]:
 class OmniProcessesHooks(_ProcessesBase):
     """Lightning's launcher for ``start_method="spawn"`` and ``"fork"``: the report of the run comes back, too."""
 
+    @override
     def get_extra_results(self, trainer: Trainer) -> dict[str, Any]:
         """In rank 0's process: what the script's process is to know of the run."""
         extra: dict[str, Any] = super().get_extra_results(trainer)
         report = cast("Strategy", trainer.strategy).last_report
         return {**extra, "omni_report": None if report is None else asdict(report)}  # Lightning goes through it
 
+    @override
     def update_main_process_results(self, trainer: Trainer, extra: dict[str, Any]) -> None:
         """In the script's process."""
         report = extra.pop("omni_report", None)
@@ -129,6 +134,7 @@ class ChildObserver(threading.Thread):
         """From now on this is asked; it is not kept alive, for with a strategy its process groups would be."""
         self._on_death = WeakMethod(on_death)
 
+    @override
     def run(self) -> None:
         """Looks until every child has ended."""
         watched = dict(enumerate(self._children, start=1))

@@ -64,7 +64,7 @@ class Signals:
         self._watcher: threading.Thread | None = None
         self.is_stopping = False
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, Any]:  # type: ignore[explicit-override, unused-ignore]  # from Python 3.11
         return {"_terminated": self._terminated}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -20,6 +20,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
+from typing_extensions import override
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.performance import DeviceReport, DeviceSetting, Finding, tune_device
@@ -117,10 +118,12 @@ class DeviceTunerHooks(_CallbackBase):
 
     # --- Hooks --------------------------------------------------------------------------------------------------------
 
+    @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """A Trainer of the other namespace is refused."""
         refuse_other_namespace(self, trainer, "tuner")
 
+    @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Data, optimizers and checkpoint are there, and no server has seen the weights yet."""
         if self._setting is None:
@@ -128,14 +131,17 @@ class DeviceTunerHooks(_CallbackBase):
         if self._setting is not None:
             self._applied = _AppliedToFit(trainer, pl_module, self._own(self._setting, trainer), self.mixed_precision)
 
+    @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """All is as it was."""
         self._undo()
 
+    @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """All is as it was; there is no teardown after an exception."""
         self._undo()
 
+    @override
     def state_dict(self) -> dict[str, Any]:
         """The setting and the report, so that a resumed run goes on with them."""
         return {
@@ -143,12 +149,14 @@ class DeviceTunerHooks(_CallbackBase):
             "report": self.report.to_dict() if self.report is not None else None,
         }
 
+    @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """A setting that was passed as an argument wins."""
         if self._setting is None and state_dict.get("setting"):
             self._setting = DeviceSetting.from_dict(state_dict["setting"])
             self.report = DeviceReport.from_dict(state_dict["report"]) if state_dict.get("report") else None
 
+    @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Tensors are laid out plainly: a fused optimizer that loads them elsewhere must not find another layout."""
         if self._setting is not None and self._setting.channels_last:
@@ -283,11 +291,13 @@ class DeviceProbeHooks(DeviceTunerHooks):
             raise ConfigurationError(probe.problem or "the fit ended before its first batch; does the model have data?")
         return probe.report
 
+    @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Measures only."""
         self._measure(trainer, pl_module)
         trainer.should_stop = True
 
+    @override
     def _publish(self, trainer: Trainer, report: DeviceReport) -> None:
         """That is for the command."""
 
@@ -377,7 +387,7 @@ class TrainingStep:
                 found = module.training_step(batch, *self._arguments)
         return loss_of(found)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, Any]:  # type: ignore[explicit-override, unused-ignore]  # from Python 3.11
         # Other processes have no trainer.
         return {**vars(self), "_trainer": None}
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from typing_extensions import override
 
 from lightning_omni.errors import ConfigurationError, OmniError, UnsupportedError
 from lightning_omni.optimizer.balance import Balance
@@ -257,6 +258,7 @@ class OmniTunerHooks(_CallbackBase):
 
     # --- Hooks --------------------------------------------------------------------------------------------------------
 
+    @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Finds the strategy."""
         refuse_other_namespace(self, trainer, "tuner")
@@ -280,6 +282,7 @@ class OmniTunerHooks(_CallbackBase):
             if self._may_form_groups(trainer):
                 strategy_of(trainer).prepare_server()
 
+    @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The server is needed, or it is not."""
         self._monitor.check_validated(trainer)
@@ -288,19 +291,23 @@ class OmniTunerHooks(_CallbackBase):
         else:
             strategy_of(trainer).joined.dismiss_server()
 
+    @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Batches come."""
         self._throughput.go()
 
+    @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """This is no training."""
         self._throughput.rest()
 
+    @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Where nothing is learnt any more, the epoch ends early."""
         if self._watch is not None and self._watch.gives_up:
             _private.skip_the_rest(trainer)
 
+    @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -314,10 +321,12 @@ class OmniTunerHooks(_CallbackBase):
             applied = world.core.heard.applied if world.channel.traffic.seconds != before else None
             self._watch.batch_done(loss, world.executor.exchanges, applied)
 
+    @override
     def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Which metrics a validation logs."""
         self._monitor.sanity_checked(trainer.callback_metrics)
 
+    @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """How far the run is from its target."""
         value = trainer.callback_metrics.get(self.monitor)
@@ -337,6 +346,7 @@ class OmniTunerHooks(_CallbackBase):
             for logger in trainer.loggers:
                 logger.log_metrics(self._times.metrics, step=trainer.global_step)
 
+    @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Groups have met: time to look whether the setting is still the best."""
         epoch = trainer.current_epoch + 1
@@ -360,6 +370,7 @@ class OmniTunerHooks(_CallbackBase):
         if reason:
             self._retune(trainer, pl_module, reason)
 
+    @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Says if the target was not reached; the report gets to know how fast the run was with what was chosen."""
         if self._folder is not None:
@@ -370,14 +381,17 @@ class OmniTunerHooks(_CallbackBase):
             told = f"the best was {best:.4g}" if best is not None else "it was never logged in a validation"
             self.rank_zero_info(f"OmniTuner: {self.monitor} has not reached {self.target:.4g}: {told}")
 
+    @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """No hook of ours stays behind."""
         self._leave()
 
+    @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """No hook of ours stays behind."""
         self._leave()
 
+    @override
     def state_dict(self) -> dict[str, Any]:
         """What was observed, as plain lists: a resumed run replays it and goes on where it was."""
         return {
@@ -401,6 +415,7 @@ class OmniTunerHooks(_CallbackBase):
             "at_epochs": self._at_epochs,
         }
 
+    @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Before the first batch it is known what is left to do."""
         self.searches = [Search.from_dict(each) for each in state_dict["searches"]]
