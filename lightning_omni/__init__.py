@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 from lightning_omni.strategy import register as _register
 from lightning_omni.strategy import strategy_class as _strategy_class
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # to which OmniStrategy and the tuners of lightning.pytorch belong to both namespaces
     from lightning_omni import methods
     from lightning_omni.errors import OmniError
     from lightning_omni.metrics import RunReport, Staleness
     from lightning_omni.optimizer import OmniOptimizer, World, WorldOptions
-    from lightning_omni.strategy.pytorch_lightning import OmniStrategy
+    from lightning_omni.strategy.lightning import OmniStrategy
     from lightning_omni.topology import Topology
-    from lightning_omni.tuner.pytorch_lightning import DeviceTuner, OmniTuner
+    from lightning_omni.tuner.lightning import DeviceTuner, OmniTuner
 
 __version__ = "0.1.0"
 
