@@ -81,7 +81,7 @@ class _ApplyAtOnce(ServerSide):
         return self.released()
 
     def released(self) -> list[Reply]:
-        if not self.working:  # a meeting of all: whoever was ahead waited here, and they go on level
+        if self.groups <= self.resting:  # a meeting of all: whoever was ahead waited here, and they go on level
             self._pushes.clear()
         free = [group for group in self._held if self._may_go_on(group)]
         return [Reply(group, self._held.pop(group)) for group in free]

@@ -96,7 +96,7 @@ class _EveryC(ServerSide):
         return [Reply(push.group, staleness)]
 
     def released(self) -> list[Reply]:
-        enough = 1 if not self.working else self.c
+        enough = 1 if self.groups <= self.resting else self.c
         if self._total.count >= enough:
             self._update()
         return []

@@ -143,6 +143,7 @@ class SimulatedGroup:
         self.core, self.replica, self.leader = core, replica, ranks[0]
         self._members, self._around = members, around
         core.attach(replica)
+        self._parameters = set(replica.ordered)
         self._data = core.data = Lessee(members=len(ranks), generation=GENERATION)
         self._account = Account()
         self._published: list[Tensor] | None = None
@@ -227,7 +228,7 @@ class SimulatedGroup:
         self._account.add(size, result.loss)
         if self.core.method.talks_to_peers:
             self._record(monitor.steps, monitor.steps, 0)
-        hyperparameters = hyperparameters_of(self.replica.optimizer, set(self.replica.ordered))
+        hyperparameters = hyperparameters_of(self.replica.optimizer, self._parameters)
         return self.core.gradient(0, Gradient(result.gradient, hyperparameters))
 
     def _record(self, read: int, write: int, staleness: int) -> None:

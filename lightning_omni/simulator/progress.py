@@ -16,12 +16,12 @@ class Enough(Exception):
 
 
 @contextmanager
-def progress_of(wanted: bool | Progress) -> Iterator[Progress]:
-    """What shows progress: a bar, the caller's function, or nothing."""
+def progress_of(wanted: bool | Progress) -> Iterator[Progress | None]:
+    """What shows progress: a bar, the caller's function, or None."""
     if callable(wanted):
         yield wanted
     elif wanted is False:
-        yield lambda done, text: None
+        yield None
     elif wanted is True:
         from rich.progress import Progress as Bars
 

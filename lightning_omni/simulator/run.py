@@ -108,7 +108,7 @@ def simulate(
         >>> trace.updates, trace.ended
         (20, 'max_updates')
     """
-    limits = Limits(max_updates, max_epochs, max_seconds)
+    limits = Limits.of(max_updates, max_epochs, max_seconds)
     cadence = Cadence(evaluate_every, evaluate_every_seconds, target)
     if evaluate is None and cadence.needs_metrics:
         raise ConfigurationError("evaluate=None: pass a function that evaluates a model, or neither period nor target")

@@ -36,7 +36,7 @@ HEAD = 1
 _Answer = TypeVar("_Answer", bound=m.Message)
 _NOTHING = b""
 _NONCE = bytes(NONCE_BYTES)
-"""A rank's own: nobody can overhear, and the server's are drawn."""
+"""A rank's own: nothing can overhear, and the server's are drawn."""
 
 
 class SimulatedServer:
@@ -106,7 +106,7 @@ class SimulatedServer:
         self._control(leader, m.OpenEpoch(plan=plan))
 
     def draw(self, leader: int, message: m.Draw) -> m.Drawn:
-        """A group's batches, and whoever got an answer by what it trained."""
+        """A group's next batches."""
         (out,) = self._control(leader, message)
         return cast(m.Drawn, out.message)
 
@@ -209,7 +209,7 @@ def part_of(
 
 
 def resolve_also(optimizer: Optimizer) -> Resolve:
-    """A resolver that admits the user's own class, too: here nobody sends any other."""
+    """A resolver that admits the user's own class, too: no other is sent here."""
     return resolver([class_path(type(optimizer))])
 
 

@@ -61,39 +61,27 @@ class Limits:
     """When a run ends: with whichever comes first.
 
     Args:
-        max_updates: updates.
-        max_epochs: passes over the data.
-        max_seconds: virtual time.
-
-    Raises:
-        ConfigurationError: there is no limit, or one is not above 0.
+        updates: the most updates.
+        epochs: the most passes over the data.
+        seconds: the latest moment of virtual time.
     """
 
-    max_updates: int | None = None
-    max_epochs: int | None = None
-    max_seconds: float | None = None
+    updates: float = math.inf
+    epochs: float = math.inf
+    seconds: float = math.inf
 
-    def __post_init__(self) -> None:
-        if self.max_updates is None and self.max_epochs is None and self.max_seconds is None:
+    @classmethod
+    def of(cls, max_updates: int | None, max_epochs: int | None, max_seconds: float | None) -> Limits:
+        """Limits of which some are None.
+
+        Raises:
+            ConfigurationError: all are, or one is not above 0.
+        """
+        given = {"max_updates": max_updates, "max_epochs": max_epochs, "max_seconds": max_seconds}
+        if all(value is None for value in given.values()):
             raise ConfigurationError("when is the run to end? pass max_updates=, max_epochs= or max_seconds=")
-        _check_above_zero(
-            {"max_updates": self.max_updates, "max_epochs": self.max_epochs, "max_seconds": self.max_seconds}
-        )
-
-    @property
-    def updates(self) -> float:
-        """The most updates."""
-        return math.inf if self.max_updates is None else self.max_updates
-
-    @property
-    def epochs(self) -> float:
-        """The most passes over the data."""
-        return math.inf if self.max_epochs is None else self.max_epochs
-
-    @property
-    def seconds(self) -> float:
-        """The latest moment."""
-        return math.inf if self.max_seconds is None else self.max_seconds
+        _check_above_zero(given)
+        return cls(*(math.inf if value is None else value for value in given.values()))
 
     def fraction(self, updates: int, epochs: float, seconds: float) -> float:
         """How much of the run is done, 0 to 1."""

@@ -161,7 +161,7 @@ class Simulation:
 
     # --- The run -----------------------------------------------------------------------------------------------------
 
-    def run(self, progress: Progress, returns_if_interrupted: bool) -> Trace:
+    def run(self, progress: Progress | None, returns_if_interrupted: bool) -> Trace:
         """Runs to the end."""
         try:
             self._start()
@@ -187,7 +187,7 @@ class Simulation:
         for group in list(self.groups.values()):
             self._engine.resume(group.process)
 
-    def _go_through(self, progress: Progress) -> None:
+    def _go_through(self, progress: Progress | None) -> None:
         monitor, engine, shown = self._monitor, self._engine, 0.0
         while not monitor.ended:
             if all(group.process.is_over for group in self.groups.values()):
@@ -198,7 +198,7 @@ class Simulation:
                 engine.now, monitor.ended = self._limits.seconds, "max_seconds"
             else:
                 engine.step()
-                if (done := monitor.fraction) >= shown + 0.01:
+                if progress is not None and (done := monitor.fraction) >= shown + 0.01:
                     shown = done
                     progress(done, f"{monitor.updates} updates, {engine.now:.4g} s")
 
