@@ -8,7 +8,7 @@
     ├── ProtocolError                            a message broke the protocol
     │   ├── MalformedMessage                     ... it could not even be read
     │   └── Refused                              ... the other side said no, and why (``code``)
-    ├── RankLost                                 this rank's group was retired, or the run is over
+    ├── RankLost                                 this rank's group was evicted, or the run is over
     ├── CollectiveMismatch                       ranks called different collectives at one meeting
     └── NonFiniteGradients                       gradients stayed NaN or infinite for too long
 
@@ -60,7 +60,7 @@ class Refused(ProtocolError):
 
 
 class RankLost(OmniError):
-    """This rank was retired because a member of its compute group died, or because the run is over."""
+    """This rank was evicted because a member of its compute group died, or because the run is over."""
 
 
 class CollectiveMismatch(OmniError):

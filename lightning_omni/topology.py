@@ -44,7 +44,7 @@ class Topology:
     its *leader*: it alone talks to the parameter server about tensors.
 
     Attributes:
-        groups: the ranks of each group, in ascending order. Group ``i`` is ``groups[i]``; a retired group stays in
+        groups: the ranks of each group, in ascending order. Group ``i`` is ``groups[i]``; an evicted group stays in
             its place as an empty tuple, so that group numbers never change while a topology lives.
 
     Raises:
@@ -162,7 +162,7 @@ class Topology:
         return rank in self._homes
 
     def members(self, group: int) -> tuple[int, ...]:
-        """Ranks of a group, ascending; empty if it was retired."""
+        """Ranks of a group, ascending; empty if it was evicted."""
         return self.groups[group]
 
     def leader(self, group: int) -> int:
@@ -170,7 +170,7 @@ class Topology:
         return self.groups[group][0]
 
     def without(self, group: int) -> Topology:
-        """The same topology with one group retired. The numbers of the others do not change."""
+        """The same topology with one group evicted. The numbers of the others do not change."""
         return Topology(tuple(() if index == group else members for index, members in enumerate(self.groups)))
 
 

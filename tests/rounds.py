@@ -202,12 +202,12 @@ class Cluster:
     def resume(self, group: int) -> None:
         self.side.resume(group)
 
-    def retire(self, group: int) -> None:
+    def evict(self, group: int) -> None:
         self.alive.discard(group)
         self.waiting.discard(group)
         self._meet()
         with torch.no_grad():
-            replies = self.side.retire(group)
+            replies = self.side.evict(group)
         self.deliver(replies)
 
     def join(self) -> int:

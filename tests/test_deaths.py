@@ -47,7 +47,7 @@ def test_the_run_outlives_a_worker_outside_the_first_group(way: dict[str, Any], 
         each = finished.results[rank][0]
         assert each["report"]["ranks_lost"] == [2, 3]
         assert len(each["validations"]) == 4
-    assert "its group is retired" in finished.output
+    assert "its group is evicted" in finished.output
     assert 2 not in finished.results
     assert 3 not in finished.results
 
@@ -58,7 +58,7 @@ def test_an_exception_in_one_group_is_told_to_the_others_who_go_on() -> None:
     assert finished.code == 0, finished.output[-4000:]
     reason = "rank 3 failed: ValueError: something is wrong with this batch"
     assert f"RuntimeError: rank 2's group is out of the run: {reason}" in finished.output, "rank 2 only lost its peer"
-    assert f"{reason}; its group is retired" in finished.output
+    assert f"{reason}; its group is evicted" in finished.output
     assert "rank 2 failed" not in finished.output
     assert finished.results[0][0]["report"]["ranks_lost"] == [2, 3]
 

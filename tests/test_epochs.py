@@ -70,7 +70,7 @@ def test_more_is_said_when_the_leases_of_a_dead_group_come_back() -> None:
     draw(epochs, 0, 0)
     lost = draw(epochs, 1, 0)
     assert ask(epochs, 0, 1) == []
-    epochs.retire(1)
+    epochs.evict(1)
     assert epochs.settle() == [(0, "more")]
     assert draw(epochs, 0, 1) == lost
     assert ask(epochs, 0, 2) == [(0, "over")]
@@ -81,7 +81,7 @@ def test_more_is_promised_to_no_more_groups_than_there_are_batches() -> None:
     for group in range(3):
         draw(epochs, group, 0)
     assert ask(epochs, 0, 1) == ask(epochs, 1, 1) == []
-    epochs.retire(2)
+    epochs.evict(2)
     assert epochs.settle() == [(0, "more")]
     assert draw(epochs, 1, 1) == [], "the one batch that came back is promised to group 0"
     assert draw(epochs, 0, 1) == [Batch(4, 6, 0)]
@@ -93,7 +93,7 @@ def test_a_late_member_hears_more_after_the_first_has_drawn() -> None:
     epochs.form({0: 2, 1: 1}, generation=4, keep_epoch=False)
     epochs.open(EpochPlan(epoch=1, total=6, batch_size=2, budget=6))
     draw(epochs, 0, 0), draw(epochs, 1, 0)
-    epochs.retire(1)
+    epochs.evict(1)
     assert len(draw(epochs, 0, 1)) == 1, "rank 0 found the pool refilled"
     assert ask(epochs, 0, 1, rank=1) == [(1, "more")], "rank 1 had found it empty"
 
@@ -113,7 +113,7 @@ def test_nobody_validates_while_a_batch_of_the_stretch_is_out() -> None:
         draw(epochs, 0, number), draw(epochs, 1, number)
     epochs.train(1, epoch=1, batches=1)
     assert ask(epochs, 0, 2) == []
-    epochs.retire(1)
+    epochs.evict(1)
     assert epochs.settle() == [(0, "more")], "the batch came back"
 
 
@@ -122,7 +122,7 @@ def test_the_dead_are_not_waited_for_at_a_validation() -> None:
     draw(epochs, 0, 0), draw(epochs, 1, 0)
     epochs.train(1, epoch=1, batches=1)
     assert ask(epochs, 0, 1) == []
-    epochs.retire(1)
+    epochs.evict(1)
     assert epochs.settle() == [(0, "validate")]
 
 
@@ -151,7 +151,7 @@ def test_a_late_member_gets_the_verdict_of_its_group(verdict: str) -> None:
         assert ask(epochs, 1, 1, rank=2) == [(0, verdict), (2, verdict)]
     if verdict == "validate":
         draw(epochs, 1, 1)
-        epochs.retire(1)
+        epochs.evict(1)
     assert ask(epochs, 0, 1, rank=1) == [(1, verdict)]
 
 
@@ -306,7 +306,7 @@ class Run:
 
     def die(self, group: int) -> None:
         self.ranks = {number: rank for number, rank in self.ranks.items() if rank.group != group}
-        self.epochs.retire(group)
+        self.epochs.evict(group)
         self.deliver()
 
     def finish(self) -> None:

@@ -81,8 +81,8 @@ class Groups:
         self.done += self.told[group][first:batches]
         self.trained[group] = max(self.trained[group], batches)
 
-    def retire(self, group: int) -> None:
-        self.book.retire(group)
+    def evict(self, group: int) -> None:
+        self.book.evict(group)
         del self.sizes[group], self.told[group], self.trained[group]
         self.repeats.discard(group)
 
@@ -105,13 +105,13 @@ def test_every_position_is_trained_exactly_once_whoever_dies(
     groups = Groups(plan, dict(enumerate(sizes)))
     for _ in range(data.draw(st.integers(0, 25), label="events")):
         group = data.draw(st.sampled_from(sorted(groups.sizes)), label="group")
-        event = data.draw(st.sampled_from(["draw", "draw", "train", "train", "retire", "regroup"]), label="event")
+        event = data.draw(st.sampled_from(["draw", "draw", "train", "train", "evict", "regroup"]), label="event")
         if event == "draw":
             groups.draw(group, data.draw(st.integers(0, len(groups.told[group])), label="number"))
         elif event == "train":
             groups.train(group, data.draw(st.integers(0, len(groups.told[group])), label="batches"))
-        elif event == "retire" and len(groups.sizes) > 1:
-            groups.retire(group)
+        elif event == "evict" and len(groups.sizes) > 1:
+            groups.evict(group)
         elif event == "regroup":
             groups.regroup(dict(enumerate(data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=3)))))
         spans = groups.book.trained_spans
@@ -130,7 +130,7 @@ def test_a_group_that_comes_too_late_repeats_the_first_batch() -> None:
     assert book.draw(1, 1) == []
     book.train(0, 1)
     assert not book.is_finished
-    book.retire(1)
+    book.evict(1)
     assert book.is_finished, "a repeated batch does not come back"
 
 
@@ -139,7 +139,7 @@ def test_what_a_dead_group_held_goes_out_again_first() -> None:
     first = book.draw(0, 0)
     book.draw(1, 0)
     book.train(0, 0)
-    book.retire(0)
+    book.evict(0)
     assert book.draw(1, len(book.draw(1, 0)))[0].start == first[0].start
 
 
@@ -373,7 +373,7 @@ def test_what_comes_back_late_does_not_reopen_a_validated_stretch() -> None:
     held = book.draw(1, 0)
     book.train(0, 1)
     book.advance()
-    book.retire(1)
+    book.evict(1)
     again = book.draw(0, 1)[0]
     assert (again.start, held[0].stretch, again.stretch) == (held[0].start, 0, 1)
 
@@ -381,8 +381,8 @@ def test_what_comes_back_late_does_not_reopen_a_validated_stretch() -> None:
 def test_what_comes_back_is_drawn_in_the_order_of_the_epoch() -> None:
     book = LeaseBook(EpochPlan(epoch=0, total=24, batch_size=4, budget=24, validate_every=4), {0: 1, 1: 1, 2: 1})
     assert [book.draw(group, 0)[0].stretch for group in (0, 1, 2)] == [0, 1, 2]
-    book.retire(0)
-    book.retire(1)
+    book.evict(0)
+    book.evict(1)
     assert book.next_stretch == 0
     assert [book.draw(2, number)[0].start for number in (1, 2, 3)] == [0, 4, 12]
 

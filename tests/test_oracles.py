@@ -623,7 +623,7 @@ def test_weights_that_are_not_finite_are_not_gossiped_on() -> None:
 
 def test_gossip_draws_only_from_groups_that_are_alive() -> None:
     cluster = Cluster(Gossip(kind="push"), 4, gradient=zero)
-    cluster.retire(3)
+    cluster.evict(3)
     cluster.run(rounds(3, 30))
     assert cluster.inboxes[3].count == 0
 
@@ -912,7 +912,7 @@ def test_once_the_fastest_is_gone_the_next_one_sets_the_pace() -> None:
     for group in (0, 1, 2):
         local_steps(cluster, group)
     assert local_steps(cluster, 1) == 1
-    cluster.retire(0)
+    cluster.evict(0)
     local_steps(cluster, 1)
     assert local_steps(cluster, 1) == 12
     local_steps(cluster, 2)
@@ -961,7 +961,7 @@ many = pytest.mark.parametrize("method", MANY.values(), ids=MANY.keys())
 @varied
 @given(
     st.lists(
-        st.tuples(st.sampled_from([*["push"] * 6, "rest", "resume", "retire", "join"]), st.integers(0, 5)), max_size=40
+        st.tuples(st.sampled_from([*["push"] * 6, "rest", "resume", "evict", "join"]), st.integers(0, 5)), max_size=40
     )
 )
 def test_every_push_is_answered_once_and_nobody_waits_for_the_resting_or_the_gone(
@@ -980,9 +980,9 @@ def test_every_push_is_answered_once_and_nobody_waits_for_the_resting_or_the_gon
         elif event == "resume" and group in resting:
             resting.discard(group)
             cluster.resume(group)
-        elif event == "retire" and group in cluster.alive:
+        elif event == "evict" and group in cluster.alive:
             resting.discard(group)
-            cluster.retire(group)
+            cluster.evict(group)
         elif event == "join" and len(cluster.replicas) < 6:
             cluster.join()
         # Somebody who works and does not wait must push before those who wait are answered.
@@ -1016,7 +1016,7 @@ def test_a_barrier_goes_on_without_those_who_rest_and_waits_for_them_again(metho
 def test_what_a_group_pushed_before_its_end_still_counts_at_the_barrier() -> None:
     cluster = Cluster(HardSync(), 3)
     cluster.run([0, 1])
-    cluster.retire(0)
+    cluster.evict(0)
     cluster.compute(2)
     expected = Reference(sgd())
     expected.step(mean_of([noisy(start(), group, 0) for group in range(3)]))
@@ -1041,7 +1041,7 @@ def test_softsync_waits_for_fewer_gradients_once_groups_are_gone() -> None:
     cluster = Cluster(SoftSync(n=1), 3)
     cluster.run([0, 1])
     assert cluster.master.clock == 0
-    cluster.retire(2)
+    cluster.evict(2)
     assert cluster.master.clock == 1
 
 
@@ -1062,7 +1062,7 @@ def test_no_gradient_is_lost_or_applied_twice_when_one_group_joins_and_another_e
     cluster.run(shuffled(4, 20))
     assert cluster.join() == 4
     cluster.run(shuffled(5, 20))
-    cluster.retire(next(group for group in range(4) if group not in cluster.waiting))
+    cluster.evict(next(group for group in range(4) if group not in cluster.waiting))
     cluster.run(group for group in shuffled(5, 20) if group in cluster.alive)
     assert seen(cluster) == cluster.steps
     assert cluster.steps[4] > 0

@@ -161,7 +161,7 @@ class Told(Service):
         told = f"{self.numbers.get(sender.group)} at clock {self._core.clock}"
         return [Out(sender.peer, m.CONTROL, m.Verdict(next=told))]
 
-    def retire(self, group: int, lost: bool) -> list[Out]:
+    def evict(self, group: int, lost: bool) -> list[Out]:
         del self.numbers[group]
         return []
 

@@ -911,14 +911,14 @@ def test_a_loss_before_groups_are_formed_ends_the_run() -> None:
     assert link.news(0)[-1].over
 
 
-def test_a_retired_rank_is_told_so_on_both_channels(link: Link) -> None:
+def test_an_evicted_rank_is_told_so_on_both_channels(link: Link) -> None:
     link.deliver(link.core.lose(2, "rank 2 died"))
     before = link.weights()
     link.news(2)
     assert link.control(2, m.Heartbeat(sent=1.0)) == m.Notice(lost=(2,), reason="rank 2 died")
     message, payload = push_of(gradient(0))
     (out,) = link.core.receive(m.DATA, data_peer(2), message, payload, link.now)
-    expect_refusal(out.message, "lost", "rank 2 was retired: rank 2 died")
+    expect_refusal(out.message, "lost", "rank 2 was evicted: rank 2 died")
     assert link.core.clock == 0
     assert_same(link.weights(), before)
 

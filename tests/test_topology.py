@@ -54,7 +54,7 @@ def test_the_leader_is_the_first_rank_of_its_group(size: tuple[int, int]) -> Non
 
 @varied
 @given(sizes, st.data())
-def test_a_retired_group_keeps_the_numbers_of_the_others(size: tuple[int, int], data: st.DataObject) -> None:
+def test_an_evicted_group_keeps_the_numbers_of_the_others(size: tuple[int, int], data: st.DataObject) -> None:
     topology = Topology.even(size[0] + 1, size[1] + 1)
     dead = data.draw(st.sampled_from(topology.alive))
     rest = topology.without(dead)
@@ -68,7 +68,7 @@ def test_a_retired_group_keeps_the_numbers_of_the_others(size: tuple[int, int], 
             rest.group_of(rank)
 
 
-def test_the_last_group_cannot_be_retired() -> None:
+def test_the_last_group_cannot_be_evicted() -> None:
     with pytest.raises(ConfigurationError, match="at least one rank"):
         Topology.even(3, 1).without(0)
 
@@ -109,7 +109,7 @@ def test_a_rank_without_a_speed_is_named(speed: float) -> None:
         Topology.by_speed([1.0, speed], 1)
 
 
-def test_one_group_is_synchronous_also_when_the_others_were_retired() -> None:
+def test_one_group_is_synchronous_also_when_the_others_were_evicted() -> None:
     assert Topology.even(4, 1).is_synchronous
     assert not Topology.even(4, 2).is_synchronous
     assert Topology.even(4, 2).without(0).is_synchronous

@@ -127,7 +127,7 @@ def test_a_worker_killed_on_the_other_node_costs_that_node_only(nodes: Nodes) ->
 
     assert second.end(timeout=SOON) != 0
     assert nodes.pids(1) == []
-    first.expect(r"rank [23] .*; its group is retired, 2 ranks are lost, the others go on", timeout=SOON)
+    first.expect(r"rank [23] .*; its group is evicted, 2 ranks are lost, the others go on", timeout=SOON)
     # Its torchrun now waits five minutes for the other one, whatever becomes of the training: that is torchrun's way.
     first.expect(r"Local worker group finished .*SUCCEEDED", timeout=START)
     assert nodes.pids(0) == [first.pid]

@@ -313,7 +313,7 @@ def test_a_rank_that_says_goodbye_with_a_reason_ends_its_group_only(serving: Ser
         assert eventually(lambda: first.control.lost == (1,))
         first.control.check()
         assert first.push(0, read_at=0)[0].applied
-        with pytest.raises(RankLost, match="rank 1 was retired: rank 1 failed: KeyError"):
+        with pytest.raises(RankLost, match="rank 1 was evicted: rank 1 failed: KeyError"):
             second.push(0, read_at=0)
 
 

@@ -171,9 +171,9 @@ class _DelayedNesterov(ServerSide):
         # A block keeps its size: what was shared out over its arrivals before would not add up otherwise.
         super().join(group)
 
-    def retire(self, group: int) -> list[Reply]:
+    def evict(self, group: int) -> list[Reply]:
         self._step_times.pop(group, None)
-        return super().retire(group)
+        return super().evict(group)
 
     def state(self) -> dict[str, Any]:
         return {"block": self._block.state(), "momentum": self._momentum, "step_times": dict(self._step_times)}

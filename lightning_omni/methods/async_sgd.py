@@ -96,9 +96,9 @@ class _ApplyAtOnce(ServerSide):
         self._pushes[group] = self._slowest
         super().join(group)
 
-    def retire(self, group: int) -> list[Reply]:
+    def evict(self, group: int) -> list[Reply]:
         self._held.pop(group, None)
-        return super().retire(group)
+        return super().evict(group)
 
     def state(self) -> dict[str, Any]:
         return {"pushes": dict(self._pushes)}

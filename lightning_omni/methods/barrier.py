@@ -41,10 +41,10 @@ class Barrier(ServerSide):
         waiting, self._waiting, self._last = self._waiting, {}, None
         return [Reply(group, staleness) for group, staleness in waiting.items() if group in self.groups]
 
-    def retire(self, group: int) -> list[Reply]:
+    def evict(self, group: int) -> list[Reply]:
         # What it pushed stays in the total: those samples were trained.
         self._waiting.pop(group, None)
-        return super().retire(group)
+        return super().evict(group)
 
     def grow(self, start: int) -> None:
         self._total.reach(len(self.master.parameters))

@@ -209,7 +209,7 @@ class ServerSide(ABC):
         """A group that rested computes again."""
         self.resting.discard(group)
 
-    def retire(self, group: int) -> list[Reply]:
+    def evict(self, group: int) -> list[Reply]:
         """A group is gone for good."""
         self.groups.discard(group)
         self.resting.discard(group)

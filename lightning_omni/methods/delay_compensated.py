@@ -96,10 +96,10 @@ class _Compensate(ServerSide):
     def read_from(self, group: int, start: int) -> None:
         self._read[group] = [*self._read[group][:start], *copies(self.master.weights()[start:])]
 
-    def retire(self, group: int) -> list[Reply]:
+    def evict(self, group: int) -> list[Reply]:
         self._read.pop(group, None)
         self._square.pop(group, None)
-        return super().retire(group)
+        return super().evict(group)
 
     def _compensated(self, push: Push) -> list[Tensor | None]:
         corrected: list[Tensor | None] = []

@@ -35,8 +35,8 @@ class Data(Service):
     def join(self, group: int, ranks: tuple[int, ...]) -> None:
         self._epochs.join(group, ranks)
 
-    def retire(self, group: int, lost: bool) -> list[Out]:
-        self._epochs.retire(group)
+    def evict(self, group: int, lost: bool) -> list[Out]:
+        self._epochs.evict(group)
         return []
 
     def settle(self) -> list[Out]:

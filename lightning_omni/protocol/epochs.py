@@ -135,17 +135,17 @@ class Epochs:
             return
         if self.book.has(group):
             self.book.train(group, message.trained)
-            self.book.retire(group)
+            self.book.evict(group)
         if self.stop:
             self.book.close()
 
-    def retire(self, group: int) -> None:
+    def evict(self, group: int) -> None:
         """A group is dead."""
         self._stirred = True
         self._sizes.pop(group, None)
         self._waiting = {rank: asked for rank, asked in self._waiting.items() if asked[0] != group}
         if self.book is not None and self.book.has(group):
-            self.book.retire(group)
+            self.book.evict(group)
 
     def settle(self) -> list[tuple[int, str]]:
         """Verdicts that can now be given: rank and verdict."""

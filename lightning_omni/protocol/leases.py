@@ -1,7 +1,7 @@
 """Who trains on which samples of an epoch.
 
 Rule 1: an epoch is one permutation of positions ``0 .. total-1``; a group batch is one range of them.
-Rule 2: what a group drew and did not train goes back to the pool when the group is retired or regrouped, so every
+Rule 2: what a group drew and did not train goes back to the pool when the group is evicted or regrouped, so every
 position is trained at least once.
 Rule 3: the answer to (group, batch number) never changes, so the members of a group agree without talking.
 """
@@ -187,7 +187,7 @@ class LeaseBook:
         del drawn[self._trained[group] :]
         self._free = _merge([*back, *self._free])
 
-    def retire(self, group: int) -> None:
+    def evict(self, group: int) -> None:
         """Like `release`, and the group draws no more."""
         self.release(group)
         del self._sizes[group], self._drawn[group], self._trained[group]
@@ -200,7 +200,7 @@ class LeaseBook:
     def regroup(self, group_sizes: dict[int, int]) -> None:
         """All that is out goes back; from now on other groups draw, from their batch number 0."""
         for group in list(self._sizes):
-            self.retire(group)
+            self.evict(group)
         self._sizes = dict(group_sizes)
         self._drawn = {group: [] for group in group_sizes}
         self._trained = dict.fromkeys(group_sizes, 0)

@@ -125,7 +125,7 @@ class Membership:
         if message.reason:
             out += self.lose(sender.rank, message.reason)
         elif sender.group >= 0:
-            out += self._retire(sender.group, lost=False)
+            out += self._evict(sender.group, lost=False)
         self._roster.leave(sender.rank)
         return out
 
@@ -150,7 +150,7 @@ class Membership:
         return out
 
     def lose(self, rank: int, reason: str) -> list[Out]:
-        """A rank is dead: its group is retired, and no rank waits for it any more."""
+        """A rank is dead: its group is evicted, and no rank waits for it any more."""
         if rank not in self._roster.live or self.over:  # it is gone already, or came late and is in no group
             return []
         group, over = self._roster.lose(rank, reason)
@@ -158,7 +158,7 @@ class Membership:
             return self.end(f"{reason}; the run cannot go on without it")
         assert group is not None
         out = self._tell_everyone(m.Notice(lost=self._roster.lost_ranks, reason=reason))
-        return out + self._retire(group, lost=True) + self.settle()
+        return out + self._evict(group, lost=True) + self.settle()
 
     def settle(self) -> list[Out]:
         """Answers every rank that waited for something that has come true."""
@@ -169,8 +169,8 @@ class Membership:
         self.over = reason
         return self._tell_everyone(m.Notice(lost=self._roster.lost_ranks, reason=reason, over=True))
 
-    def _retire(self, group: int, lost: bool) -> list[Out]:
-        return [out for service in self._services for out in service.retire(group, lost)]
+    def _evict(self, group: int, lost: bool) -> list[Out]:
+        return [out for service in self._services for out in service.evict(group, lost)]
 
     def _tell_everyone(self, message: m.Message) -> list[Out]:
         return [Out(peer, m.CONTROL, message) for peer in self.peers]

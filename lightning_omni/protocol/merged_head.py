@@ -33,7 +33,7 @@ class MergedHeads(Service):
         self._notes = notes
         self._clock = clock
 
-    def retire(self, group: int, lost: bool) -> list[Out]:
+    def evict(self, group: int, lost: bool) -> list[Out]:
         """The group has no turn, and waits for none."""
         out: list[Out] = []
         for number, head in self._shards.heads:

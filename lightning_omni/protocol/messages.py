@@ -100,7 +100,7 @@ class Join(Message, frozen=True, kw_only=True):
 
     Attributes:
         ranks: of the group; the first one says so, and leads.
-        name: of the group; its number, if it has none. One that was retired may come back under its name.
+        name: of the group; its number, if it has none. One that was evicted may come back under its name.
     """
 
     ranks: tuple[int, ...]

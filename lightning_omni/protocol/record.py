@@ -29,8 +29,8 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             the same weights; ``"restructure"``: a group's optimizer has other parameter groups than before, or more
             parameters; ``"push"``; ``"train"``: a group said, when it
             drew or waited or left, that it has begun to train batches of which no push has told; ``"fetch"``: a group
-            read the master weights outside an exchange; ``"rest"``, ``"resume"``, ``"retire"``: see
-            `lightning_omni.methods.ServerSide`; ``"leave"``: a group retired in good order, at the end of its run;
+            read the master weights outside an exchange; ``"rest"``, ``"resume"``, ``"retire"`` (evicted): see
+            `lightning_omni.methods.ServerSide`; ``"leave"``: a group evicted in good order, at the end of its run;
             ``"join"``: a group more takes part.
         time: seconds on the server's clock.
         group: number of the group.

@@ -214,7 +214,7 @@ class Roster:
         """Takes a dead rank's group out of the run.
 
         Returns:
-            The number of the retired group, or None; and whether the run is over.
+            The number of the evicted group, or None; and whether the run is over.
         """
         topology = self.topology
         if topology is None or rank not in topology.ranks:

@@ -247,4 +247,4 @@ def _refusal(rank: int, notice: m.Notice) -> Refused:
     """A notice, as it is told on the data channel."""
     if notice.over:
         return Refused("over", notice.reason)
-    return Refused("lost", f"rank {rank} was retired: {notice.reason}")
+    return Refused("lost", f"rank {rank} was evicted: {notice.reason}")

@@ -185,7 +185,7 @@ class ServerCore:
         return self._membership.tick(now)
 
     def lose(self, rank: int, reason: str) -> list[Out]:
-        """A rank is dead: its group is retired, and no rank waits for it any more."""
+        """A rank is dead: its group is evicted, and no rank waits for it any more."""
         return self._membership.lose(rank, reason)
 
     def hang_up(self, peer: Peer) -> list[Out]:

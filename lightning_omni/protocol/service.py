@@ -65,7 +65,7 @@ class Service:
             ranks: of its members.
         """
 
-    def retire(self, group: int, lost: bool) -> list[Out]:
+    def evict(self, group: int, lost: bool) -> list[Out]:
         """A group takes no part any more: no rank waits for it.
 
         Args:

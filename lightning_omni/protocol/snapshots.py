@@ -61,7 +61,7 @@ class Snapshots(Service):
         self._method, self._wire_format = method, message.wire_format
         self._deposits.clear()
 
-    def retire(self, group: int, lost: bool) -> list[Out]:
+    def evict(self, group: int, lost: bool) -> list[Out]:
         if lost:
             self._deposits.pop(group, None)
         return []

@@ -34,7 +34,7 @@ class Synchronization(Service):
         self._brought: dict[int, Payload] = {}
         self._gathered: tuple[int, tuple[Payload, ...]] = (-1, ())  # the last one's, where they must be collected
 
-    def retire(self, group: int, lost: bool) -> list[Out]:
+    def evict(self, group: int, lost: bool) -> list[Out]:
         self._meetings.forget(self._roster.lost)
         return []
 

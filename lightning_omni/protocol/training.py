@@ -77,9 +77,9 @@ class Training(Service):
             if not shard.is_head:
                 self._notes.note("join", group, number, groups=(ranks,))
 
-    def retire(self, group: int, lost: bool) -> list[Out]:
+    def evict(self, group: int, lost: bool) -> list[Out]:
         self._deliveries.forget(group)
-        return self._tell_sides("retire", group, note="retire" if lost else "leave")
+        return self._tell_sides("evict", group, "retire" if lost else "leave")
 
     def settle(self) -> list[Out]:
         out = []
@@ -204,7 +204,7 @@ class Training(Service):
         """If this rank leads a group, it waits for others: no rank waits for a push of its group meanwhile."""
         if not self._roster.is_leader(rank):
             return []
-        return self._tell_sides("rest", self._roster.group_of(rank))
+        return self._tell_sides("rest", self._roster.group_of(rank), "rest")
 
     def resume(self, rank: int) -> None:
         """If this rank leads a group, it goes on."""
@@ -226,18 +226,16 @@ class Training(Service):
         if len(self._shards.pushed) == 1:
             return []
         self._idle_elsewhere.add(group)
-        return self._tell_sides("rest", group, but=number)
+        return self._tell_sides("rest", group, "rest", but=number)
 
-    def _tell_sides(
-        self, what: Literal["rest", "retire"], group: int, note: Kind | None = None, but: int = -1
-    ) -> list[Out]:
+    def _tell_sides(self, what: Literal["rest", "evict"], group: int, note: Kind, but: int = -1) -> list[Out]:
         out: list[Out] = []
         for number, shard in self._shards.pushed:
             if number == but:
                 continue
             with torch.no_grad():
                 replies: list[Reply] = getattr(shard.method_side, what)(group)
-            self._notes.note(note or what, group, number)
+            self._notes.note(note, group, number)
             out += self._answers(number, replies)
         return out
 

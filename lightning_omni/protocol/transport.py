@@ -71,7 +71,7 @@ class Control(ABC):
         """Sends a message and waits for its answer. Returns it with its payload: one part for each contributor.
 
         Raises:
-            RankLost: this rank was retired, or the run is over.
+            RankLost: this rank was evicted, or the run is over.
             ConnectionLost: the server is gone, or did not answer within ``timeout`` seconds.
             Refused: the server refused, and says why.
         """

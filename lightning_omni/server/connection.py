@@ -241,7 +241,7 @@ class ControlConnection(Control):
             self._inside.send_multipart(frames)
         elif isinstance(message, m.Notice) and not message.over and self.rank not in message.lost:
             _log.warning(
-                "%s; its group is retired, %d ranks are lost, the others go on",
+                "%s; its group is evicted, %d ranks are lost, the others go on",
                 quoted(message.reason),
                 len(message.lost),
             )

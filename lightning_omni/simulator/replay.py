@@ -267,10 +267,10 @@ class _Replay:
         elif event.kind == "resume":
             self._shard.method_side.resume(event.group)
         elif event.kind == "leave":
-            self._deliver(self._shard.method_side.retire(event.group))
+            self._deliver(self._shard.method_side.evict(event.group))
         elif event.kind == "retire":
             del self._groups[event.group]
-            self._deliver(self._shard.method_side.retire(event.group))
+            self._deliver(self._shard.method_side.evict(event.group))
         self._check_clock(event, self._shard)
 
     @staticmethod
