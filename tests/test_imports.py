@@ -21,6 +21,7 @@ RANKS = {
     "topology": 1,
     "palette": 0,
     "registry": 1,
+    "serialization": 1,
     "metrics": 1,
     "trace": 1,
     "methods": 2,

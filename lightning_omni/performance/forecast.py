@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 from typing import Any
 
@@ -21,6 +21,7 @@ import numpy as np
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.performance.statistical import DecayFit, Estimate, LossCurve, fit_decay
+from lightning_omni.serialization import Serializable
 
 Array = np.ndarray[Any, Any]
 
@@ -39,7 +40,7 @@ FAILED = 3.0
 
 
 @dataclass(frozen=True, order=True)
-class Setting:
+class Setting(Serializable):
     """A point of the space that is searched.
 
     Attributes:
@@ -76,15 +77,6 @@ class Setting:
         parts += [f"{name} {value}" for name, value in self.further]
         return ", ".join([*parts, f"momentum {self.momentum:.3g}", f"lr {self.lr:.3g}"])
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, plain: Mapping[str, Any]) -> Setting:
-        """What `to_dict` gave."""
-        return cls(**{**plain, "further": tuple(map(tuple, plain.get("further", ())))})
-
 
 @dataclass(frozen=True)
 class Scaling:
@@ -118,7 +110,7 @@ class Scaling:
 
 
 @dataclass(frozen=True)
-class Tried:
+class Tried(Serializable):
     """What a probe showed.
 
     Attributes:
@@ -160,19 +152,12 @@ class Tried:
     def to_dict(self) -> dict[str, Any]:
         """Plain values; a loss that is not finite is None, which JSON knows."""
         losses = [loss if math.isfinite(loss) else None for loss in self.losses]
-        return {**asdict(self), "losses": losses}
+        return {**super().to_dict(), "losses": losses}
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> Tried:
         """What `to_dict` gave."""
-        return cls(
-            Setting.from_dict(plain["setting"]),
-            tuple(plain["samples"]),
-            tuple(math.nan if loss is None else loss for loss in plain["losses"]),
-            plain["seconds"],
-            plain["problem"],
-            plain["gathers"],
-        )
+        return super().from_dict({**plain, "losses": [math.nan if loss is None else loss for loss in plain["losses"]]})
 
     def blocks(self, until: float, count: int = _BLOCKS) -> Array:
         """Mean loss of each of ``count`` equal stretches of the first ``until`` samples, shape (count,)."""

@@ -19,7 +19,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ from lightning_omni.errors import ConfigurationError
 from lightning_omni.performance.queueing import residence, slowest
 from lightning_omni.performance.statistical import Estimate
 from lightning_omni.protocol.leases import apportion
+from lightning_omni.serialization import Serializable
 from lightning_omni.topology import Topology
 from lightning_omni.trace import Trace
 
@@ -49,7 +50,7 @@ _HINT = 0.05
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measured(Serializable):
     """A stretch of training with one grouping, as its ranks measured it, without the first steps that warm up.
 
     Args:
@@ -132,25 +133,6 @@ class Measured:
             period=max(1, round(float(pushed.mean()))) if several and len(pushed) else 1,
             nbytes=sum(weight.nbytes for name, weight in trace.weights.items() if not name.startswith(merged)),
         )
-
-    def to_dict(self) -> dict[str, Any]:
-        """All of it as plain lists and numbers."""
-        plain = {each.name: getattr(self, each.name) for each in fields(self)}
-        return {
-            name: [list(row) for row in value] if isinstance(value, tuple) else value for name, value in plain.items()
-        }
-
-    @classmethod
-    def from_dict(cls, plain: Mapping[str, Any]) -> Measured:
-        """What `to_dict` made.
-
-        Raises:
-            ConfigurationError: it did not make that.
-        """
-        try:
-            return cls(**plain)
-        except TypeError as error:
-            raise ConfigurationError(f"plain: {error}; pass what Measured.to_dict returned") from error
 
 
 def _columns(table: Mapping[str, Array], key: str, keys: Sequence[int], name: str) -> tuple[tuple[float, ...], ...]:
@@ -236,7 +218,7 @@ _WHAT_BINDS = {
 
 
 @dataclass(frozen=True)
-class Profile:
+class Profile(Serializable):
     """Ranks and what is between them, as measured; answers how fast another grouping would be.
 
     Args:
@@ -446,30 +428,19 @@ class Profile:
                 low = middle + 1
         return min(low, self.ranks)
 
-    def to_dict(self) -> dict[str, Any]:
-        """What was measured and asked for, as plain lists and numbers; the fit is made anew from them."""
-        return {
-            "measured": [each.to_dict() for each in self.measured],
-            "draws": self.draws,
-            "seed": self.seed,
-            "changes": [dict(change) for change in self.changes],
-        }
-
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> Profile:
-        """What `to_dict` made.
+        """What `to_dict` made; it is fitted again.
 
         Raises:
-            ConfigurationError: it did not make that.
+            ConfigurationError: it did not make that, or SciPy is missing.
         """
+        kept = super().from_dict(plain)
+        fitted = cls.fit(kept.measured, kept.draws, kept.seed)
         try:
-            measured = tuple(Measured.from_dict(each) for each in plain["measured"])
-            profile = cls.fit(measured, plain["draws"], plain["seed"])
-            for change in plain["changes"]:
-                profile = profile.scaled(**change)
-        except (KeyError, TypeError) as error:
+            return reduce(lambda profile, change: profile.scaled(**change), kept.changes, fitted)
+        except TypeError as error:
             raise ConfigurationError(f"plain: {error}; pass what Profile.to_dict returned") from error
-        return profile
 
 
 def _interval(draws: Array, level: float) -> Estimate:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +15,7 @@ from lightning_omni.errors import ConfigurationError
 from lightning_omni.palette import CHOSEN, EXPECTED, FAINT, GREY, PROPORTIONAL, YOURS
 from lightning_omni.performance.setting import DeviceSetting
 from lightning_omni.performance.timing import FEWEST, MARGIN
+from lightning_omni.serialization import Serializable
 
 Verdict = Literal["applied", "proposed", "rejected", "skipped", "noted"]
 """In use; faster, but yours to decide; measured and not taken; not measured; nothing to decide."""
@@ -54,7 +55,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class DeviceReport:
+class DeviceReport(Serializable):
     """What a device can be made to give for a model.
 
     Args:
@@ -121,28 +122,8 @@ class DeviceReport:
         return f"{times}: {self.setting.words}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON; `from_dict` reads them."""
-        return {
-            **{name: getattr(self, name) for name in _PLAIN},
-            "setting": self.setting.to_dict(),
-            "proposal": self.proposal.to_dict(),
-            "findings": [asdict(finding) for finding in self.findings],
-            "curves": {name: list(numbers) for name, numbers in self.curves.items()},
-            "spread": list(self.spread) if self.spread else None,
-            "noise": self.noise,
-        }
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> DeviceReport:
-        """The report that `to_dict` wrote."""
-        return cls(
-            findings=tuple(Finding(**{**each, "spread": _pair(each["spread"])}) for each in values["findings"]),
-            setting=DeviceSetting.from_dict(values["setting"]),
-            proposal=DeviceSetting.from_dict(values["proposal"]),
-            curves={name: tuple(numbers) for name, numbers in values["curves"].items()},
-            spread=_pair(values.get("spread")),
-            **{name: values[name] for name in _PLAIN},
-        )
+        """Plain values, for JSON, with `noise`."""
+        return {**super().to_dict(), "noise": self.noise}
 
     @property
     def _caption(self) -> str:
@@ -195,17 +176,10 @@ class DeviceReport:
             ) from error
 
 
-def _pair(given: Sequence[float] | None) -> tuple[float, float] | None:
-    return (given[0], given[1]) if given else None
-
-
 def _says_nothing(spread: tuple[float, float]) -> bool:
     """Whether there may be no gain, or one worth having, for all that the interval says."""
     low, high = spread
     return low <= 1 and high >= 1 + MARGIN and high - low > 2 * MARGIN
-
-
-_PLAIN = ("baseline", "tuned", "gain", "batch_size", "seconds", "device")
 
 
 def _interval(spread: tuple[float, float] | None) -> str:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.performance.allocator import keep_memory
+from lightning_omni.serialization import Serializable
 
 FUSABLE = (SGD, Adam, AdamW, Adagrad)
 """Optimizers that torch has fused kernels for."""
@@ -24,7 +25,7 @@ _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 @dataclass(frozen=True)
-class DeviceSetting:
+class DeviceSetting(Serializable):
     """How a device is used for training. The defaults leave everything as it is.
 
     Args:
@@ -77,15 +78,6 @@ class DeviceSetting:
         parts += [f"batches of {self.batch_size}"] if self.batch_size is not None else []
         parts += [f"{self.workers} processes"] if self.workers > 1 else []
         return ", ".join(parts) or "as it comes"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON; `from_dict` reads them."""
-        return {each.name: getattr(self, each.name) for each in fields(self)} | {"compiled": list(self.compiled)}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> DeviceSetting:
-        """The setting that `to_dict` wrote."""
-        return cls(**values)
 
     def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
         """The context in which the forward pass runs; as Lightning's, it casts each weight whenever it is used."""

@@ -40,7 +40,7 @@ def throughput(job: Job, setting: DeviceSetting, seconds: float, deadline: float
     try:
         for _ in range(setting.workers):
             own, theirs = context.Pipe()
-            arguments = (theirs, model, job.loss, optimizer, list(job.batches), setting.to_dict(), seconds)
+            arguments = (theirs, model, job.loss, optimizer, list(job.batches), setting, seconds)
             process = context.Process(target=_train, args=arguments, daemon=True)
             process.start()
             theirs.close()
@@ -79,15 +79,14 @@ def _train(
     loss: Callable[[Any, Any], Any],
     optimizer: Any,
     batches: list[Any],
-    setting: dict[str, Any],
+    setting: DeviceSetting,
     seconds: float,
 ) -> None:
     """In a process of its own, which ends when its parent does."""
     with suppress(EOFError, OSError, KeyboardInterrupt):  # the parent is gone, or all are being stopped
         try:
-            how = DeviceSetting.from_dict(setting)
-            torch.set_num_threads(how.threads or 1)
-            trial = Trial(Job(model, loss, optimizer, batches), how)
+            torch.set_num_threads(setting.threads or 1)
+            trial = Trial(Job(model, loss, optimizer, batches), setting)
             steps = max(1, round(_STRETCH_SECONDS / max(trial.run(1), 1e-6)))
             connection.send(("ready", None))
             connection.recv()

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from lightning_omni.report.digest import duration
+from lightning_omni.serialization import Serializable
 
 
 @dataclass(frozen=True)
-class RunTimes:
+class RunTimes(Serializable):
     """Seconds of a run, from the moment before its first batch (or first search) on; rank 0's clock.
 
     Args:
@@ -57,14 +56,3 @@ class RunTimes:
             )
         tuning = duration(self.reached[1])
         return f"the target was reached after {duration(self.to_target)}, {tuning} of them for tuning"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, plain: Mapping[str, Any]) -> RunTimes:
-        """What `to_dict` gave."""
-        reached = plain["reached"]
-        at = None if reached is None else (reached[0], reached[1])
-        return cls(plain["training"], plain["tuning"], at, plain["reports"])

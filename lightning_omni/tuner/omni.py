@@ -42,6 +42,7 @@ from lightning_omni.search import (
 )
 from lightning_omni.search.libraries import check_libraries, import_libraries, load_libraries
 from lightning_omni.search.space import apply_further
+from lightning_omni.serialization import Serializable
 from lightning_omni.strategy.arguments import check_kind, check_number, check_whole, refuses_unknown
 from lightning_omni.strategy.declared import loader_of
 from lightning_omni.strategy.hooks import OmniStrategyHooks, strategy_of
@@ -87,7 +88,7 @@ _CHANGED = 0.2
 
 
 @dataclass(frozen=True)
-class Order:
+class Order(Serializable):
     """What rank 0 says is to be done next.
 
     Attributes:
@@ -112,35 +113,12 @@ class Order:
 
     def to_text(self) -> str:
         """For the other ranks."""
-        probe = self.probe
-        return json.dumps(
-            {
-                "probe": None if probe is None else [probe.number, probe.setting.to_dict(), probe.samples, probe.why],
-                "setting": None if self.setting is None else self.setting.to_dict(),
-                "speeds": None if self.speeds is None else sorted(self.speeds.items()),
-                "by_speed": self.by_speed,
-                "scale": self.scale,
-                "ruin": self.ruin,
-                "why": self.why,
-                "error": self.error,
-            }
-        )
+        return json.dumps(self.to_dict())
 
     @classmethod
     def from_text(cls, text: str) -> Order:
         """What rank 0 said."""
-        said = json.loads(text)
-        probe, setting, speeds = said["probe"], said["setting"], said["speeds"]
-        return cls(
-            None if probe is None else Probe(probe[0], Setting.from_dict(probe[1]), probe[2], probe[3]),
-            None if setting is None else Setting.from_dict(setting),
-            None if speeds is None else {int(rank): float(speed) for rank, speed in speeds},
-            said["by_speed"],
-            said["scale"],
-            said["ruin"],
-            said["why"],
-            said["error"],
-        )
+        return cls.from_dict(json.loads(text))
 
 
 class OmniTunerHooks(_CallbackBase):

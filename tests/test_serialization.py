@@ -1,0 +1,52 @@
+"""Files: what they hold comes back, what earlier versions wrote as well, and what is no file of ours is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_omni.errors import ConfigurationError
+from lightning_omni.performance.forecast import Setting
+from lightning_omni.performance.profile import Profile
+from lightning_omni.performance.report import DeviceReport
+from lightning_omni.performance.setting import DeviceSetting
+from lightning_omni.search import Probe
+from lightning_omni.tuner.omni import Order
+
+DATA = Path(__file__).parent / "data"
+
+
+def kept(name: str) -> Any:
+    return json.loads((DATA / name).read_text())
+
+
+def test_a_profile_of_an_earlier_version_predicts_what_it_predicted() -> None:
+    profile = Profile.from_dict(kept("profile.json"))
+    assert profile.predict(2).statement == (
+        "2 groups: an update every 68.32 ms (67.85 to 69.38), 195.2 samples/s; each group's slowest member holds it up"
+    )
+    assert json.loads(json.dumps(profile.to_dict())) == kept("profile.json")
+
+
+def test_a_device_report_of_an_earlier_version_is_read_whole() -> None:
+    report = DeviceReport.from_dict(kept("device.json"))
+    assert report.setting == DeviceSetting(threads=2, compiled=("body",))
+    assert json.loads(json.dumps(report.to_dict())) == kept("device.json")
+
+
+def test_what_rank_0_says_arrives_as_it_was_said() -> None:
+    probe = Probe(3, Setting(2, 0.5, 0.1, further=(("wire", "bfloat16"),)), 512, "grid")
+    order = Order(probe, speeds={0: 10.0, 11: 20.5}, by_speed=True, ruin=2.5, why="it is faster")
+    assert Order.from_text(order.to_text()) == order
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [({"measured": None}, "measured"), ({"draws": "many"}, "draws"), ({"changes": [{"speed": 2}]}, "speed")],
+)
+def test_what_is_no_profile_is_refused_with_what_is_wrong(change: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigurationError, match=told):
+        Profile.from_dict({**kept("profile.json"), **change})
