@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_omni.performance.forecast import Setting, Tried
+from lightning_omni.performance.forecast import Setting, TrialResult
 from lightning_omni.performance.profile import Measured
 from lightning_omni.search import Observation, Search, SearchSpec, Space
 from lightning_omni.topology import Topology
@@ -41,14 +41,14 @@ def measured(setting: Setting, steps: int, random: np.random.Generator, nbytes: 
     )
 
 
-def observed(setting: Setting, pace: float = 1.0, problem: str = "", seed: int = 0) -> Observation:
-    """A probe of 16 batches of each rank; the loss falls as fast as ``pace`` says."""
+def observed(setting: Setting, speed: float = 1.0, problem: str = "", seed: int = 0) -> Observation:
+    """A probe of 16 batches of each rank; the loss falls as fast as ``speed`` says."""
     random = np.random.default_rng(seed)
     samples = np.arange(1, 16 * setting.groups + 1) * BATCH * len(SLOWNESS) / setting.groups
-    losses = 0.4 + 1.9 / (1 + pace * samples / 500) + random.normal(0, 0.02, len(samples))
+    losses = 0.4 + 1.9 / (1 + speed * samples / 500) + random.normal(0, 0.02, len(samples))
     if problem:
         losses[-3:] = math.nan
-    tried = Tried(setting, tuple(samples.tolist()), tuple(losses.tolist()), 4.5, problem)
+    tried = TrialResult(setting, tuple(samples.tolist()), tuple(losses.tolist()), 4.5, problem)
     return Observation(tried, measured(setting, 16, random))
 
 

@@ -159,7 +159,7 @@ def test_a_machine_is_too_noisy_when_its_comparisons_say_nothing() -> None:
     assert not replace(plain, findings=quiet, spread=(1.9, 2.1)).noise
     assert not replace(plain, findings=(*quiet, noisy[0]), spread=(1.9, 2.1)).noise
     told = replace(plain, findings=(*noisy, quiet[0]), spread=(1.9, 2.1)).noise
-    assert "too noisy for these figures: paired ratios scatter from 0.80 to 1.30, so that 2 of 3 comparisons" in told
+    assert "too noisy for these numbers: paired ratios scatter from 0.80 to 1.30, so that 2 of 3 comparisons" in told
     claimed = replace(plain, findings=quiet, spread=(0.7, 2.1))
     assert "from 0.70 to 2.10, so that the gain in all cannot be told from none" in claimed.noise
     assert DeviceReport.from_dict(json.loads(json.dumps(claimed.to_dict()))).noise == claimed.noise

@@ -86,7 +86,7 @@ def test_figures_are_those_of_the_profile(
         assert row[2] == str(expected.samples_per_second)
         assert row[3] == f"{1000 * expected.seconds_per_update.value:.4g}"
         assert row[4].startswith(
-            {"allreduce": "all-reduce", "link": "server's link"}.get(expected.binding, expected.binding)[:4]
+            {"allreduce": "all-reduce", "link": "server's link"}.get(expected.bottleneck, expected.bottleneck)[:4]
         )
 
 
@@ -169,12 +169,12 @@ def test_what_to_buy_next_is_what_binds(file: str, profile: str, capsys: pytest.
         return next(line for line in said(capsys, *arguments).splitlines() if line.startswith("buy next"))
 
     assert re.search(
-        r"compute binds; 32 ranks would be at the target 1\.\d\d times as soon",
+        r"compute is the bottleneck; 32 ranks would be 1\.\d\d times faster to the target",
         advice(file, "--ranks", "16", "--bandwidth", "1e10"),
     )
     slow = advice(profile, "--bandwidth", "1e7")
     assert re.search(
-        r"(link|exchange|server|all-reduce) binds; twice the bandwidth would be at the target \d\.\d\d times", slow
+        r"(link|exchange|server|all-reduce) is the bottleneck; twice the bandwidth would be \d\.\d\d times", slow
     )
     gain = float(slow.split("target ")[1].split()[0])
     assert 1.3 < gain < 2.05

@@ -24,7 +24,7 @@ from lightning_omni.performance.agreement import Agreement, distance
 from lightning_omni.performance.allocator import can_keep_memory, keep_memory
 from lightning_omni.performance.setting import align_layouts, contiguous
 from lightning_omni.performance.timing import Comparison, compare
-from lightning_omni.performance.trial import Job
+from lightning_omni.performance.trial import TrainingSetup
 
 NO_COMPILE = {"compile": "a test"}
 LAST = torch.channels_last
@@ -592,9 +592,9 @@ def test_wrong_arguments_are_told() -> None:
 # --- Processes --------------------------------------------------------------------------------------------------------
 
 
-def job(loss: Any = loss_of) -> Job:
+def job(loss: Any = loss_of) -> TrainingSetup:
     model, optimizer = net()
-    return Job(model, loss, optimizer, batches())
+    return TrainingSetup(model, loss, optimizer, batches())
 
 
 @pytest.mark.processes

@@ -16,11 +16,11 @@ from lightning_omni.errors import ConfigurationError
 from lightning_omni.performance.forecast import (
     FAILED,
     Forecast,
-    Pace,
+    SampleEfficiency,
     Scaling,
     Setting,
     Theory,
-    Tried,
+    TrialResult,
     log_costs,
     samples_to,
 )
@@ -47,23 +47,23 @@ setting_of = st.builds(
 )
 
 
-def probe(law: Law, setting: Setting = PLAIN, batches: int = 32, size: float = 10.0, noise: float = 0.0) -> Tried:
+def probe(law: Law, setting: Setting = PLAIN, batches: int = 32, size: float = 10.0, noise: float = 0.0) -> TrialResult:
     """Losses are of batches before they were learnt from."""
     ends = size * np.arange(1, batches + 1)
     losses = law(ends - size) + noise * np.random.default_rng(0).normal(size=batches)
-    return Tried(setting, tuple(ends.tolist()), tuple(losses.tolist()))
+    return TrialResult(setting, tuple(ends.tolist()), tuple(losses.tolist()))
 
 
 def slowed(law: Law, factor: float) -> Law:
     return lambda t: law(t / factor)
 
 
-def costs_of(*tried: Tried) -> list[float]:
+def costs_of(*tried: TrialResult) -> list[float]:
     return [cost for cost, _ in log_costs(tried)]
 
 
-def diverged(setting: Setting = PLAIN) -> Tried:
-    return Tried(setting, (10.0, 20.0, 30.0), (1.0, 2.0, math.nan))
+def diverged(setting: Setting = PLAIN) -> TrialResult:
+    return TrialResult(setting, (10.0, 20.0, 30.0), (1.0, 2.0, math.nan))
 
 
 # --- Settings --------------------------------------------------------------------------------------------------------
@@ -101,7 +101,7 @@ batches_of = st.lists(st.tuples(st.floats(0.1, 50), st.floats(-5, 5)), min_size=
 @given(batches_of, st.integers(1, 12))
 def test_stretches_keep_the_sum_of_all_losses(batches: list[tuple[float, float]], count: int) -> None:
     sizes, losses = np.array(batches).T
-    tried = Tried(START, tuple(np.cumsum(sizes).tolist()), tuple(losses.tolist()))
+    tried = TrialResult(START, tuple(np.cumsum(sizes).tolist()), tuple(losses.tolist()))
     blocks = tried.blocks(tried.end, count)
     assert blocks.shape == (count,)
     assert blocks.mean() * tried.end == pytest.approx(float(sizes @ losses), rel=1e-9, abs=1e-9)
@@ -113,7 +113,7 @@ def test_two_stretches_are_together_one_of_twice_the_length(
     batches: list[tuple[float, float]], count: int, part: float
 ) -> None:
     sizes, losses = np.array(batches).T
-    tried = Tried(START, tuple(np.cumsum(sizes).tolist()), tuple(losses.tolist()))
+    tried = TrialResult(START, tuple(np.cumsum(sizes).tolist()), tuple(losses.tolist()))
     fine, coarse = tried.blocks(part * tried.end, 2 * count), tried.blocks(part * tried.end, count)
     assert fine.reshape(count, 2).mean(axis=1) == pytest.approx(coarse, abs=1e-6)
 
@@ -126,9 +126,9 @@ def test_a_loss_that_stays_is_that_of_every_stretch(loss: float, batches: int, p
 
 
 def test_plain_probes_are_the_probes_even_if_they_diverged() -> None:
-    for tried in (probe(LAWS["power"]), Tried(START, (), (), 3.0, "died")):
-        assert Tried.from_dict(json.loads(json.dumps(tried.to_dict()))) == tried
-    again = Tried.from_dict(json.loads(json.dumps(diverged().to_dict())))
+    for tried in (probe(LAWS["power"]), TrialResult(START, (), (), 3.0, "died")):
+        assert TrialResult.from_dict(json.loads(json.dumps(tried.to_dict()))) == tried
+    again = TrialResult.from_dict(json.loads(json.dumps(diverged().to_dict())))
     assert again.has_failed
     assert repr(again) == repr(diverged())
 
@@ -188,7 +188,7 @@ def test_slower_curves_cost_more(factors: list[float]) -> None:
 def test_what_diverged_costs_infinitely_much_and_nobody_else_anything(problem: str) -> None:
     law = LAWS["power"]
     sound = [probe(law), probe(slowed(law, 2))]
-    broken = Tried(START, sound[0].samples[:5], sound[0].losses[:5], 0.0, problem) if problem else diverged()
+    broken = TrialResult(START, sound[0].samples[:5], sound[0].losses[:5], 0.0, problem) if problem else diverged()
     worse = probe(lambda t: 3 + t / 100)  # finite, but it only ever got worse
     assert costs_of(*sound, broken, worse) == [*costs_of(*sound), math.inf, math.inf]
     assert costs_of(broken, broken) == [math.inf, math.inf]
@@ -220,7 +220,7 @@ def test_where_nobody_learns_nothing_is_known() -> None:
     assert all(cost == 0.0 and error >= 0.5 for cost, error in log_costs([flat, flat]))
 
 
-def heavy_ball(momentum: float, lr: float, updates: int) -> Tried:
+def heavy_ball(momentum: float, lr: float, updates: int) -> TrialResult:
     """On a quadratic bowl of condition number 30, without noise."""
     curvature = np.geomspace(1 / 30, 1, 12)
     place, velocity, losses = np.ones(12), np.zeros(12), []
@@ -228,7 +228,7 @@ def heavy_ball(momentum: float, lr: float, updates: int) -> Tried:
         losses.append(0.5 * float(curvature @ place**2))
         velocity = momentum * velocity + curvature * place
         place = place - lr * velocity
-    return Tried(Setting(1, momentum, lr), tuple(10.0 * np.arange(1, updates + 1)), tuple(losses))
+    return TrialResult(Setting(1, momentum, lr), tuple(10.0 * np.arange(1, updates + 1)), tuple(losses))
 
 
 @pytest.mark.parametrize("updates", [16, 40])
@@ -237,7 +237,7 @@ def test_the_beginning_of_momentum_is_not_counted_against_it(momentum: float, up
     for lr in (0.05, 0.2, 0.4):
         plain, heavy = heavy_ball(0.0, lr, updates), heavy_ball(momentum, (1 - momentum) * lr, updates)
         assert 0.7 < math.exp(costs_of(plain, heavy)[1]) < 1.45
-        as_if_without = Tried(plain.setting, heavy.samples, heavy.losses)
+        as_if_without = TrialResult(plain.setting, heavy.samples, heavy.losses)
         assert costs_of(plain, heavy)[1] <= costs_of(plain, as_if_without)[1]
 
 
@@ -285,27 +285,27 @@ def test_from_what_a_search_has_chosen_theory_finds_back_to_the_users_momentum()
     assert (back.momentum, back.lr) == pytest.approx((START.momentum, START.lr))
 
 
-# --- Pace ------------------------------------------------------------------------------------------------------------
+# --- Sample efficiency ------------------------------------------------------------------------------------------------
 
 THEORY = Theory(START, SGD)
 FAR = Setting(64, 0.0, 5.0, period=16)
 
 
 def test_without_probes_pace_is_theory() -> None:
-    pace = Pace(THEORY)
+    efficiency = SampleEfficiency(THEORY)
     for setting in (START, THEORY.setting(8), FAR):
-        mean, error = pace(setting)
+        mean, error = efficiency(setting)
         assert mean == THEORY(setting)
-        assert error == pace(START)[1] > 0.1
+        assert error == efficiency(START)[1] > 0.1
 
 
 def test_the_ratio_of_a_setting_to_itself_is_known_and_that_to_its_neighbours_better_than_to_others() -> None:
     tried = [THEORY.setting(1), THEORY.setting(8)]
-    for pace in (Pace(THEORY), Pace(THEORY, tried, [0.0, 0.3], [0.0, 0.0])):
-        assert pace.deviation(FAR, FAR) == 0.0
-        near, far = pace.deviation(START, THEORY.setting(2)), pace.deviation(START, FAR)
-        assert 0 < near < far == pytest.approx(pace.deviation(FAR, START))
-        assert far <= math.hypot(pace(START)[1], pace(FAR)[1]) + 1e-9  # that of what is independent
+    for efficiency in (SampleEfficiency(THEORY), SampleEfficiency(THEORY, tried, [0.0, 0.3], [0.0, 0.0])):
+        assert efficiency.deviation(FAR, FAR) == 0.0
+        near, far = efficiency.deviation(START, THEORY.setting(2)), efficiency.deviation(START, FAR)
+        assert 0 < near < far == pytest.approx(efficiency.deviation(FAR, START))
+        assert far <= math.hypot(efficiency(START)[1], efficiency(FAR)[1]) + 1e-9  # that of what is independent
 
 
 @FEW
@@ -313,12 +313,12 @@ def test_the_ratio_of_a_setting_to_itself_is_known_and_that_to_its_neighbours_be
 def test_pace_goes_through_the_probes_and_back_to_theory(off: list[float], constant: float) -> None:
     tried = [THEORY.setting(1), THEORY.setting(8), THEORY.setting(8, factor=0.1)]
     costs = [THEORY(setting) + each + constant for setting, each in zip(tried, off, strict=True)]
-    pace = Pace(THEORY, tried, costs, [0.0] * 3, noise=0.02)
-    at = [pace(setting) for setting in tried]
+    efficiency = SampleEfficiency(THEORY, tried, costs, [0.0] * 3, noise=0.02)
+    at = [efficiency(setting) for setting in tried]
     for (mean, error), cost in zip(at, costs, strict=True):
-        assert mean - pace.offset == pytest.approx(cost, abs=0.05)
+        assert mean - efficiency.offset == pytest.approx(cost, abs=0.05)
         assert error < 0.15
-    mean, error = pace(FAR)
+    mean, error = efficiency(FAR)
     assert mean == pytest.approx(THEORY(FAR), abs=0.02)
     assert error > 3 * max(error for _, error in at)
 
@@ -328,7 +328,7 @@ def test_pace_goes_through_the_probes_and_back_to_theory(off: list[float], const
 def test_a_constant_in_all_costs_says_nothing(constant: float) -> None:
     tried = [THEORY.setting(1), THEORY.setting(4), THEORY.setting(16)]
     costs = np.array([0.0, 0.4, 0.3])
-    one, other = Pace(THEORY, tried, list(costs)), Pace(THEORY, tried, list(costs + constant))
+    one, other = SampleEfficiency(THEORY, tried, list(costs)), SampleEfficiency(THEORY, tried, list(costs + constant))
     for setting in (*tried, THEORY.setting(2), FAR):
         assert other(setting) == pytest.approx(one(setting), abs=1e-6)
 
@@ -337,16 +337,16 @@ def test_a_constant_in_all_costs_says_nothing(constant: float) -> None:
 @given(st.floats(1.0, 30.0), st.floats(1.0, 30.0))
 def test_deviations_grow_with_the_distance_to_the_probes(near: float, far: float) -> None:
     assume(near < far)
-    pace = Pace(THEORY, [START], [0.0], [0.0])
+    efficiency = SampleEfficiency(THEORY, [START], [0.0], [0.0])
     for away in (lambda x: THEORY.setting(1, factor=x), lambda x: THEORY.setting(1, factor=1 / x)):
-        assert pace(away(near))[1] <= pace(away(far))[1] + 1e-9
+        assert efficiency(away(near))[1] <= efficiency(away(far))[1] + 1e-9
 
 
 def test_probes_with_large_errors_say_less() -> None:
     tried, costs = [THEORY.setting(1), THEORY.setting(8)], [0.0, 1.5]
-    sure, unsure = (Pace(THEORY, tried, costs, [error] * 2) for error in (0.0, 0.8))
+    sure, unsure = (SampleEfficiency(THEORY, tried, costs, [error] * 2) for error in (0.0, 0.8))
     expected = THEORY(tried[1]) - THEORY(tried[0])
-    gaps = [pace(tried[1])[0] - pace(tried[0])[0] for pace in (sure, unsure)]
+    gaps = [efficiency(tried[1])[0] - efficiency(tried[0])[0] for efficiency in (sure, unsure)]
     assert abs(gaps[0] - 1.5) < abs(gaps[1] - 1.5)
     assert abs(gaps[1] - expected) < abs(gaps[0] - expected)
     assert unsure(START)[1] > sure(START)[1]
@@ -356,12 +356,12 @@ def test_what_diverged_counts_as_some_times_as_slow_as_the_slowest() -> None:
     law = LAWS["power"]
     large = THEORY.setting(1, factor=8.0)
     tried = [probe(law, START), probe(slowed(law, 2), THEORY.setting(4)), diverged(large)]
-    pace = Pace.of(THEORY, tried)
+    efficiency = SampleEfficiency.of(THEORY, tried)
     costs = costs_of(*tried)
-    assert pace.costs == [*costs[:2], pytest.approx(max(costs[:2]) + math.log(FAILED))]
-    assert pace(large)[0] > pace(START)[0]
-    assert all(math.isfinite(each) for each in pace(FAR))
-    assert all(math.isfinite(each) for each in Pace.of(THEORY, [diverged(), diverged(large)])(START))
+    assert efficiency.costs == [*costs[:2], pytest.approx(max(costs[:2]) + math.log(FAILED))]
+    assert efficiency(large)[0] > efficiency(START)[0]
+    assert all(math.isfinite(each) for each in efficiency(FAR))
+    assert all(math.isfinite(each) for each in SampleEfficiency.of(THEORY, [diverged(), diverged(large)])(START))
 
 
 # --- Forecast --------------------------------------------------------------------------------------------------------
@@ -373,7 +373,7 @@ def speed(setting: Setting) -> float:
 
 def forecast(samples: Estimate | None = None, level: float = 0.8) -> Forecast:
     tried = [THEORY.setting(1), THEORY.setting(8)]
-    return Forecast(Pace(THEORY, tried, [0.0, 0.3], [0.05, 0.05]), speed, samples, tried, level)
+    return Forecast(SampleEfficiency(THEORY, tried, [0.0, 0.3], [0.05, 0.05]), speed, samples, tried, level)
 
 
 @FEW
@@ -382,8 +382,8 @@ def test_the_best_has_the_smallest_product_of_samples_and_seconds_per_sample(can
     found = forecast()
     best = found.best(candidates)
     assert best.setting in candidates
-    products = [math.exp(found.pace(each)[0]) / speed(each) for each in candidates]
-    assert math.exp(found.pace(best.setting)[0]) / speed(best.setting) == pytest.approx(min(products))
+    products = [math.exp(found.efficiency(each)[0]) / speed(each) for each in candidates]
+    assert math.exp(found.efficiency(best.setting)[0]) / speed(best.setting) == pytest.approx(min(products))
     assert best.seconds.value == pytest.approx(min(found.of(each).seconds.value for each in candidates))
 
 
@@ -401,22 +401,22 @@ def test_a_level_is_a_probability(level: float) -> None:
 @FEW
 @given(setting_of)
 def test_seconds_are_samples_by_speed(setting: Setting) -> None:
-    outlook = forecast(Estimate(1000.0, 800.0, 1500.0, 0.9)).of(setting)
-    assert outlook.samples_per_second == speed(setting)
+    estimate = forecast(Estimate(1000.0, 800.0, 1500.0, 0.9)).of(setting)
+    assert estimate.samples_per_second == speed(setting)
     for ours, samples in zip(
-        (outlook.seconds.low, outlook.seconds.value, outlook.seconds.high),
-        (outlook.samples.low, outlook.samples.value, outlook.samples.high),
+        (estimate.seconds.low, estimate.seconds.value, estimate.seconds.high),
+        (estimate.samples.low, estimate.samples.value, estimate.samples.high),
         strict=True,
     ):
         assert ours == pytest.approx(samples / speed(setting))
-    assert outlook.seconds.low <= outlook.seconds.value <= outlook.seconds.high
-    assert outlook.seconds.chance == 0.9
+    assert estimate.seconds.low <= estimate.seconds.value <= estimate.seconds.high
+    assert estimate.seconds.probability == 0.9
 
 
 def test_samples_of_the_best_probe_are_those_to_the_target() -> None:
-    outlook = forecast(Estimate(1000.0, 900.0, 1100.0)).of(THEORY.setting(1))
-    assert outlook.samples.value == pytest.approx(1000.0, rel=0.05)
-    assert outlook.is_measured
+    estimate = forecast(Estimate(1000.0, 900.0, 1100.0)).of(THEORY.setting(1))
+    assert estimate.samples.value == pytest.approx(1000.0, rel=0.05)
+    assert estimate.is_measured
     assert not forecast().of(THEORY.setting(2)).is_measured
 
 
@@ -432,18 +432,18 @@ def test_intervals_widen_away_from_probes_and_with_their_probability() -> None:
     levels = [width(forecast(level=level).of(START).seconds) for level in (0.5, 0.8, 0.95)]
     assert levels == sorted(levels)
     # Two standard deviations either way hold 95.45 %.
-    assert width(forecast(level=0.9545).of(FAR).samples) == pytest.approx(4 * forecast().pace(FAR)[1], rel=1e-3)
+    assert width(forecast(level=0.9545).of(FAR).samples) == pytest.approx(4 * forecast().efficiency(FAR)[1], rel=1e-3)
 
 
 def test_systems_are_what_they_would_have_set() -> None:
     systems = forecast().of_systems(ranks=8, saturating=4)
-    by_word = {name.split(" ")[0].strip(","): outlook.setting for name, outlook in systems.items()}
+    by_word = {name.split(" ")[0].strip(","): estimate.setting for name, estimate in systems.items()}
     assert by_word["DDP"] == START
     assert by_word["proportional"] == Setting(1, 0.9, 0.1, rebalance=True)
     assert by_word["Downpour"] == Setting(8, 0.9, 0.1)
     assert by_word["Rudra"] == Setting(8, 0.9, pytest.approx(0.1 / 7))
     assert by_word["Omnivore"] == THEORY.setting(4)
-    assert all(outlook.seconds.value > 0 for outlook in systems.values())
+    assert all(estimate.seconds.value > 0 for estimate in systems.values())
     faster = systems["proportional batches"].seconds.value / systems["DDP, Horovod (synchronous)"].seconds.value
     assert faster == pytest.approx(1 / 1.2)  # the gradient is the same
 

@@ -242,7 +242,7 @@ def test_no_grouping_is_faster_than_a_serial_part_or_any_part_of_it(
         assert seconds(prediction) >= max(parts.values()) * 0.9  # the slowest member's chance is corrected for
         estimate = prediction.seconds_per_update
         assert estimate.low <= estimate.value <= estimate.high
-    busy = [number for number, each in enumerate(found, 1) if each.binding in ("server", "link")]
+    busy = [number for number, each in enumerate(found, 1) if each.bottleneck in ("server", "link")]
     saturated = profile.saturating_groups()
     assert saturated <= 6
     if period == 1:
@@ -259,7 +259,7 @@ def test_what_saturates_binds_and_more_groups_do_not_help() -> None:
     )
     profile = Profile.fit([measured])
     assert profile.saturating_groups() == 3
-    assert [profile.predict(groups).binding for groups in (1, 2, 3, 8)] == ["compute", "compute", "server", "server"]
+    assert [profile.predict(groups).bottleneck for groups in (1, 2, 3, 8)] == ["compute", "compute", "server", "server"]
     assert seconds(profile.predict(2)) == pytest.approx(0.08)
     for groups in (3, 4, 8):
         assert seconds(profile.predict(groups)) == pytest.approx(0.06)
@@ -498,11 +498,11 @@ def test_over_all_clusters_half_of_the_errors_are_below_five_per_cent() -> None:
 
 
 def test_what_is_busy_is_told_apart() -> None:
-    assert Profile.fit(measured("saturated server")).predict(8).binding == "server"
-    assert Profile.fit(measured("saturated link")).predict(8).binding == "link"
+    assert Profile.fit(measured("saturated server")).predict(8).bottleneck == "server"
+    assert Profile.fit(measured("saturated link")).predict(8).bottleneck == "link"
     assert Profile.fit(measured("saturated server")).saturating_groups() == 4
-    assert Profile.fit(measured("slow network")).predict(4).binding == "exchange"
-    assert Profile.fit(measured("straggler")).predict(1).binding == "compute"
+    assert Profile.fit(measured("slow network")).predict(4).bottleneck == "exchange"
+    assert Profile.fit(measured("straggler")).predict(1).bottleneck == "compute"
 
 
 def test_local_steps_between_exchanges_are_counted() -> None:
@@ -535,7 +535,7 @@ def test_turns_at_a_merged_head_are_counted(monkeypatch: pytest.MonkeyPatch, per
         trace = run("head", groups, 100 * groups, seed=3, model=Tailed(), merged="head")
         assert seconds(profile.predict(groups)) == pytest.approx(pace(trace), rel=0.1)
     assert profile.measured[0].nbytes == 4 * (2 * 4 + 4)  # of the body alone
-    assert (profile.predict(8).binding == "head") == (per_sample == MS / 4)
+    assert (profile.predict(8).bottleneck == "head") == (per_sample == MS / 4)
 
 
 def test_a_trace_keeps_its_times_in_a_file_and_old_files_load(tmp_path: Path) -> None:

@@ -19,13 +19,13 @@ from rich.console import Console
 from searches import FOUND, PROBLEM, START, found, observed, search, smaller
 
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.performance.forecast import Setting, Tried
+from lightning_omni.performance.forecast import Setting, TrialResult
 from lightning_omni.performance.profile import Measured
 from lightning_omni.report import Round, RunTimes, TuningReport
 from lightning_omni.report.digest import duration, interval, rate_of, span, times
 from lightning_omni.report.page import templates
 from lightning_omni.search import Observation, Search, SearchSpec, Space
-from lightning_omni.tuner.throughput import Throughput
+from lightning_omni.tuner.throughput import RunThroughput
 
 LOST = observed(Setting(8, 0.2, 0.05), 1.0, PROBLEM)
 NOTHING = replace(LOST, tried=replace(LOST.tried, losses=(math.nan, math.inf) * (len(LOST.tried.losses) // 2)))
@@ -248,7 +248,7 @@ def test_a_rate_is_told_beside_the_batches_that_it_was_measured_with() -> None:
 
 def test_a_rate_counts_what_was_trained_in_the_time_that_it_took() -> None:
     now = 0.0
-    counted = Throughput(clock=lambda: now)
+    counted = RunThroughput(clock=lambda: now)
     for batches in (10, 4):  # of the second epoch only a part is trained
         now += 3.0  # between epochs
         counted.go()
@@ -279,7 +279,7 @@ def test_what_is_told_of_machines_is_what_they_can_do() -> None:
         measured = Measured(members, rows, times_, ((step,) * 12,) * count, ((0.0,) * 12,) * count, 0.0)
         ends = tuple(float(size * ranks / count * (batch + 1)) for batch in range(12 * count))
         losses = tuple(2.0 / (1 + end / 500) for end in ends)
-        tried = Tried(Setting(count, 0.9 if together else 0.6, 0.05), ends, losses, 12 * step + 1.0)
+        tried = TrialResult(Setting(count, 0.9 if together else 0.6, 0.05), ends, losses, 12 * step + 1.0)
         seen.append(Observation(tried, measured))
     job = SearchSpec(START, size * ranks, 1e5, 0.1, Space.of({}, ranks))
     made = Search(job)

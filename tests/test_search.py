@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from lightning_omni import OmniTuner
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.performance.forecast import Scaling, Setting, Tried
+from lightning_omni.performance.forecast import Scaling, Setting, TrialResult
 from lightning_omni.performance.profile import Measured
 from lightning_omni.search import SAMPLERS, Choice, Observation, Probe, Search, SearchSpec, Space
 from lightning_omni.search.constants import FEWEST_BATCHES, MOST_BATCHES, MOST_PROBES
@@ -54,21 +54,21 @@ def measured(setting: Setting, steps: int, random: np.random.Generator) -> Measu
     )
 
 
-def pace_of(setting: Setting) -> float:
+def speed_of(setting: Setting) -> float:
     """Small staleness costs, and so do steps that are far from the best."""
     away = math.log(max(Scaling().step(setting), 1e-9) / 0.5)
     return math.exp(-0.1 * (setting.groups - 1) - 0.1 * away**2)
 
 
 def show(probe: Probe, problem: str = "", is_timed: bool = True) -> Observation:
-    """What comes of a probe: the loss falls by `pace_of`, and half a second goes by besides."""
+    """What comes of a probe: the loss falls by `speed_of`, and half a second goes by besides."""
     random = np.random.default_rng(probe.number)
     steps = probe.samples // (BATCH * RANKS)
     found = measured(probe.setting, steps, random)
     ends = np.arange(1, steps * probe.setting.groups + 1) * BATCH * RANKS / probe.setting.groups
-    losses = 0.4 + 1.9 / (1 + pace_of(probe.setting) * ends / 500) + random.normal(0, 0.01, len(ends))
+    losses = 0.4 + 1.9 / (1 + speed_of(probe.setting) * ends / 500) + random.normal(0, 0.01, len(ends))
     seconds = 0.5 + max(sum(row) for row in found.steps)
-    tried = Tried(probe.setting, tuple(ends.tolist()), tuple(losses.tolist()), seconds, problem)
+    tried = TrialResult(probe.setting, tuple(ends.tolist()), tuple(losses.tolist()), seconds, problem)
     return Observation(tried, found if is_timed else None)
 
 
@@ -109,9 +109,9 @@ def test_a_search_ends_and_chooses_one_of_its_candidates(strategy: str) -> None:
     choice = search.choice()
     assert choice.setting in search.candidates()
     assert choice.why
-    assert choice.outlook is not None
-    assert choice.outlook.setting == choice.setting
-    assert choice.outlook.seconds.low <= choice.outlook.seconds.value <= choice.outlook.seconds.high
+    assert choice.estimate is not None
+    assert choice.estimate.setting == choice.setting
+    assert choice.estimate.seconds.low <= choice.estimate.seconds.value <= choice.estimate.seconds.high
     assert search.choice() == choice
 
 
@@ -233,7 +233,7 @@ def test_without_a_budget_nothing_is_tried_and_that_is_said(strategy: str, share
     assert search.spec.batches == 0
     assert search.next() is None
     choice = search.choice()
-    assert (choice.setting, choice.outlook) == (START, None)
+    assert (choice.setting, choice.estimate) == (START, None)
     assert "budget" in choice.why
 
 

@@ -91,7 +91,7 @@ def test_theory_and_probes_tell_values_of_a_dimension_from_outside_apart() -> No
     search = go(Search(with_wire(), "random"), most=6)
     known = search.tried[-1].setting
     other = next(value for value in Wire().values if value != known.further_value("wire"))
-    assert search.pace()(known) != search.pace()(known.with_further("wire", other))
+    assert search.efficiency()(known) != search.efficiency()(known.with_further("wire", other))
 
 
 def test_a_value_is_applied_and_says_whether_groups_are_formed_again() -> None:

@@ -39,7 +39,7 @@ def test_a_device_report_of_an_earlier_version_is_read_whole() -> None:
 
 def test_what_rank_0_says_arrives_as_it_was_said() -> None:
     probe = Probe(3, Setting(2, 0.5, 0.1, further=(("wire", "bfloat16"),)), 512, "grid")
-    order = Order(probe, speeds={0: 10.0, 11: 20.5}, by_speed=True, ruin=2.5, why="it is faster")
+    order = Order(probe, speeds={0: 10.0, 11: 20.5}, by_speed=True, divergence_threshold=2.5, why="it is faster")
     assert Order.from_text(order.to_text()) == order
 
 

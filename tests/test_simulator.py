@@ -154,7 +154,7 @@ def test_the_hardware_model_says_how_often_an_update_comes(groups: int) -> None:
     model = HardwareModel(Costs(compute=32e-3, head=1.6e-3 if groups > 1 else 0.0), ranks=16)
     # Of several ranks the slowest counts, and near the point of saturation groups come in one another's way.
     assert trace.seconds_per_update == pytest.approx(model.seconds_per_update(groups), rel=0.2)
-    if groups > 1 and model.binding(groups) == "head":
+    if groups > 1 and model.bottleneck(groups) == "head":
         assert trace.seconds_per_update == pytest.approx(1.6e-3, rel=0.03)
 
 

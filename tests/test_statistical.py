@@ -176,7 +176,7 @@ def test_any_curve_has_a_verdict(losses: list[float], target: float) -> None:
     verdict = fit_decay(LossCurve(np.arange(len(losses)), losses), draws=100)
     reached = verdict.updates_to(target)
     assert 0 <= reached.low <= reached.value <= reached.high
-    assert 0 <= reached.chance <= 1
+    assert 0 <= reached.probability <= 1
     assert not math.isnan(verdict.loss_at(1e6).value)
 
 
@@ -215,7 +215,7 @@ def test_lower_targets_take_longer_and_wider_intervals_hold_narrower_ones(
         assert one.low <= other.low
         assert one.value <= other.value
         assert one.high <= other.high
-        assert one.chance >= other.chance
+        assert one.probability >= other.probability
     for target in targets:
         inner, outer = fitted.updates_to(target, level), fitted.updates_to(target, (1 + level) / 2)
         assert outer.low <= inner.low <= inner.value <= inner.high <= outer.high
@@ -224,7 +224,7 @@ def test_lower_targets_take_longer_and_wider_intervals_hold_narrower_ones(
 def test_a_target_below_the_floor_is_never_reached_and_one_above_the_start_is_there_already() -> None:
     fitted = fit(noisy(exponential))
     assert str(fitted.updates_to(0.3)) == "never reached"
-    assert fitted.updates_to(0.3).chance == 0.0
+    assert fitted.updates_to(0.3).probability == 0.0
     assert fitted.updates_to(3.0) == Estimate(0.0, 0.0, 0.0)
 
 
@@ -232,7 +232,7 @@ def test_where_the_floor_is_not_known_the_interval_is_open() -> None:
     reached = fit(noisy(exponential, points=60)).updates_to(0.51)
     assert reached.high == math.inf
     assert reached.low < 40 * math.log(2 / 0.01) < math.inf
-    assert 0 < reached.chance < 1
+    assert 0 < reached.probability < 1
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.1])
@@ -344,7 +344,7 @@ def test_what_diverged_is_infinitely_worse_and_so_is_more_of_it() -> None:
     fits = {1: fit_decay(noisy(exponential)), 4: Diverged(10.0, "a test")}
     penalty = se_penalty(fits, target=1.0)
     assert penalty(4).value == penalty(5).low == math.inf
-    assert penalty(4).chance == 0.0
+    assert penalty(4).probability == 0.0
     assert 1 < penalty(2).value < math.inf
     fits[8] = fits[1]
     assert se_penalty(fits, target=1.0)(6).value == math.inf

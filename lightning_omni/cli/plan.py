@@ -32,7 +32,7 @@ def plan(
         latency: Of one message, as in 50us, or in seconds. None for the one that was measured.
         batch_size: Samples in one device's batch. None for those that were measured.
         period: Local steps between two exchanges. None for those that were measured.
-        samples: Samples that training takes at the best pace of the probes, to know the time.
+        samples: Samples that training takes with the sample efficiency of the best probe, to know the time.
         momentum: Momentum that suits a single group. None for the file's; 0.9 if it has none.
         lr: Learning rate that suits a single group. None for the file's; if it has none, rates are multiples of it.
         out: Folder for a picture.
@@ -46,17 +46,17 @@ def plan(
         raise ConfigurationError("--out: pictures need matplotlib; install it with: pip install 'lightning-omni[plot]'")
     rate = None if bandwidth is None else rate_of("--bandwidth", bandwidth)
     delay = None if latency is None else seconds_of("--latency", latency)
-    from lightning_omni.cli import outlook as of  # not above: --help is not to wait for torch
+    from lightning_omni.cli import planning as of  # not above: --help is not to wait for torch
 
-    known = of.Known.of(file)
-    cluster = of.Cluster(known.profile, ranks, rate, delay)
+    known = of.PlanSource.of(file)
+    cluster = of.PlannedCluster(known.profile, ranks, rate, delay)
     has_lr = known.search is not None or lr is not None
-    outlook = of.Outlooks(cluster, known, known.pace(momentum, lr), batch_size, period, has_lr)
-    show(of.table(outlook, samples), of.tall_table(outlook, samples))
-    for line in of.sentences(outlook, samples):
+    planned = of.Plan(cluster, known, known.efficiency(momentum, lr), batch_size, period, has_lr)
+    show(of.table(planned, samples), of.tall_table(planned, samples))
+    for line in of.sentences(planned, samples):
         tell(line)
     if out is not None:
-        say(f"picture: {of.draw(outlook, out)}")
+        say(f"picture: {of.draw(planned, out)}")
     return 0
 
 

@@ -1,7 +1,7 @@
 """Whether the C library keeps the memory that tensors give back. Linux with glibc only.
 
 PyTorch's CPU tensors are malloc's. By default glibc hands blocks of 32 MiB and more back to the kernel as soon as they
-are freed, and the next step gets them anew, page by page, each page zeroed. Nothing of the arithmetic changes.
+are freed, and the next step gets them again, page by page, each page zeroed. Nothing of the arithmetic changes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How a group's batch is split among members of different speed: the measurements in, the decision out. No I/O.
 
 Rule 1: a split changes only if the group gets noticeably faster by it, so that ranks of one speed are left alone.
-Rule 2: what is noticed once may be chance; a small gain has to be seen twice in a row, with the same member too slow.
+Rule 2: what is noticed once may be noise; a small gain has to be seen twice in a row, with the same member too slow.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Throughput:
 
         Args:
             samples: this rank's part of it.
-            seconds: the time of its own work, without waiting for others.
+            seconds: the time of its compute time, without waiting for others.
         """
         if self._to_skip:
             self._to_skip -= 1

@@ -30,7 +30,7 @@ def shape_of(moments: Array, scale: Array, bend: Array) -> Array:
 
 
 @dataclass(frozen=True, eq=False)
-class Data:
+class DecayData:
     """Losses over moments in units of the last one."""
 
     x: Array
@@ -87,7 +87,7 @@ class Nodes:
     def freedom(self) -> float:
         """Points worth an independent one, less the four parameters; at least 1."""
         residuals = self.residuals[self.best]
-        return max((len(residuals) - 4) / crowding(residuals), 1.0)
+        return max((len(residuals) - 4) / autocorrelation_time(residuals), 1.0)
 
     @property
     def likely(self) -> Array:
@@ -102,7 +102,7 @@ class Candidates:
     nodes: Nodes
     weights: Array  # (nodes,), of sum 1
 
-    def drawn(self, data: Data, draws: int, random: np.random.Generator) -> Array:
+    def drawn(self, data: DecayData, draws: int, random: np.random.Generator) -> Array:
         """Draws of floor, drop, T and q in proportion to the likelihood, shape (draws, 4)."""
         nodes = self.nodes
         which = random.choice(len(self.weights), size=draws, p=self.weights)
@@ -115,7 +115,7 @@ class Candidates:
         return np.column_stack([linear, nodes.scale[which], nodes.bend[which]])
 
 
-def candidates(data: Data, slowest: float, random: np.random.Generator) -> Candidates:
+def candidates(data: DecayData, slowest: float, random: np.random.Generator) -> Candidates:
     """Decays in proportion to the likelihood, of bends from 0 to ``slowest``."""
     grid, steps = _narrowed(data, slowest)
     weights = np.exp(grid.likely)
@@ -127,7 +127,7 @@ def candidates(data: Data, slowest: float, random: np.random.Generator) -> Candi
     return Candidates(nodes, weights / weights.sum())
 
 
-def _narrowed(data: Data, slowest: float) -> tuple[Nodes, Array]:
+def _narrowed(data: DecayData, slowest: float) -> tuple[Nodes, Array]:
     """A grid over the likely (T, q), and its steps in log T and q."""
     low, high = np.array([math.log(_SHORTEST), 0.0]), np.array([math.log(_LONGEST), slowest])
     for _ in range(_ROUNDS):
@@ -143,7 +143,7 @@ def _narrowed(data: Data, slowest: float) -> tuple[Nodes, Array]:
     return nodes, step
 
 
-def crowding(residuals: Array) -> float:
+def autocorrelation_time(residuals: Array) -> float:
     """How many points are worth one independent one: by how much means of blocks scatter more than they should.
 
     Noise that goes on for a while does that, and so does a law that does not fit.

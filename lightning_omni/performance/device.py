@@ -29,7 +29,7 @@ from lightning_omni.performance.allocator import can_keep_memory
 from lightning_omni.performance.report import DeviceReport, Finding, Verdict
 from lightning_omni.performance.setting import FUSABLE, DeviceSetting
 from lightning_omni.performance.timing import BLOCK_SECONDS, FEWEST, MARGIN, Comparison, compare
-from lightning_omni.performance.trial import Job, Loss, Trial, untouched
+from lightning_omni.performance.trial import Loss, TrainingSetup, Trial, untouched
 
 ALLOWABLE = ("precision", "batch_size", "workers")
 """What changes the statistics of training, and is only proposed unless it is allowed."""
@@ -74,7 +74,7 @@ def tune_device(
 ) -> DeviceReport:
     """Measures how this device trains this model fastest. Applies nothing: ``report.setting.apply(model, optimizer)``.
 
-    All is measured on copies: weights, buffers, optimizer, gradients, chance, threads and modes are afterwards what
+    All is measured on copies: weights, buffers, optimizer, gradients, RNG state, threads and modes are afterwards what
     they were. Device memory for two copies beside the model itself is needed.
 
     Args:
@@ -115,9 +115,11 @@ def tune_device(
         raise ConfigurationError(f"budget={budget}: pass seconds above 0")
     if not tolerance > 0:
         raise ConfigurationError(f"tolerance={tolerance}: pass a fraction above 0, as in 0.02")
-    job = Job(model, loss, optimizer, copy.deepcopy(list(batches)), clock)  # a loss may write into its batch
-    search = _Search(job, allow, propose, budget, tolerance, cores or usable_cores(), skip or {}, progress)
-    with untouched(job):
+    setup = TrainingSetup(
+        model, loss, optimizer, copy.deepcopy(list(batches)), clock
+    )  # a loss may write into its batch
+    search = _Search(setup, allow, propose, budget, tolerance, cores or usable_cores(), skip or {}, progress)
+    with untouched(setup):
         return search.run()
 
 
@@ -135,7 +137,7 @@ class _Search:
 
     def __init__(
         self,
-        job: Job,
+        setup: TrainingSetup,
         allow: tuple[str, ...],
         propose: tuple[str, ...],
         budget: float,
@@ -144,10 +146,10 @@ class _Search:
         skip: Mapping[str, str],
         progress: Progress | None,
     ) -> None:
-        self._job, self._allow, self._propose = job, allow, propose
+        self._setup, self._allow, self._propose = setup, allow, propose
         self._tolerance, self._cores, self._skip = tolerance, cores, skip
         self._progress = progress or (lambda done, text: None)
-        self._began = job.clock()
+        self._began = setup.clock()
         self._budget, self._deadline = budget, self._began + budget
         self._findings: list[Finding] = []
         self._curves: dict[str, tuple[float, ...]] = {}
@@ -178,9 +180,9 @@ class _Search:
         return self._report()
 
     def _measure_baseline(self) -> Trial:
-        """The job as it comes, after its first step."""
+        """The setup as it comes, after its first step."""
         try:
-            trial = Trial(self._job, DeviceSetting())
+            trial = Trial(self._setup, DeviceSetting())
             [first] = trial.losses(1)
             trial.check()
             [again], [other] = trial.losses(1), trial.losses(1, seed=1)
@@ -188,7 +190,7 @@ class _Search:
             raise
         except Exception as error:
             raise ConfigurationError(f"the model cannot be trained as it comes: {_say(error)}") from error
-        # With chance in it (dropout, say) two losses prove nothing: layouts draw their numbers in other orders.
+        # With random numbers in it (dropout, say) two losses prove nothing: layouts draw their numbers in other orders.
         self._first_loss = first if first == again == other else None
         return trial
 
@@ -196,7 +198,7 @@ class _Search:
 
     def _threads(self) -> None:
         now = torch.get_num_threads()
-        if self._job.device.type != "cpu":
+        if self._setup.device.type != "cpu":
             self._skipped("threads", "the arithmetic is not on the CPU")
             return
         counts = sorted({1, max(1, self._cores // 2), self._cores} - {now})
@@ -206,17 +208,17 @@ class _Search:
             self._try("threads", f"{count} instead of {now}", replace(self._best.setting, threads=count))
 
     def _memory(self) -> None:
-        if self._job.device.type != "cpu" or not can_keep_memory():
+        if self._setup.device.type != "cpu" or not can_keep_memory():
             self._skipped("allocator", "for CPU tensors from glibc's malloc only")
             return
         self._try("allocator", "keep freed memory", replace(self._best.setting, keep_memory=True))
 
     def _cudnn(self) -> None:
-        if self._job.device.type == "cuda" and not torch.backends.cudnn.benchmark:
+        if self._setup.device.type == "cuda" and not torch.backends.cudnn.benchmark:
             self._try("cudnn", "benchmark", replace(self._best.setting, cudnn_benchmark=True))
 
     def _memory_format(self) -> None:
-        if not any(parameter.dim() in (4, 5) for parameter in self._job.model.parameters()):
+        if not any(parameter.dim() in (4, 5) for parameter in self._setup.model.parameters()):
             self._skipped("memory format", "there are no convolutions")
             return
         self._try("memory format", "channels_last", replace(self._best.setting, channels_last=True))
@@ -231,12 +233,12 @@ class _Search:
             self._try("fused optimizer", type(optimizer).__name__, replace(self._best.setting, fused=True))
 
     def _compile(self) -> None:
-        names = compilable(self._job.model)
-        if any(module._compiled_call_impl is not None for module in self._job.model.modules()):
+        names = compilable(self._setup.model)
+        if any(module._compiled_call_impl is not None for module in self._setup.model.modules()):
             self._skipped("compile", "the model is compiled already")
         elif not names:
             self._skipped("compile", "there is no submodule of several layers")
-        elif self._job.device.type == "cpu" and (lack := _lack_of_compiler()):
+        elif self._setup.device.type == "cpu" and (lack := _lack_of_compiler()):
             self._skipped("compile", lack)
         else:
             for tried in dict.fromkeys([names, *((name,) for name in names)]):
@@ -252,7 +254,7 @@ class _Search:
     def _precision(self) -> None:
         if not self._wanted("precision"):
             return
-        device = self._job.device.type
+        device = self._setup.device.type
         for precision in {"cpu": ("bf16-mixed",), "cuda": ("tf32", "bf16-mixed")}.get(device, ()):
             if precision == "bf16-mixed" and (lack := self._lack_of_bf16()):
                 self._skipped("precision", lack)
@@ -261,10 +263,10 @@ class _Search:
             self._try("precision", precision, setting, "precision", judge=self._judge_precision)
 
     def _lack_of_bf16(self) -> str:
-        device = self._job.device.type
+        device = self._setup.device.type
         if torch.is_autocast_enabled(device):
             return "autocast is on already"
-        if any(parameter.dtype != torch.float32 for parameter in self._job.model.parameters()):
+        if any(parameter.dtype != torch.float32 for parameter in self._setup.model.parameters()):
             return "the parameters are not float32"
         if device == "cuda" and not torch.cuda.is_bf16_supported():
             return "the device has no bfloat16"
@@ -276,7 +278,7 @@ class _Search:
         steps = min(STEPS, int(self._left / max(seconds, 1e-9)))
         if steps < FEWEST_STEPS:
             raise _Rejected(f"no time for a probe of {FEWEST_STEPS} steps")
-        nudged = Trial(self._job, self._best.setting)
+        nudged = Trial(self._setup, self._best.setting)
         nudged.nudge(ROUNDING)
         curves = [each.losses(steps) for each in (self._best, trial, nudged)]
         name = trial.setting.precision
@@ -289,7 +291,7 @@ class _Search:
     def _batch_size(self) -> None:
         if not self._wanted("batch_size"):
             return
-        own = self._job.batch_size
+        own = self._setup.batch_size
         rates = {own: 1.0}
         tried: list[tuple[Finding, Trial]] = []
         sizes = [size for size in (own // 4, own // 2, 2 * own, 4 * own) if size > 1]
@@ -322,7 +324,7 @@ class _Search:
         """Processes started for the purpose: one with all cores, then more with fewer each."""
         if not self._wanted("workers"):
             return
-        if self._job.device.type != "cpu":
+        if self._setup.device.type != "cpu":
             self._skipped("workers", "one process for each accelerator is Lightning's own way")
             return
         counts = [count for count in (2, 4, 8, 16, 32, 64, 128) if count <= self._cores and self._cores % count == 0]
@@ -335,7 +337,7 @@ class _Search:
     def _try_workers(self, count: int) -> None:
         """One process with all cores, then several, then one again: they cannot be timed in turns."""
         tried = f"{count} processes with {self._cores // count} threads each, a batch each"
-        began = self._job.clock()
+        began = self._setup.clock()
         if reason := self._skip.get("workers") or (self._used_up() if self._left < _WORKERS_NEED else ""):
             self._findings.append(Finding("workers", tried, "skipped", reason))
             return
@@ -351,7 +353,7 @@ class _Search:
         if found.spread[0] >= 1 + MARGIN:
             verdict, reason = ("applied", "") if "workers" in self._allow else ("proposed", _YOURS["workers"])
             self._proposal |= {"workers": count, "threads": self._cores // count}
-        seconds = self._job.clock() - began
+        seconds = self._setup.clock() - began
         before = statistics.median(found.before)
         self._findings.append(
             Finding("workers", tried, verdict, reason, before, together, found.gain, found.spread, 2, seconds)
@@ -359,7 +361,7 @@ class _Search:
 
     def _throughput(self, count: int) -> float:
         setting = replace(self._best.setting, workers=count, threads=self._cores // count, batch_size=None)
-        return workers.throughput(self._job, setting, _WORKER_SECONDS, self._deadline)
+        return workers.throughput(self._setup, setting, _WORKER_SECONDS, self._deadline)
 
     # --- One candidate ------------------------------------------------------------------------------------------------
 
@@ -395,12 +397,12 @@ class _Search:
         if reason:
             return Finding(step, tried, "skipped", reason), None
         self._tell(f"{step}: {tried}")
-        began = self._job.clock()
+        began = self._setup.clock()
         try:
-            trial = Trial(self._job, setting)
+            trial = Trial(self._setup, setting)
             preparation = self._prepare(trial, is_same=not changes)
-            enough = self._job.clock() + _SHARE * self._left
-            found = compare(self._best, trial, self._deadline, self._job.clock, enough)
+            enough = self._setup.clock() + _SHARE * self._left
+            found = compare(self._best, trial, self._deadline, self._setup.clock, enough)
             remark = self._remark(found, trial, judge)
             verdict: Verdict = "proposed" if changes and changes not in self._allow else "applied"
         except _Rejected as error:
@@ -408,10 +410,10 @@ class _Search:
         except Exception as error:
             # A candidate may fail in whatever way: the memory is too small, a kernel or a compiler is missing.
             gc.collect()
-            return Finding(step, tried, "rejected", _say(error), seconds=self._job.clock() - began), None
+            return Finding(step, tried, "rejected", _say(error), seconds=self._setup.clock() - began), None
         if verdict == "proposed":
             remark = f"{_YOURS[changes]}{'; ' if remark else ''}{remark}"
-        finding = Finding(step, tried, verdict, remark, seconds=self._job.clock() - began, preparation=preparation)
+        finding = Finding(step, tried, verdict, remark, seconds=self._setup.clock() - began, preparation=preparation)
         if not found.before:
             return finding, None
         measured = replace(
@@ -427,9 +429,9 @@ class _Search:
 
     def _prepare(self, trial: Trial, is_same: bool) -> float:
         """First steps: whether the loss is the same, and the seconds that the very first took beyond a usual one."""
-        began = self._job.clock()
+        began = self._setup.clock()
         [first] = trial.losses(1)
-        seconds = self._job.clock() - began
+        seconds = self._setup.clock() - began
         known = self._first_loss
         if is_same and known is not None and not abs(first - known) <= _SAME_LOSS * abs(known):
             raise RuntimeError(f"it computes something else: a loss of {first:.6g} instead of {known:.6g}")
@@ -454,7 +456,7 @@ class _Search:
     @property
     def _left(self) -> float:
         """Seconds."""
-        return self._deadline - self._job.clock()
+        return self._deadline - self._setup.clock()
 
     def _used_up(self) -> str:
         return f"the budget of {self._budget:g} s is used up"
@@ -466,7 +468,7 @@ class _Search:
         self._findings.append(Finding(step, "-", "skipped", reason))
 
     def _tell(self, text: str) -> None:
-        self._progress(min(0.95, (self._job.clock() - self._began) / self._budget), text)
+        self._progress(min(0.95, (self._setup.clock() - self._began) / self._budget), text)
 
     def _rate(self, trial: Trial) -> float:
         return trial.samples / trial.run(1)
@@ -478,9 +480,9 @@ class _Search:
         """All that is applied against all as it came, in pairs of their own."""
         self._tell("all together")
         setting, gain, spread = self._best.setting, None, None
-        baseline = tuned = self._job.batch_size / self._step_seconds
+        baseline = tuned = self._setup.batch_size / self._step_seconds
         if self._best is not self._baseline:
-            found = compare(self._baseline, self._best, self._began + self._budget, self._job.clock)
+            found = compare(self._baseline, self._best, self._began + self._budget, self._setup.clock)
             if found.before:
                 gain, baseline, tuned = found.gain, statistics.median(found.before), statistics.median(found.after)
                 spread = found.spread
@@ -500,9 +502,9 @@ class _Search:
             baseline,
             tuned,
             gain,
-            self._job.batch_size,
-            self._job.clock() - self._began,
-            _name_of(self._job.device, self._cores),
+            self._setup.batch_size,
+            self._setup.clock() - self._began,
+            _name_of(self._setup.device, self._cores),
             self._curves,
             spread,
         )

@@ -1,12 +1,12 @@
 """Time to a target = hardware efficiency × statistical efficiency, for any setting, with an interval.
 
 Probes that start from the same weights and train on the same samples are compared where they end: one that is at a
-loss which the best had reached after two thirds of the samples learns at two thirds of its pace. Theory says what to
-expect of settings that nobody tried, and the probes correct it (`Pace`). A profile of the cluster
+loss which the best had reached after two thirds of the samples has two thirds of its sample efficiency. Theory says
+what to expect of settings that were not tried, and the probes correct it (`SampleEfficiency`). A profile of the cluster
 (`lightning_omni.performance.profile`) adds the samples per second.
 
-Rule 1: paces are of samples, not of updates: groups of different size make updates of different size.
-Rule 2: the pace of proportional batches is that of equal ones; the gradient is the same.
+Rule 1: what is compared are samples, not updates: groups of different size make updates of different size.
+Rule 2: the sample efficiency of proportional batches is that of equal ones; the gradient is the same.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from lightning_omni.serialization import Serializable
 Array = np.ndarray[Any, Any]
 
 _BLOCKS, _TAIL = 8, 3
-"""A probe's losses are averaged over so many equal stretches, of which the last few say where it came."""
+"""A probe's losses are averaged over so many equal segments, of which the last few say where it came."""
 _SLOWEST = 0.02
-"""No pace is read off as slower than that: such a probe stood still."""
+"""No sample efficiency is read off as lower than that: such a probe learned nothing."""
 _DEVIATION, _NOISE = 0.25, 1.0
 """Standard deviations of what theory is off by, and of what a short probe from a cold start says of the whole run, in
-logarithms. Both are experience: what such probes show of paces is little but whether they diverge."""
+logarithms. Both are experience: such probes show little but whether they diverge."""
 FAILED = 3.0
 """A setting that diverged counts as so many times as slow as the slowest that did not."""
 
@@ -110,7 +110,7 @@ class Scaling:
 
 
 @dataclass(frozen=True)
-class Tried(Serializable):
+class TrialResult(Serializable):
     """What a probe showed.
 
     Attributes:
@@ -155,12 +155,12 @@ class Tried(Serializable):
         return {**super().to_dict(), "losses": losses}
 
     @classmethod
-    def from_dict(cls, plain: Mapping[str, Any]) -> Tried:
+    def from_dict(cls, plain: Mapping[str, Any]) -> TrialResult:
         """What `to_dict` gave."""
         return super().from_dict({**plain, "losses": [math.nan if loss is None else loss for loss in plain["losses"]]})
 
     def blocks(self, until: float, count: int = _BLOCKS) -> Array:
-        """Mean loss of each of ``count`` equal stretches of the first ``until`` samples, shape (count,)."""
+        """Mean loss of each of ``count`` equal segments of the first ``until`` samples, shape (count,)."""
         edges = np.linspace(0, until, count + 1)
         ends = np.asarray(self.samples)
         # The integral of a loss that is constant over its batch, read at the edges.
@@ -168,7 +168,7 @@ class Tried(Serializable):
         return np.asarray(np.diff(np.interp(edges, np.concatenate([[0.0], ends]), total)) / np.diff(edges))
 
 
-def log_costs(tried: Sequence[Tried]) -> list[tuple[float, float]]:
+def log_costs(tried: Sequence[TrialResult]) -> list[tuple[float, float]]:
     """How many times as many samples each probe needs as the one that came furthest, in logarithms, with errors.
 
     All must have started at one snapshot. They are compared at the samples at which the shortest ended, on the same
@@ -181,8 +181,8 @@ def log_costs(tried: Sequence[Tried]) -> list[tuple[float, float]]:
 
     Example:
         >>> samples = tuple(range(10, 330, 10))
-        >>> def probe(pace):
-        ...     return Tried(Setting(1, 0.0, 0.1), samples, tuple(1 / (1 + pace * end / 50) for end in samples))
+        >>> def probe(speed):
+        ...     return TrialResult(Setting(1, 0.0, 0.1), samples, tuple(1 / (1 + speed * end / 50) for end in samples))
         >>> [round(math.exp(cost), 1) for cost, _ in log_costs([probe(1.0), probe(0.5)])]
         [1.0, 2.0]
     """
@@ -203,7 +203,7 @@ class _Curve:
     places: Array
 
     @classmethod
-    def of(cls, tried: Tried, until: float) -> _Curve:
+    def of(cls, tried: TrialResult, until: float) -> _Curve:
         centres = (np.arange(_BLOCKS) + 0.5) * until / _BLOCKS
         update = tried.end / len(tried.samples)  # samples of one
         momentum = min(tried.setting.momentum, 0.99) if tried.gathers else 0.0
@@ -228,16 +228,16 @@ class _Curve:
         if not np.isfinite(self.losses).all() or self.level >= curve[0] + 0.25 * max(span, 1e-12):
             return math.inf, 0.0  # worse than where all began
         if span <= 0:
-            return 0.0, 1.0  # nobody learns anything
+            return 0.0, 1.0  # no probe learns anything
         reached, middle = (float(np.interp(-level, -curve, best.places)) for level in (self.level, best.level))
-        pace = max(_SLOWEST, reached / middle * best.place / self.place)
+        efficiency = max(_SLOWEST, reached / middle * best.place / self.place)
         # What the paired differences scatter, in units of samples by the slope of the best.
         scatter = float(np.std((self.losses - best.losses)[-_TAIL:], ddof=1)) / math.sqrt(_TAIL)
         error = scatter / span * float(best.places[-1]) / max(reached, 0.1 * middle)
-        return -math.log(pace), min(1.0, error)
+        return -math.log(efficiency), min(1.0, error)
 
 
-# --- Pace ------------------------------------------------------------------------------------------------------------
+# --- Sample efficiency -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -294,12 +294,12 @@ class Theory:
         away = math.log(max(self.scaling.step(setting), 1e-12) / self.step)
         steepness = self.narrow if away < 0 else 2 * self.narrow
         momentum = 0.5 * (setting.momentum - self.momentum(setting.groups)) ** 2
-        apart = setting.groups * setting.period if setting.groups > 1 else 1  # one group exchanges with nobody
+        apart = setting.groups * setting.period if setting.groups > 1 else 1  # one group exchanges with no other
         stale = self.staleness * (1 - 1 / apart) + self.spread * (apart - 1)
         return math.log1p(stale) + steepness * away**2 + momentum
 
 
-class Pace:
+class SampleEfficiency:
     """The samples that settings need, from theory and probes: a Gaussian process about the theory.
 
     Its length scales are fixed (a factor of 2.5 in the number of groups, 0.4 of momentum, a factor of 3 in the step):
@@ -315,8 +315,8 @@ class Pace:
 
     Example:
         >>> theory = Theory(Setting(1, 0.9, 0.1), Scaling())
-        >>> pace = Pace(theory)
-        >>> mean, error = pace(theory.setting(groups=4))
+        >>> efficiency = SampleEfficiency(theory)
+        >>> mean, error = efficiency(theory.setting(groups=4))
         >>> round(math.exp(mean), 2), error > 0.2
         (1.33, True)
     """
@@ -343,8 +343,8 @@ class Pace:
 
     @classmethod
     def of(
-        cls, theory: Theory, tried: Sequence[Tried], further: Callable[[Setting], list[float]] | None = None
-    ) -> Pace:
+        cls, theory: Theory, tried: Sequence[TrialResult], further: Callable[[Setting], list[float]] | None = None
+    ) -> SampleEfficiency:
         """From probes, all of one start; what diverged counts as `FAILED` times as slow as the slowest that did not."""
         costs = log_costs(tried)
         worst = max((cost for cost, _ in costs if math.isfinite(cost)), default=0.0) + math.log(FAILED)
@@ -393,7 +393,7 @@ def _kernel(a: Array, b: Array) -> Array:
 
 
 @dataclass(frozen=True)
-class Outlook:
+class SettingEstimate:
     """What is to be expected of a setting.
 
     Attributes:
@@ -415,40 +415,42 @@ class Forecast:
     """Time to the target of any setting.
 
     Args:
-        pace: samples that settings need.
+        efficiency: samples that settings need.
         throughput: samples per second of a setting.
-        samples: samples to the target at the pace of the best probe, or None if that is not known: then all times are
-            relative to the best setting's.
+        samples: samples to the target with the sample efficiency of the best probe, or None if that is not known: then
+            all times are relative to the best setting's.
         tried: settings that were tried.
         level: probability of the intervals.
     """
 
     def __init__(
         self,
-        pace: Pace,
+        efficiency: SampleEfficiency,
         throughput: Callable[[Setting], float],
         samples: Estimate | None = None,
         tried: Sequence[Setting] = (),
         level: float = 0.8,
     ) -> None:
-        self.pace, self.throughput, self.samples = pace, throughput, samples
+        self.efficiency, self.throughput, self.samples = efficiency, throughput, samples
         self._tried = set(tried)
         self._width = _deviations(level)
 
     def log_seconds(self, setting: Setting) -> float:
         """The logarithm of the time to the target, but for a constant: what a search makes small."""
-        return self.pace(setting)[0] - math.log(max(self.throughput(setting), 1e-12))
+        return self.efficiency(setting)[0] - math.log(max(self.throughput(setting), 1e-12))
 
-    def of(self, setting: Setting) -> Outlook:
-        """The outlook of a setting."""
-        mean, error = self.pace(setting)
-        mean -= self.pace.offset
+    def of(self, setting: Setting) -> SettingEstimate:
+        """The estimate of a setting."""
+        mean, error = self.efficiency(setting)
+        mean -= self.efficiency.offset
         rate = max(self.throughput(setting), 1e-12)
         low, high = math.exp(mean - self._width * error), math.exp(mean + self._width * error)
         samples = _times(self.samples or Estimate(1.0, 1.0, 1.0), math.exp(mean), low, high)
-        return Outlook(setting, _times(samples, 1 / rate, 1 / rate, 1 / rate), rate, samples, setting in self._tried)
+        return SettingEstimate(
+            setting, _times(samples, 1 / rate, 1 / rate, 1 / rate), rate, samples, setting in self._tried
+        )
 
-    def best(self, candidates: Sequence[Setting]) -> Outlook:
+    def best(self, candidates: Sequence[Setting]) -> SettingEstimate:
         """The setting that is expected to be there first.
 
         Raises:
@@ -458,7 +460,7 @@ class Forecast:
             raise ConfigurationError("candidates: there is nothing to choose from; pass at least one setting")
         return self.of(min(candidates, key=self.log_seconds))
 
-    def of_systems(self, ranks: int, saturating: int, own: Setting | None = None) -> dict[str, Outlook]:
+    def of_systems(self, ranks: int, saturating: int, own: Setting | None = None) -> dict[str, SettingEstimate]:
         """What well-known systems would have set, and what it would have cost.
 
         Learning rates are the user's, as these systems leave them, but for Rudra's, which divides by the staleness,
@@ -469,7 +471,7 @@ class Forecast:
             saturating: groups at which a serial part saturates.
             own: the user's setting; None for the theory's start.
         """
-        theory = self.pace.theory
+        theory = self.efficiency.theory
         start = own or theory.start
         alone = Setting(1, start.momentum, start.lr)
         systems = {
@@ -482,7 +484,7 @@ class Forecast:
         return {name: self.of(setting) for name, setting in systems.items()}
 
 
-def samples_to(target: float, tried: Sequence[Tried], level: float = 0.8) -> Estimate | None:
+def samples_to(target: float, tried: Sequence[TrialResult], level: float = 0.8) -> Estimate | None:
     """Samples to a training loss, extrapolated from the probe that came furthest; None if that says nothing.
 
     Args:
@@ -502,7 +504,7 @@ def samples_to(target: float, tried: Sequence[Tried], level: float = 0.8) -> Est
 
 
 def _times(estimate: Estimate, value: float, low: float, high: float) -> Estimate:
-    return Estimate(estimate.value * value, estimate.low * low, estimate.high * high, estimate.chance)
+    return Estimate(estimate.value * value, estimate.low * low, estimate.high * high, estimate.probability)
 
 
 def _deviations(level: float) -> float:

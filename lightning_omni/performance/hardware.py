@@ -72,7 +72,7 @@ class HardwareModel:
         >>> model = HardwareModel(Costs(compute=0.160, allreduce=0.005, head=0.015), ranks=16)
         >>> [round(1000 * model.seconds_per_update(groups), 1) for groups in (2, 4, 5, 16)]
         [21.9, 15.6, 15.0, 15.0]
-        >>> model.saturating_groups(), model.binding(4), model.binding(5)
+        >>> model.saturating_groups(), model.bottleneck(4), model.bottleneck(5)
         (5, 'groups', 'head')
     """
 
@@ -113,7 +113,7 @@ class HardwareModel:
         """Seconds between two updates; with H > 1, between two steps of any group."""
         return max(self.parts(groups).values())
 
-    def binding(self, groups: int) -> str:
+    def bottleneck(self, groups: int) -> str:
         """What holds updates up: ``"groups"``, each as fast as it can be, or ``"serve"``, ``"link"`` or ``"head"``."""
         parts = self.parts(groups)
         return max(parts, key=lambda name: (parts[name], name in _SERIAL))
@@ -124,6 +124,6 @@ class HardwareModel:
         More of them are no faster and staler, so this is where a search begins (Hadjis et al. 2016, Algorithm 1).
         """
         for groups in range(2, self.ranks + 1):
-            if self.binding(groups) in _SERIAL:
+            if self.bottleneck(groups) in _SERIAL:
                 return groups
         return self.ranks

@@ -39,7 +39,7 @@ _CONSTANT, _GEOMETRIC = 0.5, 1.5
 
 @dataclass(frozen=True)
 class Implicit:
-    """The momentum that staleness adds, and whether the theorem behind that figure holds.
+    """The momentum that staleness adds, and whether the theorem behind that number holds.
 
     Attributes:
         momentum: u = 1 - 1 / (1 + mean), 0 or more and less than 1.

@@ -1,11 +1,11 @@
 """Hardware efficiency, fitted: seconds per update for any grouping, from measured steps of one or two.
 
-`lightning_omni.performance.hardware` has the formula for costs that somebody knows. Here they are read off what ranks
+`lightning_omni.performance.hardware` has the formula for costs that are known. Here they are read off what ranks
 and groups measured of their own steps, with what the formula leaves out: the slowest of several members counts, groups
-wait for one another where they share a server, its link or a merged head, and every figure has an interval.
+wait for one another where they share a server, its link or a merged head, and every number has an interval.
 
-    step of a group = E[max over members of own work] + all-reduce + exchange / H + turn at a head
-    own work of a rank = (overhead + samples × seconds per sample) × jitter, the jitter as it was measured
+    step of a group = E[max over members of compute time] + all-reduce + exchange / H + turn at a head
+    compute time of a rank = (overhead + samples × seconds per sample) × jitter, the jitter as it was measured
     all-reduce of k members = (k - 1) / k × 2 a + (k - 1) × 2 l
     exchange = delay + service at what is shared, and the wait for it (`lightning_omni.performance.queueing`)
 
@@ -43,7 +43,7 @@ _NOTICED = 0.1
 """The server is held up by something else if it is busy for longer than it says, by more than that part."""
 _STEP = 1e-3
 _HINT = 0.05
-"""How much the shortest exchange counts, as having met nobody, where nothing speaks against it."""
+"""How much the shortest exchange counts, as one that did not wait, where nothing speaks against it."""
 
 
 # --- What was measured -----------------------------------------------------------------------------------------------
@@ -51,12 +51,12 @@ _HINT = 0.05
 
 @dataclass(frozen=True)
 class Measured(Serializable):
-    """A stretch of training with one grouping, as its ranks measured it, without the first steps that warm up.
+    """A segment of training with one grouping, as its ranks measured it, without the first steps that warm up.
 
     Args:
         groups: ranks of each group.
         samples: of each rank, in ascending order of ranks: its samples of each of its steps.
-        own: of each rank in that order: seconds of its own work in each of these steps (load, forward, backward, the
+        own: of each rank in that order: its compute time in seconds in each of these steps (load, forward, backward, the
             optimizer's step): all of it but the exchange and waiting for others.
         steps: of each group: seconds of each of its steps, from the end of one to the end of the next.
         exchanges: of each group: seconds of each of these steps that went into the exchange with the server; zeros if
@@ -190,8 +190,8 @@ class Prediction:
         samples_per_second: of all groups together.
         parts: seconds per update that ``"compute"``, ``"allreduce"``, ``"exchange"`` (its delay), ``"serve"``,
             ``"link"`` and ``"head"`` take. The first three are spread over the groups; nothing can be faster than any.
-        binding: what holds updates up: ``"server"``, ``"link"`` or ``"head"`` if it is busy all the time, or else the
-            largest part of a step, ``"compute"``, ``"allreduce"`` or ``"exchange"``.
+        bottleneck: what holds updates up: ``"server"``, ``"link"`` or ``"head"`` if it is busy all the time, or else
+            the largest part of a step, ``"compute"``, ``"allreduce"`` or ``"exchange"``.
         topology: the groups.
         statement: a sentence for users.
     """
@@ -199,12 +199,12 @@ class Prediction:
     seconds_per_update: Estimate
     samples_per_second: Estimate
     parts: Mapping[str, float]
-    binding: str
+    bottleneck: str
     topology: Topology
     statement: str
 
 
-_WHAT_BINDS = {
+_BOTTLENECKS = {
     "compute": "each group's slowest member holds it up",
     "allreduce": "the all-reduce inside the groups holds it up",
     "exchange": "the way to the server and back holds it up; exchange less often, or less",
@@ -222,7 +222,7 @@ class Profile(Serializable):
     """Ranks and what is between them, as measured; answers how fast another grouping would be.
 
     Args:
-        measured: stretches of training; see `fit`, which is the way to make a profile.
+        measured: segments of training; see `fit`, which is the way to make a profile.
         draws: number of resampled fits for the intervals.
         seed: of these.
         changes: what `scaled` was asked for, one after the other.
@@ -254,11 +254,11 @@ class Profile(Serializable):
     def fit(cls, measured: Sequence[Measured], draws: int = 100, seed: int = 0) -> Profile:
         """Fits the model to measured steps.
 
-        One stretch with one group shows what inside a group takes time, one with as many groups as ranks what the
+        One segment with one group shows what inside a group takes time, one with as many groups as ranks what the
         server does; with both, the groups in between are predicted. Thirty steps of each rank are enough.
 
         Args:
-            measured: stretches of training by the same ranks, in any groupings.
+            measured: segments of training by the same ranks, in any groupings.
             draws: number of resampled fits for the intervals, at least 2.
             seed: of these.
 
@@ -276,10 +276,10 @@ class Profile(Serializable):
         object.__setattr__(self, "measured", tuple(self.measured))
         object.__setattr__(self, "changes", tuple(dict(change) for change in self.changes))
         if not self.measured:
-            raise ConfigurationError("measured=[]: pass at least one stretch of training")
+            raise ConfigurationError("measured=[]: pass at least one segment of training")
         if any(each.ranks != self.measured[0].ranks for each in self.measured):
             raise ConfigurationError(
-                f"measured: of ranks {[list(each.ranks) for each in self.measured]}; pass stretches of the same ranks"
+                f"measured: of ranks {[list(each.ranks) for each in self.measured]}; pass segments of the same ranks"
             )
         if isinstance(self.draws, bool) or not isinstance(self.draws, int) or self.draws < 2:
             raise ConfigurationError(f"draws={self.draws!r}: pass a whole number, 2 or more")
@@ -331,7 +331,7 @@ class Profile(Serializable):
             rebalance: the members of a group share its batch in proportion to their speeds.
             period: local steps between two exchanges, H; None for what was measured.
             nbytes: bytes of one exchange, one way; None for what was measured.
-            level: probability of the intervals. They are about chance in what was measured, not about the model.
+            level: probability of the intervals. They are about noise in what was measured, not about the model.
 
         Raises:
             ConfigurationError: an argument is out of range, or SciPy is missing.
@@ -349,14 +349,14 @@ class Profile(Serializable):
             )
         outcome = plan.outcome(topology)
         seconds, samples = (_interval(draws, level) for draws in (outcome.seconds_per_update, outcome.samples_rate))
-        binding = outcome.binding
+        bottleneck = outcome.bottleneck
         return Prediction(
             seconds,
             samples,
             outcome.parts,
-            binding,
+            bottleneck,
             topology,
-            self._statement(topology, seconds, samples, binding, batch),
+            self._statement(topology, seconds, samples, bottleneck, batch),
         )
 
     def _topology(self, groups: int, plan: _Plan) -> Topology:
@@ -370,11 +370,13 @@ class Profile(Serializable):
         quick = replace(plan, model=plan.model.first())
         return max(even, alike, key=lambda topology: float(quick.outcome(topology).samples_rate[0]))
 
-    def _statement(self, topology: Topology, seconds: Estimate, samples: Estimate, binding: str, batch: float) -> str:
+    def _statement(
+        self, topology: Topology, seconds: Estimate, samples: Estimate, bottleneck: str, batch: float
+    ) -> str:
         count = len(topology.alive)
         said = (
             f"{count} group{'s' * (count > 1)}: an update every {_milliseconds(seconds)},"
-            f" {samples.value:.4g} samples/s; {_WHAT_BINDS[binding]}"
+            f" {samples.value:.4g} samples/s; {_BOTTLENECKS[bottleneck]}"
         )
         if count > 1 and not self._model.knows_exchange:
             said += "; the exchange was not measured and counts as nothing"
@@ -396,10 +398,10 @@ class Profile(Serializable):
             bandwidth: bytes per second of the server's link, and between the members of a group. An exchange crosses
                 the link twice, once waiting for it to be free.
             latency: seconds of one message, on both.
-            slowest: by what factor the last rank's own work takes longer than it did.
+            slowest: by what factor the last rank's compute time takes longer than it did.
 
         Raises:
-            ConfigurationError: an argument is out of range, or for a bandwidth nobody measured the bytes.
+            ConfigurationError: an argument is out of range, or the bytes for a bandwidth were not measured.
 
         Example:
             >>> measured = Measured(((0, 1),), ((8,) * 9,) * 2, ((0.1,) * 9,) * 2, ((0.1,) * 9,), ((0.0,) * 9,))
@@ -667,12 +669,12 @@ class _Outcome:
 
     @property
     def is_saturated(self) -> bool:
-        """Whether groups that met nobody would bring more than a serial part can take."""
+        """Whether groups that did not wait would bring more than a serial part can take."""
         alone = self.exchange[0] + max(self.serve[0], self.link[0]) + self.head
         return bool(self._serial[0] * (1 / (self.compute[0] + self.allreduce[0] + alone)).sum() >= 1 - 1e-9)
 
     @property
-    def binding(self) -> str:
+    def bottleneck(self) -> str:
         names = ("serve", "link", "head") if self.is_saturated else ("compute", "allreduce", "exchange")
         largest = max(names, key=lambda name: self.parts[name])
         return "server" if largest == "serve" else largest
@@ -692,7 +694,7 @@ def _scipy() -> Any:
 
 @dataclass(frozen=True)
 class _Draws:
-    """One stretch of training, resampled; the first draw is what was measured.
+    """One segment of training, resampled; the first draw is what was measured.
 
     Attributes:
         samples: of each rank, each of shape (draws, steps).
@@ -782,7 +784,7 @@ def _fit_rank(drawn: Sequence[_Draws], rank: int) -> tuple[Array, Array, Array]:
     )
     overhead, per_sample = _costs_of_steps(samples[:1], own[:1])
     factors = own / (overhead + samples * per_sample)
-    # Jitter is drawn anew, batches stay as they were: a draw without the few small ones would not know the overhead.
+    # Jitter is drawn again, batches stay as they were: a draw without the few small ones would not know the overhead.
     overhead, per_sample = _costs_of_steps(samples[:1], factors * (overhead + samples[:1] * per_sample))
     return overhead[:, 0], per_sample[:, 0], factors
 
@@ -865,13 +867,13 @@ def _seconds_of_bytes(drawn: Sequence[_Draws]) -> Array:
 
 @dataclass(frozen=True)
 class _Exchanges:
-    """What one stretch says of the exchange; seconds of one exchange, and of a cycle from one to the next.
+    """What one segment says of the exchange; seconds of one exchange, and of a cycle from one to the next.
 
     Attributes:
         think: of a cycle without the exchange, by group, shape (draws, groups).
         variance: of that, shape (draws, groups).
         mean: of an exchange, shape (draws,).
-        least: the shortest exchange of all. Most likely it met nobody; later, in a crowd, none may.
+        least: the shortest exchange of all. Most likely it did not wait; later, among many, all may.
         nbytes: of an exchange.
     """
 
@@ -917,10 +919,10 @@ def _fit_exchange(drawn: Sequence[_Draws]) -> tuple[Array, Array, Array, Array]:
     if not several:
         nothing = np.zeros(len(drawn[0].steps[0]))
         return nothing, nothing, nothing, nothing
-    stretches = [_Exchanges.of(each) for each in several]
+    segments = [_Exchanges.of(each) for each in several]
     known = [each.measured.serve for each in several if each.measured.serve]
-    serve, nbytes = sum(known) / max(len(known), 1), max(each.nbytes for each in stretches)
-    costs = _exchange_costs(stretches, serve, nbytes)
+    serve, nbytes = sum(known) / max(len(known), 1), max(each.nbytes for each in segments)
+    costs = _exchange_costs(segments, serve, nbytes)
     delay, per_byte, busy = costs[:, 0], costs[:, 1] / max(nbytes, 1), serve + costs[:, 2]
     if not known:  # the server and its link cannot be told apart
         return delay, per_byte, busy, np.zeros_like(busy)
@@ -934,12 +936,12 @@ def _fit_exchange(drawn: Sequence[_Draws]) -> tuple[Array, Array, Array, Array]:
     return np.maximum(delay - serve, 0.0), per_byte, served, busy / nbytes
 
 
-def _exchange_costs(stretches: Sequence[_Exchanges], serve: float, nbytes: int) -> Array:
+def _exchange_costs(segments: Sequence[_Exchanges], serve: float, nbytes: int) -> Array:
     """Delay, delay of so many bytes, and how much longer than ``serve`` the busiest station is: shape (draws, 3)."""
-    sizes = {each.nbytes for each in stretches}
+    sizes = {each.nbytes for each in segments}
     # Where all exchanges are of one size, all of their delay is ascribed to the bytes.
     free = [index for index, is_free in enumerate((len(sizes) > 1 or not nbytes, nbytes > 0, True)) if is_free]
-    unit = max(float(each.think[0].mean() + each.mean[0]) for each in stretches)
+    unit = max(float(each.think[0].mean() + each.mean[0]) for each in segments)
 
     def misses(costs: Array, of: Sequence[_Exchanges]) -> Array:
         spread = np.zeros((len(of[0].mean), 3))
@@ -953,27 +955,27 @@ def _exchange_costs(stretches: Sequence[_Exchanges], serve: float, nbytes: int) 
             )
         return np.stack(found, axis=1)
 
-    first = [each.first() for each in stretches]
-    found, slopes = _least_squares(lambda costs: misses(costs, first)[0], len(free), stretches, unit)
+    first = [each.first() for each in segments]
+    found, slopes = _least_squares(lambda costs: misses(costs, first)[0], len(free), segments, unit)
     # The other draws are near: one step of Gauss and Newton takes each to its own fit.
-    missed = misses(found, stretches)
+    missed = misses(found, segments)
     costs = np.zeros((len(missed), 3))
     costs[:, free] = unit * np.maximum(found - (missed - missed[0]) @ np.linalg.pinv(slopes, rcond=1e-2).T, 0.0)
     return costs
 
 
 def _least_squares(
-    misses: Callable[[Array], Array], count: int, stretches: Sequence[_Exchanges], unit: float
+    misses: Callable[[Array], Array], count: int, segments: Sequence[_Exchanges], unit: float
 ) -> tuple[Array, Array]:
     """The costs, in units, of the last of which is the busiest station; and how the misses depend on them."""
 
     def slopes(costs: Array) -> Array:
         return np.stack([(misses(costs + step) - misses(costs)) / _STEP for step in _STEP * np.eye(count)], axis=1)
 
-    least = min(each.least for each in stretches) / unit
-    most = max(float(each.mean[0]) / each.think.shape[1] for each in stretches) / unit
+    least = min(each.least for each in segments) / unit
+    most = max(float(each.mean[0]) / each.think.shape[1] for each in segments) / unit
     found = []
-    for busy in (0.0, 0.5 * least, most):  # a server for which nobody waits, and one that is always busy
+    for busy in (0.0, 0.5 * least, most):  # a server for which no group waits, and one that is always busy
         start = np.append(np.full(count - 1, max(least - busy, 0.05 * least) / max(count - 1, 1)), busy)
         found.append(_scipy().least_squares(misses, start + 1e-9, jac=slopes, bounds=(0, np.inf), x_scale=0.1))
     # Of fits that are equally good (misses of a thousandth are) the first has the least that is always busy.

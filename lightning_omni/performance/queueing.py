@@ -56,9 +56,9 @@ def residence(think: Array, variance: Array, service: Array, visits: Array) -> A
     """Seconds of a group's cycle at the stations that it shares with the others: service, and waiting for it.
 
     A closed network of queues. To a station the groups look like as many equal ones that come as often together; for
-    those there is mean value analysis: whoever arrives finds the queue of a network with one group less, and of the
-    service under way a half is left, as services all take the same time. Were there no scatter at all, groups would
-    fall into a rhythm in which nobody waits below saturation. Real groups are in between: of two, each of spread σ,
+    those there is mean value analysis: a group that arrives finds the queue of a network with one group less, and of
+    the service under way a half is left, as services all take the same time. Were there no scatter at all, groups would
+    fall into a rhythm in which no group waits below saturation. Real groups are in between: of two, each of spread σ,
     that seldom meet, a queue is σ²/s² of what it is with arrivals at random (they are walkers who bump into each
     other), and all of it near saturation.
 
@@ -73,7 +73,7 @@ def residence(think: Array, variance: Array, service: Array, visits: Array) -> A
 
     Example:
         >>> none, groups = np.zeros((1, 4)), np.full((1, 4), 2.0)
-        >>> residence(groups, none, np.array([[0.1]]), np.array([1])).round(3).tolist()  # a rhythm: nobody waits
+        >>> residence(groups, none, np.array([[0.1]]), np.array([1])).round(3).tolist()  # a rhythm: no group waits
         [0.1]
         >>> residence(groups, none, np.array([[1.0]]), np.array([1])).round(3).tolist()  # 4 groups, 1 s each
         [2.0]

@@ -93,7 +93,7 @@ class DeviceReport(Serializable):
 
     @property
     def noise(self) -> str:
-        """Why the figures are not to be trusted, in a sentence; empty if they are.
+        """Why the numbers are not to be trusted, in a sentence; empty if they are.
 
         Smallest and largest of n paired ratios enclose their true median with probability 1 - 2^(1-n): 75 % of three
         pairs, 98 % of seven. If that interval has room for both no gain and one worth having, and is wider than the
@@ -108,7 +108,7 @@ class DeviceReport(Serializable):
         low, high = (self.spread if claim else None) or (min(each[0] for each in lost), max(each[1] for each in lost))
         what = "the gain in all" if claim else f"{len(lost)} of {len(spreads)} comparisons"
         return (
-            f"this machine is too noisy for these figures: paired ratios scatter from {low:.2f} to {high:.2f}, so that"
+            f"this machine is too noisy for these numbers: paired ratios scatter from {low:.2f} to {high:.2f}, so that"
             f" {what} cannot be told from none; stop other programs and measure again, or raise the budget"
         )
 

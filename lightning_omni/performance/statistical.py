@@ -23,7 +23,7 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.performance.decay import SLOWEST, Data, candidates, crowding, shape_of
+from lightning_omni.performance.decay import SLOWEST, DecayData, autocorrelation_time, candidates, shape_of
 from lightning_omni.trace import Trace
 
 Array = np.ndarray[Any, Any]
@@ -42,23 +42,24 @@ _SKIPPED, _CROWDED, _IMPROVED = (0.25, 0.5), 2.0, 1.5
 
 @dataclass(frozen=True)
 class Estimate:
-    """A figure and the interval that holds it with a stated probability; infinite where something never happens.
+    """A value and the interval that holds it with a stated probability; infinite where something never happens.
 
     Attributes:
         value: the median.
         low: lower end of the interval.
         high: upper end.
-        chance: probability that the figure is finite at all.
+        probability: probability that the value is finite at all.
 
     Example:
-        >>> str(Estimate(120.0, 100.0, math.inf, chance=0.7)), str(Estimate(math.inf, math.inf, math.inf, chance=0.0))
+        >>> some, none = Estimate(120.0, 100.0, math.inf, probability=0.7), Estimate(math.inf, math.inf, math.inf, 0.0)
+        >>> str(some), str(none)
         ('120 (100 to inf)', 'never reached')
     """
 
     value: float
     low: float
     high: float
-    chance: float = 1.0
+    probability: float = 1.0
 
     def __str__(self) -> str:
         if self.low == math.inf:
@@ -120,7 +121,7 @@ class LossCurve:
 
     @classmethod
     def of(cls, trace: Trace, metric: str | None = None) -> LossCurve:
-        """The training loss of a run over its updates, or a figure of its evaluations.
+        """The training loss of a run over its updates, or a metric of its evaluations.
 
         Args:
             trace: the run.
@@ -197,7 +198,7 @@ def _level(moments: Array, losses: Array) -> Level:
         )
     design = np.stack([np.ones(points), moments - moments.mean()], axis=1)
     residuals = losses - design @ np.linalg.lstsq(design, losses, rcond=None)[0]
-    variance = float(residuals @ residuals) / (points - 2) * crowding(residuals)
+    variance = float(residuals @ residuals) / (points - 2) * autocorrelation_time(residuals)
     return Level(float(losses.mean()), math.sqrt(variance / points), points)
 
 
@@ -247,11 +248,11 @@ class Diverged:
 
     def updates_to(self, target: float, level: float = 0.8) -> Estimate:
         """Never, whatever the target and the level."""
-        return Estimate(math.inf, math.inf, math.inf, chance=0.0)
+        return Estimate(math.inf, math.inf, math.inf, probability=0.0)
 
     def loss_at(self, moment: float, level: float = 0.8) -> Estimate:
         """Infinite, whatever the moment and the level."""
-        return Estimate(math.inf, math.inf, math.inf, chance=0.0)
+        return Estimate(math.inf, math.inf, math.inf, probability=0.0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -265,8 +266,8 @@ class DecayFit:
         power: the power p; infinite for an exponential.
         noise: standard deviation of a fitted point about the curve.
         points: number of points that were fitted: means of neighbours, if the curve has more than 256.
-        crowding: how many points tell as much as one independent one; large if noise goes on for a while, or if the
-            curve is not of this family.
+        autocorrelation_time: how many points tell as much as one independent one; large if noise goes on for a while,
+            or if the curve is not of this family.
         end: the last moment that was fitted; what lies beyond is a forecast.
         skipped: the start of the curve, if the family fits the rest only.
         draws: floor, drop, T and q of each draw, shape (draws, 4), with T in the curve's unit.
@@ -278,7 +279,7 @@ class DecayFit:
     power: float
     noise: float
     points: int
-    crowding: float
+    autocorrelation_time: float
     end: float
     skipped: LossCurve = field(repr=False)
     draws: Array = field(repr=False)
@@ -302,7 +303,7 @@ class DecayFit:
         """Updates (or samples, if the curve is over them) until the curve, without noise, is at a target.
 
         It is 0 if the curve starts there, and infinite in as much as the floor may lie above: ``high`` is infinite
-        if that has a chance of more than (1 - level) / 2, ``value`` if it is more likely than not.
+        if that has a probability of more than (1 - level) / 2, ``value`` if it is more likely than not.
 
         Args:
             target: a loss.
@@ -325,7 +326,7 @@ class DecayFit:
     def _seen(self, target: float) -> Array:
         """When the skipped start of the curve was at a target, give or take the noise, shape (draws,).
 
-        That is how long it was above: its first point below would come too early, by chance.
+        That is how long it was above: its first point below would come too early, by noise.
         """
         window = max(3, len(self.skipped) // 10)
         smooth = self.skipped.smoothed(window)
@@ -344,7 +345,7 @@ def _estimate(draws: Array, level: float) -> Estimate:
         raise ConfigurationError(f"level={level}: pass a probability between 0 and 1")
     # No interpolation between draws: half-way to infinity is not a number.
     low, value, high = np.quantile(draws, [(1 - level) / 2, 0.5, (1 + level) / 2], method="inverted_cdf")
-    return Estimate(float(value), float(low), float(high), chance=float(np.isfinite(draws).mean()))
+    return Estimate(float(value), float(low), float(high), probability=float(np.isfinite(draws).mean()))
 
 
 def fit_decay(curve: LossCurve, lowest: float = 0.0, draws: int = 1000, seed: int = 0) -> Verdict:
@@ -395,10 +396,10 @@ def fit_decay(curve: LossCurve, lowest: float = 0.0, draws: int = 1000, seed: in
     usable = LossCurve(curve.moments[finite], _without_spikes(curve.losses[finite]))
     best = _fit(usable, 0, lowest, draws, seed)
     for share in _SKIPPED:
-        if best.crowding <= _CROWDED or len(usable) * (1 - share) < 4 * _FEWEST:
+        if best.autocorrelation_time <= _CROWDED or len(usable) * (1 - share) < 4 * _FEWEST:
             break
         later = _fit(usable, round(share * len(usable)), lowest, draws, seed)
-        best = later if later.crowding < best.crowding / _IMPROVED else best
+        best = later if later.autocorrelation_time < best.autocorrelation_time / _IMPROVED else best
     return best
 
 
@@ -408,7 +409,7 @@ def _fit(curve: LossCurve, skipped: int, lowest: float, draws: int, seed: int) -
     moments, losses = _thin(curve.moments[skipped:], curve.losses[skipped:])
     # In units of the data the bounds on T mean the same for every curve.
     start, end, unit = float(losses.min()), float(moments[-1]), float(np.ptp(losses)) or 1.0
-    data = Data(moments / end, (losses - start) / unit, _precision(losses), (lowest - start) / unit)
+    data = DecayData(moments / end, (losses - start) / unit, _precision(losses), (lowest - start) / unit)
     exponential, general = (candidates(data, slowest, random) for slowest in (0.0, SLOWEST))
     # Akaike's criterion: one parameter more has to gain two in -2 log likelihood.
     ratio = exponential.nodes.squares.min() / general.nodes.squares.min()
@@ -424,7 +425,7 @@ def _fit(curve: LossCurve, skipped: int, lowest: float, draws: int, seed: int) -
         tau=float(scale * end / (bend or 1.0)),
         power=1 / bend if bend else math.inf,
         noise=float(np.linalg.norm(nodes.residuals[nodes.best] / data.weights) * unit / math.sqrt(len(losses) - 4)),
-        crowding=max((len(losses) - 4) / nodes.freedom, 1.0),
+        autocorrelation_time=max((len(losses) - 4) / nodes.freedom, 1.0),
         points=len(losses),
         end=end,
         skipped=LossCurve(*_thin(curve.moments[:skipped], curve.losses[:skipped])),
@@ -536,18 +537,18 @@ class Penalty:
         high = max(value, self._between(groups, "high"))
         below = max(known for known in self.measured if known < groups)
         above = min((known for known in self.measured if known > groups), default=below)
-        return Estimate(value, low, high, min(self.measured[known].chance for known in (below, above)))
+        return Estimate(value, low, high, min(self.measured[known].probability for known in (below, above)))
 
     def _between(self, groups: int, name: str) -> float:
-        figures = {known: float(getattr(estimate, name)) for known, estimate in sorted(self.measured.items())}
-        if any(figure == math.inf for known, figure in figures.items() if known < groups):
+        values = {known: float(getattr(estimate, name)) for known, estimate in sorted(self.measured.items())}
+        if any(value == math.inf for known, value in values.items() if known < groups):
             return math.inf
         # Of an infinite one further up no more is known than that it is larger.
-        figures = {known: max(figure, _NOTHING) for known, figure in figures.items()}
-        usable = [known for known, figure in figures.items() if figure < math.inf]
+        values = {known: max(value, _NOTHING) for known, value in values.items()}
+        usable = [known for known, value in values.items() if value < math.inf]
         if groups > usable[-1]:
-            return figures[usable[-1]] * groups / usable[-1]
-        return math.exp(np.interp(math.log(groups), np.log(usable), np.log([figures[known] for known in usable])))
+            return values[usable[-1]] * groups / usable[-1]
+        return math.exp(np.interp(math.log(groups), np.log(usable), np.log([values[known] for known in usable])))
 
 
 def se_penalty(curves: Mapping[int, Verdict], target: float, level: float = 0.8, seed: int = 0) -> Penalty:

@@ -48,7 +48,7 @@ class Comparison:
     """What paired blocks have found.
 
     Args:
-        before: samples per second of the way that is known, one figure for each pair.
+        before: samples per second of the way that is known, one number for each pair.
         after: those of the way that is tried.
 
     Example:

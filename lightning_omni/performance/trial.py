@@ -25,7 +25,7 @@ _OWN_OF_TORCH = ("step", "_opt_called", "_zero_grad_profile_name", "defaults", "
 
 
 @dataclass(frozen=True)
-class Job:
+class TrainingSetup:
     """What is trained.
 
     Args:
@@ -79,24 +79,24 @@ class Job:
 
 
 class Trial:
-    """A copy of the job in training with one setting.
+    """A copy of the setup in training with one setting.
 
     Args:
-        job: what is trained.
+        setup: what is trained.
         setting: how the device is used.
 
     Raises:
         ConfigurationError: the copy's loss does not depend on the copy's weights.
     """
 
-    def __init__(self, job: Job, setting: DeviceSetting) -> None:
-        self.job, self.setting = job, setting
-        self.samples = setting.batch_size or job.batch_size
-        self.model, self.optimizer = job.copies()
+    def __init__(self, setup: TrainingSetup, setting: DeviceSetting) -> None:
+        self.setup, self.setting = setup, setting
+        self.samples = setting.batch_size or setup.batch_size
+        self.model, self.optimizer = setup.copies()
         self._begins_empty = not self.optimizer.state
         Applied().to_model(setting, self.model, self.optimizer)  # for good: the copy is thrown away as it is
-        same_size = self.samples == job.batch_size
-        self._batches = list(job.batches) if same_size else [resized(batch, self.samples) for batch in job.batches]
+        same_size = self.samples == setup.batch_size
+        self._batches = list(setup.batches) if same_size else [resized(batch, self.samples) for batch in setup.batches]
 
     def run(self, steps: int) -> float:
         """Trains for so many steps, after a warm-up that does not count. Returns the seconds."""
@@ -104,24 +104,24 @@ class Trial:
             self.reset()
             for number in range(1 + steps // 5):
                 self._step(number)
-            synchronize(self.job.device)
-            began = self.job.clock()
+            synchronize(self.setup.device)
+            began = self.setup.clock()
             for number in range(steps):
                 self._step(number)
-            synchronize(self.job.device)
-            return self.job.clock() - began
+            synchronize(self.setup.device)
+            return self.setup.clock() - began
 
     def losses(self, steps: int, seed: int = 0) -> list[float]:
-        """The losses of a training from the job's weights, on its batches in turn."""
+        """The losses of a training from the setup's weights, on its batches in turn."""
         with used(self.setting):
             self.reset()
             seed_all(seed)
             return [float(self._step(number).detach()) for number in range(steps)]
 
     def reset(self) -> None:
-        """Back to the weights of the job: a copy that trained on and on would reach weights of another speed."""
+        """Back to the weights of the setup: a copy that trained on and on would reach weights of another speed."""
         with torch.no_grad():
-            for own, lent in zip(_tensors(self.model), _tensors(self.job.model), strict=True):
+            for own, lent in zip(_tensors(self.model), _tensors(self.setup.model), strict=True):
                 own.copy_(lent)
         if self._begins_empty:
             self.optimizer.state.clear()
@@ -144,8 +144,8 @@ class Trial:
 
         def closure() -> Tensor:
             self.optimizer.zero_grad()
-            with self.setting.autocast(self.job.device):
-                loss = self.job.loss(self.model, batch)
+            with self.setting.autocast(self.setup.device):
+                loss = self.setup.loss(self.model, batch)
             loss.backward()
             return loss
 
@@ -170,32 +170,32 @@ def _tensors(model: nn.Module) -> Iterator[Tensor]:
 
 
 @contextmanager
-def same_chance() -> Iterator[None]:
+def same_rng_state() -> Iterator[None]:
     """The random numbers of torch, Python and numpy go on afterwards as if nothing had drawn any."""
-    chance = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002
+    rng_states = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
     try:
         yield
     finally:
-        torch.set_rng_state(chance[0])
-        random.setstate(chance[1])
-        np.random.set_state(chance[2])  # noqa: NPY002
+        torch.set_rng_state(rng_states[0])
+        random.setstate(rng_states[1])
+        np.random.set_state(rng_states[2])  # noqa: NPY002
         if devices:
             torch.cuda.set_rng_state_all(devices)
 
 
 @contextmanager
-def untouched(job: Job) -> Iterator[None]:
+def untouched(setup: TrainingSetup) -> Iterator[None]:
     """Chance, threads, and the lent model's gradients are afterwards as they are now."""
     threads = torch.get_num_threads()
-    gradients = [parameter.grad for parameter in job.model.parameters()]
+    gradients = [parameter.grad for parameter in setup.model.parameters()]
     try:
-        with same_chance():
+        with same_rng_state():
             yield
     finally:
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
-        for parameter, gradient in zip(job.model.parameters(), gradients, strict=True):
+        for parameter, gradient in zip(setup.model.parameters(), gradients, strict=True):
             parameter.grad = gradient
 
 

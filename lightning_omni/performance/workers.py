@@ -11,42 +11,42 @@ from typing import Any
 import torch
 
 from lightning_omni.performance.setting import DeviceSetting
-from lightning_omni.performance.trial import Job, Trial
+from lightning_omni.performance.trial import TrainingSetup, Trial
 
 _START_SECONDS = 60.0
 """To import torch and make the first step, on a busy machine."""
 
 _STRETCH_SECONDS = 0.2
-"""Steps are counted in stretches of about that length: all processes are to end at the same time."""
+"""Steps are counted in blocks of about that length: all processes are to end at the same time."""
 
 
-def throughput(job: Job, setting: DeviceSetting, seconds: float, deadline: float) -> float:
+def throughput(setup: TrainingSetup, setting: DeviceSetting, seconds: float, deadline: float) -> float:
     """Samples per second of ``setting.workers`` processes with ``setting.threads`` threads each, all together.
 
     Each trains a copy of its own on batches of its own; they exchange nothing.
 
     Args:
-        job: must be fit to be sent to other processes.
+        setup: must be fit to be sent to other processes.
         setting: for each of them.
         seconds: to measure for, after all have made their first steps.
-        deadline: on the job's clock, for all to be ready.
+        deadline: on the setup's clock, for all to be ready.
 
     Raises:
         RuntimeError: a process failed, or was not ready in time.
     """
-    model, optimizer = job.copies()  # sending moves tensors into shared memory: not the lent ones
+    model, optimizer = setup.copies()  # sending moves tensors into shared memory: not the lent ones
     context = multiprocessing.get_context("spawn")
     workers: list[tuple[Any, Connection]] = []
     try:
         for _ in range(setting.workers):
             own, theirs = context.Pipe()
-            arguments = (theirs, model, job.loss, optimizer, list(job.batches), setting, seconds)
+            arguments = (theirs, model, setup.loss, optimizer, list(setup.batches), setting, seconds)
             process = context.Process(target=_train, args=arguments, daemon=True)
             process.start()
             theirs.close()
             workers.append((process, own))
         for _, connection in workers:
-            _hear(connection, min(_START_SECONDS, deadline - job.clock()))
+            _hear(connection, min(_START_SECONDS, deadline - setup.clock()))
         for _, connection in workers:
             connection.send("go")
         return sum(float(_hear(connection, _START_SECONDS + seconds)) for _, connection in workers)
@@ -86,7 +86,7 @@ def _train(
     with suppress(EOFError, OSError, KeyboardInterrupt):  # the parent is gone, or all are being stopped
         try:
             torch.set_num_threads(setting.threads or 1)
-            trial = Trial(Job(model, loss, optimizer, batches), setting)
+            trial = Trial(TrainingSetup(model, loss, optimizer, batches), setting)
             steps = max(1, round(_STRETCH_SECONDS / max(trial.run(1), 1e-6)))
             connection.send(("ready", None))
             connection.recv()
@@ -98,7 +98,7 @@ def _train(
 
 
 def _samples_per_second(trial: Trial, steps: int, seconds: float) -> float:
-    clock, samples, spent = trial.job.clock, 0, 0.0
+    clock, samples, spent = trial.setup.clock, 0, 0.0
     end = clock() + seconds
     while not samples or clock() < end:
         spent += trial.run(steps)

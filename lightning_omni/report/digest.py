@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.performance.forecast import Forecast, Outlook, Setting, Tried, log_costs, samples_to
+from lightning_omni.performance.forecast import Forecast, Setting, SettingEstimate, TrialResult, log_costs, samples_to
 from lightning_omni.performance.profile import Measured, Prediction, Profile
 from lightning_omni.performance.statistical import Estimate
 from lightning_omni.search import Choice, Search, StepSearchSpec
@@ -21,7 +21,7 @@ PARTS = {
     "link": "the server's link",
     "head": "the merged head",
 }
-"""What can bind, in words."""
+"""What can be the bottleneck, in words."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class ProbeRow:
     Attributes:
         number: from 1.
         tried: what it showed.
-        why: it was tried, in a few words; empty if nobody knows.
+        why: it was tried, in a few words; empty if that is not known.
         time: to the target, relative to the choice's; infinite if the probe diverged.
         samples: to the target, relative to the best probe's; infinite if the probe diverged.
         error: standard error of the logarithm of ``samples``.
@@ -39,7 +39,7 @@ class ProbeRow:
     """
 
     number: int
-    tried: Tried
+    tried: TrialResult
     why: str
     time: float
     samples: float
@@ -58,7 +58,7 @@ class Digest:
     Args:
         search: what was found.
         reasons: why each probe was tried; where there are none the search is asked once more.
-        target: loss at which the run is over; None if nobody named one.
+        target: loss at which the run is over; None if none was named.
     """
 
     def __init__(self, search: Search, reasons: Sequence[str] = (), target: float | None = None) -> None:
@@ -66,7 +66,7 @@ class Digest:
         self.reasons = tuple(reasons) or asked_again(search)
         samples = samples_to(target, search.tried) if target is not None and search.profile is not None else None
         tried = [each.setting for each in search.tried]
-        self.forecast = Forecast(search.pace(), search.throughput, samples, tried)
+        self.forecast = Forecast(search.efficiency(), search.throughput, samples, tried)
 
     @cached_property
     def choice(self) -> Choice:
@@ -116,15 +116,15 @@ class Digest:
     def time(self, setting: Setting) -> Estimate:
         """Time to the target with a setting, relative to the choice's."""
         unit = math.exp(self.forecast.log_seconds(self.choice.setting))
-        error = self.forecast.pace.deviation(setting, self.choice.setting)
+        error = self.forecast.efficiency.deviation(setting, self.choice.setting)
         return self._relative(setting, 1 / self.search.throughput(setting) / unit, error)
 
     def samples(self, setting: Setting) -> Estimate:
         """Samples to the target with a setting, relative to the best probe's."""
-        return self._relative(setting, math.exp(-self.forecast.pace.offset), self.forecast.pace(setting)[1])
+        return self._relative(setting, math.exp(-self.forecast.efficiency.offset), self.forecast.efficiency(setting)[1])
 
     def _relative(self, setting: Setting, factor: float, error: float) -> Estimate:
-        mean, width = self.forecast.pace(setting)[0], _QUANTILE * error
+        mean, width = self.forecast.efficiency(setting)[0], _QUANTILE * error
         return Estimate(*(factor * math.exp(each) for each in (mean, mean - width, mean + width)))
 
     # --- Settings ----------------------------------------------------------------------------------------------------
@@ -142,7 +142,7 @@ class Digest:
         return best
 
     @cached_property
-    def systems(self) -> dict[str, Outlook]:
+    def systems(self) -> dict[str, SettingEstimate]:
         """The user's own setting, and those of well-known systems; none if only the step was searched."""
         if self.is_about_steps:
             return {}
@@ -174,7 +174,7 @@ class Digest:
     @cached_property
     def probes(self) -> list[ProbeRow]:
         """All probes, in their order."""
-        unit = self.forecast.log_seconds(self.choice.setting) - self.forecast.pace.offset
+        unit = self.forecast.log_seconds(self.choice.setting) - self.forecast.efficiency.offset
         rows = []
         seen, judged = self.search.observations, self.search.tried
         for number, (observation, tried, (cost, error)) in enumerate(zip(seen, judged, log_costs(judged), strict=True)):
@@ -197,7 +197,7 @@ class Digest:
     @property
     def statement(self) -> str:
         """A sentence for users."""
-        if self.choice.outlook is None:
+        if self.choice.estimate is None:
             return f"{self.choice.setting}: {self.choice.why}"
         if self.choice.setting == self.start:
             return f"your own setting stays: {self.choice.setting}"
@@ -228,7 +228,7 @@ def asked_again(search: Search) -> tuple[str, ...]:
             same = probe is not None and probe.setting == observation.tried.setting
             reasons.append(probe.why if probe is not None and same else "")
             again.tell(observation)
-    except ConfigurationError:  # without scikit-optimize nobody knows
+    except ConfigurationError:  # scikit-optimize is missing
         return ("",) * len(search.observations)
     return tuple(reasons)
 

@@ -118,10 +118,10 @@ class Section:
         if not math.isinf(budget) and budget > 0:
             rows[-1][1] += f" ({search.spent / budget:.0%}), which is {search.spec.share:.3g} of the run"
         if (setting.groups, False) in digest.predictions:
-            rows.insert(2, ["binds", PARTS[digest.prediction(setting.groups).binding]])
+            rows.insert(2, ["bottleneck", PARTS[digest.prediction(setting.groups).bottleneck]])
         if digest.seconds is not None:
             rows.append(["time to the target", interval(digest.seconds)])
-        if not digest.is_about_steps and digest.choice.outlook is not None:
+        if not digest.is_about_steps and digest.choice.estimate is not None:
             rows.append(["speed-up over your own setting", span(digest.speed_up)])
         if search.stopped:
             rows.append(["ended early", search.stopped])
@@ -148,10 +148,10 @@ class Section:
         heads = ["system", "setting", "time", "80 % interval", *(["to the target"] if digest.seconds else [])]
         rows = [["the choice", str(digest.choice.setting), times(1.0), "", *self._seconds(1.0)]]
         values = [1.0]
-        for name, outlook in digest.systems.items():
-            time = digest.time(outlook.setting)
+        for name, estimate in digest.systems.items():
+            time = digest.time(estimate.setting)
             between = f"{times(time.low)} to {times(time.high)}"
-            rows.append([name, str(outlook.setting), times(time.value), between, *self._seconds(time.value)])
+            rows.append([name, str(estimate.setting), times(time.value), between, *self._seconds(time.value)])
             values.append(time.value)
         return TextTable(heads, rows, 0, {2: [value / max(values) for value in values]})
 
@@ -172,7 +172,7 @@ class Section:
             batches = "proportional" if rebalance else "equal"
             rate = [str(said.samples_per_second), number(measured), number(1000 * said.seconds_per_update.value)]
             costs = [number(1000 * said.parts[name]) for name in _COSTS]
-            rows.append([str(groups), batches, *rate, *costs, PARTS[said.binding]])
+            rows.append([str(groups), batches, *rate, *costs, PARTS[said.bottleneck]])
         key = setting.groups, setting.rebalance
         heads = ["groups", "batches", "samples/s", "in training", "ms per update", *_COSTS.values(), "binds"]
         return TextTable(heads, rows, list(digest.predictions).index(key) if key in digest.predictions else None)
@@ -189,7 +189,7 @@ def page(target: float | None, monitor: str, statement: str, run: RunTimes | Non
     """The whole page.
 
     Args:
-        target: value of ``monitor`` at which the run is over; None if nobody named one.
+        target: value of ``monitor`` at which the run is over; None if none was named.
         monitor: name of a metric.
         statement: what the last search came to.
         run: where the run's time went; None before it has trained.

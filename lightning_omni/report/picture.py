@@ -15,7 +15,7 @@ import numpy as np
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.palette import CHOSEN, EXPECTED, GREY, MEASURED, PROPORTIONAL, QUANTITY, YOURS, number_colours
 from lightning_omni.palette import PARTS as PARTS_COLOURS
-from lightning_omni.performance.forecast import Setting, Tried
+from lightning_omni.performance.forecast import Setting, TrialResult
 from lightning_omni.performance.statistical import Estimate
 from lightning_omni.report.digest import PARTS, Digest, ProbeRow, interval, shares, times
 
@@ -169,7 +169,7 @@ def _crosses(axes: Any, digest: Digest, height: float) -> None:
 
 def _hardware(axes: Any, digest: Digest, measured_after: Mapping[int, float]) -> None:
     if not digest.predictions:
-        return _empty(axes, "Nothing was timed: nobody knows how fast groups would be")
+        return _empty(axes, "Nothing was timed: how fast groups would be is not known")
     rates = {key: each.samples_per_second for key, each in digest.predictions.items()}
     _with_interval(axes, digest.groups, [rates[g, False] for g in digest.groups])
     uneven = [g for g in digest.groups if (g, True) in rates]
@@ -192,13 +192,13 @@ def _of_hardware(digest: Digest) -> str:
     gain = rates[fastest] / rates[1]
     if gain < 1.05:
         return "More groups are not faster"
-    return f"{_groups(fastest)} {_verb(fastest, 'train')} {gain:.1f}× as fast as 1"
+    return f"{_groups(fastest)} {_verb(fastest, 'train')} {gain:.1f}× faster than 1"
 
 
 def _step(axes: Any, digest: Digest) -> None:
     """Of what a group's step consists."""
     if not digest.predictions:
-        return _empty(axes, "Nothing was timed: nobody knows what binds")
+        return _empty(axes, "Nothing was timed: the bottleneck is not known")
     places = range(len(digest.groups))
     bottom = np.zeros(len(digest.groups))
     found = [digest.prediction(g) for g in digest.groups]
@@ -210,13 +210,17 @@ def _step(axes: Any, digest: Digest) -> None:
             bottom += heights
     for place, each in zip(places, found, strict=True):
         style = {"ha": "center", "va": "bottom", "fontsize": 9, "rotation": 90 if len(places) > 5 else 0}
-        axes.annotate(PARTS[each.binding], (place, bottom[place]), (0, 4), textcoords="offset points", **style)
+        axes.annotate(PARTS[each.bottleneck], (place, bottom[place]), (0, 4), textcoords="offset points", **style)
     axes.set_xticks(places, map(str, digest.groups))
     axes.grid(visible=False, axis="x")
     axes.set_ylim(0, (1.42 if len(places) <= 5 else 1.75) * bottom.max())
     chosen = digest.choice.setting.groups
-    binding = PARTS[digest.prediction(chosen).binding] if chosen in digest.groups else ""
-    axes.set(xlabel="groups", ylabel="ms in one step of a group", title=f"With {_groups(chosen)} {binding} binds")
+    bottleneck = PARTS[digest.prediction(chosen).bottleneck] if chosen in digest.groups else ""
+    axes.set(
+        xlabel="groups",
+        ylabel="ms in one step of a group",
+        title=f"With {_groups(chosen)} {bottleneck} is the bottleneck",
+    )
     axes.legend(loc="upper right", ncols=2)
     return None
 
@@ -304,7 +308,7 @@ def _name_colours(axes: Any, colours: Mapping[str, Any]) -> None:
     axes.legend([Line2D([], [], color=colour) for colour in colours.values()], list(colours), loc="lower left")
 
 
-def _smooth(tried: Tried) -> tuple[Any, Any]:
+def _smooth(tried: TrialResult) -> tuple[Any, Any]:
     """A loss curve, each point the mean of a twentieth of the batches."""
     window = max(1, len(tried.losses) // 20)
     losses = np.convolve(tried.losses, np.ones(window) / window, mode="valid")
@@ -332,8 +336,8 @@ def _time(axes: Any, digest: Digest) -> None:
 def _letters(axes: Any, digest: Digest, top: float) -> None:
     """The systems' letters beside their places, equal ones in one box; those beyond the axis stand at its top."""
     boxes: list[tuple[int, float, str]] = []
-    for letter, outlook in zip(_LETTERS, digest.systems.values(), strict=True):
-        groups, value = outlook.setting.groups, digest.time(outlook.setting).value
+    for letter, estimate in zip(_LETTERS, digest.systems.values(), strict=True):
+        groups, value = estimate.setting.groups, digest.time(estimate.setting).value
         height, text = min(value, 0.95 * top), f"{letter}↑" if value > 0.95 * top else letter
         near = [box for box in boxes if box[0] == groups and abs(box[1] - height) < 0.055 * top]
         if near:
@@ -395,7 +399,7 @@ def _of_systems(digest: Digest) -> str:
     best = min(others, key=lambda name: others[name])
     if others[best] < 1.05:
         return f"What others would have taken: as little with {best.partition(' (')[0]}"
-    return f"What others would have taken: {times(others[best])} as long at least, with {best.partition(' (')[0]}"
+    return f"What others would have taken: at least {times(others[best])} the time, with {best.partition(' (')[0]}"
 
 
 # --- The plane of momentum and learning rate -------------------------------------------------------------------------

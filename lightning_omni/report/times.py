@@ -1,4 +1,4 @@
-"""`RunTimes`: where the time of a tuned run went. Every figure of it, wherever it is told, comes from here."""
+"""`RunTimes`: where the time of a tuned run went. Every number of it, wherever it is shown, comes from here."""
 
 from __future__ import annotations
 

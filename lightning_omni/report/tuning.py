@@ -29,8 +29,8 @@ class TuningReport:
 
     Args:
         rounds: the first search and the retunings, in their order.
-        target: value of ``monitor`` at which the run is over; None if nobody named one.
-        monitor: name of the figure that is to reach it. Seconds to the target are expected for losses only.
+        target: value of ``monitor`` at which the run is over; None if none was named.
+        monitor: name of the metric that is to reach it. Seconds to the target are expected for losses only.
         times: where the run's time went by now; None before it has trained.
 
     Raises:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from lightning_omni.performance.forecast import Forecast, Outlook, Setting, log_costs
+from lightning_omni.performance.forecast import Forecast, Setting, SettingEstimate, log_costs
 from lightning_omni.search import constants as c
 from lightning_omni.search.evidence import Evidence
 from lightning_omni.search.rules import careful, least
@@ -21,12 +21,12 @@ class Choice:
     Attributes:
         setting: to train with from now on.
         why: a sentence for the user.
-        outlook: what is to be expected of it; None if nothing was measured.
+        estimate: what is to be expected of it; None if nothing was measured.
     """
 
     setting: Setting
     why: str
-    outlook: Outlook | None = None
+    estimate: SettingEstimate | None = None
 
 
 def choose(evidence: Evidence, by_forecast: bool, stopped: str = "") -> Choice:
@@ -68,11 +68,11 @@ def best_as_measured(evidence: Evidence) -> Setting:
 
 
 def _best_by_forecast(evidence: Evidence) -> Setting:
-    """Careful with what nobody tried; among equals the fewest groups and the smallest step."""
+    """Careful with what was not tried; among equals the fewest groups and the smallest step."""
     forecast = evidence.forecast()
     return least(
         evidence.candidates(),
-        lambda setting: careful(forecast.log_seconds(setting), forecast.pace(setting)[1]),
+        lambda setting: careful(forecast.log_seconds(setting), forecast.efficiency(setting)[1]),
         lambda setting: (setting.groups, evidence.scaling.step(setting)),
     )
 
@@ -80,7 +80,7 @@ def _best_by_forecast(evidence: Evidence) -> Setting:
 def _best_step(evidence: Evidence, spec: StepSearchSpec) -> Choice:
     """A step as it is, unless another is clearly better at once.
 
-    A smaller step nearly always gains at once, because the weights come to rest, and loses later; one that is too
+    A smaller step nearly always gains at once, because the weights converge, and loses later; one that is too
     large may never come to the target. If the target is near, there is no later, and nothing to ask.
     """
     start, tried = evidence.as_it_would_be(spec.start), evidence.tried
@@ -88,7 +88,7 @@ def _best_step(evidence: Evidence, spec: StepSearchSpec) -> Choice:
         return Choice(tried[1].setting, "steps as large as they are diverge, and a third as large do not")
     rested = evidence.stepped(1 / c.SMALLER)
     if isinstance(spec, FinalStepSearchSpec) and rested != start:
-        return Choice(rested, "the target is near: with steps a third as large the weights come to rest")
+        return Choice(rested, "the target is near: with steps a third as large the weights converge")
     smaller, larger = (evidence.gain(number) if len(tried) > number else -math.inf for number in (1, 2))
     learnt = _learnt(float(np.mean(tried[0].losses)), spec.first_loss)
     if smaller >= c.PAYS * learnt:
@@ -116,12 +116,12 @@ def _reasons(evidence: Evidence, best: Setting, forecast: Forecast, stopped: str
     parts = [f"expected to be first at the target, after {len(evidence.observations)} probes"]
     if best.groups > 1:
         faster = evidence.throughput(best) / evidence.throughput(alone)
-        more = math.exp(forecast.pace(best)[0] - forecast.pace(alone)[0])
+        more = math.exp(forecast.efficiency(best)[0] - forecast.efficiency(alone)[0])
         parts.append(f"{faster:.2f} times the samples per second of one group, for {more:.2f} times the samples")
     elif best.rebalance:
         gain = evidence.throughput(best) / evidence.throughput(replace(best, rebalance=False))
-        parts.append(f"proportional batches make one group {gain:.2f} times as fast, without staleness")
+        parts.append(f"proportional batches make one group {gain:.2f} times faster, without staleness")
     else:
         parts.append("more groups are not faster by enough to pay for their staleness")
-    parts.append(f"{evidence.prediction(best).binding} binds")
+    parts.append(f"{evidence.prediction(best).bottleneck} is the bottleneck")
     return ("; ".join(parts) + (f" ({stopped})" if stopped else "")).strip()

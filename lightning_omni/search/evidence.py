@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_omni.performance.forecast import Forecast, Pace, Scaling, Setting, Theory, Tried
+from lightning_omni.performance.forecast import Forecast, SampleEfficiency, Scaling, Setting, Theory, TrialResult
 from lightning_omni.performance.profile import Measured, Prediction, Profile
 from lightning_omni.search import constants as c
 from lightning_omni.search.rules import is_faster
@@ -24,7 +24,7 @@ from lightning_omni.search.specification import SearchSpec, StepSearchSpec
 class Observation:
     """What a probe showed, of both efficiencies; ``measured`` is None if nothing was timed."""
 
-    tried: Tried
+    tried: TrialResult
     measured: Measured | None
 
     def to_dict(self) -> dict[str, Any]:
@@ -35,7 +35,7 @@ class Observation:
     def from_dict(cls, plain: Mapping[str, Any]) -> Observation:
         """What `to_dict` gave."""
         measured = plain["measured"]
-        return cls(Tried.from_dict(plain["tried"]), Measured.from_dict(measured) if measured else None)
+        return cls(TrialResult.from_dict(plain["tried"]), Measured.from_dict(measured) if measured else None)
 
 
 class Evidence:
@@ -66,7 +66,7 @@ class Evidence:
     # --- Probes ------------------------------------------------------------------------------------------------------
 
     @property
-    def tried(self) -> list[Tried]:
+    def tried(self) -> list[TrialResult]:
         """All probes so far; those whose loss rose, and those that were rejected, have that for a problem."""
         found = [each.tried for each in self.observations]
         if isinstance(self.spec, StepSearchSpec):
@@ -108,9 +108,9 @@ class Evidence:
         assert self.profile is not None
         return self.profile.predict(setting.groups, rebalance=setting.rebalance, period=setting.period)
 
-    def pace(self) -> Pace:
+    def efficiency(self) -> SampleEfficiency:
         """Samples that settings need, from theory and the probes."""
-        return Pace.of(self.theory, self.tried, self.further_place if self.spec.space.further else None)
+        return SampleEfficiency.of(self.theory, self.tried, self.further_place if self.spec.space.further else None)
 
     def further_place(self, setting: Setting) -> list[float]:
         """Coordinates of a setting in dimensions of a user's own."""
@@ -118,9 +118,9 @@ class Evidence:
 
     def forecast(self) -> Forecast:
         """Time to the target of any setting, from what is known so far."""
-        return Forecast(self.pace(), self.throughput, None, [each.setting for each in self.tried])
+        return Forecast(self.efficiency(), self.throughput, None, [each.setting for each in self.tried])
 
-    def ruin_of(self, setting: Setting) -> float:
+    def divergence_threshold(self, setting: Setting) -> float:
         """The training loss above which a run with that setting is lost: half of what its probe gained is gone.
 
         Probes of as many groups count, or all, if there was none of these. NaN if all failed.
@@ -231,7 +231,7 @@ class Evidence:
         return min(self.scaling.step(each.setting) / self.theory.step for each in apart if not each.has_failed)
 
 
-def _rose(tried: Tried) -> bool:
+def _rose(tried: TrialResult) -> bool:
     """Whether the loss is higher at the end than at the beginning, by more than noise."""
     groups = tried.setting.groups
     if len(tried.losses) < 4 * groups:
@@ -247,12 +247,12 @@ def speeds_differ(measured: Sequence[Measured]) -> bool:
         measured: of the same ranks.
     """
     ranks = len(measured[0].own)
-    paces = [
+    costs = [
         np.concatenate([np.array(each.own[rank]) / np.array(each.samples[rank]) for each in measured])
         for rank in range(ranks)
     ]
-    means = np.array([pace.mean() for pace in paces])
-    relative = np.concatenate([pace / pace.mean() for pace in paces])
+    means = np.array([cost.mean() for cost in costs])
+    relative = np.concatenate([cost / cost.mean() for cost in costs])
     scatter = ((relative - 1) ** 2).sum() / max(1, len(relative) - ranks)
-    errors = means.mean() * np.sqrt(scatter / np.array([len(pace) for pace in paces]))
+    errors = means.mean() * np.sqrt(scatter / np.array([len(cost) for cost in costs]))
     return bool((((means - means.mean()) / np.maximum(errors, 1e-12)) ** 2).mean() > c.CLEARLY)

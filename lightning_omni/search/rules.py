@@ -17,7 +17,7 @@ def is_faster(rate: float, than: float) -> bool:
 
 
 def careful(log_cost: float, deviation: float) -> float:
-    """A predicted cost, with what nobody tried made a little worse."""
+    """A predicted cost, with what was not tried made a little worse."""
     return log_cost + CAUTION * deviation
 
 

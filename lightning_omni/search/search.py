@@ -1,6 +1,6 @@
 """What `OmniTuner` tries next, and what it chooses: the tuner without a trainer, a cluster or a clock.
 
-A `Search` is told what probes showed and says which comes next. Whoever runs the probes (a Lightning fit, the
+A `Search` is told what probes showed and says which comes next. What runs the probes (a Lightning fit, the
 simulator) does not decide anything, and this decides the same whenever it is told the same: so a checkpoint holds the
 observations, and a resumed search replays them.
 
@@ -48,7 +48,7 @@ class Search(Evidence):
 
     Attributes:
         probes: what was tried.
-        overhead: seconds that the search took beside its probes; whoever carries them out adds them up.
+        overhead: seconds that the search took beside its probes; what carries them out adds them up.
         stopped: why it was stopped, if it was.
 
     Args:
@@ -189,8 +189,8 @@ class Search(Evidence):
             yield probe
 
     def _ends(self) -> Iterator[Probe]:
-        for groups, why in ((max(self.spec.space.groups), "all apart"), (1, "all together")):
-            probe = self._probe(self.proposal(groups), why)
+        for groups in (max(self.spec.space.groups), 1):
+            probe = self._probe(self.proposal(groups), f"{groups} group{'s' * (groups > 1)}")
             if groups not in {each.setting.groups for each in self.tried} and self.affords(probe):
                 yield probe
 

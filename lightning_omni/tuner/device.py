@@ -27,7 +27,7 @@ from lightning_omni.performance import DeviceReport, DeviceSetting, Finding, tun
 from lightning_omni.performance.agreement import TOLERANCE
 from lightning_omni.performance.device import Progress, usable_cores
 from lightning_omni.performance.setting import Applied, contiguous
-from lightning_omni.performance.trial import same_chance
+from lightning_omni.performance.trial import same_rng_state
 from lightning_omni.strategy.arguments import check_kind, check_number, refuses_unknown
 from lightning_omni.strategy.declared import is_fast_dev_run
 from lightning_omni.strategy.hooks import OmniStrategyHooks
@@ -53,8 +53,8 @@ class DeviceTunerHooks(_CallbackBase):
     """Finds out how this device trains this model fastest, before the first batch, and trains like that.
 
     All is measured on copies, with the module's own ``training_step`` and batches of its own data: weights, data order
-    and chance of the run are those of a run without the callback. Applied is what keeps the mathematics up to rounding:
-    threads, the C library's handling of freed memory, memory format, fused optimizer, compiled submodules. Precision
+    and RNG state of the run are those of a run without the callback. Applied is what keeps the mathematics up to
+    rounding: threads, the C library's handling of freed memory, memory format, fused optimizer, compiled submodules. Precision
     only if it is allowed. After the fit all is as it was.
 
     With several ranks, rank 0 measures and decides for all.
@@ -186,7 +186,7 @@ class DeviceTunerHooks(_CallbackBase):
 
     def _probe(self, trainer: Trainer, pl_module: LightningModule) -> DeviceReport:
         self._refuse(trainer, pl_module)
-        with same_chance(), _muted(trainer, self.mute_logger):
+        with same_rng_state(), _muted(trainer, self.mute_logger):
             given = self._batches
             data = _Data.given(given) if given is not None else _Data.of(trainer.train_dataloader)
             batches = [
@@ -236,14 +236,14 @@ class DeviceTunerHooks(_CallbackBase):
     def _publish(self, trainer: Trainer, report: DeviceReport) -> None:
         """To the console, to the loggers, and as files into the first logger's folder."""
         self.rank_zero_info(f"DeviceTuner:\n{_text(report)}")
-        figures = {
+        metrics = {
             "omni/device/samples_per_s_before": report.baseline,
             "omni/device/samples_per_s": report.tuned,
             "omni/device/gain": report.gain or 1.0,
             "omni/device/seconds": report.seconds,
         }
         for logger in trainer.loggers:
-            logger.log_metrics(figures, step=trainer.global_step)
+            logger.log_metrics(metrics, step=trainer.global_step)
         folder = trainer.log_dir if trainer.loggers else None  # asks all ranks
         if folder is None or "://" in str(folder) or not trainer.is_global_zero:
             return
@@ -406,7 +406,7 @@ def _stand_alone(*_: Any, **__: Any) -> None:
 
 @contextmanager
 def _muted(trainer: Trainer, mute_logger: type) -> Iterator[None]:
-    """As in Lightning's own tuner: whatever the module does to its logger, nobody hears it."""
+    """As in Lightning's own tuner: whatever the module does to its logger, it is not logged."""
     loggers = trainer.loggers
     trainer.loggers = [mute_logger() for _ in loggers]
     try:
@@ -471,8 +471,8 @@ def _batch(loader: Any, number: int) -> Any:
         )
     dataset: Any = loader.dataset
     size = min(loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 1, len(dataset))
-    chance = torch.Generator().manual_seed(number)
-    indices = torch.randint(len(dataset), (size,), generator=chance).tolist()
+    generator = torch.Generator().manual_seed(number)
+    indices = torch.randint(len(dataset), (size,), generator=generator).tolist()
     if hasattr(dataset, "__getitems__"):
         return loader.collate_fn(dataset.__getitems__(indices))
     return loader.collate_fn([dataset[index] for index in indices])

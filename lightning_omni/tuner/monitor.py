@@ -33,7 +33,7 @@ _HOOKS = (
 _STEPS = ("training_step", "validation_step")
 
 
-class Monitor:
+class MonitoredMetric:
     """Follows which metrics are logged, until it is known whether the wanted one is among them.
 
     Args:
@@ -49,7 +49,7 @@ class Monitor:
         self._is_settled = not is_needed
 
     def check_validated(self, trainer: Trainer) -> None:
-        """Refuses a fit in which nobody will look at the metric.
+        """Refuses a fit in which the metric is never read.
 
         Raises:
             ConfigurationError: there is no validation.

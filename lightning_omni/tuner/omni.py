@@ -50,12 +50,12 @@ from lightning_omni.strategy.namespaces import refuse_other_namespace
 from lightning_omni.topology import Topology
 from lightning_omni.trace import reaches
 from lightning_omni.tuner import _private
+from lightning_omni.tuner.divergence import DivergenceGuard, loss_in
 from lightning_omni.tuner.hyperparameters import Hyperparameters
-from lightning_omni.tuner.monitor import Monitor
+from lightning_omni.tuner.monitor import MonitoredMetric
 from lightning_omni.tuner.probing import Prober, batch_size_of, probed_loader, with_period
-from lightning_omni.tuner.rescue import Watch, loss_in
 from lightning_omni.tuner.show import Shown
-from lightning_omni.tuner.throughput import Throughput, samples_in
+from lightning_omni.tuner.throughput import RunThroughput, samples_in
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
@@ -66,8 +66,8 @@ else:
 _log = logging.getLogger(__name__)
 
 _AT_START, _UNDER_WAY = 0.4, 0.4
-"""The parts of the budget for the search before the first batch, and for the first look at the run under way. More is
-earned while the run trains: so a run that reaches its target early has not paid for all of its epochs."""
+"""The parts of the budget for the search before the first batch, and for the first retuning of the run under way. More
+is earned while the run trains: so a run that reaches its target early has not paid for all of its epochs."""
 _UNLIMITED = 10
 """Epochs that a run without limits is taken to train."""
 _EARLY = 0.25
@@ -97,7 +97,7 @@ class Order(Serializable):
         speeds: samples per second of each rank, if they are known.
         by_speed: whether groups are formed by them.
         scale: by what learning rates are multiplied, if the search is over.
-        ruin: the training loss above which the run is lost with that setting; NaN if that is not known.
+        divergence_threshold: the training loss above which the run has diverged with that setting; NaN if unknown.
         why: of the choice.
         error: why nothing can go on; every rank raises it.
     """
@@ -107,7 +107,7 @@ class Order(Serializable):
     speeds: Mapping[int, float] | None = None
     by_speed: bool = False
     scale: float = 1.0
-    ruin: float = math.nan
+    divergence_threshold: float = math.nan
     why: str = ""
     error: str = ""
 
@@ -126,25 +126,25 @@ class OmniTunerHooks(_CallbackBase):
 
     Before the first batch, and again at ends of epochs, it trains a few batches with one setting after another, always
     from the same snapshot and back to it, predicts the time that each would take (seconds per sample, from a model of
-    the machines, times samples to the target), and goes on with the best: groups are formed anew, momentum and learning
-    rate are set, and the batch is split in proportion to the ranks' speeds where that pays. Weights, optimizer state,
-    data order and chance are those of the run when a search is over.
+    the machines, times samples to the target), and goes on with the best: groups are formed again, momentum and
+    learning rate are set, and the batch is split in proportion to the ranks' speeds where that pays. Weights, optimizer
+    state, data order and RNG state are those of the run when a search is over.
 
     It needs `OmniStrategy`, one optimizer, automatic optimization, and one DataLoader over a map-style data set.
 
     Args:
         target: value of ``monitor`` that is wanted; None to have the lowest loss when the run ends.
-        monitor: name of a logged metric, looked at when it is validated.
+        monitor: name of a logged metric, read when it is validated.
         budget: part of the run's time that probes may take, 0 or more and less than 1: 0.1 is a tenth. Two fifths of it
-            are for the search before the first batch, two fifths for a first look at the run under way, and what comes
-            later has to be earned by then. 0 tunes nothing.
+            are for the search before the first batch, two fifths for the first retuning of the run under way, and what
+            comes later has to be earned by then. 0 tunes nothing.
         search: ``"bayes"`` asks scikit-optimize for the setting whose predicted time promises most, starting from
             theory; ``"omnivore"`` is the published algorithm; ``"grid"`` and ``"random"`` are what their names say.
         space: what is searched: any of ``"groups"``, ``"momentum"``, ``"lr"``, ``"rebalance"``, ``"period"``, each a
             value, a list, or the least and the largest value. By default groups are powers of two and the number of
             ranks, momentum 0 to 0.95 (or yours, if it is more), the learning rate what goes with them so that steps
             stay yours (or get a third, or three times, as large), and batches may be split by speed.
-        retune_every: epochs between two looks at whether the setting is still the best; None for none.
+        retune_every: epochs between two checks whether the setting is still the best; None for none.
         mode: whether ``monitor`` is better if it is smaller; by its name if None ("loss" or "error" in it).
         seed: of the search, and of the samples that probes train on.
 
@@ -217,13 +217,13 @@ class OmniTunerHooks(_CallbackBase):
         self._unfinished = False
         self._forgotten = self._reporting = self._trained = self._began = 0.0
         self._at_target: tuple[float, float] | None = None
-        self._throughput = Throughput()
+        self._throughput = RunThroughput()
         self._totals: dict[int, tuple[float, float]] = {}
         self._reached: list[tuple[float, float]] = []
         self._at_epochs: list[float] = []
         self._rate = 0.0
         self._seconds_before = 0.0
-        self._watch: Watch | None = None
+        self._guard: DivergenceGuard | None = None
         self._before_choice: RollbackPoint | None = None
         self._own: Setting | None = None
         self._reference = 0.0  # samples of the batch that momentum and learning rate belong to
@@ -232,7 +232,7 @@ class OmniTunerHooks(_CallbackBase):
         self._speeds: dict[int, float] = {}
         self._exchanged = 0.0
         self._samples_an_epoch = self._epochs_planned = 0.0
-        self._monitor = Monitor(self.monitor, self.target is not None)
+        self._monitor = MonitoredMetric(self.monitor, self.target is not None)
 
     # --- Hooks --------------------------------------------------------------------------------------------------------
 
@@ -281,8 +281,8 @@ class OmniTunerHooks(_CallbackBase):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Where nothing is learnt any more, the epoch ends early."""
-        if self._watch is not None and self._watch.gives_up:
+        """Where no push is applied any more, the epoch ends early."""
+        if self._guard is not None and self._guard.gives_up:
             _private.skip_the_rest(trainer)
 
     @override
@@ -292,12 +292,12 @@ class OmniTunerHooks(_CallbackBase):
         """Whether the run goes well with what was chosen, and how fast it is."""
         if not self.problem:
             self._throughput.batch_done(samples_in(trainer, batch_idx))
-        if self._watch is not None:
+        if self._guard is not None:
             world = self._strategy.joined
             loss = loss_in(outputs, int(trainer.accumulate_grad_batches))
             before, self._exchanged = self._exchanged, world.channel.traffic.seconds
             applied = world.core.heard.applied if world.channel.traffic.seconds != before else None
-            self._watch.batch_done(loss, world.executor.exchanges, applied)
+            self._guard.batch_done(loss, world.executor.exchanges, applied)
 
     @override
     def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -326,15 +326,15 @@ class OmniTunerHooks(_CallbackBase):
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Groups have met: time to look whether the setting is still the best."""
+        """A synchronization point: is the setting still the best?"""
         epoch = trainer.current_epoch + 1
         if self.problem:
             return
         if self._reached:
             self._at_epochs.append(self._reached[-1][1])
         rate, self._rate = self._rate, self._measure_rate(trainer)
-        if self._is_ruined(trainer):
-            self._rescue(trainer)
+        if self._has_diverged(trainer):
+            self._roll_back(trainer)
             return
         if (
             self.retune_every is None
@@ -452,7 +452,7 @@ class OmniTunerHooks(_CallbackBase):
 
     def _go_on(self, trainer: Trainer, setting: Setting) -> None:
         """A run is resumed with what was chosen; rates and momentum are in the checkpoint."""
-        if self._unfinished:  # a look at the run under way was interrupted: it is done once more when it is due
+        if self._unfinished:  # a retuning was interrupted: it is done again when it is due
             self._forgotten += self.searches[-1].spent if self.searches else 0.0
             self.searches, self._when, self._after = self.searches[:-1], self._when[:-1], self._after[:-1]
             self._unfinished = False
@@ -491,7 +491,7 @@ class OmniTunerHooks(_CallbackBase):
             spec = spec.for_step(self._first_loss, self._is_near and not trainer.lr_scheduler_configs)
         if not self._strategy.joined.agree([spec.batches if trainer.is_global_zero else 0])[0]:
             return
-        self.rank_zero_info(f"OmniTuner: looks again, because {reason}; there are {seconds:.1f} s for it")
+        self.rank_zero_info(f"OmniTuner: retunes, because {reason}; there are {seconds:.1f} s for it")
         self._find(trainer, module, hyperparameters, spec, hyperparameters.lr_now, ())
 
     def _allowance(self, spec: SearchSpec, reason: str) -> float:
@@ -510,7 +510,7 @@ class OmniTunerHooks(_CallbackBase):
 
     @property
     def _expected(self) -> float:
-        """Seconds of training until the target, very roughly: twice as long as at the pace of late."""
+        """Seconds of training until the target, very roughly: twice as long as at the rate of late."""
         if self.target is None or len(self._reached) < 3:
             return math.inf
         (before, was), (now, value) = self._reached[-3], self._reached[-1]
@@ -539,7 +539,7 @@ class OmniTunerHooks(_CallbackBase):
         return _REASONS[self._strategy.joined.agree([number if trainer.is_global_zero else 0])[0]]
 
     def _has_stalled(self, trainer: Trainer, epoch: int) -> bool:
-        """Whether at the pace of the last epoch the target would not be reached in time."""
+        """Whether at the rate of the last epoch the target would not be reached in time."""
         if self.target is None or len(self._at_epochs) < 2 or self._is_reached(self._at_epochs[-1]):
             return False
         before, now = (abs(self.target - value) for value in self._at_epochs[-2:])
@@ -591,9 +591,9 @@ class OmniTunerHooks(_CallbackBase):
         ):  # what was chosen belongs to the batch of one group
             self._reference = spec.batch / order.setting.groups
         self._apply(trainer, hyperparameters, order)
-        known = [order.ruin] if math.isfinite(order.ruin) else []
-        known += [self._watch.ruin] if self._watch is not None else []
-        self._watch = Watch(max(known)) if known else None
+        known = [order.divergence_threshold] if math.isfinite(order.divergence_threshold) else []
+        known += [self._guard.threshold] if self._guard is not None else []
+        self._guard = DivergenceGuard(max(known)) if known else None
         self._unfinished, self._rounds, self._rate = False, self._rounds + 1, 0.0
         ended = time.perf_counter()
         if search is not None:
@@ -650,8 +650,10 @@ class OmniTunerHooks(_CallbackBase):
             setting = self._feasible(self.choice.setting)
             scale = setting.lr / search.spec.start.lr
             placed = self._placed(search, setting)
-            ruin = search.ruin_of(setting)
-            return replace(placed, setting=setting, scale=scale, ruin=ruin, why=self.choice.why).to_text()
+            threshold = search.divergence_threshold(setting)
+            return replace(
+                placed, setting=setting, scale=scale, divergence_threshold=threshold, why=self.choice.why
+            ).to_text()
         except OmniError as error:
             return Order(error=str(error)).to_text()
 
@@ -697,19 +699,19 @@ class OmniTunerHooks(_CallbackBase):
             strategy.epochs.data.assign(apportion(size, [speeds[rank] for rank in world.members]))
         world.enter_world(strategy.buffers())
 
-    # --- A way back ---------------------------------------------------------------------------------------------------
+    # --- Rollback -----------------------------------------------------------------------------------------------------
 
-    def _is_ruined(self, trainer: Trainer) -> bool:
-        """Whether the run is worse off than before the last search. All ranks say the same."""
-        if self._watch is None:
+    def _has_diverged(self, trainer: Trainer) -> bool:
+        """Whether the run has diverged since the last search. All ranks say the same."""
+        if self._guard is None:
             return False
-        mean = self._watch.mean(torch.zeros((), device=self._strategy.root_device))
-        return self._watch.is_worse(float(self._strategy.reduce(mean, reduce_op="mean")))
+        mean = self._guard.mean(torch.zeros((), device=self._strategy.root_device))
+        return self._guard.is_worse(float(self._strategy.reduce(mean, reduce_op="mean")))
 
-    def _rescue(self, trainer: Trainer) -> None:
+    def _roll_back(self, trainer: Trainer) -> None:
         """Back to the weights of before, in one group with the user's own setting; if it was that, in smaller steps."""
         assert self._setting is not None
-        assert self._watch is not None
+        assert self._guard is not None
         assert self._before_choice is not None
         assert self._own is not None
         world, hyperparameters = self._strategy.joined, self._look_at(trainer)
@@ -725,10 +727,10 @@ class OmniTunerHooks(_CallbackBase):
         hyperparameters.scale(factor)
         self._scaled *= factor
         self._regroup(trainer, self._setting, None, False)
-        self._watch = Watch(self._watch.ruin)
+        self._guard = DivergenceGuard(self._guard.threshold)
         self.rank_zero_info(
-            f"OmniTuner: with {was} the loss has risen: it goes back to the weights of the last"
-            f" search, and on with {self._setting}"
+            f"OmniTuner: the run has diverged with {was}: it is rolled back to the weights of the last"
+            f" search, and goes on with {self._setting}"
         )
 
     # --- What is known of the run -------------------------------------------------------------------------------------
@@ -883,14 +885,14 @@ class OmniTunerHooks(_CallbackBase):
         setting = order.setting
         assert setting is not None
         self.rank_zero_info(f"OmniTuner: trains with {setting}: {order.why}")
-        figures = {
+        metrics = {
             "omni/groups": float(setting.groups),
             "omni/momentum": setting.momentum,
             "omni/lr": setting.lr,
             **self._times.metrics,
         }
         for logger in trainer.loggers:
-            logger.log_metrics(figures, step=trainer.global_step)
+            logger.log_metrics(metrics, step=trainer.global_step)
         folder = trainer.log_dir if trainer.loggers else None  # asks all ranks
         if folder is None or "://" in str(folder) or not trainer.is_global_zero:
             return

@@ -27,7 +27,7 @@ from torch.utils.data.distributed import DistributedSampler
 from lightning_omni.errors import ConfigurationError, OmniError
 from lightning_omni.optimizer.balance import Balance, gather
 from lightning_omni.optimizer.data import Leases
-from lightning_omni.performance.forecast import Setting, Tried
+from lightning_omni.performance.forecast import Setting, TrialResult
 from lightning_omni.performance.profile import Measured
 from lightning_omni.protocol import EpochPlan
 from lightning_omni.protocol import messages as m
@@ -37,8 +37,8 @@ from lightning_omni.search.space import apply_further
 from lightning_omni.strategy.declared import callbacks_of, is_fast_dev_run, set_callbacks
 from lightning_omni.strategy.hooks import strategy_of
 from lightning_omni.tuner import _private
+from lightning_omni.tuner.divergence import NON_FINITE_TOLERATED
 from lightning_omni.tuner.hyperparameters import Hyperparameters
-from lightning_omni.tuner.rescue import REFUSED
 from lightning_omni.tuner.step import arguments_of, loss_of, silence
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ _FIRST_EPOCH = 1 << 40
 
 
 @dataclass
-class Batch:
+class ProbedBatch:
     """What one rank noted of one batch of a probe."""
 
     stop: int
@@ -153,12 +153,12 @@ class Prober:
         for dimension, value in zip(self._further, self._further_before, strict=True):
             dimension.apply(self._strategy.joined, value)
         if self._is_first and not self._strategy.joined.executor.exchanges:
-            # DDP orders its buckets anew after its first step, and sums are rounded as the buckets lie.
+            # DDP orders its buckets again after its first step, and sums are rounded as the buckets lie.
             self._strategy.wrap_for_group()
 
     def _train(
         self, probe: Probe, speeds: Mapping[int, float] | None, by_speed: bool
-    ) -> tuple[list[Batch], bool, list[tuple[int, float]], float]:
+    ) -> tuple[list[ProbedBatch], bool, list[tuple[int, float]], float]:
         strategy, world = self._strategy, self._strategy.joined
         self._hyperparameters.set(probe.setting, self._lr)
         world.method = with_period(world.method, probe.setting.period)
@@ -178,10 +178,10 @@ class Prober:
         window = int(self._trainer.accumulate_grad_batches)
         return batches, has_diverged, [(samples * window, seconds) for samples, seconds in balance.measured], serve
 
-    def _go_through(self, leases: Leases, balance: Balance) -> tuple[list[Batch], bool]:
+    def _go_through(self, leases: Leases, balance: Balance) -> tuple[list[ProbedBatch], bool]:
         """All batches that this rank's group gets of the probe's samples, and whether it saw itself diverge."""
         world = self._strategy.joined
-        batches: list[Batch] = []
+        batches: list[ProbedBatch] = []
         began, exchanged = time.perf_counter(), world.channel.traffic.seconds
         micro: list[Any] = []
         overflows, scale = 0, self._scale
@@ -200,13 +200,13 @@ class Prober:
             assert current is not None
             stop = current.stop
             batches.append(
-                Batch(
+                ProbedBatch(
                     stop, (stop - current.start) * window, loss, now - began, world.channel.traffic.seconds - exchanged
                 )
             )
             # A loss scaler that begins too high skips steps until it fits: that is its way, for a while.
             overflows = overflows + 1 if self._scale < scale else 0
-            is_settling, scale = 0 < overflows < REFUSED, self._scale
+            is_settling, scale = 0 < overflows < NON_FINITE_TOLERATED, self._scale
             if not is_settling and (overflows or not world.executor.is_finite(self._module.parameters())):
                 leases.leave("skip")
                 return batches, True
@@ -287,7 +287,7 @@ class Prober:
 
     # --- All ranks together -------------------------------------------------------------------------------------------
 
-    def _tell_all(self, batches: Sequence[Batch], own: Sequence[tuple[int, float]]) -> dict[int, _Row]:
+    def _tell_all(self, batches: Sequence[ProbedBatch], own: Sequence[tuple[int, float]]) -> dict[int, _Row]:
         """What every live rank noted, on every rank."""
         world = self._strategy.joined
         counts = gather(world, (len(batches), len(own)))
@@ -372,13 +372,13 @@ class _Drawn:
 class _Row:
     """One rank's batches and its own times."""
 
-    batches: tuple[Batch, ...]
+    batches: tuple[ProbedBatch, ...]
     own: tuple[tuple[int, float], ...]
 
     @classmethod
     def of(cls, numbers: Sequence[float], count: int, own_count: int, most: int) -> _Row:
         batches = [
-            Batch(int(stop), int(samples), loss, ended, exchanged)
+            ProbedBatch(int(stop), int(samples), loss, ended, exchanged)
             for stop, samples, loss, ended, exchanged in (numbers[5 * i : 5 * i + 5] for i in range(count))
         ]
         rest = numbers[5 * most :]
@@ -386,7 +386,7 @@ class _Row:
         return cls(tuple(batches), tuple(own))
 
 
-def _tried(setting: Setting, table: Mapping[int, _Row], seconds: float, problem: str) -> Tried:
+def _tried(setting: Setting, table: Mapping[int, _Row], seconds: float, problem: str) -> TrialResult:
     """The loss of each group batch, the mean over the members, in the order of the samples."""
     losses: dict[int, tuple[list[float], int]] = {}
     for row in table.values():
@@ -394,7 +394,7 @@ def _tried(setting: Setting, table: Mapping[int, _Row], seconds: float, problem:
             losses.setdefault(batch.stop, ([], batch.samples))[0].append(batch.loss)
     stops = sorted(losses)
     means = [math.fsum(losses[stop][0]) / len(losses[stop][0]) for stop in stops]
-    return Tried(setting, tuple(map(float, stops)), tuple(means), seconds, problem)
+    return TrialResult(setting, tuple(map(float, stops)), tuple(means), seconds, problem)
 
 
 def _measured(

@@ -64,6 +64,10 @@ class Shown:
             self._say(f"{number}{tried.problem or 'diverged'}{left}")
             return
         costs = [cost for cost, _ in log_costs(search.tried)]
-        pace = f"{math.exp(min(costs) - costs[-1]):.2f} of the best pace" if math.isfinite(costs[-1]) else "no progress"
+        efficiency = (
+            f"{math.exp(min(costs) - costs[-1]):.2f} of the best sample efficiency"
+            if math.isfinite(costs[-1])
+            else "no progress"
+        )
         rate = f", {search.throughput(probe.setting):.4g} samples/s" if search.profile is not None else ""
-        self._say(f"{number}loss {tried.last_loss:.4g} after {tried.end:.0f} samples, {pace}{rate}{left}")
+        self._say(f"{number}loss {tried.last_loss:.4g} after {tried.end:.0f} samples, {efficiency}{rate}{left}")

@@ -39,7 +39,7 @@ def loss_of(found: Any) -> Tensor:
 
 @contextmanager
 def silence(module: nn.Module, names: set[str] | None = None) -> Iterator[None]:
-    """While it lasts, nobody hears what the module and modules inside it log.
+    """While it lasts, what the module and modules inside it log goes nowhere.
 
     Args:
         module: the LightningModule.

@@ -30,7 +30,7 @@ class Trained:
     seconds: float = 0.0
 
 
-class Throughput:
+class RunThroughput:
     """Counts one rank's samples and the seconds in which it trained them, validations and searches left out.
 
     The first batch after an interruption is not timed: it begins with other things, and waits for ranks that are later.
@@ -40,7 +40,7 @@ class Throughput:
 
     Example:
         >>> moments = iter([0.0, 2.0, 4.0, 100.0, 102.0])
-        >>> counted = Throughput(clock=lambda: next(moments))
+        >>> counted = RunThroughput(clock=lambda: next(moments))
         >>> counted.go()
         >>> for _ in range(3):
         ...     counted.batch_done(8)

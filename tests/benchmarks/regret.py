@@ -169,9 +169,9 @@ def tuned(machine: Machine, strategy: str, seed: int, best: Best, retunes: bool)
         later = replace(job, start=chosen, current=True, seconds=seconds, reference=batch / chosen.groups)
         if strategy == "bayes":
             later = later.for_step(search.tried[0].first_loss, is_final=False)
-        ruin, uneven = search.ruin_of(chosen), search.is_uneven(1)
+        threshold, uneven = search.divergence_threshold(chosen), search.is_uneven(1)
         search = search_from(machine, snapshot, later, strategy, search.measured)
-        if search.tried and statistics.mean(search.tried[0].losses) > ruin:
+        if search.tried and statistics.mean(search.tried[0].losses) > threshold:
             # The choice has ruined the run: as in a fit it begins once more, with one group as the user set it.
             chosen, snapshot = replace(start, rebalance=uneven), None
         else:

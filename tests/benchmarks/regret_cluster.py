@@ -19,7 +19,7 @@ from torch.nn.functional import avg_pool2d, cross_entropy
 from torch.utils.data import TensorDataset
 
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.performance.forecast import Setting, Tried
+from lightning_omni.performance.forecast import Setting, TrialResult
 from lightning_omni.performance.profile import Measured, Profile
 from lightning_omni.protocol.leases import apportion
 from lightning_omni.simulator import Cluster, Jitter, Link, simulate
@@ -288,7 +288,7 @@ class Machine:
 
     def probe(
         self, snapshot: Snapshot, setting: Setting, samples: int, seed: int, profile: Profile | None
-    ) -> tuple[Tried, Measured | None]:
+    ) -> tuple[TrialResult, Measured | None]:
         """Trains on so many samples, of all groups together, and rolls back.
 
         Args:
@@ -308,7 +308,7 @@ class Machine:
         ended = tuple(np.cumsum(trace.rows["samples"][skipped:]).tolist())
         problem = trace.ended if trace.ended.startswith("diverged") else ""
         losses = tuple(trace.rows["loss"][skipped:].tolist())
-        return Tried(setting, ended, losses, trace.seconds - began, problem), measured
+        return TrialResult(setting, ended, losses, trace.seconds - began, problem), measured
 
     def _probed(
         self, snapshot: Snapshot, setting: Setting, topology: Topology | None, seed: int, updates: int

@@ -26,7 +26,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from golden.digests import digest
-from lightning_omni.performance.forecast import Pace, Scaling, Setting, Tried
+from lightning_omni.performance.forecast import SampleEfficiency, Scaling, Setting, TrialResult
 from lightning_omni.performance.profile import Measured
 from lightning_omni.report.digest import Digest
 from lightning_omni.search import SAMPLERS, Observation, Probe, Search, SearchSpec, Space
@@ -99,7 +99,7 @@ class Machines:
         if problem:
             losses[-3:] = math.nan
         seconds = 0.3 + max(float(row.sum()) for row in rows)
-        tried = Tried(setting, tuple(ends.tolist()), tuple(losses.tolist()), seconds, problem)
+        tried = TrialResult(setting, tuple(ends.tolist()), tuple(losses.tolist()), seconds, problem)
         if not self.is_timed:
             return Observation(tried, None)
         return Observation(
@@ -206,13 +206,17 @@ def record(strategy: str, machines: Machines, made: SearchSpec, seed: int) -> di
         search.tell(machines.show(probe, made.batch, seed, made.scaling))
     choice = search.choice()
     probes = [[*_numbers(each.setting), each.samples, each.number] for each in search.probes]
-    outlook = choice.outlook
+    estimate = choice.estimate
     chosen = [
         *_numbers(choice.setting),
         search.spent,
         search.budget,
-        search.ruin_of(choice.setting),
-        *([] if outlook is None else [*_interval(outlook.seconds), *_interval(outlook.samples), outlook.is_measured]),
+        search.divergence_threshold(choice.setting),
+        *(
+            []
+            if estimate is None
+            else [*_interval(estimate.seconds), *_interval(estimate.samples), estimate.is_measured]
+        ),
         *[_numbers(each) for each in search.candidates()],
     ]
     return {
@@ -232,13 +236,13 @@ def _reported(search: Search) -> list[Any]:
     told = Digest(search)
     if told.profile is None:
         return [told.statement, told.ranks]
-    pace = Pace.of(search.theory, search.tried)
+    efficiency = SampleEfficiency.of(search.theory, search.tried)
     return [
         [[row.time, row.samples, row.error, row.rate, row.tried.problem] for row in told.probes],
         [_numbers(each) for each in told.curve.values()],
         [_interval(told.time(each.setting)) for each in told.systems.values()],
         [_interval(each.samples_per_second) for each in told.predictions.values()],
-        [pace(each) for each in told.curve.values()],
+        [efficiency(each) for each in told.curve.values()],
         told.statement,
     ]
 

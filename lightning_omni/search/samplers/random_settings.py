@@ -23,4 +23,4 @@ class RandomSettings(Sampler):
             momentum = float(random.uniform(*space.momentum))
             step = evidence.theory.step * math.exp(random.uniform(low, high))
             setting = evidence.setting(groups, momentum, step)
-            yield draw_further(space.further, setting, evidence, random), "by chance"
+            yield draw_further(space.further, setting, evidence, random), "at random"

@@ -28,7 +28,7 @@ class Sampler(ABC):
     def propose(self, evidence: Evidence) -> Iterator[Proposal]:
         """One setting after another; when the next is asked for, the evidence has what came of the last.
 
-        Whoever asks stops when the budget is spent. The same evidence has to give the same settings: a checkpoint holds
+        The search stops when the budget is spent. The same evidence has to give the same settings: a checkpoint holds
         what was observed, and a resumed search asks again.
 
         Args:

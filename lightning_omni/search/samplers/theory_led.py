@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from lightning_omni.performance.forecast import Setting, Tried
+from lightning_omni.performance.forecast import Setting, TrialResult
 from lightning_omni.search import constants as c
 from lightning_omni.search.evidence import Evidence
 from lightning_omni.search.samplers.sampler import Proposal, Sampler
@@ -49,15 +49,17 @@ class TheoryLed(Sampler):
         """The setting with the largest expected improvement over the best so far, unless that is a trifle."""
         # Not as they were tried: what proportional batches save is known without a probe of them.
         settings = [evidence.as_it_would_be(each.setting) for each in evidence.tried]
-        pace = evidence.pace()
-        times = [cost - math.log(evidence.throughput(each)) for cost, each in zip(pace.costs, settings, strict=True)]
+        efficiency = evidence.efficiency()
+        times = [
+            cost - math.log(evidence.throughput(each)) for cost, each in zip(efficiency.costs, settings, strict=True)
+        ]
         # From a cold start the largest step that does not diverge always wins, and loses later.
         axes = Axes(evidence, without=("factor",))
 
         def predict(point: Mapping[str, float]) -> tuple[float, float]:
             setting = axes.setting(point)
-            mean, error = pace(setting)
-            return mean - pace.offset - math.log(evidence.throughput(setting)), error
+            mean, error = efficiency(setting)
+            return mean - efficiency.offset - math.log(evidence.throughput(setting)), error
 
         points = list(map(axes.coordinates, settings))
         point, gain = ask(axes.bounds, points, times, predict, evidence.spec.seed)
@@ -67,7 +69,7 @@ class TheoryLed(Sampler):
         return setting, f"expected to save {1 - math.exp(-gain):.0%}"
 
 
-def _is_far_above(ends: Sequence[Tried]) -> bool:
+def _is_far_above(ends: Sequence[TrialResult]) -> bool:
     """Whether several groups came out far above one: they have not diverged yet, but will."""
     if len(ends) < 2 or any(each.has_failed for each in ends):
         return False

@@ -1,4 +1,4 @@
-"""Notices that a choice has ruined a run. What it goes back to then is a `RollbackPoint`.
+"""Notices that a run has diverged with what was chosen. What it is rolled back to then is a `RollbackPoint`.
 
 A probe is short, and what it shows may not last: a setting that looked good may diverge a thousand batches later. A run
 that would have gone well without a tuner must not end that way.
@@ -12,21 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-REFUSED = 8
-"""Pushes of a group that are refused in a row before it gives the epoch up."""
+NON_FINITE_TOLERATED = 8
+"""Non-finite pushes of a group that are tolerated in a row before it gives the epoch up."""
 _MEMORY = 0.05
 """Weight of the newest loss in the running mean."""
 
 
-class Watch:
+class DivergenceGuard:
     """Follows the training loss of one rank since the last search.
 
     Args:
-        ruin: the training loss above which the run is lost.
+        threshold: the training loss above which the run has diverged.
     """
 
-    def __init__(self, ruin: float) -> None:
-        self.ruin = ruin
+    def __init__(self, threshold: float) -> None:
+        self.threshold = threshold
         self._mean: Tensor | None = None
         self._refused = 0
 
@@ -50,7 +50,7 @@ class Watch:
     @property
     def gives_up(self) -> bool:
         """Whether nothing that the group pushes is applied any more; alike on all its members."""
-        return self._refused >= REFUSED
+        return self._refused >= NON_FINITE_TOLERATED
 
     def mean(self, like: Tensor) -> Tensor:
         """The running mean of the loss; NaN if there is none, or if the group has given up."""
@@ -59,8 +59,8 @@ class Watch:
         return self._mean.to(like)
 
     def is_worse(self, mean: float) -> bool:
-        """Whether the run is lost with that mean loss, or has none that is finite."""
-        return not mean <= self.ruin
+        """Whether the run has diverged, with that mean loss, or has none that is finite."""
+        return not mean <= self.threshold
 
 
 def loss_in(outputs: Any, accumulated: int) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""When `OmniTuner` takes a run for lost: by its mean loss, and by pushes that nobody applies."""
+"""When `OmniTuner` takes a run for diverged: by its mean loss, and by pushes that are not applied."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import torch
 from lightning_omni.methods import AsyncSGD, Replica
 from lightning_omni.optimizer.run_state import RollbackPoint
 from lightning_omni.protocol.group import GroupCore
-from lightning_omni.tuner.rescue import REFUSED, Watch
+from lightning_omni.tuner.divergence import NON_FINITE_TOLERATED, DivergenceGuard
 
 ZERO = torch.zeros(())
 
 
-def watch(ruin: float = 1.0) -> Watch:
-    return Watch(ruin)
+def watch(threshold: float = 1.0) -> DivergenceGuard:
+    return DivergenceGuard(threshold)
 
 
-def follow(made: Watch, losses: list[float], is_guarded: bool, applied: bool | None) -> float:
+def follow(made: DivergenceGuard, losses: list[float], is_guarded: bool, applied: bool | None) -> float:
     for loss in losses:
         made.batch_done(torch.tensor(loss), is_guarded, applied)
     return float(made.mean(ZERO))
@@ -43,13 +43,13 @@ def test_in_one_group_it_is_the_end() -> None:
 @pytest.mark.parametrize(("applied", "gives_up"), [(False, True), (None, False), (True, False)])
 def test_pushes_count_and_not_batches(applied: Any, gives_up: bool) -> None:
     made = watch()
-    mean = follow(made, [0.5] * REFUSED, True, applied)
+    mean = follow(made, [0.5] * NON_FINITE_TOLERATED, True, applied)
     assert made.gives_up == gives_up == made.is_worse(mean)
 
 
 def test_between_refusals_batches_that_push_nothing_change_nothing() -> None:
     made = watch()
-    for _ in range(REFUSED):
+    for _ in range(NON_FINITE_TOLERATED):
         assert not made.gives_up
         follow(made, [0.5] * 3, True, None)
         follow(made, [0.5], True, False)
@@ -59,7 +59,7 @@ def test_between_refusals_batches_that_push_nothing_change_nothing() -> None:
 
 
 def test_a_loss_that_rises_above_the_bound_is_worse() -> None:
-    made = watch(ruin=1.0)
+    made = watch(threshold=1.0)
     assert not made.is_worse(follow(made, [0.9] * 5, True, True))
     assert made.is_worse(follow(made, [2.0] * 50, True, True))
 

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.palette import CHOSEN, EXPECTED
-from lightning_omni.performance.forecast import Pace, Scaling, Setting, Theory, Tried
+from lightning_omni.performance.forecast import SampleEfficiency, Scaling, Setting, Theory, TrialResult
 from lightning_omni.performance.profile import Prediction, Profile
 from lightning_omni.report import TuningReport
 from lightning_omni.search import Search
@@ -24,7 +24,7 @@ from lightning_omni.search.rules import careful, is_faster, least
 from lightning_omni.search.space import group_counts
 
 _USUAL_MOMENTUM = 0.9
-_BINDS = {
+_BOTTLENECKS = {
     "compute": "compute",
     "allreduce": "all-reduce",
     "exchange": "way to the server",
@@ -39,7 +39,7 @@ _FILE = "pass an omni-tuning.json that OmniTuner wrote, or the JSON of a Profile
 
 
 @dataclass(frozen=True)
-class Known:
+class PlanSource:
     """What a file says.
 
     Args:
@@ -53,7 +53,7 @@ class Known:
     factor: float = 1.0
 
     @classmethod
-    def of(cls, path: Path) -> Known:
+    def of(cls, path: Path) -> PlanSource:
         """Reads a file.
 
         Raises:
@@ -76,7 +76,7 @@ class Known:
         return cls(search.profile, search, factor)
 
     @property
-    def tried(self) -> list[Tried]:
+    def tried(self) -> list[TrialResult]:
         """The probes, as if their steps had been those of by now."""
         tried = self.search.tried if self.search is not None else []
         return [replace(each, setting=replace(each.setting, lr=each.setting.lr * self.factor)) for each in tried]
@@ -90,7 +90,7 @@ class Known:
         """Whether batches may be split in proportion to speeds."""
         return self.search is None or self.search.spec.space.rebalance
 
-    def pace(self, momentum: float | None, lr: float | None) -> Pace:
+    def efficiency(self, momentum: float | None, lr: float | None) -> SampleEfficiency:
         """Samples that settings need, from theory and the probes.
 
         Args:
@@ -103,11 +103,11 @@ class Known:
             alone = theory.setting(1)
             base = Setting(1, alone.momentum if momentum is None else momentum, alone.lr if lr is None else lr)
             theory = replace(theory, start=base, most=None)
-        return Pace.of(theory, self.tried) if self.tried else Pace(theory)
+        return SampleEfficiency.of(theory, self.tried) if self.tried else SampleEfficiency(theory)
 
 
 @dataclass(frozen=True)
-class Cluster:
+class PlannedCluster:
     """The planned machines: those that were measured, with what the user says is different.
 
     Args:
@@ -144,19 +144,19 @@ class Cluster:
 
 
 @dataclass(frozen=True)
-class Row:
+class PlanRow:
     """One number of groups.
 
     Args:
         setting: the best that is known for it.
         prediction: of the hardware.
-        pace: logarithm of the samples to a target, but for a constant, and its standard deviation.
+        efficiency: logarithm of the samples to a target, but for a constant, and its standard deviation.
         diverges: whether probes with several groups came to no good, however small their steps.
     """
 
     setting: Setting
     prediction: Prediction
-    pace: tuple[float, float]
+    efficiency: tuple[float, float]
     diverges: bool = False
 
     @property
@@ -164,30 +164,30 @@ class Row:
         """Logarithm of the time to a target, but for a constant."""
         if self.diverges:
             return math.inf
-        return self.pace[0] - math.log(self.prediction.samples_per_second.value)
+        return self.efficiency[0] - math.log(self.prediction.samples_per_second.value)
 
     @property
     def careful(self) -> float:
-        """The same, with what nobody tried made a little worse."""
-        return careful(self.log_seconds, self.pace[1])
+        """The same, with what was not tried made a little worse."""
+        return careful(self.log_seconds, self.efficiency[1])
 
 
 @dataclass(frozen=True)
-class Outlooks:
+class Plan:
     """What is to be expected of planned machines, for each number of groups.
 
     Args:
         cluster: the machines.
         known: what the file says.
-        pace: samples that settings need.
+        efficiency: samples that settings need.
         batch_size: samples of a rank's batch; None for what was measured.
         period: local steps between exchanges; None for what was measured.
         has_lr: whether learning rates are known; otherwise they are multiples of the user's.
     """
 
-    cluster: Cluster
-    known: Known
-    pace: Pace
+    cluster: PlannedCluster
+    known: PlanSource
+    efficiency: SampleEfficiency
     batch_size: float | None
     period: int | None
     has_lr: bool
@@ -199,24 +199,24 @@ class Outlooks:
         return f"{str(setting).rpartition(', lr')[0]}, {setting.lr:.3g} times your lr"
 
     @cached_property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[PlanRow]:
         """Powers of two, and as many groups as ranks."""
         return [self._row(groups) for groups in group_counts(self.cluster.profile.ranks)]
 
-    def _row(self, groups: int) -> Row:
+    def _row(self, groups: int) -> PlanRow:
         prediction, rebalance = self.predict(groups, False), False
         if self.known.rebalance and groups < self.cluster.profile.ranks:
             split = self.predict(groups, True)
             if is_faster(split.samples_per_second.value, prediction.samples_per_second.value):
                 prediction, rebalance = split, True
-        period = self.period or self.pace.theory.start.period
+        period = self.period or self.efficiency.theory.start.period
         tried = self.known.tried
         known = [each.setting for each in tried if each.setting.groups == groups and not each.has_failed]
         factor = self.known.largest_step(groups)
-        options = [self.pace.theory.setting(groups, factor=factor or 1.0), *known]
+        options = [self.efficiency.theory.setting(groups, factor=factor or 1.0), *known]
         found = [replace(each, rebalance=rebalance, period=period) for each in dict.fromkeys(options)]
-        best = min(found, key=lambda each: careful(*self.pace(each)))
-        return Row(best, prediction, self.pace(best), diverges=not factor)
+        best = min(found, key=lambda each: careful(*self.efficiency(each)))
+        return PlanRow(best, prediction, self.efficiency(best), diverges=not factor)
 
     def predict(self, groups: int, rebalance: bool) -> Prediction:
         """What the hardware model says."""
@@ -230,20 +230,20 @@ class Outlooks:
             raise
 
     @cached_property
-    def best(self) -> Row:
+    def best(self) -> PlanRow:
         """The one that is expected at the target first; among equals the one with the fewest groups."""
         return least(self.rows, lambda row: row.careful, lambda row: row.setting.groups)
 
-    def relative(self, row: Row) -> float:
+    def relative(self, row: PlanRow) -> float:
         """Time to the target, relative to that of the best."""
         return math.exp(row.log_seconds - self.best.log_seconds)
 
-    def seconds(self, row: Row, samples: float) -> float:
-        """Time for so many samples, at the pace of the best probe (or of one group, if nothing was tried)."""
-        offset = self.pace.offset if self.known.tried else self.pace(self.pace.theory.setting(1))[0]
+    def seconds(self, row: PlanRow, samples: float) -> float:
+        """Time for so many samples, as efficient as the best probe's (or as one group's, if nothing was tried)."""
+        offset = self.efficiency.offset if self.known.tried else self.efficiency(self.efficiency.theory.setting(1))[0]
         return samples * math.exp(row.log_seconds - offset)
 
-    def with_cluster(self, **changes: Any) -> Outlooks:
+    def with_cluster(self, **changes: Any) -> Plan:
         """The same question for other machines."""
         return replace(self, cluster=replace(self.cluster, **changes))
 
@@ -251,50 +251,50 @@ class Outlooks:
 # --- What is said -----------------------------------------------------------------------------------------------------
 
 
-def table(outlook: Outlooks, samples: float | None) -> Table:
+def table(plan: Plan, samples: float | None) -> Table:
     """A row for each number of groups."""
-    return _table_of(outlook, samples, _heads(outlook, samples), _title(outlook))
+    return _table_of(plan, samples, _heads(plan, samples), _title(plan))
 
 
-def tall_table(outlook: Outlooks, samples: float | None) -> Group:
+def tall_table(plan: Plan, samples: float | None) -> Group:
     """The same for narrow terminals: the hardware, and below it what becomes of training."""
-    heads = _heads(outlook, samples)
-    upper = _table_of(outlook, samples, heads[:5], _title(outlook))
-    return Group(upper, _table_of(outlook, samples, ["groups", *heads[5:]]))
+    heads = _heads(plan, samples)
+    upper = _table_of(plan, samples, heads[:5], _title(plan))
+    return Group(upper, _table_of(plan, samples, ["groups", *heads[5:]]))
 
 
-def _table_of(outlook: Outlooks, samples: float | None, heads: Sequence[str], title: str | None = None) -> Table:
+def _table_of(plan: Plan, samples: float | None, heads: Sequence[str], title: str | None = None) -> Table:
     made = Table(title=title)
     for head in heads:
-        made.add_column(head, justify="left" if head in ("batches", "binds") else "right", no_wrap=True)
-    for row in outlook.rows:
-        cells = dict(zip(_heads(outlook, samples), _cells(outlook, row, samples), strict=True))
-        made.add_row(*(Text(cells[head]) for head in heads), style="bold" if row is outlook.best else None)
+        made.add_column(head, justify="left" if head in ("batches", "bottleneck") else "right", no_wrap=True)
+    for row in plan.rows:
+        cells = dict(zip(_heads(plan, samples), _cells(plan, row, samples), strict=True))
+        made.add_row(*(Text(cells[head]) for head in heads), style="bold" if row is plan.best else None)
     return made
 
 
-def _title(outlook: Outlooks) -> str:
-    profile = outlook.cluster.profile
+def _title(plan: Plan) -> str:
+    profile = plan.cluster.profile
     return f"{profile.ranks} ranks, {_speeds(profile)}"
 
 
-def _heads(outlook: Outlooks, samples: float | None) -> list[str]:
-    heads = ["groups", "batches", "samples/s", "ms/update", "binds", "samples", "time"]
-    return [*heads, *(["hours"] if samples is not None else []), "momentum", "lr" if outlook.has_lr else "lr / yours"]
+def _heads(plan: Plan, samples: float | None) -> list[str]:
+    heads = ["groups", "batches", "samples/s", "ms/update", "bottleneck", "samples", "time"]
+    return [*heads, *(["hours"] if samples is not None else []), "momentum", "lr" if plan.has_lr else "lr / yours"]
 
 
-def _cells(outlook: Outlooks, row: Row, samples: float | None) -> list[str]:
-    fewest = min(each.pace[0] for each in outlook.rows if not each.diverges)
+def _cells(plan: Plan, row: PlanRow, samples: float | None) -> list[str]:
+    fewest = min(each.efficiency[0] for each in plan.rows if not each.diverges)
     setting, prediction = row.setting, row.prediction
     return [
-        f"{'★ ' if row is outlook.best else ''}{setting.groups}",
+        f"{'★ ' if row is plan.best else ''}{setting.groups}",
         "proportional" if setting.rebalance else "equal",
         str(prediction.samples_per_second),
         f"{1000 * prediction.seconds_per_update.value:.4g}",
-        _BINDS[prediction.binding],
-        "diverges" if row.diverges else f"{math.exp(row.pace[0] - fewest):.2f}×",
-        f"{outlook.relative(row):.2f}×",
-        *([f"{outlook.seconds(row, samples) / 3600:.3g}"] if samples is not None else []),
+        _BOTTLENECKS[prediction.bottleneck],
+        "diverges" if row.diverges else f"{math.exp(row.efficiency[0] - fewest):.2f}×",
+        f"{plan.relative(row):.2f}×",
+        *([f"{plan.seconds(row, samples) / 3600:.3g}"] if samples is not None else []),
         f"{setting.momentum:.3g}",
         f"{setting.lr:.3g}",
     ]
@@ -307,18 +307,18 @@ def _speeds(profile: Profile) -> str:
     return f"{slowest:.4g} to {fastest:.4g} samples/s each"
 
 
-def sentences(outlook: Outlooks, samples: float | None) -> list[str]:
+def sentences(plan: Plan, samples: float | None) -> list[str]:
     """What to use, what to buy next, and what is assumed."""
-    best, known = outlook.best, outlook.known
-    alone = outlook.relative(outlook.rows[0])
-    said = f"use {outlook.say(best.setting)}: {best.prediction.samples_per_second.value:.4g} samples/s"
+    best, known = plan.best, plan.known
+    alone = plan.relative(plan.rows[0])
+    said = f"use {plan.say(best.setting)}: {best.prediction.samples_per_second.value:.4g} samples/s"
     if best.setting.groups > 1:
-        said += f", {alone:.2f} times as soon at the target as one group"
+        said += f", {alone:.2f} times faster to the target than one group"
     if samples is not None:
-        said += f", {_duration(outlook.seconds(best, samples))} for {samples:.4g} samples"
-    lines = [said, f"buy next: {_advice(outlook)}"]
-    batch, before = outlook.batch_size or known.profile.batch_size, known.profile.batch_size
-    growth = outlook.cluster.profile.ranks * batch / (known.profile.ranks * before)
+        said += f", {_duration(plan.seconds(best, samples))} for {samples:.4g} samples"
+    lines = [said, f"buy next: {_advice(plan)}"]
+    batch, before = plan.batch_size or known.profile.batch_size, known.profile.batch_size
+    growth = plan.cluster.profile.ranks * batch / (known.profile.ranks * before)
     if abs(growth - 1) > 0.01:
         lines.append(
             f"batches of all ranks together are {growth:.3g} times those that were measured; the samples to a target"
@@ -329,30 +329,30 @@ def sentences(outlook: Outlooks, samples: float | None) -> list[str]:
     return lines
 
 
-def _advice(outlook: Outlooks) -> str:
-    """What binds, and what twice as much of it would give."""
-    binding = outlook.best.prediction.binding
-    cluster = outlook.cluster
-    if binding == "compute":
+def _advice(plan: Plan) -> str:
+    """The bottleneck, and what twice as much of it would give."""
+    bottleneck = plan.best.prediction.bottleneck
+    cluster = plan.cluster
+    if bottleneck == "compute":
         count = 2 * cluster.profile.ranks
-        said, other = f"{count} ranks", outlook.with_cluster(ranks=count)
-    elif binding in ("allreduce", "exchange", "link") and cluster.bandwidth is not None:
-        said, other = "twice the bandwidth", outlook.with_cluster(bandwidth=2 * cluster.bandwidth)
+        said, other = f"{count} ranks", plan.with_cluster(ranks=count)
+    elif bottleneck in ("allreduce", "exchange", "link") and cluster.bandwidth is not None:
+        said, other = "twice the bandwidth", plan.with_cluster(bandwidth=2 * cluster.bandwidth)
     else:
-        what = "a server twice as fast" if binding == "server" else "a network twice as fast"
-        what = "a merged head twice as fast" if binding == "head" else what
-        return (
-            f"{_BINDS[binding]} binds; {what} would give at most {_halved(outlook.best.prediction):.2f} times the speed"
-        )
-    gain = math.exp(outlook.best.log_seconds - other.best.log_seconds)
-    best = outlook.say(other.best.setting)
-    return f"{_BINDS[binding]} binds; {said} would be at the target {gain:.2f} times as soon, with {best}"
+        what = "a server twice as fast" if bottleneck == "server" else "a network twice as fast"
+        what = "a merged head twice as fast" if bottleneck == "head" else what
+        faster = f"{what} would be at most {_halved(plan.best.prediction):.2f} times faster"
+        return f"{_BOTTLENECKS[bottleneck]} is the bottleneck; {faster}"
+    gain = math.exp(plan.best.log_seconds - other.best.log_seconds)
+    best = plan.say(other.best.setting)
+    faster = f"{said} would be {gain:.2f} times faster to the target, with {best}"
+    return f"{_BOTTLENECKS[bottleneck]} is the bottleneck; {faster}"
 
 
 def _halved(prediction: Prediction) -> float:
-    """How many times as fast updates could come if the part that binds took half as long, at most."""
+    """How many times faster updates could come if the bottleneck took half as long, at most."""
     parts: Mapping[str, float] = prediction.parts
-    name = "serve" if prediction.binding == "server" else prediction.binding
+    name = "serve" if prediction.bottleneck == "server" else prediction.bottleneck
     seconds = prediction.seconds_per_update.value
     if name in ("allreduce", "exchange"):
         return seconds / (seconds - parts[name] / 2)
@@ -371,15 +371,15 @@ def _duration(seconds: float) -> str:
 # --- A picture --------------------------------------------------------------------------------------------------------
 
 
-def draw(outlook: Outlooks, folder: Path) -> Path:
+def draw(plan: Plan, folder: Path) -> Path:
     """Draws samples per second and time over groups. Returns the file."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 4.8), dpi=120, layout="constrained")
     hardware, time = figure.subplots(1, 2)
-    _draw_speed(hardware, outlook)
-    _draw_time(time, outlook)
-    groups, best = [row.setting.groups for row in outlook.rows], outlook.best
+    _draw_speed(hardware, plan)
+    _draw_time(time, plan)
+    groups, best = [row.setting.groups for row in plan.rows], plan.best
     for axes, height in ((hardware, best.prediction.samples_per_second.value), (time, 1.0)):
         axes.scatter(best.setting.groups, height, marker="*", s=300, color=CHOSEN, edgecolor="white", zorder=5)
         axes.set_xscale("log", base=2)
@@ -398,17 +398,17 @@ def draw(outlook: Outlooks, folder: Path) -> Path:
     return path
 
 
-def _draw_speed(axes: Any, outlook: Outlooks) -> None:
-    groups = [row.setting.groups for row in outlook.rows]
-    rates = [row.prediction.samples_per_second for row in outlook.rows]
+def _draw_speed(axes: Any, plan: Plan) -> None:
+    groups = [row.setting.groups for row in plan.rows]
+    rates = [row.prediction.samples_per_second for row in plan.rows]
     axes.plot(groups, [each.value for each in rates], color=EXPECTED, marker="o", label="expected, with 80 % interval")
     axes.fill_between(
         groups, [each.low for each in rates], [each.high for each in rates], color=EXPECTED, alpha=0.2, linewidth=0
     )
-    for place, (row, each) in enumerate(zip(outlook.rows, rates, strict=True)):
+    for place, (row, each) in enumerate(zip(plan.rows, rates, strict=True)):
         falls = place > 0 and rates[place - 1].value > each.value  # then the line comes from above
         axes.annotate(
-            _BINDS[row.prediction.binding].replace(" ", "\n", 1),
+            _BOTTLENECKS[row.prediction.bottleneck].replace(" ", "\n", 1),
             (row.setting.groups, each.low if falls else each.high),
             (0, -10 if falls else 10),
             textcoords="offset points",
@@ -416,20 +416,20 @@ def _draw_speed(axes: Any, outlook: Outlooks) -> None:
             va="top" if falls else "bottom",
             fontsize=8,
         )
-    title = f"{outlook.cluster.profile.ranks} ranks, and what binds"
+    title = f"{plan.cluster.profile.ranks} ranks, and the bottleneck"
     axes.set(ylabel="samples / s", title=title, ylim=(0, 1.18 * max(each.high for each in rates)))
     axes.legend(loc="lower left", frameon=False, fontsize="small")
 
 
-def _draw_time(axes: Any, outlook: Outlooks) -> None:
-    rows = [row for row in outlook.rows if not row.diverges]
+def _draw_time(axes: Any, plan: Plan) -> None:
+    rows = [row for row in plan.rows if not row.diverges]
     groups = [row.setting.groups for row in rows]
-    times = [outlook.relative(row) for row in rows]
-    widths = [1.2816 * outlook.pace.deviation(row.setting, outlook.best.setting) for row in rows]
+    times = [plan.relative(row) for row in rows]
+    widths = [1.2816 * plan.efficiency.deviation(row.setting, plan.best.setting) for row in rows]
     ends = [[each * math.exp(sign * width) for each, width in zip(times, widths, strict=True)] for sign in (-1, 1)]
     axes.plot(groups, times, color=EXPECTED, marker="o")
     axes.fill_between(groups, *ends, color=EXPECTED, alpha=0.2, linewidth=0)
-    axes.set(ylabel="time to the target  (1: the best)", title=f"★ {outlook.say(outlook.best.setting)}")
+    axes.set(ylabel="time to the target  (1: the best)", title=f"★ {plan.say(plan.best.setting)}")
     axes.set_ylim(0, 1.25 * max(times))
     if max(times) > 6:  # or one could not tell those apart that matter
         ticks = [tick for tick in (0.5, 1, 2, 5, 10, 20, 50, 100, 1000) if tick < 2 * max(times)]
