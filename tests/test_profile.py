@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from lightning_omni.errors import ConfigurationError
+from lightning_omni.performance.costs import Costs
 from lightning_omni.performance.profile import Measured, Prediction, Profile
 from lightning_omni.performance.queueing import residence, slowest
 from lightning_omni.simulator import Cluster, Jitter, Link, simulate
@@ -51,6 +52,47 @@ def seconds(prediction: Prediction) -> float:
 
 
 # --- What can be said beforehand --------------------------------------------------------------------------------------
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    parts=st.lists(st.floats(0, 0.1), min_size=7, max_size=7),
+    groups=st.sampled_from([2, 3, 4, 6, 12]),
+    batch=st.integers(1, 8),
+    period=st.integers(1, 4),
+)
+def test_known_costs_give_the_largest_of_the_serial_parts_and_the_groups_share(
+    parts: list[float], groups: int, batch: int, period: int
+) -> None:
+    sample, overhead, bytes_, hop, delay, serve, link = parts
+    costs = Costs(1e-3 + sample, overhead, bytes_, hop, delay + serve + link, serve, link, sample / 10, 1000, period)
+    size = 12 // groups
+    head = size * batch * costs.head_per_sample
+    step = overhead + batch * costs.per_sample + 2 * (size - 1) * (bytes_ / size + hop) + costs.exchange / period + head
+    profile = Profile.of(costs, ranks=12, batch_size=batch)
+    assert seconds(profile.predict(groups)) == pytest.approx(max(serve / period, link / period, head, step / groups))
+    again = Profile.from_dict(json.loads(json.dumps(profile.scaled(slowest=2.0).to_dict())))
+    assert again.predict(groups) == profile.scaled(slowest=2.0).predict(groups)
+
+
+@pytest.mark.parametrize(
+    ("costs", "told"),
+    [
+        ({"per_sample": 0.0}, "per_sample=0"),
+        ({"per_sample": 0.1, "serve": 0.2}, "exchange=0.0"),
+        ({"per_sample": 0.1, "exchange": 0.2, "link": 0.2}, "nbytes="),
+        ({"per_sample": 0.1, "overhead": -1.0}, "overhead=-1.0"),
+        ({"per_sample": 0.1, "period": 0}, "period=0"),
+    ],
+)
+def test_costs_that_cannot_be_are_refused(costs: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigurationError, match=told):
+        Costs(**costs)
+
+
+def test_a_profile_of_no_ranks_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="ranks=0"):
+        Profile.of(Costs(per_sample=0.1), ranks=0, batch_size=8)
 
 
 @settings(max_examples=15, deadline=None)

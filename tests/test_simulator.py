@@ -16,7 +16,8 @@ from torch.utils.data import Dataset, TensorDataset
 
 from lightning_omni.errors import ConfigurationError, ProtocolError
 from lightning_omni.methods import METHODS, AsyncDiLoCo, AsyncSGD, DiLoCo, Downpour, Gossip, LocalSGD, Method, SoftSync
-from lightning_omni.performance.hardware import Costs, HardwareModel
+from lightning_omni.performance.costs import Costs
+from lightning_omni.performance.profile import Profile
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.record import Event, RecordFile, read_record
 from lightning_omni.simulator import (
@@ -151,10 +152,11 @@ def test_the_hardware_model_says_how_often_an_update_comes(groups: int) -> None:
     cluster = Cluster.even(16, 1e-3, head_seconds_per_sample=5e-5, jitter=Jitter("lognormal", 0.1))
     data = TensorDataset(INPUTS.repeat(40, 1), LABELS.repeat(40))  # one epoch, for at its end all groups meet
     trace, _ = tailed(groups, cluster, data=data, batch_size=2 * groups, max_updates=250)
-    model = HardwareModel(Costs(compute=32e-3, head=1.6e-3 if groups > 1 else 0.0), ranks=16)
+    profile = Profile.of(Costs(per_sample=1e-3, head_per_sample=5e-5), ranks=16, batch_size=2 * groups)
+    predicted = profile.predict(groups)
     # Of several ranks the slowest counts, and near the point of saturation groups come in one another's way.
-    assert trace.seconds_per_update == pytest.approx(model.seconds_per_update(groups), rel=0.2)
-    if groups > 1 and model.bottleneck(groups) == "head":
+    assert trace.seconds_per_update == pytest.approx(predicted.seconds_per_update.value, rel=0.2)
+    if predicted.bottleneck == "head":
         assert trace.seconds_per_update == pytest.approx(1.6e-3, rel=0.03)
 
 

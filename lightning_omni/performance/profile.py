@@ -1,8 +1,8 @@
 """Hardware efficiency, fitted: seconds per update for any grouping, from measured steps of one or two.
 
-`lightning_omni.performance.hardware` has the formula for costs that are known. Here they are read off what ranks
-and groups measured of their own steps, with what the formula leaves out: the slowest of several members counts, groups
-wait for one another where they share a server, its link or a merged head, and every number has an interval.
+Costs are read off what ranks and groups measured of their own steps; where they are known, `Costs` names them. The
+slowest of several members counts, groups wait for one another where they share a server, its link or a merged head,
+and every number has an interval.
 
     step of a group = E[max over members of compute time] + all-reduce + exchange / H + turn at a head
     compute time of a rank = (overhead + samples × seconds per sample) × jitter, the jitter as it was measured
@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from lightning_omni.errors import ConfigurationError
+from lightning_omni.performance.costs import Costs
 from lightning_omni.performance.queueing import residence, slowest
 from lightning_omni.performance.statistical import Estimate
 from lightning_omni.protocol.leases import apportion
@@ -56,8 +57,8 @@ class Measured(Serializable):
     Args:
         groups: ranks of each group.
         samples: of each rank, in ascending order of ranks: its samples of each of its steps.
-        own: of each rank in that order: its compute time in seconds in each of these steps (load, forward, backward, the
-            optimizer's step): all of it but the exchange and waiting for others.
+        own: of each rank in that order: its compute time in each of these steps, in seconds (load, forward, backward,
+            the optimizer's step): all of it but the exchange and waiting for others.
         steps: of each group: seconds of each of its steps, from the end of one to the end of the next.
         exchanges: of each group: seconds of each of these steps that went into the exchange with the server; zeros if
             there is one group.
@@ -226,6 +227,8 @@ class Profile(Serializable):
         draws: number of resampled fits for the intervals.
         seed: of these.
         changes: what `scaled` was asked for, one after the other.
+        costs: what is known instead of measured; see `of`.
+        equal_ranks: of these costs: number of ranks, and samples of each in a step.
 
     Example:
         Two ranks, the second half as fast, measured as two groups that a server answers after 10 ms:
@@ -249,6 +252,32 @@ class Profile(Serializable):
     draws: int = 100
     seed: int = 0
     changes: tuple[Mapping[str, Any], ...] = ()
+    costs: Costs | None = None
+    equal_ranks: tuple[int, float] = (1, 1.0)
+
+    @classmethod
+    def of(cls, costs: Costs, ranks: int, batch_size: float) -> Profile:
+        """The model of costs that are known, for equal ranks.
+
+        Args:
+            costs: seconds of each part.
+            ranks: number of ranks.
+            batch_size: samples per rank and step.
+
+        Raises:
+            ConfigurationError: there is no rank or no sample.
+
+        Example:
+            A merged head that takes 1 ms a sample, a body of 10 ms a sample; groups with 16 samples each, of 16 ranks:
+
+            >>> profile = Profile.of(Costs(per_sample=0.010, head_per_sample=0.001), ranks=16, batch_size=1)
+            >>> found = [profile.predict(groups, batch_size=groups) for groups in (4, 8, 16)]
+            >>> [round(1000 * each.seconds_per_update.value, 1) for each in found], found[2].bottleneck
+            ([14.0, 16.0, 16.0], 'head')
+        """
+        if ranks < 1 or not 0 < batch_size < math.inf:
+            raise ConfigurationError(f"ranks={ranks}, batch_size={batch_size}: pass at least one rank and samples")
+        return cls((), draws=2, costs=costs, equal_ranks=(ranks, batch_size))
 
     @classmethod
     def fit(cls, measured: Sequence[Measured], draws: int = 100, seed: int = 0) -> Profile:
@@ -275,7 +304,7 @@ class Profile(Serializable):
     def __post_init__(self) -> None:
         object.__setattr__(self, "measured", tuple(self.measured))
         object.__setattr__(self, "changes", tuple(dict(change) for change in self.changes))
-        if not self.measured:
+        if not self.measured and self.costs is None:
             raise ConfigurationError("measured=[]: pass at least one segment of training")
         if any(each.ranks != self.measured[0].ranks for each in self.measured):
             raise ConfigurationError(
@@ -286,7 +315,8 @@ class Profile(Serializable):
 
     @cached_property
     def _model(self) -> _Model:
-        model = _fit(self.measured, self.draws, self.seed)
+        known = None if self.costs is None else _known(self.costs, self.equal_ranks[0])
+        model = known or _fit(self.measured, self.draws, self.seed)
         for change in self.changes:
             model = _changed(model, **change)
         return model
@@ -300,7 +330,7 @@ class Profile(Serializable):
     def batch_size(self) -> float:
         """Mean samples per rank and step."""
         counts = [number for each in self.measured for row in each.samples for number in row]
-        return sum(counts) / len(counts)
+        return sum(counts) / len(counts) if counts else self.equal_ranks[1]
 
     @property
     def speeds(self) -> tuple[float, ...]:
@@ -438,7 +468,8 @@ class Profile(Serializable):
             ConfigurationError: it did not make that, or SciPy is missing.
         """
         kept = super().from_dict(plain)
-        fitted = cls.fit(kept.measured, kept.draws, kept.seed)
+        fitted = replace(kept, changes=())
+        fitted._model  # noqa: B018 - errors belong here
         try:
             return reduce(lambda profile, change: profile.scaled(**change), kept.changes, fitted)
         except TypeError as error:
@@ -678,6 +709,28 @@ class _Outcome:
         names = ("serve", "link", "head") if self.is_saturated else ("compute", "allreduce", "exchange")
         largest = max(names, key=lambda name: self.parts[name])
         return "server" if largest == "serve" else largest
+
+
+def _known(costs: Costs, ranks: int) -> _Model:
+    """Without a fit; of one device, without jitter, and the two draws are the same."""
+    ones = np.ones(2)
+    return _Model(
+        devices=dict.fromkeys(range(ranks), (0, 1.0)),
+        overhead=costs.overhead * ones[:, None],
+        per_sample=costs.per_sample * ones[:, None],
+        jitter=np.ones((2, 1, 1)),
+        ring=costs.allreduce * ones,
+        hop=costs.allreduce_latency * ones,
+        delay=(costs.exchange - costs.serve - costs.link) * ones,
+        delay_per_byte=0 * ones,
+        serve=costs.serve * ones,
+        link_per_byte=costs.link / max(costs.nbytes, 1) * ones,
+        head_per_sample=costs.head_per_sample,
+        period=costs.period,
+        nbytes=costs.nbytes,
+        knows_overhead=True,
+        knows_exchange=True,
+    )
 
 
 # --- The fit ---------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ A curve is fitted by a decay that may level off anywhere and bend in any way bet
     L(t) = floor + drop (1 + t / τ)^(-p),        L(t) = floor + drop exp(-t / τ) as p → ∞ with τ / p fixed,
 
 so that a forecast is as uncertain as the end of the curve leaves it. What staleness does to momentum is in
-`lightning_omni.performance.momentum`; seconds per update are in `lightning_omni.performance.hardware`.
+`lightning_omni.performance.momentum`; seconds per update are in `lightning_omni.performance.profile`.
 
 Rule 1: the fit needs no start and cannot fail: a search over q = 1 / p and T = τ / p, with least squares in the rest.
 Rule 2: forecasts are quantiles over draws from the likelihood. A covariance would not do: of a curve that has not

@@ -54,8 +54,8 @@ class DeviceTunerHooks(_CallbackBase):
 
     All is measured on copies, with the module's own ``training_step`` and batches of its own data: weights, data order
     and RNG state of the run are those of a run without the callback. Applied is what keeps the mathematics up to
-    rounding: threads, the C library's handling of freed memory, memory format, fused optimizer, compiled submodules. Precision
-    only if it is allowed. After the fit all is as it was.
+    rounding: threads, the C library's handling of freed memory, memory format, fused optimizer, compiled submodules.
+    Precision only if it is allowed. After the fit all is as it was.
 
     With several ranks, rank 0 measures and decides for all.
 

@@ -1,0 +1,55 @@
+"""What training costs, part by part, where that is known: `Profile.of` predicts from it as from measured steps."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+from lightning_omni.errors import ConfigurationError
+from lightning_omni.serialization import Serializable
+
+
+@dataclass(frozen=True)
+class Costs(Serializable):
+    """Seconds, of equal ranks that do not scatter.
+
+    Args:
+        per_sample: forward and backward pass of a sample on one rank.
+        overhead: what a step costs a rank whatever its samples.
+        allreduce: bringing a gradient through a rank's link; a ring of k ranks moves 2 (k - 1) / k of it.
+        allreduce_latency: of each of the 2 (k - 1) messages of a ring.
+        exchange: a push and the answer to it, as a group without rivals sees them.
+        serve: of this, the server's own arithmetic, one push after the other.
+        link: of this, the time on the server's link, one push after the other.
+        head_per_sample: of each sample of a group's batch, in a turn at a merged head.
+        nbytes: bytes of one exchange, one way; 0 if unknown.
+        period: local steps between two exchanges, H.
+
+    Raises:
+        ConfigurationError: a number is out of range.
+    """
+
+    per_sample: float
+    overhead: float = 0.0
+    allreduce: float = 0.0
+    allreduce_latency: float = 0.0
+    exchange: float = 0.0
+    serve: float = 0.0
+    link: float = 0.0
+    head_per_sample: float = 0.0
+    nbytes: int = 0
+    period: int = 1
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            least, value = int(each.name == "period"), getattr(self, each.name)
+            if not least <= value < math.inf:
+                raise ConfigurationError(f"{each.name}={value}: pass a number, {least} or more")
+        if self.per_sample + self.overhead <= 0:
+            raise ConfigurationError("per_sample=0: pass the seconds of a sample, or overhead= of a step")
+        if self.serve + self.link > self.exchange:
+            raise ConfigurationError(
+                f"exchange={self.exchange}: serve and link are parts of it; pass {self.serve + self.link:g} or more"
+            )
+        if self.link and not self.nbytes:
+            raise ConfigurationError(f"link={self.link}: pass nbytes= as well, the bytes that take so long")
