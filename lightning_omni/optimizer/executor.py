@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import math
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
@@ -26,6 +25,7 @@ from lightning_omni.optimizer.edits import Edits
 from lightning_omni.optimizer.head import RemoteHead
 from lightning_omni.optimizer.place import Place
 from lightning_omni.optimizer.structure import Structures
+from lightning_omni.performance.step_timer import StepTimer
 from lightning_omni.protocol.transport import Control
 
 
@@ -148,7 +148,7 @@ class Exchanging(Executor):
     ) -> None:
         self._place, self._channel, self._structures, self._edits = place, channel, structures, edits
         self._heads = heads
-        self._watches: dict[int, StepWatch] = {}
+        self._timers: dict[int, StepTimer] = {}
 
     @property
     def control(self) -> Control | None:
@@ -194,7 +194,7 @@ class Exchanging(Executor):
             self._edits.follow()
         place.process_groups.use(place.compute_group)
         place.is_computing = True
-        self._watches.clear()
+        self._timers.clear()
         for part in place.parts:
             part.replica.take_up()
 
@@ -272,22 +272,9 @@ class Exchanging(Executor):
         action = core.gradient(index, gradient)
         while not isinstance(action, NextGradient):
             action = core.answer(index, channel.do(index, action))
-        took = self._watches.setdefault(index, StepWatch()).step_done(channel.traffic.seconds - elsewhere)
+        took = self._timers.setdefault(index, StepTimer()).done(channel.traffic.seconds - elsewhere)
         if took is not None:
             core.step_took(index, took)
-
-
-class StepWatch:
-    """How long a local step takes: from one step's end to the next one's, exchanges left out."""
-
-    def __init__(self) -> None:
-        self._last: float | None = None
-
-    def step_done(self, elsewhere: float) -> float | None:
-        """A step has ended, of which ``elsewhere`` seconds were spent in exchanges. Its seconds, if they are known."""
-        last, now = self._last, time.perf_counter()
-        self._last = now
-        return None if last is None else max(0.0, now - last - elsewhere)
 
 
 def _scatter(flat: Tensor, tensors: Sequence[Tensor]) -> None:

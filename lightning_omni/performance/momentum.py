@@ -64,11 +64,6 @@ class Implicit:
         return self.mean == 0 or _CONSTANT <= self.spread <= _GEOMETRIC
 
     @property
-    def effective_step(self) -> float:
-        """The share 1 - u of the learning rate at which a gradient acts at once."""
-        return 1 - self.momentum
-
-    @property
     def statement(self) -> str:
         """All this in a sentence."""
         told = f"mean staleness {self.mean:.3g} with a spread of {self.spread:.2f} of a geometric one"

@@ -161,12 +161,6 @@ class LossCurve:
         ]
         return LossCurve(*means)
 
-    def first_below(self, target: float, window: int = 1) -> float:
-        """The moment at which the smoothed curve is first at or below a target; infinity if it never is."""
-        smooth = self.smoothed(window)
-        reached = np.flatnonzero(smooth.losses <= target)
-        return float(smooth.moments[reached[0]]) if len(reached) else math.inf
-
     def level(self, until: float | None = None, share: float = _WINDOW) -> Level:
         """Mean of the last window before a moment, with its standard error: what short probes are ranked by.
 

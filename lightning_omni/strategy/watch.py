@@ -6,6 +6,7 @@ import time
 
 from lightning_omni.metrics import Staleness
 from lightning_omni.optimizer import World
+from lightning_omni.performance.step_timer import StepTimer
 from lightning_omni.protocol.messages import Status
 
 SMOOTHING = 0.9
@@ -20,7 +21,7 @@ class Stopwatch:
     """Running means of this rank's times, in seconds, and the bytes that it moved."""
 
     def __init__(self) -> None:
-        self._began = self._ended = 0.0
+        self._timer, self._began = StepTimer(), 0.0
         self._compute = 0.0
         self._exchanged = self._exchanged_before = 0.0
         self._moved = self._moved_before = self._batches = 0
@@ -34,14 +35,15 @@ class Stopwatch:
             moved: bytes exchanged so far.
         """
         self._began = time.perf_counter()
+        self._timer.start()
         self._compute = 0.0
         self._exchanged_before, self._moved_before = exchanged, moved
 
     def forward_done(self, exchanged: float) -> None:
-        """The rank's own work is done; from here on it may have to wait for its group.
+        """The rank's forward pass is done; from here on it may have to wait for its group.
 
         Args:
-            exchanged: as in `begin`; a turn at a merged head is no work of this rank's.
+            exchanged: as in `begin`; exclusive access to a merged head is none of this rank's compute time.
         """
         if not self._compute:
             self._compute = time.perf_counter() - self._began - (exchanged - self._exchanged_before)
@@ -50,16 +52,14 @@ class Stopwatch:
         """A batch has ended; the arguments are those of `begin`."""
         self._moved += moved - self._moved_before
         self._batches += 1
-        now = time.perf_counter()
-        step = now - (self._ended or self._began)
-        sample = (self._compute, step, exchanged - self._exchanged)
-        self._ended, self._exchanged = now, exchanged
+        sample = (self._compute, self._timer.done() or 0.0, exchanged - self._exchanged)
+        self._exchanged = exchanged
         old = self._means or sample
         self._means = tuple(SMOOTHING * was + (1 - SMOOTHING) * new for was, new in zip(old, sample, strict=True))  # type: ignore[assignment]
 
     @property
     def means(self) -> tuple[float, float, float]:
-        """Own work (to the end of the forward pass), whole step, exchange with the server."""
+        """Compute time (to the end of the forward pass), whole step, exchange with the server."""
         return self._means or (0.0, 0.0, 0.0)
 
     @property

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from lightning_omni.performance.step_timer import StepTimer
 from lightning_omni.strategy.declared import loader_of
 from lightning_omni.strategy.hooks import strategy_of
 from lightning_omni.tuner.probing import batch_size_of
@@ -53,14 +54,14 @@ class RunThroughput:
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
+        self._timer = StepTimer(clock)
         self._is_on = False
-        self._since: float | None = None
         self._trained = Trained()
 
     def go(self) -> None:
         """Training begins, or goes on."""
-        self._is_on, self._since = True, None
+        self._is_on = True
+        self._timer.interrupt()
 
     def rest(self) -> None:
         """Something else begins."""
@@ -74,9 +75,9 @@ class RunThroughput:
         """
         if not self._is_on:
             return
-        before, since, self._since = self._trained, self._since, self._clock()
-        timed = (0, 0.0) if since is None else (samples, self._since - since)
-        self._trained = Trained(before.samples + samples, before.timed + timed[0], before.seconds + timed[1])
+        before, seconds = self._trained, self._timer.done()
+        timed = 0 if seconds is None else samples
+        self._trained = Trained(before.samples + samples, before.timed + timed, before.seconds + (seconds or 0.0))
 
     def take(self) -> Trained:
         """What was trained since this was last called."""
