@@ -1,4 +1,4 @@
-"""One device: convolutions image by image, batched, PyTorch as it comes, and PyTorch tuned. One table.
+"""One device: convolutions image by image, batched, PyTorch with defaults, and PyTorch tuned. One table.
 
     python examples/single_device.py                  # about five minutes on two cores
     python examples/single_device.py --batch-size 64 --rounds 3
@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_omni import DeviceTuner
 
-PER_IMAGE, BATCHED, PLAIN = "per-image lowering", "batched lowering", "PyTorch as it comes"
+PER_IMAGE, BATCHED, PLAIN = "per-image lowering", "batched lowering", "PyTorch with defaults"
 TUNED, TUNED_BF16 = "tuned", "tuned, bfloat16 allowed"
 KINDS = (PER_IMAGE, BATCHED, PLAIN, TUNED, TUNED_BF16)
 PUBLISHED = 5.5
@@ -255,7 +255,7 @@ def table(speeds: Speeds, batch_size: int) -> Table:
     """One row for each kind."""
     threads = torch.get_num_threads()
     made = Table(title=f"CIFAR-shaped CNN, batches of {batch_size}, {threads} threads: samples/s")
-    for head in ("kind", "samples/s", "over per-image lowering", "over PyTorch as it comes"):
+    for head in ("kind", "samples/s", "over per-image lowering", "over PyTorch with defaults"):
         made.add_column(head, justify="left" if head == "kind" else "right")
     for kind in speeds:
         cells = [f"{statistics.median(speeds[kind]):.0f}"]

@@ -126,7 +126,9 @@ def test_wrong_settings_are_one_line_with_the_remedy(model: str, capsys: pytest.
     assert "--input and --classes: pass numbers of 1 or more" in said(f"{model}:Model", "--input", "[0]")
     assert "--allow half: pass some of precision, batch_size, workers" in said(f"{model}:Whole", "--allow", "half")
     assert "--budget 0.0: pass a time above 0" in said(f"{model}:Whole", "--budget", "0")
-    assert "cannot be trained as it comes: RuntimeError" in said(f"{model}:Model", "--input", "[7]", "--classes", "3")
+    assert "cannot be trained with the defaults: RuntimeError" in said(
+        f"{model}:Model", "--input", "[7]", "--classes", "3"
+    )
     assert "there is no folder '/absent'" in said(f"{model}:Whole", "--json", "/absent/device.json")
 
 

@@ -578,7 +578,7 @@ def test_wrong_arguments_are_told() -> None:
     assert "tolerance=0: pass a fraction above 0" in said(tolerance=0)
     assert "batches: pass at least one" in said(given=[])
     assert "batches: pass at least one" in said(given=[{"name": "x"}])
-    assert "cannot be trained as it comes: RuntimeError" in said(
+    assert "cannot be trained with the defaults: RuntimeError" in said(
         given=[(torch.zeros(2, 5, 6, 6), torch.zeros(2).long())]
     )
     assert "does not depend on the copy's weights" in said(lambda other, batch: loss_of(model, batch))

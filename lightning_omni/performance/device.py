@@ -93,7 +93,7 @@ def tune_device(
         clock: seconds.
 
     Raises:
-        ConfigurationError: an argument is wrong, or the model cannot be trained as it comes.
+        ConfigurationError: an argument is wrong, or the model cannot be trained with the defaults.
 
     Example:
         >>> model = nn.Linear(4, 2)
@@ -157,10 +157,10 @@ class _Search:
 
     def run(self) -> DeviceReport:
         """All steps, in their order."""
-        self._progress(0.0, "as it comes")
+        self._progress(0.0, "the defaults")
         self._baseline = self._best = self._measure_baseline()
         self._step_seconds = self._baseline.run(1)
-        # For all together, at the end.
+        # For all combined, at the end.
         self._deadline -= min(self._budget / 4, FEWEST * 5 * max(self._step_seconds, BLOCK_SECONDS))
         self._proposal: dict[str, Any] = {}
         precision_first = "precision" in self._allow  # then the rest is tried in the precision that is used
@@ -180,7 +180,7 @@ class _Search:
         return self._report()
 
     def _measure_baseline(self) -> Trial:
-        """The setup as it comes, after its first step."""
+        """The setup with the defaults, after its first step."""
         try:
             trial = Trial(self._setup, DeviceSetting())
             [first] = trial.losses(1)
@@ -189,7 +189,7 @@ class _Search:
         except ConfigurationError:
             raise
         except Exception as error:
-            raise ConfigurationError(f"the model cannot be trained as it comes: {_say(error)}") from error
+            raise ConfigurationError(f"the model cannot be trained with the defaults: {_say(error)}") from error
         # With random numbers in it (dropout, say) two losses prove nothing: layouts draw their numbers in other orders.
         self._first_loss = first if first == again == other else None
         return trial
@@ -478,7 +478,7 @@ class _Search:
 
     def _report(self) -> DeviceReport:
         """All that is applied against all as it came, in pairs of their own."""
-        self._tell("all together")
+        self._tell("combined")
         setting, gain, spread = self._best.setting, None, None
         baseline = tuned = self._setup.batch_size / self._step_seconds
         if self._best is not self._baseline:
@@ -490,7 +490,7 @@ class _Search:
                 gain = math.prod(each.gain or 1.0 for each in self._findings if each.verdict == "applied")
                 tuned = baseline * gain
                 reason = f"the product of the gains: {self._used_up()}"
-                self._findings.append(Finding("all together", setting.words, "noted", reason, gain=gain))
+                self._findings.append(Finding("combined", setting.words, "noted", reason, gain=gain))
         proposal = replace(setting, **self._proposal)
         if "workers" in self._allow and "workers" in self._proposal:
             setting = replace(setting, workers=proposal.workers, threads=proposal.threads)

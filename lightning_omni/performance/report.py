@@ -62,7 +62,7 @@ class DeviceReport(Serializable):
         findings: in the order in which things were tried, each beside the best that was known by then.
         setting: the best of what may be applied.
         proposal: the best of all that was measured; differs from `setting` by what was not allowed.
-        baseline: samples per second with everything as it comes.
+        baseline: samples per second with all defaults.
         tuned: samples per second with `setting`.
         gain: of `setting` over the baseline, measured in pairs of its own (the product of the steps' gains, and a row
             that says so, if there was no time for that); None if nothing is applied.
@@ -116,7 +116,7 @@ class DeviceReport(Serializable):
     def summary(self) -> str:
         """One sentence."""
         if self.gain is None:
-            return f"{_number(self.baseline)} samples/s as it comes; nothing faster was found"
+            return f"{_number(self.baseline)} samples/s with the defaults; nothing faster was found"
         scatter = f", {self.spread[0]:.2f} to {self.spread[1]:.2f}" if self.spread else ""
         times = f"{_number(self.tuned)} instead of {_number(self.baseline)} samples/s ({self.gain:.2f} times{scatter})"
         return f"{times}: {self.setting.words}"
@@ -209,7 +209,7 @@ def _figure_of(report: DeviceReport) -> Any:
     losses = {name: numbers for name, numbers in report.curves.items() if name.startswith("loss")}
     figure = Figure(figsize=(12, 2.2 + 0.3 * (len(measured) + 4)), layout="constrained")
     bars, curves = figure.subplots(1, 2, width_ratios=(1.3, 1))
-    labels = ["as it comes", *(f"{each.step}: {each.tried}" for each in measured)]
+    labels = ["defaults", *(f"{each.step}: {each.tried}" for each in measured)]
     colours = {"applied": CHOSEN, "proposed": PROPORTIONAL}
     places = range(len(labels))
     bars.barh(
@@ -223,7 +223,7 @@ def _figure_of(report: DeviceReport) -> Any:
     bars.set_yticks(places, ["\n".join(textwrap.wrap(label, 34)) for label in labels], fontsize="small")
     bars.invert_yaxis()
     bars.set(xlabel="samples/s (line: smallest and largest of the paired ratios)", title="What was measured")
-    named = {"as it comes": YOURS, "applied": CHOSEN, "proposed": PROPORTIONAL, "not taken": FAINT}
+    named = {"defaults": YOURS, "applied": CHOSEN, "proposed": PROPORTIONAL, "not taken": FAINT}
     figure.legend(
         [Patch(color=colour) for colour in named.values()],
         list(named),

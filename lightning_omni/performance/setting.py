@@ -77,7 +77,7 @@ class DeviceSetting(Serializable):
         parts += [self.precision] * (self.precision != "32-true")
         parts += [f"batches of {self.batch_size}"] if self.batch_size is not None else []
         parts += [f"{self.workers} processes"] if self.workers > 1 else []
-        return ", ".join(parts) or "as it comes"
+        return ", ".join(parts) or "defaults"
 
     def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
         """The context in which the forward pass runs; as Lightning's, it casts each weight whenever it is used."""
