@@ -283,17 +283,17 @@ def four() -> Run:
     slow = {str(rank): 4e-3 if rank == 3 else 1e-3 for rank in range(4)}
     even = {str(rank): 5e-4 for rank in range(4)}
     straggling = {"devices": 4, "seconds": slow, "trainer": {"max_epochs": 2}, "tuner": {**ONCE, "budget": 0.9}}
-    ruined = {
+    diverged = {
         **straggling,
         "seconds": {**slow, "3": 8e-3},  # several groups will be chosen, however slow this machine is
         "tuner": {**ONCE, "budget": 0.9, "space": {"rebalance": False}},
-        "ruined_after": 40,
+        "diverged_after": 40,
         "trainer": {"max_epochs": 50, "max_steps": 192},
     }
     dying = {"devices": 4, "seconds": even, "trainer": {"max_epochs": 2}, "tuner": ONCE, "dies": [3, 1]}
     plain = {"devices": 4, "seconds": even, "trainer": {"max_epochs": 1}}
     searched = {**plain, "tuner": {**ONCE, "budget": 0.9, "space": HERE}}
-    return run("omni_tuner.py", {"fits": [straggling, ruined, plain, searched, dying]}, timeout=200)
+    return run("omni_tuner.py", {"fits": [straggling, diverged, plain, searched, dying]}, timeout=200)
 
 
 def test_sums_are_rounded_as_if_there_had_been_no_probes(four: Run) -> None:
@@ -310,15 +310,15 @@ def test_a_straggler_is_not_waited_for(four: Run) -> None:
         assert four.results[rank][0]["before"] == four.results[rank][0]["after"]
 
 
-def test_a_run_that_the_choice_ruins_goes_back_and_on_as_the_user_set_it(four: Run) -> None:
+def test_a_run_that_diverges_with_the_choice_is_rolled_back_and_goes_on_as_the_user_set_it(four: Run) -> None:
     for rank in range(4):
-        ruined = four.results[rank][1]
+        diverged = four.results[rank][1]
         assert {setting["groups"] for setting, _ in four.results[0][1]["tried"]} >= {1, 4}
-        assert ruined["setting"]["groups"] == 1
-        assert (ruined["lr"], ruined["momentum"]) == pytest.approx((0.05, 0.9))
-        assert ruined["logged"]["val_loss"] < 1.0
-        assert ruined["max_steps"] < 1000  # as many as DDP would have left, after steps of several groups
-    assert "it goes back to the weights of the last search" in four.output
+        assert diverged["setting"]["groups"] == 1
+        assert (diverged["lr"], diverged["momentum"]) == pytest.approx((0.05, 0.9))
+        assert diverged["logged"]["val_loss"] < 1.0
+        assert diverged["max_steps"] < 1000  # as many as DDP would have left, after steps of several groups
+    assert "it is rolled back to the weights of the last search" in four.output
 
 
 def test_a_worker_lost_while_tuning_costs_the_search_and_not_the_run(four: Run) -> None:
