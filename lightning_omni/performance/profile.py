@@ -271,9 +271,9 @@ class Profile(Serializable):
             A merged head that takes 1 ms a sample, a body of 10 ms a sample; groups with 16 samples each, of 16 ranks:
 
             >>> profile = Profile.of(Costs(per_sample=0.010, head_per_sample=0.001), ranks=16, batch_size=1)
-            >>> found = [profile.predict(groups, batch_size=groups) for groups in (4, 8, 16)]
+            >>> found = [profile.predict(groups, batch_size=groups) for groups in (2, 4, 8)]
             >>> [round(1000 * each.seconds_per_update.value, 1) for each in found], found[2].bottleneck
-            ([14.0, 16.0, 16.0], 'head')
+            ([18.0, 16.0, 16.0], 'head')
         """
         if ranks < 1 or not 0 < batch_size < math.inf:
             raise ConfigurationError(f"ranks={ranks}, batch_size={batch_size}: pass at least one rank and samples")
