@@ -100,7 +100,7 @@ def test_the_head_is_never_stale_while_the_body_is(fits: dict[str, list[Any]]) -
 
 @pytest.mark.parametrize("name", ["recorded", "recorded pairs"])
 def test_a_recorded_run_is_replayed(fits: dict[str, list[Any]], name: str) -> None:
-    """To the bit with groups of one; the rows of larger groups are put together at the head, and here they are not."""
+    """Bitwise with groups of one; the rows of larger groups are put together at the head, and here they are not."""
     real, model = fits[name][0], network()
     model.load_state_dict({key: torch.tensor(value) for key, value in real["initial"].items()})
     samples = Samples(dataset(), seed=0)

@@ -1,6 +1,6 @@
 """Every method against what its paper says must hold: equations, reductions to one another, laws of conservation.
 
-Weights are compared to the bit where two methods do the same arithmetic, and to rounding where they do the same
+Weights are compared bitwise where two methods do the same arithmetic, and to rounding where they do the same
 mathematics.
 """
 

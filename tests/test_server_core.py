@@ -182,11 +182,11 @@ class Link:
         return new
 
     def join(self, rank: int) -> m.Welcome:
-        knock = hello(rank, self.world_size)
-        challenge = self.control(rank, knock)
-        welcome: m.Welcome = self.control(rank, m.Proof(mac=rank_mac(KEY, knock, challenge.nonce)))
+        greeting = hello(rank, self.world_size)
+        challenge = self.control(rank, greeting)
+        welcome: m.Welcome = self.control(rank, m.Proof(mac=rank_mac(KEY, greeting, challenge.nonce)))
         assert isinstance(welcome, m.Welcome), welcome
-        self.sessions[rank] = session_key(KEY, knock, challenge.nonce)
+        self.sessions[rank] = session_key(KEY, greeting, challenge.nonce)
         assert isinstance(self.attach(rank, data_peer(rank)), m.Attached)
         return welcome
 
@@ -243,10 +243,10 @@ def assert_same(one: Sequence[Tensor], other: Sequence[Tensor]) -> None:
 
 def test_a_rank_with_the_key_is_let_in_and_the_server_proves_that_it_has_it_too() -> None:
     link = Link()
-    knock = hello(0)
-    challenge = link.control(0, knock)
-    welcome = link.control(0, m.Proof(mac=rank_mac(KEY, knock, challenge.nonce)))
-    assert welcome.mac == server_mac(KEY, knock, challenge.nonce)
+    greeting = hello(0)
+    challenge = link.control(0, greeting)
+    welcome = link.control(0, m.Proof(mac=rank_mac(KEY, greeting, challenge.nonce)))
+    assert welcome.mac == server_mac(KEY, greeting, challenge.nonce)
     assert (welcome.data_port, welcome.heartbeat_timeout) == (4242, TIMEOUT)
     assert link.core.strangers == 0
 
@@ -290,16 +290,16 @@ def test_another_protocol_version_is_refused_by_naming_both() -> None:
     expect_refusal(answer, "version", f"rank 1 speaks protocol version {m.VERSION + 1}, the server {m.VERSION}")
 
 
-def knock_and_prove(link: Link, rank: int, peer: int, **changes: Any) -> Any:
-    knock = hello(rank, **{"world_size": link.world_size, **changes})
-    challenge = link.control(peer, knock)
-    return link.control(peer, m.Proof(mac=rank_mac(KEY, knock, challenge.nonce)))
+def greet_and_prove(link: Link, rank: int, peer: int, **changes: Any) -> Any:
+    greeting = hello(rank, **{"world_size": link.world_size, **changes})
+    challenge = link.control(peer, greeting)
+    return link.control(peer, m.Proof(mac=rank_mac(KEY, greeting, challenge.nonce)))
 
 
 def test_another_model_is_refused_by_naming_both_ranks_and_their_sizes() -> None:
     link = Link()
     link.join(0)
-    answer = knock_and_prove(link, 2, 2, fingerprint="f" * 64, tensors=7, numbers=99)
+    answer = greet_and_prove(link, 2, 2, fingerprint="f" * 64, tensors=7, numbers=99)
     expect_refusal(answer, "fingerprint", "rank 2 has another model than rank 0: 7 parameters with 99 numbers")
     assert "2 with 9" in answer.reason
 
@@ -308,24 +308,24 @@ def test_another_model_is_refused_by_naming_both_ranks_and_their_sizes() -> None
 def test_a_second_run_is_refused_while_the_server_is_busy(changes: dict[str, Any]) -> None:
     link = Link()
     link.join(0)
-    expect_refusal(knock_and_prove(link, 1, 1, **changes), "busy", "busy with another run of 3 ranks")
+    expect_refusal(greet_and_prove(link, 1, 1, **changes), "busy", "busy with another run of 3 ranks")
 
 
 def test_a_rank_cannot_join_twice() -> None:
     link = Link()
     link.join(0)
-    expect_refusal(knock_and_prove(link, 0, 7), "rank", "rank 0 has joined already")
+    expect_refusal(greet_and_prove(link, 0, 7), "rank", "rank 0 has joined already")
     assert isinstance(link.control(0, m.AskStatus()), m.Status), "the first one is still in"
 
 
 @pytest.mark.parametrize("rank", [3, -1, 10**6])
 def test_a_rank_outside_the_world_is_refused(rank: int) -> None:
-    expect_refusal(knock_and_prove(Link(), rank, 0), "rank", f"rank {rank} of 3")
+    expect_refusal(greet_and_prove(Link(), rank, 0), "rank", f"rank {rank} of 3")
 
 
 def test_a_lost_rank_cannot_come_back(link: Link) -> None:
     link.deliver(link.core.lose(2, "rank 2 died"))
-    expect_refusal(knock_and_prove(link, 2, 7), "rank", "it was lost")
+    expect_refusal(greet_and_prove(link, 2, 7), "rank", "it was lost")
 
 
 # --- Strangers -----------------------------------------------------------------------------------------------------
@@ -424,10 +424,10 @@ def test_a_second_data_connection_of_a_rank_is_refused_and_the_first_one_stays()
 def test_a_proof_of_attachment_opens_nothing_twice_and_nothing_for_another_rank_or_nonce() -> None:
     link = Link(world_size=2)
     for rank in range(2):
-        knock = hello(rank, 2)
-        challenge = link.control(rank, knock)
-        link.control(rank, m.Proof(mac=rank_mac(KEY, knock, challenge.nonce)))
-        link.sessions[rank] = session_key(KEY, knock, challenge.nonce)
+        greeting = hello(rank, 2)
+        challenge = link.control(rank, greeting)
+        link.control(rank, m.Proof(mac=rank_mac(KEY, greeting, challenge.nonce)))
+        link.sessions[rank] = session_key(KEY, greeting, challenge.nonce)
     assert link.sessions[0] != link.sessions[1]
     attach = m.Attach(rank=0, nonce=b"n" * 32)
     ((challenge, _),) = link.say(b"first", attach, channel=m.DATA)

@@ -1,4 +1,4 @@
-"""`ShardScope`: whatever a probe does to a module, its optimizers and generators, all comes back to the bit."""
+"""`ShardScope`: whatever a probe does to a module, its optimizers and generators, all comes back bitwise."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def train(module: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 1) -
 
 
 def bits(value: Any) -> Any:
-    """Something that is equal only if the values are, to the bit."""
+    """Something that is equal only if the values are, bitwise."""
     if isinstance(value, Tensor):
         return str(value.dtype), tuple(value.shape), value.detach().contiguous().view(-1).numpy().tobytes()
     if isinstance(value, dict):

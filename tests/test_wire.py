@@ -513,7 +513,7 @@ def test_without_encryption_everything_on_the_wire_is_messagepack_or_bytes_of_a_
     said = {}
     for tap in (control, data):
         for head, *payload in tap.messages():
-            if head == b"":  # a chunk of a tensor, or a knock
+            if head == b"":  # a chunk of a tensor, or a probe
                 assert len(payload) == (1 if tap is data else 0)
                 continue
             said[msgspec.msgpack.decode(head)["type"]] = payload

@@ -50,6 +50,8 @@ class Replaced:
 REPLACED = (
     # The kind of event in the records of real runs is a format of files.
     Replaced("evict", r"\bretir(e|es|ed|ing)\b", "retire retired retires", kept='"retire"'),
+    Replaced("bitwise", r"\bto the bit\b"),
+    Replaced("hello, or a probe", r"\bknock(s|ed|ing)?\b", "knock knocks"),
 )
 
 

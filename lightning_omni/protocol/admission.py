@@ -76,9 +76,9 @@ class Admission:
         return self._data_peers[self._roster.topology.leader(group)]
 
     def greet(self, sender: Sender, message: m.Hello, payload: Payload) -> list[Out]:
-        """A rank knocks."""
+        """A rank says hello."""
         challenge = self._random(NONCE_BYTES)
-        self._roster.knock(sender.peer, message, challenge)
+        self._roster.hear_hello(sender.peer, message, challenge)
         return [Out(sender.peer, m.CONTROL, m.Challenge(nonce=challenge))]
 
     def admit(self, sender: Sender, message: m.Proof, payload: Payload) -> list[Out]:

@@ -39,7 +39,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Hello(Message, frozen=True, kw_only=True):
-    """A rank knocks. ``version`` stands first for good: it is all that an other version may rely on.
+    """The first message of a rank. ``version`` stands first for good: it is all that an other version may rely on.
 
     Whoever was not announced, and comes while the run goes on, gives 0 as ``world_size`` and a rank beyond it: `Join`.
     """

@@ -151,8 +151,8 @@ class Roster:
             self.check_grouped(rank)
             raise ProtocolError(f"rank {rank} does not lead group {self.group_of(rank)}; only leaders push")
 
-    def knock(self, peer: bytes, hello: Hello, challenge: bytes) -> None:
-        """A rank knocks; it is to answer ``challenge``.
+    def hear_hello(self, peer: bytes, hello: Hello, challenge: bytes) -> None:
+        """A rank says hello; it is to answer ``challenge``.
 
         Raises:
             Refused: another protocol version.
@@ -160,7 +160,7 @@ class Roster:
         if problem := version_problem(hello):
             raise Refused("version", problem)
         self._challenged[peer] = (hello, challenge)
-        while len(self._challenged) > MOST_CHALLENGED:  # strangers may knock as they like, but not fill the memory
+        while len(self._challenged) > MOST_CHALLENGED:  # strangers may say hello as they like, but not fill the memory
             self._challenged.pop(next(iter(self._challenged)))
 
     def admit(self, peer: bytes, proof: Proof, now: float) -> tuple[Hello, bytes]:

@@ -30,9 +30,9 @@ from lightning_omni.server.directory import remove_if_abandoned
 from lightning_omni.server.encryption import RunKeys
 from lightning_omni.server.frames import (
     CHUNK_MARK,
-    KNOCK,
     LARGEST_ANSWER_FRAME,
     LARGEST_DATA_FRAME,
+    PROBE,
     Assembly,
     chunks,
     message_frames,
@@ -234,7 +234,7 @@ class ControlConnection(Control):
             self.end(error)
 
     def _on_message(self, frames: list[bytes]) -> None:
-        if frames[0] == KNOCK:
+        if frames[0] == PROBE:
             return
         message = m.decode(frames[0], at="rank", channel=m.CONTROL)
         if self.hear(message):

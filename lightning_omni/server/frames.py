@@ -30,7 +30,7 @@ LARGEST_DATA_FRAME = CHUNK + _ENVELOPE
 LARGEST_ANSWER_FRAME = 16 << 20
 """Bytes of a frame that a rank takes on the control channel: the status of a large run is one."""
 CHUNK_MARK = b""
-KNOCK = b""
+PROBE = b""
 """What the server sends on the control channel to find out whether a connection still stands. Nobody answers it."""
 
 

@@ -31,7 +31,7 @@ _FILTER = b"".join(
         (0x06, 0, 0, 0xFFFFFFFF),
     )
 )
-"""For the kernel (classic BPF): whoever knocks is not heard; connections that stand are not touched."""
+"""For the kernel (classic BPF): new connections are not heard; those that stand are not touched."""
 
 
 class Gate:

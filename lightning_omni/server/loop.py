@@ -22,9 +22,9 @@ from lightning_omni.server.directory import CONTROL, DATA, PrivateDirectory
 from lightning_omni.server.encryption import RunKeys
 from lightning_omni.server.frames import (
     CHUNK_MARK,
-    KNOCK,
     LARGEST_CONTROL_FRAME,
     LARGEST_DATA_FRAME,
+    PROBE,
     Assembly,
     chunks,
     configure,
@@ -144,7 +144,7 @@ class Server:
                 _log.exception("the parameter server failed")
                 self._send(self.core.fail(f"{type(error).__name__}: {error}"))
             if time.monotonic() >= due:
-                self._knock()
+                self._probe_connections()
                 self._count_strangers()
                 self._send(self.core.tick(time.monotonic()))
                 self._forget_strangers()
@@ -258,10 +258,10 @@ class Server:
         kept[nbytes] = buffer
         return buffer
 
-    def _knock(self) -> None:
+    def _probe_connections(self) -> None:
         """Finds the ranks whose connections have ended: far sooner than their silence would tell."""
         for peer in self.core.peers:
-            if not self._reach([peer, KNOCK]):
+            if not self._reach([peer, PROBE]):
                 self._send(self.core.hang_up(peer))
 
     def _reach(self, frames: list[bytes]) -> bool:

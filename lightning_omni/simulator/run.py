@@ -80,7 +80,7 @@ def simulate(
         max_seconds: virtual time at which the run ends, in seconds.
         target: name and value of a figure; the run ends with the evaluation that reaches it (from above if the name
             contains "loss" or "error").
-        seed: of data order, jitter and whatever chance there is in the model; same seed, same trace, to the bit.
+        seed: of data order, jitter and whatever chance there is in the model; same seed, bitwise the same trace.
         batched: compute gradients of several groups at a time with ``torch.func.vmap``; ``"auto"`` where that is
             faster and cannot change the outcome beyond rounding (no buffers, no dropout, few weights and samples).
         members_apart: compute each member's gradient by itself and average them as DDP does; for bit-equality with a

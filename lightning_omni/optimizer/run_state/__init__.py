@@ -4,7 +4,7 @@ What happens to each piece when groups are formed, a rank dies, a group joins, a
 checkpoint, the table in ``docs/state.md`` says; its rows are the fields of the scopes here.
 
 Rule 1: a `RunState` is a copy. The run has the objects themselves, and goes on with them.
-Rule 2: what is put back is put back into these very objects, to the bit: others hold them, too.
+Rule 2: what is put back is put back into these very objects, bitwise: others hold them, too.
 """
 
 from lightning_omni.optimizer.run_state.group import GroupScope

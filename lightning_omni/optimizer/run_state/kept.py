@@ -93,7 +93,7 @@ class Kept:
         """Copies state and hyperparameters."""
         for each in optimizers:
             # Not state_dict(): load_state_dict() casts what it loads and makes new objects, and this has to come back
-            # to the bit, in place.
+            # bitwise, in place.
             self._back.append(partial(_rebind_optimizer, each, each.state, each.param_groups))
             self.keep(each.state, each.param_groups)
         return self
@@ -104,7 +104,7 @@ class Kept:
         return self
 
     def put_back(self) -> None:
-        """Puts it back, to the bit, as often as it takes."""
+        """Puts it back, bitwise, as often as it takes."""
         with torch.no_grad():
             for back in self._back:
                 back()

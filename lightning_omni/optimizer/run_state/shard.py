@@ -55,6 +55,6 @@ class ShardScope:
         )
 
     def put_back(self) -> None:
-        """As it was, to the bit, in the same objects."""
+        """Bitwise as it was, in the same objects."""
         for each in (self.weights, self.gradients, self.optimizers, self.scaler, self.modules, self.generators):
             each.put_back()
