@@ -1,4 +1,4 @@
-"""A cluster in memory: one method's group sides, its server side and the peers' windows, driven event by event."""
+"""A cluster in memory: one method's group sides, its server side and what peers published, driven event by event."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class Cluster:
         for group in range(groups):
             own = [Parameter(weight.detach().clone()) for weight in weights]
             self.replicas.append(Replica(own, self.make(own), group))
-        self.windows: dict[int, list[Tensor]] = {}
+        self.published: dict[int, list[Tensor]] = {}
         self.inboxes = [Total() for _ in range(groups)]
         self.steps = [0] * groups
         self.step_time = [1.0] * groups
@@ -167,10 +167,10 @@ class Cluster:
             with lent(self.master.weights()) as tensors:
                 self._send(group, Pulled(tensors, self.master.clock))
         elif isinstance(need, Publish):
-            self.windows[group] = [tensor.clone() for tensor in need.tensors]
+            self.published[group] = [tensor.clone() for tensor in need.tensors]
             self._send(group, None)
         elif isinstance(need, ReadPeer):
-            with lent(self.windows.get(need.group, [])) as tensors:
+            with lent(self.published.get(need.group, [])) as tensors:
                 self._send(group, tensors or None)
         elif isinstance(need, SendPeer):
             self.inboxes[need.group].add(need.tensors)
@@ -266,7 +266,7 @@ class Cluster:
                 "clock": snapshot["clock"],
                 "side": self.side.state(),
                 "replicas": [replica.state() for replica in self.replicas],
-                "windows": self.windows,
+                "published": self.published,
                 "inboxes": [inbox.state() for inbox in self.inboxes],
                 "steps": self.steps,
             }
@@ -280,7 +280,7 @@ class Cluster:
         self.side.load_state(state["side"])
         for replica, theirs in zip(self.replicas, state["replicas"], strict=True):
             replica.load_state(theirs)
-        self.windows = dict(state["windows"])
+        self.published = dict(state["published"])
         for inbox, theirs in zip(self.inboxes, state["inboxes"], strict=True):
             inbox.load_state(theirs)
         self.steps = list(state["steps"])

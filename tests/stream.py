@@ -370,7 +370,7 @@ class StreamPeers:
 
     def __init__(self, host: str, layouts: Sequence[Layout], secret: bytes, is_lost: Callable[[int], bool]) -> None:
         self._layouts, self._secret, self._is_lost = list(layouts), secret, is_lost
-        self._windows: dict[int, Tensor] = {}
+        self._published: dict[int, Tensor] = {}
         self._inboxes = [Total() for _ in layouts]
         self._lock = threading.Lock()
         self._addresses: Mapping[int, Address] = {}
@@ -383,16 +383,16 @@ class StreamPeers:
         self._addresses = dict(addresses)
 
     def publish(self, optimizer: int, tensors: Sequence[Tensor]) -> None:
-        self._windows[optimizer] = self._flat(optimizer, tensors)
+        self._published[optimizer] = self._flat(optimizer, tensors)
 
     def read(self, group: int, optimizer: int) -> Sequence[Tensor] | None:
-        answer = self._ask(group, m.ReadWindow(optimizer=optimizer), m.Window)
+        answer = self._ask(group, m.ReadPublished(optimizer=optimizer), m.Published)
         layout = self._layouts[optimizer]
         return layout.views(answer) if answer is not None and 0 < answer.numel() == layout.nbytes else None
 
     def send(self, group: int, optimizer: int, tensors: Sequence[Tensor]) -> None:
         flat = self._flat(optimizer, tensors)
-        self._ask(group, m.Gift(optimizer=optimizer, nbytes=flat.numel()), m.Taken, flat)
+        self._ask(group, m.PeerMessage(optimizer=optimizer, nbytes=flat.numel()), m.Taken, flat)
 
     def read_inbox(self, optimizer: int) -> Inbox:
         with self._lock:
@@ -403,7 +403,7 @@ class StreamPeers:
     def grow(self, optimizer: int, layout: Layout) -> None:
         with self._lock:
             self._layouts[optimizer], self._inboxes[optimizer] = layout, Total()
-            self._windows.pop(optimizer, None)
+            self._published.pop(optimizer, None)
 
     def close(self) -> None:
         end(self._listener)
@@ -438,10 +438,10 @@ class StreamPeers:
                 data, sizes = wire.receive()
                 message = m.decode(data, at="server", channel=m.PEER)
                 layout = self._layouts[message.optimizer]
-                if isinstance(message, m.ReadWindow):
-                    window = self._windows.get(message.optimizer)
-                    nbytes = window.numel() if window is not None else 0
-                    wire.send(m.Window(nbytes=nbytes), *([] if window is None else [window]))
+                if isinstance(message, m.ReadPublished):
+                    published = self._published.get(message.optimizer)
+                    nbytes = published.numel() if published is not None else 0
+                    wire.send(m.Published(nbytes=nbytes), *([] if published is None else [published]))
                     continue
                 if sum(sizes) != layout.nbytes:
                     raise MalformedMessage(f"the weights have {sum(sizes)} bytes, {layout.nbytes} were expected")

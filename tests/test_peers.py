@@ -1,4 +1,4 @@
-"""Leaders that talk to each other over real sockets: windows, inboxes, strangers, the slow and the dead."""
+"""Leaders that talk to each other over real sockets: published weights, inboxes, strangers, the slow and the dead."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def peers() -> Iterator[Peers]:
     made.close()
 
 
-def test_a_window_shows_what_was_published_last(peers: Peers) -> None:
+def test_peers_read_what_was_published_last(peers: Peers) -> None:
     assert peers.connections[0].read(1, 0) is None
     for value in (1.0, 2.0):
         source = weights(value)
@@ -86,7 +86,7 @@ def test_a_window_shows_what_was_published_last(peers: Peers) -> None:
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(read, weights(value), strict=True))
 
 
-def test_a_window_of_very_many_chunks_arrives_whole(peers: Peers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_of_very_many_chunks_arrives_whole(peers: Peers, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_omni.server.frames.CHUNK", 64)
     peers.sockets[1].publish(0, weights(3.0))
     read = peers.connections[0].read(1, 0)
@@ -94,7 +94,7 @@ def test_a_window_of_very_many_chunks_arrives_whole(peers: Peers, monkeypatch: p
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(read, weights(3.0), strict=True))
 
 
-def test_an_inbox_holds_the_sum_of_all_gifts_until_it_is_read(peers: Peers) -> None:
+def test_an_inbox_holds_the_sum_of_all_messages_until_it_is_read(peers: Peers) -> None:
     peers.connections[1].send(0, 0, weights(1.0))
     peers.connections[2].send(0, 0, weights(10.0))
     peers.connections[2].send(0, 0, weights(100.0))
@@ -106,7 +106,7 @@ def test_an_inbox_holds_the_sum_of_all_gifts_until_it_is_read(peers: Peers) -> N
     assert (peers.sockets[0].read_inbox(0).count, peers.sockets[0].read_inbox(0).total) == (0, None)
 
 
-def test_a_window_can_be_read_after_gifts_on_the_same_connection(peers: Peers) -> None:
+def test_weights_can_be_read_after_messages_on_the_same_connection(peers: Peers) -> None:
     peers.sockets[1].publish(0, weights(5.0))
     peers.connections[0].send(1, 0, weights(1.0))
     read = peers.connections[0].read(1, 0)
@@ -114,7 +114,7 @@ def test_a_window_can_be_read_after_gifts_on_the_same_connection(peers: Peers) -
     assert torch.equal(read[0], weights(5.0)[0])
 
 
-def test_a_peer_that_does_not_take_its_gifts_gets_no_more(peers: Peers) -> None:
+def test_a_peer_that_does_not_take_its_messages_gets_no_more(peers: Peers) -> None:
     peers.sockets[1].publish(0, weights(1.0))
     assert peers.connections[0].read(1, 0) is not None
     peers.sockets[1].close()  # nobody answers any more
@@ -137,7 +137,7 @@ def test_nobody_waits_for_a_dead_peer(peers: Peers) -> None:
     peers.sockets[1] = PeerSocket("tcp://127.0.0.1:*", [LAYOUT], KEYS)
 
 
-def test_gifts_that_are_not_finite_are_thrown_away(peers: Peers) -> None:
+def test_weights_that_are_not_finite_are_thrown_away(peers: Peers) -> None:
     peers.connections[1].send(0, 0, weights(float("inf")))
     peers.connections[1].send(0, 0, weights(1.0))
     wait_for(lambda: peers.sockets[0]._inboxes[0].count == 1)
@@ -168,7 +168,7 @@ def test_a_leader_with_another_key_is_not_answered(peers: Peers) -> None:
     assert peers.connections[0].read(1, 0) is not None
 
 
-@pytest.mark.parametrize("message", [m.ReadWindow(optimizer=0), m.Gift(optimizer=0, nbytes=LAYOUT.nbytes)])
+@pytest.mark.parametrize("message", [m.ReadPublished(optimizer=0), m.PeerMessage(optimizer=0, nbytes=LAYOUT.nbytes)])
 def test_a_connection_that_has_not_proved_itself_is_refused_and_counted_also_without_encryption(
     message: m.Message,
 ) -> None:
@@ -211,7 +211,7 @@ def test_noise_between_peers_harms_nobody(peers: Peers, frames: list[bytes]) -> 
 
 
 @pytest.mark.parametrize("change", [{"nbytes": LAYOUT.nbytes + 1}, {"nbytes": -1}, {"optimizer": 1}])
-def test_a_gift_of_another_size_or_for_nobody_is_refused(peers: Peers, change: dict[str, int]) -> None:
+def test_a_message_of_another_size_or_for_nobody_is_refused(peers: Peers, change: dict[str, int]) -> None:
     socket = peers.sockets[1]
     with raw_dealer(socket.address, KEYS) as mate:
         attach = m.Attach(rank=0, nonce=bytes(32))
@@ -220,7 +220,7 @@ def test_a_gift_of_another_size_or_for_nobody_is_refused(peers: Peers, change: d
         mate.send(m.encode(m.AttachProof(mac=attach_mac(KEYS.peers, "rank", attach, challenge))))
         assert isinstance(m.decode(mate.recv(), at="rank", channel=m.PEER), m.Attached)
         fields = {"optimizer": 0, "nbytes": LAYOUT.nbytes, **change}
-        mate.send(m.encode(m.Gift(**fields)))
+        mate.send(m.encode(m.PeerMessage(**fields)))
         assert mate.poll(20_000)
         answer = m.decode(mate.recv(), at="rank", channel=m.PEER)
     assert isinstance(answer, m.RefusedMessage)

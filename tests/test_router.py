@@ -30,7 +30,7 @@ from lightning_omni.protocol.router import TABLE, Row, Who
 from lightning_omni.protocol.service import Payload, Sender, Service, as_tensor
 from lightning_omni.server import Server
 
-BETWEEN_LEADERS = (m.ReadWindow, m.Gift, m.Window, m.Taken)
+BETWEEN_LEADERS = (m.ReadPublished, m.PeerMessage, m.Published, m.Taken)
 PEERS = {m.CONTROL: control_peer, m.DATA: data_peer}
 
 rows = pytest.mark.parametrize("row", TABLE, ids=[row.message.__name__ for row in TABLE])
@@ -155,7 +155,7 @@ class Told(Service):
 
     def hear(self, sender: Sender, message: Tell, payload: Payload) -> list[Out]:
         self.numbers[sender.group] = as_tensor(payload).clone().view(torch.float32).tolist()
-        return [Out(sender.peer, m.DATA, m.Deposited())]
+        return [Out(sender.peer, m.DATA, m.GroupStateStored())]
 
     def answer(self, sender: Sender, message: AskTold, payload: Payload) -> list[Out]:
         told = f"{self.numbers.get(sender.group)} at clock {self._core.clock}"
@@ -184,8 +184,8 @@ def link() -> Link:
 
 
 def test_a_message_of_ones_own_is_a_struct_a_row_and_a_handler(link: Link) -> None:
-    assert link.data(0, *numbers(1.0, 2.0)) == (m.Deposited(), b"")
-    assert link.data(2, *numbers(3.0)) == (m.Deposited(), b"")
+    assert link.data(0, *numbers(1.0, 2.0)) == (m.GroupStateStored(), b"")
+    assert link.data(2, *numbers(3.0)) == (m.GroupStateStored(), b"")
     link.data(0, *push_of(gradient(0)))
     assert link.control(1, AskTold()).next == "[1.0, 2.0] at clock 1"
     assert link.control(2, AskTold()).next == "[3.0] at clock 1"
@@ -227,7 +227,7 @@ def test_a_message_of_ones_own_passes_the_frames_of_a_server(link: Link) -> None
         message, payload = numbers(4.0, 5.0)
         frames: Iterator[list[bytes]] = iter([[m.encode(message)], [b"", payload]])
         said = [server.take(m.DATA, data_peer(0), [zmq.Frame(part) for part in parts]) for parts in frames]
-        assert said == [[], [Out(data_peer(0), m.DATA, m.Deposited())]]
+        assert said == [[], [Out(data_peer(0), m.DATA, m.GroupStateStored())]]
     assert link.control(0, AskTold()).next.startswith("[4.0, 5.0]")
 
 
@@ -255,7 +255,7 @@ def test_a_message_of_ones_own_is_answered_over_sockets() -> None:
     try:
         with ranks(serving.address, 1) as (rank,):
             rank.begin((0,))
-            rank.data.exchange(Tell(nbytes=4), m.Deposited, torch.tensor([7.0]).view(torch.uint8))
+            rank.data.exchange(Tell(nbytes=4), m.GroupStateStored, torch.tensor([7.0]).view(torch.uint8))
             told = rank.control.request(AskTold(), m.Verdict, timeout=DEADLINE)
             assert told.next == "[7.0] at clock 0"
     finally:

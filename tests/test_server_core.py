@@ -1023,7 +1023,7 @@ SAMPLES: dict[type[m.Message], m.Message] = {
         m.Restructure(optimizer=0, packed=pack({"groups": [], "weights": {}, "state": {}})[0], nbytes=0),
         push_of(gradient(0))[0],
         m.Average(optimizer=0, nbytes=LAYOUT.nbytes),
-        m.Deposit(packed=pack([torch.ones(2)])[0], nbytes=8),
+        m.GroupState(packed=pack([torch.ones(2)])[0], nbytes=8),
         m.HeadForward(
             optimizer=1, packed=pack([[torch.ones(2)], {}])[0], nbytes=8, training=(True,), trainable=(True, False)
         ),

@@ -1,4 +1,4 @@
-"""The server's state machine with every kind of method: who is answered when, means, deposits, the record."""
+"""The server's state machine with every kind of method: who is answered when, means, group states, the record."""
 
 from __future__ import annotations
 
@@ -268,12 +268,12 @@ def snapshot(link: Link) -> Any:
     return unpack(answer.packed, torch.frombuffer(bytearray(payload), dtype=torch.uint8))
 
 
-def test_what_groups_deposit_is_in_the_next_snapshot_and_in_no_other() -> None:
+def test_what_is_gathered_from_groups_is_in_the_next_snapshot_and_in_no_other() -> None:
     link, _ = link_with(DiLoCo(), (0,), (1,))
     for rank in range(2):
         packed, buffer = pack([{"weights": own(float(rank)), "memory": {"steps": rank}}])
-        message = m.Deposit(packed=packed, nbytes=buffer.numel())
-        assert link.data(rank, message, buffer.numpy().tobytes())[0] == m.Deposited()
+        message = m.GroupState(packed=packed, nbytes=buffer.numel())
+        assert link.data(rank, message, buffer.numpy().tobytes())[0] == m.GroupStateStored()
     tree = snapshot(link)
     assert {group: states[0]["memory"]["steps"] for group, states in tree["groups"].items()} == {0: 0, 1: 1}
     assert_same(tree["groups"][1][0]["weights"], own(1.0))
@@ -295,10 +295,12 @@ def test_the_method_goes_on_from_a_snapshot() -> None:
 
 
 @pytest.mark.parametrize("what", ["noise", "too much"])
-def test_a_deposit_that_is_none_is_refused(what: str) -> None:
+def test_a_group_state_that_is_none_is_refused(what: str) -> None:
     link, _ = link_with(DiLoCo(), (0,), (1,))
     packed, buffer = pack([torch.ones(2)])
     nbytes = buffer.numel() if what == "noise" else 1 << 40
-    message = m.Deposit(packed=type(packed)(b"\xc1" if what == "noise" else packed.tree, packed.specs), nbytes=nbytes)
+    message = m.GroupState(
+        packed=type(packed)(b"\xc1" if what == "noise" else packed.tree, packed.specs), nbytes=nbytes
+    )
     answer, _ = link.data(0, message, buffer.numpy().tobytes() if what == "noise" else b"")
     assert isinstance(answer, m.RefusedMessage)

@@ -280,7 +280,7 @@ def test_through_a_real_server_and_other_groups_nothing_given_is_lost_or_sent_tw
     finished = run("formats.py")
     ranks = [finished.results[rank] for rank in range(4)]
     assert all(result["weights"] == ranks[0]["weights"] for result in ranks)
-    assert ranks[0]["deposited"]
+    assert ranks[0]["gathered"]
     assert [bool(result["residual"]) for result in ranks] == [True, False, True, False]
     for place, weight in enumerate(ranks[0]["weights"]):
         total = sum(torch.tensor(result["given"][place], dtype=torch.float64) for result in ranks)

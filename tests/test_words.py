@@ -52,6 +52,12 @@ REPLACED = (
     Replaced("evict", r"\bretir(e|es|ed|ing)\b", "retire retired retires", kept='"retire"'),
     Replaced("bitwise", r"\bto the bit\b"),
     Replaced("hello, or a probe", r"\bknock(s|ed|ing)?\b", "knock knocks"),
+    Replaced("peer message", r"\bgifts?\b", "gift gifts"),
+    # Sliding windows and windows of accumulation are ordinary ones.
+    Replaced(
+        "published weights", r"\b(read|publish)\w* (a |the )?windows?\b|\bpeers'? windows?\b|\bwindows? and inbox"
+    ),
+    Replaced("group state", r"\bdeposit(s|ed|ing)?\b", "deposit deposits deposited"),
 )
 
 

@@ -55,7 +55,7 @@ class Snapshot(NamedTuple):
     Attributes:
         cut: which moment.
         parts: of each optimizer ``{"weights": {name: tensor}, "state": {...}, "clock": 0, "method": {...}}``.
-        groups: of each group, what it has deposited.
+        groups: of each group, the state that was gathered from it.
     """
 
     cut: Cut
@@ -120,7 +120,7 @@ class Channel:
         """Everything that the server holds, as of one moment. For leaders.
 
         Args:
-            with_state: also what optimizers and methods remember, and what groups have deposited.
+            with_state: also what optimizers and methods remember, and the gathered states of groups.
         """
         answer, payload = self.ask(m.TakeSnapshot(with_state=with_state), m.Snapshot)
         # Copies: what is unpacked shares one memory, which torch.save refuses if there is more than one dtype.

@@ -147,7 +147,7 @@ class States:
         self._give_back(snapshot)
         return snapshot.cut.trained
 
-    def deposit(self) -> None:
+    def gather_group_state(self) -> None:
         """At a synchronization point, on every rank: what each group alone knows is part of the next snapshot."""
         if self._place.is_leader:
             states = [
@@ -155,7 +155,7 @@ class States:
                 for index, part in enumerate(self._place.parts)
             ]
             packed, buffer = pack(states)
-            self._channel.ask(m.Deposit(packed=packed, nbytes=buffer.numel()), m.Deposited, buffer)
+            self._channel.ask(m.GroupState(packed=packed, nbytes=buffer.numel()), m.GroupStateStored, buffer)
         self._place.barrier()
 
     def _give_back(self, snapshot: Snapshot) -> None:

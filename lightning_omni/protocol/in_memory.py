@@ -337,7 +337,7 @@ class InMemoryPeers:
         self.address = address
         self._leaders, self._is_lost = server.leaders, is_lost
         self._addresses: Mapping[int, Address] = {}
-        self._windows: dict[int, list[Tensor]] = {}
+        self._published: dict[int, list[Tensor]] = {}
         self._inboxes = [Total() for _ in layouts]
         self._leaders[address] = self
 
@@ -347,13 +347,13 @@ class InMemoryPeers:
 
     def publish(self, optimizer: int, tensors: Sequence[Tensor]) -> None:
         """Others read these weights from now on; copied."""
-        self._windows[optimizer] = [tensor.detach().clone() for tensor in tensors]
+        self._published[optimizer] = [tensor.detach().clone() for tensor in tensors]
 
     def read(self, group: int, optimizer: int) -> Sequence[Tensor] | None:
         """What a group has published; None if there is nothing or nobody."""
         leader = self._leader(group)
-        window = leader._windows.get(optimizer) if leader is not None else None
-        return [tensor.clone() for tensor in window] if window is not None else None
+        published = leader._published.get(optimizer) if leader is not None else None
+        return [tensor.clone() for tensor in published] if published is not None else None
 
     def send(self, group: int, optimizer: int, tensors: Sequence[Tensor]) -> None:
         """Puts weights into a group's inbox."""
@@ -369,7 +369,7 @@ class InMemoryPeers:
     def grow(self, optimizer: int, layout: Layout) -> None:
         """An optimizer's weights have another layout; what has come in the old one is gone."""
         self._inboxes[optimizer] = Total()
-        self._windows.pop(optimizer, None)
+        self._published.pop(optimizer, None)
 
     def close(self) -> None:
         """Nobody finds this leader any more."""

@@ -17,7 +17,7 @@ from lightning_omni.protocol.cut import Cut
 from lightning_omni.protocol.leases import Batch, EpochPlan
 from lightning_omni.registry import to_wire
 
-VERSION = 6
+VERSION = 7
 """Protocol version. Both sides must have the same."""
 LARGEST_INLINE = 32 << 10
 """Bytes of message or payload that a rank may send on the control channel; more is brought over the data channel."""
@@ -485,7 +485,7 @@ class Average(Message, frozen=True, kw_only=True):
     nbytes: int
 
 
-class Deposit(Message, frozen=True, kw_only=True):
+class GroupState(Message, frozen=True, kw_only=True):
     """What a group alone knows, to be part of the next snapshot. The tensors follow as payload."""
 
     packed: Packed
@@ -600,7 +600,7 @@ class Restructured(Message, frozen=True, kw_only=True):
     nbytes: int
 
 
-class Deposited(Message, frozen=True, kw_only=True):
+class GroupStateStored(Message, frozen=True, kw_only=True):
     """The server keeps it."""
 
 
@@ -667,27 +667,27 @@ class Snapshot(Message, frozen=True, kw_only=True):
 # --- From leader to leader -------------------------------------------------------------------------------------------
 
 
-class ReadWindow(Message, frozen=True, kw_only=True):
+class ReadPublished(Message, frozen=True, kw_only=True):
     """Show me what you have published for one optimizer."""
 
     optimizer: int
 
 
-class Gift(Message, frozen=True, kw_only=True):
+class PeerMessage(Message, frozen=True, kw_only=True):
     """Weights for your inbox. The payload follows."""
 
     optimizer: int
     nbytes: int
 
 
-class Window(Message, frozen=True, kw_only=True):
+class Published(Message, frozen=True, kw_only=True):
     """What I have published; the payload follows. No bytes if there is nothing yet."""
 
     nbytes: int
 
 
 class Taken(Message, frozen=True, kw_only=True):
-    """The gift is in the inbox."""
+    """The message is in the inbox."""
 
 
 ToControl = (
@@ -695,7 +695,7 @@ ToControl = (
     | Notice | Acknowledged
 )  # fmt: skip
 ToData = (
-    AttachChallenge | Attached | Long | Seeded | Restructured | Deposited | Weights | Snapshot | HeadOutput
+    AttachChallenge | Attached | Long | Seeded | Restructured | GroupStateStored | Weights | Snapshot | HeadOutput
     | HeadGradients | HeadReleased | RefusedMessage | Brought | Collected
 )  # fmt: skip
 
@@ -708,8 +708,8 @@ _encoder = msgspec.msgpack.Encoder()
 _decoders = {
     ("rank", CONTROL): msgspec.msgpack.Decoder(ToControl),
     ("rank", DATA): msgspec.msgpack.Decoder(ToData),
-    ("server", PEER): msgspec.msgpack.Decoder(Attach | AttachProof | ReadWindow | Gift),
-    ("rank", PEER): msgspec.msgpack.Decoder(AttachChallenge | Attached | Window | Taken | RefusedMessage),
+    ("server", PEER): msgspec.msgpack.Decoder(Attach | AttachProof | ReadPublished | PeerMessage),
+    ("rank", PEER): msgspec.msgpack.Decoder(AttachChallenge | Attached | Published | Taken | RefusedMessage),
 }
 
 

@@ -114,7 +114,7 @@ TABLE = (
     Row(m.Restructure, DATA, Who.LEADER, Training, Training.restructure, Training.check_restructure),
     # snapshots
     Row(m.Seed, DATA, Who.RECORDER, Snapshots, Snapshots.seed, Snapshots.check_packed, does="hands weights over"),
-    Row(m.Deposit, DATA, Who.LEADER, Snapshots, Snapshots.deposit, Snapshots.check_packed),
+    Row(m.GroupState, DATA, Who.LEADER, Snapshots, Snapshots.store_group_state, Snapshots.check_packed),
     Row(m.TakeSnapshot, DATA, Who.RANK, Snapshots, Snapshots.take),
     # merged head
     Row(m.HeadForward, DATA, Who.MEMBER, MergedHeads, MergedHeads.forward, MergedHeads.check_forward),

@@ -55,18 +55,18 @@ class Snapshots(Service):
         self._resolve_module = resolve_module
         self._method: Method | None = None
         self._wire_format: dict[str, Any] = {}
-        self._deposits: dict[int, Any] = {}
+        self._group_states: dict[int, Any] = {}
 
     def form(self, topology: Topology, method: Method, message: m.Form) -> None:
         self._method, self._wire_format = method, message.wire_format
-        self._deposits.clear()
+        self._group_states.clear()
 
     def evict(self, group: int, lost: bool) -> list[Out]:
         if lost:
-            self._deposits.pop(group, None)
+            self._group_states.pop(group, None)
         return []
 
-    def check_packed(self, sender: Sender, message: m.Seed | m.Deposit) -> int:
+    def check_packed(self, sender: Sender, message: m.Seed | m.GroupState) -> int:
         """Bytes of a tree."""
         check_specs(message.packed.specs, message.nbytes)
         return message.nbytes
@@ -88,11 +88,11 @@ class Snapshots(Service):
             self._notes.seed(number, formed.groups if formed else (), method, self._wire_format)
         return [Out(sender.peer, m.DATA, m.Seeded())]
 
-    def deposit(self, sender: Sender, message: m.Deposit, payload: Payload) -> list[Out]:
+    def store_group_state(self, sender: Sender, message: m.GroupState, payload: Payload) -> list[Out]:
         """What a group alone knows, for the next snapshot."""
         # Taken apart and packed again for the snapshot, so that it cannot hold what no snapshot may.
-        self._deposits[sender.group] = unpack(message.packed, as_tensor(payload).clone())
-        return [Out(sender.peer, m.DATA, m.Deposited())]
+        self._group_states[sender.group] = unpack(message.packed, as_tensor(payload).clone())
+        return [Out(sender.peer, m.DATA, m.GroupStateStored())]
 
     def take(self, sender: Sender, message: m.TakeSnapshot, payload: Payload) -> list[Out]:
         """Everything of this moment."""
@@ -103,7 +103,7 @@ class Snapshots(Service):
         if message.with_state:
             for part, shard in zip(parts, self._shards.all, strict=True):
                 part["method"] = shard.method_side.state()
-            tree["groups"], self._deposits = self._deposits, {}  # once: later they are of another moment
+            tree["groups"], self._group_states = self._group_states, {}  # once: later they are of another moment
         packed, buffer = pack(tree)
         answer = m.Snapshot(cut=self._cut, packed=packed, nbytes=buffer.numel())
         return [Out(sender.peer, m.DATA, answer, (buffer,))]

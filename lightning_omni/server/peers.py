@@ -1,7 +1,7 @@
-"""From leader to leader, with no server between: a window that others read, and an inbox that they fill.
+"""From leader to leader, with no server between: published weights that others read, and an inbox that they fill.
 
 Each leader has one socket that a thread of its own serves, so that a peer is answered while this leader computes or
-validates. What comes in is summed up where it lands: one model for the inbox, and one for each gift that is on its way.
+validates. What comes in is summed up where it lands: one model for the inbox, and one for each message on its way.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ _SLICE = 100
 CONNECT_TIME = 5.0
 """Seconds in which a connection to another leader must stand."""
 UNREAD = 2
-"""Gifts to one peer that may be on their way; further ones are dropped, for the peer is too slow to take them."""
+"""Messages to one peer that may be on their way; further ones are dropped, for the peer is too slow to take them."""
 
 
 class PeerSocket:
-    """A leader's own side: publishes weights, takes gifts in.
+    """A leader's own side: publishes weights, takes messages in.
 
     Args:
         endpoint: what to bind: ``tcp://host:*`` or ``ipc:///directory/name``.
@@ -59,7 +59,7 @@ class PeerSocket:
         self._attaching: dict[bytes, tuple[m.Attach, bytes]] = {}
         self._admitted: set[bytes] = set()
         self._layouts = list(layouts)
-        self._windows: dict[int, Tensor] = {}
+        self._published: dict[int, Tensor] = {}
         self._inboxes = [Total() for _ in layouts]
         self._lock = threading.Lock()
         self._closing = threading.Event()
@@ -69,7 +69,7 @@ class PeerSocket:
         self._wire = self._context.socket(zmq.ROUTER)
         configure(self._wire, LARGEST_DATA_FRAME)
         keys.prepare(self._wire, endpoint, "server")
-        # A window is queued whole; each peer asks for one at a time, so there is nothing to bound.
+        # Published weights are queued whole; each peer asks for them once at a time, so there is nothing to bound.
         self._wire.setsockopt(zmq.SNDHWM, 0)
         self._wire.setsockopt(zmq.IPV6, int("[" in endpoint))
         self._wire.setsockopt(zmq.BACKLOG, BACKLOG)
@@ -85,23 +85,23 @@ class PeerSocket:
     def publish(self, optimizer: int, tensors: Sequence[Tensor]) -> None:
         """Others read these weights from now on; copied."""
         layout = self._layouts[optimizer]
-        window = layout.empty()  # new memory: the old window may still be on its way to somebody
-        for view, tensor in zip(layout.views(window), tensors, strict=True):
+        published = layout.empty()  # new memory: the old one may still be on its way to somebody
+        for view, tensor in zip(layout.views(published), tensors, strict=True):
             view.copy_(tensor)
-        self._windows[optimizer] = window
+        self._published[optimizer] = published
 
     def read_inbox(self, optimizer: int) -> Inbox:
         """Empties the inbox."""
         with self._lock:
             inbox, self._inboxes[optimizer] = self._inboxes[optimizer], Total()
         count = inbox.count
-        return Inbox(inbox.take() if count else None, count)  # type: ignore[arg-type]  # gifts are whole
+        return Inbox(inbox.take() if count else None, count)  # type: ignore[arg-type]  # messages are whole
 
     def grow(self, optimizer: int, layout: Layout) -> None:
         """An optimizer's weights have another layout; what lies here in the old one is gone."""
         with self._lock:
             self._layouts[optimizer], self._inboxes[optimizer] = layout, Total()
-            self._windows.pop(optimizer, None)
+            self._published.pop(optimizer, None)
 
     def close(self) -> None:
         """Nobody is answered any more."""
@@ -146,7 +146,7 @@ class PeerSocket:
                 raise Refused("stranger", "attach first: this connection has not been admitted")
             if not 0 <= message.optimizer < len(self._layouts):
                 raise ProtocolError(f"there is no optimizer {message.optimizer}")
-            if isinstance(message, m.ReadWindow):
+            if isinstance(message, m.ReadPublished):
                 self._show(peer, message.optimizer)
                 return
             self._assemblies[peer] = self._begin(message)
@@ -173,11 +173,11 @@ class PeerSocket:
                 self._guard.let_in(frame.get(zmq.SRCFD))
         self._say(peer, m.Attached(mac=attach_mac(self._secret, "server", attach, challenge)))
 
-    def _begin(self, gift: m.Gift) -> Assembly:
-        expected = self._layouts[gift.optimizer].nbytes
-        if gift.nbytes != expected:
-            raise MalformedMessage(f"the weights have {gift.nbytes} bytes, {expected} were expected")
-        return Assembly(gift, torch.empty(expected, dtype=torch.uint8))
+    def _begin(self, message: m.PeerMessage) -> Assembly:
+        expected = self._layouts[message.optimizer].nbytes
+        if message.nbytes != expected:
+            raise MalformedMessage(f"the weights have {message.nbytes} bytes, {expected} were expected")
+        return Assembly(message, torch.empty(expected, dtype=torch.uint8))
 
     def _keep(self, assembly: Assembly) -> None:
         optimizer: int = assembly.message.optimizer  # type: ignore[attr-defined]
@@ -192,9 +192,9 @@ class PeerSocket:
                 self._inboxes[optimizer].add(weights)
 
     def _show(self, peer: bytes, optimizer: int) -> None:
-        window = self._windows.get(optimizer)
-        self._say(peer, m.Window(nbytes=window.numel() if window is not None else 0))
-        for chunk in chunks(window) if window is not None else ():
+        published = self._published.get(optimizer)
+        self._say(peer, m.Published(nbytes=published.numel() if published is not None else 0))
+        for chunk in chunks(published) if published is not None else ():
             self._wire.send_multipart([peer, CHUNK_MARK, chunk], copy=False)
 
     def _say(self, peer: bytes, message: m.Message) -> None:
@@ -235,17 +235,17 @@ class PeerConnections:
         """What a group has published: CPU tensors; None if there is nothing or nobody."""
         if group not in self._addresses or self._is_lost(group):
             return None
-        if self._wire(group) is None or not self._say(group, [m.encode(m.ReadWindow(optimizer=optimizer))]):
+        if self._wire(group) is None or not self._say(group, [m.encode(m.ReadPublished(optimizer=optimizer))]):
             return None
-        window = self._answer(group)
+        published = self._answer(group)
         layout = self._layouts[optimizer]
-        if not isinstance(window, m.Window) or not window.nbytes:
+        if not isinstance(published, m.Published) or not published.nbytes:
             return None
-        if window.nbytes != layout.nbytes:  # it has other parameters than this group, for now
+        if published.nbytes != layout.nbytes:  # it has other parameters than this group, for now
             self._wires.pop(group).close(0)  # with all that is on its way
             self._unread[group] = 0
             return None
-        assembly = Assembly(window, torch.empty(layout.nbytes, dtype=torch.uint8))
+        assembly = Assembly(published, torch.empty(layout.nbytes, dtype=torch.uint8))
         while not assembly.is_complete:
             frames = self._receive(group)
             if frames is None:
@@ -273,8 +273,8 @@ class PeerConnections:
         buffer = layout.empty()
         for view, tensor in zip(layout.views(buffer), tensors, strict=True):
             view.copy_(tensor)
-        gift = m.Gift(optimizer=optimizer, nbytes=buffer.numel())
-        self._say(group, [m.encode(gift)])
+        message = m.PeerMessage(optimizer=optimizer, nbytes=buffer.numel())
+        self._say(group, [m.encode(message)])
         for chunk in chunks(buffer):
             self._say(group, [CHUNK_MARK, chunk])
         self._unread[group] += 1
@@ -326,7 +326,7 @@ class PeerConnections:
 
     def _answer(self, group: int) -> m.Message | None:
         answer: m.Message = m.Taken()
-        while isinstance(answer, m.Taken):  # of an earlier gift
+        while isinstance(answer, m.Taken):  # of an earlier message
             frames = self._receive(group)
             if frames is None:
                 return None

@@ -56,7 +56,7 @@ class Checkpoints:
             state: from its ``state_dict``; changed in place.
         """
         if not world.is_computing:
-            world.states.deposit()
+            world.states.gather_group_state()
         elif world.core.wire_format.is_stateful and not self._has_said:
             self._has_said = True
             self._say(

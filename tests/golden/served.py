@@ -400,7 +400,7 @@ def _finish(session: Session, leases: Leases | None) -> None:
     for group in range(len(session.groups)):
         own = {"memory": {"steps": group}, "weights": [fractions(600 + group, 3).float()]}
         packed, payload = packed_bytes(own)
-        session.data(session.leader(group), m.Deposit(packed=packed, nbytes=len(payload)), payload)
+        session.data(session.leader(group), m.GroupState(packed=packed, nbytes=len(payload)), payload)
     session.take_snapshot()
     session.take_snapshot(with_state=False)
     session.control(0, m.AskStatus())
@@ -749,16 +749,16 @@ def travels() -> Outcome:
     """What leaders say to each other, and a message too long for a frame, as bytes."""
     messages = (
         m.Long(nbytes=1 << 20),
-        m.ReadWindow(optimizer=1),
-        m.Gift(optimizer=0, nbytes=96),
-        m.Window(nbytes=96),
+        m.ReadPublished(optimizer=1),
+        m.PeerMessage(optimizer=0, nbytes=96),
+        m.Published(nbytes=96),
         m.Taken(),
     )
     bits = {type(message).__name__: digest([m.encode(message)]) for message in messages}
     return Outcome(digest(sorted(bits)), (), bits)
 
 
-TRAVELLING = (m.Long, m.ReadWindow, m.Gift, m.Window, m.Taken)
+TRAVELLING = (m.Long, m.ReadPublished, m.PeerMessage, m.Published, m.Taken)
 """Messages that no transcript holds: those from leader to leader, and the one that announces others."""
 
 

@@ -47,7 +47,7 @@ def train(rank: int) -> dict[str, object]:
     world.broadcast_initial(model)
     optimizer = OmniOptimizer(torch.optim.SGD(own, lr=LR), world)
     given = [torch.zeros_like(parameter) for parameter in own]
-    deposited = False
+    gathered = False
     with world.training():
         for phase, groups in enumerate(PHASES):
             if phase:
@@ -63,13 +63,13 @@ def train(rank: int) -> dict[str, object]:
                 optimizer.step()
             if phase == 1:
                 save_inside_an_epoch(world, model)
-                deposited = deposit(world)
+                gathered = gather_group_state(world)
         residual = world.core.sender_state(0).get("residual", [])
     result = {
         "weights": [parameter.tolist() for parameter in own],
         "given": [each.tolist() for each in given],
         "residual": [each.tolist() for each in residual],
-        "deposited": deposited,
+        "gathered": gathered,
     }
     Path(os.environ["OMNI_TEST_FOLDER"], f"rank{rank}.json").write_text(json.dumps(result))
     dist.barrier()
@@ -92,10 +92,10 @@ def save_inside_an_epoch(world: World, model: torch.nn.Module) -> None:
     assert "what they have not pushed yet in the wire format TopK is not in it" in said[0]
 
 
-def deposit(world: World) -> bool:
+def gather_group_state(world: World) -> bool:
     """At a synchronization point; whether what a checkpoint would hold is what the leader has, and is taken up."""
     world.enter_world()
-    world.states.deposit()
+    world.states.gather_group_state()
     same = True
     if world.rank == 0:
         groups = world.channel.snapshot().groups
