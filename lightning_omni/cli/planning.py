@@ -19,6 +19,7 @@ from lightning_omni.palette import CHOSEN, EXPECTED
 from lightning_omni.performance.forecast import SampleEfficiency, Scaling, Setting, Theory, TrialResult
 from lightning_omni.performance.profile import Prediction, Profile
 from lightning_omni.report import TuningReport
+from lightning_omni.report.digest import duration
 from lightning_omni.search import Search
 from lightning_omni.search.rules import careful, is_faster, least
 from lightning_omni.search.space import group_counts
@@ -315,7 +316,7 @@ def sentences(plan: Plan, samples: float | None) -> list[str]:
     if best.setting.groups > 1:
         said += f", {alone:.2f} times faster to the target than one group"
     if samples is not None:
-        said += f", {_duration(plan.seconds(best, samples))} for {samples:.4g} samples"
+        said += f", {duration(plan.seconds(best, samples))} for {samples:.4g} samples"
     lines = [said, f"buy next: {_advice(plan)}"]
     batch, before = plan.batch_size or known.profile.batch_size, known.profile.batch_size
     growth = plan.cluster.profile.ranks * batch / (known.profile.ranks * before)
@@ -359,13 +360,6 @@ def _halved(prediction: Prediction) -> float:
     step = parts["compute"] + parts["allreduce"] + parts["exchange"]
     rest = [parts[other] for other in ("serve", "link", "head") if other != name]
     return seconds / max(step, parts[name] / 2, *rest)
-
-
-def _duration(seconds: float) -> str:
-    for unit, name in ((86400, "days"), (3600, "hours"), (60, "minutes")):
-        if seconds >= 2 * unit:
-            return f"{seconds / unit:.3g} {name}"
-    return f"{seconds:.3g} seconds"
 
 
 # --- A picture --------------------------------------------------------------------------------------------------------

@@ -450,16 +450,6 @@ class Forecast:
             setting, _times(samples, 1 / rate, 1 / rate, 1 / rate), rate, samples, setting in self._tried
         )
 
-    def best(self, candidates: Sequence[Setting]) -> SettingEstimate:
-        """The setting that is expected to be there first.
-
-        Raises:
-            ConfigurationError: there is no candidate.
-        """
-        if not candidates:
-            raise ConfigurationError("candidates: there is nothing to choose from; pass at least one setting")
-        return self.of(min(candidates, key=self.log_seconds))
-
     def of_systems(self, ranks: int, saturating: int, own: Setting | None = None) -> dict[str, SettingEstimate]:
         """What well-known systems would have set, and what it would have cost.
 
