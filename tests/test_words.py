@@ -58,6 +58,16 @@ REPLACED = (
         "published weights", r"\b(read|publish)\w* (a |the )?windows?\b|\bpeers'? windows?\b|\bwindows? and inbox"
     ),
     Replaced("group state", r"\bdeposit(s|ed|ing)?\b", "deposit deposits deposited"),
+    Replaced("estimate", r"\boutlooks?\b", "outlook outlooks"),
+    Replaced("sample efficiency", r"\bpaces\b", kept="Paces the schedulers"),
+    Replaced("autocorrelation time", r"\bcrowding\b", "crowding"),
+    # An address is bound, too.
+    Replaced("is the bottleneck", r"\bbinds\b", "binds", kept="server binds"),
+    Replaced("2 groups, 1 group", r"\ball apart\b"),
+    Replaced("2 times faster", r"\btimes as (soon|fast)\b"),
+    Replaced("divergence guard, rollback", r"\b(ruin(s|ed)?|rescued?)\b", "ruin ruins ruined rescue rescued"),
+    Replaced("compute time", r"\bown work\b"),
+    Replaced("default", r"\bas it comes\b"),
 )
 
 

@@ -231,8 +231,8 @@ def periods_of(settings: Settings, cluster: Cluster, workload: Workload) -> dict
         return {"evaluate_every": max(1, settings.updates // _EVALUATIONS)}
     size = max(1, settings.batch_size)
     there_and_back = 2 * cluster.link.seconds(workload.nbytes)
-    pace = sum(size / (device.seconds(size) + there_and_back) for device in cluster.devices)
-    return {"evaluate_every_seconds": len(workload.data) * (epochs_of(settings) or 1) / pace / _EVALUATIONS}
+    rate = sum(size / (device.seconds(size) + there_and_back) for device in cluster.devices)
+    return {"evaluate_every_seconds": len(workload.data) * (epochs_of(settings) or 1) / rate / _EVALUATIONS}
 
 
 def target_of(text: str | None, workload: Workload) -> tuple[str, float] | None:

@@ -38,7 +38,7 @@ class Balance:
         clock: where moments come from; None for the device's own.
 
     Attributes:
-        measured: samples and seconds of this rank's own work of every batch so far, if it ``only_measures``.
+        measured: samples and seconds of this rank's compute time of every batch so far, if it ``only_measures``.
 
     Raises:
         ConfigurationError: ``rebalance`` is something else.

@@ -1,6 +1,6 @@
 """Both sides in one process: what a rank says is handled before the call returns. No sockets, clocks or threads.
 
-`Link` is all connections of a run at once and gives back what the server sends, as it comes; the simulator and replays
+`Link` is all connections of a run at once and gives back what the server sends, in its order; the simulator and replays
 stand on it. `InMemory` is the transport on top of it, in which each rank hears what is sent to it.
 
 Rule: nothing waits. A request that other ranks have to make answerable is asked with `InMemoryData.ask`, and its answer

@@ -24,7 +24,7 @@ class MergedHeads(Service):
         roster: the ranks of the run.
         shards: holds the heads.
         notes: is told of each turn.
-        clock: tells the time that the server's own work takes, in seconds.
+        clock: tells the time that the server's arithmetic takes, in seconds.
     """
 
     def __init__(self, roster: Roster, shards: Shards, notes: Notes, clock: Callable[[], float]) -> None:

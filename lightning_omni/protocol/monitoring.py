@@ -26,7 +26,7 @@ class Monitoring(Service):
     Args:
         roster: the ranks of the run.
         shards: what they train.
-        clock: tells the time that the server's own work takes, in seconds.
+        clock: tells the time that the server's arithmetic takes, in seconds.
         strangers: messages refused because they were malformed or their sender had not been admitted.
     """
 

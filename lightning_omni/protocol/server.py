@@ -46,7 +46,7 @@ class ServerCore:
         join_timeout: seconds that a rank may take to join after the first.
         resolve: turns an optimizer's class path into the class.
         resolve_module: turns the class path of a merged head's module into the class.
-        clock: tells the time that its own work takes, in seconds; None if it takes none, in virtual time.
+        clock: tells the time that its arithmetic takes, in seconds; None if it takes none, in virtual time.
         record: told of everything that happens to the weights, in order.
         rows: messages beside those of the table, for ...
         services: ... services of your own. Each is a class that is made once for every run, with this core.

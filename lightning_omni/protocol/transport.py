@@ -125,7 +125,7 @@ class Control(ABC):
             raise self._ended
 
     def report_timings(self, compute: float, step: float, exchange: float) -> None:
-        """Seconds for the next heartbeat: own work, whole step, exchange."""
+        """Seconds for the next heartbeat: compute time, whole step, exchange."""
         self._timings = (compute, step, exchange)
 
     def heartbeat(self, now: float) -> m.Heartbeat:

@@ -174,7 +174,7 @@ class Section:
             costs = [number(1000 * said.parts[name]) for name in _COSTS]
             rows.append([str(groups), batches, *rate, *costs, PARTS[said.bottleneck]])
         key = setting.groups, setting.rebalance
-        heads = ["groups", "batches", "samples/s", "in training", "ms per update", *_COSTS.values(), "binds"]
+        heads = ["groups", "batches", "samples/s", "in training", "ms per update", *_COSTS.values(), "bottleneck"]
         return TextTable(heads, rows, list(digest.predictions).index(key) if key in digest.predictions else None)
 
     @property

@@ -1,4 +1,4 @@
-"""What a run goes back to when what was chosen for it has ruined it."""
+"""What a run is rolled back to when it has diverged with what was chosen for it."""
 
 from __future__ import annotations
 
