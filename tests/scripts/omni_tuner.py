@@ -58,7 +58,7 @@ class Classifier(pl.LightningModule):
         if self.options.get("nan_at") == self.steps:
             loss = loss * float("nan")
         world = self.trainer.strategy.world
-        if self.steps > self.options.get("ruined_after", 1 << 30) and not world.is_synchronous:
+        if self.steps > self.options.get("diverged_after", 1 << 30) and not world.is_synchronous:
             loss = loss * float("nan")
         self.noted.append(float(loss))
         self.log("train_loss", loss)
