@@ -616,7 +616,7 @@ def test_gossip_takes_the_look_ahead_off_before_it_sends_and_puts_it_on_again(ki
 
 def test_weights_that_are_not_finite_are_not_gossiped_on() -> None:
     cluster = Cluster(drawing("pull", lambda peer: peer == 1), 3, gradient=zero)
-    cluster.windows[1] = [weight * torch.inf for weight in start()]
+    cluster.published[1] = [weight * torch.inf for weight in start()]
     cluster.compute(0)
     assert same(cluster.weights(0), start())
 
