@@ -90,7 +90,7 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class Evaluator:
-    """Figures of a model on the test images.
+    """Metrics of a model on the test images.
 
     ``accuracy``, ``error`` (one minus it) and ``loss``; and ``steady``, the mean accuracy of the last
     `STEADY_OVER` evaluations, which does not reach a target by chance.
@@ -123,7 +123,8 @@ def sgd(parameters: Any, lr: float, momentum: float = 0.0, weight_decay: float =
 class CutOnce(torch.optim.SGD):
     """Nesterov's SGD; from step number ``cut_at`` on, its learning rate is a tenth.
 
-    It is set anew at every step: where the optimizer steps at the server, the workers always send the first rate along.
+    It is set again at every step: where the optimizer steps at the server, the workers always send the first rate
+        along.
     """
 
     def __init__(self, parameters: Any, lr: float, cut_at: int, momentum: float = 0.9) -> None:
@@ -252,7 +253,7 @@ def _simulate(numbered: tuple[int, Run]) -> tuple[int, Trace]:
 
 
 def final(trace: Trace, metric: str = "accuracy", last: int = 3) -> float:
-    """Mean of a figure over the last few evaluations."""
+    """Mean of a metric over the last few evaluations."""
     values = trace.evaluated[metric][-last:]
     return float(values.mean()) if len(values) else float("nan")
 
@@ -271,13 +272,13 @@ class Finding:
     """A published finding beside what came out here.
 
     Args:
-        figure: what was measured.
+        metric: what was measured.
         published: the finding, with its source.
         here: what came out.
         holds: what the finding says about the numbers measured here, claim by claim.
     """
 
-    figure: str
+    metric: str
     published: str
     here: str
     holds: Sequence[bool]
@@ -296,14 +297,14 @@ def falls(values: Iterable[float], tolerance: float = 0.0) -> bool:
 
 
 def show_findings(title: str, findings: Iterable[Finding]) -> None:
-    """Prints figures, published findings and verdicts as a table."""
+    """Prints metrics, published findings and verdicts as a table."""
     table = Table(title=title, show_lines=True)
-    for column in ("figure", "here", "published finding", "reproduced"):
+    for column in ("metric", "here", "published finding", "reproduced"):
         table.add_column(column)
     colours = {"yes": "green", "partly": "yellow", "no": "red"}
     for finding in findings:
         verdict = finding.reproduced
-        table.add_row(finding.figure, finding.here, finding.published, f"[{colours[verdict]}]{verdict}[/]")
+        table.add_row(finding.metric, finding.here, finding.published, f"[{colours[verdict]}]{verdict}[/]")
     console.print(table)
 
 
@@ -331,7 +332,7 @@ def new_figure(rows: int, columns: int) -> tuple[Any, Any]:
 def caption(axes: Any, finding: Finding) -> None:
     """Writes over a panel what it shows, the published finding, and whether it was reproduced."""
     published = textwrap.fill(finding.published, 76)
-    axes.set_title(f"{finding.figure}\n{published}\nreproduced here: {finding.reproduced}", fontsize="small")
+    axes.set_title(f"{finding.metric}\n{published}\nreproduced here: {finding.reproduced}", fontsize="small")
 
 
 def save_figure(figure: Any, title: str, path: Path) -> None:
@@ -345,7 +346,7 @@ def command_line(description: str | None, picture: str) -> argparse.ArgumentPars
     """A parser with the options that all the paper examples have."""
     first_line = (description or "").partition("\n")[0]
     parser = argparse.ArgumentParser(description=first_line)
-    parser.add_argument("--quick", action="store_true", help="a minute: fewer settings and updates, rougher figures")
+    parser.add_argument("--quick", action="store_true", help="a minute: fewer settings and updates, rougher numbers")
     parser.add_argument("--out", type=Path, default=Path(picture), help="the picture (default: %(default)s)")
     parser.add_argument("--processes", type=int, default=2, help="simulations at a time (default: %(default)s)")
     return parser

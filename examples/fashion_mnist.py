@@ -11,7 +11,7 @@ import torch
 from fashion_data import FashionMNIST
 from pytorch_lightning import LightningModule, Trainer, seed_everything
 from pytorch_lightning.callbacks import Timer
-from pytorch_lightning.utilities.types import OptimizerLRSchedulerConfig
+from pytorch_lightning.utilities.types import OptimizerLRScheduler
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -82,7 +82,7 @@ class Classifier(LightningModule):
         self.log("test_accuracy", self.test_accuracy)
 
     @override
-    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
+    def configure_optimizers(self) -> OptimizerLRScheduler:
         optimizer = torch.optim.SGD(self.parameters(), lr=self.lr, momentum=self.momentum)
         return {"optimizer": optimizer, "lr_scheduler": ExponentialLR(optimizer, gamma=0.4)}
 

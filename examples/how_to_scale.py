@@ -1,4 +1,4 @@
-"""All-reduce, elastic averaging or gossip at 8 to 128 workers: who is faster where?
+"""All-reduce, elastic averaging or gossip at 8 to 128 workers: which is faster where?
 
 python examples/how_to_scale.py                # about 7 minutes on two cores
 python examples/how_to_scale.py --quick        # a minute
@@ -12,10 +12,10 @@ for the time the one that gets to the target first, for the final accuracy the m
 mean of all workers, elastic averaging on its centre, with a moving rate of 0.8 / workers as in the authors' code.
 
 What to expect: that all-reduce ends with the higher accuracy is reproduced at all sizes, and most clearly at many
-workers. That asynchronous training is faster with few workers is reproduced in part only. Nobody waits in gossip, but a
-step of it brings less, presumably as every worker follows the noise of its own 16 samples; and how much is won by not
-waiting depends on how steps scatter. By a fifth, as by default, the two cancel out: gossip and all-reduce are equally
-fast. By a half (``--jitter 0.5``), gossip is far ahead while the step size is large, up to 128 workers. Elastic
+workers. That asynchronous training is faster with few workers is reproduced in part only. No worker waits in gossip,
+but a step of it brings less, presumably as every worker follows the noise of its own 16 samples; and how much is won by
+not waiting depends on how steps scatter. By a fifth, as by default, the two cancel out: gossip and all-reduce are
+equally fast. By a half (``--jitter 0.5``), gossip is far ahead while the step size is large, up to 128 workers. Elastic
 averaging at every step is limited by the server, which 128 workers keep busy for two seconds. At every tenth step it is
 not; but many workers are tied so loosely to the centre that large step sizes drive them apart, and it must do with
 small ones. Every setting is simulated once, with one seed.
@@ -152,7 +152,7 @@ class Outcome:
         return max(self.accuracy[name, workers] for name in METHODS[1:])
 
     def lead(self, workers: int) -> float:
-        """In how much of the time before anybody's step size is cut an asynchronous method is ahead of all-reduce."""
+        """In how much of the time before any step size is cut an asynchronous method is ahead of all-reduce."""
         rival = min(METHODS[1:], key=lambda name: self.seconds(name, workers))
         ours, theirs = (self.fastest[name, workers].evaluated for name in (rival, METHODS[0]))
         cut = min(self.cut(rival, workers), self.cut(METHODS[0], workers))
@@ -191,8 +191,7 @@ def findings(out: Outcome) -> list[Finding]:
             f"speed-up from {out.workers[0]} to {most} workers",
             "synchronous SGD scales better to more nodes (up to about 100) [Jin et al. 2016, abstract]",
             "\n".join(
-                f"{name}: {speedup:.1f} times as fast" if speedup else f"{name}: never there"
-                for name, speedup in speedups.items()
+                f"{name}: {speedup:.1f}" if speedup else f"{name}: never there" for name, speedup in speedups.items()
             )
             + f"\nfirst at {most}: {out.ranking(most)[0]}",
             [
@@ -268,9 +267,10 @@ def main() -> None:
     arguments = parser.parse_args()
     stopwatch, images = Stopwatch(), load_images()
     samples = len(images.train[0])
-    sizes, rates, epochs, target = (8, 16, 32, 64, 128), RATES, 6, 0.8
-    if arguments.quick:
-        sizes, rates, epochs, target = (8, 32, 128), RATES[1:], 2, 0.75
+    is_quick = arguments.quick
+    sizes = (8, 32, 128) if is_quick else (8, 16, 32, 64, 128)
+    rates = RATES[1:] if is_quick else RATES
+    epochs, target = (2, 0.75) if is_quick else (6, 0.8)
     keys = [(name, workers, lr) for workers in sizes for name in METHODS for lr in rates]
     keys.sort(key=lambda key: key[0] == "all-reduce")  # longest first, so that both processes are busy to the end
     runs = {key: run_of(*key, epochs, samples, arguments.jitter) for key in keys}

@@ -193,7 +193,7 @@ def show(arguments: argparse.Namespace, outcomes: list[Outcome]) -> None:
         ],
         "updates": [f"{each.updates:,}" for each in outcomes],
         "ms per update": [f"{1e3 * each.seconds / each.updates:.2f}" for each in outcomes],
-        "ms of a turn at the head": [f"{each.head_milliseconds:.2f}" if each.merged else "" for each in outcomes],
+        "ms of access to the head": [f"{each.head_milliseconds:.2f}" if each.merged else "" for each in outcomes],
         "test accuracy": [f"{each.accuracy:.2%}" for each in outcomes],
     }
     for name, values in rows.items():

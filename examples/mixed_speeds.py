@@ -8,6 +8,7 @@ The speeds are emulated: a worker sleeps in every batch as long as a device of i
 
 import argparse
 import time
+from typing import Literal
 
 from fashion_data import FashionMNIST
 from fashion_mnist import Classifier
@@ -20,6 +21,8 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 import lightning_omni as omni
+
+Rebalance = Literal["off", "auto"]
 
 
 class OnMixedDevices(Classifier):
@@ -47,17 +50,17 @@ def main() -> None:
     table = Table(title=f"workers of {' : '.join(f'{speed:.0f}' for speed in arguments.speeds)} samples/s")
     for column in ("rebalance", "training time", "samples/s", "part of the sum of the speeds", "test accuracy"):
         table.add_column(column, justify="right")
-    for rebalance in ("off", "auto"):
+    ways: tuple[Rebalance, ...] = ("off", "auto")
+    for rebalance in ways:
         seconds, accuracy = train(rebalance, arguments)
         samples = arguments.batches * arguments.batch_size * len(arguments.speeds)
         throughput = samples / seconds
         part = throughput / sum(arguments.speeds)
         table.add_row(f'"{rebalance}"', f"{seconds:.1f} s", f"{throughput:.0f}", f"{part:.0%}", f"{accuracy:.2%}")
-    if rank_zero_only.rank == 0:
-        Console().print(table)
+    rank_zero_only(Console().print)(table)
 
 
-def train(rebalance: str, arguments: argparse.Namespace) -> tuple[float, float]:
+def train(rebalance: Rebalance, arguments: argparse.Namespace) -> tuple[float, float]:
     """Seconds of training, and the accuracy that it reached."""
     seed_everything(arguments.seed, verbose=False)
     timer = Timer()

@@ -178,8 +178,8 @@ class Results:
         self._grid = simulate_all(grid, images, "choosing learning rate and momentum", processes)
         chosen = [self._best(kind, groups) for kind in plan.clusters for groups in plan.groups]
         again = {(setting, seed): make_run(plan, setting, seed) for setting in chosen for seed in plan.seeds}
-        longer = {"updates": LONGER * plan.updates, "target": plan.target}
-        again = {key: replace(run, **longer) for key, run in again.items()}
+        updates = LONGER * plan.updates
+        again = {key: replace(run, updates=updates, target=plan.target) for key, run in again.items()}
         self._again = simulate_all(again, images, "the best ones with other seeds", processes)
         self.points = {kind: [self._point(kind, groups) for groups in plan.groups] for kind in plan.clusters}
 
@@ -373,7 +373,7 @@ def show(results: Results, source: str) -> None:
     ]
     show_table(f"To {results.plan.target:.0%} test accuracy on {source}; virtual seconds", columns, rows)
     momenta = results.plan.momenta
-    rows = [
+    by_momentum: list[tuple[str, ...]] = [
         (kind, f"{groups}", *(f"{results.fewest(kind, groups, momentum):.0f}" for momentum in momenta))
         for kind in results.plan.clusters
         for groups in results.plan.groups
@@ -382,7 +382,7 @@ def show(results: Results, source: str) -> None:
         f"Updates to {results.plan.chosen_at:.0%} at the best learning rate, by momentum (inf: not within"
         f" {results.plan.updates})"
     )
-    show_table(title, ("cluster", "g", *(f"{momentum:g}" for momentum in momenta)), rows)
+    show_table(title, ("cluster", "g", *(f"{momentum:g}" for momentum in momenta)), by_momentum)
 
 
 def draw(results: Results, findings: dict[str, Finding]) -> Any:

@@ -127,7 +127,7 @@ class Plan:
         return tuple(rule for rule in self.modulations if n > 1 or rule != "average")
 
     def protocols(self, learners: int) -> tuple[int, ...]:
-        """Hardsync and the two ends of softsync; one learner has nobody to wait for."""
+        """Hardsync and the two ends of softsync; one learner has none to wait for."""
         return (0, 1, learners) if learners > 1 else (0,)
 
 
@@ -318,7 +318,8 @@ def draw(results: Results, findings: dict[str, Finding]) -> Any:
     panels = dict(zip(names, axes.flat, strict=True))
     hardsync = results.traces[replace(results.hardsync, lr=results.rate)]
     colours = number_colours(sorted({1, *plan.softsync, plan.learners}))
-    for name, rule in (("fixed", "none"), ("each", "each")):
+    rules: tuple[tuple[str, Modulation], ...] = (("fixed", "none"), ("each", "each"))
+    for name, rule in rules:
         times, errors = hardsync.evaluated["time"], hardsync.evaluated["error"]
         panels[name].plot(times, errors, color=METHODS["hardsync"], linewidth=3, label="hardsync")
         for n in plan.softsync:

@@ -6,7 +6,7 @@
 Caffe computed a convolution image by image: im2col, then a matrix product. Omnivore (arXiv 1606.04487, abstract)
 attributes "5.5x or more" on CPUs to lowering the whole batch into one product. PyTorch does neither; this shows what is
 left to be gained over it with `DeviceTuner`. Every kind trains in a process of its own with the same Trainer, and all
-take turns, so that a machine that changes its pace changes it for all of them.
+alternate, so that a machine that changes its speed changes it for all of them.
 """
 
 from __future__ import annotations
@@ -103,7 +103,8 @@ class Lowered(nn.Conv2d):
 
     def forward(self, images: Tensor) -> Tensor:
         assert self.bias is not None
-        return self.function.apply(images, self.weight, self.padding[0]) + self.bias[:, None, None]
+        product: Tensor = self.function.apply(images, self.weight, self.padding[0])
+        return product + self.bias[:, None, None]
 
 
 class PerImageConv(Lowered):
@@ -129,7 +130,8 @@ class Net(pl.LightningModule):
         self.head = nn.Sequential(nn.Flatten(), nn.Linear(256 * 4 * 4, 512), nn.ReLU(), nn.Linear(512, 10))
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.head(self.features(images))
+        logits: Tensor = self.head(self.features(images))
+        return logits
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         return cross_entropy(self(batch[0]), batch[1])
@@ -138,7 +140,7 @@ class Net(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
 
 
-class Pace(pl.Callback):
+class BatchTimes(pl.Callback):
     """Notes when batches end."""
 
     def __init__(self) -> None:
@@ -159,7 +161,7 @@ def fit(kind: str, batch_size: int, steps: int, tuner: DeviceTuner | None) -> fl
     count = (WARM_UP + steps) * batch_size
     data = TensorDataset(torch.randn(count, 3, 32, 32), torch.randint(0, 10, (count,)))
     convolution = {PER_IMAGE: PerImageConv, BATCHED: BatchedConv}.get(kind, nn.Conv2d)
-    pace = Pace()
+    times = BatchTimes()
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=1,
@@ -168,13 +170,13 @@ def fit(kind: str, batch_size: int, steps: int, tuner: DeviceTuner | None) -> fl
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[pace] if tuner is None else [pace, tuner],
+        callbacks=[times] if tuner is None else [times, tuner],
     )
     trainer.fit(Net(convolution), DataLoader(data, batch_size, shuffle=True))
-    return batch_size / pace.step
+    return batch_size / times.step
 
 
-# --- Processes that take turns ---------------------------------------------------------------------------------------
+# --- Processes that alternate ----------------------------------------------------------------------------------------
 
 
 def serve(kind: str, batch_size: int, budget: float) -> None:
@@ -226,7 +228,7 @@ Speeds = Mapping[str, Sequence[float]]
 def measure(
     batch_size: int, rounds: int, steps: int, budget: float, kinds: Sequence[str] = KINDS
 ) -> tuple[Speeds, dict[str, Any]]:
-    """Samples per second of each kind, one figure for each round, and the reports of the tuned ones."""
+    """Samples per second of each kind, one number for each round, and the reports of the tuned ones."""
     speeds: dict[str, list[float]] = {kind: [] for kind in kinds}
     reports: dict[str, Any] = {}
     console = Console(stderr=True)

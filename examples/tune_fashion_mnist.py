@@ -50,7 +50,7 @@ class Emulated(Classifier):
 
     @override
     def on_fit_start(self) -> None:
-        self.chance = random.Random(self.global_rank)
+        self.random = random.Random(self.global_rank)
 
     @override
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
@@ -58,7 +58,7 @@ class Emulated(Classifier):
         if self.scenario == "straggler" and self.global_rank == self.trainer.world_size - 1:
             seconds *= 4
         if self.scenario == "exponential":
-            seconds *= self.chance.expovariate(1.0)
+            seconds *= self.random.expovariate(1.0)
         time.sleep(seconds)
         return super().training_step(batch, batch_idx)
 

@@ -53,7 +53,8 @@ def __getattr__(name: str) -> Any:
     if name == "OmniStrategy":
         return _strategy_class()
     if name in ("DeviceTuner", "OmniTuner"):
-        return getattr(importlib.import_module("lightning_omni.tuner").tuner_of_strategy(), name)
+        tuners = importlib.import_module("lightning_omni.tuner")
+        return getattr(tuners.tuner_module(_strategy_class().__module__), name)
     if name in _HOME:
         return getattr(importlib.import_module(f"lightning_omni.{_HOME[name]}"), name)
     if name == "methods":

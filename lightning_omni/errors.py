@@ -9,7 +9,7 @@
     │   ├── MalformedMessage                     ... it could not even be read
     │   └── Refused                              ... the other side said no, and why (``code``)
     ├── RankLost                                 this rank's group was evicted, or the run is over
-    ├── CollectiveMismatch                       ranks called different collectives at one meeting
+    ├── CollectiveMismatch                       ranks called different collectives
     └── NonFiniteGradients                       gradients stayed NaN or infinite for too long
 
 The class says whose fault it is: a :class:`ConfigurationError` is the caller's, a :class:`ProtocolError` the
@@ -64,7 +64,7 @@ class RankLost(OmniError):
 
 
 class CollectiveMismatch(OmniError):
-    """Live ranks met in different collectives; the message names the ranks and what each of them called.
+    """Live ranks called different collectives; the message names the ranks and what each of them called.
 
     It is raised at the server and ends the run; ranks see a :class:`RankLost` that carries its message.
     """

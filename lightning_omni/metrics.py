@@ -69,7 +69,7 @@ class RunReport:
         refused: pushes refused because they were not finite.
         ranks_lost: ranks that were lost on the way.
         bytes_per_step: bytes of tensors that rank 0's group exchanged with the server, to and fro, for each batch.
-        head_time: seconds that a turn at the merged head took lately; 0 if there is none.
+        head_time: seconds of exclusive access to the merged head, lately; 0 if there is none.
         serve_time: seconds of the server's own time for one push lately; 0 if nothing was pushed.
         total_momentum: explicit momentum and what asynchrony adds to it, as sensed lately; None if it is unknown: few
             pushes, another optimizer than plain SGD, or one that steps at the workers.
@@ -100,7 +100,7 @@ class RunReport:
             parts.append(f"staleness {self.staleness_mean:.2g}, at most {self.staleness_max}")
         costs = [f"{self.bytes_per_step / 1000:,.3g} kB exchanged a step"] if self.bytes_per_step else []
         costs += [f"{1000 * self.serve_time:.2g} ms a push"] if self.serve_time else []
-        costs += [f"{1000 * self.head_time:.2g} ms a turn at the head"] if self.head_time else []
+        costs += [f"{1000 * self.head_time:.2g} ms at the head"] if self.head_time else []
         parts += [", ".join(costs)] if costs else []
         parts += [f"total momentum {self.total_momentum:.2g}"] if self.total_momentum is not None else []
         parts += [f"{self.refused} pushes refused"] if self.refused else []

@@ -1,4 +1,4 @@
-"""One meaning, one colour, in all pictures: of runs, of searches, of devices, of the examples.
+"""One meaning, one colour, in all pictures: of runs, of searches, of devices, of the examples; and their files.
 
 What is said of a setting has the colours of Okabe and Ito, methods and the parts of a step have Tol's: people who see
 colours differently can tell them apart. Numbers (of groups, of learning rates) are shades of viridis.
@@ -6,9 +6,13 @@ colours differently can tell them apart. Numbers (of groups, of learning rates) 
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+from lightning_omni.errors import ConfigurationError
 
 EXPECTED = "#0072b2"
 """What a model predicts."""
@@ -85,23 +89,20 @@ def line_styles(colours: Sequence[str]) -> list[dict[str, Any]]:
 
     Earlier ones are wider and lie below; those of one colour differ in their dashes, all in their markers.
     """
-    styles: list[dict[str, Any]] = []
     step = min(1.1, (_MOST_WIDTH - 1.4) / max(1, len(colours) - 1))
-    for place, colour in enumerate(colours):
-        before = list(colours[:place]).count(colour)
-        styles.append(
-            {
-                "color": colour,
-                "linewidth": 1.4 + step * (len(colours) - 1 - place),
-                "linestyle": _DASHES[before % len(_DASHES)],
-                "marker": _MARKERS[place % len(_MARKERS)],
-                "markersize": 4.5 + 0.6 * step * (len(colours) - 1 - place),
-                "markeredgecolor": "white",
-                "markeredgewidth": 0.5,
-                "zorder": 3 + place,
-            }
-        )
-    return styles
+    return [
+        {
+            "color": colour,
+            "linewidth": 1.4 + step * (len(colours) - 1 - place),
+            "linestyle": _DASHES[list(colours[:place]).count(colour) % len(_DASHES)],
+            "marker": _MARKERS[place % len(_MARKERS)],
+            "markersize": 4.5 + 0.6 * step * (len(colours) - 1 - place),
+            "markeredgecolor": "white",
+            "markeredgewidth": 0.5,
+            "zorder": 3 + place,
+        }
+        for place, colour in enumerate(colours)
+    ]
 
 
 def number_colours(numbers: Sequence[float]) -> dict[float, Any]:
@@ -111,3 +112,67 @@ def number_colours(numbers: Sequence[float]) -> dict[float, Any]:
     # Not up to its yellow, which white would swallow.
     span = math.log(max(numbers) / min(numbers)) or 1.0
     return {each: colormaps["viridis"](0.85 * math.log(each / min(numbers)) / span) for each in numbers}
+
+
+# --- matplotlib figures -----------------------------------------------------------------------------------------------
+
+_MISSING = "pictures need matplotlib; install it with: pip install 'lightning-omni[plot]'"
+
+
+def can_draw() -> bool:
+    """Whether matplotlib is installed."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def check_can_draw(option: str = "", remedy: str = "") -> None:
+    """Refuses pictures where there can be none, before time is spent on what they are to show.
+
+    Args:
+        option: that asks for one, before the message.
+        remedy: what else may be done, behind it.
+
+    Raises:
+        ConfigurationError: matplotlib is missing.
+    """
+    if not can_draw():
+        raise ConfigurationError(f"{option}{_MISSING}{remedy}")
+
+
+def new_figure(width: float, height: float, **options: Any) -> Any:
+    """A figure of matplotlib, of so many inches.
+
+    Raises:
+        ConfigurationError: matplotlib is missing.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigurationError(_MISSING) from error
+    return Figure(figsize=(width, height), layout="constrained", **options)
+
+
+def plot_interval(axes: Any, places: Sequence[float], estimates: Sequence[Any], colour: str, label: str = "") -> None:
+    """A curve of values, and the band of their intervals.
+
+    Args:
+        axes: of matplotlib.
+        places: where the values are.
+        estimates: have ``value``, ``low`` and ``high``.
+        colour: of both.
+        label: of the curve.
+    """
+    axes.plot(places, [each.value for each in estimates], color=colour, marker="o", markersize=4, label=label)
+    lows, highs = ([getattr(each, end) for each in estimates] for end in ("low", "high"))
+    axes.fill_between(places, lows, highs, color=colour, alpha=0.16, linewidth=0)
+
+
+def save_figure(figure: Any, path: str | Path) -> None:
+    """Writes a figure; the file's suffix says which kind.
+
+    Raises:
+        ConfigurationError: the file cannot be written.
+    """
+    try:
+        figure.savefig(path, dpi=120)
+    except OSError as error:
+        raise ConfigurationError(f"path={str(path)!r}: {error.strerror}; pass a file that can be written") from error

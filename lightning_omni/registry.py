@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -21,6 +22,7 @@ class Registry(Generic[Kind]):
     Attributes:
         known: by their tags.
         base: what all of them are.
+        argument: by which users name one.
         what: what one is called in messages.
         path: of the base, as users import it.
         option: of ``lightning-omni serve``, by which a server of its own is told of others.
@@ -28,9 +30,44 @@ class Registry(Generic[Kind]):
 
     known: dict[str, type[Kind]]
     base: type[Kind]
+    argument: str
     what: str
     path: str
     option: str
+
+    def named(self, text: str, presets: Mapping[str, Kind] = MappingProxyType({})) -> Kind:
+        """The value of that name, with other settings than its own after a colon: ``"diloco:period=50"``.
+
+        A setting without a name is the first one: ``"topk:0.01"``.
+
+        Args:
+            text: what a user wrote.
+            presets: values that have names of their own.
+
+        Raises:
+            ConfigurationError: there is none, or it has no such setting.
+        """
+        name, _, settings = text.partition(":")
+        if name not in self.known and name not in presets:
+            raise ConfigurationError(
+                f"{self.argument}={name!r} is not known; pass one of {', '.join(map(repr, [*self.known, *presets]))}"
+            )
+        plain = to_wire(presets[name]) if name in presets else {"name": name}
+        try:
+            return _with_settings(self.known[plain["name"]], plain, settings)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{self.argument}={text!r}: {error}") from error
+
+    def checked(self, value: Kind) -> Kind:
+        """The same value, if all its settings are of the right type.
+
+        Raises:
+            ConfigurationError: one is not; a msgspec struct finds out no sooner.
+        """
+        try:
+            return msgspec.convert(msgspec.to_builtins(value), type(value))
+        except msgspec.ValidationError as error:
+            raise ConfigurationError(f"{self.argument}={value!r}: {error}") from error
 
     def from_wire(self, plain: Mapping[str, Any]) -> Kind:
         """A value from plain data.
@@ -80,6 +117,28 @@ class Registry(Generic[Kind]):
         if not (isinstance(kind, type) and issubclass(kind, self.base)):
             raise ConfigurationError(f"{path} is not a {self.path}")
         return self.register(kind)
+
+
+_NOTHING = ("None", "none", "null")
+
+
+def _with_settings(kind: type[Kind], plain: Mapping[str, Any], settings: str) -> Kind:
+    changes: dict[str, str | None] = {}
+    for part in settings.split(","):
+        name, equals, setting = (each.strip() for each in part.partition("="))
+        if not equals and name and kind.__struct_fields__:
+            name, setting = kind.__struct_fields__[0], name
+        if name:
+            changes[name] = None if setting in _NOTHING else setting
+    if unknown := changes.keys() - set(kind.__struct_fields__):
+        raise ConfigurationError(
+            f"{kind.__name__} has no setting {', '.join(sorted(unknown))}; it has"
+            f" {', '.join(kind.__struct_fields__) or 'none'}"
+        )
+    try:
+        return msgspec.convert({**plain, **changes}, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigurationError(f"{kind.__name__}: {error}") from error
 
 
 def to_wire(value: msgspec.Struct) -> dict[str, Any]:

@@ -1,11 +1,11 @@
-"""Which rank is in which compute group, and who leads it. No I/O, no torch."""
+"""Which rank is in which compute group, and which one leads it. No I/O, no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import inf
 
 from lightning_omni.errors import ConfigurationError
@@ -16,12 +16,12 @@ RECORDER = 0
 
 @dataclass(frozen=True)
 class GroupId:
-    """Who a group is: its name, and which of those that have had that name.
+    """Which group this is: its name, and which of those that have had that name.
 
     Numbers are places in arrays and are given again; a name with its incarnation never is, in one run.
 
     Attributes:
-        name: the same for as long as somebody goes by it, whatever groups are formed; by default the group's number.
+        name: the same for as long as a group goes by it, whatever groups are formed; by default the group's number.
         incarnation: grows whenever groups are formed, and whenever one joins. 0 before any.
 
     Example:
@@ -121,12 +121,8 @@ class Topology:
             >>> Topology.by_node([2, 2])
             Topology(groups=((0, 1), (2, 3)))
         """
-        cut: list[tuple[int, ...]] = []
-        start = 0
-        for size in ranks_per_node:
-            cut.append(tuple(range(start, start + size)))
-            start += size
-        return cls(tuple(members for members in cut if members))
+        ends = pairwise(accumulate(ranks_per_node, initial=0))
+        return cls(tuple(tuple(range(start, stop)) for start, stop in ends if stop > start))
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
@@ -157,9 +153,9 @@ class Topology:
             raise KeyError(f"rank {rank} is in no group of {self.groups}")
         return self._homes[rank]
 
-    def holds(self, rank: int) -> bool:
-        """Whether ``rank`` is in one of the groups."""
-        return rank in self._homes
+    def find(self, rank: int) -> int:
+        """Number of the group that holds ``rank``, or -1."""
+        return self._homes.get(rank, -1)
 
     def members(self, group: int) -> tuple[int, ...]:
         """Ranks of a group, ascending; empty if it was evicted."""

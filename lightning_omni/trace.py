@@ -22,6 +22,8 @@ from lightning_omni.palette import (
     YOURS,
     line_styles,
     method_colours,
+    new_figure,
+    save_figure,
 )
 
 Array = np.ndarray[Any, Any]
@@ -54,15 +56,15 @@ class Trace:
 
     Args:
         rows: the columns.
-        evaluated: ``time``, ``update`` and ``samples`` (trained so far) of each evaluation, and its figures by name.
+        evaluated: ``time``, ``update`` and ``samples`` (trained so far) of each evaluation, and its metrics by name.
         updates: updates in the run.
         seconds: length of the run.
         ended: why it ended: ``"max_updates"``, ``"max_epochs"``, ``"max_seconds"``, ``"target"``, ``"interrupted"``,
             ``"stopped"``, or ``"lost: ..."`` or ``"diverged: ..."`` with the reason.
         meta: the run's settings as plain values.
         weights: the final weights by name.
-        work: what each rank did; empty if nobody measured.
-        steps: what each group did; empty if nobody measured.
+        work: what each rank did; empty if not measured.
+        steps: what each group did; empty if not measured.
 
     Example:
         >>> trace = Trace(
@@ -144,11 +146,11 @@ class Trace:
         """Seconds until the first evaluation that reaches a value; NaN if none does.
 
         Args:
-            metric: name of a figure; one with "loss" or "error" in its name is reached from above.
+            metric: name of a metric of the evaluations; one with "loss" or "error" in its name is reached from above.
             value: what is to be reached.
 
         Raises:
-            ConfigurationError: there is no such figure.
+            ConfigurationError: there is no such metric.
         """
         return self._first("time", metric, value)
 
@@ -160,7 +162,7 @@ class Trace:
         if metric in ("time", "update", "samples") or metric not in self.evaluated:
             known = [name for name in self.evaluated if name not in ("time", "update", "samples")]
             raise ConfigurationError(f"metric={metric!r}: this run was evaluated for {known or 'nothing'}")
-        reached = [index for index, figure in enumerate(self.evaluated[metric]) if reaches(metric, figure, value)]
+        reached = [index for index, reading in enumerate(self.evaluated[metric]) if reaches(metric, reading, value)]
         return float(self.evaluated[column][reached[0]]) if reached else float("nan")
 
     # --- Files -------------------------------------------------------------------------------------------------------
@@ -192,7 +194,7 @@ class Trace:
         Raises:
             ConfigurationError: the file is none.
         """
-        parts: dict[str, dict[str, Array]] = {"rows": {}, "evaluated": {}, "weights": {}, "work": {}, "steps": {}}
+        parts: dict[str, Any] = {"rows": {}, "evaluated": {}, "weights": {}, "work": {}, "steps": {}}
         try:
             with np.load(path, allow_pickle=False) as arrays:
                 rest = json.loads(str(arrays["rest"]))
@@ -202,8 +204,7 @@ class Trace:
                         parts[part][column] = arrays[name]
         except (OSError, ValueError, KeyError) as error:
             raise ConfigurationError(f"{path}: not a trace ({error}); pass a file that Trace.save wrote") from error
-        rows, evaluated, weights = (parts[name] for name in ("rows", "evaluated", "weights"))
-        return cls(rows, evaluated, weights=weights, work=parts["work"], steps=parts["steps"], **rest)
+        return cls(**parts, **rest)
 
     # --- A picture ---------------------------------------------------------------------------------------------------
 
@@ -213,7 +214,7 @@ class Trace:
         return "virtual time / s" if "cluster" in self.meta else "time / s"
 
     def plot(self, path: str | Path, title: str = "") -> None:
-        """Draws the run: loss and figures over time and over updates, staleness, and what the groups did when.
+        """Draws the run: loss and metrics over time and over updates, staleness, and what the groups did when.
 
         Args:
             path: the image file; its suffix says which kind.
@@ -222,25 +223,20 @@ class Trace:
         Raises:
             ConfigurationError: matplotlib is missing, or the file cannot be written.
         """
-        try:
-            figure_of(self, title).savefig(path, dpi=120)
-        except OSError as error:
-            raise ConfigurationError(
-                f"path={str(path)!r}: {error.strerror}; pass a file that can be written"
-            ) from error
+        save_figure(figure_of(self, title), path)
 
 
-def reaches(metric: str, figure: float, value: float) -> bool:
-    """Whether a figure is as good as ``value``: at most that for a loss or an error, at least that for all else."""
-    return bool(figure <= value if "loss" in metric or "error" in metric else figure >= value)
+def reaches(metric: str, reading: float, value: float) -> bool:
+    """Whether a metric is as good as ``value``: at most that for a loss or an error, at least that for all else."""
+    return bool(reading <= value if "loss" in metric or "error" in metric else reading >= value)
 
 
 def figure_of(trace: Trace, title: str = "") -> Any:
     """The picture of a trace, as a matplotlib figure."""
-    figure = _new_figure(11, 7.4)
+    figure = new_figure(11, 7.4)
     (over_time, over_updates), (histogram, timeline) = figure.subplots(2, 2)
-    _draw_course(over_time, trace, "time", "time", trace.time_axis)
-    _draw_course(over_updates, trace, "write", "update", "updates")
+    _draw_course(over_time, trace, "time", trace.time_axis)
+    _draw_course(over_updates, trace, "update", "updates")
     counts = trace.staleness_histogram()
     histogram.bar(range(len(counts)), counts, width=0.9, color=GREY)
     histogram.set(xlabel="staleness / updates", ylabel="pushes", title=f"mean staleness {trace.mean_staleness:.3g}")
@@ -251,16 +247,6 @@ def figure_of(trace: Trace, title: str = "") -> Any:
     said = f"{trace.updates} updates in {trace.seconds:.4g} s{' of virtual time' * ('cluster' in trace.meta)}"
     figure.suptitle("\n".join(filter(None, (f"{name}{rate}: {said}" if name else said, title))), fontsize="medium")
     return figure
-
-
-def _new_figure(width: float, height: float) -> Any:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigurationError(
-            "pictures need matplotlib; install it with: pip install 'lightning-omni[plot]'"
-        ) from error
-    return Figure(figsize=(width, height), layout="constrained")
 
 
 def _draw_pushes(axes: Any, trace: Trace, figure: Any) -> None:
@@ -276,41 +262,35 @@ def _draw_pushes(axes: Any, trace: Trace, figure: Any) -> None:
         bar.locator.set_params(integer=True)
 
 
-def _draw_course(axes: Any, trace: Trace, row: str, evaluated: str, unit: str) -> None:
-    """Losses on the left, other figures on the right."""
-    loss = trace.rows["loss"]
-    window = max(1, len(loss) // 100)
-    count = len(loss) // window
-    if count:
-        smooth = loss[: count * window].reshape(count, window).mean(1)
-        axes.plot(trace.rows[row][window - 1 :: window][:count], smooth, color=FAINT, label="training loss")
+def _draw_course(axes: Any, trace: Trace, over: str, unit: str) -> None:
+    """Losses on the left, other metrics on the right."""
+    if len(trace.rows["loss"]):
+        axes.plot(*_course(trace, "training loss", over), color=FAINT, label="training loss")
     axes.set(xlabel=unit, ylabel="loss")
     axes.grid(color="0.92")
-    figures = _figures_of([trace])
-    others = [name for name in figures if "loss" not in name]
+    metrics = _metrics_of([trace])
+    others = [name for name in metrics if "loss" not in name]
     right = axes.twinx() if others else axes
-    colours = dict(zip(figures, (MEASURED, EXPECTED, PROPORTIONAL, YOURS), strict=False))
-    for name in figures:
+    colours = dict(zip(metrics, (MEASURED, EXPECTED, PROPORTIONAL, YOURS), strict=False))
+    for name in metrics:
         drawn = right if name in others else axes
         label = f"{name} (right)" if name in others else name
-        drawn.plot(
-            trace.evaluated[evaluated], trace.evaluated[name], marker=".", color=colours.get(name, GREY), label=label
-        )
+        drawn.plot(*_course(trace, name, over), marker=".", color=colours.get(name, GREY), label=label)
     if others:
         right.set_ylabel(", ".join(others))
     handles = [*axes.get_lines(), *(right.get_lines() if others else ())]
     (right if others else axes).legend(handles, [line.get_label() for line in handles], loc="best", fontsize="small")
 
 
-def _figures_of(traces: Iterable[Trace]) -> list[str]:
+def _metrics_of(traces: Iterable[Trace]) -> list[str]:
     """Names of what was evaluated, as many as there is room for."""
     names = dict.fromkeys(name for trace in traces for name in trace.evaluated)
-    return [name for name in names if name not in ("time", "update", "samples")][:_MOST_FIGURES]
+    return [name for name in names if name not in ("time", "update", "samples")][:_MOST_METRICS]
 
 
 # --- A picture of several ---------------------------------------------------------------------------------------------
 
-_MOST_FIGURES = 4
+_MOST_METRICS = 4
 _PUSHES = 2000
 _MANY_TIMES = 3
 
@@ -318,30 +298,27 @@ _MANY_TIMES = 3
 def plot_comparison(
     traces: Mapping[str, Trace], path: str | Path, title: str = "", target: tuple[str, float] | None = None
 ) -> None:
-    """Draws several runs into one picture: each figure, or else the training loss, over time and over updates.
+    """Draws several runs into one picture: each metric, or else the training loss, over time and over updates.
 
     Args:
         traces: the runs by name; a method's name gives a run that method's colour.
         path: the image file; its suffix says which kind.
         title: what was compared, in a line.
-        target: name and value of a figure, drawn as a line.
+        target: name and value of a metric, drawn as a line.
 
     Raises:
         ConfigurationError: there is no run, matplotlib is missing, or the file cannot be written.
     """
     if not traces:
         raise ConfigurationError("traces: there is nothing to draw; pass at least one")
-    try:
-        comparison_of(traces, title, target).savefig(path, dpi=120)
-    except OSError as error:
-        raise ConfigurationError(f"path={str(path)!r}: {error.strerror}; pass a file that can be written") from error
+    save_figure(comparison_of(traces, title, target), path)
 
 
 def comparison_of(traces: Mapping[str, Trace], title: str = "", target: tuple[str, float] | None = None) -> Any:
     """The picture of several runs, as a matplotlib figure; see `plot_comparison`."""
-    figures = _figures_of(traces.values())
-    shown = figures if "loss" in figures else ["training loss", *figures]
-    figure = _new_figure(11, 1.4 + 3.2 * len(shown))
+    metrics = _metrics_of(traces.values())
+    shown = metrics if "loss" in metrics else ["training loss", *metrics]
+    figure = new_figure(11, 1.4 + 3.2 * len(shown))
     counts = [len(trace.meta.get("groups", ())) for trace in traces.values()]
     styles = line_styles(method_colours(list(traces), counts))
     axis = next(iter(traces.values())).time_axis
@@ -398,7 +375,7 @@ def _leave_out_divergence(axes: Any, traces: Iterable[Trace], name: str) -> None
 
 
 def _course(trace: Trace, name: str, over: str) -> tuple[Array, Array]:
-    """A figure over ``"time"`` or ``"update"``; the training loss is averaged over a hundredth of the pushes."""
+    """A metric over ``"time"`` or ``"update"``; the training loss is averaged over a hundredth of the pushes."""
     if name != "training loss":
         moments = trace.evaluated.get(over, np.empty(0))
         return moments, trace.evaluated.get(name, np.full(len(moments), np.nan))

@@ -82,7 +82,7 @@ def connect(address: Address) -> socket.socket:
 
 
 def stranger(address: Address, mechanism: bytes = b"NULL") -> socket.socket:
-    """A connection as far as it comes without a key: past the handshake if the server knows no encryption."""
+    """A connection as far as it gets without a key: past the handshake if the server knows no encryption."""
     wire = connect(address)
     try:
         wire.sendall(greeting(mechanism) + (READY if mechanism == b"NULL" else b""))
@@ -298,7 +298,7 @@ def spin(addresses: Sequence[Address]) -> Iterator[None]:
 
 
 def every_kind(addresses: Sequence[Address]) -> Iterator[None]:
-    """All of them in turns, from one process."""
+    """All of them alternately, from one process."""
     kinds = [KINDS[name](addresses) for name in STRANGERS]
     while True:
         for kind in kinds:
@@ -308,7 +308,7 @@ def every_kind(addresses: Sequence[Address]) -> Iterator[None]:
 
 Kind = Callable[[Sequence[Address]], Iterator[None]]
 KINDS: dict[str, Kind] = {
-    kind.__name__: kind  # type: ignore[attr-defined]
+    kind.__name__: kind
     for kind in (
         fat_hellos,
         endless_message,

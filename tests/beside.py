@@ -35,7 +35,7 @@ def megabytes(pid: int, field: str = "VmRSS") -> float:
 
 
 def forget_peak(pid: int) -> None:
-    """The most begins anew."""
+    """The most begins again."""
     Path(f"/proc/{pid}/clear_refs").write_text("5")
 
 

@@ -63,7 +63,7 @@ def sgd(lr: float = 0.1, **settings: Any) -> Make:
 
 @contextmanager
 def lent(tensors: Sequence[Tensor | None]) -> Iterator[list[Any]]:
-    """Tensors that turn into NaN when they are given back: whoever kept one without copying it is found out."""
+    """Tensors that turn into NaN when they are given back: code that kept one without copying it is found out."""
     given = [None if tensor is None else tensor.detach().clone() for tensor in tensors]
     yield given
     for tensor in given:
@@ -117,7 +117,7 @@ class Cluster:
         self.staleness: dict[int, list[int]] = defaultdict(list)
         if state:
             self._load(state)
-        self._meet()
+        self._tell_peers()
         self.cores = [GroupCore(method) for _ in self.replicas]
         for core, replica in zip(self.cores, self.replicas, strict=True):
             core.attach(replica)
@@ -146,7 +146,7 @@ class Cluster:
 
     def drive(self, group: int, until: type[Any] | tuple[type[Any], ...] = NextGradient) -> None:
         """Does what comes, until the group must wait, wants a gradient or needs one of these."""
-        stops = (NextGradient, *(until if isinstance(until, tuple) else (until,)))
+        stops: tuple[type[Any], ...] = (NextGradient, *(until if isinstance(until, tuple) else (until,)))
         while group not in self.waiting and not isinstance(self.need(group), stops):
             self.supply(group)
 
@@ -193,10 +193,10 @@ class Cluster:
                 self._send(reply.group, Pulled(given, self.master.clock, reply.note))
             self.drive(reply.group)
 
-    def rest(self, group: int) -> None:
+    def idle(self, group: int) -> None:
         assert group not in self.waiting
         with torch.no_grad():
-            replies = self.side.rest(group)
+            replies = self.side.idle(group)
         self.deliver(replies)
 
     def resume(self, group: int) -> None:
@@ -205,7 +205,7 @@ class Cluster:
     def evict(self, group: int) -> None:
         self.alive.discard(group)
         self.waiting.discard(group)
-        self._meet()
+        self._tell_peers()
         with torch.no_grad():
             replies = self.side.evict(group)
         self.deliver(replies)
@@ -215,9 +215,11 @@ class Cluster:
         group = len(self.replicas)
         own = [Parameter(weight.detach().clone()) for weight in self.master.weights()]
         self.replicas.append(Replica(own, self.make(own), group))
-        self.inboxes.append(Total()), self.steps.append(0), self.step_time.append(1.0)
+        self.inboxes.append(Total())
+        self.steps.append(0)
+        self.step_time.append(1.0)
         self.alive.add(group)
-        self._meet()
+        self._tell_peers()
         self.cores.append(GroupCore(self.method))
         self.cores[group].attach(self.replicas[group])
         self.side.join(group)
@@ -225,16 +227,16 @@ class Cluster:
         self.replicas[group].clock = self.master.clock
         return group
 
-    def meet(self, order: Iterable[int]) -> None:
-        """All groups rest, in this order as far as they are free to."""
+    def synchronize(self, order: Iterable[int]) -> None:
+        """All groups become idle, in this order as far as they are free to."""
         left = list(order)
         while left:
             group = next(group for group in left if group not in self.waiting)
             left.remove(group)
-            self.rest(group)
+            self.idle(group)
 
     def remake(self, group: int) -> None:
-        """The group's generator is thrown away and made anew."""
+        """The group's generator is thrown away and made again."""
         self.cores[group].form()
 
     # --- What is the case --------------------------------------------------------------------------------------------
@@ -257,7 +259,7 @@ class Cluster:
         return [weight for group in (None, *sorted(self.alive)) for weight in self.weights(group)]
 
     def state(self) -> dict[str, Any]:
-        """All that a new cluster needs, as it comes out at the other end of a wire."""
+        """All that a new cluster needs, as it arrives at the other end of a wire."""
         snapshot = self.master.snapshot()
         packed, buffer = pack(
             {
@@ -289,7 +291,7 @@ class Cluster:
         with torch.no_grad():
             self.cores[group].answer(0, answer)
 
-    def _meet(self) -> None:
+    def _tell_peers(self) -> None:
         for replica in self.replicas:
             replica.peers = tuple(sorted(self.alive))
 

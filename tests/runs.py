@@ -36,7 +36,7 @@ class Run:
 
 
 def free_port() -> int:
-    """A port for the ranks' meeting, below those that systems give away: it is still free when rank 0 comes to it."""
+    """A port for the ranks' rendezvous, below those that systems give away: it is still free when rank 0 binds it."""
     for port in _PORTS:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -81,16 +81,22 @@ def _warm() -> socket.socket:
     process = subprocess.Popen(
         [sys.executable, str(SCRIPTS / "warm.py"), str(theirs.fileno())],
         pass_fds=[theirs.fileno()],
-        env=environment | {"OMP_NUM_THREADS": "1", "PYTHONPATH": _path()},
+        env=environment | {"OMP_NUM_THREADS": "1", "PYTHONPATH": search_path()},
         stdin=subprocess.DEVNULL,
         start_new_session=True,
     )
     theirs.close()
-    atexit.register(lambda: (ours.close(), process.wait(20)))
+
+    def end() -> None:
+        ours.close()
+        process.wait(20)
+
+    atexit.register(end)
     return ours
 
 
-def _path() -> str:
+def search_path() -> str:
+    """PYTHONPATH with the scripts, and so with their `sitecustomize.py`."""
     return f"{SCRIPTS}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
 
 
@@ -102,7 +108,7 @@ def start(command: list[str], environment: dict[str, str], output: int) -> Start
         environment: all of it.
         output: file for what the script prints.
     """
-    if sys.platform == "linux" and environment["PYTHONPATH"] == _path():
+    if sys.platform == "linux" and environment["PYTHONPATH"] == search_path():
         ours, theirs = socket.socketpair()
         job = json.dumps({"command": command, "environment": environment}).encode()
         socket.send_fds(_warm(), [job], [output, theirs.fileno()])
@@ -143,7 +149,7 @@ class Running:
         environment |= {"OMP_NUM_THREADS": "1", "OMNI_TEST_FOLDER": str(self.folder)}
         environment["OMNI_TEST_SPARES"] = str(spares)
         environment["MASTER_PORT"] = str(free_port())
-        environment["PYTHONPATH"] = _path()
+        environment["PYTHONPATH"] = search_path()
         command = [str(SCRIPTS / script), json.dumps(options or {})]
         self.process = start(command, environment | (env or {}), self._log.fileno())
 

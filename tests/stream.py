@@ -93,7 +93,7 @@ class Wire:
         try:
             wire = cls(socket.create_connection((parts.hostname, parts.port or 0), 15.0))
         except OSError as error:
-            raise ConnectionLost(f"nobody answers at {address}: {error}") from error
+            raise ConnectionLost(f"none answers at {address}: {error}") from error
         wire._socket.sendall(kind)
         return wire
 
@@ -121,7 +121,7 @@ class Wire:
 
     def tensor(self, nbytes: int, into: Tensor | None = None) -> Tensor:
         memory = torch.empty(nbytes, dtype=torch.uint8) if into is None or into.numel() < nbytes else into[:nbytes]
-        if self._file.readinto(memory.numpy().data) < nbytes:  # type: ignore[attr-defined]
+        if self._file.readinto(memory.numpy().data) < nbytes:
             raise EOFError
         return memory
 
@@ -153,7 +153,7 @@ class Wire:
 
 
 def end(connection: socket.socket) -> None:
-    """Also for whoever waits at it in another thread."""
+    """Also for another thread that waits at it."""
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
     connection.close()

@@ -6,17 +6,18 @@ import ast
 import inspect
 import json
 import math
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from processes import interpret
 from pytorch_lightning import Trainer
 
+from lightning_omni.checks import check_whole
 from lightning_omni.errors import ConfigurationError, UnknownArgument, UnsupportedError
-from lightning_omni.strategy.arguments import check_whole, refuses_unknown
+from lightning_omni.strategy.arguments import refuses_unknown
 from lightning_omni.strategy.pytorch_lightning import OmniStrategy
 from lightning_omni.tuner.pytorch_lightning import DeviceTuner, OmniTuner
 
@@ -44,7 +45,7 @@ def test_a_name_that_there_is_not_is_refused_with_the_one_that_was_meant(make: A
 
 
 def test_what_ddp_takes_is_passed_on() -> None:
-    options = {"find_unused_parameters": True, "static_graph": False, "gradient_as_bucket_view": True}
+    options: dict[str, Any] = {"find_unused_parameters": True, "static_graph": False, "gradient_as_bucket_view": True}
     assert OmniStrategy(groups=2, start_method="popen", **options).ddp_options == options
 
 
@@ -91,11 +92,12 @@ BAD: dict[Any, dict[str, list[Any]]] = {
         "data": [3],
         "host": [3],
         "heartbeat_timeout": ["30", None, math.nan, True],
-        "refusals": ["50", 1.5, math.nan, True],
+        "max_nonfinite_pushes": ["50", 1.5, math.nan, True],
         "merged": [3],
         "record": [3],
         "rebalance": [True, "on"],
         "encryption": ["on please", True, 3],
+        "wire": [8, "int4", None, "topk:3"],
     },
 }
 
@@ -116,6 +118,13 @@ def test_every_argument_has_values_that_are_refused(make: Any) -> None:
     assert set(own) <= set(BAD[make])
 
 
+def test_an_argument_by_its_deprecated_name_counts_and_warns() -> None:
+    with pytest.warns(DeprecationWarning, match="refusals=7 is deprecated.*pass max_nonfinite_pushes=7") as warned:
+        strategy = OmniStrategy(refusals=7)
+    assert strategy._world_options.max_nonfinite_pushes == 7
+    assert warned[0].filename == __file__
+
+
 def test_good_values_are_taken() -> None:
     numpy = pytest.importorskip("numpy")
     OmniTuner(target=numpy.float32(0.5), budget=0, seed=numpy.int64(3), retune_every=None, space={"groups": [1, 2]})
@@ -130,8 +139,8 @@ def test_positional_arguments_still_work() -> None:
         def __init__(self, one: int, two: int = 2) -> None:
             self.both = one, two
 
-    assert Thing(1).both == (1, 2)  # type: ignore[call-arg,arg-type]
-    assert Thing(1, two=3).both == (1, 3)  # type: ignore[call-arg,arg-type]
+    assert Thing(1).both == (1, 2)
+    assert Thing(1, two=3).both == (1, 3)
 
 
 # --- Libraries --------------------------------------------------------------------------------------------------------
@@ -160,7 +169,7 @@ for module in pkgutil.walk_packages(lightning_omni.__path__, "lightning_omni."):
     if not module.name.endswith("__main__"):
         importlib.import_module(module.name)
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.performance import DeviceReport, DeviceSetting
+from lightning_omni.device import DeviceReport, DeviceSetting
 from lightning_omni.performance.forecast import Setting
 from lightning_omni.report import Round, TuningReport
 from lightning_omni.search import SearchSpec, Search, Space
@@ -193,7 +202,7 @@ print(json.dumps(found))
 
 @pytest.mark.slow
 def test_without_an_extra_everything_imports_and_what_needs_it_says_so_at_once() -> None:
-    ended = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, timeout=110)
+    ended = interpret(WITHOUT)
     assert ended.returncode == 0, ended.stderr[-3000:]
     needed = [
         ({"bayes", "omnivore", "grid", "random"}, "OmniTuner needs SciPy; install it with: pip install"),
@@ -241,7 +250,7 @@ def imported(tree: ast.AST) -> set[str]:
             found.add(node.module)
         elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "import_module":
             argument = node.args[0]
-            if isinstance(argument, ast.Constant):
+            if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
                 found.add(argument.value)
     return {name.partition(".")[0] for name in found}
 
@@ -283,8 +292,7 @@ print(json.dumps(said))
 
 @pytest.mark.slow
 def test_the_other_namespaces_trainer_is_refused_with_the_import_to_use(tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "ignore", "-c", MIXED]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=110, cwd=tmp_path)
+    ended = interpret(MIXED, cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr[-3000:]
     said = json.loads(ended.stdout.splitlines()[-1])
     for name, module in (("new", "lightning"), ("old", "pytorch_lightning")):

@@ -23,7 +23,7 @@ from lightning_omni.performance.balance import (
     seconds,
 )
 from lightning_omni.protocol.messages import GroupStatus, Status
-from lightning_omni.strategy.watch import straggler_sentence
+from lightning_omni.strategy.live_metrics import straggler_sentence
 
 varied = settings(deadline=None, max_examples=100, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 
@@ -74,14 +74,14 @@ def test_a_small_gain_has_to_be_seen_twice_in_a_row() -> None:
 
 def test_a_small_gain_has_to_be_seen_twice_with_the_same_member_too_slow() -> None:
     balancer = Balancer()
-    for speeds in ((10.0, 12.0, 12.0), (12.0, 10.0, 12.0), (12.0, 12.0, 10.0)) * 2:  # chance, and nobody is slow
+    for speeds in ((10.0, 12.0, 12.0), (12.0, 10.0, 12.0), (12.0, 12.0, 10.0)) * 2:  # noise, and none is slow
         assert balancer.decide((80, 80, 80), speeds) is None
     balancer = Balancer()
     assert balancer.decide((80, 80, 80), (10.0, 10.1, 12.0)) is None
     assert balancer.decide((80, 80, 80), (10.1, 10.0, 12.0)) is not None, "two are slow, now one, now the other"
 
 
-def test_nothing_is_decided_before_everybody_is_known() -> None:
+def test_nothing_is_decided_before_all_are_known() -> None:
     assert Balancer().decide((8, 8), (1.0, 0.0)) is None
 
 
@@ -110,7 +110,7 @@ def test_it_does_not_flap(members: list[tuple[int, float]], noise: list[float]) 
 
 @varied
 @given(st.lists(st.tuples(st.floats(0, 0.02), st.floats(0.0005, 0.01)), min_size=2, max_size=6), st.integers(8, 64))
-def test_it_settles_also_where_a_batch_takes_some_time_whatever_its_size(
+def test_it_converges_also_where_a_batch_takes_some_time_whatever_its_size(
     devices: list[tuple[float, float]], batch_size: int
 ) -> None:
     def times(shares: tuple[int, ...]) -> list[float]:
@@ -149,7 +149,7 @@ class Hands:
 
 def train_one_batch(own: OwnTime, clock: Hands) -> None:
     clock.now += 1  # loading
-    own.rest()
+    own.pause()
     clock.now += 10  # the group shares buffers
     own.work()
     own.work()  # the module calls itself
@@ -158,7 +158,7 @@ def train_one_batch(own: OwnTime, clock: Hands) -> None:
     clock.now += 3
     own.gradient()
     clock.now += 100  # the group shares gradients
-    own.rest_since_gradient()
+    own.pause_since_gradient()
     own.work()
     clock.now += 1000  # the optimizer steps, the group exchanges
 
@@ -184,7 +184,7 @@ def test_several_backward_passes_add_up_without_the_exchange_between_them(own: O
     train_one_batch(own, clock)
     clock.now += 4
     own.gradient()
-    own.rest_since_gradient()
+    own.pause_since_gradient()
     assert own.finish(8, elsewhere=1000.0) == [(8, 6.0 + 4.0)]
 
 
@@ -200,7 +200,7 @@ def test_a_batch_whose_beginning_was_not_seen_does_not_count(own: OwnTime, clock
 def test_a_batch_without_a_backward_pass_does_not_count(own: OwnTime, clock: Hands) -> None:
     own.start()
     clock.now += 1
-    own.rest()
+    own.pause()
     assert own.finish(8) == []
 
 

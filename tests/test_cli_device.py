@@ -17,7 +17,7 @@ from rich.console import Console
 from lightning_omni.cli import main
 from lightning_omni.cli.console import progress_bar
 from lightning_omni.cli.subject import lines_of
-from lightning_omni.performance import DeviceReport, DeviceSetting, Finding
+from lightning_omni.device import DeviceReport, DeviceSetting, Finding
 
 MODEL = """
 import torch
@@ -140,7 +140,7 @@ def test_the_lines_to_paste_say_what_was_found() -> None:
     setting = DeviceSetting(threads=2, fused=True, precision="bf16-mixed", batch_size=64, workers=2)
     assert lines_of(report(setting)).splitlines() == [
         "from lightning_omni import DeviceTuner",
-        "from lightning_omni.performance import DeviceSetting",
+        "from lightning_omni.device import DeviceSetting",
         "",
         'trainer = Trainer(precision="bf16-mixed", devices=2,'
         " callbacks=[DeviceTuner(setting=DeviceSetting(threads=2, fused=True))])",

@@ -1,4 +1,4 @@
-"""``lightning-omni plan``: figures of the profile, other machines, what to buy, and wrong files and options."""
+"""``lightning-omni plan``: numbers of the profile, other machines, what to buy, and wrong files and options."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     ],
     ids=["as measured", "more ranks", "another network", "another batch"],
 )  # fmt: skip
-def test_figures_are_those_of_the_profile(
+def test_numbers_are_those_of_the_profile(
     options: list[str],
     changes: dict[str, float],
     question: dict[str, int],
@@ -82,7 +82,7 @@ def test_figures_are_those_of_the_profile(
     rows = cells(output)
     assert sorted(rows) == [2**power for power in range(planned.ranks.bit_length())]
     for groups, row in rows.items():
-        expected = planned.predict(groups, rebalance=row[1] == "proportional", **question)  # type: ignore[arg-type]
+        expected = planned.predict(groups, rebalance=row[1] == "proportional", **question)
         assert row[2] == str(expected.samples_per_second)
         assert row[3] == f"{1000 * expected.seconds_per_update.value:.4g}"
         assert row[4].startswith(

@@ -48,8 +48,8 @@ def blind():
 def bowl():
     x = torch.cat([torch.eye(2), -torch.eye(2)]).repeat(64, 1) * 3**0.5
     data = torch.utils.data.TensorDataset(x, x @ torch.tensor([[1.0], [2.0]]))
-    figures = lambda model: {"loss": float(error(model, data.tensors))}
-    return Workload(nn.Linear(2, 1, bias=False), data, error, figures, lambda each: torch.optim.SGD(each, lr=0.3))
+    metrics = lambda model: {"loss": float(error(model, data.tensors))}
+    return Workload(nn.Linear(2, 1, bias=False), data, error, metrics, lambda each: torch.optim.SGD(each, lr=0.3))
 
 def nothing():
     return None
@@ -261,7 +261,7 @@ def test_a_workload_of_ones_own(workload: str, tmp_path: Path, capsys: pytest.Ca
     assert len(set(Trace.load(tmp_path / "async_sgd.npz").evaluated["error"])) == 1
 
 
-def test_a_workload_without_figures_is_drawn_by_its_training_loss(workload: str, tmp_path: Path) -> None:
+def test_a_workload_without_metrics_is_drawn_by_its_training_loss(workload: str, tmp_path: Path) -> None:
     command = ["compare", "--workload", f"{workload}:blind", "--methods", "async_sgd,hardsync", *SHARED]
     assert main([*command, "--out", str(tmp_path)]) == 0
     assert_is_picture(tmp_path / "comparison.png")
@@ -293,7 +293,7 @@ def test_wrong_workloads_are_told(workload: str, capsys: pytest.CaptureFixture[s
         (("--method", "sotfsync"), "method='sotfsync' is not known; pass one of 'async_sgd'"),
         (("--method", "softsync:m=4"), "SoftSync has no setting m; it has n"),
         (("--groups", "9"), "pass groups<=8 or more devices"),
-        (("--target", "accuracy"), "--target accuracy: pass a figure and its value, as in accuracy=0.9"),
+        (("--target", "accuracy"), "--target accuracy: pass a metric and its value, as in accuracy=0.9"),
         (("--target", "acc=0.9"), "--target acc=0.9: the workload evaluates loss, accuracy"),
         (("--batch-size", "0"), "--batch-size 0: pass a number above 0"),
         (("--straggler", "0"), "--straggler 0.0: pass a number above 0"),

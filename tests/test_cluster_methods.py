@@ -30,7 +30,7 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
 POINTS = [{"name": name, **settings} for name, each in SETTINGS.items() for settings in each]
 NAMES = ["-".join(map(str, point.values())) for point in POINTS]
 TRAINER = {"max_epochs": 2}
-MOMENTUM = {"momentum": 0.5, "nesterov": True}
+MOMENTUM: dict[str, Any] = {"momentum": 0.5, "nesterov": True}
 
 pytestmark = pytest.mark.timeout(240)  # the first test that asks for a launch waits for it
 # In groups of two, one method of each kind: what the others change does not depend on the size of a group.
@@ -41,9 +41,17 @@ every_case = pytest.mark.parametrize(
 )
 
 # Deterministic methods on data that is dealt out beforehand, saved where groups are in the middle of a period.
-RESUMED = [{"name": "hardsync"}, {"name": "local_sgd", "period": 3}, {"name": "diloco", "period": 3}]
-STOPPED = [{"name": "hardsync"}, {"name": "diloco", "period": 3}, {"name": "gossip"}]
-REGROUPED = [{"name": "local_sgd", "period": 3}, {"name": "gossip"}, {"name": "elastic_averaging", "period": 2}]
+RESUMED: list[dict[str, Any]] = [
+    {"name": "hardsync"},
+    {"name": "local_sgd", "period": 3},
+    {"name": "diloco", "period": 3},
+]
+STOPPED: list[dict[str, Any]] = [{"name": "hardsync"}, {"name": "diloco", "period": 3}, {"name": "gossip"}]
+REGROUPED: list[dict[str, Any]] = [
+    {"name": "local_sgd", "period": 3},
+    {"name": "gossip"},
+    {"name": "elastic_averaging", "period": 2},
+]
 
 
 @cache
@@ -100,7 +108,7 @@ def test_all_ranks_validate_the_same_model(groups: int, number: int) -> None:
 
 
 @pytest.mark.parametrize("number", PAIRED, ids=[NAMES[number] for number in PAIRED])
-def test_mates_keep_the_same_optimizer_state_where_the_optimizer_steps_at_the_worker(number: int) -> None:
+def test_members_keep_the_same_optimizer_state_where_the_optimizer_steps_at_the_worker(number: int) -> None:
     states = [in_groups(2)[rank][number]["state"] for rank in range(4)]
     if method_from_wire(POINTS[number]).steps_at == "worker":
         assert states[0] == states[1]
@@ -156,7 +164,7 @@ def test_a_recorded_run_replayed_in_the_simulator_ends_with_the_same_bits(groups
     )
     assert again.clock == real["report"]["updates"] > 0
     if method_from_wire(POINTS[number]).evaluated == "mean":
-        # The record does not say in which order the groups came to be averaged at the last meeting.
+        # The record does not say in which order the groups came to be averaged at the last synchronization.
         mean = {
             name: torch.stack(values).mean(0)
             for name, *values in zip(again.weights, *again.groups.values(), strict=True)
@@ -199,7 +207,7 @@ def interrupted() -> dict[int, list[Any]]:
 
 
 @pytest.mark.parametrize("number", range(len(REGROUPED)), ids=[method["name"] for method in REGROUPED])
-def test_groups_with_weights_of_their_own_are_formed_anew_and_go_on(number: int) -> None:
+def test_groups_with_weights_of_their_own_are_formed_again_and_go_on(number: int) -> None:
     results = {rank: results[number] for rank, results in interrupted().items()}
     assert len({result["end"] for result in results.values()}) == 1
     assert results[0]["metrics"]["val_loss"] < 0.98 * untrained(results[0])
@@ -216,7 +224,7 @@ def test_a_stop_of_one_group_in_mid_epoch_ends_the_run_of_all(number: int) -> No
 
 
 @pytest.mark.parametrize(("name", "groups"), [("local_sgd", 4), ("gossip", 2)])
-def test_nobody_waits_for_a_dead_group_and_mates_stay_together(name: str, groups: int) -> None:
+def test_no_group_waits_for_a_dead_group_and_members_stay_together(name: str, groups: int) -> None:
     fits = [{"method": {"name": name}, "groups": groups, "die": {"3": 3}, "trainer": {"max_epochs": 3}}]
     results = run("methods.py", {"fits": fits}, timeout=60).results
     alive = [0, 1, 2] if groups == 4 else [0, 1]

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-import yaml
+import yaml  # type: ignore[import-untyped]
 
 import lightning_omni
 from lightning_omni import search

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.optimizer.run_state.saved import NAME, VERSION, Saved
+from lightning_omni.optimizer.saved import NAME, VERSION, Saved
 from lightning_omni.protocol import EpochPlan
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.codec import pack, unpack
@@ -125,7 +125,7 @@ SAVED = Saved(CUT, 2, PROGRESS, {"name": "async_sgd"}, [["w"], ["v"]], [{"buffer
 
 
 def as_file(tree: Any) -> Any:
-    """Through a checkpoint's file, as whoever trusts no pickle reads it."""
+    """Through a checkpoint's file, as a program without pickle reads it."""
     file = io.BytesIO()
     torch.save(tree, file)
     file.seek(0)

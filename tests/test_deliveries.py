@@ -34,9 +34,9 @@ class Pushed:
     """A group's next push, as it travels; it may be delivered as often as one likes."""
 
     def __init__(self, group: Group, seed: int) -> None:
-        chance = torch.Generator().manual_seed(seed)
+        rng = torch.Generator().manual_seed(seed)
         self.group = group
-        self.gradient: list[Tensor] = [torch.randn(p.shape, generator=chance) for p in group.parameters.values()]
+        self.gradient: list[Tensor] = [torch.randn(p.shape, generator=rng) for p in group.parameters.values()]
         with torch.no_grad():
             ask = group.core.gradient(0, Gradient(self.gradient, hyperparameters_of(group.replica.optimizer)))
         assert isinstance(ask, Ask)

@@ -19,8 +19,8 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import lightning_omni
+from lightning_omni.device import DeviceSetting
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.performance import DeviceSetting
 from lightning_omni.tuner import _private, tuner_module
 from lightning_omni.tuner.pytorch_lightning import DeviceTuner
 
@@ -110,7 +110,7 @@ def test_a_setting_is_in_use_from_the_first_batch_on_and_gone_after_the_fit() ->
     module = made(Net)
     trainer = fit(module, DeviceTuner(setting=ALL))
     how = [{key: each[key] for key in ("threads", "bf16", "last", "fused")} for each in module.seen]
-    cores = importlib.import_module("lightning_omni.performance.device").usable_cores()
+    cores = importlib.import_module("lightning_omni.device.tune").usable_cores()
     assert how == [{"threads": min(2, cores), "bf16": False, "last": True, "fused": True}] * 8
     assert module.net[0].weight.is_contiguous()
     assert trainer.precision == "32-true"
@@ -151,11 +151,11 @@ def test_after_an_error_all_is_as_it_was() -> None:
 # --- Measured ---------------------------------------------------------------------------------------------------------
 
 
-def test_measuring_leaves_weights_data_order_and_chance_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measuring_leaves_weights_data_order_and_rng_state_bitwise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_omni.tuner.device.usable_cores", lambda: 1)
     plain, tuned = made(Linear), made(Linear)
     fit(plain, loader=data((3,)))
-    made(Linear)  # the same chance again
+    made(Linear)  # the same RNG state again
     tuner = DeviceTuner(budget=15, propose=("precision", "batch_size"))
     fit(tuned, tuner, loader=data((3,)))
     assert tuner.report is not None
@@ -173,9 +173,9 @@ def test_only_the_run_itself_is_logged_and_the_report_lies_beside(tmp_path: Path
     folder = Path(trainer.log_dir or "")
     rows = list(csv.DictReader((folder / "metrics.csv").read_text().splitlines()))
     assert sum(bool(row["train_loss"]) for row in rows) == sum(bool(row["own"]) for row in rows) == 8
-    [figures] = [row for row in rows if row["omni/device/gain"]]
+    [numbers] = [row for row in rows if row["omni/device/gain"]]
     assert tuner.report is not None
-    assert float(figures["omni/device/samples_per_s_before"]) == tuner.report.baseline
+    assert float(numbers["omni/device/samples_per_s_before"]) == tuner.report.baseline
     assert json.loads((folder / "device.json").read_text()) == json.loads(json.dumps(tuner.report.to_dict()))
     assert (folder / "device.png").stat().st_size > 10_000
     assert len(module.seen) == 8
@@ -271,7 +271,7 @@ class Manual(Net):
         self.automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer = self.optimizers()
+        optimizer: Any = self.optimizers()
         optimizer.zero_grad()
         self.manual_backward(cross_entropy(self.net(batch[0]), batch[1]))
         optimizer.step()

@@ -42,7 +42,7 @@ def form(control: ControlConnection, *groups: tuple[int, ...]) -> None:
     control.request(m.Form(generation=1, groups=groups, method=m.method_to_wire(AsyncSGD())), m.Formed, timeout=10)
 
 
-def test_nobody_waits_for_a_rank_whose_connection_broke(server: Server) -> None:
+def test_no_group_waits_for_a_rank_whose_connection_broke(server: Server) -> None:
     with ExitStack() as stack:
         first, second = (stack.enter_context(closing(join(server, rank, 2))) for rank in range(2))
         form(first, (0,), (1,))

@@ -10,7 +10,7 @@ import pytest
 import lightning_omni.simulator as room
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.simulator.engine import Engine, Priority, Timeline
-from lightning_omni.simulator.settings import Cadence, Limits
+from lightning_omni.simulator.settings import Cadence, RunLimits
 
 
 def run(engine: Engine) -> None:
@@ -53,7 +53,7 @@ def test_a_process_that_waits_for_another_gets_what_that_returns(seconds: float)
     assert got == [(seconds, "weights")]
 
 
-def test_a_process_that_yields_none_waits_for_whoever_resumes_it() -> None:
+def test_a_process_that_yields_none_waits_until_it_is_resumed() -> None:
     engine, got = Engine(), list[tuple[float, str]]()
 
     def waits() -> Timeline:
@@ -101,7 +101,7 @@ def test_what_was_put_down_first_happens_first_and_failures_before_all_else_of_a
     assert seen == ["dies", "first", "second", "third"]
 
 
-def test_an_error_in_a_process_reaches_whoever_lets_events_happen() -> None:
+def test_an_error_in_a_process_reaches_the_caller() -> None:
     engine = Engine()
 
     def fails() -> Timeline:
@@ -115,12 +115,12 @@ def test_an_error_in_a_process_reaches_whoever_lets_events_happen() -> None:
 
 def test_values_say_what_is_wrong_with_them() -> None:
     with pytest.raises(ConfigurationError, match="when is the run to end"):
-        Limits.of(None, None, None)
+        RunLimits.of(None, None, None)
     with pytest.raises(ConfigurationError, match="max_epochs=0"):
-        Limits.of(None, 0, None)
+        RunLimits.of(None, 0, None)
     with pytest.raises(ConfigurationError, match="target="):
         Cadence(target=("loss", 0.1))
-    assert Limits.of(10, None, 4.0).fraction(updates=5, epochs=7.0, seconds=1.0) == 0.5
+    assert RunLimits.of(10, None, 4.0).fraction(updates=5, epochs=7.0, seconds=1.0) == 0.5
 
 
 def test_no_part_of_the_simulator_chains_callbacks_or_takes_many_arguments_but_what_people_call() -> None:

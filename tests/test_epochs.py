@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -18,7 +19,7 @@ from lightning_omni.protocol.messages import Await, Leave
 varied = settings(deadline=None, max_examples=150, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 
 
-def opened(total: int = 16, groups: int = 2, **options: int) -> Epochs:
+def opened(total: int = 16, groups: int = 2, **options: Any) -> Epochs:
     """An epoch of groups of one rank with two samples a batch: rank and group have one number."""
     epochs = Epochs()
     epochs.form(dict.fromkeys(range(groups), 1), generation=4, keep_epoch=False)
@@ -30,15 +31,15 @@ def draw(epochs: Epochs, group: int, number: int) -> list[Batch]:
     return epochs.book_of(1, 4).draw(group, number)
 
 
-def ask(epochs: Epochs, group: int, trained: int, stretch: int = 0, rank: int | None = None) -> list[tuple[int, str]]:
-    question = Await(epoch=1, generation=4, trained=trained, stretch=stretch)
+def ask(epochs: Epochs, group: int, trained: int, interval: int = 0, rank: int | None = None) -> list[tuple[int, str]]:
+    question = Await(epoch=1, generation=4, trained=trained, interval=interval)
     epochs.wait(group, group if rank is None else rank, question)
-    return epochs.settle()
+    return epochs.resolve_pending()
 
 
 def leave(epochs: Epochs, group: int, trained: int, stop: str = "") -> list[tuple[int, str]]:
     epochs.leave(group, Leave(epoch=1, generation=4, trained=trained, stop=stop))
-    return epochs.settle()
+    return epochs.resolve_pending()
 
 
 def test_over_is_said_only_when_everything_is_trained() -> None:
@@ -53,7 +54,7 @@ def test_a_push_that_ends_the_epoch_lets_the_waiting_go() -> None:
     draw(epochs, 0, 0), draw(epochs, 1, 0)
     assert ask(epochs, 0, 1) == []
     epochs.train(1, epoch=1, batches=1)
-    assert epochs.settle() == [(0, "over")]
+    assert epochs.resolve_pending() == [(0, "over")]
     assert epochs.progress == 4
 
 
@@ -71,7 +72,7 @@ def test_more_is_said_when_the_leases_of_a_dead_group_come_back() -> None:
     lost = draw(epochs, 1, 0)
     assert ask(epochs, 0, 1) == []
     epochs.evict(1)
-    assert epochs.settle() == [(0, "more")]
+    assert epochs.resolve_pending() == [(0, "more")]
     assert draw(epochs, 0, 1) == lost
     assert ask(epochs, 0, 2) == [(0, "over")]
 
@@ -82,7 +83,7 @@ def test_more_is_promised_to_no_more_groups_than_there_are_batches() -> None:
         draw(epochs, group, 0)
     assert ask(epochs, 0, 1) == ask(epochs, 1, 1) == []
     epochs.evict(2)
-    assert epochs.settle() == [(0, "more")]
+    assert epochs.resolve_pending() == [(0, "more")]
     assert draw(epochs, 1, 1) == [], "the one batch that came back is promised to group 0"
     assert draw(epochs, 0, 1) == [Batch(4, 6, 0)]
     assert ask(epochs, 0, 2) == [(0, "over"), (1, "over")]
@@ -104,17 +105,17 @@ def test_validate_is_said_when_all_groups_have_arrived() -> None:
         draw(epochs, 0, number), draw(epochs, 1, number)
     assert ask(epochs, 0, 2) == []
     assert ask(epochs, 1, 2) == [(0, "validate"), (1, "validate")]
-    assert [draw(epochs, group, 2)[0].stretch for group in (0, 1)] == [1, 1]
+    assert [draw(epochs, group, 2)[0].interval for group in (0, 1)] == [1, 1]
 
 
-def test_nobody_validates_while_a_batch_of_the_stretch_is_out() -> None:
+def test_no_group_validates_while_a_batch_of_the_interval_is_out() -> None:
     epochs = opened(validate_every=8)
     for number in range(2):
         draw(epochs, 0, number), draw(epochs, 1, number)
     epochs.train(1, epoch=1, batches=1)
     assert ask(epochs, 0, 2) == []
     epochs.evict(1)
-    assert epochs.settle() == [(0, "more")], "the batch came back"
+    assert epochs.resolve_pending() == [(0, "more")], "the batch came back"
 
 
 def test_the_dead_are_not_waited_for_at_a_validation() -> None:
@@ -123,18 +124,18 @@ def test_the_dead_are_not_waited_for_at_a_validation() -> None:
     epochs.train(1, epoch=1, batches=1)
     assert ask(epochs, 0, 1) == []
     epochs.evict(1)
-    assert epochs.settle() == [(0, "validate")]
+    assert epochs.resolve_pending() == [(0, "validate")]
 
 
 def test_a_group_with_nothing_left_validates_once() -> None:
     epochs = opened(total=6, validate_every=4)
     draw(epochs, 0, 0), draw(epochs, 1, 0)
-    assert [batch.stretch for batch in draw(epochs, 0, 1)] == [1]
+    assert [batch.interval for batch in draw(epochs, 0, 1)] == [1]
     assert draw(epochs, 1, 1) == []
     assert ask(epochs, 1, 1) == []
     assert ask(epochs, 0, 1) == [(0, "validate"), (1, "validate")]
     assert ask(epochs, 1, 1) == [], "group 0 trains the last batch"
-    assert ask(epochs, 0, 2, stretch=1) == [(0, "over"), (1, "over")]
+    assert ask(epochs, 0, 2, interval=1) == [(0, "over"), (1, "over")]
 
 
 @pytest.mark.parametrize("verdict", ["validate", "stop:end", "over"])
@@ -195,7 +196,7 @@ def test_ranks_that_disagree_on_the_data_are_refused() -> None:
     assert epochs.book_of(1, 4).plan == plan
 
 
-def test_an_epoch_does_not_begin_while_somebody_waits_for_the_end_of_another() -> None:
+def test_an_epoch_does_not_begin_while_a_rank_waits_for_the_end_of_another() -> None:
     epochs = opened(total=4)
     draw(epochs, 0, 0), draw(epochs, 1, 0)
     ask(epochs, 0, 1)
@@ -206,14 +207,14 @@ def test_an_epoch_does_not_begin_while_somebody_waits_for_the_end_of_another() -
 def test_questions_about_other_epochs_and_groups_are_refused() -> None:
     epochs = opened()
     with pytest.raises(ProtocolError, match="epoch 0 is not under way"):
-        epochs.wait(0, 0, Await(epoch=0, generation=4, trained=0, stretch=0))
+        epochs.wait(0, 0, Await(epoch=0, generation=4, trained=0, interval=0))
     with pytest.raises(ProtocolError, match="generation 4, not 3"):
-        epochs.wait(0, 0, Await(epoch=1, generation=3, trained=0, stretch=0))
+        epochs.wait(0, 0, Await(epoch=1, generation=3, trained=0, interval=0))
     with pytest.raises(ProtocolError, match="group 7"):
-        epochs.wait(7, 0, Await(epoch=1, generation=4, trained=0, stretch=0))
+        epochs.wait(7, 0, Await(epoch=1, generation=4, trained=0, interval=0))
     with pytest.raises(ProtocolError, match="trained 5 batches"):
-        epochs.wait(0, 0, Await(epoch=1, generation=4, trained=5, stretch=0))
-    assert epochs.settle() == []
+        epochs.wait(0, 0, Await(epoch=1, generation=4, trained=5, interval=0))
+    assert epochs.resolve_pending() == []
 
 
 def test_new_groups_go_on_where_the_old_ones_were() -> None:
@@ -224,8 +225,8 @@ def test_new_groups_go_on_where_the_old_ones_were() -> None:
     assert epochs.trained_spans == ((0, 2),)
     book = epochs.book_of(1, 5)
     assert [book.draw(0, number)[0] for number in range(2)] == [Batch(2, 6, 0), Batch(6, 10, 1)]
-    epochs.wait(0, 1, Await(epoch=1, generation=5, trained=1, stretch=0))
-    assert epochs.settle() == [(1, "validate")]
+    epochs.wait(0, 1, Await(epoch=1, generation=5, trained=1, interval=0))
+    assert epochs.resolve_pending() == [(1, "validate")]
     epochs.form({0: 2}, generation=6, keep_epoch=False)
     with pytest.raises(ProtocolError, match="not under way"):
         epochs.book_of(1, 6)
@@ -243,8 +244,8 @@ class Rank:
     held: list[Batch] = field(default_factory=list)
     trained: int = 0
     validations: int = 0
-    stretch: int = 0
-    does: str = "look"
+    interval: int = 0
+    does: str = "poll"
 
 
 class Run:
@@ -261,48 +262,48 @@ class Run:
     def step(self, number: int) -> bool:
         """Whether the rank could do anything."""
         rank = self.ranks[number]
-        mates = [mate for mate in self.ranks.values() if mate.group == rank.group]
-        if rank.does == "look":
-            self.look(rank)
-        elif rank.does == "train" and all(mate.does == "train" for mate in mates):
-            assert len({(mate.trained, mate.held[mate.trained]) for mate in mates}) == 1, "members agree"
+        members = [other for other in self.ranks.values() if other.group == rank.group]
+        if rank.does == "poll":
+            self.poll(rank)
+        elif rank.does == "train" and all(other.does == "train" for other in members):
+            assert len({(other.trained, other.held[other.trained]) for other in members}) == 1, "members agree"
             self.epochs.train(rank.group, self.plan.epoch, rank.trained + 1)
             self.done.append(rank.held[rank.trained])
-            for mate in mates:
-                mate.trained, mate.does = mate.trained + 1, "look"
+            for other in members:
+                other.trained, other.does = other.trained + 1, "poll"
             self.deliver()
         elif rank.does == "validate" and all(one.does == "validate" for one in self.ranks.values()):
             for one in self.ranks.values():
-                one.does = "look"
+                one.does = "poll"
         else:
             return False
         return True
 
-    def look(self, rank: Rank) -> None:
+    def poll(self, rank: Rank) -> None:
         if rank.trained == len(rank.held):
             rank.held += self.epochs.book_of(self.plan.epoch, 0).draw(rank.group, rank.trained)
         coming = rank.held[rank.trained] if rank.trained < len(rank.held) else None
         # A rank asks after a batch, never before its first one.
-        if coming is not None and (rank.trained == 0 or coming.stretch <= rank.stretch):
+        if coming is not None and (rank.trained == 0 or coming.interval <= rank.interval):
             rank.does = "train"
             return
         rank.does = "wait"
-        question = Await(epoch=self.plan.epoch, generation=0, trained=rank.trained, stretch=rank.stretch)
+        question = Await(epoch=self.plan.epoch, generation=0, trained=rank.trained, interval=rank.interval)
         self.epochs.wait(rank.group, rank.number, question)
         self.deliver()
 
     def deliver(self) -> None:
-        for number, verdict in self.epochs.settle():
+        for number, verdict in self.epochs.resolve_pending():
             rank = self.ranks[number]
             assert rank.does == "wait"
-            rank.does = {"more": "look", "validate": "validate", "over": "over"}[verdict]
+            rank.does = {"more": "poll", "validate": "validate", "over": "over"}[verdict]
             rank.validations += verdict == "validate"
-            rank.stretch += verdict == "validate"
+            rank.interval += verdict == "validate"
             if verdict == "more":
                 rank.held += self.epochs.book_of(self.plan.epoch, 0).draw(rank.group, rank.trained)[
                     len(rank.held) - rank.trained :
                 ]
-                rank.stretch = max(rank.stretch, rank.held[rank.trained].stretch)
+                rank.interval = max(rank.interval, rank.held[rank.trained].interval)
 
     def die(self, group: int) -> None:
         self.ranks = {number: rank for number, rank in self.ranks.items() if rank.group != group}

@@ -23,7 +23,7 @@ LR, GROUPS = 0.1, 4
 
 @pytest.fixture(autouse=True)
 def _registered() -> Iterator[None]:
-    """What the page's code registers, and nobody else gets to see."""
+    """What the page's code registers, and no other code gets to see."""
     known = dict(METHODS)
     for block in re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE):
         exec(compile(block, str(PAGE), "exec"), {"__name__": "extending"})
@@ -54,12 +54,14 @@ def run(method: str, loss: Any, **limits: Any) -> Trace:
 
 
 def squares(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    return (model(batch[0]) - batch[1]).square().mean()
+    difference: Tensor = model(batch[0]) - batch[1]
+    return difference.square().mean()
 
 
 def slope(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     """Its gradient is 1 for the bias and 0 for the rest, whatever the weights."""
-    return model(torch.zeros_like(batch[0])).mean()
+    outputs: Tensor = model(torch.zeros_like(batch[0]))
+    return outputs.mean()
 
 
 def test_the_page_has_two_methods() -> None:

@@ -9,14 +9,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from runs import SCRIPTS, run
+from processes import interpret
+from runs import SCRIPTS, run, search_path
 
 import lightning_omni as omni
 
 
 def test_the_strategy_works_with_the_other_namespace_too() -> None:
     options = {"fits": [{"devices": 2}]}
-    finished = run("groups.py", options, timeout=60, env={"OMNI_TEST_NAMESPACE": "lightning.pytorch"})
+    finished = run("groups.py", options, timeout=110, env={"OMNI_TEST_NAMESPACE": "lightning.pytorch"})
     for each in finished.results.values():
         assert each[0]["report"]["updates"] == 256 // 8
         assert each[0]["report"]["groups"] == 2
@@ -26,18 +27,17 @@ def test_the_strategy_works_with_the_other_namespace_too() -> None:
 @pytest.mark.parametrize("namespace", ["pytorch_lightning", "lightning.pytorch"])
 def test_the_name_is_registered_in_whatever_order_things_are_imported(order: str, namespace: str) -> None:
     code = (
-        f"import {order.format(namespace)}, warnings; warnings.simplefilter('ignore'); import sys;"
+        f"import {order.format(namespace)}, sys;"
         f"trainer = sys.modules['{namespace}'].Trainer(strategy='omni', accelerator='cpu', devices=2, logger=False);"
         "print(type(trainer.strategy).__name__, isinstance(trainer.strategy, lightning_omni.OmniStrategy))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = interpret(code)
     assert done.stdout.strip() == "OmniStrategy True", done.stderr[-2000:]
 
 
 def test_importing_the_package_imports_no_lightning() -> None:
     names = "[n for n in sys.modules if n.partition('.')[0] in ('lightning', 'pytorch_lightning')]"
-    code = f"import lightning_omni, sys; print({names})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = interpret(f"import lightning_omni, sys; print({names})")
     assert done.stdout.strip() == "[]", done.stderr[-2000:]
 
 
@@ -57,8 +57,8 @@ def test_a_loop_without_lightning_trains_under_torchrun(options: list[str], tmp_
         ],
         capture_output=True,
         text=True,
-        timeout=60,
-        env={**os.environ, "OMNI_TEST_FOLDER": str(tmp_path), "OMP_NUM_THREADS": "1"},
+        timeout=110,
+        env={**os.environ, "OMNI_TEST_FOLDER": str(tmp_path), "OMP_NUM_THREADS": "1", "PYTHONPATH": search_path()},
     )
     assert done.returncode == 0, done.stderr[-4000:]
     results = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ FITS = (
     *("ddp", "one", "tuned", "resumed", "ddp resumed", "thawed", "dropped", "late", "mean", "gossip", "outer"),
     *("regrouped", "head", "odd"),
 )
-REPLAYED = {
+REPLAYED: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "tuned": partial(torch.optim.AdamW, lr=0.02),
     "late": partial(torch.optim.SGD, lr=0.1, momentum=0.5),
     "outer": partial(torch.optim.SGD, lr=0.1, momentum=0.5),
@@ -138,7 +139,8 @@ class Tuned(nn.Module):
         self.head = nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 3))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.backbone(x))
+        logits: Tensor = self.head(self.backbone(x))
+        return logits
 
 
 def batch_of(epoch: int, where: range) -> tuple[Tensor, Tensor]:

@@ -71,7 +71,7 @@ def test_a_parameter_without_a_gradient_takes_no_room_in_the_push() -> None:
 
 
 @torch.no_grad()
-def test_steps_of_the_groups_own_optimizer_need_nobody_else() -> None:
+def test_steps_of_the_groups_own_optimizer_need_no_other() -> None:
     core, (replica,) = group(LocalSGD(period=2), lr=0.25)
     assert core.gradient(0, ones(replica)) == NextGradient()
     assert replica.weights()[0].tolist() == [0.75, 0.75]
@@ -114,16 +114,16 @@ def test_at_a_synchronization_point_a_group_hands_in_its_own_weights_if_there_ar
     )
 
 
-def test_a_group_gives_up_after_so_many_refusals_in_a_row() -> None:
-    core = GroupCore(AsyncSGD(), refusals=3)
+def test_a_group_gives_up_after_so_many_nonfinite_pushes_in_a_row() -> None:
+    core = GroupCore(AsyncSGD(), max_nonfinite_pushes=3)
     for in_row in (1, 2, 0, 1, 2):
         core.hear(Heard(applied=not in_row, refused_in_row=in_row), [], clock=0)
-    with pytest.raises(NonFiniteGradients, match=r"NaN or infinite 3 times in a row.*refusals="):
+    with pytest.raises(NonFiniteGradients, match=r"NaN or infinite 3 times in a row.*max_nonfinite_pushes="):
         core.hear(Heard(applied=False, refused_in_row=3), [], clock=0)
     GroupCore(AsyncSGD()).hear(Heard(applied=False, refused_in_row=1000), [], clock=0)
 
 
-def test_a_merged_head_has_one_turn_in_a_step() -> None:
+def test_a_merged_head_is_accessed_once_in_a_step() -> None:
     head = torch.nn.Linear(2, 1)
     side = HeadSide("head", 1, head, torch.optim.SGD(head.parameters(), lr=0.5), list(head.parameters()))
     with pytest.raises(UnsupportedError, match='merged="head": the submodule is used twice'):
@@ -131,7 +131,7 @@ def test_a_merged_head_has_one_turn_in_a_step() -> None:
     side.check()
     said = side.forward(((torch.ones(3, 2),), {}), autocast="bfloat16").message
     assert isinstance(said, m.HeadForward)
-    assert (said.turn, said.autocast, said.training, said.trainable) == (True, "bfloat16", (True,), (True, True))
+    assert (said.exclusive, said.autocast, said.training, said.trainable) == (True, "bfloat16", (True,), (True, True))
     side.begin()
     with pytest.raises(UnsupportedError, match="used twice"):
         side.check()
@@ -145,10 +145,10 @@ def test_a_merged_head_has_one_turn_in_a_step() -> None:
     side.check()
     side.begin()
     assert side.release() == m.HeadRelease(optimizer=1)
-    assert not side.has_turn
+    assert not side.has_access
 
 
-def test_a_gradient_that_nobody_wants_is_refused_and_each_optimizer_waits_for_itself() -> None:
+def test_a_gradient_that_is_not_wanted_is_refused_and_each_optimizer_waits_for_itself() -> None:
     core, (first, second) = group(AsyncSGD(), count=2)
     core.gradient(0, ones(first))
     with pytest.raises(ProtocolError, match="a gradient of optimizer 0, whose group waits for Exchange"):
@@ -157,7 +157,7 @@ def test_a_gradient_that_nobody_wants_is_refused_and_each_optimizer_waits_for_it
 
 
 @torch.no_grad()
-def test_formed_anew_or_with_more_parameters_the_method_goes_on_with_what_its_replica_remembers() -> None:
+def test_formed_again_or_with_more_parameters_the_method_goes_on_with_what_its_replica_remembers() -> None:
     core, (replica,) = group(LocalSGD(period=2))
     core.gradient(0, ones(replica))
     core.form()

@@ -189,7 +189,7 @@ def test_max_steps_trains_as_many_samples_as_ddp_would(trained: Run) -> None:
     assert sum(len(epoch) for each in ranks for epoch in each["samples"]) == 12 * 4 * 8
 
 
-def test_infinities_and_complex_numbers_in_buffers_survive_a_meeting(trained: Run) -> None:
+def test_infinities_and_complex_numbers_in_buffers_survive_a_synchronization(trained: Run) -> None:
     for each in result(trained, "awkward buffers"):
         assert each["mask"] == [True, False]
         assert each["rotation"] == ["(1+2j)", "(3-4j)"]
@@ -225,8 +225,8 @@ def test_static_data_gives_every_rank_the_same_number_of_batches(trained: Run) -
 
 def test_own_samplers_are_respected(trained: Run) -> None:
     for rank, each in enumerate(result(trained, "own distributed sampler")):
-        mate = result(trained, "own distributed sampler")[rank ^ 2]
-        assert sorted(each["samples"][0]) == sorted(mate["samples"][0])  # both asked for the same half
+        other = result(trained, "own distributed sampler")[rank ^ 2]
+        assert sorted(each["samples"][0]) == sorted(other["samples"][0])  # both asked for the same half
     for each in result(trained, "own sampler"):
         assert len(each["samples"][0]) == 32
 

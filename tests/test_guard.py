@@ -21,10 +21,10 @@ from lightning_omni.protocol import ServerCore
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.quoting import LONGEST, quoted
-from lightning_omni.server import ControlConnection, DataConnection, Server, guard, refusals
-from lightning_omni.server.encryption import DOMAIN, RunKeys
+from lightning_omni.server import ControlConnection, DataConnection, Server, guard, rate_limits
 from lightning_omni.server.frames import LARGEST_CONTROL_FRAME, LARGEST_DATA_FRAME
-from lightning_omni.server.refusals import RefusalLog
+from lightning_omni.server.keys import DOMAIN, RunKeys
+from lightning_omni.server.rate_limits import RefusalLog
 
 KEY = bytes(32)
 LAYOUT = Layout.of({"w": torch.zeros(1)})
@@ -143,7 +143,7 @@ def test_a_wrong_key_is_told_at_once_and_in_few_lines(caplog: pytest.LogCaptureF
         with pytest.raises(Refused, match="the key does not match"):
             ControlConnection(serving.server.address, b"x" * 32, "run", 0, 1, LAYOUT, connect_timeout=0.5)
         wait_for(lambda: any("the key does not match" in record.getMessage() for record in caplog.records))
-        assert len(caplog.records) <= refusals.LINES
+        assert len(caplog.records) <= rate_limits.LINES
 
 
 def test_who_is_let_in_is_decided_by_the_clients_own_key() -> None:
@@ -183,11 +183,11 @@ def test_log_lines_from_outside_are_escaped_cut_and_few(
     log = RefusalLog(logging.getLogger("test"))
     for _ in range(1000):
         log.say("refused", forged * 100)
-    assert len(caplog.records) == refusals.LINES
+    assert len(caplog.records) == rate_limits.LINES
     assert all(record.getMessage().isprintable() for record in caplog.records)
-    monkeypatch.setattr(refusals, "SECONDS", 0.0)
+    monkeypatch.setattr(rate_limits, "SECONDS", 0.0)
     log.say("refused", "again")
     assert [record.getMessage() for record in caplog.records[-2:]] == [
-        f"{1000 - refusals.LINES} more lines like these were left out",
+        f"{1000 - rate_limits.LINES} more lines like these were left out",
         "refused: again",
     ]

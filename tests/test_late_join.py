@@ -153,7 +153,7 @@ def test_who_may_not_come_late_is_told_why() -> None:
     layout = Layout.of({"w": torch.zeros(2)})
     with served(InMemory()) as serving:
         with pytest.raises(Refused, match="cannot join: it was lost or never was"):
-            serving.join(0, 0, layout)  # nobody is there yet
+            serving.join(0, 0, layout)  # no group is there yet
         serving.join(0, 1, layout)
         early = serving.join(4, 0, layout)
         with pytest.raises(Refused, match="no group can join before the first are formed"):
@@ -168,14 +168,14 @@ def test_who_may_not_come_late_is_told_why() -> None:
         for ranks, says in (((), "speaks for no group"), ((4, 4), "each of them once"), ((4, 1), "rank 1 is not one")):
             with pytest.raises(Refused, match=says):
                 late.request(m.Join(ranks=ranks), m.Joined)
-        late.close()  # was in no group: nobody is lost
+        late.close()  # was in no group: none is lost
         first.train(1)
         assert first.control.lost == ()
         assert not serving.core.over
 
 
 def test_every_method_of_the_package_takes_a_group_more() -> None:
-    """Nobody is held up by what was before it came, nor waits for it once it is gone; nothing pushed is lost."""
+    """No group is held up by what was before it came, nor waits for it once it is gone; nothing pushed is lost."""
     own = [name for name, kind in METHODS.items() if kind.__module__.startswith("lightning_omni.")]
     assert len(own) == 10
     for name in [*own, "async_sgd:bound=1"]:

@@ -287,7 +287,7 @@ def test_a_spec_that_no_tensor_can_have_is_malformed(spec: TensorSpec, nbytes: i
 
 
 @pytest.mark.parametrize("announced", [2**34, 2**50, 2**63])
-def test_announced_bytes_are_not_set_aside_before_they_came(announced: int) -> None:
+def test_announced_bytes_are_not_allocated_before_they_came(announced: int) -> None:
     spec = TensorSpec("w", (announced,), "uint8")
     with pytest.raises(MalformedMessage):
         unpack(Packed(msgspec.msgpack.encode(None), (spec,)), torch.zeros(0, dtype=torch.uint8))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DistributedSampler
 
 from lightning_omni.errors import ProtocolError
-from lightning_omni.optimizer.data import LeasedBatchSampler, Leases
+from lightning_omni.optimizer.loaders import LeasedBatchSampler, Leases
 from lightning_omni.protocol.leases import (
     MOST_AHEAD,
     Batch,
@@ -99,7 +99,7 @@ class Groups:
 
 @varied
 @given(plans(), st.lists(st.integers(1, 3), min_size=1, max_size=4), st.data())
-def test_every_position_is_trained_exactly_once_whoever_dies(
+def test_every_position_is_trained_exactly_once_whichever_group_dies(
     plan: EpochPlan, sizes: list[int], data: st.DataObject
 ) -> None:
     groups = Groups(plan, dict(enumerate(sizes)))
@@ -189,7 +189,7 @@ def test_a_fast_group_trains_more() -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("batch_size", [1, 3, 8])
 def test_one_group_trains_the_batches_of_distributed_sampler(count: int, world_size: int, batch_size: int) -> None:
-    samplers = [
+    samplers: list[DistributedSampler[int]] = [
         DistributedSampler(range(count), world_size, rank, shuffle=True, seed=3)  # type: ignore[arg-type]
         for rank in range(world_size)
     ]
@@ -223,12 +223,12 @@ def slowest(parts: tuple[int, ...], speeds: list[int]) -> Fraction:
 
 @varied
 @given(st.integers(0, 500), st.lists(st.floats(1e-3, 1e6), min_size=1, max_size=9))
-def test_all_samples_are_apportioned_and_everybody_gets_one(total: int, speeds: list[float]) -> None:
+def test_all_samples_are_apportioned_and_each_gets_one(total: int, speeds: list[float]) -> None:
     parts = apportion(total, speeds)
     assert sum(parts) == total
     assert min(parts) >= (1 if total >= len(speeds) else 0)
     for (part, speed), (other, theirs) in permutations(zip(parts, speeds, strict=True), 2):
-        assert part <= other or speed >= theirs or part == 1, "whoever gets more is not slower"
+        assert part <= other or speed >= theirs or part == 1, "one that gets more is not slower"
 
 
 @settings(varied, max_examples=60)
@@ -331,7 +331,7 @@ def test_shares_outlast_the_epoch_and_equal_ones_are_none() -> None:
     assert leases.indices(1) == range(8, 16, 2)
 
 
-def test_new_mates_have_no_shares() -> None:
+def test_new_peers_have_no_shares() -> None:
     leases = local_leases()
     leases.share_out((2, 6), from_number=0)
     leases.assign(1, 3, None, generation=1)
@@ -349,25 +349,25 @@ def test_impossible_shares_are_refused(shares: tuple[int, ...], number: int) -> 
 @pytest.mark.parametrize(("drop_last", "batches"), [(True, 2), (False, 3)])
 def test_the_groups_last_batch_is_dropped_by_all_members_or_by_none(drop_last: bool, batches: int) -> None:
     for rank in range(2):
-        sampler = DistributedSampler(range(22), 2, rank, shuffle=False)  # type: ignore[arg-type]
+        sampler: DistributedSampler[int] = DistributedSampler(range(22), 2, rank, shuffle=False)  # type: ignore[arg-type]
         leases = Leases(2, 4, 22, rank=rank, before_epoch=lambda _: None, is_local=True, shares=(1, 7))
         sizes = [len(batch) for batch in LeasedBatchSampler(sampler, leases, drop_last)]
         assert sizes == [[1, 1, 1], [7, 7, 5]][rank][:batches]
 
 
-# --- Stretches -----------------------------------------------------------------------------------------------------
+# --- Intervals -----------------------------------------------------------------------------------------------------
 
 
-def test_stretches_end_where_validations_are_due() -> None:
+def test_intervals_end_where_validations_are_due() -> None:
     plan = EpochPlan(epoch=0, total=24, batch_size=2, budget=24, validate_every=8, validate_offset=4)
     groups = Groups(plan, {0: 1})
     groups.finish()
-    assert [(batch.start, batch.stretch) for batch in groups.done] == [
+    assert [(batch.start, batch.interval) for batch in groups.done] == [
         (0, 0), (2, 0), (4, 1), (6, 1), (8, 1), (10, 1), (12, 2), (14, 2), (16, 2), (18, 2), (20, 3), (22, 3)
     ]  # fmt: skip
 
 
-def test_what_comes_back_late_does_not_reopen_a_validated_stretch() -> None:
+def test_what_comes_back_late_does_not_reopen_a_validated_interval() -> None:
     book = LeaseBook(EpochPlan(epoch=0, total=24, batch_size=2, budget=24, validate_every=8), {0: 1, 1: 1})
     book.draw(0, 0)
     held = book.draw(1, 0)
@@ -375,21 +375,21 @@ def test_what_comes_back_late_does_not_reopen_a_validated_stretch() -> None:
     book.advance()
     book.evict(1)
     again = book.draw(0, 1)[0]
-    assert (again.start, held[0].stretch, again.stretch) == (held[0].start, 0, 1)
+    assert (again.start, held[0].interval, again.interval) == (held[0].start, 0, 1)
 
 
 def test_what_comes_back_is_drawn_in_the_order_of_the_epoch() -> None:
     book = LeaseBook(EpochPlan(epoch=0, total=24, batch_size=4, budget=24, validate_every=4), {0: 1, 1: 1, 2: 1})
-    assert [book.draw(group, 0)[0].stretch for group in (0, 1, 2)] == [0, 1, 2]
+    assert [book.draw(group, 0)[0].interval for group in (0, 1, 2)] == [0, 1, 2]
     book.evict(0)
     book.evict(1)
-    assert book.next_stretch == 0
+    assert book.next_interval == 0
     assert [book.draw(2, number)[0].start for number in (1, 2, 3)] == [0, 4, 12]
 
 
-def test_a_resumed_epoch_begins_in_the_stretch_of_its_first_batch() -> None:
+def test_a_resumed_epoch_begins_in_the_interval_of_its_first_batch() -> None:
     plan = EpochPlan(epoch=0, total=24, batch_size=2, budget=24, validate_every=8, trained=((0, 10),))
-    assert LeaseBook(plan, {0: 1}).stretch == 1
+    assert LeaseBook(plan, {0: 1}).interval == 1
 
 
 # --- Refusals ------------------------------------------------------------------------------------------------------

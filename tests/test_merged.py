@@ -1,4 +1,4 @@
-"""A merged head in real runs: what is computed, what travels, what is saved, and what happens when somebody dies."""
+"""A merged head in real runs: what is computed, what travels, what is saved, and what happens when a rank dies."""
 
 from __future__ import annotations
 
@@ -134,8 +134,8 @@ def dataset() -> TensorDataset:
     return TensorDataset(x, x[:, :3].argmax(1), torch.arange(256))
 
 
-def test_a_turn_for_nothing_is_given_up_before_anybody_waits_for_the_group(fits: dict[str, list[Any]]) -> None:
-    """With hardsync the next group would wait for the turn, and this one for the next group's push."""
+def test_an_access_for_nothing_is_given_up_before_any_rank_waits_for_the_group(fits: dict[str, list[Any]]) -> None:
+    """With hardsync the next group would wait for access, and this one for the next group's push."""
     head = trace_of(FITS["idle"]["events"], optimizer=HEAD)
     assert fits["idle"][0]["report"]["updates"] == 16
     assert head.updates == 32  # every second batch of four groups
@@ -175,7 +175,7 @@ def finish(options: dict[str, Any], devices: int) -> Run:
     return finished
 
 
-def test_a_death_in_mid_turn_costs_its_group_and_the_head_goes_on() -> None:
+def test_a_death_during_access_costs_its_group_and_the_head_goes_on() -> None:
     fit = {"strategy": {"groups": 2}, "model": {"defect": "die"}, "data": {"samples": 512}, "record": True}
     finished = finish(fit, devices=4)
     assert finished.code == 0, finished.output[-4000:]
@@ -187,7 +187,7 @@ def test_a_death_in_mid_turn_costs_its_group_and_the_head_goes_on() -> None:
     assert alive[0]["val_loss"] < alive[0]["untrained"]
 
 
-def test_misuse_is_answered_with_the_way_out_and_harms_nobody(fits: dict[str, list[Any]]) -> None:
+def test_misuse_is_answered_with_the_way_out_and_harms_no_rank(fits: dict[str, list[Any]]) -> None:
     for each in fits["misused"]:
         twice, penalty = each["answers"][:2]
         assert twice.startswith('merged="classifier": the submodule is used twice in one training step')

@@ -1,4 +1,4 @@
-"""A merged head without processes: what its owner computes, whose turn it is, and what happens to a turn that fails."""
+"""A merged head without processes: what its owner computes, which group has access, and what happens if it fails."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def through_the_wire(tree: Any) -> Any:
 # --- What the owner computes ------------------------------------------------------------------------------------------
 
 
-def test_a_turn_gives_the_gradients_of_plain_torch() -> None:
+def test_an_access_gives_the_gradients_of_plain_torch() -> None:
     module, x = classifier(), torch.randn(5, 4)
     head = MergedHead(module, dict(module.named_parameters()))
     output = head.forward((x,), {})
@@ -99,12 +99,12 @@ def test_dropout_at_the_owner_draws_its_own_numbers_and_leaves_the_others_alone(
     outputs = []
     for seed in (1, 1, 2):
         head = MergedHead(module, dict(module.named_parameters()), seed)
-        outputs.append([head.forward((torch.ones(2, 4),), {}, turn=False) for _ in range(2)])
+        outputs.append([head.forward((torch.ones(2, 4),), {}, exclusive=False) for _ in range(2)])
     assert torch.equal(before, torch.get_rng_state())
     assert torch.equal(torch.stack(outputs[0]), torch.stack(outputs[1]))
     assert not torch.equal(outputs[0][0], outputs[0][1])
     assert not torch.equal(outputs[0][0], outputs[2][0])
-    assert not (head.forward((torch.ones(2, 4),), {}, training=False, turn=False) == 0).any()
+    assert not (head.forward((torch.ones(2, 4),), {}, training=False, exclusive=False) == 0).any()
 
 
 def test_mixed_precision_is_the_owners_too() -> None:
@@ -134,7 +134,7 @@ def test_modes_are_each_submodules_own_also_when_activations_are_computed_again(
     head = MergedHead(module, dict(module.named_parameters()))
     zeros = (head.forward((torch.ones(8, 4),), {}, training=modes_of(module)) == 0).float().mean()
     assert 0.35 < zeros < 0.65
-    head.forward((torch.ones(1, 4),), {}, training=False, turn=False)  # somebody else looks in
+    head.forward((torch.ones(1, 4),), {}, training=False, exclusive=False)  # another rank reads it
     head.backward([torch.ones(8, 64)])
     assert modes_of(module) == (True, True, False, True)
 
@@ -394,7 +394,7 @@ def test_an_optimizer_is_described_in_parts_that_make_the_whole() -> None:
     assert state_of(optimizer, second)[0] is optimizer.state_dict()["state"][3]
 
 
-# --- Whose turn it is -------------------------------------------------------------------------------------------------
+# --- Exclusive access -------------------------------------------------------------------------------------------------
 
 
 class Heads:
@@ -420,7 +420,7 @@ class Heads:
         assert self.link.data(0, message, payload)[0] == m.Seeded()
         self.link.inbox.clear()
 
-    def forward(self, rank: int, x: Tensor, turn: bool = True) -> None:
+    def forward(self, rank: int, x: Tensor, exclusive: bool = True) -> None:
         packed, buffer = pack([[x], {}])
         message = m.HeadForward(
             optimizer=HEAD,
@@ -428,7 +428,7 @@ class Heads:
             nbytes=buffer.numel(),
             training=modes_of(self.module),
             trainable=tuple(parameter.requires_grad for parameter in self.module.parameters()),
-            turn=turn,
+            exclusive=exclusive,
         )
         self.link.say(data_peer(rank), message, buffer.numpy().tobytes(), m.DATA)
 
@@ -451,7 +451,7 @@ class Heads:
         return [weight.clone() for weight in self.link.core.shards[HEAD].master.weights()]
 
 
-def test_one_group_at_a_time_has_its_turn_in_order_of_arrival() -> None:
+def test_one_group_at_a_time_has_access_in_order_of_arrival() -> None:
     heads, x = Heads(), torch.randn(3, 4)
     for rank in (1, 0, 2):
         heads.forward(rank, x)
@@ -500,18 +500,18 @@ def test_the_heads_gradient_is_scaled_and_clipped_before_it_is_applied() -> None
     torch.testing.assert_close(moved.norm(), torch.tensor(0.1 * 0.2))
 
 
-def test_a_forward_pass_without_a_turn_waits_for_nobody() -> None:
+def test_a_forward_pass_without_access_waits_for_no_group() -> None:
     heads, x = Heads(), torch.randn(3, 4)
     heads.forward(0, x)
     heads.heard(0)
-    heads.forward(1, x, turn=False)
+    heads.forward(1, x, exclusive=False)
     assert isinstance(heads.heard(1)[0][0], m.HeadOutput)
     heads.backward(0, torch.ones(3, 2))
     assert heads.heard(0)[0][0].applied
 
 
 @pytest.mark.parametrize("how", ["released", "died", "left"])
-def test_a_turn_that_is_not_taken_to_its_end_changes_nothing_and_the_next_has_it(how: str) -> None:
+def test_an_access_that_is_not_taken_to_its_end_changes_nothing_and_the_next_has_it(how: str) -> None:
     heads, x = Heads(), torch.randn(3, 4)
     before = heads.weights
     heads.forward(1, x)
@@ -552,7 +552,7 @@ def test_gradients_that_are_not_finite_leave_the_head_as_it_was() -> None:
     assert all(torch.equal(now, then) for now, then in zip(heads.weights, before, strict=True))
 
 
-def test_what_the_head_cannot_take_is_refused_and_the_next_has_its_turn() -> None:
+def test_what_the_head_cannot_take_is_refused_and_the_next_has_access() -> None:
     heads, x = Heads(), torch.randn(3, 4)
     heads.forward(0, torch.randn(3, 5))
     (answer,) = heads.heard(0)
@@ -566,23 +566,23 @@ def test_what_the_head_cannot_take_is_refused_and_the_next_has_its_turn() -> Non
     assert isinstance(heads.heard(2)[0][0], m.HeadOutput)
 
 
-def test_a_turn_out_of_order_is_refused() -> None:
+def test_an_access_out_of_order_is_refused() -> None:
     heads, x = Heads(), torch.randn(3, 4)
     heads.backward(0, torch.ones(3, 2))
-    assert "not the turn of group 0" in heads.heard(0)[0].reason
+    assert "group 0 has no access" in heads.heard(0)[0].reason
     heads.forward(0, x)
     heads.heard(0)
     heads.forward(0, x)
     assert "twice in one step" in heads.heard(0)[0].reason
     heads.backward(1, torch.ones(3, 2))
-    assert "but that of 0" in heads.heard(1)[0].reason
+    assert "the holder is 0" in heads.heard(1)[0].reason
     heads.backward(0, torch.ones(3, 2))
     assert heads.heard(0)[0][0].applied
     expect_refusal(heads.link.data(0, m.HeadRelease(optimizer=0))[0], "protocol", "optimizer 0 is no merged head")
 
 
-Turn = tuple[str, int, Any]
-turns = st.lists(
+Step = tuple[str, int, Any]
+scripts = st.lists(
     st.tuples(
         st.sampled_from(["forward", "backward", "release", "noise"]),
         st.integers(0, 2),
@@ -595,8 +595,8 @@ turns = st.lists(
 
 
 @varied
-@given(turns)
-def test_nothing_that_an_admitted_rank_says_to_the_head_breaks_the_server(script: list[Turn]) -> None:
+@given(scripts)
+def test_nothing_that_an_admitted_rank_says_to_the_head_breaks_the_server(script: list[Step]) -> None:
     heads = Heads()
     for what, rank, detail in script:
         if what == "release":
@@ -611,7 +611,7 @@ def test_nothing_that_an_admitted_rank_says_to_the_head_breaks_the_server(script
     for rank in range(3):
         heads.link.say(data_peer(rank), m.HeadRelease(optimizer=HEAD), b"", m.DATA)
         heads.heard(rank)
-    # Whatever was said, the head serves whoever comes next.
+    # Whatever was said, the head serves the group that comes next.
     heads.forward(0, torch.ones(3, 4))
     assert isinstance(heads.heard(0)[0][0], m.HeadOutput)
     assert all(weight.isfinite().all() for weight in heads.weights)
@@ -630,7 +630,7 @@ def test_the_snapshot_holds_the_head_with_its_optimizer() -> None:
 
 
 def test_staleness_is_counted_from_the_forward_pass_on() -> None:
-    """Were there no turns, it would show."""
+    """Were access shared, it would show."""
     heads, x = Heads(), torch.randn(3, 4)
     heads.forward(0, x)
     heads.link.core.shards[HEAD].master.clock += 5
@@ -639,12 +639,12 @@ def test_staleness_is_counted_from_the_forward_pass_on() -> None:
     assert heads.events[-1].read_at == 0
 
 
-def test_a_look_into_the_head_from_within_a_turn_does_not_end_it() -> None:
+def test_a_read_of_the_head_during_an_access_does_not_end_it() -> None:
     heads, x = Heads(), torch.randn(3, 4)
     heads.forward(0, x)
     heads.forward(1, x)
     heads.heard(0)
-    heads.forward(0, torch.randn(3, 7), turn=False)
+    heads.forward(0, torch.randn(3, 7), exclusive=False)
     assert heads.heard(0)[0].code == "head"
     assert not heads.heard(1)
     heads.backward(0, torch.ones(3, 2))
@@ -662,7 +662,7 @@ def test_an_optimizer_that_fails_on_the_heads_gradient_is_refused_and_the_server
     assert isinstance(heads.heard(1)[0][0], m.HeadOutput)
 
 
-def test_weights_are_trained_or_left_as_each_turn_says() -> None:
+def test_weights_are_trained_or_left_as_each_access_says() -> None:
     heads, x = Heads(), torch.randn(3, 4)
     before = heads.weights
     heads.module[0].requires_grad_(False)
@@ -676,7 +676,7 @@ def test_weights_are_trained_or_left_as_each_turn_says() -> None:
     assert not any(torch.equal(now, then) for now, then in zip(heads.weights, frozen, strict=True))
 
 
-def test_the_length_of_turns_is_measured() -> None:
+def test_the_length_of_accesses_is_measured() -> None:
     heads, x = Heads(), torch.randn(3, 4)
     for _ in range(3):
         heads.forward(0, x)

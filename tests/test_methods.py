@@ -85,7 +85,7 @@ def test_async_sgd_is_sequential_steps_on_delayed_gradients(make: Make, order: l
     for tick, group in enumerate(order):
         assert needs[group] == NextGradient()
         exchange = sides[group].send(
-            Gradient(gradients_at(copies[group].weights(), tick), hyperparameters_of(master.optimizer))
+            Gradient(gradients_at(copies[group].weights(), tick), hyperparameters_of(of(master)))
         )
         assert isinstance(exchange, Exchange)
         replies = server.receive(Push(group, exchange.read_at, exchange.tensors, exchange.hyperparameters))
@@ -119,16 +119,22 @@ def test_the_group_side_computes_exchanges_and_loads() -> None:
 # --- Master ------------------------------------------------------------------------------------------------------
 
 
+def of(master: Master) -> Optimizer:
+    """The optimizer of a master that has one."""
+    assert master.optimizer is not None
+    return master.optimizer
+
+
 def test_a_missing_gradient_skips_weight_decay_and_momentum() -> None:
     parameters = new_parameters()
     master = Master(parameters, torch.optim.SGD(parameters.values(), lr=0.1, momentum=0.9, weight_decay=0.5))
     first, second = parameters.values()
-    master.update([torch.ones_like(first), torch.ones_like(second)], hyperparameters_of(master.optimizer))
+    master.update([torch.ones_like(first), torch.ones_like(second)], hyperparameters_of(of(master)))
     before, moved = first.detach().clone(), second.detach().clone()
-    buffer = master.optimizer.state[first]["momentum_buffer"].clone()
-    master.update([None, torch.ones_like(second)], hyperparameters_of(master.optimizer))
+    buffer = of(master).state[first]["momentum_buffer"].clone()
+    master.update([None, torch.ones_like(second)], hyperparameters_of(of(master)))
     assert torch.equal(first, before)
-    assert torch.equal(master.optimizer.state[first]["momentum_buffer"], buffer)
+    assert torch.equal(of(master).state[first]["momentum_buffer"], buffer)
     assert not torch.equal(second, moved)
     assert master.clock == 2
 
@@ -136,7 +142,7 @@ def test_a_missing_gradient_skips_weight_decay_and_momentum() -> None:
 def test_a_gradient_of_nothing_still_ticks_the_clock() -> None:
     parameters = new_parameters()
     master = Master(parameters, torch.optim.SGD(parameters.values(), lr=0.1, weight_decay=0.5))
-    master.update([None, None], hyperparameters_of(master.optimizer))
+    master.update([None, None], hyperparameters_of(of(master)))
     assert master.clock == 1
     assert all(torch.equal(new, old) for new, old in zip(master.weights(), new_parameters().values(), strict=True))
 
@@ -144,12 +150,13 @@ def test_a_gradient_of_nothing_still_ticks_the_clock() -> None:
 def test_the_hyperparameters_of_the_push_are_the_ones_that_count() -> None:
     parameters = new_parameters()
     first, second = parameters.values()
-    master = Master(parameters, torch.optim.SGD([{"params": [first]}, {"params": [second], "lr": 1.0}], lr=0.1))
+    both: list[dict[str, Any]] = [{"params": [first]}, {"params": [second], "lr": 1.0}]
+    master = Master(parameters, torch.optim.SGD(both, lr=0.1))
     before = [weight.clone() for weight in master.weights()]
     master.update([torch.ones_like(w) for w in before], [{"lr": 0.5}, {"lr": 0.25}])
     assert torch.equal(first, before[0] - 0.5)
     assert torch.equal(second, before[1] - 0.25)
-    assert [group["lr"] for group in master.optimizer.param_groups] == [0.5, 0.25]
+    assert [group["lr"] for group in of(master).param_groups] == [0.5, 0.25]
 
 
 def test_hyperparameters_cannot_take_the_parameters_away() -> None:
@@ -163,7 +170,7 @@ def test_hyperparameters_cannot_take_the_parameters_away() -> None:
 def test_gradients_are_not_kept_between_updates() -> None:
     parameters = new_parameters()
     master = Master(parameters, torch.optim.SGD(parameters.values(), lr=0.1))
-    master.update([torch.ones_like(w) for w in master.weights()], hyperparameters_of(master.optimizer))
+    master.update([torch.ones_like(w) for w in master.weights()], hyperparameters_of(of(master)))
     assert all(parameter.grad is None for parameter in parameters.values())
 
 
@@ -171,7 +178,7 @@ def test_a_snapshot_holds_weights_state_and_clock() -> None:
     parameters = new_parameters()
     master = Master(parameters, torch.optim.SGD(parameters.values(), lr=0.1, momentum=0.9), clock=5)
     gradients = [torch.ones_like(w) for w in master.weights()]
-    master.update(gradients, hyperparameters_of(master.optimizer))
+    master.update(gradients, hyperparameters_of(of(master)))
     snapshot = master.snapshot()
     assert snapshot["clock"] == 6
     assert list(snapshot["weights"]) == list(SHAPES)
@@ -231,7 +238,7 @@ def test_a_rebuilt_optimizer_goes_on_bit_for_bit(
     parameters = new_parameters()
     optimizer = make(two_groups(parameters.values(), 0.1))
     train(optimizer, parameters, range(steps_before))
-    names = {parameter: name for name, parameter in parameters.items()}
+    names: dict[Tensor, str] = {parameter: name for name, parameter in parameters.items()}
     description = over_the_wire(describe(optimizer, names))
     twins = {name: Parameter(parameter.detach().clone()) for name, parameter in parameters.items()}
     twin = rebuild(description, twins)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import interpret
 from runs import SCRIPTS, Run, Running, free_port, run
 
 from lightning_omni.report import TuningReport
@@ -40,6 +41,11 @@ FITS: dict[str, dict[str, Any]] = {
         "logger": True,
     },
     "local steps": {"tuner": ONCE, "strategy": {"method": "local_sgd:period=4"}},
+    "a dimension of the user's own": {
+        "tuner": {"budget": 0.9, "retune_every": None, "search": "random", "space": {**HERE, "groups": [2]}},
+        "sends": 0.5,
+        "sent": [0.5, 0.25, 0.1],
+    },
     "a sender that remembers": {"tuner": {"budget": 0.9, "space": {**HERE, "groups": [2]}}, "sends": 0.1},
 }
 
@@ -124,6 +130,20 @@ def test_what_a_probe_did_not_push_is_not_the_runs_to_push(fits: dict[str, list[
     assert {setting["groups"] for setting, _ in fits["a sender that remembers"][0]["tried"]} == {1, 2}
 
 
+def test_a_dimension_of_the_users_own_is_tried_and_groups_are_formed_with_its_value(
+    fits: dict[str, list[dict[str, Any]]],
+) -> None:
+    tried = {dict(setting["further"])["sent"] for setting, _ in fits["a dimension of the user's own"][0]["tried"]}
+    assert 0.5 in tried
+    assert len(tried) > 1
+    assert tried <= {0.5, 0.25, 0.1}
+    for rank in fits["a dimension of the user's own"]:
+        chosen = rank["setting"]
+        assert rank["sent"] == dict(chosen["further"])["sent"]
+        if chosen["groups"] == 2:  # where pushes in any other format than the one agreed on would be refused
+            assert rank["updates"] > 0
+
+
 def test_a_report_counts_the_runs_own_updates(fits: dict[str, list[dict[str, Any]]]) -> None:
     probed = [name for name in FITS if {setting["groups"] for setting, _ in fits[name][0]["tried"]} >= {1, 2}]
     assert {fits[name][0]["setting"]["groups"] for name in probed} >= {1}
@@ -185,7 +205,7 @@ def test_a_resumed_run_goes_on_with_what_was_chosen(fits: dict[str, list[dict[st
     assert fits["resumed"][0]["tried"] == fits["tuned"][0]["tried"]
 
 
-def test_a_monitor_that_nobody_logs_is_refused_before_the_first_search(fits: dict[str, list[dict[str, Any]]]) -> None:
+def test_a_monitor_that_is_not_logged_is_refused_before_the_first_search(fits: dict[str, list[dict[str, Any]]]) -> None:
     for rank in fits["a wrong name"]:
         assert "monitor='val_los': no metric of that name is logged; did you mean 'val_loss'?" in rank["refused"]
         assert "train_loss" in rank["refused"]
@@ -199,7 +219,7 @@ def test_without_a_sanity_check_the_first_validation_tells(fits: dict[str, list[
         assert len(rank["last_epoch"]) <= 1024
 
 
-def test_a_target_that_nobody_would_look_at_is_refused(fits: dict[str, list[dict[str, Any]]]) -> None:
+def test_a_target_that_would_not_be_read_is_refused(fits: dict[str, list[dict[str, Any]]]) -> None:
     for rank in fits["no validation"]:
         assert "pass validation data, or target=None" in rank["refused"]
         assert rank["steps"] == 0
@@ -248,7 +268,7 @@ def test_the_users_rate_is_that_of_all_ranks_if_several_groups_come_first(
 
 
 def test_nodes_that_begin_as_groups_are_tuned_about_the_users_rate() -> None:
-    """Two nodes with one rank each, which are groups of their own unless somebody says otherwise."""
+    """Two nodes with one rank each, which are groups of their own unless told otherwise."""
     nodes = {**EVEN, "devices": 1, "tuner": {**ONCE, "budget": 0.9}, "trainer": {"max_epochs": 4, "num_nodes": 2}}
     port = str(free_port())
     with ExitStack() as stack:
@@ -279,7 +299,7 @@ def test_nodes_that_begin_as_groups_are_tuned_about_the_users_rate() -> None:
 
 @pytest.fixture(scope="module")
 def four() -> Run:
-    """A straggler among four; a choice that ruins the run; nothing to choose; then a worker that dies in a probe."""
+    """A straggler among four; a choice that diverges; nothing to choose; then a worker that dies in a probe."""
     slow = {str(rank): 4e-3 if rank == 3 else 1e-3 for rank in range(4)}
     even = {str(rank): 5e-4 for rank in range(4)}
     straggling = {"devices": 4, "seconds": slow, "trainer": {"max_epochs": 2}, "tuner": {**ONCE, "budget": 0.9}}
@@ -371,9 +391,6 @@ def test_a_strategy_without_groups_is_refused() -> None:
         "pl.Trainer(accelerator='cpu', logger=False, enable_checkpointing=False, callbacks=[omni.OmniTuner()])"
         ".fit(BoringModel())\n"
     )
-    import subprocess
-    import sys
-
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, cwd=SCRIPTS)
+    ended = interpret(code, cwd=SCRIPTS)
     assert ended.returncode != 0
     assert "pass Trainer(strategy=OmniStrategy())" in ended.stderr

@@ -9,6 +9,8 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from operator import eq
 from typing import Any
 
 import msgspec
@@ -132,13 +134,13 @@ def counting(method: Method, groups: int) -> Cluster:
 
 
 def seen(cluster: Cluster, group: int | None = None) -> list[int]:
-    """The updates of each group in somebody's weights."""
+    """The updates of each group in a group's weights."""
     return [round(-count) for count in cluster.weights(group)[0].tolist()]
 
 
 # --- Staleness -------------------------------------------------------------------------------------------------------
 
-NOBODY_WAITS: dict[str, Method] = {
+NONE_WAITS: dict[str, Method] = {
     "async_sgd": AsyncSGD(),
     "staleness_aware": AsyncSGD(staleness_aware=True),
     "softsync 1": SoftSync(n=1),
@@ -153,7 +155,7 @@ NOBODY_WAITS: dict[str, Method] = {
 }
 
 
-@pytest.mark.parametrize("method", NOBODY_WAITS.values(), ids=NOBODY_WAITS.keys())
+@pytest.mark.parametrize("method", NONE_WAITS.values(), ids=NONE_WAITS.keys())
 @varied
 @given(order=orders(4, 60))
 def test_every_update_makes_every_other_groups_work_one_update_older(method: Method, order: list[int]) -> None:
@@ -244,12 +246,8 @@ def test_softsync_averages_and_modulates_as_its_equation_says(modulation: Any, o
         steps[group] += 1
         if len(buffer) == c:
             average = max(1.0, sum(tau for _, tau in buffer) / c)
-            rate = {
-                "none": lambda tau: lr,
-                "average": lambda tau, a=average: lr / a,
-                "each": lambda tau: lr / max(1, tau),
-            }
-            weights = combine((1.0, weights), *((-rate[modulation](tau) / c, g) for g, tau in buffer))
+            rates = [lr / {"none": 1, "average": average, "each": max(1, tau)}[modulation] for _, tau in buffer]
+            weights = combine((1.0, weights), *((-rate / c, g) for rate, (g, _) in zip(rates, buffer, strict=True)))
             buffer, clock = [], clock + 1
         read[group] = (weights, clock)
         assert_close(cluster.weights(), weights)
@@ -368,9 +366,9 @@ def test_no_bound_is_a_bound_that_is_never_reached() -> None:
     assert same(clusters[0].everything(), clusters[1].everything())
 
 
-def test_a_group_that_comes_back_holds_nobody_up_for_what_it_missed() -> None:
+def test_a_group_that_comes_back_holds_no_other_up_for_what_it_missed() -> None:
     cluster = Cluster(AsyncSGD(bound=1), 3)
-    cluster.rest(2)
+    cluster.idle(2)
     cluster.run([0, 1] * 10)
     assert not cluster.waiting
     cluster.resume(2)
@@ -383,10 +381,10 @@ def test_a_group_that_comes_back_holds_nobody_up_for_what_it_missed() -> None:
 
 
 @pytest.mark.parametrize("order", [[0, 1], [1, 0]])
-def test_a_meeting_of_all_groups_sets_them_level(order: list[int]) -> None:
+def test_a_synchronization_of_all_groups_sets_them_level(order: list[int]) -> None:
     cluster = Cluster(AsyncSGD(bound=2), 2)
     cluster.run([0, 0])
-    cluster.meet([0, 1])
+    cluster.synchronize([0, 1])
     for group in order:
         cluster.resume(group)
     cluster.run([0, 0])
@@ -491,7 +489,7 @@ def test_round_robin_elastic_averaging_is_stable_up_to_its_bound(lr: float, grou
 
 
 def gossip_round(cluster: Cluster) -> None:
-    """All publish or send before anybody reads."""
+    """All publish or send before any group reads."""
     groups = range(len(cluster.replicas))
     for group in groups:
         cluster.begin(group)
@@ -556,7 +554,7 @@ def test_a_pull_reads_what_the_peer_published_and_leaves_the_peer_as_it_is() -> 
 
 def test_a_pull_of_oneself_or_of_a_peer_that_has_published_nothing_changes_nothing() -> None:
     for wanted in (0, 1):
-        cluster = Cluster(drawing("pull", lambda peer, wanted=wanted: peer == wanted), 3, gradient=zero)
+        cluster = Cluster(drawing("pull", partial(eq, wanted)), 3, gradient=zero)
         scatter(cluster)
         before = cluster.weights(0)
         cluster.compute(0)
@@ -902,7 +900,7 @@ def local_steps(cluster: Cluster, group: int) -> int:
 def test_slow_groups_make_fewer_steps_rounded_down() -> None:
     cluster = Cluster(AsyncDiLoCo(period=20, min_steps=2), 4, [torch.zeros(1)])
     cluster.step_time = [0.5, 0.75, 1.7, 40.0]
-    assert [local_steps(cluster, group) for group in range(4)] == [20] * 4  # nobody's speed is known yet
+    assert [local_steps(cluster, group) for group in range(4)] == [20] * 4  # no speed is known yet
     assert [local_steps(cluster, group) for group in range(4)] == [20, 13, 5, 2]  # 13.3, 5.9, 0.25
 
 
@@ -939,7 +937,7 @@ def test_all_groups_make_as_many_steps_unless_they_are_dynamic() -> None:
 # --- Who waits for whom ----------------------------------------------------------------------------------------------
 
 MANY: dict[str, Method] = {
-    **NOBODY_WAITS,
+    **NONE_WAITS,
     "stale_synchronous": AsyncSGD(bound=1),
     "bulk_synchronous": AsyncSGD(bound=0),
     "hardsync": HardSync(),
@@ -961,46 +959,46 @@ many = pytest.mark.parametrize("method", MANY.values(), ids=MANY.keys())
 @varied
 @given(
     st.lists(
-        st.tuples(st.sampled_from([*["push"] * 6, "rest", "resume", "evict", "join"]), st.integers(0, 5)), max_size=40
+        st.tuples(st.sampled_from([*["push"] * 6, "idle", "resume", "evict", "join"]), st.integers(0, 5)), max_size=40
     )
 )
-def test_every_push_is_answered_once_and_nobody_waits_for_the_resting_or_the_gone(
+def test_every_push_is_answered_once_and_no_group_waits_for_idle_or_evicted_ones(
     method: Method, events: list[tuple[str, int]]
 ) -> None:
-    # The cluster itself fails if anybody is answered twice, or unasked, or after its end.
+    # The cluster itself fails if a group is answered twice, or unasked, or after its end.
     cluster = Cluster(method, 4, [torch.zeros(2)])
-    resting: set[int] = set()
+    idle: set[int] = set()
     for event, group in events:
         busy = group in cluster.alive - cluster.waiting
-        if event == "push" and busy and group not in resting:
+        if event == "push" and busy and group not in idle:
             cluster.compute(group)
-        elif event == "rest" and busy and group not in resting:
-            resting.add(group)
-            cluster.rest(group)
-        elif event == "resume" and group in resting:
-            resting.discard(group)
+        elif event == "idle" and busy and group not in idle:
+            idle.add(group)
+            cluster.idle(group)
+        elif event == "resume" and group in idle:
+            idle.discard(group)
             cluster.resume(group)
         elif event == "evict" and group in cluster.alive:
-            resting.discard(group)
+            idle.discard(group)
             cluster.evict(group)
         elif event == "join" and len(cluster.replicas) < 6:
             cluster.join()
-        # Somebody who works and does not wait must push before those who wait are answered.
-        assert not cluster.waiting or cluster.alive - resting - cluster.waiting
-    for group in sorted(cluster.alive - resting - cluster.waiting):
-        cluster.rest(group)
-    for group in sorted(cluster.alive - resting):
-        if group not in cluster.side.resting:
-            cluster.rest(group)
+        # A group that works and does not wait must push before those that wait are answered.
+        assert not cluster.waiting or cluster.alive - idle - cluster.waiting
+    for group in sorted(cluster.alive - idle - cluster.waiting):
+        cluster.idle(group)
+    for group in sorted(cluster.alive - idle):
+        if group not in cluster.side.idle_groups:
+            cluster.idle(group)
     assert not cluster.waiting
 
 
 @pytest.mark.parametrize("method", [HardSync(), LocalSGD(period=1), DiLoCo(period=1)])
-def test_a_barrier_goes_on_without_those_who_rest_and_waits_for_them_again(method: Method) -> None:
+def test_a_barrier_goes_on_without_idle_groups_and_waits_for_them_again(method: Method) -> None:
     cluster = Cluster(method, 3)
     cluster.run([0, 1])
     assert cluster.waiting == {0, 1}
-    cluster.rest(2)
+    cluster.idle(2)
     assert not cluster.waiting
     assert cluster.master.clock == 1
     cluster.run([0, 1])
@@ -1024,13 +1022,13 @@ def test_what_a_group_pushed_before_its_end_still_counts_at_the_barrier() -> Non
     assert cluster.staleness.keys() == {1, 2}
 
 
-def test_softsync_applies_a_part_of_a_sum_when_everybody_rests() -> None:
+def test_softsync_applies_a_part_of_a_sum_when_all_groups_are_idle() -> None:
     cluster = Cluster(SoftSync(n=1), 4)
     cluster.run([0, 1])
     for group in (0, 1, 2):
-        cluster.rest(group)
+        cluster.idle(group)
     assert cluster.master.clock == 0
-    cluster.rest(3)
+    cluster.idle(3)
     expected = Reference(sgd())
     expected.step(mean_of([noisy(start(), group, 0) for group in (0, 1)]))
     assert cluster.master.clock == 1
@@ -1106,9 +1104,9 @@ def test_gossip_refuses_pushes() -> None:
 # --- State -----------------------------------------------------------------------------------------------------------
 
 
-def meeting(cluster: Cluster, order: Sequence[int]) -> None:
-    """All groups rest. With delay compensation they read the server's weights, too, as they do at every meeting."""
-    cluster.meet(order)
+def synchronized(cluster: Cluster, order: Sequence[int]) -> None:
+    """All groups become idle. With delay compensation they read the server's weights, too, as a barrier does."""
+    cluster.synchronize(order)
     if isinstance(cluster.method, DelayCompensated):
         for group in order:
             cluster.side.fetched(group)
@@ -1127,7 +1125,7 @@ def test_a_run_goes_on_to_the_bit_from_what_was_saved_in_its_midst(
     whole = Cluster(method, 3, make=make)
     whole.step_time = [1.0, 1.5, 2.0]
     whole.run(before)
-    meeting(whole, order)
+    synchronized(whole, order)
     parted = Cluster(method, 3, make=make, state=whole.state())
     parted.step_time = whole.step_time
     for cluster in (whole, parted):
@@ -1142,17 +1140,17 @@ def test_a_run_goes_on_to_the_bit_from_what_was_saved_in_its_midst(
 REMEMBERS_READS = ("delay_compensated",)  # what a group has read is read again when a run goes on
 
 
-@pytest.mark.parametrize("name", [name for name in NOBODY_WAITS if name not in REMEMBERS_READS])
+@pytest.mark.parametrize("name", [name for name in NONE_WAITS if name not in REMEMBERS_READS])
 @settings(varied, max_examples=4)
 @given(before=orders(4, 25), after=st.lists(st.integers(0, 3), max_size=15))
 @example(before=[0, 1, 2, 3, 1, 0, 3], after=[2, 1])  # half a sum, and stale
-def test_where_nobody_waits_any_moment_will_do_to_save_at(name: str, before: list[int], after: list[int]) -> None:
-    whole = Cluster(NOBODY_WAITS[name], 4, make=NESTEROV)
+def test_where_none_waits_any_moment_will_do_to_save_at(name: str, before: list[int], after: list[int]) -> None:
+    whole = Cluster(NONE_WAITS[name], 4, make=NESTEROV)
     whole.run(before)
-    parted = Cluster(NOBODY_WAITS[name], 4, make=NESTEROV, state=whole.state())
+    parted = Cluster(NONE_WAITS[name], 4, make=NESTEROV, state=whole.state())
     for cluster in (whole, parted):
         cluster.run(after)
-        cluster.meet(range(4))
+        cluster.synchronize(range(4))
     assert parted.master.clock == whole.master.clock
     assert same(parted.everything(), whole.everything())
 
@@ -1160,7 +1158,7 @@ def test_where_nobody_waits_any_moment_will_do_to_save_at(name: str, before: lis
 def test_after_a_read_without_a_push_there_is_no_delay_to_compensate() -> None:
     cluster = Cluster(DelayCompensated(strength=5.0), 2)
     cluster.run([0, 0, 1, 0])
-    meeting(cluster, [0, 1])
+    synchronized(cluster, [0, 1])
     weights = cluster.weights()
     cluster.compute(1)
     assert_close(cluster.weights(), combine((1.0, weights), (-0.1, noisy(weights, 1, 1))))
@@ -1169,7 +1167,7 @@ def test_after_a_read_without_a_push_there_is_no_delay_to_compensate() -> None:
 @many
 @settings(varied, max_examples=4)
 @given(order=orders(3, 30))
-def test_a_group_side_can_be_made_anew_before_any_gradient(method: Method, order: list[int]) -> None:
+def test_a_group_side_can_be_made_again_before_any_gradient(method: Method, order: list[int]) -> None:
     steady, fickle = (Cluster(method, 3, make=NESTEROV) for _ in range(2))
     for group in order:
         for cluster in (steady, fickle):
@@ -1356,6 +1354,7 @@ def test_a_method_of_ones_own_is_registered_travels_and_serves() -> None:
     cluster.begin(0)
     need = cluster.need(0)
     assert isinstance(need, Exchange)
+    assert need.tensors[0] is not None
     layout = Layout.of({"weight": parameters["weight"].detach()})
     payload = layout.empty()
     layout.views(payload)[0].copy_(need.tensors[0])

@@ -18,7 +18,7 @@ from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.transport import Address
 from lightning_omni.server import PeerConnections, PeerSocket
 from lightning_omni.server.addresses import own_host
-from lightning_omni.server.encryption import RunKeys
+from lightning_omni.server.keys import RunKeys
 
 SHAPES = {"w": (300, 1000), "b": (7,)}  # more than one chunk
 KEYS = RunKeys(bytes(32))
@@ -64,8 +64,10 @@ class Peers:
             raise RankLost("the run is over")
 
     def close(self) -> None:
-        for each in (*self.connections, *self.sockets):
-            each.close()
+        for connection in self.connections:
+            connection.close()
+        for socket in self.sockets:
+            socket.close()
 
 
 @pytest.fixture
@@ -117,14 +119,14 @@ def test_weights_can_be_read_after_messages_on_the_same_connection(peers: Peers)
 def test_a_peer_that_does_not_take_its_messages_gets_no_more(peers: Peers) -> None:
     peers.sockets[1].publish(0, weights(1.0))
     assert peers.connections[0].read(1, 0) is not None
-    peers.sockets[1].close()  # nobody answers any more
+    peers.sockets[1].close()  # no answer comes any more
     for _ in range(5):
         peers.connections[0].send(1, 0, weights(1.0))
     assert peers.connections[0].dropped == 3
     peers.sockets[1] = PeerSocket("tcp://127.0.0.1:*", [LAYOUT], KEYS)
 
 
-def test_nobody_waits_for_a_dead_peer(peers: Peers) -> None:
+def test_no_group_waits_for_a_dead_peer(peers: Peers) -> None:
     peers.sockets[1].close()
     peers.lost.add(1)
     assert peers.connections[0].read(1, 0) is None
@@ -201,9 +203,9 @@ def test_a_connection_that_has_not_proved_itself_is_refused_and_counted_also_wit
     ],
     ids=["noise", "frames", "answer", "chunk"],
 )
-def test_noise_between_peers_harms_nobody(peers: Peers, frames: list[bytes]) -> None:
-    with raw_dealer(peers.sockets[1].address, KEYS) as mate:
-        mate.send_multipart(frames)
+def test_noise_between_peers_harms_no_rank(peers: Peers, frames: list[bytes]) -> None:
+    with raw_dealer(peers.sockets[1].address, KEYS) as other:
+        other.send_multipart(frames)
         peers.sockets[1].publish(0, weights(4.0))
         read = peers.connections[0].read(1, 0)
         assert read is not None
@@ -211,18 +213,18 @@ def test_noise_between_peers_harms_nobody(peers: Peers, frames: list[bytes]) -> 
 
 
 @pytest.mark.parametrize("change", [{"nbytes": LAYOUT.nbytes + 1}, {"nbytes": -1}, {"optimizer": 1}])
-def test_a_message_of_another_size_or_for_nobody_is_refused(peers: Peers, change: dict[str, int]) -> None:
+def test_a_message_of_another_size_or_for_no_group_is_refused(peers: Peers, change: dict[str, int]) -> None:
     socket = peers.sockets[1]
-    with raw_dealer(socket.address, KEYS) as mate:
+    with raw_dealer(socket.address, KEYS) as other:
         attach = m.Attach(rank=0, nonce=bytes(32))
-        mate.send(m.encode(attach))
-        challenge = m.decode(mate.recv(), at="rank", channel=m.PEER).nonce
-        mate.send(m.encode(m.AttachProof(mac=attach_mac(KEYS.peers, "rank", attach, challenge))))
-        assert isinstance(m.decode(mate.recv(), at="rank", channel=m.PEER), m.Attached)
+        other.send(m.encode(attach))
+        challenge = m.decode(other.recv(), at="rank", channel=m.PEER).nonce
+        other.send(m.encode(m.AttachProof(mac=attach_mac(KEYS.peers, "rank", attach, challenge))))
+        assert isinstance(m.decode(other.recv(), at="rank", channel=m.PEER), m.Attached)
         fields = {"optimizer": 0, "nbytes": LAYOUT.nbytes, **change}
-        mate.send(m.encode(m.PeerMessage(**fields)))
-        assert mate.poll(20_000)
-        answer = m.decode(mate.recv(), at="rank", channel=m.PEER)
+        other.send(m.encode(m.PeerMessage(**fields)))
+        assert other.poll(20_000)
+        answer = m.decode(other.recv(), at="rank", channel=m.PEER)
     assert isinstance(answer, m.RefusedMessage)
     assert socket.read_inbox(0).count == 0
 

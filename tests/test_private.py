@@ -180,7 +180,7 @@ def test_loops_ask_their_leader_and_show_what_they_showed(fitting: Trainer) -> N
     kinds = type(fitting.fit_loop), type(fitting.fit_loop.epoch_loop)
     leader = Follower(fitting)
     _private.lead(fitting, leader)
-    _private.lead(fitting, leader)  # anew, not once more
+    _private.lead(fitting, leader)  # again, not once more
     validations: list[str] = []
     fitting.callbacks = [recorder(validations, "callback", Callback)]
     fitting.fit(Tiny())

@@ -15,16 +15,16 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from runs import search_path
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.server import ControlConnection, PeerSocket
-from lightning_omni.server.addresses import check_address
-from lightning_omni.server.directory import PREFIX, PrivateDirectory, remove_if_abandoned, sibling
-from lightning_omni.server.encryption import RunKeys
-from lightning_omni.server.process import Settings
+from lightning_omni.server.addresses import PREFIX, PrivateDirectory, check_address, remove_if_abandoned, sibling
+from lightning_omni.server.keys import RunKeys
+from lightning_omni.server.process import ServerSettings
 
-SETTINGS = Settings("00" * 32, "", 0, 30.0, 60.0, 1, ())
+SETTINGS = ServerSettings("00" * 32, "", 0, 30.0, 60.0, 1, ())
 
 
 @pytest.fixture(autouse=True)
@@ -72,9 +72,9 @@ def join(address: str) -> ControlConnection:
 PARENT = """
 import sys, msgspec
 from lightning_omni.server import ServerProcess
-from lightning_omni.server.encryption import RunKeys
-from lightning_omni.server.process import Settings
-process = ServerProcess(msgspec.json.decode(sys.argv[1], type=Settings))
+from lightning_omni.server.keys import RunKeys
+from lightning_omni.server.process import ServerSettings
+process = ServerProcess(msgspec.json.decode(sys.argv[1], type=ServerSettings))
 print(process.pid, process.address(), flush=True)
 sys.stdin.read()
 process.stop()
@@ -90,6 +90,7 @@ class Parent:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            env={**os.environ, "PYTHONPATH": search_path()},
         )
 
     def wait_until_ready(self) -> None:
@@ -106,7 +107,7 @@ class Parent:
 @pytest.mark.processes
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="needs Linux's list of sockets")
 def test_a_run_on_one_node_listens_on_no_port_and_leaves_nothing_behind_however_it_ends(base: Path) -> None:
-    parents = orderly, no_server, no_rank_0, nobody = [Parent() for _ in range(4)]
+    parents = orderly, no_server, no_rank_0, none_left = [Parent() for _ in range(4)]
     with ExitStack() as stack:
         for parent in parents:
             stack.enter_context(parent.process)
@@ -135,12 +136,12 @@ def test_a_run_on_one_node_listens_on_no_port_and_leaves_nothing_behind_however_
         no_rank_0.process.kill()
         wait_for(lambda: not no_rank_0.folder.exists())  # the server removes it
 
-        nobody.process.kill()
-        os.kill(nobody.server, signal.SIGKILL)
-        assert nobody.folder.exists()
-        wait_for(lambda: has_ended(nobody.server))
+        none_left.process.kill()
+        os.kill(none_left.server, signal.SIGKILL)
+        assert none_left.folder.exists()
+        wait_for(lambda: has_ended(none_left.server))
         next_one = PrivateDirectory()
-        assert not nobody.folder.exists()
+        assert not none_left.folder.exists()
         next_one.remove()
     assert list(base.glob(f"{PREFIX}*")) == []
 

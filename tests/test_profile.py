@@ -32,12 +32,17 @@ pytest.importorskip("scipy")
 Times = Callable[[np.random.Generator, tuple[int, int]], np.ndarray[Any, Any]]
 
 
+def measured_of(*args: Any, **named: Any) -> Measured:
+    """Of sequences of any kind."""
+    return Measured(*args, **named)
+
+
 def together(own: Any, samples: Any = 8.0, allreduce: float = 0.0, **rest: Any) -> Measured:
     """One group whose members worked that long, shape (ranks, steps)."""
     own = np.asarray(own, np.float64)
     steps = own.max(axis=0) + allreduce
     counts = np.broadcast_to(samples, own.shape)
-    return Measured((tuple(range(len(own))),), counts.tolist(), own.tolist(), [steps], [0 * steps], **rest)
+    return measured_of((tuple(range(len(own))),), counts.tolist(), own.tolist(), [steps], [0 * steps], **rest)
 
 
 def apart(own: Any, samples: Any = 8.0, exchange: float = 0.0, **rest: Any) -> Measured:
@@ -167,7 +172,7 @@ def test_both_costs_of_an_allreduce_are_found() -> None:
         return 2 * (size - 1) / size * 0.03 + 2 * (size - 1) * 0.002
 
     own = np.full((8, 6), 0.1)
-    halves = Measured(
+    halves = measured_of(
         groups=Topology.even(8, 2).groups,
         samples=np.full((8, 6), 8).tolist(),
         own=own.tolist(),
@@ -205,7 +210,7 @@ def test_of_exchanges_of_two_sizes_the_bytes_are_told_from_the_rest() -> None:
     assert seconds(profile.predict(2)) == pytest.approx((0.1 + 0.05) / 2, rel=0.02)
 
 
-def test_a_server_that_nobody_waited_for_is_not_taken_to_be_busier_than_it_says() -> None:
+def test_a_server_that_no_group_waited_for_is_not_taken_to_be_busier_than_it_says() -> None:
     profile = Profile.fit([apart(np.full((8, 9), 0.1), exchange=0.01, serve=0.002, nbytes=1000)])
     parts = profile.predict(8).parts
     assert (parts["serve"], parts["link"]) == (0.002, 0.0)
@@ -281,7 +286,7 @@ def test_no_grouping_is_faster_than_a_serial_part_or_any_part_of_it(
     for prediction in found:
         parts = prediction.parts
         assert seconds(prediction) >= max(parts["serve"], parts["link"], parts["head"]) * (1 - 1e-6)
-        assert seconds(prediction) >= max(parts.values()) * 0.9  # the slowest member's chance is corrected for
+        assert seconds(prediction) >= max(parts.values()) * 0.9  # the slowest member's bad luck is corrected for
         estimate = prediction.seconds_per_update
         assert estimate.low <= estimate.value <= estimate.high
     busy = [number for number, each in enumerate(found, 1) if each.bottleneck in ("server", "link")]
@@ -291,12 +296,12 @@ def test_no_grouping_is_faster_than_a_serial_part_or_any_part_of_it(
         assert saturated == min(busy, default=6)
 
 
-def test_what_saturates_binds_and_more_groups_do_not_help() -> None:
+def test_what_saturates_is_the_bottleneck_and_more_groups_do_not_help() -> None:
     own = np.full((8, 10), 0.1)
     queue = np.full((8, 10), 8 * 0.06)  # a server that takes 60 ms: eight groups wait in a row
     exchanges = queue - own
     exchanges[0, 0] = 0.06
-    measured = Measured(
+    measured = measured_of(
         tuple((rank,) for rank in range(8)), np.full((8, 10), 8).tolist(), own.tolist(), queue, exchanges, serve=0.06
     )
     profile = Profile.fit([measured])
@@ -565,11 +570,12 @@ class Tailed(nn.Module):
         self.body, self.head = nn.Linear(2, 4), nn.Linear(4, 1)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self.head(self.body(inputs))
+        outputs: torch.Tensor = self.head(self.body(inputs))
+        return outputs
 
 
 @pytest.mark.parametrize("per_sample", [MS / 40, MS / 4])
-def test_turns_at_a_merged_head_are_counted(monkeypatch: pytest.MonkeyPatch, per_sample: float) -> None:
+def test_accesses_to_a_merged_head_are_counted(monkeypatch: pytest.MonkeyPatch, per_sample: float) -> None:
     cluster = Cluster.even(8, MS, jitter=Jitter("lognormal", 0.2), head_seconds_per_sample=per_sample)
     monkeypatch.setitem(CLUSTERS, "head", cluster)
     profile = Profile.fit([Measured.of(run("head", 8, 240, seed=2, model=Tailed(), merged="head"))])
@@ -591,7 +597,7 @@ def test_a_trace_keeps_its_times_in_a_file_and_old_files_load(tmp_path: Path) ->
         Measured.of(old)
 
 
-def test_the_steps_of_a_group_fill_its_time_but_for_meetings() -> None:
+def test_the_steps_of_a_group_fill_its_time_but_for_synchronization() -> None:
     trace = run("speeds 1:2:4", 4, 200, seed=0)
     steps, work = trace.steps, trace.work
     for group in range(4):

@@ -178,7 +178,7 @@ def test_groups_are_formed_like_with_like(trained: Run) -> None:
         assert each["groups"] == [[[1, 3], [0, 2]]]
 
 
-def test_new_mates_start_with_equal_shares_and_are_measured_again(trained: Run) -> None:
+def test_new_peers_start_with_equal_shares_and_are_measured_again(trained: Run) -> None:
     for each in result(trained, "regrouped"):
         assert [len(split) for split in each["splits"]][:20] == [4] * 12 + [2] * 8
         assert each["splits"][12] == [8, 8]

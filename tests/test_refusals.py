@@ -24,7 +24,7 @@ from lightning_omni.strategy.pytorch_lightning import OmniStrategy
         ({"server": "localhost:80"}, ["server='localhost:80'", "tcp://host:port"]),
         ({"data": "some"}, ["data='some'", '"dynamic" or "static"']),
         ({"heartbeat_timeout": 0.1}, ["heartbeat_timeout=0.1", "at least 2"]),
-        ({"refusals": 0}, ["refusals=0"]),
+        ({"max_nonfinite_pushes": 0}, ["max_nonfinite_pushes=0"]),
     ],
 )
 def test_wrong_arguments_are_refused_at_construction(options: dict[str, Any], words: list[str]) -> None:
@@ -50,8 +50,8 @@ def test_configuration_errors_are_value_errors_and_omni_errors() -> None:
         ({"net": "lbfgs"}, ["LBFGS", "groups=1", "SGD or AdamW"]),
         ({"net": "raw"}, ["raw optimizer.step()", "self.optimizers()"]),
         (
-            {"net": "nan", "strategy": {"groups": 2, "refusals": 4}},
-            ["NaN or infinite", "lower the learning rate", "refusals="],
+            {"net": "nan", "strategy": {"groups": 2, "max_nonfinite_pushes": 4}},
+            ["NaN or infinite", "lower the learning rate", "max_nonfinite_pushes="],
         ),
         ({"trainer": {"val_check_interval": "00:00:01:00"}}, ["val_check_interval", "fraction of the epoch"]),
     ],

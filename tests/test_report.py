@@ -69,7 +69,7 @@ def test_reading_needs_no_scikit_optimize_and_loses_no_probe(monkeypatch: pytest
     read = TuningReport.from_dict(plain)
     assert [each.setting for each in read.rounds[0].search.tried] == [setting for setting, _, _ in FOUND]
     assert read.statement == report().statement
-    plain["rounds"][0]["reasons"] = []  # nobody can be asked
+    plain["rounds"][0]["reasons"] = []  # none can be asked
     assert "4 groups" in TuningReport.from_dict(plain).html()
 
 
@@ -145,7 +145,7 @@ def test_whatever_was_found_can_be_shown(made: object) -> None:
     assert TuningReport.from_dict(again).statement == shown.statement
 
 
-def test_a_look_at_the_step_alone_is_shown_as_that_and_the_search_for_groups_beside_it() -> None:
+def test_a_search_for_the_step_alone_is_shown_as_that_and_the_search_for_groups_beside_it() -> None:
     whole = report(Round(found(), 0, 0.0), Round(smaller(), 1, 60.0))
     step = whole.digests[1]
     assert whole.main == 0
@@ -202,10 +202,10 @@ def test_times_are_relative_to_the_choice_and_product_of_both_efficiencies() -> 
 
 def test_what_a_probe_measured_is_its_samples_over_its_seconds() -> None:
     for observation in found().observations:
-        stretch = observation.measured
-        assert stretch is not None
-        every = [sum(map(sum, stretch.samples)) / len(stretch.groups) / sum(steps) for steps in stretch.steps]
-        assert rate_of(stretch) == pytest.approx(sum(every))
+        segment = observation.measured
+        assert segment is not None
+        every = [sum(map(sum, segment.samples)) / len(segment.groups) / sum(steps) for steps in segment.steps]
+        assert rate_of(segment) == pytest.approx(sum(every))
 
 
 def test_seconds_are_told_only_for_a_target_of_a_loss() -> None:
@@ -256,10 +256,10 @@ def test_a_rate_counts_what_was_trained_in_the_time_that_it_took() -> None:
             now += 0.005
             counted.batch_done(16)
             if batch == 2:
-                counted.rest()
+                counted.pause()
                 now += 0.1  # a validation
                 counted.go()
-        counted.rest()
+        counted.pause()
         trained = counted.take()
         assert trained.samples == 16 * batches
         assert trained.timed == 16 * (batches - 2)

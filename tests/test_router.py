@@ -26,7 +26,7 @@ from test_wire import DEADLINE, Serving, ranks
 from lightning_omni.errors import MalformedMessage, ProtocolError, Refused
 from lightning_omni.protocol import Out, ServerCore
 from lightning_omni.protocol import messages as m
-from lightning_omni.protocol.router import TABLE, Row, Who
+from lightning_omni.protocol.router import TABLE, Role, Row
 from lightning_omni.protocol.service import Payload, Sender, Service, as_tensor
 from lightning_omni.server import Server
 
@@ -86,7 +86,7 @@ def test_a_row_says_whether_a_stranger_is_heard(row: Row) -> None:
     link = trained_link((0, 1), (2,))
     answer = refusal(link, row, b"stranger")
     opens_nothing = ("the key does not match", "this proof opens nothing")
-    if row.who is not Who.STRANGER:
+    if row.role is not Role.STRANGER:
         expect_refusal(answer, "stranger", "Hello first" if row.channel == m.CONTROL else "attach first")
     elif isinstance(answer, m.RefusedMessage):
         assert any(reason in answer.reason for reason in opens_nothing), answer
@@ -98,15 +98,15 @@ def test_a_row_says_which_rank_is_heard(row: Row) -> None:
     early, link = Link(), trained_link((0, 1), (2,))
     early.join(0)
     heard = refusal(early, row, PEERS[row.channel](0))
-    assert says(heard, "in no group") == (row.who in (Who.MEMBER, Who.LEADER) or row.message is m.HeadForward)
+    assert says(heard, "in no group") == (row.role in (Role.MEMBER, Role.LEADER) or row.message is m.HeadForward)
     heard = refusal(link, row, PEERS[row.channel](1))
-    assert says(heard, "does not lead") == (row.who is Who.LEADER or row.message is m.HeadForward)  # with a turn
-    assert says(heard, "only rank 0") == (row.who is Who.RECORDER)
+    assert says(heard, "does not lead") == (row.role is Role.LEADER or row.message is m.HeadForward)  # with access
+    assert says(heard, "only rank 0") == (row.role is Role.RECORDER)
 
 
 @rows
 def test_a_row_says_who_is_heard_after_the_end(row: Row) -> None:
-    if row.who is Who.STRANGER:
+    if row.role is Role.STRANGER:
         return
     lost, over = trained_link((0, 1), (2,)), trained_link((0, 1), (2,))
     lost.core.lose(2, "killed")
@@ -123,7 +123,7 @@ def test_a_row_says_who_is_heard_after_the_end(row: Row) -> None:
         assert link.core.roster.members[rank].last_seen == seen + (row.channel == m.CONTROL)
 
 
-def test_memory_is_set_aside_for_no_member_that_does_not_lead() -> None:
+def test_memory_is_allocated_for_no_member_that_does_not_lead() -> None:
     with pytest.raises(ProtocolError, match="does not lead group 0; only leaders push"):
         trained_link((0, 1), (2,)).core.check_payload(data_peer(1), push_of(gradient(0))[0])
 
@@ -167,8 +167,8 @@ class Told(Service):
 
 
 OWN = (
-    Row(Tell, m.DATA, Who.LEADER, Told, Told.hear, Told.size),
-    Row(AskTold, m.CONTROL, Who.MEMBER, Told, Told.answer, when_over=True),
+    Row(Tell, m.DATA, Role.LEADER, Told, Told.hear, Told.size),
+    Row(AskTold, m.CONTROL, Role.MEMBER, Told, Told.answer, when_over=True),
 )
 
 
@@ -240,7 +240,7 @@ def test_a_row_says_whether_the_memory_of_a_payload_is_used_again(keeps: bool) -
             kept.append(payload)
             return []
 
-    row = Row(Tell, m.DATA, Who.LEADER, Keeping, Keeping.hear, Keeping.size, keeps=keeps)
+    row = Row(Tell, m.DATA, Role.LEADER, Keeping, Keeping.hear, Keeping.size, keeps=keeps)
     link = trained_link((0,), (1,), rows=(row,), services=(Keeping,))
     with closing(Server(link.core)) as server:
         for number in (1.0, 2.0):
@@ -266,6 +266,6 @@ def test_a_table_that_contradicts_itself_is_refused() -> None:
     with pytest.raises(ValueError, match="AskTold, Tell cannot have two"):
         ServerCore(KEY, bytes, rows=(*OWN, *OWN), services=(Told,))
     with pytest.raises(ValueError, match="Heartbeat cannot have two"):
-        ServerCore(KEY, bytes, rows=[Row(m.Heartbeat, m.CONTROL, Who.RANK, Told, Told.answer)], services=(Told,))
+        ServerCore(KEY, bytes, rows=[Row(m.Heartbeat, m.CONTROL, Role.RANK, Told, Told.answer)], services=(Told,))
     with pytest.raises(ValueError, match=r"no service Told; pass it in services="):
         ServerCore(KEY, bytes, rows=OWN)

@@ -22,7 +22,7 @@ from torch import nn
 import lightning_omni
 from lightning_omni import OmniOptimizer, World
 from lightning_omni.methods import AsyncSGD, LocalSGD
-from lightning_omni.optimizer.data import Leases
+from lightning_omni.optimizer.loaders import Leases
 from lightning_omni.optimizer.options import WorldOptions
 from lightning_omni.optimizer.run_state import GroupScope, Live, RollbackPoint, RunScope, RunState, ShardScope
 from lightning_omni.protocol.group import Heard
@@ -49,7 +49,7 @@ class Run:
         self.module.register_buffer("seen", torch.zeros(2))
         self.module.noted = [1.0]
         self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=0.01)
-        self.world = World(1, options=WorldOptions(groups=1, wire_format=TopK()))
+        self.world = World(1, options=WorldOptions(groups=1, wire=TopK()))
         OmniOptimizer(self.optimizer, self.world)
         self.scheduler = torch.optim.lr_scheduler.ConstantLR(self.optimizer)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)

@@ -330,7 +330,7 @@ def test_a_target_is_near_if_it_is_expected_before_the_run_has_lasted_three_time
     tuner = OmniTuner(target=0.88, monitor="val_acc")
     reached = [(10.0 * number, value) for number, value in enumerate(values, 1)]
     tuner.load_state_dict({**tuner.state_dict(), "trained": seconds, "reached": reached})
-    assert tuner._is_near is near
+    assert tuner._ends_soon is near
 
 
 def test_groups_are_judged_at_the_period_with_which_they_would_train() -> None:
@@ -389,7 +389,7 @@ def test_smaller_steps_are_tried_where_several_groups_could_pay_for_them(reducti
 
 def test_there_is_no_other_strategy() -> None:
     with pytest.raises(ConfigurationError, match="search='best'"):
-        Search(JOB, "best")  # type: ignore[arg-type]
+        Search(JOB, "best")
 
 
 # --- The reference batch ----------------------------------------------------------------------------------------------

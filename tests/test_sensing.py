@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from test_server_core import Link, gradient, push_of, trained_link
-from test_statistical import arrivals
+from test_statistical import arrivals, staleness_of
 from test_wire import Serving, ranks
 from torch import Tensor
 from torch.nn import Parameter
@@ -22,7 +23,7 @@ from torch.utils.data import TensorDataset
 from lightning_omni.methods import AsyncSGD, HardSync, LocalSGD, Method, SoftSync
 from lightning_omni.methods.master import describe, hyperparameters_of, resolver
 from lightning_omni.metrics import Staleness
-from lightning_omni.performance.momentum import MomentumSensor
+from lightning_omni.performance.momentum import explicit_momentum
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol import sensing
 from lightning_omni.protocol.layout import Layout
@@ -31,7 +32,7 @@ from lightning_omni.protocol.shard import Shard
 from lightning_omni.simulator import Cluster, Jitter
 from lightning_omni.simulator.run import simulate
 from lightning_omni.simulator.server import SimulatedServer
-from lightning_omni.strategy.watch import Stopwatch, live_metrics
+from lightning_omni.strategy.live_metrics import StepTimes, live_metrics
 
 SHAPES = {"a": (40, 10), "b": (200,)}
 CURVATURE = [torch.logspace(-1, 0, 400).reshape(40, 10), torch.logspace(0, -1, 200)]
@@ -96,7 +97,7 @@ class Quadratic:
             yield self.reading
 
 
-def settled(run: Quadratic, updates: int, groups: int = 1) -> float:
+def steady(run: Quadratic, updates: int, groups: int = 1) -> float:
     readings = list(run.run(updates, groups))
     return float(np.median([reading for reading in readings[150:] if reading is not None]))
 
@@ -114,7 +115,7 @@ def test_one_group_at_a_time_reads_the_explicit_momentum(settings: dict[str, flo
 
 
 @pytest.mark.parametrize("method", [HardSync(), SoftSync(n=1, modulation="none")])
-def test_groups_that_meet_read_the_explicit_momentum(method: Method) -> None:
+def test_groups_with_a_barrier_read_the_explicit_momentum(method: Method) -> None:
     run = Quadratic(sgd(momentum=0.6), method, 4, noise=0.5)
     for _ in range(100):
         clock = run.shard.master.clock
@@ -124,7 +125,7 @@ def test_groups_that_meet_read_the_explicit_momentum(method: Method) -> None:
     assert run.reading == pytest.approx(0.6, abs=0.02)
 
 
-def test_a_group_that_leaves_a_meeting_does_not_spoil_the_reading() -> None:
+def test_a_group_that_leaves_a_synchronization_does_not_spoil_the_reading() -> None:
     run = Quadratic(sgd(momentum=0.6), HardSync(), 2)
     for number in range(100):
         clock = run.shard.master.clock
@@ -133,7 +134,7 @@ def test_a_group_that_leaves_a_meeting_does_not_spoil_the_reading() -> None:
             run.push(1, clock)
         else:  # the update comes without a push
             with torch.no_grad():
-                run.shard.method_side.rest(1)
+                run.shard.method_side.idle(1)
             run.past.append(run.weights)
             run.shard.method_side.resume(1)
     assert run.reading == pytest.approx(0.6, abs=0.02)
@@ -141,21 +142,52 @@ def test_a_group_that_leaves_a_meeting_does_not_spoil_the_reading() -> None:
 
 @pytest.mark.parametrize("groups", [2, 4, 8])
 def test_asynchronous_groups_read_as_momentum(groups: int) -> None:
-    run = Quadratic(sgd(), AsyncSGD(), groups)
-    assert settled(run, 500, groups) == pytest.approx(1 - 1 / groups, abs=0.06)
+    """1 - 1/g without explicit momentum, and (1 - total) = (1 - m) / g with it."""
+    for explicit in (0.0, 0.5):
+        run = Quadratic(sgd(momentum=explicit), AsyncSGD(), groups)
+        read = steady(run, 500, groups)
+        assert read > explicit + 0.1
+        assert read == pytest.approx(1 - (1 - explicit) / groups, abs=0.06)
 
 
-def test_the_server_reads_what_the_metric_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_server_reads_the_total_that_the_explicit_momentum_was_chosen_for() -> None:
+    advice = explicit_momentum(0.9, staleness_of(4))
+    assert advice.momentum == pytest.approx(0.6, abs=0.02)
+    assert steady(Quadratic(sgd(momentum=advice.momentum), AsyncSGD(), 4), 500, 4) == pytest.approx(0.9, abs=0.06)
+
+
+def test_noise_pulls_an_asynchronous_reading_towards_the_middle_but_not_below_the_explicit_momentum() -> None:
+    assert 0.6 < steady(Quadratic(sgd(momentum=0.5), AsyncSGD(), 4, noise=1.0), 500, 4) < 0.875
+
+
+def read_off(past: list[list[Tensor]], pushes: list[tuple[int, list[Tensor]]], lr: float, m: float) -> float:
+    """The same from all weights that there were, push by push: the median of (D' + κ lr g) / (D + κ lr g)."""
+    averages = torch.zeros(2, sum(weight.numel() for weight in past[0]), dtype=torch.float64)
+    flat = [torch.cat([weight.flatten() for weight in weights]).double() for weights in past]
+    for read_at, pushed in pushes:
+        acting = lr / (1 - m) * torch.cat([each.flatten() for each in pushed]).double()
+        steps = torch.stack([flat[read_at + 1] - flat[read_at], flat[read_at] - flat[read_at - 1]])
+        averages = (1 - 1 / sensing.MEMORY) * averages + steps + acting
+    return float((averages[0] / averages[1]).median())
+
+
+def test_weights_that_stand_still_or_break_do_not_spoil_the_reading() -> None:
+    terms = torch.tensor([[0.4, math.nan, 0.0], [1.0, 1.0, 0.0]])
+    assert float(sensing.median_ratio(sensing.averaged(torch.zeros(2, 3), terms, 0.9))) == pytest.approx(0.4)
+    assert math.isnan(float(sensing.median_ratio(torch.zeros(2, 3))))
+
+
+def test_the_server_reads_what_is_read_off_all_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sensing, "RUNS", 75)  # all of the weights
-    run, metric = Quadratic(sgd(momentum=0.5), AsyncSGD(), 4, noise=0.1), MomentumSensor(600, memory=200)
-    metric.update(run.weights, run.gradient(0), 0.1, 0.5)  # the server knows the weights before the first update, too
-    for read_at, clock in itertools.islice(arrivals(4, np.random.default_rng(0)), 300):
+    run = Quadratic(sgd(momentum=0.5), AsyncSGD(), 4, noise=0.1)
+    pushes: list[tuple[int, list[Tensor]]] = []
+    for read_at, _ in itertools.islice(arrivals(4, np.random.default_rng(0)), 300):
         noise = run.generator.get_state()
         pushed = run.gradient(read_at)
         run.generator.set_state(noise)
         run.push(0, read_at)
-        metric.update(run.weights, pushed, 0.1, 0.5, clock - read_at)
-    assert run.reading == pytest.approx(float(metric.compute()), abs=1e-4)
+        pushes += [(read_at, pushed)] * (read_at > 0)  # the step before the first one is not known
+    assert run.reading == pytest.approx(read_off(run.past, pushes, 0.1, 0.5), abs=1e-4)
 
 
 def test_parameter_groups_have_rates_of_their_own() -> None:
@@ -164,7 +196,7 @@ def test_parameter_groups_have_rates_of_their_own() -> None:
         own: list[dict[str, Any]] = [{"params": [first]}, {"params": [second], "lr": 0.5, "weight_decay": 0.01}]
         return torch.optim.SGD(own, lr=0.1, momentum=0.6)
 
-    assert settled(Quadratic(make, AsyncSGD(), 1), 200) == pytest.approx(0.6, abs=0.02)
+    assert steady(Quadratic(make, AsyncSGD(), 1), 200) == pytest.approx(0.6, abs=0.02)
 
 
 def test_a_parameter_without_a_gradient_leaves_the_others_readable() -> None:
@@ -303,8 +335,8 @@ def test_a_server_with_sockets_tells_both() -> None:
 def test_both_are_logged_once_they_are_known() -> None:
     status = trained_link((0, 1), (2,)).core.status(0.0)
     keys = {"omni/serve_time", "omni/total_momentum"}
-    assert not keys & live_metrics(status, Staleness(), Stopwatch()).keys()
+    assert not keys & live_metrics(status, Staleness(), StepTimes()).keys()
     known = msgspec.structs.replace(status, serve_time=0.5, total_momentum=-0.25)
     assert m.decode(m.encode(known), at="rank", channel=m.CONTROL) == known
-    values = live_metrics(known, Staleness(), Stopwatch())
+    values = live_metrics(known, Staleness(), StepTimes())
     assert (values["omni/serve_time"], values["omni/total_momentum"]) == (0.5, -0.25)

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from lightning_omni.device.report import DeviceReport
+from lightning_omni.device.setting import DeviceSetting
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.performance.forecast import Setting
 from lightning_omni.performance.profile import Profile
-from lightning_omni.performance.report import DeviceReport
-from lightning_omni.performance.setting import DeviceSetting
 from lightning_omni.search import Probe
-from lightning_omni.tuner.omni import Order
+from lightning_omni.tuner.omni import Command
 
 DATA = Path(__file__).parent / "data"
 
@@ -40,8 +40,10 @@ def test_a_device_report_of_an_earlier_version_is_read_whole() -> None:
 
 def test_what_rank_0_says_arrives_as_it_was_said() -> None:
     probe = Probe(3, Setting(2, 0.5, 0.1, further=(("wire", "bfloat16"),)), 512, "grid")
-    order = Order(probe, speeds={0: 10.0, 11: 20.5}, by_speed=True, divergence_threshold=2.5, why="it is faster")
-    assert Order.from_text(order.to_text()) == order
+    command = Command(
+        probe.setting, probe, speeds={0: 10.0, 11: 20.5}, by_speed=True, divergence_threshold=2.5, why="it is faster"
+    )
+    assert Command.from_dict(json.loads(json.dumps(command.to_dict()))) == command
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from processes import Process
-from runs import free_port
+from runs import free_port, search_path
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.timeout(240)]
 
@@ -29,7 +29,8 @@ def start() -> Iterator[Start]:
     processes: list[Process] = []
 
     def start(*command: str, **env: str) -> Process:
-        processes.append(Process(command, {"LIGHTNING_OMNI_KEY": None, "OMP_NUM_THREADS": "1", **env}))
+        given = {"LIGHTNING_OMNI_KEY": None, "OMP_NUM_THREADS": "1", "PYTHONPATH": search_path()}
+        processes.append(Process(command, {**given, **env}))
         return processes[-1]
 
     yield start
@@ -44,7 +45,7 @@ def train(start: Start, address: str, key: str) -> Process:
 
 @pytest.fixture
 def closed_port() -> Iterator[int]:
-    """A port that is taken, and on which nobody listens."""
+    """A port that is taken, and on which no process listens."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         yield taken.getsockname()[1]

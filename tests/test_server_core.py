@@ -111,7 +111,7 @@ def seed_of(tree: Any) -> tuple[m.Seed, bytes]:
 
 
 def part_of(parameters: dict[str, Parameter], clock: int = 0) -> dict[str, Any]:
-    names = {parameter: name for name, parameter in parameters.items()}
+    names: dict[Tensor, str] = {parameter: name for name, parameter in parameters.items()}
     weights = {name: parameter.detach() for name, parameter in parameters.items()}
     return {"optimizer": describe(sgd(parameters), names), "weights": weights, "clock": clock}
 
@@ -194,6 +194,7 @@ class Link:
         attach = m.Attach(rank=rank, nonce=bytes([rank % 256]) * 32)
         ((challenge, _),) = self.say(peer, attach, channel=m.DATA)
         proof = m.AttachProof(mac=attach_mac(self.sessions[rank], "rank", attach, challenge.nonce))
+        answer: m.Message
         ((answer, _),) = self.say(peer, proof, channel=m.DATA)
         return answer
 
@@ -395,13 +396,13 @@ def test_a_stranger_is_refused_on_the_data_channel(kind: type[m.Message], data: 
 
 
 @pytest.mark.parametrize("kind", [m.PushMessage, m.Seed])
-def test_no_memory_is_set_aside_for_a_stranger(kind: type[m.Message]) -> None:
+def test_no_memory_is_allocated_for_a_stranger(kind: type[m.Message]) -> None:
     seed = m.Seed(packed=Packed(b"", ()), nbytes=2**40)
     with pytest.raises(ProtocolError, match="attach first"):
         Link().core.check_payload(b"stranger", seed if kind is m.Seed else push_of(gradient(0), nbytes=2**40)[0])
 
 
-def test_no_memory_is_set_aside_for_more_than_the_model(link: Link) -> None:
+def test_no_memory_is_allocated_for_more_than_the_model(link: Link) -> None:
     for nbytes in (0, LAYOUT.nbytes + 1, 2**50, -1):
         with pytest.raises(MalformedMessage, match=f"the push has {nbytes} bytes, {LAYOUT.nbytes} were expected"):
             link.core.check_payload(data_peer(0), push_of(gradient(0), nbytes=nbytes)[0])
@@ -457,7 +458,7 @@ def test_bytes_too_many_for_the_control_channel_are_brought_and_collected(link: 
         (gathered,) = [message for message in link.news(rank) if isinstance(message, m.Gathered)]
         assert (gathered.sizes, gathered.collect) == ((5, len(large), 0), True)
         assert link.data(rank, m.Collect(number=0)) == (m.Collected(nbytes=5 + len(large)), small + large)
-    expect_refusal(link.data(0, m.Collect(number=1))[0], "protocol", "nothing to collect of meeting 1")
+    expect_refusal(link.data(0, m.Collect(number=1))[0], "protocol", "nothing to collect of collective 1")
     answer = link.control(0, m.Contribute(number=1, what="gather", brought=True))
     expect_refusal(answer, "protocol", "has brought nothing")
 
@@ -780,7 +781,7 @@ def test_groups_share_an_epoch_over_the_link(link: Link) -> None:
         (batch,) = link.control(0, m.Draw(epoch=0, generation=1, number=number)).batches
         assert batch.start == {1: 4, 2: 8}[number], "what rank 2 held goes out again"
     link.news(0), link.news(1)
-    question = m.Await(epoch=0, generation=1, trained=3, stretch=0)
+    question = m.Await(epoch=0, generation=1, trained=3, interval=0)
     assert link.control(0, question) == link.control(1, question) == m.Verdict(next="over")
 
 
@@ -800,21 +801,21 @@ def test_a_stop_travels_with_the_weights(link: Link) -> None:
     assert link.data(0, m.Fetch(optimizer=0))[0].stop == "end"
 
 
-# --- Meetings ------------------------------------------------------------------------------------------------------
+# --- Collectives -----------------------------------------------------------------------------------------------------
 
 
 def contribute(link: Link, rank: int, payload: bytes = b"", what: str = "barrier", number: int = 0) -> list[Received]:
     return link.say(control_peer(rank), m.Contribute(number=number, what=what), payload)
 
 
-def test_a_meeting_gives_everyone_everybodys_payload_in_rank_order(link: Link) -> None:
+def test_a_collective_gives_every_rank_all_payloads_in_rank_order(link: Link) -> None:
     assert contribute(link, 2, b"two") == contribute(link, 0, b"zero!") == []
     expected = (m.Gathered(number=0, ranks=(0, 1, 2), sizes=(5, 0, 3)), b"zero!two")
     assert contribute(link, 1) == [expected]
     assert link.inbox[control_peer(0), m.CONTROL] == link.inbox[control_peer(2), m.CONTROL] == [expected]
 
 
-def test_a_meeting_does_not_wait_for_the_dead(link: Link) -> None:
+def test_a_collective_does_not_wait_for_the_dead(link: Link) -> None:
     contribute(link, 0, b"a"), contribute(link, 1, b"b")
     link.deliver(link.core.lose(2, "rank 2 died"))
     notice, gathered = link.news(0)
@@ -836,7 +837,7 @@ def test_what_a_rank_called_before_it_died_is_no_mismatch(link: Link) -> None:
     assert contribute(link, 1)[0][0] == m.Gathered(number=0, ranks=(0, 1), sizes=(0, 0))
 
 
-def test_two_purposes_at_one_meeting_end_the_run_with_a_sentence(link: Link) -> None:
+def test_two_purposes_of_one_collective_end_the_run_with_a_sentence(link: Link) -> None:
     contribute(link, 0, what="barrier")
     contribute(link, 2, what="all_reduce(float32[2])")
     for rank in range(3):
@@ -849,7 +850,7 @@ def test_two_purposes_at_one_meeting_end_the_run_with_a_sentence(link: Link) -> 
     expect_refusal(out.message, "over", "while rank 0 called barrier")
 
 
-def test_meetings_may_overlap(link: Link) -> None:
+def test_collectives_may_overlap(link: Link) -> None:
     contribute(link, 0, number=0), contribute(link, 0, number=1), contribute(link, 1, number=1)
     assert [g.number for g, _ in contribute(link, 2, number=1)] == [1]
     contribute(link, 1, number=0)
@@ -859,7 +860,7 @@ def test_meetings_may_overlap(link: Link) -> None:
 # --- Losses --------------------------------------------------------------------------------------------------------
 
 
-def test_a_silent_rank_is_lost_with_its_group_and_costs_nobody_else() -> None:
+def test_a_silent_rank_is_lost_with_its_group_and_costs_no_other() -> None:
     link = trained_link((0,), (1, 2), (3,))
     for _ in range(4):
         link.tick(TIMEOUT / 2 - 1)
@@ -945,7 +946,7 @@ def test_a_goodbye_with_a_reason_is_a_loss(link: Link) -> None:
     assert link.core.roster.lost == {2: "rank 2 failed: KeyError"}
 
 
-def test_a_goodbye_without_a_reason_is_no_loss_and_nobody_waits_for_it(link: Link) -> None:
+def test_a_goodbye_without_a_reason_is_no_loss_and_no_group_waits_for_it(link: Link) -> None:
     contribute(link, 0), contribute(link, 1)
     assert link.control(2, m.Goodbye()) == m.Acknowledged()
     assert link.news(0) == [m.Gathered(number=0, ranks=(0, 1), sizes=(0, 0))]
@@ -955,7 +956,7 @@ def test_a_goodbye_without_a_reason_is_no_loss_and_nobody_waits_for_it(link: Lin
 
 
 def test_a_run_is_over_when_all_have_left_and_the_next_one_may_come(link: Link) -> None:
-    assert not Link().core.is_over, "nobody came yet"
+    assert not Link().core.is_over, "none came yet"
     for rank in range(3):
         assert not link.core.is_over
         assert link.control(rank, m.Goodbye()) == m.Acknowledged()
@@ -1006,7 +1007,7 @@ SAMPLES: dict[type[m.Message], m.Message] = {
         m.Form(generation=1, groups=((0, 1), (2,)), method={"name": "async_sgd"}),
         m.OpenEpoch(plan=EpochPlan(epoch=0, total=8, batch_size=2, budget=8, trained=((0, 2),))),
         m.Draw(epoch=0, generation=1, number=2),
-        m.Await(epoch=0, generation=1, trained=2, stretch=0),
+        m.Await(epoch=0, generation=1, trained=2, interval=0),
         m.Leave(epoch=0, generation=1, trained=2, stop="end"),
         m.Contribute(number=3, what="barrier"),
         m.Join(ranks=(1,)),

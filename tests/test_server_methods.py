@@ -73,7 +73,7 @@ def answers(link: Link, rank: int) -> list[m.Weights]:
     return [message for message, _ in link.inbox[data_peer(rank), m.DATA]]
 
 
-def test_a_barrier_answers_nobody_before_all_have_pushed() -> None:
+def test_a_barrier_answers_none_before_all_have_pushed() -> None:
     link, _ = link_with(HardSync(), (0,), (1,), (2,))
     assert push(link, 1, gradient(1)) == []
     assert push(link, 0, gradient(0)) == []
@@ -83,7 +83,7 @@ def test_a_barrier_answers_nobody_before_all_have_pushed() -> None:
     assert all(answers(link, rank)[0].staleness == 0 for rank in range(3))
 
 
-def test_a_group_at_a_meeting_is_not_waited_for_until_the_meeting_is_over() -> None:
+def test_a_group_in_a_collective_is_not_waited_for_until_it_is_complete() -> None:
     link, events = link_with(HardSync(), (0,), (1,))
     link.say(control_peer(1), m.Contribute(number=0, what="barrier"))
     assert len(push(link, 0, gradient(0))) == 1
@@ -92,7 +92,7 @@ def test_a_group_at_a_meeting_is_not_waited_for_until_the_meeting_is_over() -> N
     assert [event.kind for event in events] == ["seed", "rest", "push", "rest", "resume", "resume", "push"]
 
 
-def test_a_group_that_comes_to_a_meeting_frees_those_who_wait_for_it() -> None:
+def test_a_group_in_a_collective_frees_those_that_wait_for_it() -> None:
     link, _ = link_with(LocalSGD(), (0,), (1,))
     assert push(link, 0, own(2.0)) == []
     link.say(control_peer(1), m.Contribute(number=0, what="barrier"))
@@ -100,7 +100,7 @@ def test_a_group_that_comes_to_a_meeting_frees_those_who_wait_for_it() -> None:
     assert_same(link.weights(), own(2.0))
 
 
-def test_a_mate_at_a_meeting_does_not_speak_for_its_group() -> None:
+def test_a_peer_in_a_collective_does_not_speak_for_its_group() -> None:
     link, _ = link_with(HardSync(), (0,), (1, 2))
     link.say(control_peer(2), m.Contribute(number=0, what="barrier"))
     assert push(link, 0, gradient(0)) == []
@@ -116,7 +116,7 @@ def test_a_group_that_waits_at_the_end_of_an_epoch_is_not_waited_for() -> None:
     assert push(link, 1, gradient(1), epoch=0, trained=1) == []
     push(link, 0, gradient(0), epoch=0, trained=1)
     assert len(link.control(0, m.Draw(epoch=0, generation=1, number=1, trained=1)).batches) == 1
-    link.say(control_peer(1), m.Await(epoch=0, generation=1, trained=1, stretch=0))
+    link.say(control_peer(1), m.Await(epoch=0, generation=1, trained=1, interval=0))
     assert len(push(link, 0, gradient(2), read_at=1, epoch=0, trained=2)) == 1
 
 
@@ -150,7 +150,7 @@ def test_groups_that_step_their_optimizers_differently_do_not_wait_for_each_othe
     assert len(push(link, 0, gradient(4), optimizer=1)) == 1
 
 
-def test_a_mate_that_asks_after_its_group_has_left_hears_that_there_is_nothing() -> None:
+def test_a_peer_that_asks_after_its_group_has_left_hears_that_there_is_nothing() -> None:
     link, _ = link_with(AsyncSGD(), (0, 1), (2,))
     for rank in range(3):
         link.control(rank, m.OpenEpoch(plan=EpochPlan(epoch=0, total=32, batch_size=2, budget=32)))
@@ -246,7 +246,7 @@ def test_weights_that_are_not_finite_stay_out_of_the_mean_and_their_group_is_tol
     assert_same(link.weights(), own(4.0))
 
 
-def test_nobody_hands_in_twice_nor_for_others() -> None:
+def test_no_rank_hands_in_twice_nor_for_others() -> None:
     link, _ = link_with(Gossip(), (0,), (1, 2))
     average(link, 0, own(1.0))
     ((answer, _),) = average(link, 0, own(1.0))

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,10 @@ def processes(folder: Path, ranks: int, output: Callable[[], str]) -> list[int]:
     files = [folder / f"ready{rank}" for rank in range(ranks)]
     until(lambda: all(file.exists() and file.read_text() for file in files), output)
     return [int(file.read_text()) for file in files]
+
+
+def has_ended(running: Running) -> bool:
+    return not running.survivors
 
 
 def finish(running: Running) -> Run:
@@ -156,5 +161,5 @@ def test_slurm_requeues_a_job_with_groups_and_then_ends_it(tmp_path: Path) -> No
         os.kill(second.process.pid, signal.SIGTERM)
         for each in (first, second):
             assert each.process.wait(60) == TERMINATED
-            until(lambda each=each: not each.survivors, lambda: "processes are left behind", 20)
+            until(partial(has_ended, each), lambda: "processes are left behind", 20)
     assert not (tmp_path / "hpc_ckpt_2.ckpt").exists()

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torchmetrics import CatMetric, MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassRecall
 
-from lightning_omni.optimizer.run_state import Generators, Kept, ShardScope
+from lightning_omni.optimizer.object_snapshot import Generators, ObjectSnapshot
+from lightning_omni.optimizer.run_state import ShardScope
 
 FEW = settings(max_examples=20, deadline=None)
 Parameters = list[dict[str, Any]]
@@ -29,7 +30,7 @@ class Snapshot:
 
     def __init__(self, module: nn.Module, optimizers: list[torch.optim.Optimizer], scalers: Any = ()) -> None:
         seen: dict[int, Any] = {}
-        self.buffers = Kept(seen).keep_values(module.buffers())
+        self.buffers = ObjectSnapshot(seen).keep_values(module.buffers())
         self.shard = ShardScope.of(module, optimizers, scalers, seen)
 
     def restore(self) -> None:
@@ -195,7 +196,7 @@ def test_weights_are_put_back_where_they_are_so_that_views_of_them_see_it() -> N
     assert torch.equal(flat, was.view(-1))
 
 
-def test_what_a_snapshot_holds_is_nobody_elses() -> None:
+def test_what_a_snapshot_holds_belongs_to_no_other() -> None:
     module = nn.BatchNorm1d(2)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     train_on = torch.tensor([[1.0, 2.0], [3.0, 5.0]])
@@ -219,7 +220,7 @@ def test_buffers_of_any_kind_come_back_even_if_they_were_replaced(kinds: list[to
     for number, kind in enumerate(kinds):
         module.register_buffer(f"b{number}", torch.tensor([0, 1, 3]).to(kind))
     module.register_buffer("none", None)
-    module.register_buffer("wide", torch.ones(1, 1).expand(3, 3))  # to which nobody can write
+    module.register_buffer("wide", torch.ones(1, 1).expand(3, 3))  # to which none can write
     own, snapshot = dict(module.named_buffers()), Snapshot(module, [])
     was = [each.tolist() for each in own.values()]
     for number in range(len(kinds)):
@@ -416,7 +417,7 @@ def test_other_objects_are_left_to_themselves() -> None:
     snapshot.restore()
     assert module.things == [thing]
     assert thing.count == 3
-    assert len(module._forward_hooks) == 1  # somebody else's
+    assert len(module._forward_hooks) == 1  # of other code
     handle.remove()
 
 

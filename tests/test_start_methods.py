@@ -14,10 +14,10 @@ from runs import Run, Running
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.optimizer.data import lease
+from lightning_omni.optimizer.loaders import lease
 from lightning_omni.strategy.pytorch_lightning import OmniStrategy
 
-OPTIONS = {"accelerator": "cpu", "devices": 2, "logger": False, "enable_checkpointing": False}
+OPTIONS: dict[str, Any] = {"accelerator": "cpu", "devices": 2, "logger": False, "enable_checkpointing": False}
 
 
 def check(result: dict[str, Any]) -> None:
@@ -96,7 +96,7 @@ def test_a_copy_of_a_leased_loader_is_the_loader_that_it_was_made_of() -> None:
 def test_names_of_the_registry_ask_for_groups_and_start_methods(name: str, groups: int | None, launcher: str) -> None:
     strategy = Trainer(strategy=name, **{**OPTIONS, "devices": 8}).strategy
     assert isinstance(strategy, OmniStrategy)
-    assert (strategy._omni_options["groups"], type(strategy.launcher).__name__) == (groups, launcher)
+    assert (strategy._world_options.groups, type(strategy.launcher).__name__) == (groups, launcher)
 
 
 def test_the_environment_asks_for_what_is_not_passed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,11 +105,12 @@ def test_the_environment_asks_for_what_is_not_passed(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("LIGHTNING_OMNI_DATA", "static")
     strategy = Trainer(strategy="omni", **OPTIONS).strategy
     assert isinstance(strategy, OmniStrategy)
-    assert strategy._omni_options["groups"] == 2
-    assert strategy._omni_options["method"] == "diloco:period=7"
-    assert strategy._data == "static"
+    assert strategy._world_options.groups == 2
+    assert strategy._world_options.method == "diloco:period=7"
+    assert strategy.epochs.data.kind == "static"
     explicit = OmniStrategy(groups=1, method="async_sgd", data="dynamic")
-    assert (explicit._groups, explicit._omni_options["method"], explicit._data) == (1, "async_sgd", "dynamic")
+    options = explicit._world_options
+    assert (options.groups, options.method, explicit.epochs.data.kind) == (1, "async_sgd", "dynamic")
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,7 @@ class Run:
         self.follow(group)
 
     def follow(self, group: int) -> None:
-        """The server is told of the group's parameter groups, as `lightning_omni.optimizer.structure` does."""
+        """The server is told of the group's parameter groups, as `lightning_omni.optimizer.parameter_groups` does."""
         replica = self.replicas[group]
         known = len(replica.ordered)
         held = [parameter for each in replica.optimizer.param_groups for parameter in each["params"]]
@@ -199,7 +199,7 @@ class Run:
         replies = self.shard.push(
             group, m.PushMessage.of(need, 0, present, layout.nbytes, -1, 0, layout.version), payload
         )
-        payload.fill_(255)  # NaN: whoever kept a part of it is found out
+        payload.fill_(255)  # NaN: code that kept a part of it is found out
         assert replies is not None
         self._deliver(replies)
 
@@ -214,19 +214,20 @@ class Run:
         with lent(layout.views(buffer) if pull else []) as tensors:
             self._send(group, Pulled(tensors, self.shard.master.clock, note))
 
-    def meet(self, *groups: int) -> None:
-        """These groups rest, in this order as far as they are free to."""
+    def synchronize(self, *groups: int) -> None:
+        """These groups become idle, in this order as far as they are free to."""
         left = list(groups)
         while left:
             group = next(group for group in left if group not in self.waiting)
             left.remove(group)
             with torch.no_grad():
-                self._deliver(self.shard.method_side.rest(group))
+                self._deliver(self.shard.method_side.idle(group))
 
     # --- What is the case --------------------------------------------------------------------------------------------
 
     def everything(self) -> list[Tensor]:
-        return [weight.clone() for side in (self.shard.master, *self.replicas) for weight in side.weights()]
+        of_replicas = [weight for replica in self.replicas for weight in replica.weights()]
+        return [weight.clone() for weight in (*self.shard.master.weights(), *of_replicas)]
 
 
 def assert_equal(one: list[Tensor], other: list[Tensor]) -> None:
@@ -301,13 +302,13 @@ def test_a_slow_group_goes_on_without_what_it_does_not_know_and_takes_it_up_late
     run = Run(method, 3)
     for group in ORDER:
         run.compute(group)
-    run.meet(2, 1, 0)
+    run.synchronize(2, 1, 0)
     for group in (0, 1):
         run.shard.method_side.resume(group)
         run.add(group, 1)
     for group in (0, 1) * 6:
         run.compute(group)
-    run.meet(0, 1)
+    run.synchronize(0, 1)
     assert len(run.shard.layout.specs) == 2
     assert len(run.shard.layout_of(2).specs) == 1
     run.shard.method_side.resume(2)
@@ -322,7 +323,7 @@ def test_a_slow_group_goes_on_without_what_it_does_not_know_and_takes_it_up_late
         run.shard.method_side.resume(group)
     for group in ORDER:
         run.compute(group)
-    run.meet(0, 1, 2)
+    run.synchronize(0, 1, 2)
     assert all(torch.isfinite(weight).all() for weight in run.everything())
     assert [len(replica.ordered) for replica in run.replicas] == [2, 2, 2]
 
@@ -333,7 +334,7 @@ def test_the_mean_of_weights_is_that_of_those_who_have_the_parameter() -> None:
     run.add(1, 1)
     for group in range(3):
         run.compute(group)
-    mine = [torch.optim.SGD([each := Parameter(run.all[1].clone())], lr=0.1) and each for _ in range(2)]
+    mine = [Parameter(run.all[1].clone()) for _ in range(2)]
     for group, parameter in enumerate(mine):
         gradient = pull(run.all[:2], group, 0)[1]
         parameter.data.sub_(gradient, alpha=0.1)

@@ -100,7 +100,7 @@ class Group:
         method = m.method_to_wire(self.method)
         form = m.Form(generation=1, groups=tuple(groups), method=method)
         assert self.control.request(form, m.Formed, timeout=DEADLINE).incarnation == 1
-        names = {parameter: name for name, parameter in self.parameters.items()}
+        names: dict[Tensor, str] = {parameter: name for name, parameter in self.parameters.items()}
         weights = {name: parameter.detach() for name, parameter in self.parameters.items()}
         optimizer = describe(self.replica.optimizer, names) if self.method.steps_at == "server" else None
         part = {"optimizer": optimizer, "weights": weights, "clock": 0}
@@ -110,8 +110,8 @@ class Group:
     @torch.no_grad()
     def step(self, seed: int) -> None:
         """One gradient, and all that follows."""
-        chance = torch.Generator().manual_seed(seed)
-        tensors = [torch.randn(parameter.shape, generator=chance) for parameter in self.parameters.values()]
+        rng = torch.Generator().manual_seed(seed)
+        tensors = [torch.randn(parameter.shape, generator=rng) for parameter in self.parameters.values()]
         action = self.core.gradient(0, Gradient(tensors, hyperparameters_of(self.replica.optimizer)))
         while not isinstance(action, NextGradient):
             action = self.core.answer(0, self.do(action))
@@ -147,7 +147,7 @@ def test_a_rank_with_another_key_is_refused_and_one_with_the_key_let_in(serving:
     layout = Layout.of({"w": torch.zeros(2)})
     with pytest.raises((Refused, ConnectionLost)) as refused:
         serving.join(0, 1, layout, key=b"x" * 32)
-    assert refused.type is Refused
+    assert type(refused.value) is Refused
     assert refused.value.code == "key"
     control = serving.join(0, 1, layout)
     assert control.request(m.AskStatus(), m.Status, timeout=DEADLINE).clock == 0
@@ -189,9 +189,9 @@ def test_a_push_larger_than_any_frame_and_its_answer_arrive_whole(serving: Servi
     group.form([(0,)])
     own = [parameter.detach().clone() for parameter in group.parameters.values()]
     group.step(seed=3)
-    chance = torch.Generator().manual_seed(3)
+    rng = torch.Generator().manual_seed(3)
     for weight, mine in zip(own, group.parameters.values(), strict=True):
-        weight.sub_(0.1 * torch.randn(weight.shape, generator=chance))
+        weight.sub_(0.1 * torch.randn(weight.shape, generator=rng))
         torch.testing.assert_close(mine.detach(), weight)
     assert group.data.moved >= 2 * group.layout.nbytes > LARGE
 
@@ -213,7 +213,7 @@ def test_a_rank_that_says_goodbye_is_not_lost(serving: Serving) -> None:
     assert serving.core.roster.gone == {1}
 
 
-def test_a_group_that_was_not_announced_joins_and_trains_and_is_missed_by_nobody_when_it_ends(serving: Serving) -> None:
+def test_a_group_that_was_not_announced_joins_and_trains_and_is_missed_by_none_when_it_ends(serving: Serving) -> None:
     first, second = two(serving)
     late = Group(serving, 4, 0)
     joined = late.control.request(m.Join(ranks=(4,), name="guest"), m.Joined, timeout=DEADLINE)

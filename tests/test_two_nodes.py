@@ -14,12 +14,13 @@ from pathlib import Path
 
 import pytest
 from processes import Process
+from runs import search_path
 
 SCRIPT = Path(__file__).parent / "scripts" / "regression.py"
 LINK = "veth0"
 ADDRESSES = ("10.213.0.1", "10.213.0.2")
 PORT = 29500
-ENVIRONMENT = {"GLOO_SOCKET_IFNAME": LINK, "OMP_NUM_THREADS": "1", "LOGLEVEL": "INFO"}
+ENVIRONMENT = {"GLOO_SOCKET_IFNAME": LINK, "OMP_NUM_THREADS": "1", "LOGLEVEL": "INFO", "PYTHONPATH": search_path()}
 START = 150.0
 """Seconds for two torchruns with two workers each to import what they need and to train, on a busy machine."""
 SOON, HEARTBEAT = 60.0, 120.0

@@ -34,7 +34,7 @@ from lightning_omni.protocol.layout import Layout
 from lightning_omni.server import ControlConnection, DataConnection, Server, ServerProcess
 from lightning_omni.server.frames import CHUNK, Assembly, chunks
 from lightning_omni.server.keys import new_key
-from lightning_omni.server.process import Settings
+from lightning_omni.server.process import ServerSettings
 
 KEY = bytes(range(32))
 DEADLINE = 20.0
@@ -42,7 +42,7 @@ DEADLINE = 20.0
 
 
 def eventually(is_true: Callable[[], bool]) -> bool:
-    """Looks again and again until it is true, or for too long."""
+    """Polls until it is true, or for too long."""
     deadline = time.monotonic() + DEADLINE
     while not is_true():
         if time.monotonic() > deadline:
@@ -78,7 +78,9 @@ class Rank:
         form = m.Form(generation=1, groups=groups, method=m.method_to_wire(AsyncSGD()))
         self.control.request(form, m.Formed, timeout=DEADLINE)
         parameters = [Parameter(torch.arange(int(spec.shape[0])) / 7) for spec in self.layout.specs]
-        names = {parameter: spec.name for parameter, spec in zip(parameters, self.layout.specs, strict=True)}
+        names: dict[Tensor, str] = {
+            parameter: spec.name for parameter, spec in zip(parameters, self.layout.specs, strict=True)
+        }
         weights = {name: parameter.detach() for parameter, name in names.items()}
         part = {"optimizer": describe(sgd(parameters), names), "weights": weights, "clock": 0}
         packed, buffer = pack({"parts": [part]})
@@ -163,7 +165,7 @@ def serving() -> Iterator[Serving]:
 
 @pytest.fixture
 def plain() -> Iterator[Serving]:
-    """A server that anybody can talk to, without encryption."""
+    """A server that any process can talk to, without encryption."""
     server = Serving(encryption="off")
     yield server
     server.stop()
@@ -222,7 +224,7 @@ def test_weights_and_snapshots_are_of_one_moment_while_others_push(serving: Serv
         parameters = first.begin((0,), (1,))
         failed: list[BaseException] = []
 
-        def look() -> None:
+        def poll() -> None:
             try:
                 for _ in range(20):
                     answer, payload = second.data.exchange(m.Fetch(optimizer=0), m.Weights)
@@ -231,7 +233,7 @@ def test_weights_and_snapshots_are_of_one_moment_while_others_push(serving: Serv
                 failed.append(error)
 
         seen: dict[int, Tensor] = {}
-        thread = threading.Thread(target=look)
+        thread = threading.Thread(target=poll)
         thread.start()
         optimizer, history = sgd(parameters), [[p.detach().clone() for p in parameters]]
         step = 0
@@ -263,11 +265,11 @@ def test_a_refused_payload_does_not_spoil_the_next_one(serving: Serving) -> None
 
 
 @pytest.mark.parametrize("size", [1000, 100_000])
-def test_meetings_carry_each_ranks_bytes(serving: Serving, size: int) -> None:
+def test_collectives_carry_each_ranks_bytes(serving: Serving, size: int) -> None:
     with ranks(serving.address, 3) as joined:
         answers: dict[int, list[bytes]] = {}
 
-        def meet(rank: int) -> None:
+        def synchronize(rank: int) -> None:
             control, data, payload = joined[rank].control, joined[rank].data, bytes([rank]) * size * rank
             if brought := len(payload) > m.LARGEST_INLINE:
                 data.exchange(
@@ -281,7 +283,7 @@ def test_meetings_carry_each_ranks_bytes(serving: Serving, size: int) -> None:
                 parts = [part.numpy().tobytes() for part in whole.split(list(gathered.sizes))]
             answers[rank] = parts
 
-        threads = [threading.Thread(target=meet, args=(rank,)) for rank in range(3)]
+        threads = [threading.Thread(target=synchronize, args=(rank,)) for rank in range(3)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -375,7 +377,7 @@ def test_garbage_is_refused_and_counted_and_harms_no_exchange(plain: Serving) ->
             finished.set()
             thread.join()
         assert eventually(lambda: plain.core.strangers >= 100)
-        assert control.poll(DEADLINE * 1000)
+        assert control.poll(int(DEADLINE * 1000))
         refusal = m.decode(control.recv_multipart()[0], at="rank", channel=m.CONTROL)
         assert isinstance(refusal, m.RefusedMessage)
         assert eventually(lambda: rank.control.status is not None and rank.control.status.strangers >= 100)
@@ -397,7 +399,7 @@ def test_bytes_that_are_not_even_zeromq_harm_no_exchange(serving: Serving) -> No
 def test_a_stranger_on_the_data_channel_is_refused_as_a_stranger_once(plain: Serving, message: m.Message) -> None:
     with raw_dealer(plain.data_address) as dealer:
         dealer.send(m.encode(message))
-        assert dealer.poll(DEADLINE * 1000)
+        assert dealer.poll(int(DEADLINE * 1000))
         answer = m.decode(dealer.recv_multipart()[0], at="rank", channel=m.DATA)
     assert (answer.code, plain.core.strangers) == ("stranger", 1)
 
@@ -414,7 +416,8 @@ def test_the_secret_of_another_process_attaches_nothing_and_its_owner_keeps_its_
 
 
 def test_another_key_is_refused_with_and_without_encryption(serving: Serving, plain: Serving) -> None:
-    for server, options in ((serving, {}), (plain, {"encryption": "off"})):
+    ways: tuple[tuple[Serving, dict[str, Any]], ...] = ((serving, {}), (plain, {"encryption": "off"}))
+    for server, options in ways:
         with pytest.raises(Refused, match="the same key") as refusal:
             Rank(server.address, key=new_key(), connect_timeout=1.0, **options)
         assert refusal.value.code == "key"
@@ -573,7 +576,7 @@ def test_an_address_that_is_none_is_refused_before_anything_is_tried(address: st
 
 
 def test_a_server_that_cannot_be_reached_is_reported_in_time() -> None:
-    with socket.socket() as taken:  # and nobody listens
+    with socket.socket() as taken:  # and no process listens
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
         began = time.monotonic()
@@ -604,7 +607,7 @@ def test_a_rank_that_waits_is_told_when_the_server_disappears() -> None:
 # --- The server's own process --------------------------------------------------------------------------------------
 
 
-def settings(**changes: Any) -> Settings:
+def settings(**changes: Any) -> ServerSettings:
     fields = {
         "key": KEY.hex(),
         "host": "127.0.0.1",
@@ -614,11 +617,11 @@ def settings(**changes: Any) -> Settings:
         "threads": 1,
         "allow_optimizers": (),
     }
-    return Settings(**{**fields, **changes})
+    return ServerSettings(**{**fields, **changes})
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process lives; one that nobody has reaped yet does not."""
+    """Whether a process lives; one that was not reaped yet does not."""
     try:
         os.kill(pid, 0)
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -674,8 +677,8 @@ def test_a_server_process_that_cannot_listen_says_why() -> None:
 PARENT = """
 import sys, msgspec
 from lightning_omni.server import ServerProcess
-from lightning_omni.server.process import Settings
-process = ServerProcess(msgspec.json.decode(sys.argv[1], type=Settings))
+from lightning_omni.server.process import ServerSettings
+process = ServerProcess(msgspec.json.decode(sys.argv[1], type=ServerSettings))
 print(process._process.pid, process.address(), flush=True)
 sys.stdin.read()
 """

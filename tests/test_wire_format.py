@@ -158,7 +158,7 @@ def test_a_server_takes_pushes_in_the_format_that_the_groups_were_formed_with() 
     ],
     ids=["more than came", "fewer than none", "a place that is none", "a piece is missing", "nothing follows"],
 )
-def test_a_payload_that_cannot_be_decoded_is_refused_and_counted_and_harms_nobody(
+def test_a_payload_that_cannot_be_decoded_is_refused_and_counted_and_harms_no_rank(
     spoil: Callable[[bytes], bytes],
 ) -> None:
     link = sparse_link()
@@ -166,7 +166,7 @@ def test_a_payload_that_cannot_be_decoded_is_refused_and_counted_and_harms_nobod
     message, payload = sparse_push()
     bad = spoil(payload)
     answer, _ = link.data(2, msgspec.structs.replace(message, nbytes=len(bad)), bad)
-    expect_refusal(answer, "malformed", "bytes are no push in the wire format topk: ")
+    expect_refusal(answer, "malformed", "bytes are no push in the wire format largest: ")
     assert (link.core.strangers, link.core.clock) == (1, 0)
     assert all(map(torch.equal, before, link.weights()))
     assert link.data(2, *sparse_push())[0].applied
@@ -189,7 +189,7 @@ def test_whatever_comes_as_a_payload_is_a_push_or_a_counted_refusal(payloads: li
 
 
 @pytest.mark.parametrize("nbytes", [7, 8 + 16 * 2 + 1, 1 << 50])
-def test_a_payload_larger_or_smaller_than_any_is_refused_before_memory_is_set_aside(nbytes: int) -> None:
+def test_a_payload_larger_or_smaller_than_any_is_refused_before_memory_is_allocated(nbytes: int) -> None:
     link = sparse_link()
     message, _ = sparse_push()
     with pytest.raises(MalformedMessage, match=f"the push has {nbytes} bytes, 8 to 40 were expected"):
@@ -199,8 +199,11 @@ def test_a_payload_larger_or_smaller_than_any_is_refused_before_memory_is_set_as
 @pytest.mark.parametrize(
     ("plain", "says"),
     [
-        ({"name": "telepathy"}, "unknown wire format 'telepathy'; known are raw, topk; a server of its own is told of"),
-        ({"name": "topk", "fraction": "half"}, "wire format topk: Expected `float`"),
+        (
+            {"name": "telepathy"},
+            "unknown wire format 'telepathy'; known are raw, both_ways, int8, bf16, fp16, topk, largest; a",
+        ),
+        ({"name": "largest", "fraction": "half"}, "wire format largest: Expected `float`"),
         ({}, "unknown wire format None"),
     ],
 )
@@ -232,15 +235,14 @@ def test_formats_are_registered_by_name_and_imported_by_path() -> None:
 
 
 def squares(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    return (model(batch[0]) - batch[1]).square().mean()
+    difference: Tensor = model(batch[0]) - batch[1]
+    return difference.square().mean()
 
 
-def simulated(wire: WireFormat, method: str = "async_sgd", **options: Any) -> Trace:
+def simulated(wire: Any, method: str = "async_sgd", **options: Any) -> Trace:
     model, data, make = problem()
     cluster = Cluster.even(3, jitter=Jitter("exponential"), link=NetworkLink(bandwidth=100.0))
-    return simulate(
-        method, 3, cluster, model, data, optimizer=make, loss=squares, batch_size=4, wire_format=wire, **options
-    )
+    return simulate(method, 3, cluster, model, data, optimizer=make, loss=squares, batch_size=4, wire=wire, **options)
 
 
 def problem() -> tuple[nn.Module, TensorDataset, Callable[[Any], torch.optim.Optimizer]]:
@@ -262,30 +264,31 @@ def test_a_format_trains_when_simulated_and_its_smaller_pushes_take_less_time(me
 def test_a_simulated_run_in_any_format_is_replayed_bit_for_bit() -> None:
     events: list[Event] = []
     trace = simulated(TOPK, max_updates=30, batched=False, record=events.append)
-    assert events[0].wire_format == {"name": "topk", "fraction": 0.25}
+    assert events[0].wire_format == {"name": "largest", "fraction": 0.25}
     model, data, make = problem()
     samples = Samples(data, seed=0)
     again = replay(events, model, squares, lambda *where: samples.batch(samples.at(*where)), make)
     assert all((again.weights[name].numpy() == weight).all() for name, weight in trace.weights.items())
     regrouped = [*events, msgspec.structs.replace(events[0], kind="form", clock=trace.updates)]
-    with pytest.raises(ConfigurationError, match="what the groups before had not pushed yet in their wire format topk"):
+    with pytest.raises(ConfigurationError, match="had not pushed yet in their wire format largest"):
         replay(regrouped, model, squares, lambda *where: samples.batch(samples.at(*where)), make)
 
 
 # --- For real --------------------------------------------------------------------------------------------------------
 
 
-def test_through_a_real_server_and_other_groups_nothing_given_is_lost_or_sent_twice() -> None:
+@pytest.mark.parametrize("wire", ["", "int8"], ids=["a test's own", "int8"])
+def test_through_a_real_server_and_other_groups_nothing_given_is_lost_or_sent_twice(wire: str) -> None:
     """Four groups, two, one and two again, a gradient that is refused, and a checkpoint's worth of state on the way."""
-    finished = run("formats.py")
+    finished = run("formats.py", {"wire": wire})
     ranks = [finished.results[rank] for rank in range(4)]
     assert all(result["weights"] == ranks[0]["weights"] for result in ranks)
     assert ranks[0]["gathered"]
     assert [bool(result["residual"]) for result in ranks] == [True, False, True, False]
     for place, weight in enumerate(ranks[0]["weights"]):
         total = sum(torch.tensor(result["given"][place], dtype=torch.float64) for result in ranks)
-        owed = sum(torch.tensor(result["residual"][place], dtype=torch.float64) for result in ranks[::2])
+        owed = torch.tensor([result["residual"][place] for result in ranks[::2]], dtype=torch.float64).sum(0)
         assert bool(owed.any())
         torch.testing.assert_close(torch.tensor(weight, dtype=torch.float64), -0.1 * (total - owed))
     assert finished.output.count("the checkpoint holds what its groups had not pushed yet") == 1
-    assert "training has ended, and of what group 1 was to push with optimizer 0 a rest" in finished.output
+    assert "training has ended, and of what group 1 was to push with optimizer 0 a remainder" in finished.output

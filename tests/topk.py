@@ -13,7 +13,7 @@ from lightning_omni.protocol.wire_format import Encoded, Memory, State, WireForm
 
 
 @register
-class TopK(WireFormat, frozen=True, kw_only=True, tag="topk"):
+class TopK(WireFormat, frozen=True, kw_only=True, tag="largest"):
     """A count, the places of so many numbers among all that are there, and these; as float64, so as to round nothing.
 
     Attributes:

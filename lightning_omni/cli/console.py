@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Column, Table
 from rich.text import Text
 
 INTERRUPTED = 130
@@ -33,6 +34,30 @@ def show(wide: RenderableType, tall: RenderableType | None = None) -> None:
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console = Console(width=max(needed, 80))
     console.print(wide if tall is None or needed <= console.width else tall)
+
+
+def table_of(
+    rows: Sequence[Mapping[str, str]],
+    left: Container[str],
+    heads: Sequence[str] = (),
+    title: str | None = None,
+    bold: int | None = None,
+) -> Table:
+    """A table with a row for each mapping from heads to cells.
+
+    Args:
+        rows: the cells; what one has not is a dash.
+        left: heads of the columns that stand at the left, the others at the right.
+        heads: which columns; all by default.
+        title: above the table.
+        bold: number of the row that stands out.
+    """
+    heads = heads or list(dict.fromkeys(head for row in rows for head in row))
+    columns = [Column(head, justify="left" if head in left else "right", no_wrap=True) for head in heads]
+    table = Table(*columns, title=title)
+    for place, row in enumerate(rows):
+        table.add_row(*(Text(row.get(head, "-")) for head in heads), style="bold" if place == bold else None)
+    return table
 
 
 def say(line: str) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
 from lightning_omni.cli.console import progress_bar, say, show
 from lightning_omni.cli.units import Quantity, seconds_of
 from lightning_omni.errors import ConfigurationError
+from lightning_omni.palette import check_can_draw
 
 
 def device(
@@ -79,5 +79,5 @@ def _check_files(*paths: Path | None) -> None:
             raise ConfigurationError(
                 f"{str(path)!r}: there is no folder {str(path.parent)!r}; make it, or name another"
             )
-    if paths[1] is not None and importlib.util.find_spec("matplotlib") is None:
-        raise ConfigurationError("pictures need matplotlib; install it with: pip install 'lightning-omni[plot]'")
+    if paths[1] is not None:
+        check_can_draw()

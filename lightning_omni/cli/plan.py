@@ -1,14 +1,14 @@
-"""``lightning-omni plan``: machines that nobody has yet, from what was measured on some: groups, speed, time."""
+"""``lightning-omni plan``: machines yet to be had, from what was measured on some: groups, speed, time."""
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from pathlib import Path
 
 from lightning_omni.cli.console import say, show, tell
-from lightning_omni.cli.units import Quantity, rate_of, seconds_of
+from lightning_omni.cli.units import Quantity, check_above_zero, rate_of, seconds_of
 from lightning_omni.errors import ConfigurationError
+from lightning_omni.palette import check_can_draw
 
 
 def plan(
@@ -37,13 +37,13 @@ def plan(
         lr: Learning rate that suits a single group. None for the file's; if it has none, rates are multiples of it.
         out: Folder for a picture.
     """
-    _check_numbers(samples=samples, lr=lr)
+    check_above_zero({"samples": samples, "lr": lr})
     if batch_size is not None and not 1 <= batch_size < math.inf:
         raise ConfigurationError(f"--batch-size {batch_size}: pass a number of samples, 1 or more")
     if momentum is not None and not 0 <= momentum < 1:
         raise ConfigurationError(f"--momentum {momentum}: pass a number from 0 up to 1, without 1")
-    if out is not None and importlib.util.find_spec("matplotlib") is None:
-        raise ConfigurationError("--out: pictures need matplotlib; install it with: pip install 'lightning-omni[plot]'")
+    if out is not None:
+        check_can_draw("--out: ")
     rate = None if bandwidth is None else rate_of("--bandwidth", bandwidth)
     delay = None if latency is None else seconds_of("--latency", latency)
     from lightning_omni.cli import planning as of  # not above: --help is not to wait for torch
@@ -58,9 +58,3 @@ def plan(
     if out is not None:
         say(f"picture: {of.draw(planned, out)}")
     return 0
-
-
-def _check_numbers(**given: float | None) -> None:
-    for name, value in given.items():
-        if value is not None and not 0 < value < math.inf:
-            raise ConfigurationError(f"--{name.replace('_', '-')} {value}: pass a number above 0")

@@ -12,12 +12,13 @@ from typing import Any
 
 from rich.console import Group
 from rich.table import Table
-from rich.text import Text
 
+from lightning_omni.cli.console import table_of
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.palette import CHOSEN, EXPECTED
+from lightning_omni.palette import CHOSEN, EXPECTED, new_figure, plot_interval
 from lightning_omni.performance.forecast import SampleEfficiency, Scaling, Setting, Theory, TrialResult
 from lightning_omni.performance.profile import Prediction, Profile
+from lightning_omni.performance.statistical import Estimate
 from lightning_omni.report import TuningReport
 from lightning_omni.report.digest import duration
 from lightning_omni.search import Search
@@ -254,24 +255,21 @@ class Plan:
 
 def table(plan: Plan, samples: float | None) -> Table:
     """A row for each number of groups."""
-    return _table_of(plan, samples, _heads(plan, samples), _title(plan))
+    return _table_of(plan, _rows(plan, samples), title=_title(plan))
 
 
 def tall_table(plan: Plan, samples: float | None) -> Group:
     """The same for narrow terminals: the hardware, and below it what becomes of training."""
-    heads = _heads(plan, samples)
-    upper = _table_of(plan, samples, heads[:5], _title(plan))
-    return Group(upper, _table_of(plan, samples, ["groups", *heads[5:]]))
+    rows = _rows(plan, samples)
+    first, *heads = rows[0]
+    upper = _table_of(plan, rows, [first, *heads[:4]], _title(plan))
+    return Group(upper, _table_of(plan, rows, [first, *heads[4:]]))
 
 
-def _table_of(plan: Plan, samples: float | None, heads: Sequence[str], title: str | None = None) -> Table:
-    made = Table(title=title)
-    for head in heads:
-        made.add_column(head, justify="left" if head in ("batches", "bottleneck") else "right", no_wrap=True)
-    for row in plan.rows:
-        cells = dict(zip(_heads(plan, samples), _cells(plan, row, samples), strict=True))
-        made.add_row(*(Text(cells[head]) for head in heads), style="bold" if row is plan.best else None)
-    return made
+def _table_of(
+    plan: Plan, rows: Sequence[Mapping[str, str]], heads: Sequence[str] = (), title: str | None = None
+) -> Table:
+    return table_of(rows, ("batches", "bottleneck"), heads, title, bold=plan.rows.index(plan.best))
 
 
 def _title(plan: Plan) -> str:
@@ -279,25 +277,22 @@ def _title(plan: Plan) -> str:
     return f"{profile.ranks} ranks, {_speeds(profile)}"
 
 
-def _heads(plan: Plan, samples: float | None) -> list[str]:
-    heads = ["groups", "batches", "samples/s", "ms/update", "bottleneck", "samples", "time"]
-    return [*heads, *(["hours"] if samples is not None else []), "momentum", "lr" if plan.has_lr else "lr / yours"]
-
-
-def _cells(plan: Plan, row: PlanRow, samples: float | None) -> list[str]:
+def _rows(plan: Plan, samples: float | None) -> list[dict[str, str]]:
     fewest = min(each.efficiency[0] for each in plan.rows if not each.diverges)
-    setting, prediction = row.setting, row.prediction
     return [
-        f"{'★ ' if row is plan.best else ''}{setting.groups}",
-        "proportional" if setting.rebalance else "equal",
-        str(prediction.samples_per_second),
-        f"{1000 * prediction.seconds_per_update.value:.4g}",
-        _BOTTLENECKS[prediction.bottleneck],
-        "diverges" if row.diverges else f"{math.exp(row.efficiency[0] - fewest):.2f}×",
-        f"{plan.relative(row):.2f}×",
-        *([f"{plan.seconds(row, samples) / 3600:.3g}"] if samples is not None else []),
-        f"{setting.momentum:.3g}",
-        f"{setting.lr:.3g}",
+        {
+            "groups": f"{'★ ' if row is plan.best else ''}{row.setting.groups}",
+            "batches": "proportional" if row.setting.rebalance else "equal",
+            "samples/s": str(row.prediction.samples_per_second),
+            "ms/update": f"{1000 * row.prediction.seconds_per_update.value:.4g}",
+            "bottleneck": _BOTTLENECKS[row.prediction.bottleneck],
+            "samples": "diverges" if row.diverges else f"{math.exp(row.efficiency[0] - fewest):.2f}×",
+            "time": f"{plan.relative(row):.2f}×",
+            **({"hours": f"{plan.seconds(row, samples) / 3600:.3g}"} if samples is not None else {}),
+            "momentum": f"{row.setting.momentum:.3g}",
+            "lr" if plan.has_lr else "lr / yours": f"{row.setting.lr:.3g}",
+        }
+        for row in plan.rows
     ]
 
 
@@ -367,9 +362,7 @@ def _halved(prediction: Prediction) -> float:
 
 def draw(plan: Plan, folder: Path) -> Path:
     """Draws samples per second and time over groups. Returns the file."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 4.8), dpi=120, layout="constrained")
+    figure = new_figure(12, 4.8, dpi=120)
     hardware, time = figure.subplots(1, 2)
     _draw_speed(hardware, plan)
     _draw_time(time, plan)
@@ -395,10 +388,7 @@ def draw(plan: Plan, folder: Path) -> Path:
 def _draw_speed(axes: Any, plan: Plan) -> None:
     groups = [row.setting.groups for row in plan.rows]
     rates = [row.prediction.samples_per_second for row in plan.rows]
-    axes.plot(groups, [each.value for each in rates], color=EXPECTED, marker="o", label="expected, with 80 % interval")
-    axes.fill_between(
-        groups, [each.low for each in rates], [each.high for each in rates], color=EXPECTED, alpha=0.2, linewidth=0
-    )
+    plot_interval(axes, groups, rates, EXPECTED, "expected, with 80 % interval")
     for place, (row, each) in enumerate(zip(plan.rows, rates, strict=True)):
         falls = place > 0 and rates[place - 1].value > each.value  # then the line comes from above
         axes.annotate(
@@ -419,10 +409,9 @@ def _draw_time(axes: Any, plan: Plan) -> None:
     rows = [row for row in plan.rows if not row.diverges]
     groups = [row.setting.groups for row in rows]
     times = [plan.relative(row) for row in rows]
-    widths = [1.2816 * plan.efficiency.deviation(row.setting, plan.best.setting) for row in rows]
-    ends = [[each * math.exp(sign * width) for each, width in zip(times, widths, strict=True)] for sign in (-1, 1)]
-    axes.plot(groups, times, color=EXPECTED, marker="o")
-    axes.fill_between(groups, *ends, color=EXPECTED, alpha=0.2, linewidth=0)
+    widths = [math.exp(1.2816 * plan.efficiency.deviation(row.setting, plan.best.setting)) for row in rows]
+    drawn = [Estimate(time, time / width, time * width) for time, width in zip(times, widths, strict=True)]
+    plot_interval(axes, groups, drawn, EXPECTED)
     axes.set(ylabel="time to the target  (1: the best)", title=f"★ {plan.say(plan.best.setting)}")
     axes.set_ylim(0, 1.25 * max(times))
     if max(times) > 6:  # or one could not tell those apart that matter

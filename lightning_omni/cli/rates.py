@@ -1,7 +1,7 @@
 """The learning rate that suits a method, from short runs: what is fair to one method is rarely fair to another.
 
 Successive halving on a grid around the workload's own rate: a tenth of the run tells rates apart that differ by a
-factor of four, a third of it those that differ by two. The winner is run in full by whoever asked.
+factor of four, a third of it those that differ by two. The winner is run in full by the caller.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def best_rate(own: float, attempt: Try, target: tuple[str, float] | None) -> tup
     Args:
         own: the workload's rate, in the middle of the grid.
         attempt: makes a short run.
-        target: name and value of the figure that ends a run, or None.
+        target: name and value of the metric that ends a run, or None.
     """
     first = {
         factor: merit(attempt(own * factor, FIRST), target)
@@ -63,7 +63,7 @@ def merit(trace: Trace, target: tuple[str, float] | None) -> tuple[float, float]
 
     Args:
         trace: of the run.
-        target: name and value of a figure, or None.
+        target: name and value of a metric, or None.
     """
     reached = trace.time_to(*target) if target is not None else math.nan
     losses = trace.evaluated.get("loss", trace.rows["loss"])

@@ -1,8 +1,7 @@
-"""The runs behind ``simulate`` and ``compare``: who takes part, at which learning rate, and what is written."""
+"""The runs behind ``simulate`` and ``compare``: which methods, at which learning rate, and what is written."""
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import re
 import time
@@ -11,17 +10,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from lightning_omni import simulator
-from lightning_omni.cli.console import INTERRUPTED, progress_bar, say, show, tell
+from lightning_omni.cli.console import INTERRUPTED, progress_bar, say, show, table_of, tell
 from lightning_omni.cli.rates import FIRST, SECOND, best_rate, merit
-from lightning_omni.cli.settings import Settings
+from lightning_omni.cli.settings import SimulationSettings
 from lightning_omni.cli.task import Task
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import Method, method_named
-from lightning_omni.simulator.progress import Enough
+from lightning_omni.palette import check_can_draw
+from lightning_omni.simulator import Enough
 from lightning_omni.topology import Topology
 from lightning_omni.trace import Trace, plot_comparison
 
@@ -73,7 +73,7 @@ class Run:
     """A run that is over.
 
     Args:
-        entrant: who ran.
+        entrant: what ran.
         trace: what happened.
         lr: learning rate; None if the optimizer has none.
         real_seconds: that it took.
@@ -87,7 +87,7 @@ class Run:
     tried: tuple[float, ...] = ()
 
 
-def run(names: Sequence[str], settings: Settings, together: bool = False) -> int:
+def run(names: Sequence[str], settings: SimulationSettings, together: bool = False) -> int:
     """All of a command.
 
     Args:
@@ -98,10 +98,8 @@ def run(names: Sequence[str], settings: Settings, together: bool = False) -> int
     Returns:
         The exit code.
     """
-    if settings.picture and importlib.util.find_spec("matplotlib") is None:
-        raise ConfigurationError(
-            "pictures need matplotlib; install it with: pip install 'lightning-omni[plot]', or pass --no-picture"
-        )
+    if settings.picture:
+        check_can_draw(remedy=", or pass --no-picture")
     task = Task.of(settings)
     entrants = [Entrant.of(name, len(task.cluster.devices), settings.groups) for name in names]
     files = _Files(settings.out, "comparison" if together else _file_name(names[0]), together)
@@ -160,7 +158,9 @@ def _run_whole(entrant: Entrant, rate: float | None, task: Task, told: Told) -> 
     began = time.perf_counter()
     trace = _simulated(entrant, rate, task, lambda done, text: told(done, f"{_at(lr)}{text}"))
     told(1.0, "done")
-    return Run(entrant, replace(trace, meta={**trace.meta, "name": entrant.name, "lr": lr}), lr, _since(began))
+    return Run(
+        entrant, replace(trace, meta={**trace.meta, "name": entrant.name, "lr": lr}), lr, time.perf_counter() - began
+    )
 
 
 def _run_part(entrant: Entrant, rate: float, part: float, task: Task, told: Told) -> Trace:
@@ -194,10 +194,6 @@ def _simulated(entrant: Entrant, rate: float | None, task: Task, progress: Told)
 
 def _at(rate: float | None) -> str:
     return "" if rate is None else f"lr {rate:.3g}, "
-
-
-def _since(began: float) -> float:
-    return time.perf_counter() - began
 
 
 # --- Results ---------------------------------------------------------------------------------------------------------
@@ -238,7 +234,7 @@ def _file_name(method: str) -> str:
     return re.sub(r"[^\w.=@]+", "-", method)
 
 
-def _title(task: Task, settings: Settings) -> str:
+def _title(task: Task, settings: SimulationSettings) -> str:
     """The cluster and the workload, in a line."""
     words = task.cluster.words
     return f"{words}; {settings.workload.rpartition('/')[2]}, batches of {settings.batch_size} a device"
@@ -247,7 +243,7 @@ def _title(task: Task, settings: Settings) -> str:
 def _report(runs: Sequence[Run], task: Task, files: _Files, picture: bool, together: bool) -> None:
     """A table of the runs and the paths of the files, on standard output."""
     rows = [_row(each, task.target) for each in runs]
-    show(_table(rows), _tall_table(rows))
+    show(table_of(rows, left=("method", "ended")), _tall_table(rows))
     if together:
         tell(_of_rates(runs, task))
     for kind, path in (
@@ -258,7 +254,7 @@ def _report(runs: Sequence[Run], task: Task, files: _Files, picture: bool, toget
 
 
 def _of_rates(runs: Sequence[Run], task: Task) -> str:
-    """How the learning rates came about, and whom that favours."""
+    """How the learning rates came about, and which method that favours."""
     momentum = task.workload.optimizer(task.workload.model.parameters()).param_groups[0].get("momentum")
     shared = task.momentum or momentum
     rest = f"; all have momentum {shared:g}, which suits fewer groups better than many" if shared else ""
@@ -282,24 +278,11 @@ def _listed(rates: Sequence[float], between: str = ", ") -> str:
     return between.join(f"{rate:.3g}" for rate in rates)
 
 
-def _table(rows: Sequence[Mapping[str, str]]) -> Table:
-    """One row for each run."""
-    heads = list(dict.fromkeys(head for row in rows for head in row))
-    table = Table()
-    for head in heads:
-        table.add_column(head, justify="left" if head in ("method", "ended") else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*(Text(row.get(head, "-")) for head in heads))
-    return table
-
-
 def _tall_table(rows: Sequence[Mapping[str, str]]) -> Table:
     """One column for each run, for narrow terminals."""
     first, *heads = dict.fromkeys(head for row in rows for head in row)
-    table = Table()
-    table.add_column(first, no_wrap=True)
-    for row in rows:
-        table.add_column(Text(row[first]), justify="right", overflow="fold")
+    columns = [Column(Text(row[first]), justify="right", overflow="fold") for row in rows]
+    table = Table(Column(first, no_wrap=True), *columns)
     for head in heads:
         table.add_row(head, *(Text(row.get(head, "-")) for row in rows))
     return table

@@ -24,7 +24,7 @@ class Scatter:
 
 
 @dataclass(frozen=True)
-class Network:
+class NetworkSettings:
     """A network link.
 
     Args:
@@ -98,16 +98,16 @@ class Machines:
     """
 
     devices: tuple[Devices, ...]
-    link: Network = field(default_factory=Network)
-    server: Network = field(default_factory=Network)
-    group_link: Network = field(default_factory=Network)
+    link: NetworkSettings = field(default_factory=NetworkSettings)
+    server: NetworkSettings = field(default_factory=NetworkSettings)
+    group_link: NetworkSettings = field(default_factory=NetworkSettings)
     update_seconds: Quantity = 0.0
     head_seconds_per_sample: Quantity = 0.0
     events: tuple[Death | SlowTime, ...] = ()
 
 
 @dataclass(frozen=True)
-class Settings:
+class SimulationSettings:
     """What is trained on which cluster, for how long, and where the results go.
 
     Times are in seconds, or with a unit as in 5ms; bandwidths in bytes per second, or as in 10Gbit or 1GB/s.
@@ -131,6 +131,7 @@ class Settings:
         batch_size: Samples in one device's batch.
         rebalance: auto gives the devices of a group parts of its batch in proportion to their speeds; off, equal parts.
         merged: Name of a submodule that stays at the server.
+        wire: How pushes are put into bytes: fp32, bf16, fp16, int8 or topk:0.01.
         lr: Learning rate, or several as in [0.03, 0.1]: then each method is shown with the one that suits it best, the
             target reached soonest or else the lowest last loss. None: simulate takes the workload's, and compare finds
             each method's best around it.
@@ -138,7 +139,7 @@ class Settings:
         epochs: Passes over the data after which a run ends; 10 if nothing else ends it.
         updates: Updates after which a run ends.
         seconds: Virtual time after which a run ends.
-        target: A figure that ends a run when it is reached, as in accuracy=0.9.
+        target: A metric that ends a run when it is reached, as in accuracy=0.9.
         evaluate_every: Updates between two evaluations. Without a period there are about 50 evaluations.
         evaluate_every_seconds: Virtual time between two evaluations.
         seed: Of weights, data order and jitter. The same seed gives the same trace.
@@ -163,6 +164,7 @@ class Settings:
     batch_size: int = 32
     rebalance: Literal["off", "auto"] = "off"
     merged: str | None = None
+    wire: str = "fp32"
     lr: float | list[float] | None = None
     momentum: float | None = None
     epochs: int | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from lightning_omni.cli.settings import Settings
+from lightning_omni.cli.settings import SimulationSettings
 from lightning_omni.errors import ConfigurationError
 
 _SEPARATORS = re.compile(r"[\s;]+|,(?!\s*\w+\s*=)")
@@ -17,11 +17,11 @@ def simulate(method: str = "async_sgd", **settings: Any) -> int:
 
     Args:
         method: Name, with settings after a colon, as in diloco:period=50,outer_lr=1.0; @2 behind it makes 2 groups.
-        settings: See Settings.
+        settings: See SimulationSettings.
     """
     from lightning_omni.cli.runs import run  # not above: --help is not to wait for torch
 
-    return run([method], Settings(**settings))
+    return run([method], SimulationSettings(**settings))
 
 
 def compare(methods: str | list[str] = "async_sgd@1, hardsync, softsync:n=2, async_sgd", **settings: Any) -> int:
@@ -32,7 +32,7 @@ def compare(methods: str | list[str] = "async_sgd@1, hardsync, softsync:n=2, asy
     Args:
         methods: Names as for simulate, separated by commas, semicolons or spaces; in YAML also a list. @1 behind a
             method makes one group of it, which is plain synchronous training.
-        settings: See Settings.
+        settings: See SimulationSettings.
     """
     entries = [methods] if isinstance(methods, str) else methods
     names = [name for entry in entries for name in _SEPARATORS.split(entry) if name]
@@ -40,4 +40,4 @@ def compare(methods: str | list[str] = "async_sgd@1, hardsync, softsync:n=2, asy
         raise ConfigurationError("--methods: pass at least one, as in --methods async_sgd,hardsync")
     from lightning_omni.cli.runs import run
 
-    return run(list(dict.fromkeys(names)), Settings(**settings), together=True)
+    return run(list(dict.fromkeys(names)), SimulationSettings(**settings), together=True)

@@ -7,16 +7,16 @@ import json
 import logging
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from lightning_omni.device import DeviceReport
+from lightning_omni.device.setting import DeviceSetting
+from lightning_omni.device.tune import ALLOWABLE
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.performance import DeviceReport
-from lightning_omni.performance.device import ALLOWABLE
-from lightning_omni.performance.setting import DeviceSetting
 from lightning_omni.simulator import workload
 from lightning_omni.tuner import tuner_module
 
@@ -30,7 +30,7 @@ def measure(module: Any, given: dict[str, Any], batches: list[Any] | None, **opt
         module: the LightningModule.
         given: its data, as `Trainer.fit` takes them.
         batches: in their place, if there are any.
-        options: as of `lightning_omni.performance.tune_device`.
+        options: as of `lightning_omni.device.tune_device`.
     """
     with _quiet():
         probe = tuner_module(_flavour(module)).DeviceProbe
@@ -81,9 +81,9 @@ def data_of(
 
 def _random(shape: list[int], classes: int | None, size: int, seed: int) -> Any:
     """A batch of normal inputs, float32 (size, *shape), and labels, int64 (size,)."""
-    chance = torch.Generator().manual_seed(seed)
-    inputs = torch.randn(size, *shape, generator=chance)
-    return inputs if classes is None else (inputs, torch.randint(0, classes, (size,), generator=chance))
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(size, *shape, generator=generator)
+    return inputs if classes is None else (inputs, torch.randint(0, classes, (size,), generator=generator))
 
 
 def _overrides(module: Any, name: str) -> bool:
@@ -126,37 +126,26 @@ def write(report: DeviceReport, path: Path | None, picture: Path | None) -> None
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Without Lightning's remarks on a Trainer that trains nothing."""
-    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "pytorch_lightning")]
-    levels = [logger.level for logger in loggers]
-    try:
-        for logger in loggers:
+    with ExitStack() as kept, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for logger in map(logging.getLogger, ("lightning.pytorch", "pytorch_lightning")):
+            kept.callback(logger.setLevel, logger.level)
             logger.setLevel(logging.ERROR)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        yield
 
 
 def lines_of(report: DeviceReport) -> str:
     """What to paste into a script."""
     setting = report.setting
-    own = DeviceSetting(
-        **{
-            name: getattr(setting, name)
-            for name in ("threads", "keep_memory", "cudnn_benchmark", "channels_last", "fused", "compiled")
-        }
-    )
-    changed = ", ".join(
-        f"{name}={value!r}" for name, value in vars(own).items() if value != getattr(DeviceSetting(), name)
-    )
+    names = ("threads", "keep_memory", "cudnn_benchmark", "channels_last", "fused", "compiled")
+    values = {name: getattr(setting, name) for name in names}
+    changed = ", ".join(f"{name}={value!r}" for name, value in values.items() if value != getattr(DeviceSetting, name))
     trainer = [f'precision="{setting.precision}"'] if setting.precision == "bf16-mixed" else []
     trainer += [f"devices={setting.workers}"] if setting.workers > 1 else []
     trainer += [f"callbacks=[DeviceTuner(setting=DeviceSetting({changed}))]"] if changed else []
     text = []
     if changed:
-        text += ["from lightning_omni import DeviceTuner", "from lightning_omni.performance import DeviceSetting", ""]
+        text += ["from lightning_omni import DeviceTuner", "from lightning_omni.device import DeviceSetting", ""]
     if setting.precision == "tf32":
         text += ['torch.set_float32_matmul_precision("high")']
     text += [f"trainer = Trainer({', '.join(trainer)})" + ("" if trainer else "  # nothing was faster")]

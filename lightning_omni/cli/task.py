@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from lightning_omni.cli.settings import Death, Devices, Machines, Network, Scatter, Settings, SlowTime
-from lightning_omni.cli.units import rate_of, seconds_of
+from lightning_omni.cli.settings import Death, Devices, Machines, NetworkSettings, Scatter, SimulationSettings, SlowTime
+from lightning_omni.cli.units import check_above_zero, flag, rate_of, seconds_of
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.simulator import Cluster, Device, Failure, Jitter, Link, Slowdown, Workload, workload_named
 
@@ -43,7 +43,7 @@ class Task:
     Args:
         cluster: the simulated machines.
         workload: what is trained on them.
-        target: name and value of the figure that ends a run, or None.
+        target: name and value of the metric that ends a run, or None.
         rates: the learning rates that the user named; empty for the workload's own.
         momentum: None for the workload's own.
         options: the rest of what `lightning_omni.simulator.simulate` takes by keyword.
@@ -57,21 +57,18 @@ class Task:
     options: dict[str, Any]
 
     @classmethod
-    def of(cls, settings: Settings) -> Task:
+    def of(cls, settings: SimulationSettings) -> Task:
         """What the settings describe.
 
         Raises:
             ConfigurationError: a setting is wrong; the message names it.
         """
-        for name in _POSITIVE:
-            value = getattr(settings, name)
-            if value is not None and not 0 < value < math.inf:
-                raise ConfigurationError(f"{_flag(name)} {value}: pass a number above 0")
+        check_above_zero({name: getattr(settings, name) for name in _POSITIVE})
         times = {name: getattr(settings, name) for name in _POSITIVE_TIMES if getattr(settings, name) is not None}
-        times = {name: seconds_of(_flag(name), value) for name, value in times.items()}
+        times = {name: seconds_of(flag(name), value) for name, value in times.items()}
         for name, value in times.items():
             if not value:
-                raise ConfigurationError(f"{_flag(name)} {getattr(settings, name)}: pass a time above 0")
+                raise ConfigurationError(f"{flag(name)} {getattr(settings, name)}: pass a time above 0")
         settings = replace(settings, **times)
         cluster = cluster_of(settings)
         workload = workload_named(settings.workload, settings.seed)
@@ -79,6 +76,7 @@ class Task:
             "batch_size": settings.batch_size,
             "rebalance": settings.rebalance,
             "merged": settings.merged,
+            "wire": settings.wire,
             "evaluate": workload.evaluate,
             "max_updates": settings.updates,
             "max_epochs": epochs_of(settings),
@@ -91,7 +89,7 @@ class Task:
             raise ConfigurationError("--lr []: pass at least one learning rate")
         for name, given in (*(("lr", rate) for rate in rates), ("momentum", settings.momentum)):
             if given is not None and not 0 <= given < math.inf:
-                raise ConfigurationError(f"{_flag(name)} {given}: pass a number, 0 or more")
+                raise ConfigurationError(f"{flag(name)} {given}: pass a number, 0 or more")
         target = target_of(settings.target, workload)
         task = cls(cluster, workload, target, tuple(dict.fromkeys(rates)), settings.momentum, options)
         task.optimizer(rates[0] if rates else None)(copy.deepcopy(workload.model).parameters())  # may refuse
@@ -116,7 +114,7 @@ class Task:
             optimizer = self.workload.optimizer(parameters)
             for name, value in given.items():
                 if name not in optimizer.defaults:
-                    raise ConfigurationError(f"{_flag(name)}: {type(optimizer).__name__} has none; leave it out")
+                    raise ConfigurationError(f"{flag(name)}: {type(optimizer).__name__} has none; leave it out")
                 for group in optimizer.param_groups:
                     group[name] = value
                 optimizer.defaults[name] = value
@@ -128,16 +126,15 @@ class Task:
 # --- The cluster ------------------------------------------------------------------------------------------------------
 
 
-def cluster_of(settings: Settings) -> Cluster:
+def cluster_of(settings: SimulationSettings) -> Cluster:
     """The cluster of the simple settings, or the whole one that was given instead."""
     if settings.cluster is not None:
-        plain = {each.name: each.default for each in fields(Settings)}
-        changed = [name for name in _OF_CLUSTER if getattr(settings, name) != plain[name]]
+        changed = [name for name in _OF_CLUSTER if getattr(settings, name) != getattr(SimulationSettings, name)]
         if changed:
-            flags = ", ".join(_flag(name) for name in changed)
+            flags = ", ".join(flag(name) for name in changed)
             raise ConfigurationError(f"cluster describes the whole cluster; move {flags} into it, or leave it out")
         return _whole(settings.cluster)
-    link = _link("--", Network(settings.bandwidth, settings.latency))
+    link = _link("--", NetworkSettings(settings.bandwidth, settings.latency))
     card = settings.server_bandwidth
     return Cluster.with_straggler(
         settings.devices,
@@ -177,7 +174,7 @@ def _device(name: str, kind: Devices) -> Device:
     )
 
 
-def _link(place: str, network: Network) -> Link:
+def _link(place: str, network: NetworkSettings) -> Link:
     return Link(rate_of(f"{place}bandwidth", network.bandwidth), seconds_of(f"{place}latency", network.latency))
 
 
@@ -211,14 +208,14 @@ def jitter_of(name: str, given: str | Scatter) -> Jitter:
 # --- The run ----------------------------------------------------------------------------------------------------------
 
 
-def epochs_of(settings: Settings) -> int | None:
+def epochs_of(settings: SimulationSettings) -> int | None:
     """Epochs after which a run ends, if nothing else ends it before."""
     if settings.epochs is None and settings.updates is None and settings.seconds is None:
         return _DEFAULT_EPOCHS
     return settings.epochs
 
 
-def periods_of(settings: Settings, cluster: Cluster, workload: Workload) -> dict[str, Any]:
+def periods_of(settings: SimulationSettings, cluster: Cluster, workload: Workload) -> dict[str, Any]:
     """How often a run is evaluated: as the user says, or about 50 times."""
     if settings.evaluate_every is not None or settings.evaluate_every_seconds is not None:
         return {
@@ -236,22 +233,18 @@ def periods_of(settings: Settings, cluster: Cluster, workload: Workload) -> dict
 
 
 def target_of(text: str | None, workload: Workload) -> tuple[str, float] | None:
-    """Name and value of the figure that ends a run."""
+    """Name and value of the metric that ends a run."""
     if text is None:
         return None
     name, _, value = text.partition("=")
     try:
         target = (name.strip(), float(value))
     except ValueError as error:
-        raise ConfigurationError(f"--target {text}: pass a figure and its value, as in accuracy=0.9") from error
+        raise ConfigurationError(f"--target {text}: pass a metric and its value, as in accuracy=0.9") from error
     if workload.evaluate is None:
         raise ConfigurationError(f"--target {text}: the workload evaluates nothing; give it evaluate=")
     with torch.no_grad():
-        figures = workload.evaluate(copy.deepcopy(workload.model).eval())
-    if target[0] not in figures:
-        raise ConfigurationError(f"--target {text}: the workload evaluates {', '.join(figures)}; pass one of these")
+        metrics = workload.evaluate(copy.deepcopy(workload.model).eval())
+    if target[0] not in metrics:
+        raise ConfigurationError(f"--target {text}: the workload evaluates {', '.join(metrics)}; pass one of these")
     return target
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")

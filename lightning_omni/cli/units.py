@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 
 from lightning_omni.errors import ConfigurationError
 
@@ -69,6 +70,22 @@ def seconds_of(name: str, given: Quantity) -> float:
     if not 0 <= value < math.inf:
         raise ConfigurationError(f"{name} {given}: {_AS_TIME}; 0 or more")
     return value
+
+
+def flag(name: str) -> str:
+    """An option as the user writes it."""
+    return "--" + name.replace("_", "-")
+
+
+def check_above_zero(given: Mapping[str, float | None]) -> None:
+    """Refuses numbers that are not above 0, by the names of their options; None is left out.
+
+    Raises:
+        ConfigurationError: one is not.
+    """
+    for name, value in given.items():
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigurationError(f"{flag(name)} {value}: pass a number above 0")
 
 
 def _plain(text: str) -> float:

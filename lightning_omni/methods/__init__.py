@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import msgspec
-
-from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods.async_diloco import AsyncDiLoCo
 from lightning_omni.methods.async_sgd import AsyncSGD
 from lightning_omni.methods.contract import (
     Answer,
+    Barrier,
     Exchange,
     Fetch,
     Gradient,
@@ -54,7 +50,7 @@ METHODS: dict[str, type[Method]] = {
     "delay_compensated": DelayCompensated,
 }
 """Every method by the name under which it travels."""
-REGISTRY = Registry(METHODS, Method, "method", "lightning_omni.methods.Method", "--method")
+REGISTRY = Registry(METHODS, Method, "method", "method", "lightning_omni.methods.Method", "--method")
 
 PRESETS: dict[str, Method] = {
     "staleness_aware": AsyncSGD(staleness_aware=True),
@@ -78,16 +74,7 @@ def method_named(text: str) -> Method:
         >>> method_named("diloco:period=50,outer_lr=1.0")
         DiLoCo(period=50, outer_lr=1.0, outer_momentum=0.9)
     """
-    name, _, settings = text.partition(":")
-    if name not in METHODS and name not in PRESETS:
-        raise ConfigurationError(
-            f"method={name!r} is not known; pass one of {', '.join(map(repr, [*METHODS, *PRESETS]))}"
-        )
-    method = PRESETS[name] if name in PRESETS else METHODS[name]()
-    return _with_settings(method, settings) if settings else method
-
-
-_NOTHING = ("None", "none", "null")
+    return REGISTRY.named(text, PRESETS)
 
 
 def checked(method: Method) -> Method:
@@ -96,25 +83,7 @@ def checked(method: Method) -> Method:
     Raises:
         ConfigurationError: one is not; a msgspec struct finds out no sooner.
     """
-    try:
-        return msgspec.convert(msgspec.to_builtins(method), type(method))
-    except msgspec.ValidationError as error:
-        raise ConfigurationError(f"method={method!r}: {error}") from error
-
-
-def _with_settings(method: Method, settings: str) -> Method:
-    parts = (part.partition("=") for part in settings.split(",") if part.strip())
-    changes = {name.strip(): None if value.strip() in _NOTHING else value.strip() for name, _, value in parts}
-    if unknown := changes.keys() - set(method.__struct_fields__):
-        raise ConfigurationError(
-            f"{type(method).__name__} has no setting {', '.join(sorted(unknown))}; it has"
-            f" {', '.join(method.__struct_fields__) or 'none'}"
-        )
-    plain: dict[str, Any] = {**msgspec.to_builtins(method), **changes}
-    try:
-        return msgspec.convert(plain, type(method), strict=False)
-    except msgspec.ValidationError as error:
-        raise ConfigurationError(f"{type(method).__name__}: {error}") from error
+    return REGISTRY.checked(method)
 
 
 def load(path: str) -> type[Method]:
@@ -149,6 +118,7 @@ __all__ = [
     "Answer",
     "AsyncDiLoCo",
     "AsyncSGD",
+    "Barrier",
     "DelayCompensated",
     "DiLoCo",
     "Downpour",

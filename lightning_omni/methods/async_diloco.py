@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_omni.checks import check_whole
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods.contract import (
     Exchange,
@@ -19,12 +20,72 @@ from lightning_omni.methods.contract import (
     ServerSide,
     Step,
     StepTime,
+    check_period,
 )
 from lightning_omni.methods.diloco import check_outer
-from lightning_omni.methods.elastic_averaging import check_period
-from lightning_omni.methods.master import Master
 from lightning_omni.methods.replica import Replica
 from lightning_omni.methods.totals import Total
+
+
+class _DelayedNesterov(ServerSide):
+    """Delayed Nesterov at every arrival."""
+
+    method: AsyncDiLoCo
+
+    def setup(self) -> None:
+        # It stays when groups join: what was shared out over a block's arrivals before would not add up otherwise.
+        self._size = self.method.buffer or max(1, len(self.groups))
+        self._block = Total()
+        self._momentum = [torch.zeros_like(weight) for weight in self.master.weights()]
+        self._step_times: dict[int, float] = {}
+
+    def receive(self, push: Push) -> list[Reply]:
+        staleness = self.staleness_of(push)
+        self._block.add(push.tensors)
+        method, share = self.method, self.method.activation
+        if self._block.count >= self._size:
+            share = 1 - method.activation * self._size + method.activation
+            self._fold(self._block.take(1 / self._size))
+        self.master.add(push.tensors, -method.outer_lr / self._size)
+        if share and method.outer_momentum:
+            for weight, velocity, change in zip(self.master.weights(), self._momentum, push.tensors, strict=True):
+                if change is not None:
+                    weight.sub_(velocity, alpha=method.outer_lr * share * method.outer_momentum)
+        return [Reply(push.group, staleness, note=float(self._local_steps(push)))]
+
+    def _fold(self, mean: list[Tensor | None]) -> None:
+        """The block is full: ``m <- beta m + B/N``."""
+        for velocity, change in zip(self._momentum, mean, strict=True):
+            velocity.mul_(self.method.outer_momentum)
+            if change is not None:
+                velocity.add_(change)
+
+    def _local_steps(self, push: Push) -> int:
+        """The steps that this group is to make now (DyLU)."""
+        method = self.method
+        if push.note > 0:
+            self._step_times[push.group] = push.note
+        if not method.dynamic_steps or push.group not in self._step_times:
+            return method.period
+        fastest = min(seconds for group, seconds in self._step_times.items() if group in self.groups)
+        ratio = fastest / self._step_times[push.group]
+        return max(method.min_steps, int(method.period * ratio))
+
+    def grow(self, start: int) -> None:
+        self._block.reach(len(self.master.parameters))
+        self._momentum.extend(map(torch.zeros_like, self.master.weights()[start:]))
+
+    def evict(self, group: int) -> list[Reply]:
+        self._step_times.pop(group, None)
+        return super().evict(group)
+
+    def state(self) -> dict[str, Any]:
+        return {"block": self._block.state(), "momentum": self._momentum, "step_times": dict(self._step_times)}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self._block.load_state(state["block"])
+        self._momentum = [velocity.clone() for velocity in state["momentum"]]
+        self._step_times = {int(group): float(seconds) for group, seconds in state["step_times"].items()}
 
 
 class AsyncDiLoCo(Method, frozen=True, kw_only=True, tag="async_diloco"):
@@ -65,6 +126,8 @@ class AsyncDiLoCo(Method, frozen=True, kw_only=True, tag="async_diloco"):
         equation 6).
     """
 
+    steps_at = "worker"
+    side = _DelayedNesterov
     period: int = 50
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
@@ -83,13 +146,7 @@ class AsyncDiLoCo(Method, frozen=True, kw_only=True, tag="async_diloco"):
                 f"activation={self.activation}: momentum is shared out over the {self.buffer or 'N'} arrivals of a"
                 f" block; pass 0 to {1 / (self.buffer or 1):g}"
             )
-        if not 1 <= self.min_steps <= self.period:
-            raise ConfigurationError(f"min_steps={self.min_steps}: pass 1 to period={self.period}")
-
-    @property
-    def steps_at(self) -> Literal["server", "worker"]:
-        """At the worker; the outer optimizer is the method's own."""
-        return "worker"
+        check_whole("min_steps", self.min_steps, f"1 to period={self.period}", 1, self.period)
 
     def check(self, groups: int) -> None:
         """The activation's bound depends on the number of groups if the buffer does."""
@@ -115,70 +172,3 @@ class AsyncDiLoCo(Method, frozen=True, kw_only=True, tag="async_diloco"):
                 memory.clear()
                 if pulled.note:
                     memory["period"] = int(pulled.note)
-
-    def server_side(self, master: Master, groups: Iterable[int]) -> ServerSide:
-        """Delayed Nesterov at every arrival."""
-        return _DelayedNesterov(self, master, groups)
-
-
-class _DelayedNesterov(ServerSide):
-    def __init__(self, method: AsyncDiLoCo, master: Master, groups: Iterable[int]) -> None:
-        super().__init__(master, groups)
-        self._method = method
-        self._size = method.buffer or max(1, len(self.groups))
-        self._block = Total()
-        self._momentum = [torch.zeros_like(weight) for weight in master.weights()]
-        self._step_times: dict[int, float] = {}
-
-    def receive(self, push: Push) -> list[Reply]:
-        staleness = self.staleness_of(push)
-        self._block.add(push.tensors)
-        share = self._method.activation
-        if self._block.count >= self._size:
-            share = 1 - self._method.activation * self._size + self._method.activation
-            self._fold(self._block.take(1 / self._size))
-        method = self._method
-        self.master.add(push.tensors, -method.outer_lr / self._size)
-        if share and method.outer_momentum:
-            for weight, velocity, change in zip(self.master.weights(), self._momentum, push.tensors, strict=True):
-                if change is not None:
-                    weight.sub_(velocity, alpha=method.outer_lr * share * method.outer_momentum)
-        return [Reply(push.group, staleness, note=float(self._local_steps(push)))]
-
-    def _fold(self, mean: list[Tensor | None]) -> None:
-        """The block is full: ``m <- beta m + B/N``."""
-        for velocity, change in zip(self._momentum, mean, strict=True):
-            velocity.mul_(self._method.outer_momentum)
-            if change is not None:
-                velocity.add_(change)
-
-    def _local_steps(self, push: Push) -> int:
-        """The steps that this group is to make now (DyLU)."""
-        method = self._method
-        if push.note > 0:
-            self._step_times[push.group] = push.note
-        if not method.dynamic_steps or push.group not in self._step_times:
-            return method.period
-        fastest = min(seconds for group, seconds in self._step_times.items() if group in self.groups)
-        ratio = fastest / self._step_times[push.group]
-        return max(method.min_steps, int(method.period * ratio))
-
-    def grow(self, start: int) -> None:
-        self._block.reach(len(self.master.parameters))
-        self._momentum.extend(map(torch.zeros_like, self.master.weights()[start:]))
-
-    def join(self, group: int) -> None:
-        # A block keeps its size: what was shared out over its arrivals before would not add up otherwise.
-        super().join(group)
-
-    def evict(self, group: int) -> list[Reply]:
-        self._step_times.pop(group, None)
-        return super().evict(group)
-
-    def state(self) -> dict[str, Any]:
-        return {"block": self._block.state(), "momentum": self._momentum, "step_times": dict(self._step_times)}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        self._block.load_state(state["block"])
-        self._momentum = [velocity.clone() for velocity in state["momentum"]]
-        self._step_times = {int(group): float(seconds) for group, seconds in state["step_times"].items()}

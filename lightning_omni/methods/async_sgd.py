@@ -3,13 +3,63 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.methods.contract import Exchange, GroupSide, Method, NextGradient, Push, Reply, ServerSide
-from lightning_omni.methods.master import Master
-from lightning_omni.methods.replica import Replica
+from lightning_omni.methods.contract import Method, Push, Reply, ServerSide
+
+
+class _ApplyAtOnce(ServerSide):
+    """One update for each push; the answer waits while the group is too far ahead."""
+
+    method: AsyncSGD
+
+    def setup(self) -> None:
+        self._pushes: Counter[int] = Counter()
+        self._held: dict[int, int] = {}  # group: staleness
+
+    def receive(self, push: Push) -> list[Reply]:
+        staleness = self.staleness_of(push)
+        scale = 1 / max(1, staleness) if self.method.staleness_aware else 1.0
+        self.master.update(push.tensors, push.hyperparameters, scale)
+        self._pushes[push.group] += 1
+        self._held[push.group] = staleness
+        return self.released()
+
+    def released(self) -> list[Reply]:
+        if self.groups <= self.idle_groups:  # all are synchronized: those ahead waited here, and they go on level
+            self._pushes.clear()
+        free = [group for group in self._held if self._may_go_on(group)]
+        return [Reply(group, self._held.pop(group)) for group in free]
+
+    def resume(self, group: int) -> None:
+        # While it was idle the others went on without it: it does not hold them up for what it missed.
+        self._pushes[group] = max(self._pushes[group], self._slowest)
+        super().resume(group)
+
+    def join(self, group: int) -> None:
+        # Level with the slowest: it neither holds others up for what was before it came, nor is it held up.
+        self._pushes[group] = self._slowest
+        super().join(group)
+
+    def evict(self, group: int) -> list[Reply]:
+        self._held.pop(group, None)
+        return super().evict(group)
+
+    def state(self) -> dict[str, Any]:
+        return {"pushes": dict(self._pushes)}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self._pushes = Counter(state["pushes"])
+
+    @property
+    def _slowest(self) -> int:
+        return min((self._pushes[group] for group in self.working), default=0)
+
+    def _may_go_on(self, group: int) -> bool:
+        bound = self.method.bound
+        return bound is None or self._pushes[group] - self._slowest <= bound
 
 
 class AsyncSGD(Method, frozen=True, kw_only=True, tag="async_sgd"):
@@ -44,6 +94,7 @@ class AsyncSGD(Method, frozen=True, kw_only=True, tag="async_sgd"):
         Ho et al. 2013, "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server" (bound).
     """
 
+    side = _ApplyAtOnce
     staleness_aware: bool = False
     bound: int | None = None
 
@@ -53,63 +104,3 @@ class AsyncSGD(Method, frozen=True, kw_only=True, tag="async_sgd"):
                 f"bound={self.bound}: a group cannot be fewer than 0 pushes ahead of the slowest; pass 0 for lock-step,"
                 " more for looser coupling, or None for no bound"
             )
-
-    def group_side(self, replica: Replica) -> GroupSide:
-        """Gradient at the weights last read; push it; read the master weights; repeat."""
-        while True:
-            gradient = yield NextGradient()
-            replica.load((yield Exchange(gradient.tensors, replica.clock, gradient.hyperparameters)))
-
-    def server_side(self, master: Master, groups: Iterable[int]) -> ServerSide:
-        """One update for each push; the answer waits while the group is too far ahead."""
-        return _ApplyAtOnce(self, master, groups)
-
-
-class _ApplyAtOnce(ServerSide):
-    def __init__(self, method: AsyncSGD, master: Master, groups: Iterable[int]) -> None:
-        super().__init__(master, groups)
-        self._method = method
-        self._pushes: Counter[int] = Counter()
-        self._held: dict[int, int] = {}  # group: staleness
-
-    def receive(self, push: Push) -> list[Reply]:
-        staleness = self.staleness_of(push)
-        scale = 1 / max(1, staleness) if self._method.staleness_aware else 1.0
-        self.master.update(push.tensors, push.hyperparameters, scale)
-        self._pushes[push.group] += 1
-        self._held[push.group] = staleness
-        return self.released()
-
-    def released(self) -> list[Reply]:
-        if self.groups <= self.resting:  # a meeting of all: whoever was ahead waited here, and they go on level
-            self._pushes.clear()
-        free = [group for group in self._held if self._may_go_on(group)]
-        return [Reply(group, self._held.pop(group)) for group in free]
-
-    def resume(self, group: int) -> None:
-        # While it rested the others went on without it: it does not hold them up for what it missed.
-        self._pushes[group] = max(self._pushes[group], self._slowest)
-        super().resume(group)
-
-    def join(self, group: int) -> None:
-        # Level with the slowest: it neither holds anybody up for what was before it came, nor is it held up.
-        self._pushes[group] = self._slowest
-        super().join(group)
-
-    def evict(self, group: int) -> list[Reply]:
-        self._held.pop(group, None)
-        return super().evict(group)
-
-    def state(self) -> dict[str, Any]:
-        return {"pushes": dict(self._pushes)}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        self._pushes = Counter(state["pushes"])
-
-    @property
-    def _slowest(self) -> int:
-        return min((self._pushes[group] for group in self.working), default=0)
-
-    def _may_go_on(self, group: int) -> bool:
-        bound = self._method.bound
-        return bound is None or self._pushes[group] - self._slowest <= bound

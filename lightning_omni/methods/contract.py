@@ -1,30 +1,31 @@
 """What every method is: a frozen value with a group side and a server side. No sockets, clocks or threads here.
 
 The *group side* is a generator that reads as the paper's pseudo-code of a worker. It yields what it needs (the next
-gradient, an exchange with the server, a peer's weights) and is sent the answer by whoever drives it, in real time or in
+gradient, an exchange with the server, a peer's weights) and is sent the answer by its driver, in real time or in
 any other. Every rank of a group runs the same generator on the same answers.
 
 The *server side* is a plain object: a push goes in, and the groups that now get an answer come out.
 
 Rule 1: whatever either side remembers lies in `Replica.memory` or comes out of `ServerSide.state`, so that checkpoint,
-copy and simulation come for free; a generator may be thrown away and made anew whenever it needs the next gradient.
+copy and simulation come for free; a generator may be thrown away and made again whenever it needs the next gradient.
 Rule 2: staleness is counted by the server side when a push arrives, against `Master.clock`, and nowhere else.
-Rule 3: weights are never changed behind the replica's or the master's back: both sides hand tensors over, and whoever
-keeps one keeps a copy.
+Rule 3: weights are never changed behind the replica's or the master's back: both sides hand tensors over, and a side
+that keeps one keeps a copy.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import msgspec
 from torch import Tensor
 
+from lightning_omni.checks import check_whole
 from lightning_omni.methods.master import Master
 from lightning_omni.methods.replica import Hyperparameters, Pulled, Replica
+from lightning_omni.methods.totals import Total
 
 Tensors = Sequence[Tensor | None]
 """One tensor for each parameter, shaped like it; ``None`` where the parameter took no part in the loss."""
@@ -32,13 +33,11 @@ Tensors = Sequence[Tensor | None]
 # --- What a group side needs -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class NextGradient:
+class NextGradient(msgspec.Struct, frozen=True):
     """Need: the next gradient of the group's batch, at the weights that the replica holds. Answer: `Gradient`."""
 
 
-@dataclass(frozen=True)
-class Gradient:
+class Gradient(msgspec.Struct, frozen=True):
     """A group's gradient: the mean over the group's batch, after clipping, unscaling and accumulation.
 
     Attributes:
@@ -50,15 +49,13 @@ class Gradient:
     hyperparameters: Hyperparameters
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(msgspec.Struct, frozen=True):
     """Need: one step of the worker's own optimizer along ``gradient``, on every rank of the group. Answer: None."""
 
     gradient: Gradient
 
 
-@dataclass(frozen=True)
-class Exchange:
+class Exchange(msgspec.Struct, frozen=True):
     """Need: push ``tensors`` to the server and hear its answer. Answer: `Pulled`.
 
     Attributes:
@@ -76,45 +73,38 @@ class Exchange:
     pull: bool = True
 
 
-@dataclass(frozen=True)
-class Fetch:
+class Fetch(msgspec.Struct, frozen=True):
     """Need: the server's weights, without pushing anything. Answer: `Pulled`."""
 
 
-@dataclass(frozen=True)
-class StepTime:
+class StepTime(msgspec.Struct, frozen=True):
     """Need: seconds that one local step takes this group, lately, exchanges left out. Answer: float."""
 
 
-@dataclass(frozen=True)
-class Publish:
+class Publish(msgspec.Struct, frozen=True):
     """Need: other groups may read these weights from now on, until the next ones. Answer: None."""
 
     tensors: Sequence[Tensor]
 
 
-@dataclass(frozen=True)
-class ReadPeer:
+class ReadPeer(msgspec.Struct, frozen=True):
     """Need: what ``group`` has published. Answer: its tensors, or None if there is nothing (it is gone, say)."""
 
     group: int
 
 
-@dataclass(frozen=True)
-class SendPeer:
+class SendPeer(msgspec.Struct, frozen=True):
     """Need: put these weights into the inbox of ``group``, which does not wait for them. Answer: None."""
 
     group: int
     tensors: Sequence[Tensor]
 
 
-@dataclass(frozen=True)
-class ReadInbox:
+class ReadInbox(msgspec.Struct, frozen=True):
     """Need: empty this group's inbox. Answer: `Inbox`."""
 
 
-@dataclass(frozen=True)
-class Inbox:
+class Inbox(msgspec.Struct, frozen=True):
     """What peers have sent since the inbox was last read.
 
     Attributes:
@@ -133,8 +123,7 @@ GroupSide = Generator[Need, Any, None]
 # --- The server's half -----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Push:
+class Push(msgspec.Struct, frozen=True):
     """What a group's push brings to the server side.
 
     Attributes:
@@ -152,8 +141,7 @@ class Push:
     note: float = 0.0
 
 
-@dataclass(frozen=True)
-class Reply:
+class Reply(msgspec.Struct, frozen=True):
     """The server side's answer to a group.
 
     Attributes:
@@ -173,46 +161,55 @@ class ServerSide(ABC):
     """The server's half of a method, for one optimizer. Its whole state is here and in its `Master`.
 
     Args:
+        method: whose half it is.
         master: the master weights.
         groups: numbers of the groups that take part.
 
     Attributes:
         groups: the groups that are alive.
-        resting: those among them that have nothing to push for now: they wait for others at the end of an epoch, or
-            at a meeting of all ranks. Nobody must wait for a push of theirs.
+        idle_groups: those among them that have nothing to push for now: they wait for others at the end of an epoch, or
+            at a synchronization point of all ranks. No group must wait for a push of theirs.
+        as_sent: what a group gets of tensors that it is answered; where both sides apply them, both apply this.
     """
 
-    def __init__(self, master: Master, groups: Iterable[int]) -> None:
-        self.master = master
+    method: Method
+
+    def __init__(self, method: Method, master: Master, groups: Iterable[int]) -> None:
+        self.method, self.master = method, master
         self.groups = set(groups)
-        self.resting: set[int] = set()
+        self.idle_groups: set[int] = set()
+        self.as_sent: Callable[[Tensors], Tensors] = lambda tensors: tensors
+        self.setup()
+
+    def setup(self) -> None:  # noqa: B027  # most methods remember nothing
+        """Makes what the side remembers, when it is made itself."""
 
     @property
     def working(self) -> set[int]:
         """Groups that will push again before long."""
-        return self.groups - self.resting
+        return self.groups - self.idle_groups
 
     @abstractmethod
     def receive(self, push: Push) -> list[Reply]:
         """Merges a push and says which groups now get an answer."""
 
     def released(self) -> list[Reply]:
-        """Groups that need not wait any more, now that somebody is gone or rests. Nobody waits unless a method does."""
+        """Groups that need not wait any more, now that another is gone or idle. None waits unless a method makes it."""
         return []
 
-    def rest(self, group: int) -> list[Reply]:
+    def idle(self, group: int) -> list[Reply]:
         """A group has nothing to push for now."""
-        self.resting.add(group)
+        self.idle_groups.add(group)
         return self.released()
 
     def resume(self, group: int) -> None:
-        """A group that rested computes again."""
-        self.resting.discard(group)
+        """An idle group computes again."""
+        self.idle_groups.discard(group)
 
     def evict(self, group: int) -> list[Reply]:
         """A group is gone for good."""
         self.groups.discard(group)
-        self.resting.discard(group)
+        self.idle_groups.discard(group)
         return self.released()
 
     def join(self, group: int) -> None:
@@ -240,37 +237,97 @@ class ServerSide(ABC):
         """Goes on from a `state`; called before the first push."""
 
 
+class Barrier(ServerSide):
+    """Adds up what the working groups push; when all have, merges the total once and answers them all.
+
+    A group that is idle or gone is not waited for: then the total is that of the others.
+    """
+
+    def setup(self) -> None:
+        self._total = Total()
+        self._waiting: dict[int, int] = {}  # group: staleness
+        self._last: Push | None = None
+
+    @abstractmethod
+    def merge(self, total: Total, last: Push) -> None:
+        """One update of the master from all groups' pushes, of which ``last`` came last."""
+
+    def receive(self, push: Push) -> list[Reply]:
+        self._waiting[push.group] = self.staleness_of(push)
+        self._total.add(push.tensors)
+        self._last = Push(push.group, push.read_at, (), push.hyperparameters, push.note)
+        return self.released()
+
+    def released(self) -> list[Reply]:
+        if self._last is None or not self.working <= self._waiting.keys():
+            return []
+        self.merge(self._total, self._last)
+        self._total.clear()
+        waiting, self._waiting, self._last = self._waiting, {}, None
+        return [Reply(group, staleness) for group, staleness in waiting.items() if group in self.groups]
+
+    def evict(self, group: int) -> list[Reply]:
+        # What it pushed stays in the total: those samples were trained.
+        self._waiting.pop(group, None)
+        return super().evict(group)
+
+    def grow(self, start: int) -> None:
+        self._total.reach(len(self.master.parameters))
+
+    def state(self) -> dict[str, Any]:
+        return {"total": self._total.state()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        # What had come in waits for the next push: groups have read the weights as they are without it.
+        self._total.load_state(state["total"])
+
+
 # --- A method --------------------------------------------------------------------------------------------------------
 
 
 class Method(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
     """A distributed-SGD method: its hyperparameters, and how to make its two sides.
 
-    A method is a value: frozen, comparable, and it travels to the server as plain numbers. (A msgspec struct cannot
-    be an abstract base class, hence the two errors.)
+    A method is a value: frozen, comparable, and it travels to the server as plain numbers.
 
     Attributes:
+        steps_at: where the user's optimizer runs: at the ``"server"``, once for all groups, or on every rank
+            (``"worker"``).
         evaluated: which model is validated, tested and saved: ``"server"``, the weights that the server holds;
             ``"centre"``, the same where the groups' own weights circle around them; ``"mean"``, the mean of all
             groups' own weights.
+        pushes_weights: whether pushes are weights, rather than what adds up: gradients, or changes of weights.
+        answers_changes: whether answers are changes of weights, which both sides apply, rather than weights.
         talks_to_peers: whether group sides need `Publish`, `ReadPeer`, `SendPeer` or `ReadInbox`.
+        side: class of the server side.
     """
 
+    steps_at: ClassVar[Literal["server", "worker"]] = "server"
     evaluated: ClassVar[Literal["server", "centre", "mean"]] = "server"
+    pushes_weights: ClassVar[bool] = False
+    answers_changes: ClassVar[bool] = False
     talks_to_peers: ClassVar[bool] = False
-
-    @property
-    def steps_at(self) -> Literal["server", "worker"]:
-        """Where the user's optimizer runs: at the server, once for all groups, or on every rank."""
-        return "server"
+    side: ClassVar[type[ServerSide] | None] = None
 
     def check(self, groups: int) -> None:
         """Raises `ConfigurationError` if the method cannot work with that many groups."""
 
     def group_side(self, replica: Replica) -> GroupSide:
-        """The worker's half: an endless generator of needs."""
-        raise NotImplementedError(f"{type(self).__name__} has no group side")
+        """The worker's half: an endless generator of needs.
+
+        Unless a method says otherwise: gradient at the weights last read; push it; read the master weights; repeat.
+        """
+        while True:
+            gradient = yield NextGradient()
+            replica.load((yield Exchange(gradient.tensors, replica.clock, gradient.hyperparameters)))
 
     def server_side(self, master: Master, groups: Iterable[int]) -> ServerSide:
         """The server's half, for the groups of these numbers."""
-        raise NotImplementedError(f"{type(self).__name__} has no server side")
+        if self.side is None:
+            raise NotImplementedError(f"{type(self).__name__} has no server side")
+        return self.side(self, master, groups)
+
+
+def check_period(period: int) -> None:
+    """Raises `ConfigurationError` unless there is a step between two exchanges."""
+    check_whole("period", period, "the local steps between two exchanges, 1 or more", 1)

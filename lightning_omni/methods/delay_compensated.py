@@ -2,80 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_omni.errors import ConfigurationError
-from lightning_omni.methods.contract import Exchange, GroupSide, Method, NextGradient, Push, Reply, ServerSide
-from lightning_omni.methods.master import Master
-from lightning_omni.methods.replica import Replica, copies
+from lightning_omni.checks import check_number
+from lightning_omni.methods.contract import Method, Push, Reply, ServerSide
+from lightning_omni.methods.replica import copies
 
 _EPSILON = 1e-7
 
 
-class DelayCompensated(Method, frozen=True, kw_only=True, tag="delay_compensated"):
-    r"""DC-ASGD: asynchronous SGD whose gradients are corrected for their delay.
-
-    .. math:: w_{t+1} = \mathrm{step}\bigl(w_t,\; g + \lambda_t\, g \odot g \odot (w_t - w_{t-\tau})\bigr)
-
-    with g taken at :math:`w_{t-\tau}`, the weights that this group last read; :math:`g \odot g` stands for the
-    Hessian's diagonal. The constant form has :math:`\lambda_t = \lambda`; the adaptive one
-    :math:`\lambda_t = \lambda / \sqrt{m_t + 10^{-7}}` with :math:`m_t = \mu m_{t-1} + (1-\mu)\, g \odot g`, kept for
-    each group. The server remembers what every group read, so it holds one more copy of the model for each group.
-
-    Args:
-        strength: :math:`\lambda`, 0 or more; 0 is `AsyncSGD`. Usual are 0.04 (constant) and 2 (adaptive).
-        adaptive: whether to scale by the gradients' running mean square.
-        decay: :math:`\mu`, from 0 to less than 1.
-
-    The model that is evaluated is the server's.
-
-    Raises:
-        ConfigurationError: an argument is out of range.
-
-    Example:
-        >>> DelayCompensated(strength=2.0, adaptive=True)
-        DelayCompensated(strength=2.0, adaptive=True, decay=0.95)
-
-    References:
-        Zheng et al. 2017, "Asynchronous Stochastic Gradient Descent with Delay Compensation", arXiv:1609.08326.
-    """
-
-    strength: float = 0.04
-    adaptive: bool = False
-    decay: float = 0.95
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.strength < float("inf"):
-            raise ConfigurationError(f"strength={self.strength}: pass a finite number of 0 or more; 0 corrects nothing")
-        if not 0 <= self.decay < 1:
-            raise ConfigurationError(f"decay={self.decay}: a running mean needs 0 <= decay < 1")
-
-    def group_side(self, replica: Replica) -> GroupSide:
-        """Gradient at the weights last read; push it; read the master weights; repeat."""
-        while True:
-            gradient = yield NextGradient()
-            replica.load((yield Exchange(gradient.tensors, replica.clock, gradient.hyperparameters)))
-
-    def server_side(self, master: Master, groups: Iterable[int]) -> ServerSide:
-        """Corrects each gradient, applies it at once, and remembers what the group reads."""
-        return _Compensate(self, master, groups)
-
-
 class _Compensate(ServerSide):
-    def __init__(self, method: DelayCompensated, master: Master, groups: Iterable[int]) -> None:
-        super().__init__(master, groups)
-        self._method = method
-        start = copies(master.weights())
+    """Corrects each gradient, applies it at once, and remembers what the group reads."""
+
+    method: DelayCompensated
+
+    def setup(self) -> None:
+        start = copies(self.master.weights())
         self._read: dict[int, list[Tensor]] = dict.fromkeys(self.groups, start)
         self._square: dict[int, list[Tensor]] = {}
 
     def receive(self, push: Push) -> list[Reply]:
         staleness = self.staleness_of(push)
-        matters = self._method.strength and (staleness or self._method.adaptive)
+        matters = self.method.strength and (staleness or self.method.adaptive)
         tensors = self._compensated(push) if matters else push.tensors
         self.master.update(tensors, push.hyperparameters)
         self.fetched(push.group)
@@ -115,11 +67,11 @@ class _Compensate(ServerSide):
         return corrected
 
     def _strength(self, group: int, index: int, square: Tensor) -> Tensor | float:
-        if not self._method.adaptive:
-            return self._method.strength
+        if not self.method.adaptive:
+            return self.method.strength
         means = self._square.setdefault(group, [torch.zeros_like(weight) for weight in self.master.weights()])
-        means[index].mul_(self._method.decay).add_(square, alpha=1 - self._method.decay)
-        return self._method.strength / torch.sqrt(means[index] + _EPSILON)
+        means[index].mul_(self.method.decay).add_(square, alpha=1 - self.method.decay)
+        return self.method.strength / torch.sqrt(means[index] + _EPSILON)
 
     def state(self) -> dict[str, Any]:
         # What groups have read they read again when they resume.
@@ -127,3 +79,43 @@ class _Compensate(ServerSide):
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self._square = {int(group): copies(means) for group, means in state["square"].items()}
+
+
+class DelayCompensated(Method, frozen=True, kw_only=True, tag="delay_compensated"):
+    r"""DC-ASGD: asynchronous SGD whose gradients are corrected for their delay.
+
+    .. math:: w_{t+1} = \mathrm{step}\bigl(w_t,\; g + \lambda_t\, g \odot g \odot (w_t - w_{t-\tau})\bigr)
+
+    with g taken at :math:`w_{t-\tau}`, the weights that this group last read; :math:`g \odot g` stands for the
+    Hessian's diagonal. The constant form has :math:`\lambda_t = \lambda`; the adaptive one
+    :math:`\lambda_t = \lambda / \sqrt{m_t + 10^{-7}}` with :math:`m_t = \mu m_{t-1} + (1-\mu)\, g \odot g`, kept for
+    each group. The server remembers what every group read, so it holds one more copy of the model for each group.
+
+    Args:
+        strength: :math:`\lambda`, 0 or more; 0 is `AsyncSGD`. Usual are 0.04 (constant) and 2 (adaptive).
+        adaptive: whether to scale by the gradients' running mean square.
+        decay: :math:`\mu`, from 0 to less than 1.
+
+    The model that is evaluated is the server's.
+
+    Raises:
+        ConfigurationError: an argument is out of range.
+
+    Example:
+        >>> DelayCompensated(strength=2.0, adaptive=True)
+        DelayCompensated(strength=2.0, adaptive=True, decay=0.95)
+
+    References:
+        Zheng et al. 2017, "Asynchronous Stochastic Gradient Descent with Delay Compensation", arXiv:1609.08326.
+    """
+
+    side = _Compensate
+    strength: float = 0.04
+    adaptive: bool = False
+    decay: float = 0.95
+
+    def __post_init__(self) -> None:
+        check_number(
+            "strength", self.strength, "a finite number of 0 or more; 0 corrects nothing", 0, below=float("inf")
+        )
+        check_number("decay", self.decay, "0 <= decay < 1, as a running mean needs", 0, below=1)

@@ -2,18 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
-from lightning_omni.errors import ConfigurationError
-from lightning_omni.methods.barrier import Barrier
-from lightning_omni.methods.contract import Exchange, GroupSide, Method, NextGradient, Push, ServerSide, Step
-from lightning_omni.methods.elastic_averaging import check_period
-from lightning_omni.methods.master import Master
+from lightning_omni.checks import check_number
+from lightning_omni.methods.contract import Barrier, Exchange, GroupSide, Method, NextGradient, Push, Step, check_period
 from lightning_omni.methods.replica import Replica
 from lightning_omni.methods.totals import Total
+
+
+class _OuterStep(Barrier):
+    """One outer step when all working groups have pushed."""
+
+    method: DiLoCo
+
+    def setup(self) -> None:
+        super().setup()
+        self._outer = torch.optim.SGD(
+            list(self.master.parameters.values()),
+            lr=self.method.outer_lr,
+            momentum=self.method.outer_momentum,
+            nesterov=self.method.outer_momentum > 0,
+        )
+
+    def merge(self, total: Total, last: Push) -> None:
+        self.master.step(self._outer, total.scaled(1 / total.count))
+
+    def grow(self, start: int) -> None:
+        super().grow(start)
+        self._outer.param_groups[0]["params"].extend(list(self.master.parameters.values())[start:])
+
+    def state(self) -> dict[str, Any]:
+        return {**super().state(), "outer": self._outer.state_dict()["state"]}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        super().load_state(state)
+        self._outer.load_state_dict({**self._outer.state_dict(), "state": state["outer"]})
 
 
 class DiLoCo(Method, frozen=True, kw_only=True, tag="diloco"):
@@ -44,6 +70,8 @@ class DiLoCo(Method, frozen=True, kw_only=True, tag="diloco"):
         Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language Models", arXiv:2311.08105.
     """
 
+    steps_at = "worker"
+    side = _OuterStep
     period: int = 500
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
@@ -51,11 +79,6 @@ class DiLoCo(Method, frozen=True, kw_only=True, tag="diloco"):
     def __post_init__(self) -> None:
         check_period(self.period)
         check_outer(self.outer_lr, self.outer_momentum)
-
-    @property
-    def steps_at(self) -> Literal["server", "worker"]:
-        """At the worker; the outer optimizer is the method's own."""
-        return "worker"
 
     def group_side(self, replica: Replica) -> GroupSide:
         """``period`` inner steps; push what they changed; go on from the outer weights."""
@@ -70,39 +93,8 @@ class DiLoCo(Method, frozen=True, kw_only=True, tag="diloco"):
                 replica.go_on_from(pulled)
                 memory.clear()
 
-    def server_side(self, master: Master, groups: Iterable[int]) -> ServerSide:
-        """One outer step when all working groups have pushed."""
-        return _OuterStep(self, master, groups)
-
-
-class _OuterStep(Barrier):
-    def __init__(self, method: DiLoCo, master: Master, groups: Iterable[int]) -> None:
-        super().__init__(master, groups)
-        self._outer = torch.optim.SGD(
-            list(master.parameters.values()),
-            lr=method.outer_lr,
-            momentum=method.outer_momentum,
-            nesterov=method.outer_momentum > 0,
-        )
-
-    def merge(self, total: Total, last: Push) -> None:
-        self.master.step(self._outer, total.scaled(1 / total.count))
-
-    def grow(self, start: int) -> None:
-        super().grow(start)
-        self._outer.param_groups[0]["params"].extend(list(self.master.parameters.values())[start:])
-
-    def state(self) -> dict[str, Any]:
-        return {**super().state(), "outer": self._outer.state_dict()["state"]}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        super().load_state(state)
-        self._outer.load_state_dict({**self._outer.state_dict(), "state": state["outer"]})
-
 
 def check_outer(outer_lr: float, outer_momentum: float) -> None:
     """Raises `ConfigurationError` unless these make an outer optimizer."""
-    if not 0 < outer_lr < float("inf"):
-        raise ConfigurationError(f"outer_lr={outer_lr}: pass a number above 0; 0.7 is usual")
-    if not 0 <= outer_momentum < 1:
-        raise ConfigurationError(f"outer_momentum={outer_momentum}: pass 0 <= outer_momentum < 1; 0.9 is usual")
+    check_number("outer_lr", outer_lr, "a number above 0; 0.7 is usual", above=0, below=float("inf"))
+    check_number("outer_momentum", outer_momentum, "0 <= outer_momentum < 1; 0.9 is usual", 0, below=1)

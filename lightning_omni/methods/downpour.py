@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Literal
 
+from lightning_omni.checks import check_choice, check_whole
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.methods.barrier import Barrier
-from lightning_omni.methods.contract import (
-    Exchange,
-    Fetch,
-    GroupSide,
-    Method,
-    NextGradient,
-    Push,
-    Reply,
-    ServerSide,
-    Step,
-)
-from lightning_omni.methods.master import Master
+from lightning_omni.methods.contract import Barrier, Exchange, Fetch, GroupSide, Method, NextGradient, Push, Reply, Step
 from lightning_omni.methods.replica import Replica
 from lightning_omni.methods.totals import Total
+
+
+class _ApplyOrAdd(Barrier):
+    """Applies each push at once, after the warm start, which is in lock-step."""
+
+    method: Downpour
+
+    def receive(self, push: Push) -> list[Reply]:
+        if self.master.clock < self.method.warm_start:
+            return super().receive(push)
+        staleness = self.staleness_of(push)
+        self._apply(push.tensors, push)
+        return [Reply(push.group, staleness)]
+
+    def merge(self, total: Total, last: Push) -> None:
+        self._apply(total.scaled(1 / total.count), last)
+
+    def _apply(self, tensors: object, push: Push) -> None:
+        if self.method.send == "gradients":
+            self.master.update(tensors, push.hyperparameters)  # type: ignore[arg-type]
+        else:
+            self.master.add(tensors)  # type: ignore[arg-type]
 
 
 class Downpour(Method, frozen=True, kw_only=True, tag="downpour"):
@@ -57,6 +67,7 @@ class Downpour(Method, frozen=True, kw_only=True, tag="downpour"):
         Paine et al. 2013, "GPU Asynchronous Stochastic Gradient Descent", arXiv:1312.6186.
     """
 
+    side = _ApplyOrAdd
     n_push: int = 1
     n_fetch: int = 1
     send: Literal["gradients", "updates"] = "gradients"
@@ -64,14 +75,9 @@ class Downpour(Method, frozen=True, kw_only=True, tag="downpour"):
 
     def __post_init__(self) -> None:
         for name in ("n_push", "n_fetch"):
-            if getattr(self, name) < 1:
-                raise ConfigurationError(f"{name}={getattr(self, name)}: steps between exchanges are at least 1")
-        if self.warm_start < 0:
-            raise ConfigurationError(
-                f"warm_start={self.warm_start}: pass a number of server updates, 0 for a cold start"
-            )
-        if self.send not in ("gradients", "updates"):
-            raise ConfigurationError(f'send={self.send!r}: pass "gradients" or "updates"')
+            check_whole(name, getattr(self, name), "at least 1 step between two exchanges", 1)
+        check_whole("warm_start", self.warm_start, "a number of server updates, 0 for a cold start")
+        check_choice("send", self.send, ("gradients", "updates"))
         if self.send == "updates" and self.n_push != self.n_fetch:
             raise ConfigurationError(
                 f"n_push={self.n_push}, n_fetch={self.n_fetch}: a fetch overwrites what was not pushed, so updates are"
@@ -79,7 +85,7 @@ class Downpour(Method, frozen=True, kw_only=True, tag="downpour"):
             )
 
     @property
-    def steps_at(self) -> Literal["server", "worker"]:
+    def steps_at(self) -> Literal["server", "worker"]:  # type: ignore[override]  # depends on a setting
         """At the server for gradients, at the worker for updates."""
         return "server" if self.send == "gradients" else "worker"
 
@@ -118,31 +124,3 @@ class Downpour(Method, frozen=True, kw_only=True, tag="downpour"):
                 pulled = yield Exchange(replica.change(since=before), replica.clock)
                 replica.go_on_from(pulled)
                 del memory["fetched"]
-
-    def server_side(self, master: Master, groups: Iterable[int]) -> ServerSide:
-        """Applies each push at once, after the warm start."""
-        return _ApplyOrAdd(self, master, groups)
-
-
-class _ApplyOrAdd(Barrier):
-    """In lock-step during the warm start, at once after it."""
-
-    def __init__(self, method: Downpour, master: Master, groups: Iterable[int]) -> None:
-        super().__init__(master, groups)
-        self._method = method
-
-    def receive(self, push: Push) -> list[Reply]:
-        if self.master.clock < self._method.warm_start:
-            return super().receive(push)
-        staleness = self.staleness_of(push)
-        self._apply(push.tensors, push)
-        return [Reply(push.group, staleness)]
-
-    def merge(self, total: Total, last: Push) -> None:
-        self._apply(total.scaled(1 / total.count), last)
-
-    def _apply(self, tensors: object, push: Push) -> None:
-        if self._method.send == "gradients":
-            self.master.update(tensors, push.hyperparameters)  # type: ignore[arg-type]
-        else:
-            self.master.add(tensors)  # type: ignore[arg-type]

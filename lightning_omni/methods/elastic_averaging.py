@@ -2,15 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import ClassVar, Literal
-
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.methods.contract import Exchange, GroupSide, Method, NextGradient, Push, Reply, ServerSide, Step
-from lightning_omni.methods.master import Master
+from lightning_omni.methods.contract import (
+    Exchange,
+    GroupSide,
+    Method,
+    NextGradient,
+    Push,
+    Reply,
+    ServerSide,
+    Step,
+    Tensors,
+    check_period,
+)
 from lightning_omni.methods.replica import Replica
 
 _BETA = 0.9
+
+
+class _Centre(ServerSide):
+    """Moves the centre at every push, and answers with the move."""
+
+    method: ElasticAveraging
+
+    def setup(self) -> None:
+        self._rate = self._rate_of(len(self.groups))
+
+    def _rate_of(self, groups: int) -> float:
+        return self.method.moving_rate if self.method.moving_rate is not None else _BETA / max(1, groups)
+
+    def join(self, group: int) -> None:
+        # All groups together must not draw the centre further than they do: the spring of each is weaker.
+        super().join(group)
+        self._rate = min(self._rate, self._rate_of(len(self.groups)))
+
+    def receive(self, push: Push) -> list[Reply]:
+        # A weight is missing where the group does not know of the parameter yet: then it is not drawn to the centre.
+        staleness = self.staleness_of(push)
+        moves: Tensors = [
+            None if weight is None else (weight - centre) * self._rate
+            for weight, centre in zip(push.tensors, self.master.weights(), strict=True)
+        ]
+        moves = self.as_sent(moves)
+        self.master.add(moves)
+        return [Reply(push.group, staleness, moves)]
 
 
 class ElasticAveraging(Method, frozen=True, kw_only=True, tag="elastic_averaging"):
@@ -42,7 +77,11 @@ class ElasticAveraging(Method, frozen=True, kw_only=True, tag="elastic_averaging
         Zhang, Choromanska, LeCun 2015, "Deep learning with Elastic Averaging SGD", arXiv:1412.6651.
     """
 
-    evaluated: ClassVar[Literal["server", "centre", "mean"]] = "centre"
+    steps_at = "worker"
+    side = _Centre
+    evaluated = "centre"
+    pushes_weights = True
+    answers_changes = True
 
     period: int = 10
     moving_rate: float | None = None
@@ -55,11 +94,6 @@ class ElasticAveraging(Method, frozen=True, kw_only=True, tag="elastic_averaging
                 " times curvature of h, so to 1 at most; pass a number from 0 to 1, or None for 0.9 over the number of"
                 " groups"
             )
-
-    @property
-    def steps_at(self) -> Literal["server", "worker"]:
-        """At the worker."""
-        return "worker"
 
     def group_side(self, replica: Replica) -> GroupSide:
         """Local steps; every ``period``-th, move towards the centre."""
@@ -75,40 +109,3 @@ class ElasticAveraging(Method, frozen=True, kw_only=True, tag="elastic_averaging
                 replica.move(pulled.tensors, -1.0)
                 replica.clock = pulled.clock
             yield Step(gradient)
-
-    def server_side(self, master: Master, groups: Iterable[int]) -> ServerSide:
-        """Moves the centre at every push, and answers with the move."""
-        return _Centre(self, master, groups)
-
-
-class _Centre(ServerSide):
-    def __init__(self, method: ElasticAveraging, master: Master, groups: Iterable[int]) -> None:
-        super().__init__(master, groups)
-        self._method = method
-        self._rate = self._rate_of(len(self.groups))
-
-    def _rate_of(self, groups: int) -> float:
-        return self._method.moving_rate if self._method.moving_rate is not None else _BETA / max(1, groups)
-
-    def join(self, group: int) -> None:
-        # All groups together must not draw the centre further than they do: the spring of each is weaker.
-        super().join(group)
-        self._rate = min(self._rate, self._rate_of(len(self.groups)))
-
-    def receive(self, push: Push) -> list[Reply]:
-        # A weight is missing where the group does not know of the parameter yet: then it is not drawn to the centre.
-        staleness, moves = (
-            self.staleness_of(push),
-            [
-                None if weight is None else (weight - centre) * self._rate
-                for weight, centre in zip(push.tensors, self.master.weights(), strict=True)
-            ],
-        )
-        self.master.add(moves)
-        return [Reply(push.group, staleness, moves)]
-
-
-def check_period(period: int) -> None:
-    """Raises `ConfigurationError` unless there is a step between two exchanges."""
-    if period < 1:
-        raise ConfigurationError(f"period={period}: pass the local steps between two exchanges, 1 or more")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
-from typing import ClassVar, Literal
+from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from lightning_omni.checks import check_choice
 from lightning_omni.errors import ConfigurationError, ProtocolError
 from lightning_omni.methods.contract import (
     GroupSide,
@@ -23,10 +24,16 @@ from lightning_omni.methods.contract import (
     SendPeer,
     ServerSide,
     Step,
+    check_period,
 )
-from lightning_omni.methods.elastic_averaging import check_period
-from lightning_omni.methods.master import Master
 from lightning_omni.methods.replica import Replica, minus
+
+
+class _Bystander(ServerSide):
+    """The server is for synchronization points only."""
+
+    def receive(self, push: Push) -> list[Reply]:
+        raise ProtocolError("with gossip no group pushes to the server")
 
 
 class Gossip(Method, frozen=True, kw_only=True, tag="gossip"):
@@ -41,7 +48,7 @@ class Gossip(Method, frozen=True, kw_only=True, tag="gossip"):
       :math:`x_i \leftarrow (w x_i + \sum \text{inbox}) / (w + |\text{inbox}|)` with w = 2 if j = i, else 1.
 
     Pushing conserves the mean of all weights far better than pulling, and brings them together somewhat more slowly.
-    Nobody waits for anybody. Velocities are not exchanged, and Nesterov's look-ahead is taken off before weights are
+    No group waits for another. Velocities are not exchanged, and Nesterov's look-ahead is taken off before weights are
     sent and put on again after.
 
     Args:
@@ -62,8 +69,10 @@ class Gossip(Method, frozen=True, kw_only=True, tag="gossip"):
         Jin, Yuan, Iandola, Keutzer 2016, "How to scale distributed deep learning?", arXiv:1611.04581.
     """
 
-    evaluated: ClassVar[Literal["server", "centre", "mean"]] = "mean"
-    talks_to_peers: ClassVar[bool] = True
+    steps_at = "worker"
+    side = _Bystander
+    evaluated = "mean"
+    talks_to_peers = True
 
     kind: Literal["pull", "push"] = "pull"
     period: int = 1
@@ -71,16 +80,10 @@ class Gossip(Method, frozen=True, kw_only=True, tag="gossip"):
 
     def __post_init__(self) -> None:
         check_period(self.period)
-        if self.kind not in ("pull", "push"):
-            raise ConfigurationError(f'kind={self.kind!r}: pass "pull" or "push"')
-
-    @property
-    def steps_at(self) -> Literal["server", "worker"]:
-        """At the worker."""
-        return "worker"
+        check_choice("kind", self.kind, ("pull", "push"))
 
     def check(self, groups: int) -> None:
-        """One group has nobody to talk to."""
+        """One group has no peer to talk to."""
         if groups < 2:
             raise ConfigurationError(
                 f"gossip goes from group to group, and there is just {groups}; pass groups=2 or more, or another method"
@@ -100,7 +103,7 @@ class Gossip(Method, frozen=True, kw_only=True, tag="gossip"):
             yield from self._pull(replica, peer, mine) if self.kind == "pull" else self._push(replica, peer, mine)
 
     def _draw(self, replica: Replica) -> int:
-        # A generator of its own for each draw: nothing to be saved, and a group made anew draws on as before.
+        # A generator of its own for each draw: nothing to be saved, and a generator made again draws on as before.
         draw = random.Random(f"{self.seed} {replica.group} {replica.memory['steps']}")
         return draw.choice(replica.peers)
 
@@ -121,15 +124,6 @@ class Gossip(Method, frozen=True, kw_only=True, tag="gossip"):
             # (w x + total) / (w + count) - x = (total - count x) / (w + count)
             surplus = [total - inbox.count * x for total, x in zip(_on(mine, inbox.total), mine, strict=True)]
             replica.move(surplus, 1 / (own_weight + inbox.count))
-
-    def server_side(self, master: Master, groups: Iterable[int]) -> ServerSide:
-        """The server is for meetings only."""
-        return _Bystander(master, groups)
-
-
-class _Bystander(ServerSide):
-    def receive(self, push: Push) -> list[Reply]:
-        raise ProtocolError("with gossip no group pushes to the server")
 
 
 def _is_sound(tensors: Sequence[Tensor] | None) -> bool:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from lightning_omni.methods.barrier import Barrier
-from lightning_omni.methods.contract import Exchange, GroupSide, Method, NextGradient, Push, ServerSide
-from lightning_omni.methods.master import Master
-from lightning_omni.methods.replica import Replica
+from lightning_omni.methods.contract import Barrier, Method, Push
 from lightning_omni.methods.totals import Total
+
+
+class _MeanGradient(Barrier):
+    """The barrier that steps the user's optimizer with the mean gradient."""
+
+    def merge(self, total: Total, last: Push) -> None:
+        self.master.update(total.scaled(1 / total.count), last.hyperparameters)
 
 
 class HardSync(Method, frozen=True, kw_only=True, tag="hardsync"):
@@ -31,19 +33,4 @@ class HardSync(Method, frozen=True, kw_only=True, tag="hardsync"):
         arXiv:1509.04210.
     """
 
-    def group_side(self, replica: Replica) -> GroupSide:
-        """Gradient; push it; wait for the master weights that all groups get."""
-        while True:
-            gradient = yield NextGradient()
-            replica.load((yield Exchange(gradient.tensors, replica.clock, gradient.hyperparameters)))
-
-    def server_side(self, master: Master, groups: Iterable[int]) -> ServerSide:
-        """One update when all working groups have pushed."""
-        return MeanGradient(master, groups)
-
-
-class MeanGradient(Barrier):
-    """The barrier that steps the user's optimizer with the mean gradient."""
-
-    def merge(self, total: Total, last: Push) -> None:
-        self.master.update(total.scaled(1 / total.count), last.hyperparameters)
+    side = _MeanGradient

@@ -1,4 +1,4 @@
-"""A merged head: the tail of a network at its one owner, where a group's whole batch passes through it in one turn.
+"""A merged head: the tail of a network at its one owner, where a group's whole batch passes through it at once.
 
 Hadjis et al. 2016 (Omnivore), "merged fully connected" servers: forward, backward and update of one group's batch
 happen under a lock, so that the head's weights are never stale and never travel; only activations and their gradients
@@ -36,11 +36,11 @@ class Passed:
 
 
 class MergedHead:
-    """A submodule at its owner. One turn is `forward`, then `backward` or `abandon`.
+    """A submodule at its owner. Exclusive access is `forward`, then `backward` or `abandon`.
 
     Args:
         module: the submodule, over ``parameters``.
-        parameters: its parameters by name, in the order of gradients; whoever holds them steps them.
+        parameters: its parameters by name, in the order of gradients; the side that holds them steps them.
         seed: of the random numbers that its forward pass draws (dropout, say).
 
     Example:
@@ -66,7 +66,7 @@ class MergedHead:
         kwargs: Mapping[str, Any],
         training: bool | Sequence[bool] = True,
         autocast: torch.dtype | None = None,
-        turn: bool = True,
+        exclusive: bool = True,
     ) -> Any:
         """The head's output.
 
@@ -75,7 +75,7 @@ class MergedHead:
             kwargs: keyword arguments, likewise.
             training: whether the submodule is in training mode; or one word for each of `modes_of`.
             autocast: the dtype of automatic mixed precision, if any.
-            turn: whether a backward pass will follow.
+            exclusive: whether a backward pass will follow.
 
         Raises:
             UnsupportedError: the pass changed a buffer of the head, or gave what cannot travel.
@@ -83,11 +83,11 @@ class MergedHead:
         """
         tree = (tuple(args), dict(kwargs))
         inputs = [tensor.detach() for tensor in tensors_of(tree)]
-        if turn:
+        if exclusive:
             inputs = [tensor.requires_grad_(tensor.is_floating_point() or tensor.is_complex()) for tensor in inputs]
         self._set_modes(training)
         before = self._buffer_versions()
-        with torch.set_grad_enabled(turn), torch.random.fork_rng(devices=[]):
+        with torch.set_grad_enabled(exclusive), torch.random.fork_rng(devices=[]):
             torch.set_rng_state(self._random)
             # Copies: the memory is the caller's, and layers may work in place, which torch forbids on leaves.
             positional, named = with_tensors(tree, [tensor.clone() for tensor in inputs])
@@ -95,12 +95,12 @@ class MergedHead:
                 output = self._module(*positional, **named)
             self._random = torch.get_rng_state()
         self._check_buffers(before)
-        if turn:
+        if exclusive:
             self._inputs, self._outputs, self._modes = inputs, tensors_of(output), training
         return with_tensors(output, [tensor.detach() for tensor in tensors_of(output)])
 
     def backward(self, gradients: Sequence[Tensor | None], scale: float = 1.0) -> Passed:
-        """Ends the turn with the gradients of what `forward` gave.
+        """Ends the access with the gradients of what `forward` gave.
 
         Args:
             gradients: one for each tensor of the output, in order; None where it took no part in the loss.
@@ -108,7 +108,7 @@ class MergedHead:
         """
         inputs, outputs = self._inputs, self._outputs
         self.abandon()
-        self._set_modes(self._modes)  # others may have looked in; what is computed again must be what was
+        self._set_modes(self._modes)  # others may have read it; what is computed again must be what was
         pairs = [
             (output, gradient.to(output.dtype))
             for output, gradient in zip(outputs, gradients, strict=True)
@@ -128,7 +128,7 @@ class MergedHead:
         return Passed(into, own)
 
     def abandon(self) -> None:
-        """Ends the turn without a gradient."""
+        """Ends the access without a gradient."""
         self._inputs, self._outputs = [], []
 
     def _set_modes(self, modes: bool | Sequence[bool]) -> None:
@@ -171,7 +171,7 @@ class Passage(Protocol):
 
 
 def pass_through(passage: Passage, tree: Any) -> tuple[Tensor, ...]:
-    """The tensors of a merged head's output, through which a backward pass goes the same way back.
+    """The tensors of a merged head's output, through which a backward pass goes in reverse.
 
     Args:
         passage: the way to the head and back.

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import ClassVar, Literal
-
-from lightning_omni.errors import ConfigurationError
-from lightning_omni.methods.barrier import Barrier
-from lightning_omni.methods.contract import Exchange, GroupSide, Method, NextGradient, Push, ServerSide, Step
-from lightning_omni.methods.elastic_averaging import check_period
-from lightning_omni.methods.master import Master
+from lightning_omni.checks import check_whole
+from lightning_omni.methods.contract import Barrier, Exchange, GroupSide, Method, NextGradient, Push, Step, check_period
 from lightning_omni.methods.replica import Replica
 from lightning_omni.methods.totals import Total
+
+
+class _Mean(Barrier):
+    """Averages when all working groups have pushed."""
+
+    def merge(self, total: Total, last: Push) -> None:
+        self.master.overwrite(total.means())  # a group may not know of all parameters yet
 
 
 class LocalSGD(Method, frozen=True, kw_only=True, tag="local_sgd"):
@@ -41,23 +42,20 @@ class LocalSGD(Method, frozen=True, kw_only=True, tag="local_sgd"):
         Lin et al. 2020, "Don't Use Large Mini-batches, Use Local SGD", arXiv:1808.07217 (post-local).
     """
 
-    evaluated: ClassVar[Literal["server", "centre", "mean"]] = "mean"
+    steps_at = "worker"
+    side = _Mean
+    evaluated = "mean"
+    pushes_weights = True
 
     period: int = 4
     warmup_steps: int = 0
 
     def __post_init__(self) -> None:
         check_period(self.period)
-        if self.warmup_steps < 0:
-            raise ConfigurationError(f"warmup_steps={self.warmup_steps}: pass a number of steps, 0 for none")
-
-    @property
-    def steps_at(self) -> Literal["server", "worker"]:
-        """At the worker."""
-        return "worker"
+        check_whole("warmup_steps", self.warmup_steps, "a number of steps, 0 for none")
 
     def group_side(self, replica: Replica) -> GroupSide:
-        """Local steps; after every ``period``-th, everybody's mean."""
+        """Local steps; after every ``period``-th, the mean of all groups."""
         memory = replica.memory
         while True:
             gradient = yield NextGradient()
@@ -68,12 +66,3 @@ class LocalSGD(Method, frozen=True, kw_only=True, tag="local_sgd"):
                 pulled = yield Exchange(replica.weights(), replica.clock)
                 replica.go_on_from(pulled)
                 memory["steps"] = 0
-
-    def server_side(self, master: Master, groups: Iterable[int]) -> ServerSide:
-        """Averages when all working groups have pushed."""
-        return _Mean(master, groups)
-
-
-class _Mean(Barrier):
-    def merge(self, total: Total, last: Push) -> None:
-        self.master.overwrite(total.means())  # a group may not know of all parameters yet

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from collections import defaultdict
 from collections.abc import Callable, Container, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy
 import torch
@@ -25,6 +25,7 @@ _NOT_SETTINGS = ("params", "param_names", *_IMPLEMENTATION_FLAGS)
 """What a parameter group holds besides hyperparameters."""
 _PLAIN = (bool, int, float, str, bytes, type(None))
 
+T = TypeVar("T")
 Resolve = Callable[[str], type[Optimizer]]
 
 
@@ -87,7 +88,7 @@ class Master:
         """
         assert self.optimizer is not None, "this method's optimizer runs at the workers"
         for group, values in zip(self.optimizer.param_groups, hyperparameters, strict=True):
-            group.update((key, value) for key, value in values.items() if key not in _NOT_SETTINGS)
+            group.update({key: value for key, value in values.items() if key not in _NOT_SETTINGS})
             if step_scale != 1.0:
                 group["lr"] = group["lr"] * step_scale
         self.step(self.optimizer, gradients)
@@ -175,7 +176,7 @@ def check_state(optimizer: Optimizer, weights: Mapping[int, Tensor], state: Mapp
 
 
 def park(optimizer: Optimizer, parked: dict[Tensor, Any]) -> None:
-    """Takes the state of parameters that no group holds any more aside, and gives it back to those that came back.
+    """Stashes the state of parameters that no group holds any more, and gives it back to those that came back.
 
     Such state would be in the way of ``state_dict()``, which numbers what the groups hold.
 
@@ -203,7 +204,11 @@ def hyperparameters_of(optimizer: Optimizer, of: Container[Tensor] | None = None
         0.1
     """
     return [
-        {key: _plain(value) for key, value in group.items() if key not in _NOT_SETTINGS}
+        {
+            key: value if type(value) in _PLAIN else _plain(value)
+            for key, value in group.items()
+            if key not in _NOT_SETTINGS
+        }
         for group in optimizer.param_groups
         if of is None or holds(group, of)
     ]
@@ -236,7 +241,7 @@ def describe(optimizer: Optimizer, names: Mapping[Tensor, str], with_state: bool
 
 
 def holds(group: Mapping[str, Any], of: Container[Tensor]) -> bool:
-    """Whether a parameter group holds some of these parameters; one that is empty belongs to everybody."""
+    """Whether a parameter group holds some of these parameters; one that is empty belongs to all."""
     return not group["params"] or any(parameter in of for parameter in group["params"])
 
 
@@ -260,7 +265,7 @@ def rebuild(
     Args:
         description: from `describe`.
         parameters: the parameters to move, by name.
-        resolve: turns a class path into the class; by default only ``torch.optim`` is allowed.
+        resolve: finds the class of a class path; by default only ``torch.optim`` is allowed.
 
     Raises:
         UnsupportedError: the class is not allowed or cannot be imported.
@@ -281,34 +286,46 @@ def rebuild(
 
 def resolver(allowed: Sequence[str]) -> Resolve:
     """A resolver that admits ``torch.optim`` and the class paths (``module:Class``) in ``allowed``, nothing else."""
+    return admitting(Optimizer, ("torch.optim", "torch.optim."), "optimizer", "--allow-optimizer", allowed)
 
-    def resolve(path: str) -> type[Optimizer]:
-        refusal = (
-            f"the optimizer {path} is not from torch.optim, and this server was not told to allow it; start it with:"
-            f" lightning-omni serve --allow-optimizer {path}"
-        )
-        if not _is_torch_optim(path.partition(":")[0]) and path not in allowed:
-            raise UnsupportedError(refusal)
+
+def admitting(
+    base: type[T], home: tuple[str, str], what: str, option: str, allowed: Sequence[str]
+) -> Callable[[str], type[T]]:
+    """A function from class path to class, for classes that may come from torch or were allowed.
+
+    Args:
+        base: what they are subclasses of.
+        home: the module of torch that has them, and what the names of those below it begin with.
+        what: they are, for messages.
+        option: of ``lightning-omni serve`` that allows one.
+        allowed: class paths.
+    """
+
+    def resolve(path: str) -> type[T]:
+        def check(module: str) -> None:
+            if module != home[0] and not module.startswith(home[1]) and path not in allowed:
+                raise UnsupportedError(
+                    f"the {what} {path} is not from {home[0]}, and this server was not told to allow it; start it with:"
+                    f" lightning-omni serve {option} {path}"
+                )
+
+        check(path.partition(":")[0])
         try:
             kind = import_class(path)
         except (ImportError, AttributeError, ValueError) as error:
             raise UnsupportedError(
-                f"the server cannot import the optimizer {path} ({error}); it must live in an installed module"
+                f"the server cannot import the {what} {path} ({error}); it must live in an installed module"
             ) from error
         except TypeError:
             kind = object
         else:
-            if not _is_torch_optim(kind.__module__) and path not in allowed:
-                raise UnsupportedError(refusal)
-        if not issubclass(kind, Optimizer) or kind is Optimizer:
-            raise UnsupportedError(f"{path} is not a torch.optim.Optimizer")
+            check(kind.__module__)
+        if not issubclass(kind, base) or kind is Optimizer:
+            raise UnsupportedError(f"{path} is not a {home[0]}.{base.__name__}")
         return kind
 
     return resolve
-
-
-def _is_torch_optim(module: str) -> bool:
-    return module == "torch.optim" or module.startswith("torch.optim.")
 
 
 def import_class(path: str) -> type:

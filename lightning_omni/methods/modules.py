@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from lightning_omni.errors import UnsupportedError
-from lightning_omni.methods.master import class_path, import_class
+from lightning_omni.methods.master import admitting, class_path, import_class
 
 ResolveModule = Callable[[str], type[nn.Module]]
 
@@ -111,7 +111,7 @@ def rebuild_module(
     Args:
         description: from `describe_module`.
         parameters: by name, as in ``module.named_parameters()``; used in place.
-        resolve: turns a class path into the class.
+        resolve: finds the class of a class path.
 
     Raises:
         UnsupportedError: a class is not allowed or cannot be imported.
@@ -139,30 +139,7 @@ def rebuild_module(
 
 def module_resolver(allowed: Sequence[str]) -> ResolveModule:
     """A resolver that admits ``torch.nn`` and the class paths (``module:Class``) in ``allowed``, nothing else."""
-
-    def resolve(path: str) -> type[nn.Module]:
-        refusal = (
-            f"the module class {path} is not from torch.nn, and this server was not told to allow it; start it with:"
-            f" lightning-omni serve --allow-module {path}"
-        )
-        if not path.startswith(("torch.nn.modules.", "torch.nn:")) and path not in allowed:
-            raise UnsupportedError(refusal)
-        try:
-            kind = import_class(path)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise UnsupportedError(
-                f"the server cannot import the module class {path} ({error}); it must live in an installed module"
-            ) from error
-        except TypeError:
-            kind = object
-        else:
-            if not kind.__module__.startswith("torch.nn.modules.") and path not in allowed:
-                raise UnsupportedError(refusal)
-        if not issubclass(kind, nn.Module):
-            raise UnsupportedError(f"{path} is not a torch.nn.Module")
-        return kind
-
-    return resolve
+    return admitting(nn.Module, ("torch.nn", "torch.nn.modules."), "module class", "--allow-module", allowed)
 
 
 def class_paths(description: Mapping[str, Any]) -> set[str]:

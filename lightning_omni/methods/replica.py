@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -15,8 +15,7 @@ Hyperparameters = Sequence[Mapping[str, Any]]
 """One mapping for each parameter group of the optimizer: lr, momentum, betas, ... without ``params``."""
 
 
-@dataclass(frozen=True)
-class Pulled:
+class Pulled(msgspec.Struct, frozen=True):
     """What the server answers.
 
     Attributes:
@@ -66,12 +65,12 @@ class Replica:
         self.clock = pulled.clock
 
     def restart(self, pulled: Pulled) -> None:
-        """Begins anew from the master weights: own weights and optimizer state have diverged."""
+        """Begins again from the master weights: own weights and optimizer state have diverged."""
         self.load(pulled)
         self.optimizer.state.clear()
 
     def go_on_from(self, pulled: Pulled) -> None:
-        """Goes on from the server's answer; begins anew from it if the push was refused."""
+        """Goes on from the server's answer; begins again from it if the push was refused."""
         if pulled.refused:
             self.restart(pulled)
         else:
@@ -161,7 +160,7 @@ class Replica:
 
 
 def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies that nobody else changes."""
+    """Copies that no other code changes."""
     return [tensor.detach().clone() for tensor in tensors]
 
 

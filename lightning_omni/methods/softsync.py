@@ -2,14 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
+from lightning_omni.checks import check_choice, check_whole
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.methods.contract import Exchange, GroupSide, Method, NextGradient, Push, Reply, ServerSide
-from lightning_omni.methods.master import Master
-from lightning_omni.methods.replica import Replica
+from lightning_omni.methods.contract import Method, Push, Reply, ServerSide
 from lightning_omni.methods.totals import Total
+
+
+class _EveryC(ServerSide):
+    """One update for every c pushes."""
+
+    method: SoftSync
+
+    def setup(self) -> None:
+        self._total = Total()
+        self._staleness = 0
+        self._hyperparameters: Any = ()
+
+    @property
+    def c(self) -> int:
+        """Gradients in one update."""
+        return max(1, len(self.groups) // self.method.n)
+
+    def receive(self, push: Push) -> list[Reply]:
+        staleness = self.staleness_of(push)
+        self._total.add(push.tensors, 1 / max(1, staleness) if self.method.modulation == "each" else 1.0)
+        self._staleness += staleness
+        self._hyperparameters = push.hyperparameters
+        if self._total.count >= self.c:
+            self._update()
+        return [Reply(push.group, staleness)]
+
+    def released(self) -> list[Reply]:
+        enough = 1 if self.groups <= self.idle_groups else self.c
+        if self._total.count >= enough:
+            self._update()
+        return []
+
+    def _update(self) -> None:
+        total, mean_staleness = self._total, self._staleness / self._total.count
+        scale = {"none": 1.0, "average": 1 / max(1.0, mean_staleness), "each": total.weight / total.count}
+        self.master.update(total.scaled(1 / total.weight), self._hyperparameters, scale[self.method.modulation])
+        total.clear()
+        self._staleness = 0
+
+    def grow(self, start: int) -> None:
+        self._total.reach(len(self.master.parameters))
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "total": self._total.state(),
+            "staleness": self._staleness,
+            "hyperparameters": [dict(group) for group in self._hyperparameters],
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self._total.load_state(state["total"])
+        self._staleness = int(state["staleness"])
+        self._hyperparameters = state["hyperparameters"]
 
 
 class SoftSync(Method, frozen=True, kw_only=True, tag="softsync"):
@@ -30,7 +82,7 @@ class SoftSync(Method, frozen=True, kw_only=True, tag="softsync"):
         n: 1 to the number of groups.
         modulation: what becomes of the learning rate.
 
-    When all groups rest (before a validation, say) what has come in is applied even if it is less than c gradients,
+    When all groups are idle (before a validation, say) what has come in is applied even if it is less than c gradients,
     so that no sample is lost. The model that is evaluated is the server's.
 
     Raises:
@@ -45,14 +97,13 @@ class SoftSync(Method, frozen=True, kw_only=True, tag="softsync"):
         Zhang et al. 2016, "Staleness-aware Async-SGD", arXiv:1511.05950 ("each").
     """
 
+    side = _EveryC
     n: int = 1
     modulation: Literal["none", "average", "each"] = "each"
 
     def __post_init__(self) -> None:
-        if self.n < 1:
-            raise ConfigurationError(f"n={self.n}: softsync splits the groups into n parts; pass 1 or more")
-        if self.modulation not in ("none", "average", "each"):
-            raise ConfigurationError(f'modulation={self.modulation!r}: pass "none", "average" or "each"')
+        check_whole("n", self.n, "1 or more: softsync splits the groups into n parts", 1)
+        check_choice("modulation", self.modulation, ("none", "average", "each"))
 
     def check(self, groups: int) -> None:
         """The server cannot wait for less than one gradient."""
@@ -61,64 +112,3 @@ class SoftSync(Method, frozen=True, kw_only=True, tag="softsync"):
                 f"n={self.n}, but there are only {groups} groups: an update needs floor(groups / n) >= 1 gradients;"
                 f" pass n<={groups} or more groups"
             )
-
-    def group_side(self, replica: Replica) -> GroupSide:
-        """Gradient at the weights last read; push it; read the master weights; repeat."""
-        while True:
-            gradient = yield NextGradient()
-            replica.load((yield Exchange(gradient.tensors, replica.clock, gradient.hyperparameters)))
-
-    def server_side(self, master: Master, groups: Iterable[int]) -> ServerSide:
-        """One update for every c pushes."""
-        return _EveryC(self, master, groups)
-
-
-class _EveryC(ServerSide):
-    def __init__(self, method: SoftSync, master: Master, groups: Iterable[int]) -> None:
-        super().__init__(master, groups)
-        self._method = method
-        self._total = Total()
-        self._staleness = 0
-        self._hyperparameters: Any = ()
-
-    @property
-    def c(self) -> int:
-        """Gradients in one update."""
-        return max(1, len(self.groups) // self._method.n)
-
-    def receive(self, push: Push) -> list[Reply]:
-        staleness = self.staleness_of(push)
-        self._total.add(push.tensors, 1 / max(1, staleness) if self._method.modulation == "each" else 1.0)
-        self._staleness += staleness
-        self._hyperparameters = push.hyperparameters
-        if self._total.count >= self.c:
-            self._update()
-        return [Reply(push.group, staleness)]
-
-    def released(self) -> list[Reply]:
-        enough = 1 if self.groups <= self.resting else self.c
-        if self._total.count >= enough:
-            self._update()
-        return []
-
-    def _update(self) -> None:
-        total, mean_staleness = self._total, self._staleness / self._total.count
-        scale = {"none": 1.0, "average": 1 / max(1.0, mean_staleness), "each": total.weight / total.count}
-        self.master.update(total.scaled(1 / total.weight), self._hyperparameters, scale[self._method.modulation])
-        total.clear()
-        self._staleness = 0
-
-    def grow(self, start: int) -> None:
-        self._total.reach(len(self.master.parameters))
-
-    def state(self) -> dict[str, Any]:
-        return {
-            "total": self._total.state(),
-            "staleness": self._staleness,
-            "hyperparameters": [dict(group) for group in self._hyperparameters],
-        }
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        self._total.load_state(state["total"])
-        self._staleness = int(state["staleness"])
-        self._hyperparameters = state["hyperparameters"]

@@ -27,7 +27,7 @@ GLOO_WORKER = "pt_gloo_runloop"
 LONGEST_WAIT_AT_EXIT_S = 2.0
 """After which the interpreter ends whatever gloo's threads do."""
 
-QUIET_LOOKS = 3
+QUIET_POLLS = 3
 """So often in a row gloo's threads are seen asleep: one that waits for the interpreter's lock sleeps, too."""
 
 
@@ -70,7 +70,7 @@ def wait_for_gloo_at_exit() -> None:
     its stack, and C++ answers "terminate called without an active exception" and aborts. That takes a busy machine, or
     a process that ends right after a collective.
 
-    torch's remedy, destroying the process groups, is none here: their threads live for as long as somebody's
+    torch's remedy, destroying the process groups, is none here: their threads live for as long as a process's
     DistributedDataParallel holds the group, and joining them waits for ranks that may be dead. Only Linux says what a
     thread does; elsewhere nothing is waited for.
     """
@@ -79,7 +79,7 @@ def wait_for_gloo_at_exit() -> None:
 
 def _wait_for_gloo() -> None:
     until, quiet = time.monotonic() + LONGEST_WAIT_AT_EXIT_S, 0
-    while quiet < QUIET_LOOKS and time.monotonic() < until:
+    while quiet < QUIET_POLLS and time.monotonic() < until:
         states = list(_states_of_gloo())
         if not states:
             return

@@ -14,10 +14,10 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.nn import Module, Parameter
+from torch.nn import Module
 
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.optimizer.data import Leases
+from lightning_omni.optimizer.loaders import Leases
 from lightning_omni.optimizer.world import World
 from lightning_omni.performance.balance import ENOUGH, WARM_UP, Balancer, Throughput
 
@@ -25,16 +25,16 @@ FIRST = 1 + WARM_UP + ENOUGH
 """Batches after which the members of a group tell each other their speeds for the first time (an epoch's first batch
 is not measured)."""
 EVERY = 10
-"""Batches between two such meetings."""
+"""Batches between two such exchanges."""
 
 
 class Balance:
-    """Measures this rank, and agrees with its group on who gets which part of the batch.
+    """Measures this rank, and agrees with its group on which rank gets which part of the batch.
 
     Args:
         rebalance: ``"auto"`` does all this, ``"off"`` nothing.
         say: tells the user something, on rank 0.
-        only_measures: whether the split is left to somebody else, who reads ``measured``.
+        only_measures: whether the split is left to other code, which reads ``measured``.
         clock: where moments come from; None for the device's own.
 
     Attributes:
@@ -67,7 +67,7 @@ class Balance:
         self._hooks: dict[object, Any] = {}
         self._throughput = Throughput()
         self._balancer = Balancer()
-        self._until_meeting = FIRST
+        self._until_agreement = FIRST
         self._exchanged = self._elsewhere = 0.0
 
     @property
@@ -97,7 +97,7 @@ class Balance:
         self._own = OwnTime(self._clock or (EventClock() if world.device.type == "cuda" else HostClock()))
         self._throughput = Throughput()
         self.regrouped()
-        self._until_meeting = FIRST
+        self._until_agreement = FIRST
         self._watch()
         if self._only_measures:
             self._own.start()
@@ -110,8 +110,8 @@ class Balance:
         self._world = self._module = None
 
     def regrouped(self) -> None:
-        """This rank has new mates. What is known of its speed remains."""
-        self._balancer, self._until_meeting = Balancer(), ENOUGH
+        """This rank has new peers. What is known of its speed remains."""
+        self._balancer, self._until_agreement = Balancer(), ENOUGH
         self._own.skip()
 
     def begin_epoch(self) -> None:
@@ -124,14 +124,14 @@ class Balance:
     def begin_batch(self) -> None:
         """A batch is loaded; before the module gets it, the group may share buffers."""
         if self._world is not None:
-            if len(self._world.members) > 1:  # alone, nobody wraps the module, and nobody waits
-                self._own.rest()
+            if len(self._world.members) > 1:  # alone, the module is not wrapped, and no rank waits
+                self._own.pause()
             self._exchanged, self._elsewhere = self._world.channel.traffic.seconds, 0.0
 
     def backward_done(self) -> None:
         """A backward pass has ended, with its wait for the group."""
         if self._world is not None:
-            self._own.rest_since_gradient()
+            self._own.pause_since_gradient()
             self._own.work()
             self._elsewhere = self._world.channel.traffic.seconds - self._exchanged
 
@@ -144,10 +144,10 @@ class Balance:
             self._throughput.note(samples, seconds)
             if self._only_measures:
                 self.measured.append((samples, seconds))
-        self._until_meeting -= 1
-        if self._until_meeting <= 0 and not self._only_measures:
-            is_known = len(self._world.members) == 1 or self._meet(self._world, leases)
-            self._until_meeting = EVERY if is_known else ENOUGH
+        self._until_agreement -= 1
+        if self._until_agreement <= 0 and not self._only_measures:
+            is_known = len(self._world.members) == 1 or self._agree(self._world, leases)
+            self._until_agreement = EVERY if is_known else ENOUGH
         self._own.start()
 
     def after_validation(self) -> None:
@@ -172,15 +172,9 @@ class Balance:
             self._hooks[self._module] = self._module.register_forward_pre_hook(lambda *_: self._own.work())
         for parameter in self._module.parameters():
             if parameter.requires_grad and parameter not in self._hooks:
-                self._hooks[parameter] = self._hook_to(parameter)
+                self._hooks[parameter] = parameter.register_hook(lambda _: self._own.gradient())
 
-    def _hook_to(self, parameter: Parameter) -> Any:
-        def note(_: object) -> None:
-            self._own.gradient()
-
-        return parameter.register_hook(note)
-
-    def _meet(self, world: World, leases: Leases) -> bool:
+    def _agree(self, world: World, leases: Leases) -> bool:
         """Members agree on the split from a batch on that none of their loaders has taken yet.
 
         Returns:
@@ -232,7 +226,7 @@ class HostClock:
     """The processor's time, for devices that the host waits for."""
 
     def mark(self, instead_of: Any = None) -> Any:
-        """This moment, which may take the place of one that nobody needs any more."""
+        """This moment, which may take the place of one that is not needed any more."""
         return time.perf_counter()
 
     def seconds(self, since: Any, until: Any) -> float | None:
@@ -255,7 +249,7 @@ class EventClock:
 
 
 class OwnTime:
-    """A watch that runs while this rank works by itself, and stands still while it waits for others.
+    """A timer that runs while this rank works by itself, and stops while it waits for others.
 
     Args:
         clock: where moments come from.
@@ -263,7 +257,7 @@ class OwnTime:
 
     def __init__(self, clock: HostClock | EventClock) -> None:
         self._clock = clock
-        self._stretches: list[tuple[Any, Any]] = []
+        self._intervals: list[tuple[Any, Any]] = []
         self._since: Any = None
         self._gradient: Any = None
         self._is_whole = self._was_backward = False
@@ -271,7 +265,7 @@ class OwnTime:
 
     def start(self) -> None:
         """The time of the next batch begins."""
-        self._stretches, self._since, self._gradient = [], None, None
+        self._intervals, self._since, self._gradient = [], None, None
         self._is_whole, self._was_backward = True, False
         self.work()
 
@@ -284,23 +278,23 @@ class OwnTime:
         if self._since is None:
             self._since = self._clock.mark()
 
-    def rest(self) -> None:
+    def pause(self) -> None:
         """From here on it waits."""
-        self._rest_from(self._clock.mark())
+        self._pause_from(self._clock.mark())
 
     def gradient(self) -> None:
         """A gradient is there, perhaps the last."""
         self._gradient = self._clock.mark(instead_of=self._gradient)
 
-    def rest_since_gradient(self) -> None:
+    def pause_since_gradient(self) -> None:
         """It has been waiting since the last gradient."""
         if self._gradient is not None:
-            self._rest_from(self._gradient)
+            self._pause_from(self._gradient)
             self._was_backward = True
 
-    def _rest_from(self, moment: Any) -> None:
+    def _pause_from(self, moment: Any) -> None:
         if self._since is not None:
-            self._stretches.append((self._since, moment))
+            self._intervals.append((self._since, moment))
         self._since = self._gradient = None
 
     def finish(self, samples: int, elsewhere: float = 0.0) -> list[tuple[int, float]]:
@@ -308,18 +302,18 @@ class OwnTime:
 
         Args:
             samples: this rank's part of it.
-            elsewhere: seconds in which it waited although the watch was running.
+            elsewhere: seconds in which it waited although the timer was running.
 
         Returns:
             Samples and seconds of those batches whose time has become known.
         """
         if self._is_whole and self._was_backward:
-            self._unread.append((samples, elsewhere, self._stretches))
-        self._stretches, self._since = [], None
+            self._unread.append((samples, elsewhere, self._intervals))
+        self._intervals, self._since = [], None
         known = []
         while self._unread:
-            samples, elsewhere, stretches = self._unread[0]
-            seconds = [self._clock.seconds(*stretch) for stretch in stretches]
+            samples, elsewhere, intervals = self._unread[0]
+            seconds = [self._clock.seconds(*interval) for interval in intervals]
             if None in seconds:
                 break
             known.append((samples, sum(filter(None, seconds)) - elsewhere))

@@ -16,15 +16,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from lightning_omni.methods import Inbox, Publish, Pulled, ReadInbox, ReadPeer, SendPeer
+from lightning_omni.methods import Exchange, Inbox, Publish, Pulled, ReadInbox, ReadPeer, SendPeer
+from lightning_omni.optimizer.model_replica import Part
 from lightning_omni.optimizer.place import Place
-from lightning_omni.optimizer.replica import Part
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.codec import unpack
 from lightning_omni.protocol.cut import Cut
 from lightning_omni.protocol.group import Action, Ask, Heard
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.transport import Address, Data, Peers
+from lightning_omni.protocol.wire_format import RAW, check_size, decode
 
 _log = logging.getLogger(__name__)
 
@@ -32,6 +33,8 @@ PREFIX = 128
 """Bytes in front of the weights that a leader broadcasts to its group: what else the answer said."""
 _NUMBERS = 64
 """Where among them the note lies, in bytes; whole numbers come before it."""
+_LETTER = 1024
+"""Bytes of a leader's note to its group that travel in one broadcast; longer ones take two."""
 _STOPS = ("", "validate", "end", "skip")
 _Answer = TypeVar("_Answer", bound=m.Message)
 
@@ -49,7 +52,7 @@ class Traffic:
     moved: int = 0
 
 
-class Snapshot(NamedTuple):
+class ServerSnapshot(NamedTuple):
     """Everything that the server holds, of one moment.
 
     Attributes:
@@ -71,13 +74,13 @@ class Channel:
 
     Attributes:
         traffic: what all exchanges took so far.
-        meetings: synchronization points so far, since the server was joined.
+        synchronizations: synchronization points so far, since the server was joined.
     """
 
     def __init__(self, place: Place) -> None:
         self._place = place
         self.traffic = Traffic()
-        self.meetings = 0
+        self.synchronizations = 0
         self._data: Data | None = None
         self._peers: Peers | None = None
 
@@ -108,7 +111,14 @@ class Channel:
 
         def say() -> m.Weights:
             said = self._place.core.say(ask, part.replica.layout, part.out)
-            return self._ask(part, said.message, said.payload)
+            into, layout = self._memory(part)[PREFIX:], part.replica.layout
+            answers = self._place.core.wire_format.answers if isinstance(ask.need, Exchange) else RAW
+            if answers == RAW or not ask.pulls:
+                return self._data_connection().exchange(said.message, m.Weights, said.payload, into)[0]
+            answer, payload = self._data_connection().exchange(said.message, m.Weights, said.payload)
+            check_size(answers, payload.numel(), layout)
+            into.copy_(decode(answers, payload, layout, part.back))
+            return answer
 
         return self._share(ask.optimizer, say, ask.pulls)
 
@@ -116,7 +126,7 @@ class Channel:
         """The server's weights for this group, which its method did not ask for."""
         return self.ask_weights(self._place.core.fetch(index))
 
-    def snapshot(self, with_state: bool = True) -> Snapshot:
+    def snapshot(self, with_state: bool = True) -> ServerSnapshot:
         """Everything that the server holds, as of one moment. For leaders.
 
         Args:
@@ -127,7 +137,7 @@ class Channel:
         tree: dict[str, Any] = tree_map(
             lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, unpack(answer.packed, payload)
         )
-        return Snapshot(answer.cut, tree["parts"], tree.get("groups", {}))
+        return ServerSnapshot(answer.cut, tree["parts"], tree.get("groups", {}))
 
     def ask(self, message: m.Message, expect: type[_Answer], payload: Tensor | None = None) -> tuple[_Answer, Tensor]:
         """Asks the server on the data channel. Returns the answer and its payload, uint8."""
@@ -138,33 +148,29 @@ class Channel:
         payload = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         self.ask(m.Bring(nbytes=payload.numel()), m.Brought, payload)
 
-    def collect(self, gathered: m.Gathered) -> list[bytes]:
-        """What a meeting has gathered and the control channel does not give. For every rank."""
-        _, payload = self.ask(m.Collect(number=gathered.number), m.Collected)
-        return [part.numpy().tobytes() for part in payload.split(list(gathered.sizes))]
-
-    def meet(self, what: str, payload: bytes) -> list[tuple[int, bytes]]:
-        """Bytes of everyone who lives, by rank; ``what`` is the same on all. All ranks call it, or wait for it."""
+    def synchronize(self, what: str, payload: bytes) -> list[tuple[int, bytes]]:
+        """Bytes of every live rank; ``what`` is the same on all. All ranks call it, or wait for it."""
         assert self._place.control is not None
         brought = len(payload) > m.LARGEST_INLINE
-        message = m.Contribute(number=self.meetings, what=what, brought=brought)
-        self.meetings += 1
+        message = m.Contribute(number=self.synchronizations, what=what, brought=brought)
+        self.synchronizations += 1
         if brought:
             self.bring(payload)
         gathered, parts = self._place.control.request_payload(
             message, m.Gathered, b"" if brought else payload, timeout=self._place.options.timeout.total_seconds()
         )
         if gathered.collect:
-            parts = self.collect(gathered)
+            _, payload_of_all = self.ask(m.Collect(number=gathered.number), m.Collected)
+            parts = [part.numpy().tobytes() for part in payload_of_all.split(list(gathered.sizes))]
         return list(zip(gathered.ranks, parts, strict=True))
 
     def gather(self, numbers: list[int]) -> list[list[int]]:
-        """Whole numbers of everyone who lives, in rank order."""
-        return [json.loads(text) for _, text in self.meet("numbers", json.dumps(numbers).encode())]
+        """Whole numbers of every live rank, in rank order."""
+        return [json.loads(text) for _, text in self.synchronize("numbers", json.dumps(numbers).encode())]
 
     # --- Peers --------------------------------------------------------------------------------------------------------
 
-    def meet_peers(self) -> None:
+    def connect_peers(self) -> None:
         """New groups stand: where the method has them talk to each other, leaders say where they listen."""
         self._close_peers()
         if not self._place.method.talks_to_peers or self._place.is_synchronous:
@@ -179,7 +185,7 @@ class Channel:
             )
             address = self._place.server.published(self._peers.address)
             mine = msgspec.json.encode(Address(self._place.group, address))
-        said = self.meet("peers", mine)
+        said = self.synchronize("peers", mine)
         if self._peers is not None:
             others = [msgspec.json.decode(payload, type=Address) for _, payload in said if payload]
             self._peers.connect({other.group: other for other in others if other.group != self._place.group})
@@ -227,14 +233,30 @@ class Channel:
         if len(self._place.members) == 1:
             return
         shared = memory.to(self._place.device) if self._place.device.type != "cpu" else memory
-        dist.broadcast(shared, src=self.source(), group=self._place.compute_group)
+        # torch takes src as a rank of the default group if that is the very group, as a global one otherwise
+        source = 0 if self._place.compute_group is dist.group.WORLD else self._place.members[0]
+        dist.broadcast(shared, src=source, group=self._place.compute_group)
         if shared is not memory:
             memory.copy_(shared)
 
-    def source(self) -> int:
-        """The leader, as torch's collectives want it."""
-        # torch takes src as a rank of the default group if that is the very group, as a global one otherwise
-        return 0 if self._place.compute_group is dist.group.WORLD else self._place.members[0]
+    def tell_group(self, note: bytes) -> bytes:
+        """A note from the leader to its group, which is what every member gets."""
+        if len(self._place.members) == 1:
+            return note
+        letter = torch.zeros(8 + _LETTER, dtype=torch.uint8)
+        if self._place.is_leader:
+            beginning = torch.frombuffer(bytearray(note[:_LETTER]), dtype=torch.uint8)
+            letter[:8].view(torch.int64)[0] = len(note)
+            letter[8 : 8 + beginning.numel()] = beginning
+        self.broadcast_in_group(letter)
+        size = int(letter[:8].view(torch.int64)[0])
+        if size <= _LETTER:
+            return letter[8 : 8 + size].numpy().tobytes()
+        long = torch.zeros(size, dtype=torch.uint8)
+        if self._place.is_leader:
+            long.copy_(torch.frombuffer(bytearray(note), dtype=torch.uint8))
+        self.broadcast_in_group(long)
+        return long.numpy().tobytes()
 
     @contextmanager
     def timed(self) -> Iterator[None]:
@@ -252,9 +274,6 @@ class Channel:
                 "group %d pushed something that is not finite; it was refused and the weights did not move",
                 self._place.group,
             )
-
-    def _ask(self, part: Part, message: m.Message, payload: Tensor | None = None) -> m.Weights:
-        return self._data_connection().exchange(message, m.Weights, payload, self._memory(part)[PREFIX:])[0]
 
     def _share(self, index: int, ask: Callable[[], m.Weights], pull: bool = True) -> Pulled:
         """The leader asks the server; its group gets the answer."""

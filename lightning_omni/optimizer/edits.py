@@ -3,8 +3,8 @@
 Under data parallelism every rank writes the same and there is no more to it. Among groups the server has to hear of it.
 
 Rule 1: at a synchronization point what was written is followed, as the recorder has it: on all ranks and at the server.
-Rule 2: while groups train apart, written weights are refused in that very step, unless the method steps at the workers:
-    then they are the group's own, and are exchanged as such.
+Rule 2: while several groups train, written weights are refused in that very step, unless the method steps at the
+    workers: then they are the group's own, and are exchanged as such.
 """
 
 from __future__ import annotations
@@ -16,17 +16,16 @@ from torch import Tensor
 
 from lightning_omni.errors import UnsupportedError
 from lightning_omni.optimizer.channel import Channel
+from lightning_omni.optimizer.model_replica import Part, fingerprint
 from lightning_omni.optimizer.place import Place
-from lightning_omni.optimizer.replica import Part
 from lightning_omni.optimizer.states import States
-from lightning_omni.optimizer.writes import fingerprint
 
 _SAMPLED = 1 << 16
 """Numbers of a tensor by which a synchronization point tells whether it was written."""
 
 
 class Edits:
-    """Watches for what was written, and follows it.
+    """Finds what was written, and follows it.
 
     Args:
         place: this rank's, in the run.
@@ -74,12 +73,12 @@ class Edits:
         return [tensor.detach() for tensor, any_rank in zip(others, self._agree(written), strict=True) if any_rank]
 
     def others_followed(self) -> None:
-        """The groups have met: buffers and others are the same on all ranks."""
+        """The groups are synchronized: buffers and others are the same on all ranks."""
         self._buffers_seen = [fingerprint(tensor, _SAMPLED) for tensor in self.buffers()]
         self._others_seen = [fingerprint(tensor, _SAMPLED) for tensor in self.others()]
 
     def follow(self) -> None:
-        """The groups are about to part: what was written since they met is followed. On all ranks."""
+        """The groups are about to part: what was written since they synchronized is followed. On all ranks."""
         weights, loose, switched = self._agree([*self._written(), int(self.switched())])
         if loose:
             self._share([*self.buffers(), *self.others()])
@@ -89,8 +88,8 @@ class Edits:
         if weights or switched:
             self._hand_over(keep_states=not switched)
 
-    def settle(self) -> None:
-        """Training has ended: what was written since the groups met is that of the recorder, on all ranks."""
+    def finish(self) -> None:
+        """Training has ended: what was written since the groups synchronized is that of the recorder, on all ranks."""
         weights, loose = self._agree(self._written())
         if weights:
             self._share([weight for part in self._place.parts for weight in part.replica.weights()])
@@ -103,7 +102,7 @@ class Edits:
         """Raises if this group's weights are not those that it read, so that its gradient is of other weights.
 
         Raises:
-            UnsupportedError: somebody has written them.
+            UnsupportedError: other code has written them.
         """
         place = self._place
         if (

@@ -12,15 +12,15 @@ from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import Method
 from lightning_omni.methods.master import class_path
 from lightning_omni.methods.modules import class_paths, describe_module
+from lightning_omni.optimizer.model_replica import Part
 from lightning_omni.optimizer.options import WorldOptions
-from lightning_omni.optimizer.replica import Part
 from lightning_omni.protocol.transport import Transport
 from lightning_omni.protocol.wire_format import WireFormat
 from lightning_omni.registry import to_wire
 from lightning_omni.server import ServerProcess
 from lightning_omni.server.keys import ENVIRONMENT, key_of_environment, new_key
 from lightning_omni.server.keys import load as load_key
-from lightning_omni.server.process import Settings
+from lightning_omni.server.process import ServerSettings
 
 
 class RunServer:
@@ -64,7 +64,7 @@ class RunServer:
             self.process = None
 
     def find(self, tell: Callable[[str], str]) -> tuple[str, bytes, str]:
-        """Rank 0 tells everyone where the server is; a failure on rank 0 is everyone's error.
+        """Rank 0 tells all ranks where the server is; a failure on rank 0 is an error on all.
 
         Args:
             tell: gives every rank the text of rank 0.
@@ -112,9 +112,10 @@ class RunServer:
         """An address of this machine as the other ranks can reach it."""
         return address.replace("//0.0.0.0:", f"//{_main_host()}:")
 
-    def _settings(self, method: Method, parts: Sequence[Part]) -> Settings:
+    def _settings(self, method: Method, parts: Sequence[Part]) -> ServerSettings:
         options = self._options
-        return Settings(
+        wire = options.resolved_wire()
+        return ServerSettings(
             key=self._key.hex(),
             host=self._host(),
             port=0,
@@ -127,7 +128,7 @@ class RunServer:
                 path for part in parts if part.head for path in class_paths(describe_module(part.head[1]))
             ),
             record=os.path.abspath(options.record) if options.record else "",
-            wire_formats=_foreign(options.wire_format),
+            wire_formats=tuple({*_foreign(wire.pushes), *_foreign(wire.answers)}),
             transport=to_wire(self.transport),
             transports=_foreign(self.transport),
         )

@@ -1,13 +1,13 @@
 """How the ranks train together: as one group, which is plain data parallelism, or as several that exchange.
 
 `World` has one of each and asks that which its groups call for (`World.executor`). What is the same for both stands in
-`World`; what differs stands here, and what one group does is next to nothing: no server is in its path.
+`World`; what differs stands here. `Executor` itself is for one group, which does next to nothing, for no server is in
+its path; `Exchanging` is for several.
 """
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
@@ -16,66 +16,74 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_omni.errors import UnsupportedError
 from lightning_omni.methods import Gradient, NextGradient
 from lightning_omni.methods.master import check_servable, hyperparameters_of
 from lightning_omni.optimizer.channel import Channel
 from lightning_omni.optimizer.edits import Edits
-from lightning_omni.optimizer.head import RemoteHead
+from lightning_omni.optimizer.parameter_groups import ParameterGroups
 from lightning_omni.optimizer.place import Place
-from lightning_omni.optimizer.structure import Structures
+from lightning_omni.optimizer.remote_head import RemoteHead
 from lightning_omni.performance.step_timer import StepTimer
 from lightning_omni.protocol.transport import Control
 
 
-class Executor(ABC):
-    """What ranks do in a way of training together.
+class Executor:
+    """What ranks do in a way of training together; as it stands here, as one group.
+
+    That is DistributedDataParallel as it is: nothing is exchanged, so there is nothing to do.
+
+    Args:
+        heads: the merged heads, which are modules like others with one group.
 
     Attributes:
-        exchanges: whether groups train apart and exchange.
+        exchanges: whether several groups train and exchange.
     """
 
-    exchanges: ClassVar[bool]
+    exchanges: ClassVar[bool] = False
+
+    def __init__(self, heads: Sequence[RemoteHead]) -> None:
+        self._heads = heads
 
     @property
-    @abstractmethod
     def control(self) -> Control | None:
-        """The connection on which data is leased and ranks meet while they train; None if neither needs one."""
+        """The connection on which data is leased and ranks synchronize while they train; None if neither needs one."""
+        return None
 
-    @abstractmethod
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Raises `UnsupportedError` if this optimizer cannot be stepped so."""
 
-    @abstractmethod
     def check_parts(self) -> None:
         """Raises `UnsupportedError` if what the optimizers hold cannot be trained so."""
 
-    @abstractmethod
     def place_heads(self) -> None:
         """Merged heads are put where they are trained."""
+        for head in self._heads:
+            head.remove()
 
-    @abstractmethod
     def not_reduced(self) -> list[Parameter]:
         """Parameters whose gradients are none of DDP's."""
+        return []
 
-    @abstractmethod
     def enter_compute(self) -> None:
         """The training epoch begins or goes on."""
 
-    @abstractmethod
     def enter_world(self, buffers: Iterable[Tensor], wants_stop: bool) -> bool:
-        """The ranks meet: see `World.enter_world`. Returns whether any of them wants to stop."""
+        """The ranks synchronize: see `World.enter_world`. Returns whether any of them wants to stop."""
+        return False
 
-    @abstractmethod
     def is_finite(self, parameters: Iterable[Parameter]) -> bool:
         """Whether the gradient of the last step was, known alike to all members of a group without a word.
 
         Args:
             parameters: of the model.
         """
+        # The same gradient on every rank, and it is not finite if one rank's loss is not.
+        gradients = [each.grad.detach() for each in parameters if each.grad is not None]
+        return math.isfinite(sum(float(gradient.float().abs().sum()) for gradient in gradients))
 
-    @abstractmethod
     def step(self, index: int, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
         """One step of an optimizer, on every rank of the group. Returns what the closure returns.
 
@@ -84,49 +92,6 @@ class Executor(ABC):
             optimizer: the user's.
             closure: computes loss and gradients, as for any torch optimizer.
         """
-
-
-class Local(Executor):
-    """One group: DistributedDataParallel as it is. Nothing is exchanged, so there is nothing to do.
-
-    Args:
-        heads: the merged heads, which are modules like others here.
-    """
-
-    exchanges = False
-
-    def __init__(self, heads: Sequence[RemoteHead]) -> None:
-        self._heads = heads
-
-    @property
-    def control(self) -> None:
-        return None
-
-    def check_optimizer(self, optimizer: Optimizer) -> None:
-        pass
-
-    def check_parts(self) -> None:
-        pass
-
-    def place_heads(self) -> None:
-        for head in self._heads:
-            head.remove()
-
-    def not_reduced(self) -> list[Parameter]:
-        return []
-
-    def enter_compute(self) -> None:
-        pass
-
-    def enter_world(self, buffers: Iterable[Tensor], wants_stop: bool) -> bool:
-        return False
-
-    def is_finite(self, parameters: Iterable[Parameter]) -> bool:
-        # The same gradient on every rank, and it is not finite if one rank's loss is not.
-        gradients = [each.grad.detach() for each in parameters if each.grad is not None]
-        return math.isfinite(sum(float(gradient.float().abs().sum()) for gradient in gradients))
-
-    def step(self, index: int, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
         return optimizer.step(closure) if closure is not None else optimizer.step()
 
 
@@ -136,7 +101,7 @@ class Exchanging(Executor):
     Args:
         place: this rank's, in the run.
         channel: its way to the server and to other groups.
-        structures: follows the optimizers' parameter groups.
+        parameter_groups: follows the optimizers' parameter groups.
         edits: follows what others write.
         heads: the merged heads, which are at the server here.
     """
@@ -144,18 +109,25 @@ class Exchanging(Executor):
     exchanges = True
 
     def __init__(
-        self, place: Place, channel: Channel, structures: Structures, edits: Edits, heads: Sequence[RemoteHead]
+        self,
+        place: Place,
+        channel: Channel,
+        parameter_groups: ParameterGroups,
+        edits: Edits,
+        heads: Sequence[RemoteHead],
     ) -> None:
-        self._place, self._channel, self._structures, self._edits = place, channel, structures, edits
-        self._heads = heads
+        super().__init__(heads)
+        self._place, self._channel, self._parameter_groups, self._edits = place, channel, parameter_groups, edits
         self._timers: dict[int, StepTimer] = {}
 
     @property
+    @override
     def control(self) -> Control | None:
         return self._place.control
 
     # --- What is trained ---------------------------------------------------------------------------------------------
 
+    @override
     def check_optimizer(self, optimizer: Optimizer) -> None:
         if not self._place.steps_at_worker or isinstance(optimizer, torch.optim.SparseAdam):
             check_servable(optimizer)
@@ -165,6 +137,7 @@ class Exchanging(Executor):
                 " groups=1, or a first-order optimizer such as SGD or AdamW"
             )
 
+    @override
     def check_parts(self) -> None:
         seen: set[int] = set()
         for part in self._place.parts:
@@ -176,6 +149,7 @@ class Exchanging(Executor):
                     )
                 seen.add(id(parameter))
 
+    @override
     def place_heads(self) -> None:
         for head in self._heads:
             if self._place.control is None:
@@ -183,11 +157,13 @@ class Exchanging(Executor):
             else:
                 head.install()
 
+    @override
     def not_reduced(self) -> list[Parameter]:
         return [each for part in self._place.parts if part.head is not None for each in part.replica.ordered]
 
     # --- Phases ------------------------------------------------------------------------------------------------------
 
+    @override
     def enter_compute(self) -> None:
         place = self._place
         if not place.is_computing:
@@ -196,8 +172,9 @@ class Exchanging(Executor):
         place.is_computing = True
         self._timers.clear()
         for part in place.parts:
-            part.replica.take_up()
+            part.replica.restore()
 
+    @override
     def enter_world(self, buffers: Iterable[Tensor], wants_stop: bool) -> bool:
         place = self._place
         if not place.is_computing:
@@ -219,14 +196,14 @@ class Exchanging(Executor):
         place = self._place
         for index, part in enumerate(place.parts):
             if place.steps_here(part):
-                part.replica.put_aside()
+                part.replica.stash()
             pulled = self._channel.ask_weights(place.core.synchronize(index))
             if pulled.refused:  # the own weights are not finite, and not in the mean: they do not come back
                 part.replica.restart(pulled)
                 part.replica.abandon()
             else:
                 part.replica.load(pulled)
-        self._structures.read_beyond()
+        self._parameter_groups.read_beyond()
 
     def _average(self, buffers: Iterable[Tensor]) -> None:
         """The mean over groups of every floating-point buffer; of whole numbers (they count things) the largest."""
@@ -245,11 +222,13 @@ class Exchanging(Executor):
             dist.all_reduce(flat, op=dist.ReduceOp.MAX)
             _scatter(flat, counting)
 
+    @override
     def is_finite(self, parameters: Iterable[Parameter]) -> bool:
         return self._place.core.heard.applied
 
     # --- The step ----------------------------------------------------------------------------------------------------
 
+    @override
     def step(self, index: int, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
         loss, part = None, self._place.parts[index]
         if closure is not None:
@@ -259,7 +238,7 @@ class Exchanging(Executor):
             head.step_done()
         self._edits.check(part)
         with torch.no_grad():
-            self._structures.follow(index)
+            self._parameter_groups.follow(index)
             hyperparameters = hyperparameters_of(optimizer, part.replica.ever_held)
             self._advance(index, Gradient(part.replica.gradients(), hyperparameters))
         optimizer._opt_called = True  # type: ignore[attr-defined]  # else schedulers warn of a missing step

@@ -1,6 +1,6 @@
-"""The live world: a torch process group whose collectives are meetings arranged by the server.
+"""The live world: a torch process group whose collectives are arranged by the server.
 
-The server knows who is alive, so no collective waits for the dead, and all survivors see the same set of
+The server knows which ranks are alive, so no collective waits for dead ones, and all survivors see the same set of
 contributions. Small payloads go through the server's control socket, which is right for metrics, flags and checkpoints'
 names; larger ones through its data socket. Gradients never go this way. Ranks are numbered by their place among the
 living.
@@ -23,8 +23,8 @@ from lightning_omni.protocol.messages import LARGEST_BROUGHT
 
 BACKEND = "omni"
 
-Meet = Callable[[str, bytes], list[tuple[int, bytes]]]
-"""Contributes bytes for a stated purpose; returns everyone's, as (global rank, bytes) in rank order."""
+Synchronize = Callable[[str, bytes], list[tuple[int, bytes]]]
+"""Contributes bytes for a stated purpose; returns those of all ranks, as (global rank, bytes) in rank order."""
 
 _REDUCE: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
     dist.ReduceOp.SUM: torch.add,
@@ -59,6 +59,16 @@ class _Done(dist.Work):
         return self._future
 
 
+def _not_offered(name: str) -> Callable[..., dist.Work]:
+    def refuse(self: LiveWorld, *args: Any) -> dist.Work:
+        raise UnsupportedError(
+            f"torch.distributed.{name} is not offered across compute groups outside the training epoch; use"
+            " all_reduce, all_gather, broadcast, gather or barrier, or pass a process group of your own"
+        )
+
+    return refuse
+
+
 class LiveWorld(dist.ProcessGroup):
     """All ranks that are alive, as a process group.
 
@@ -71,14 +81,14 @@ class LiveWorld(dist.ProcessGroup):
         super().__init__(rank, size)  # type: ignore[call-arg]
         self._global_rank = rank
         self._live: list[int] = list(range(size))
-        self._meet_over: Meet | None = None
+        self._synchronize: Synchronize | None = None
 
-    def connect(self, meet: Meet) -> None:
-        """From now on collectives meet this way."""
-        self._meet_over = meet
+    def connect(self, synchronize: Synchronize) -> None:
+        """From now on collectives go this way."""
+        self._synchronize = synchronize
 
     def size(self) -> int:
-        """Ranks alive, as of the last meeting."""
+        """Ranks alive, as of the last collective."""
         return len(self._live)
 
     def rank(self) -> int:
@@ -89,7 +99,7 @@ class LiveWorld(dist.ProcessGroup):
 
     def barrier(self, opts: Any = None) -> dist.Work:
         """Waits until all live ranks are here."""
-        self._meet("barrier", b"")
+        self._contribute("barrier", b"")
         return _Done(None)
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
@@ -100,9 +110,7 @@ class LiveWorld(dist.ProcessGroup):
             tensor.copy_(_reduced(parts, op))
         return _Done(list(tensors))
 
-    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
-        """`allreduce` of each."""
-        return self.allreduce(tensors, opts)
+    allreduce_coalesced = allreduce
 
     def reduce(self, tensors: Sequence[Tensor], opts: Any) -> dist.Work:  # type: ignore[override]
         """Like `allreduce`; only the root keeps the result."""
@@ -114,7 +122,7 @@ class LiveWorld(dist.ProcessGroup):
         return _Done(list(tensors))
 
     def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> dist.Work:  # type: ignore[override]
-        """Everyone gets the root's tensor."""
+        """Every rank gets the root's tensor."""
         root = self._live[opts.rootRank]
         for tensor in tensors:
             parts = self._gather(f"broadcast({_signature(tensor)}, {root})", tensor, only=root)
@@ -123,7 +131,7 @@ class LiveWorld(dist.ProcessGroup):
         return _Done(list(tensors))
 
     def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
-        """Everyone gets everybody's tensor. Places of ranks that died meanwhile are filled with zeros."""
+        """Every rank gets every rank's tensor. Places of ranks that died meanwhile are filled with zeros."""
         for places, tensor in zip(outputs, inputs, strict=True):
             parts = list(self._gather(f"all_gather({_signature(tensor)})", tensor).values())
             for index, place in enumerate(places):
@@ -139,7 +147,7 @@ class LiveWorld(dist.ProcessGroup):
         return _Done(output)
 
     def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any) -> dist.Work:  # type: ignore[override]
-        """The root gets everybody's tensor."""
+        """The root gets every rank's tensor."""
         for index, tensor in enumerate(inputs):
             parts = self._gather(f"gather({_signature(tensor)}, {opts.rootRank})", tensor)
             if self.rank() == opts.rootRank:
@@ -147,40 +155,23 @@ class LiveWorld(dist.ProcessGroup):
                     place.copy_(part)
         return _Done(list(outputs))
 
-    def send(self, *args: Any) -> dist.Work:
-        """Not offered: see the error."""
-        raise self._unsupported("send")
-
-    def recv(self, *args: Any) -> dist.Work:
-        """Not offered: see the error."""
-        raise self._unsupported("recv")
-
-    def alltoall(self, *args: Any) -> dist.Work:
-        """Not offered: see the error."""
-        raise self._unsupported("all_to_all")
-
-    def alltoall_base(self, *args: Any) -> dist.Work:
-        """Not offered: see the error."""
-        raise self._unsupported("all_to_all_single")
-
-    def scatter(self, *args: Any) -> dist.Work:
-        """Not offered: see the error."""
-        raise self._unsupported("scatter")
-
-    def reduce_scatter(self, *args: Any) -> dist.Work:
-        """Not offered: see the error."""
-        raise self._unsupported("reduce_scatter")
+    send = _not_offered("send")
+    recv = _not_offered("recv")
+    alltoall = _not_offered("all_to_all")
+    alltoall_base = _not_offered("all_to_all_single")
+    scatter = _not_offered("scatter")
+    reduce_scatter = _not_offered("reduce_scatter")
 
     # --- How ----------------------------------------------------------------------------------------------------------
 
     def _gather(self, what: str, tensor: Tensor, only: int | None = None) -> dict[int, Tensor]:
-        """Everyone's tensor of one collective, by global rank, on the CPU."""
+        """Every rank's tensor of one collective, by global rank, on the CPU."""
         mine = tensor.detach().contiguous().view(-1).view(torch.uint8).cpu() if tensor.numel() else torch.empty(0)
         data = mine.numpy().tobytes() if only in (None, self._global_rank) else b""
         nbytes = tensor.numel() * tensor.element_size()
         pieces: dict[int, list[bytes]] = {}
         for start in range(0, max(nbytes, 1), LARGEST_BROUGHT):
-            for rank, piece in self._meet(what, data[start : start + LARGEST_BROUGHT]):
+            for rank, piece in self._contribute(what, data[start : start + LARGEST_BROUGHT]):
                 pieces.setdefault(rank, []).append(piece)
         gathered = {}
         for rank, parts in pieces.items():
@@ -189,18 +180,12 @@ class LiveWorld(dist.ProcessGroup):
                 gathered[rank] = _tensor_of(whole, tensor)
         return gathered
 
-    def _meet(self, what: str, payload: bytes) -> list[tuple[int, bytes]]:
-        if self._meet_over is None:
+    def _contribute(self, what: str, payload: bytes) -> list[tuple[int, bytes]]:
+        if self._synchronize is None:
             raise RuntimeError("the live world is not connected to a parameter server yet")
-        parts = self._meet_over(what, payload)
+        parts = self._synchronize(what, payload)
         self._live = [rank for rank, _ in parts]
         return parts
-
-    def _unsupported(self, name: str) -> UnsupportedError:
-        return UnsupportedError(
-            f"torch.distributed.{name} is not offered across compute groups outside the training epoch; use"
-            " all_reduce, all_gather, broadcast, gather or barrier, or pass a process group of your own"
-        )
 
 
 def register() -> None:

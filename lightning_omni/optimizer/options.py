@@ -9,7 +9,8 @@ from datetime import timedelta
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import Method, checked, method_named
 from lightning_omni.protocol.transport import TRANSPORTS, Transport, name_of
-from lightning_omni.protocol.wire_format import RAW, WireFormat
+from lightning_omni.protocol.wire_format import WireFormat
+from lightning_omni.protocol.wire_formats import Wire, wire_of
 from lightning_omni.server import ZeroMQ
 from lightning_omni.topology import check_groups
 
@@ -25,14 +26,16 @@ class WorldOptions:
         host: address that the embedded server binds; None takes no port at all on one node (sockets in a directory that
             only this user may enter), and otherwise the address by which the other nodes reach rank 0 (MASTER_ADDR).
         heartbeat_timeout: seconds of silence after which a rank counts as dead.
-        refusals: pushes with NaN or infinite gradients that a group may make in a row before the run ends.
+        max_nonfinite_pushes: pushes with NaN or infinite gradients that a group may make in a row before the run ends.
         timeout: seconds after which a collective that does not complete is an error.
         server_threads: threads of the embedded server's arithmetic.
         record: file for a record of everything that moves the weights, written by the embedded server; see
             `lightning_omni.simulator.replay`.
         encryption: of connections over the network: ``"curve"``, or ``"off"`` on a network whose every user you trust;
             a server that runs already must have been given the same.
-        wire_format: how pushes are put into bytes.
+        wire: how pushes are put into bytes: ``"fp32"`` as they are, ``"bf16"``, ``"fp16"``, ``"int8"`` or
+            ``"topk:0.01"``, or a `lightning_omni.protocol.wire_format.WireFormat`; with their answers
+            ``{"push": "int8", "pull": "bf16"}``.
         transport: how ranks and server speak to each other; None is ZeroMQ, with that ``encryption``.
     """
 
@@ -41,12 +44,12 @@ class WorldOptions:
     server: str | None = None
     host: str | None = None
     heartbeat_timeout: float = 30.0
-    refusals: int = 50
+    max_nonfinite_pushes: int = 50
     timeout: timedelta = timedelta(minutes=30)
     server_threads: int = 1
     record: str | None = None
     encryption: str = "curve"
-    wire_format: WireFormat = RAW
+    wire: Wire = "fp32"
     transport: Transport | None = None
 
     def __post_init__(self) -> None:
@@ -60,7 +63,7 @@ class WorldOptions:
                 f"heartbeat_timeout={self.heartbeat_timeout}: ranks give two signs of life a second, and a busy one"
                 " may be late; pass at least 2 seconds"
             )
-        for name in ("refusals", "server_threads"):
+        for name in ("max_nonfinite_pushes", "server_threads"):
             if getattr(self, name) < 1:
                 raise ConfigurationError(f"{name}={getattr(self, name)}: pass a positive number")
         if self.record is not None and self.server is not None:
@@ -69,12 +72,17 @@ class WorldOptions:
                 " lightning-omni serve --record FILE"
             )
         method = self.resolved_method()
+        self.resolved_wire().check(method)
         if self.groups is not None:
             method.check(self.groups)
 
     def resolved_method(self) -> Method:
         """The method as a value."""
         return method_named(self.method) if isinstance(self.method, str) else checked(self.method)
+
+    def resolved_wire(self) -> WireFormat:
+        """The wire format as a value."""
+        return wire_of(self.wire)
 
     def resolved_transport(self) -> Transport:
         """The transport as a value."""

@@ -1,6 +1,7 @@
-"""Who is where: this rank, its compute group, those that live, and what they agree on.
+"""Which rank is where: this rank, its compute group, those that live, and what they agree on.
 
-What the parts of a run stand on (`Channel`, `States`, `Structures`, `Edits`, `RemoteHead`); `World` puts them together.
+What the parts of a run stand on (`Channel`, `States`, `ParameterGroups`, `Edits`, `RemoteHead`); `World` puts them
+together.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ import torch.distributed as dist
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import Method
 from lightning_omni.optimizer.embedded import RunServer
+from lightning_omni.optimizer.model_replica import Part
 from lightning_omni.optimizer.options import WorldOptions
 from lightning_omni.optimizer.process_groups import ProcessGroups
-from lightning_omni.optimizer.replica import Part
 from lightning_omni.protocol.group import GroupCore
 from lightning_omni.protocol.transport import Control
 from lightning_omni.topology import RECORDER, Topology
@@ -35,7 +36,7 @@ class Place:
     Attributes:
         topology: the compute groups.
         generation: counts the formings of groups.
-        control: the connection by which ranks meet, if the server was joined.
+        control: the connection by which ranks synchronize, if the server was joined.
         parts: what each optimizer exchanges.
         steps: optimizer steps of the run that were taken in one group, and that no clock of a server counts.
         core: this rank's view of its group.
@@ -57,7 +58,9 @@ class Place:
         if not dist.is_initialized():
             raise ConfigurationError("call torch.distributed.init_process_group before World(...)")
         self.options = options or WorldOptions(groups=groups)
-        self.core = GroupCore(self.options.resolved_method(), self.options.wire_format, self.options.refusals)
+        self.core = GroupCore(
+            self.options.resolved_method(), self.options.resolved_wire(), self.options.max_nonfinite_pushes
+        )
         self.device = torch.device(device)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         ranks_per_node = list(ranks_per_node or _count_ranks_per_node(self.size))
@@ -72,7 +75,8 @@ class Place:
         self.process_groups = ProcessGroups(self.rank, self.size, self.options.timeout, self.device)
         self.is_computing = False
 
-    # --- Who is where ------------------------------------------------------------------------------------------------
+    # --- Which rank is where
+    # ------------------------------------------------------------------------------------------------
 
     @property
     def method(self) -> Method:
@@ -120,7 +124,7 @@ class Place:
 
     @property
     def live_groups(self) -> tuple[int, ...]:
-        """Numbers of the groups that have lost nobody."""
+        """Numbers of the groups that have lost no rank."""
         lost = set(self.lost)
         return tuple(g for g in self.topology.alive if not lost.intersection(self.topology.members(g)))
 
@@ -156,7 +160,7 @@ class Place:
         return groups.tell(text, self.compute_group if self.is_synchronous else groups.original)
 
     def barrier(self) -> None:
-        """Everyone who lives waits for everyone who lives."""
+        """Every live rank waits for every other."""
         self.process_groups.barrier()
 
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_omni.optimizer._private import new_named_group, wait_for_gloo_at_exit
-from lightning_omni.optimizer.live_world import BACKEND, LiveWorld, Meet, register
+from lightning_omni.optimizer.live_world import BACKEND, LiveWorld, Synchronize, register
 from lightning_omni.topology import Topology
 
 MOST_KEPT = 16
@@ -37,8 +37,8 @@ class _Made:
     group: ref[Any]
 
 
-class _Kept:
-    """What was made beside one default process group. It is torch's: who destroys the default destroys all of it.
+class _Cache:
+    """What was made beside one default process group. It is torch's: destroying the default destroys all of it.
 
     Nothing here keeps a process group alive, nor its store, which another default process group may need the port of.
     """
@@ -56,15 +56,15 @@ class _Kept:
             dist.destroy_process_group(group)
 
 
-_kept: _Kept | None = None
+_cache: _Cache | None = None
 
 
-def _kept_beside(default: Any) -> _Kept:
+def _cache_beside(default: Any) -> _Cache:
     """What is kept beside a default process group; of one that was destroyed, nothing is."""
-    global _kept
-    if _kept is None or _kept.default() is not default:
-        _kept = _Kept(default)
-    return _kept
+    global _cache
+    if _cache is None or _cache.default() is not default:
+        _cache = _Cache(default)
+    return _cache
 
 
 class ProcessGroups:
@@ -90,13 +90,13 @@ class ProcessGroups:
         return self._found
 
     @property
-    def _kept(self) -> _Kept:
-        return _kept_beside(self.original)
+    def _cache(self) -> _Cache:
+        return _cache_beside(self.original)
 
     @property
     def live(self) -> LiveWorld:
         """The group of all ranks that live; there is one once the server was joined."""
-        live = self._kept.live() if self._kept.live is not None else None
+        live = self._cache.live() if self._cache.live is not None else None
         assert live is not None
         return live
 
@@ -107,17 +107,17 @@ class ProcessGroups:
             topology: every rank of it is here.
             gather: how they hear of each other; None takes the default process group as it was found.
         """
-        members, kept = topology.members(topology.group_of(self._rank)), self._kept
+        members, kept = topology.members(topology.group_of(self._rank)), self._cache
         if len(members) == self._size:
             return
         held = kept.compute.get(topology.groups)
         offer = 1 + secrets.randbelow(1 << 62)
-        everyone = (gather or self._gather)([held.number if held else 0, offer])
-        if held is not None and all(theirs == held.number for theirs, _ in everyone):
+        of_all = (gather or self._gather)([held.number if held else 0, offer])
+        if held is not None and all(theirs == held.number for theirs, _ in of_all):
             kept.compute[topology.groups] = kept.compute.pop(topology.groups)  # the last used
             return
         kept.destroy(topology.groups)
-        before, number = dist.group.WORLD, everyone[0][1]
+        before, number = dist.group.WORLD, of_all[0][1]
         self.use(self.original)
         group = new_named_group(f"omni-{number:x}-{members[0]}", members, self._timeout)
         kept.compute[topology.groups] = _Made(number, ref(group))
@@ -128,37 +128,37 @@ class ProcessGroups:
     def compute(self, topology: Topology) -> Any:
         """The process group of this rank's group in a topology that was made."""
         members = topology.members(topology.group_of(self._rank))
-        return self.original if len(members) == self._size else self._kept.compute[topology.groups].group()
+        return self.original if len(members) == self._size else self._cache.compute[topology.groups].group()
 
     def use(self, group: Any) -> None:
         """Makes a process group the default of torch.distributed."""
         _ = self.original  # found before it is replaced
         dist.GroupMember.WORLD = group
 
-    def join(self, meet: Meet) -> None:
-        """From now on those who live meet this way. All ranks call it."""
+    def join(self, synchronize: Synchronize) -> None:
+        """From now on live ranks synchronize this way. All ranks call it."""
         register()
         self.use(self.original)
-        if self._kept.live is None:
+        if self._cache.live is None:
             made = dist.new_group(range(self._size), timeout=self._timeout, backend=BACKEND)
             assert isinstance(made, LiveWorld)
-            self._kept.live = ref(made)
-        self.live.connect(meet)
+            self._cache.live = ref(made)
+        self.live.connect(synchronize)
         dist.barrier()
 
     def abandon(self, topology: Topology) -> None:
-        """This rank fails: whoever waits for it inside its compute group hears of it at once."""
+        """This rank fails: ranks that wait for it inside its compute group fail at once."""
         self.use(self.original)
-        self._kept.destroy(topology.groups)
+        self._cache.destroy(topology.groups)
 
     def leave(self) -> None:
-        """The run is over; what torch's default is now is found anew by the next one."""
+        """The run is over; what torch's default is now is found again by the next one."""
         self._found = None
 
     # --- Among all ranks -----------------------------------------------------------------------------------------
 
     def barrier(self) -> None:
-        """Everyone who lives waits for everyone who lives."""
+        """Every live rank waits for every other."""
         before = dist.group.WORLD
         self.use(self.live)
         dist.barrier()
@@ -183,7 +183,7 @@ class ProcessGroups:
         return bytes(data.cpu().numpy()).decode()
 
     def _gather(self, numbers: list[int]) -> list[list[int]]:
-        """Everyone's whole numbers, over the default process group as it was found."""
+        """Every rank's whole numbers, over the default process group as it was found."""
         mine = torch.tensor(numbers, dtype=torch.int64, device=self._device)
         places = [torch.empty_like(mine) for _ in range(self._size)]
         dist.all_gather(places, mine, group=self.original)

@@ -1,7 +1,8 @@
-"""Optimizer state and weights on their way: from the ranks to the server, back again, and into a resumed run."""
+"""Optimizer state, weights and residuals on their way: to the server, back again, into a resumed run and new groups."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
@@ -9,18 +10,21 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_omni.methods.master import describe
 from lightning_omni.methods.modules import describe_module
-from lightning_omni.optimizer.channel import Channel, Snapshot
+from lightning_omni.optimizer.channel import Channel, ServerSnapshot
+from lightning_omni.optimizer.model_replica import Part
+from lightning_omni.optimizer.parameter_groups import ParameterGroups
 from lightning_omni.optimizer.place import Place
-from lightning_omni.optimizer.replica import Part
-from lightning_omni.optimizer.residuals import Residuals
-from lightning_omni.optimizer.run_state.saved import Saved
-from lightning_omni.optimizer.structure import Structures
+from lightning_omni.optimizer.saved import Saved
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.codec import Packed, pack, unpack
+from lightning_omni.protocol.wire_format import RESIDUAL, to_wire
+
+_log = logging.getLogger(__name__)
 
 
 class States:
@@ -50,28 +54,17 @@ class States:
         """
         for part, clock in zip(self._place.parts, saved.cut.clocks, strict=False):
             part.replica.clock = clock
+        names = [list(part.replica.parameters) for part in self._place.parts]
         has_head = any(part.head is not None for part in self._place.parts)
         same = (
             saved.method == m.method_to_wire(self._place.method)
             and saved.groups == len(self._place.topology.alive)
             and len(saved.server) == len(self._place.parts)
-            and (not has_head if saved.parameters is None else saved.parameters == self.names)
+            and (not has_head if saved.parameters is None else saved.parameters == names)
         )
         self._resumed = saved if same else Saved()
         if not same:
             self._residuals.leave_out(saved.states)
-
-    @property
-    def names(self) -> list[list[str]]:
-        """The parameters of each part, by which a checkpoint tells whether its parts are these."""
-        return [list(part.replica.parameters) for part in self._place.parts]
-
-    @property
-    def of_this_group(self) -> list[Any]:
-        """What this group knew by itself when the checkpoint was saved, for each part."""
-        states = self._resumed.states
-        in_order = [states[group] for group in sorted(states)]  # numbers may have had gaps, where groups had died
-        return list(in_order[self._place.group]) if self._place.group < len(in_order) else []
 
     def forget(self) -> None:
         """Training has begun: what was to be resumed is."""
@@ -82,7 +75,10 @@ class States:
     def hand_out(self) -> None:
         """Training begins in several groups: the server gets the run's state, each group what it alone knew."""
         self.seed()
-        for index, (part, state) in enumerate(zip(self._place.parts, self.of_this_group, strict=False)):
+        states, group = self._resumed.states, self._place.group
+        in_order = [states[number] for number in sorted(states)]  # numbers may have had gaps, where groups had died
+        mine = in_order[group] if group < len(in_order) else ()
+        for index, (part, state) in enumerate(zip(self._place.parts, mine, strict=False)):
             part.replica.resume(state)
             self._residuals.resume(index, state)
 
@@ -112,12 +108,14 @@ class States:
         if self._place.is_recorder:
             parts = [
                 {
-                    "optimizer": None if self._place.steps_here(part) else _describe(part),
+                    "optimizer": None
+                    if self._place.steps_here(part)
+                    else describe(part.optimizer, {p: name for name, p in part.replica.parameters.items()}),
                     "weights": {name: p.detach() for name, p in part.replica.parameters.items()},
                     "clock": part.replica.clock,
                     "method": state,
                     "head": _describe_head(part),
-                    "room": Structures.room_of(part),
+                    "room": ParameterGroups.room_of(part),
                 }
                 for part, state in zip_longest(self._place.parts, self._resumed.server)
             ]
@@ -158,7 +156,7 @@ class States:
             self._channel.ask(m.GroupState(packed=packed, nbytes=buffer.numel()), m.GroupStateStored, buffer)
         self._place.barrier()
 
-    def _give_back(self, snapshot: Snapshot) -> None:
+    def _give_back(self, snapshot: ServerSnapshot) -> None:
         for optimizer in dict.fromkeys(part.optimizer for part in self._place.parts):
             if any(part.optimizer is optimizer and not self._place.steps_here(part) for part in self._place.parts):
                 plain = optimizer.state_dict()
@@ -184,27 +182,123 @@ class States:
         return state
 
     def share(self) -> None:
-        """Members of a new group may come from different ones: they take up their leader's optimizer state."""
+        """Members of a new group may come from different ones: they take their leader's optimizer state."""
         if len(self._place.members) == 1:
             return
         for part in (part for part in self._place.parts if self._place.steps_here(part)):
             packed, buffer = pack(part.optimizer.state_dict()["state"] if self._place.is_leader else {})
-            head = msgspec.msgpack.encode(packed)
-            sizes = torch.tensor([len(head), buffer.numel()], device=self._place.device)
-            dist.broadcast(sizes, src=self._channel.source(), group=self._place.compute_group)
-            flat = torch.empty(int(sizes.sum()), dtype=torch.uint8)
-            if self._place.is_leader:
-                flat.copy_(torch.cat([torch.frombuffer(bytearray(head), dtype=torch.uint8), buffer]))
-            self._channel.broadcast_in_group(flat)
+            note = self._channel.tell_group(msgspec.msgpack.encode((packed, buffer.numel())))
+            theirs, size = msgspec.msgpack.decode(note, type=tuple[Packed, int])
+            flat = buffer if self._place.is_leader else torch.empty(size, dtype=torch.uint8)
+            if size:
+                self._channel.broadcast_in_group(flat)
             if not self._place.is_leader:
-                cut = int(sizes[0])
-                theirs = msgspec.msgpack.decode(flat[:cut].numpy().tobytes(), type=Packed)
-                state = unpack(theirs, flat[cut:].clone())
+                state = unpack(theirs, flat)
                 part.optimizer.load_state_dict({**part.optimizer.state_dict(), "state": state})
 
 
-def _describe(part: Part) -> dict[str, Any]:
-    return describe(part.optimizer, {p: name for name, p in part.replica.parameters.items()})
+class Residuals:
+    """Keeps what the senders of this rank's pushes remember, so that none of it is lost or sent twice.
+
+    Rule 1: only a leader owes anything: it alone sends. So what it owes is counted once.
+    Rule 2: a residual outlives its group. When other groups are formed, each new leader owes what the ranks of its
+    group owed together; while one group trains, which sends nothing, its leader goes on owing it.
+    Rule 3: what is dropped is said: what is left when training ends, and what a checkpoint holds and this run cannot
+    restore. A rank that dies takes its residual along, as it does the gradient that it was computing.
+
+    Args:
+        place: this rank's, in the run.
+    """
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+
+    def saved(self, index: int) -> dict[str, Any]:
+        """What the leader's sender of one optimizer remembers, for a checkpoint; nothing if its format remembers none.
+
+        Args:
+            index: number of the optimizer.
+        """
+        if not self._place.core.wire_format.pushes.is_stateful:
+            return {}
+        state = dict(self._place.core.sender_state(index))
+        return {"sender": {"format": to_wire(self._place.core.wire_format), "state": state}}
+
+    def resume(self, index: int, saved: Mapping[str, Any]) -> None:
+        """Goes on from `saved`, when training begins.
+
+        Args:
+            index: number of the optimizer.
+            saved: what the group knew by itself when the checkpoint was saved.
+        """
+        sender = saved.get("sender")
+        if sender is None or not self._place.is_leader:
+            return
+        if sender["format"] == to_wire(self._place.core.wire_format):
+            self._place.core.load_sender_state(index, sender["state"])
+        elif _largest(sender["state"]):
+            _log.warning(
+                "the checkpoint holds what group %d had not pushed yet in the wire format %s; this run has another one,"
+                " and it is left out",
+                self._place.group,
+                sender["format"]["name"],
+            )
+
+    def leave_out(self, states: Mapping[Any, Any]) -> None:
+        """What groups knew by themselves when a checkpoint was saved is not restored.
+
+        Args:
+            states: of each group, what it knew for each optimizer.
+        """
+        owed = [_largest(each["sender"]["state"]) for state in states.values() for each in state if "sender" in each]
+        if self._place.is_recorder and any(owed):
+            _log.warning(
+                "the checkpoint holds what its groups had not pushed yet (the largest number of it is %.3g); this run"
+                " has other groups, another method or other parameters, and it is left out",
+                max(owed),
+            )
+
+    def carry_over(self) -> None:
+        """Other groups were formed, of the same ranks and perhaps fewer. On every rank of them."""
+        if not self._place.core.wire_format.pushes.is_stateful:
+            return
+        for index in range(len(self._place.parts)):
+            total = self._total(index)
+            state = {RESIDUAL: total} if self._place.is_leader and any(each is not None for each in total) else {}
+            self._place.core.load_sender_state(index, state)
+
+    def tell_of_remainder(self) -> None:
+        """Training ends: what is left is not in the weights."""
+        for index in range(len(self._place.parts)):
+            if self._place.is_leader and (largest := _largest(self._place.core.sender_state(index))):
+                _log.warning(
+                    "training has ended, and of what group %d was to push with optimizer %d a remainder has not been"
+                    " sent; its largest number is %.3g",
+                    self._place.group,
+                    index,
+                    largest,
+                )
+
+    def _total(self, index: int) -> list[Tensor | None]:
+        """What the ranks of this group owe together: one tensor or None for each parameter."""
+        place = self._place
+        parameters = place.parts[index].replica.ordered
+        own: list[Tensor | None] = list(place.core.sender_state(index).get(RESIDUAL, ()))
+        own += [None] * (len(parameters) - len(own))
+        if len(place.members) == 1:
+            return own
+        owes = torch.tensor([each is not None for each in own], dtype=torch.int64, device=place.device)
+        dist.all_reduce(owes, group=place.compute_group)
+        total: list[Tensor | None] = []
+        for mine, parameter, there in zip(own, parameters, owes.tolist(), strict=True):
+            wide = torch.promote_types(parameter.dtype, torch.float32)  # the same on all ranks, whatever a format keeps
+            each = torch.zeros_like(parameter.detach(), dtype=wide)
+            if mine is not None:
+                each += mine.to(each)
+            if there:
+                dist.all_reduce(torch.view_as_real(each) if each.is_complex() else each, group=place.compute_group)
+            total.append(each if there else None)
+        return total
 
 
 def _describe_head(part: Part) -> dict[str, Any] | None:
@@ -213,3 +307,9 @@ def _describe_head(part: Part) -> dict[str, Any] | None:
     name, module = part.head
     seed = int(torch.randint(1 << 62, (), generator=torch.Generator().manual_seed(torch.initial_seed())))
     return {"name": name, "module": describe_module(module), "seed": seed}
+
+
+def _largest(state: Mapping[str, Any]) -> float:
+    """The largest magnitude of what has not been sent."""
+    residual = [each for each in state.get(RESIDUAL, ()) if each is not None and each.numel()]
+    return max((float(each.abs().max()) for each in residual), default=0.0)

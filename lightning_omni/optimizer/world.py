@@ -1,12 +1,13 @@
-"""A rank's place in the run: its group, its phases, and the meetings of all ranks.
+"""A rank's place in the run: its group, its phases, and the synchronization points of all ranks.
 
 `World` is what `OmniOptimizer` and the Lightning strategy stand on. It does no arithmetic on weights and knows no
 Lightning. One rule governs everything here: inside the training epoch the default process group of torch.distributed
 is the compute group; elsewhere it is the whole live world.
 
-What it is made of: `Place` (who is where, torch's groups, the connection by which ranks meet), `Channel` (what is
-exchanged with the server and with other groups), `Structures` (parameter groups that change), `States` (optimizer state
-on its way), and `Edits` (what others write). Each of them is given those before it, and none knows the world.
+What it is made of: `Place` (which rank is where, torch's groups, the control connection), `Channel` (what is
+exchanged with the server and with other groups), `ParameterGroups` (those of optimizers, that change), `States`
+(optimizer state on its way), and `Edits` (what others write). Each of them is given those before it, and none knows the
+world.
 """
 
 from __future__ import annotations
@@ -32,14 +33,13 @@ from lightning_omni.methods.head import check_mergeable, held_by_one
 from lightning_omni.methods.master import check_servable
 from lightning_omni.optimizer.channel import Channel, Traffic
 from lightning_omni.optimizer.edits import Edits
-from lightning_omni.optimizer.executor import Exchanging, Executor, Local
-from lightning_omni.optimizer.head import RemoteHead
+from lightning_omni.optimizer.executor import Exchanging, Executor
+from lightning_omni.optimizer.model_replica import ModelReplica, Part
 from lightning_omni.optimizer.options import WorldOptions
+from lightning_omni.optimizer.parameter_groups import ParameterGroups
 from lightning_omni.optimizer.place import Place
-from lightning_omni.optimizer.replica import ModelReplica, Part
-from lightning_omni.optimizer.residuals import Residuals
-from lightning_omni.optimizer.states import States
-from lightning_omni.optimizer.structure import Structures
+from lightning_omni.optimizer.remote_head import RemoteHead
+from lightning_omni.optimizer.states import Residuals, States
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.group import Heard
 from lightning_omni.protocol.layout import Layout
@@ -92,11 +92,11 @@ class World(Place):
         self.heads: list[RemoteHead] = []
         self.residuals = Residuals(self)
         self.channel = Channel(self)
-        self.structures = Structures(self, self.channel)
+        self.parameter_groups = ParameterGroups(self, self.channel)
         self.states = States(self, self.channel, self.residuals)
         self.edits = Edits(self, self.channel, self.states)
-        self._local = Local(self.heads)
-        self._exchanging = Exchanging(self, self.channel, self.structures, self.edits, self.heads)
+        self._local = Executor(self.heads)
+        self._exchanging = Exchanging(self, self.channel, self.parameter_groups, self.edits, self.heads)
         self.wants_stop = self.is_finished = False
         self.on_stop: Callable[[], None] | None = None
         self.ever_lost: set[int] = set()
@@ -114,7 +114,7 @@ class World(Place):
         self.server.start(self.method, self.parts)
 
     def dismiss_server(self) -> None:
-        """With one group, a server that was started because it might be needed, and that nobody joined, ends."""
+        """With one group, a server that was started because it might be needed, and that no rank joined, ends."""
         if self.control is None and not self.executor.exchanges:
             self.server.stop()
 
@@ -170,7 +170,9 @@ class World(Place):
         optimizer, parameters = held_by_one(name, module, optimizers)
         check_servable(optimizer)  # whatever the method, a head is stepped at the server
         part = Part(optimizer, ModelReplica(parameters, optimizer), head=(name, module))
-        self.heads.append(RemoteHead(self, self.channel, self.structures, part, self._take_in(part), name, module))
+        self.heads.append(
+            RemoteHead(self, self.channel, self.parameter_groups, part, self._take_in(part), name, module)
+        )
         return self.heads[-1]
 
     def _take_in(self, part: Part) -> int:
@@ -192,7 +194,7 @@ class World(Place):
         self._closed.clear()
         self.is_finished = False
         self.steps, self.core.heard, self.channel.traffic = 0, Heard(), Traffic()
-        self.structures.renew()
+        self.parameter_groups.renew()
         self.executor.check_parts()
         if self.executor.exchanges:
             self.check_method(len(self.topology.alive))
@@ -203,9 +205,23 @@ class World(Place):
         self.executor.place_heads()
         self.states.forget()
 
-    def training(self) -> _Training:
+    @contextmanager
+    def training(self) -> Iterator[World]:
         """A context in which to train without Lightning: begins, and ends with the master weights on every rank."""
-        return _Training(self)
+        self.begin()
+        self.enter_compute()
+        try:
+            yield self
+        except BaseException as error:
+            self.explain(error)
+            self.fail(f"{type(error).__name__}: {error}")
+            raise
+        self.enter_world()
+        for part in self.parts:
+            part.replica.abandon()
+        if self.is_recorder and self.executor.control is not None:
+            self.states.take_back()
+        self.close()
 
     def explain(self, error: BaseException) -> None:
         """If another rank's failure is the cause of this one, the error is told to name that; call it before `fail`.
@@ -222,22 +238,22 @@ class World(Place):
             error.args = (f"{cause} (here: {error})",)
 
     def fail(self, reason: str) -> None:
-        """This rank cannot go on: says so to the server, so that nobody waits for it."""
+        """This rank cannot go on: says so to the server, so that no other waits for it."""
         self._closed.set()
-        if self.control is not None:  # who has trained to the end has not failed, whatever comes then
+        if self.control is not None:  # a rank that has trained to the end has not failed, whatever comes then
             self.control.close(reason="" if self.is_finished else f"rank {self.rank} failed: {reason}")
         self._close_connections()
         self.process_groups.abandon(self.topology)
 
     def close(self) -> None:
         """Leaves the run in good order and stops the embedded server. Gives the default process group back."""
-        self.residuals.tell_of_rest()
+        self.residuals.tell_of_remainder()
         groups, after = self.process_groups, self.process_groups.original
         try:
             if self.control is not None:
-                # Nobody stops the server while others still need it. Who is here goes on, if at all, without the lost;
+                # No rank stops the server while others still need it. Those here go on, if at all, without the lost;
                 # of a loss they may hear at different moments.
-                live = tuple(rank for rank, _ in self.channel.meet("survivors", b""))
+                live = tuple(rank for rank, _ in self.channel.synchronize("survivors", b""))
                 if len(live) < self.size:
                     survivors = Topology((live,))
                     groups.make(survivors, self.channel.gather)
@@ -267,10 +283,10 @@ class World(Place):
         self.executor.enter_compute()
 
     def enter_world(self, buffers: Iterable[Tensor] = ()) -> None:
-        """The groups meet: every rank gets the weights to evaluate, and the mean of all groups' floating-point buffers.
+        """The groups synchronize: every rank gets the weights to evaluate.
 
-        Weights of their own, if the method has groups keep any, come back with `enter_compute`. If any rank
-        ``wants_stop``, all are told, by ``on_stop``.
+        Floating-point buffers become the mean over all groups. Weights of their own, if the method has groups keep
+        any, come back with `enter_compute`. If any rank ``wants_stop``, all are told, by ``on_stop``.
 
         Args:
             buffers: the model's buffers (running statistics of BatchNorm, say), in one order on all ranks.
@@ -291,7 +307,7 @@ class World(Place):
             return DistributedDataParallel(module, process_group=self.compute_group, init_sync=False, **ddp_options)
 
     def broadcast_initial(self, module: Module) -> None:
-        """Everyone gets the parameters and buffers of rank 0; called before training begins, while all are here."""
+        """All ranks get the parameters and buffers of rank 0; called before training begins, while all are here."""
         self.process_groups.make(self.topology)
         for tensor in (*module.parameters(), *module.buffers()):
             dist.broadcast(tensor.detach(), src=0)
@@ -317,16 +333,16 @@ class World(Place):
             self.check_method(groups)
         before, computing = self.executor, self.is_computing
         if before.exchanges:
-            self.structures.follow_all()
+            self.parameter_groups.follow_all()
         else:
-            self.structures.renew()
+            self.parameter_groups.renew()
         self.enter_world(buffers)
         if not before.exchanges:
             if groups == 1:
                 return ()
             self.connect()
         self._form(groups, speeds)
-        self.structures.check_alike()
+        self.parameter_groups.check_alike()
         self.executor.check_parts()
         spans = self.states.hand_over(was_synchronous=not before.exchanges)
         if not before.exchanges:
@@ -346,13 +362,13 @@ class World(Place):
             return
         self.start_server()
         address, key, run = self.server.find(self.tell)
-        self.channel.meetings = 0
+        self.channel.synchronizations = 0
         layout = Layout(tuple(spec for part in self.parts for spec in part.replica.layout.specs))
         self.control = self.server.transport.join(address, key, run, self.rank, self.size, layout, self._on_end)
-        self.process_groups.join(self.channel.meet)
+        self.process_groups.join(self.channel.synchronize)
 
     def _form(self, groups: int | None = None, speeds: Mapping[int, float] | None = None) -> None:
-        """The recorder forms the groups at the server, out of whoever is alive there, and tells the others.
+        """The recorder forms the groups at the server, out of the ranks that are alive there, and tells the others.
 
         Args:
             groups: the new number of groups; None forms the groups of ``topology``.
@@ -364,17 +380,17 @@ class World(Place):
         if self.is_recorder:
             topology, incarnation = self._form_until_accepted(groups, speeds)
             mine = json.dumps([topology.groups, incarnation]).encode()
-        formed, incarnation = json.loads(dict(self.channel.meet("topology", mine))[RECORDER])
+        formed, incarnation = json.loads(dict(self.channel.synchronize("topology", mine))[RECORDER])
         self.topology = Topology(tuple(tuple(members) for members in formed))
         self.generation += 1
         if self.rank not in self.topology.ranks:
             self.control.check()
         self.process_groups.make(self.topology, self.channel.gather)
         for part in self.parts:
-            # As formed, not as alive: mates hear of a loss at different moments, and must draw the same peer.
+            # As formed, not as alive: peers hear of a loss at different moments, and must draw the same peer.
             part.replica.group, part.replica.peers = self.group, self.topology.alive
         self.core.form(GroupId(str(self.group), incarnation))
-        self.channel.meet_peers()
+        self.channel.connect_peers()
 
     def _form_until_accepted(self, groups: int | None, speeds: Mapping[int, float] | None) -> tuple[Topology, int]:
         """The groups that stand now, and their incarnation."""
@@ -444,27 +460,3 @@ def _is_of_a_collective(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or (
         type(error) is RuntimeError and any(name in str(error).lower() for name in names)
     )
-
-
-class _Training:
-    """The context of `World.training`."""
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-
-    def __enter__(self) -> World:
-        self._world.begin()
-        self._world.enter_compute()
-        return self._world
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is not None:
-            self._world.explain(error)
-            self._world.fail(f"{type(error).__name__}: {error}")
-            return
-        self._world.enter_world()
-        for part in self._world.parts:
-            part.replica.abandon()
-        if self._world.is_recorder and self._world.executor.control is not None:
-            self._world.states.take_back()
-        self._world.close()

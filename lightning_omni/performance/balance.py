@@ -22,7 +22,7 @@ ENOUGH = 3
 NOTICEABLE = 0.05
 """A split is changed if the group's step would get faster by more than this part."""
 AT_ONCE = 0.25
-"""Beyond this part, it is changed without a second look."""
+"""Beyond this part, it is changed at once."""
 
 
 class Throughput:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
+from lightning_omni.checks import check_number
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.serialization import Serializable
 
@@ -21,7 +22,7 @@ class Costs(Serializable):
         exchange: a push and the answer to it, as a group without rivals sees them.
         serve: of this, the server's own arithmetic, one push after the other.
         link: of this, the time on the server's link, one push after the other.
-        head_per_sample: of each sample of a group's batch, in a turn at a merged head.
+        head_per_sample: of each sample of a group's batch, in exclusive access to a merged head.
         nbytes: bytes of one exchange, one way; 0 if unknown.
         period: local steps between two exchanges, H.
 
@@ -42,9 +43,8 @@ class Costs(Serializable):
 
     def __post_init__(self) -> None:
         for each in fields(self):
-            least, value = int(each.name == "period"), getattr(self, each.name)
-            if not least <= value < math.inf:
-                raise ConfigurationError(f"{each.name}={value}: pass a number, {least} or more")
+            least = int(each.name == "period")
+            check_number(each.name, getattr(self, each.name), f"a number, {least} or more", least, below=math.inf)
         if self.per_sample + self.overhead <= 0:
             raise ConfigurationError("per_sample=0: pass the seconds of a sample, or overhead= of a step")
         if self.serve + self.link > self.exchange:

@@ -19,8 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_omni.errors import ConfigurationError
-from lightning_omni.performance.statistical import DecayFit, Estimate, LossCurve, fit_decay
+from lightning_omni.performance.statistical import DecayFit, Estimate, LossCurve, check_level, fit_decay
 from lightning_omni.serialization import Serializable
 
 Array = np.ndarray[Any, Any]
@@ -294,8 +293,8 @@ class Theory:
         away = math.log(max(self.scaling.step(setting), 1e-12) / self.step)
         steepness = self.narrow if away < 0 else 2 * self.narrow
         momentum = 0.5 * (setting.momentum - self.momentum(setting.groups)) ** 2
-        apart = setting.groups * setting.period if setting.groups > 1 else 1  # one group exchanges with no other
-        stale = self.staleness * (1 - 1 / apart) + self.spread * (apart - 1)
+        exchangers = setting.groups * setting.period if setting.groups > 1 else 1  # one group exchanges with no other
+        stale = self.staleness * (1 - 1 / exchangers) + self.spread * (exchangers - 1)
         return math.log1p(stale) + steepness * away**2 + momentum
 
 
@@ -474,13 +473,12 @@ class Forecast:
         return {name: self.of(setting) for name, setting in systems.items()}
 
 
-def samples_to(target: float, tried: Sequence[TrialResult], level: float = 0.8) -> Estimate | None:
+def samples_to(target: float, tried: Sequence[TrialResult]) -> Estimate | None:
     """Samples to a training loss, extrapolated from the probe that came furthest; None if that says nothing.
 
     Args:
         target: the loss.
         tried: probes from one start.
-        level: probability of the interval.
     """
     costs = log_costs(tried)
     best = min(range(len(tried)), key=lambda i: costs[i][0], default=None)
@@ -489,7 +487,7 @@ def samples_to(target: float, tried: Sequence[TrialResult], level: float = 0.8) 
     fit = fit_decay(LossCurve(np.array(tried[best].samples), np.array(tried[best].losses)), lowest=-math.inf)
     if not isinstance(fit, DecayFit):
         return None
-    found = fit.updates_to(target, level)
+    found = fit.updates_to(target)
     return found if math.isfinite(found.value) else None
 
 
@@ -499,6 +497,5 @@ def _times(estimate: Estimate, value: float, low: float, high: float) -> Estimat
 
 def _deviations(level: float) -> float:
     """How many standard deviations to either side hold a normal number with that probability."""
-    if not 0 < level < 1:
-        raise ConfigurationError(f"level={level}: pass a probability between 0 and 1")
+    check_level(level)
     return NormalDist().inv_cdf((1 + level) / 2)

@@ -4,7 +4,7 @@ Costs are read off what ranks and groups measured of their own steps; where they
 slowest of several members counts, groups wait for one another where they share a server, its link or a merged head,
 and every number has an interval.
 
-    step of a group = E[max over members of compute time] + all-reduce + exchange / H + turn at a head
+    step of a group = E[max over members of compute time] + all-reduce + exchange / H + access to a head
     compute time of a rank = (overhead + samples × seconds per sample) × jitter, the jitter as it was measured
     all-reduce of k members = (k - 1) / k × 2 a + (k - 1) × 2 l
     exchange = delay + service at what is shared, and the wait for it (`lightning_omni.performance.queueing`)
@@ -18,22 +18,24 @@ import importlib
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from functools import cached_property, reduce
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import cached_property, partial, reduce
+from typing import Any, TypeVar
 
 import numpy as np
 
+from lightning_omni.checks import check_number, check_whole
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.performance.costs import Costs
 from lightning_omni.performance.queueing import residence, slowest
-from lightning_omni.performance.statistical import Estimate
+from lightning_omni.performance.statistical import Estimate, check_level
 from lightning_omni.protocol.leases import apportion
 from lightning_omni.serialization import Serializable
 from lightning_omni.topology import Topology
 from lightning_omni.trace import Trace
 
 Array = np.ndarray[Any, Any]
+_WithDraws = TypeVar("_WithDraws", "_Model", "_Exchanges")
 
 _QUANTILES = 64
 _POOLED = 8.0
@@ -63,7 +65,7 @@ class Measured(Serializable):
         exchanges: of each group: seconds of each of these steps that went into the exchange with the server; zeros if
             there is one group.
         serve: seconds of the server's own time for one push; 0 if unknown.
-        head: seconds of a turn at a merged head; 0 if there is none.
+        head: seconds of exclusive access to a merged head; 0 if there is none.
         period: local steps between two exchanges, H.
         nbytes: bytes of one exchange, one way; 0 if unknown.
 
@@ -122,7 +124,7 @@ class Measured(Serializable):
         several = len(groups) > 1
         # A merged head is not pushed.
         merged = f"{trace.meta['merged']}." if trace.meta.get("merged") else ()
-        per_turn = len(ranks) / len(groups) * float(trace.meta["batch_size"])
+        per_access = len(ranks) / len(groups) * float(trace.meta["batch_size"])
         return cls(
             tuple(map(tuple, groups)),
             samples,
@@ -130,7 +132,9 @@ class Measured(Serializable):
             steps,
             exchanges,
             serve=float(cluster["update_seconds"]) if several else 0.0,
-            head=per_turn * float(cluster["head_seconds_per_sample"]) if several and trace.meta.get("merged") else 0.0,
+            head=per_access * float(cluster["head_seconds_per_sample"])
+            if several and trace.meta.get("merged")
+            else 0.0,
             period=max(1, round(float(pushed.mean()))) if several and len(pushed) else 1,
             nbytes=sum(weight.nbytes for name, weight in trace.weights.items() if not name.startswith(merged)),
         )
@@ -175,8 +179,7 @@ def _check_numbers(measured: Measured) -> None:
     if not all(0 <= number < math.inf for row in measured.exchanges for number in row):
         raise ConfigurationError("exchanges: pass seconds, 0 or more")
     for name, least in (("serve", 0), ("head", 0), ("period", 1), ("nbytes", 0)):
-        if not least <= getattr(measured, name) < math.inf:
-            raise ConfigurationError(f"{name}={getattr(measured, name)}: pass a number, {least} or more")
+        check_number(name, getattr(measured, name), f"a number, {least} or more", least, below=math.inf)
 
 
 # --- What is predicted -----------------------------------------------------------------------------------------------
@@ -310,8 +313,7 @@ class Profile(Serializable):
             raise ConfigurationError(
                 f"measured: of ranks {[list(each.ranks) for each in self.measured]}; pass segments of the same ranks"
             )
-        if isinstance(self.draws, bool) or not isinstance(self.draws, int) or self.draws < 2:
-            raise ConfigurationError(f"draws={self.draws!r}: pass a whole number, 2 or more")
+        check_whole("draws", self.draws, "a whole number, 2 or more", low=2)
 
     @cached_property
     def _model(self) -> _Model:
@@ -329,8 +331,7 @@ class Profile(Serializable):
     @cached_property
     def batch_size(self) -> float:
         """Mean samples per rank and step."""
-        counts = [number for each in self.measured for row in each.samples for number in row]
-        return sum(counts) / len(counts) if counts else self.equal_ranks[1]
+        return _mean_samples(self.measured) if self.measured else self.equal_ranks[1]
 
     @property
     def speeds(self) -> tuple[float, ...]:
@@ -369,8 +370,13 @@ class Profile(Serializable):
         model = self._model
         batch = self.batch_size if batch_size is None else batch_size
         period = model.period if period is None else period
-        _check_question(batch, period, nbytes, level, model)
-        plan = _Plan(model, batch, rebalance, period, model.nbytes if nbytes is None else nbytes)
+        check_number("batch_size", batch, "samples per rank and step, above 0", above=0, below=math.inf)
+        check_whole("period", period, "local steps between two exchanges, 1 or more", low=1)
+        check_level(level)
+        if nbytes is not None:
+            check_number("nbytes", nbytes, "bytes of one exchange, 0 or more", low=0)
+            model.check_nbytes(f"nbytes={nbytes}: what an exchange had was")
+        plan = _TrainingPlan(model, batch, rebalance, period, model.nbytes if nbytes is None else nbytes)
         topology = groups if isinstance(groups, Topology) else self._topology(groups, plan)
         if not set(topology.ranks) <= set(model.devices):
             raise ConfigurationError(
@@ -389,15 +395,14 @@ class Profile(Serializable):
             self._statement(topology, seconds, samples, bottleneck, batch),
         )
 
-    def _topology(self, groups: int, plan: _Plan) -> Topology:
-        if isinstance(groups, bool) or not isinstance(groups, int) or not 1 <= groups <= self.ranks:
-            raise ConfigurationError(f"groups={groups!r}: pass 1 to {self.ranks}, the number of ranks, or a topology")
+    def _topology(self, groups: int, plan: _TrainingPlan) -> Topology:
+        check_whole("groups", groups, f"1 to {self.ranks}, the number of ranks, or a topology", 1, self.ranks)
         speeds = plan.speeds
         even = Topology.of(speeds, groups)
         if max(speeds.values()) <= (1 + _ALIKE) * min(speeds.values()) or groups in (1, self.ranks):
             return even
         alike = Topology.by_speed(speeds, groups)
-        quick = replace(plan, model=plan.model.first())
+        quick = replace(plan, model=_first(plan.model))
         return max(even, alike, key=lambda topology: float(quick.outcome(topology).samples_rate[0]))
 
     def _statement(
@@ -424,7 +429,7 @@ class Profile(Serializable):
         """A cluster that was not measured.
 
         Args:
-            ranks: how many, drawn in turn from those that were measured; numbered from 0.
+            ranks: how many, drawn cyclically from those that were measured; numbered from 0.
             bandwidth: bytes per second of the server's link, and between the members of a group. An exchange crosses
                 the link twice, once waiting for it to be free.
             latency: seconds of one message, on both.
@@ -441,7 +446,15 @@ class Profile(Serializable):
         """
         asked = {"ranks": ranks, "bandwidth": bandwidth, "latency": latency, "slowest": slowest}
         change = {name: value for name, value in asked.items() if value is not None}
-        _check_change(change, self._model)
+        if ranks is not None:
+            check_whole("ranks", ranks, "a whole number, 1 or more", low=1)
+        if bandwidth is not None:
+            check_number("bandwidth", bandwidth, "a positive number", above=0)
+            self._model.check_nbytes(f"bandwidth={bandwidth}: bytes of an exchange were")
+        if latency is not None:
+            check_number("latency", latency, "a positive number", low=0, below=math.inf)
+        if slowest is not None:
+            check_number("slowest", slowest, "a positive number", above=0, below=math.inf)
         return replace(self, changes=(*self.changes, change))
 
     def saturating_groups(self) -> int:
@@ -449,8 +462,8 @@ class Profile(Serializable):
 
         More of them are no faster and staler, so this is where a search begins (Hadjis et al. 2016, Algorithm 1).
         """
-        model = self._model.first()
-        plan = _Plan(model, self.batch_size, False, model.period, model.nbytes)
+        model = _first(self._model)
+        plan = _TrainingPlan(model, self.batch_size, False, model.period, model.nbytes)
         low, high = 2, max(self.ranks, 2)
         while low < high:  # more groups only bring more to do
             middle = (low + high) // 2
@@ -477,7 +490,7 @@ class Profile(Serializable):
 
 
 def _interval(draws: Array, level: float) -> Estimate:
-    """By what factor the resampled fits are off the first, that is off the truth (the basic bootstrap).
+    """By what factor the resampled fits are off the first, that is off the true value (the basic bootstrap).
 
     They are off on average, too: of few steps the slowest is not seen, and one over a mean is not the mean of one over.
     """
@@ -490,34 +503,13 @@ def _milliseconds(seconds: Estimate) -> str:
     return f"{1000 * seconds.value:.4g} ms ({1000 * seconds.low:.4g} to {1000 * seconds.high:.4g})"
 
 
-def _check_question(batch: float, period: int, nbytes: int | None, level: float, model: _Model) -> None:
-    if not 0 < batch < math.inf:
-        raise ConfigurationError(f"batch_size={batch}: pass samples per rank and step, above 0")
-    if isinstance(period, bool) or not isinstance(period, int) or period < 1:
-        raise ConfigurationError(f"period={period!r}: pass local steps between two exchanges, 1 or more")
-    if not 0 < level < 1:
-        raise ConfigurationError(f"level={level}: pass a probability between 0 and 1")
-    if nbytes is not None and not nbytes >= 0:
-        raise ConfigurationError(f"nbytes={nbytes}: pass bytes of one exchange, 0 or more")
-    if nbytes is not None and not model.nbytes:
-        raise ConfigurationError(
-            f"nbytes={nbytes}: what an exchange had was not measured; fit with Measured(nbytes=...)"
-        )
-
-
-def _check_change(change: Mapping[str, float], model: _Model) -> None:
-    for name, value in change.items():
-        if name == "ranks" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ConfigurationError(f"ranks={value!r}: pass a whole number, 1 or more")
-        if not value >= 0 or (value == 0 and name != "latency") or (value == math.inf and name != "bandwidth"):
-            raise ConfigurationError(f"{name}={value}: pass a positive number")
-    if "bandwidth" in change and not model.nbytes:
-        raise ConfigurationError(
-            f"bandwidth={change['bandwidth']}: bytes of an exchange were not measured; fit with Measured(nbytes=...)"
-        )
-
-
 # --- The fitted model ------------------------------------------------------------------------------------------------
+
+
+def _first(drawn: _WithDraws) -> _WithDraws:
+    """The same without the draws but the first."""
+    cut: dict[str, Any] = {name: each[:1] for name, each in vars(drawn).items() if isinstance(each, np.ndarray)}
+    return replace(drawn, **cut)
 
 
 @dataclass(frozen=True)
@@ -554,11 +546,10 @@ class _Model:
     knows_overhead: bool
     knows_exchange: bool
 
-    def first(self) -> _Model:
-        """Without the other draws."""
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
-        cut: dict[str, Any] = {name: value[:1] for name, value in values.items() if isinstance(value, np.ndarray)}
-        return replace(self, **cut)
+    def check_nbytes(self, asked: str) -> None:
+        """Refuses what depends on the bytes of an exchange, where these are not known."""
+        if not self.nbytes:
+            raise ConfigurationError(f"{asked} not measured; fit with Measured(nbytes=...)")
 
     def speeds(self, samples: float) -> dict[int, float]:
         """Samples per second of each rank in steps of so many."""
@@ -591,7 +582,7 @@ def _changed(
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _TrainingPlan:
     """How the groups would train."""
 
     model: _Model
@@ -754,7 +745,7 @@ class _Draws:
         own: of each rank, in seconds, each of shape (draws, steps).
         steps: of each group, in seconds, each of shape (draws, steps).
         exchanges: of each group, in seconds, each of shape (draws, steps).
-        settled: of each group, whether a step is none of its first, when all groups come to the server at once.
+        steady: of each group, whether a step is none of its first, when all groups come to the server at once.
     """
 
     measured: Measured
@@ -762,22 +753,22 @@ class _Draws:
     own: Mapping[int, Array]
     steps: Sequence[Array]
     exchanges: Sequence[Array]
-    settled: Sequence[Array]
+    steady: Sequence[Array]
 
     @classmethod
     def of(cls, measured: Measured, draws: int, random: np.random.Generator) -> _Draws:
-        samples, own, steps, exchanges, settled = {}, {}, [], [], []
+        samples, own, steps, exchanges, steady = {}, {}, [], [], []
         for number, members in enumerate(measured.groups):
             # The members' steps and the group's stay together: what slowed one down delayed the others.
             which = _blocks(len(measured.steps[number]), measured.period, draws, random)
-            settled.append(which >= (measured.period if which.shape[1] > 8 * measured.period else 0))
+            steady.append(which >= (measured.period if which.shape[1] > 8 * measured.period else 0))
             steps.append(np.array(measured.steps[number])[which])
             exchanges.append(np.array(measured.exchanges[number])[which])
             for rank in members:
                 row = measured.ranks.index(rank)
                 samples[rank] = np.array(measured.samples[row], np.float64)[which]
                 own[rank] = np.array(measured.own[row])[which]
-        return cls(measured, samples, own, steps, exchanges, settled)
+        return cls(measured, samples, own, steps, exchanges, steady)
 
 
 def _blocks(count: int, period: int, draws: int, random: np.random.Generator) -> Array:
@@ -803,7 +794,9 @@ def _fit(measured: Sequence[Measured], draws: int, seed: int) -> _Model:
     ring, hop = _fit_allreduce(drawn)
     delay, delay_per_byte, serve, link_per_byte = _fit_exchange(drawn)
     several = [each for each in measured if len(each.groups) > 1]
-    heads = [(each.head, _group_batch(each)) for each in several if each.head]
+    heads = [each for each in several if each.head]
+    # A group has its batch of samples there.
+    batches = [_mean_samples([each]) * len(each.ranks) / len(each.groups) for each in heads]
     sizes = {number for each in measured for row in each.samples for number in row}
     return _Model(
         devices={rank: (device, 1.0) for device, rank in enumerate(ranks)},
@@ -816,7 +809,7 @@ def _fit(measured: Sequence[Measured], draws: int, seed: int) -> _Model:
         delay_per_byte=delay_per_byte,
         serve=serve,
         link_per_byte=link_per_byte,
-        head_per_sample=sum(turn for turn, _ in heads) / max(sum(batch for _, batch in heads), 1e-300),
+        head_per_sample=sum(each.head for each in heads) / max(sum(batches), 1e-300),
         period=several[0].period if several else 1,
         nbytes=max(each.nbytes for each in measured),
         knows_overhead=len(sizes) > 1,
@@ -824,10 +817,10 @@ def _fit(measured: Sequence[Measured], draws: int, seed: int) -> _Model:
     )
 
 
-def _group_batch(measured: Measured) -> float:
-    """Mean samples of a group's batch."""
-    counts = [number for row in measured.samples for number in row]
-    return sum(counts) / len(counts) * len(measured.ranks) / len(measured.groups)
+def _mean_samples(measured: Sequence[Measured]) -> float:
+    """Of a rank in a step."""
+    counts = [number for each in measured for row in each.samples for number in row]
+    return sum(counts) / len(counts)
 
 
 def _fit_rank(drawn: Sequence[_Draws], rank: int) -> tuple[Array, Array, Array]:
@@ -848,13 +841,9 @@ def _costs_of_steps(samples: Array, own: Array) -> tuple[Array, Array]:
         return np.zeros((len(own), 1)), own.sum(axis=1, keepdims=True) / samples.sum()
     # Divided by the samples, for a long step scatters more.
     matrix = np.stack([1 / samples[0], np.ones(samples.shape[1])], axis=1)
-    costs = np.array([_nonnegative(matrix, row) for row in own / samples])
+    nnls = _scipy().nnls
+    costs = np.array([nnls(matrix, row)[0] for row in own / samples])
     return costs[:, :1], costs[:, 1:]
-
-
-def _nonnegative(matrix: Array, values: Array) -> Array:
-    solution: Array = _scipy().nnls(matrix, values)[0]
-    return solution
 
 
 def _jitter(factors: Sequence[Array]) -> Array:
@@ -883,11 +872,11 @@ def _fit_allreduce(drawn: Sequence[_Draws]) -> tuple[Array, Array]:
     """Seconds of the bytes and of a hop, both of shape (draws,)."""
     rows: list[tuple[int, Array]] = []
     for each in drawn:
-        turn = each.measured.head if len(each.measured.groups) > 1 else 0.0
+        head = each.measured.head if len(each.measured.groups) > 1 else 0.0
         for members, steps, exchanges in zip(each.measured.groups, each.steps, each.exchanges, strict=True):
             if len(members) > 1:
                 own = np.max([each.own[rank] for rank in members], axis=0)
-                rows.append((len(members), np.maximum((steps - exchanges - own).mean(axis=1) - turn, 0.0)))
+                rows.append((len(members), np.maximum((steps - exchanges - own).mean(axis=1) - head, 0.0)))
     if not rows:
         return np.zeros(len(drawn[0].steps[0])), np.zeros(len(drawn[0].steps[0]))
     sizes = np.array([size for size, _ in rows])
@@ -901,7 +890,8 @@ def _fit_allreduce(drawn: Sequence[_Draws]) -> tuple[Array, Array]:
         whole = values.mean(axis=1)
         ring = np.minimum(whole / matrix[0, 0], _seconds_of_bytes(drawn))
         return ring, (whole - ring * matrix[0, 0]) / matrix[0, 1]
-    ring, hop = np.array([_nonnegative(matrix, row) for row in values]).T
+    nnls = _scipy().nnls
+    ring, hop = np.array([nnls(matrix, row)[0] for row in values]).T
     return ring, hop
 
 
@@ -941,18 +931,14 @@ class _Exchanges:
         period = drawn.measured.period
         rest = [steps - exchanges for steps, exchanges in zip(drawn.steps, drawn.exchanges, strict=True)]
         exchanged = np.concatenate(drawn.exchanges, axis=1)
-        settled = np.concatenate(drawn.settled, axis=1)
+        steady = np.concatenate(drawn.steady, axis=1)
         return cls(
             think=period * np.stack([row.mean(axis=1) for row in rest], axis=1),
             variance=period * np.stack([row.var(axis=1) for row in rest], axis=1),
-            mean=period * (exchanged * settled).sum(axis=1) / np.maximum(settled.sum(axis=1), 1),
+            mean=period * (exchanged * steady).sum(axis=1) / np.maximum(steady.sum(axis=1), 1),
             least=min((number for row in drawn.measured.exchanges for number in row if number > 0), default=0.0),
             nbytes=drawn.measured.nbytes,
         )
-
-    def first(self) -> _Exchanges:
-        """Without the other draws."""
-        return replace(self, think=self.think[:1], variance=self.variance[:1], mean=self.mean[:1])
 
     def misses(self, away: Array, busy: Array) -> list[Array]:
         """By what part of a cycle the mean is missed, and the shortest; both of shape (draws,).
@@ -1008,7 +994,7 @@ def _exchange_costs(segments: Sequence[_Exchanges], serve: float, nbytes: int) -
             )
         return np.stack(found, axis=1)
 
-    first = [each.first() for each in segments]
+    first = [_first(each) for each in segments]
     found, slopes = _least_squares(lambda costs: misses(costs, first)[0], len(free), segments, unit)
     # The other draws are near: one step of Gauss and Newton takes each to its own fit.
     missed = misses(found, segments)
@@ -1027,10 +1013,12 @@ def _least_squares(
 
     least = min(each.least for each in segments) / unit
     most = max(float(each.mean[0]) / each.think.shape[1] for each in segments) / unit
-    found = []
-    for busy in (0.0, 0.5 * least, most):  # a server for which no group waits, and one that is always busy
-        start = np.append(np.full(count - 1, max(least - busy, 0.05 * least) / max(count - 1, 1)), busy)
-        found.append(_scipy().least_squares(misses, start + 1e-9, jac=slopes, bounds=(0, np.inf), x_scale=0.1))
+    starts = [
+        np.append(np.full(count - 1, max(least - busy, 0.05 * least) / max(count - 1, 1)), busy)
+        for busy in (0.0, 0.5 * least, most)  # a server for which no group waits, and one that is always busy
+    ]
+    fit = partial(_scipy().least_squares, misses, jac=slopes, bounds=(0, np.inf), x_scale=0.1)
+    found = [fit(start + 1e-9) for start in starts]
     # Of fits that are equally good (misses of a thousandth are) the first has the least that is always busy.
     best: Array = min(found, key=lambda one: round(float(one.cost), 6)).x
     return best, slopes(best)

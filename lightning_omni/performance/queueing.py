@@ -1,6 +1,6 @@
 """Two quantities that decide how fast groups are: the slowest of several members, and the wait for what all share.
 
-Everything has a first axis of draws, so that an interval costs little more than a figure.
+Everything has a first axis of draws, so that an interval costs little more than a number.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ def slowest(values: Array, counts: Array) -> tuple[Array, Array]:
     rises = (counts[:, None] * np.diff(logs, prepend=0.0)).reshape(-1)  # and 0 until all have begun, see below
     product = np.exp(np.cumsum(rises[order], axis=1))
     product[times < values[:, :, 0].max(axis=1)[:, None]] = 0.0
-    chances = np.diff(product, axis=1, prepend=0.0)
-    mean = (times * chances).sum(axis=1)
-    return mean, np.maximum((times**2 * chances).sum(axis=1) - mean**2, 0.0)
+    probabilities = np.diff(product, axis=1, prepend=0.0)
+    mean = (times * probabilities).sum(axis=1)
+    return mean, np.maximum((times**2 * probabilities).sum(axis=1) - mean**2, 0.0)
 
 
 def residence(think: Array, variance: Array, service: Array, visits: Array) -> Array:
     """Seconds of a group's cycle at the stations that it shares with the others: service, and waiting for it.
 
-    A closed network of queues. To a station the groups look like as many equal ones that come as often together; for
+    A closed network of queues. To a station the groups seem as many equal ones that come as often together; for
     those there is mean value analysis: a group that arrives finds the queue of a network with one group less, and of
     the service under way a half is left, as services all take the same time. Were there no scatter at all, groups would
     fall into a rhythm in which no group waits below saturation. Real groups are in between: of two, each of spread σ,
@@ -84,12 +84,12 @@ def residence(think: Array, variance: Array, service: Array, visits: Array) -> A
     groups = think.shape[1]
     scatter = variance.mean(axis=1) + think.var(axis=1)
     spent = service @ visits
-    for turn in range(_ROUNDS):
+    for number in range(_ROUNDS):
         cycle = groups / (1 / (think + spent[:, None])).sum(axis=1)
         found = _residence_of_equals(groups, cycle - spent, scatter, service, visits)
         change = np.abs(found - spent).max(initial=0.0)
         # Equal groups are done after the first round; of very different ones the estimates would swing.
-        spent = found if turn == 0 else (spent + found) / 2
+        spent = found if number == 0 else (spent + found) / 2
         if change <= _TOLERANCE * cycle.max():
             break
     return np.asarray(spent)

@@ -1,4 +1,4 @@
-"""Statistical efficiency: the updates to a target, read off loss curves, and what more groups cost of them.
+"""Statistical efficiency: the updates to a target, read off loss curves.
 
 A curve is fitted by a decay that may level off anywhere and bend in any way between an exponential and a slow power,
 
@@ -15,25 +15,24 @@ levelled off yet, updates to a target are anything but normally distributed, and
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from statistics import NormalDist
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import numpy as np
 
+from lightning_omni.checks import check_number, check_whole
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.performance.decay import SLOWEST, DecayData, autocorrelation_time, candidates, shape_of
+from lightning_omni.performance.decay import SLOWEST, DecayData, autocorrelation_time, candidates
 from lightning_omni.trace import Trace
 
 Array = np.ndarray[Any, Any]
-Key = TypeVar("Key", bound=Hashable)
 
 _FEWEST = 8
 _MOST = 256
 _WINDOW = 0.2
-_NOTHING = 1e-6
-"""A penalty of 0, the end of an interval, is drawn as this on a logarithmic axis."""
+_ERRORS = 4.0
+"""Standard errors of a difference that is no noise."""
 _SKIPPED, _CROWDED, _IMPROVED = (0.25, 0.5), 2.0, 1.5
 
 
@@ -67,23 +66,9 @@ class Estimate:
         return f"{self.value:.4g} ({self.low:.4g} to {self.high:.4g})"
 
 
-@dataclass(frozen=True)
-class Level:
-    """Where a curve stands at the end of a window; infinite if it diverged there.
-
-    Attributes:
-        mean: mean loss of the window's points.
-        error: its standard error; points that follow each other closely count as fewer.
-        points: number of points in the window.
-    """
-
-    mean: float
-    error: float
-    points: int
-
-    def beats(self, other: Level, errors: float = 2.0) -> bool:
-        """Whether it is lower by more than ``errors`` standard errors of the difference."""
-        return other.mean - self.mean > errors * math.hypot(self.error, other.error)
+def check_level(level: float) -> None:
+    """Refuses what is no probability of an interval."""
+    check_number("level", level, "a probability between 0 and 1", above=0, below=1)
 
 
 # --- Curves ----------------------------------------------------------------------------------------------------------
@@ -153,76 +138,29 @@ class LossCurve:
         Raises:
             ConfigurationError: the window is empty.
         """
-        if window < 1:
-            raise ConfigurationError(f"window={window}: pass a positive number of points")
+        check_whole("window", window, "a positive number of points", low=1)
         means = [
             np.array([part[max(0, end - window) : end].mean() for end in range(1, len(self) + 1)])
             for part in (self.moments, self.losses)
         ]
         return LossCurve(*means)
 
-    def level(self, until: float | None = None, share: float = _WINDOW) -> Level:
-        """Mean of the last window before a moment, with its standard error: what short probes are ranked by.
 
-        The scatter is taken about the window's own straight line, so that a curve which still falls steeply is not
-        taken for a noisy one.
+def level(moments: Array, losses: Array) -> tuple[float, float]:
+    """Mean of some points of a curve, and its standard error; points that follow each other closely count as fewer.
 
-        Args:
-            until: the last moment that counts, in the curve's unit; None for the end.
-            share: length of the window as a share of the time until then, in (0, 1].
+    The scatter is taken about their own straight line, so that a curve which still falls steeply is not taken for a
+    noisy one.
 
-        Raises:
-            ConfigurationError: the share is not one, or the window has fewer than three points.
-        """
-        if not 0 < share <= 1:
-            raise ConfigurationError(f"share={share}: pass a number in (0, 1]")
-        if until is None:
-            until = float(self.moments[-1]) if len(self) else 0.0
-        inside = (self.moments <= until) & (self.moments > (1 - share) * until)
-        return _level(self.moments[inside], self.losses[inside])
-
-
-def _level(moments: Array, losses: Array) -> Level:
+    Args:
+        moments: of at least three points, shape (n,).
+        losses: at these, finite, shape (n,).
+    """
     points = len(losses)
-    if not np.isfinite(losses).all():
-        return Level(math.inf, 0.0, points)
-    if points < 3:
-        raise ConfigurationError(
-            f"{points} points in the window: a level needs 3; log more often, lengthen the probe, or widen share="
-        )
     design = np.stack([np.ones(points), moments - moments.mean()], axis=1)
     residuals = losses - design @ np.linalg.lstsq(design, losses, rcond=None)[0]
     variance = float(residuals @ residuals) / (points - 2) * autocorrelation_time(residuals)
-    return Level(float(losses.mean()), math.sqrt(variance / points), points)
-
-
-def rank_at_equal_updates(curves: Mapping[Key, LossCurve], share: float = _WINDOW) -> list[tuple[Key, Level]]:
-    """Short probes from best to worst, each at the moment at which the shortest of them ends.
-
-    A probe whose loss is not finite in its last window comes last, and does not shorten the others.
-
-    Args:
-        curves: the probes by setting, all from the same start.
-        share: length of the last window as a share of the time until then.
-
-    Raises:
-        ConfigurationError: there is no probe, or one has fewer than three points in its window.
-
-    Example:
-        >>> steep = LossCurve(range(1, 31), [1 / t for t in range(1, 31)])
-        >>> flat = LossCurve(range(1, 41), [1 / t**0.5 for t in range(1, 41)])
-        >>> [(name, round(level.mean, 3)) for name, level in rank_at_equal_updates({"flat": flat, "steep": steep})]
-        [('steep', 0.037), ('flat', 0.191)]
-    """
-    if not curves:
-        raise ConfigurationError("curves: there is nothing to rank; pass at least one")
-    alive = [curve for curve in curves.values() if len(curve) and math.isfinite(curve.level(None, share).mean)]
-    until = min((float(curve.moments[-1]) for curve in alive), default=None)
-    levels = {}
-    for key, curve in curves.items():
-        end = curve.level(None, share)
-        levels[key] = end if math.isinf(end.mean) else curve.level(until, share)
-    return sorted(levels.items(), key=lambda item: item[1].mean)
+    return float(losses.mean()), math.sqrt(variance / points)
 
 
 # --- Decays ----------------------------------------------------------------------------------------------------------
@@ -242,10 +180,6 @@ class Diverged:
 
     def updates_to(self, target: float, level: float = 0.8) -> Estimate:
         """Never, whatever the target and the level."""
-        return Estimate(math.inf, math.inf, math.inf, probability=0.0)
-
-    def loss_at(self, moment: float, level: float = 0.8) -> Estimate:
-        """Infinite, whatever the moment and the level."""
         return Estimate(math.inf, math.inf, math.inf, probability=0.0)
 
 
@@ -282,16 +216,6 @@ class DecayFit:
     def family(self) -> str:
         """``"exponential"`` or ``"power"``."""
         return "exponential" if math.isinf(self.power) else "power"
-
-    def loss_at(self, moment: float, level: float = 0.8) -> Estimate:
-        """The curve, without noise, at a moment.
-
-        Args:
-            moment: in the curve's unit, 0 or more.
-            level: probability of the interval.
-        """
-        floor, drop, scale, bend = self.draws.T
-        return _estimate(floor + drop * shape_of(np.asarray(moment), scale, bend), level)
 
     def updates_to(self, target: float, level: float = 0.8) -> Estimate:
         """Updates (or samples, if the curve is over them) until the curve, without noise, is at a target.
@@ -335,8 +259,7 @@ Verdict: TypeAlias = DecayFit | Diverged
 
 
 def _estimate(draws: Array, level: float) -> Estimate:
-    if not 0 < level < 1:
-        raise ConfigurationError(f"level={level}: pass a probability between 0 and 1")
+    check_level(level)
     # No interpolation between draws: half-way to infinity is not a number.
     low, value, high = np.quantile(draws, [(1 - level) / 2, 0.5, (1 + level) / 2], method="inverted_cdf")
     return Estimate(float(value), float(low), float(high), probability=float(np.isfinite(draws).mean()))
@@ -448,10 +371,10 @@ def _divergence(curve: LossCurve, lowest: float) -> Diverged | None:
         at = float(moments[broken][0])
         return Diverged(at, f"{int(broken.sum())} of {len(losses)} losses are not finite, the first at {at:g}")
     moments, losses = moments[~broken], _without_spikes(losses[~broken])
-    first, last = _level(moments[:tail], losses[:tail]), _level(moments[-tail:], losses[-tail:])
-    height = first.mean - (lowest if math.isfinite(lowest) else 0.0)
-    if first.beats(last, errors=4.0) and last.mean - first.mean > abs(height):
-        return Diverged(float(moments[-tail]), f"the loss rose from {first.mean:.4g} to {last.mean:.4g}")
+    (first, error), (last, other) = level(moments[:tail], losses[:tail]), level(moments[-tail:], losses[-tail:])
+    height = first - (lowest if math.isfinite(lowest) else 0.0)
+    if last - first > max(_ERRORS * math.hypot(error, other), abs(height)):
+        return Diverged(float(moments[-tail]), f"the loss rose from {first:.4g} to {last:.4g}")
     return None
 
 
@@ -483,106 +406,3 @@ def _thin(moments: Array, losses: Array) -> tuple[Array, Array]:
     starts = np.arange(0, len(moments), size)
     counts = np.diff(np.append(starts, len(moments)))
     return np.add.reduceat(moments, starts) / counts, np.add.reduceat(losses, starts) / counts
-
-
-# --- Penalty ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Penalty:
-    """Updates to a target with g groups, as a multiple of those with one.
-
-    Between measured numbers of groups it is a straight line in log g and log penalty: a power law from neighbour to
-    neighbour, which passes through what was measured and stays in the range of two neighbours. A model with one
-    parameter would not do: with the momentum left alone the penalty may fall before it rises, and with the momentum
-    tuned it is flat as long as asynchrony adds less than is wanted (Mitliagkas et al. 2016, section 5). Beyond the
-    largest number that was measured it is taken to grow like g, as it does where staleness prevails.
-
-    Args:
-        measured: the penalties by number of groups, with 1 among them.
-
-    Raises:
-        ConfigurationError: 1 is not among them.
-
-    Example:
-        >>> penalty = Penalty({1: Estimate(1, 1, 1), 4: Estimate(1.5, 1.2, 2.0), 8: Estimate(math.inf, 3.0, math.inf)})
-        >>> str(penalty(2)), str(penalty(6)), str(penalty(8))
-        ('1.225 (1.095 to 1.414)', '2.25 (2.051 to 3)', 'inf (3 to inf)')
-    """
-
-    measured: Mapping[int, Estimate]
-
-    def __post_init__(self) -> None:
-        if 1 not in self.measured:
-            raise ConfigurationError(f"measured={sorted(self.measured)}: pass the penalty of 1 group, which is 1, too")
-
-    def __call__(self, groups: int) -> Estimate:
-        """The penalty for any number of groups, at least 1.
-
-        Raises:
-            ConfigurationError: there is no group.
-        """
-        if groups < 1:
-            raise ConfigurationError(f"groups={groups}: pass a positive number")
-        if groups in self.measured:
-            return self.measured[groups]
-        low = self._between(groups, "low")
-        value = max(low, self._between(groups, "value"))
-        high = max(value, self._between(groups, "high"))
-        below = max(known for known in self.measured if known < groups)
-        above = min((known for known in self.measured if known > groups), default=below)
-        return Estimate(value, low, high, min(self.measured[known].probability for known in (below, above)))
-
-    def _between(self, groups: int, name: str) -> float:
-        values = {known: float(getattr(estimate, name)) for known, estimate in sorted(self.measured.items())}
-        if any(value == math.inf for known, value in values.items() if known < groups):
-            return math.inf
-        # Of an infinite one further up no more is known than that it is larger.
-        values = {known: max(value, _NOTHING) for known, value in values.items()}
-        usable = [known for known, value in values.items() if value < math.inf]
-        if groups > usable[-1]:
-            return values[usable[-1]] * groups / usable[-1]
-        return math.exp(np.interp(math.log(groups), np.log(usable), np.log([values[known] for known in usable])))
-
-
-def se_penalty(curves: Mapping[int, Verdict], target: float, level: float = 0.8, seed: int = 0) -> Penalty:
-    """What asynchrony costs in updates: updates(g) / updates(1), the SE penalty of Hadjis et al. 2016.
-
-    Args:
-        curves: the verdict on a curve for each number of groups, with 1 among them.
-        target: a loss that one group reaches.
-        level: probability of the intervals.
-        seed: of the pairs of draws that are divided by each other.
-
-    Returns:
-        The penalty; infinite for curves that diverged.
-
-    Raises:
-        ConfigurationError: there is no curve of one group, or it is unlikely to reach the target, or starts there.
-
-    Example:
-        >>> updates = np.arange(1, 301)
-        >>> fits = {g: fit_decay(LossCurve(updates, np.exp(-updates / (50 * g)))) for g in (1, 2)}
-        >>> str(se_penalty(fits, target=0.1)(2))
-        '2 (2 to 2)'
-    """
-    one = curves.get(1)
-    if one is None:
-        raise ConfigurationError(f"curves of {sorted(curves)} groups: there has to be one of 1 group to compare with")
-    if not isinstance(one, DecayFit) or not 0 < one.updates_to(target).value < math.inf:
-        raise ConfigurationError(
-            f"target={target}: one group takes {one.updates_to(target)} updates to it; pass a target between the start"
-            " of its curve and its floor, or lengthen its probe"
-        )
-    random = np.random.default_rng(seed)
-    base = random.permutation(one.draws_to(target))
-    measured = {1: Estimate(1.0, 1.0, 1.0)}
-    for groups in sorted(set(curves) - {1}):
-        fit = curves[groups]
-        draws = (
-            random.choice(fit.draws_to(target), len(base)) if isinstance(fit, DecayFit) else np.full(len(base), np.inf)
-        )
-        # Draws by which one group never gets there, or is there, compare nothing.
-        usable = (base > 0) & np.isfinite(base)
-        measured[groups] = _estimate(draws[usable] / base[usable], level)
-    return Penalty(measured)

@@ -1,4 +1,4 @@
-"""Admission: who is let in, and on which connections.
+"""Admission: which ranks are let in, and on which connections.
 
 Rule 1: a rank is admitted by a proof that it holds the run's key, its data connection by one of that rank's process.
 Rule 2: a rank has one control connection and one data connection, and keeps those.

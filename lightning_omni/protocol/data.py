@@ -18,7 +18,7 @@ class Data(Service):
     Args:
         roster: the ranks of the run.
         epochs: the epoch that is under way.
-        training: is told who waits meanwhile.
+        training: is told which groups wait meanwhile.
         notes: is told what was trained.
     """
 
@@ -39,9 +39,9 @@ class Data(Service):
         self._epochs.evict(group)
         return []
 
-    def settle(self) -> list[Out]:
+    def resolve_pending(self) -> list[Out]:
         out = []
-        for rank, verdict in self._epochs.settle():
+        for rank, verdict in self._epochs.resolve_pending():
             out.append(Out(self._roster.members[rank].peer, m.CONTROL, m.Verdict(next=verdict)))
             self._training.resume(rank)
         return out
@@ -67,7 +67,7 @@ class Data(Service):
         spans = self._notes.new_spans(sender.group, message)
         self._epochs.wait(sender.group, sender.rank, message)
         self._notes.train(sender.group, message.epoch, spans)
-        return self._training.rest(sender.rank)
+        return self._training.idle(sender.rank)
 
     def leave(self, sender: Sender, message: m.Leave, payload: Payload) -> list[Out]:
         """A group leaves the epoch early."""

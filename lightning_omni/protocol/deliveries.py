@@ -42,7 +42,7 @@ class Deliveries:
 
         Args:
             group: number of the group that sent it.
-            identity: who that is.
+            identity: which group that is.
             message: the push.
 
         Raises:

@@ -1,4 +1,4 @@
-"""The epoch that is under way: its lease book, who waits at its end, and whether somebody called for a stop.
+"""The epoch that is under way: its lease book, which ranks wait at its end, and whether one called for a stop.
 
 Rule: every member of a group gets the same verdict on the same question, however late it asks. So a verdict
 follows from what the member has heard before and from what its group has drawn, and ``more`` is a promise: the batch
@@ -26,7 +26,7 @@ class Epochs:
         self._sizes: dict[int, int] = {}
         self._waiting: dict[int, tuple[int, Await]] = {}
         self._asked: set[int] = set()  # ranks whose questions have not been looked at yet
-        self._stirred = True  # whether something has changed for those whose questions have been
+        self._dirty = True  # whether something has changed for those whose questions have been
         self._validations = 0
         self._validated: Counter[int] = Counter()
 
@@ -46,7 +46,7 @@ class Epochs:
         return self.book.plan if self.book else None
 
     def form(self, group_sizes: dict[int, int], generation: int, keep_epoch: bool) -> None:
-        """Groups are formed, anew perhaps; what was out on lease goes back."""
+        """Groups are formed, or formed again; what was out on lease goes back."""
         self._sizes = dict(group_sizes)
         self.generation = generation
         self.stop = ""
@@ -59,7 +59,7 @@ class Epochs:
     def join(self, group: int, ranks: Sequence[int]) -> None:
         """A group more draws, from the epoch that is under way, too; validations that were are none of its."""
         self._sizes[group] = len(ranks)
-        self._stirred = True
+        self._dirty = True
         for rank in ranks:
             self._validated[rank] = self._validations
         if self.book is not None:
@@ -93,7 +93,7 @@ class Epochs:
             ProtocolError: that epoch is not under way, or the groups have changed since.
         """
         if generation != self.generation:
-            raise ProtocolError(f"groups were formed anew: generation {self.generation}, not {generation}")
+            raise ProtocolError(f"groups were formed again: generation {self.generation}, not {generation}")
         if self.book is None or self.book.plan.epoch != epoch:
             raise ProtocolError(f"epoch {epoch} is not under way")
         return self.book
@@ -113,9 +113,9 @@ class Epochs:
             self.book.train(group, batches)
 
     def wait(self, group: int, rank: int, question: Await) -> None:
-        """A rank has trained what its group holds of the stretch, and asks what is next."""
+        """A rank has trained what its group holds of the validation interval, and asks what is next."""
         book = self.book_of(question.epoch, question.generation)
-        if book.has(group) or group not in self._sizes:  # else a mate was faster to say that the group leaves
+        if book.has(group) or group not in self._sizes:  # else a peer was faster to say that the group leaves
             book.train(group, question.trained)
         self._waiting[rank] = (group, question)
         self._asked.add(rank)
@@ -128,7 +128,7 @@ class Epochs:
 
     def leave(self, group: int, message: Leave) -> None:
         """A group leaves the epoch early, and perhaps ends the run for all."""
-        self._stirred = True
+        self._dirty = True
         if message.stop:
             self.stop = self.stop or message.stop
         if self.book is None or message.epoch != self.book.plan.epoch:
@@ -141,42 +141,42 @@ class Epochs:
 
     def evict(self, group: int) -> None:
         """A group is dead."""
-        self._stirred = True
+        self._dirty = True
         self._sizes.pop(group, None)
         self._waiting = {rank: asked for rank, asked in self._waiting.items() if asked[0] != group}
         if self.book is not None and self.book.has(group):
             self.book.evict(group)
 
-    def settle(self) -> list[tuple[int, str]]:
+    def resolve_pending(self) -> list[tuple[int, str]]:
         """Verdicts that can now be given: rank and verdict."""
         if not self._waiting:
             return []
         given: list[tuple[int, str]] = []
-        # A verdict can make another possible (a stretch closes), so go on until nothing moves.
+        # A verdict can make another possible (an interval closes), so go on until nothing moves.
         while ready := self._next_verdict():
             del self._waiting[ready[0]]
             given.append(ready)
-            self._stirred = True
-        self._stirred = False
+            self._dirty = True
+        self._dirty = False
         self._asked.clear()
         return given
 
     def _begin(self) -> None:
         self._waiting.clear()
-        self._stirred = True
+        self._dirty = True
         self._validations = 0
         self._validated.clear()
 
     def _next_verdict(self) -> tuple[int, str] | None:
         """The first verdict that can be given."""
-        state = _Standstill(self)
-        # With a thousand groups, most questions at an epoch's end change nothing for those who wait already.
-        all_again = self._stirred or self.stop or state.is_finished or state.all_met
+        state = _QuiescenceCheck(self)
+        # With a thousand groups, most questions at an epoch's end change nothing for ranks that wait already.
+        all_again = self._dirty or self.stop or state.is_finished or state.all_wait
         ranks = sorted(self._waiting if all_again else self._asked & self._waiting.keys())
         verdicts = ((rank, self._verdict(rank, state)) for rank in ranks)
         return next((given for given in verdicts if given[1]), None)
 
-    def _verdict(self, rank: int, state: _Standstill) -> str:
+    def _verdict(self, rank: int, state: _QuiescenceCheck) -> str:
         assert self.book is not None
         group, question = self._waiting[rank]
         if self._validated[rank] == self._validations:
@@ -187,7 +187,7 @@ class Epochs:
                 return f"stop:{self.stop}"
             if state.is_finished:
                 return "over"
-            if not state.all_met:
+            if not state.all_wait:
                 return ""
             self.book.advance()
             self._validations += 1
@@ -199,24 +199,24 @@ class Epochs:
         assert self.book is not None
         if not self.book.has(group):
             return False
-        stretch = max(self.book.stretch, question.stretch)
+        interval = max(self.book.interval, question.interval)
         if held := self.book.drawn(group, question.trained):
-            return held.stretch <= stretch
-        return not self.book.is_drained and self.book.next_stretch <= stretch
+            return held.interval <= interval
+        return not self.book.is_drained and self.book.next_interval <= interval
 
-    def all_met(self) -> bool:
+    def all_wait(self) -> bool:
         """Whether every group waits, and none has anything to train before the next validation."""
         assert self.book is not None
         here = [asked for rank, asked in self._waiting.items() if self._validated[rank] == self._validations]
         if len(here) < len(self.book.groups):
-            return False  # asked at every turn, so the cheap answer first
+            return False  # asked with every message, so the cheap answer first
         if any(self._has_more(*asked) for asked in here):
             return False
         return {group for group, _ in here} >= set(self.book.groups)
 
 
-class _Standstill:
-    """What is the same for all who wait until the next verdict is given: looked at once, not once for each."""
+class _QuiescenceCheck:
+    """What is the same for all that wait until the next verdict is given: read once, not once for each."""
 
     def __init__(self, epochs: Epochs) -> None:
         self._epochs = epochs
@@ -228,6 +228,6 @@ class _Standstill:
         return self._epochs.book.is_finished
 
     @cached_property
-    def all_met(self) -> bool:
+    def all_wait(self) -> bool:
         """Whether every group waits."""
-        return self._epochs.all_met()
+        return self._epochs.all_wait()

@@ -1,7 +1,7 @@
 """A group's state machine: gradients and answers go in, what is to be done comes out. No sockets, clocks or threads.
 
 The other half of `lightning_omni.protocol.server`. It drives the group sides of the method, one for each optimizer, and
-keeps what the group knows of the run. Who drives it (a rank of a real run, the simulator, a replay, a test) does what
+keeps what the group knows of the run. What drives it (a rank of a real run, the simulator, a replay, a test) does what
 comes out, and says what came of it::
 
     action = core.gradient(optimizer, gradient)
@@ -61,8 +61,7 @@ class Average:
     tensors: Sequence[Tensor]
 
 
-@dataclass(frozen=True)
-class Ask:
+class Ask(NamedTuple):
     """Ask the server, and answer with what `GroupCore.hear` makes of its answer.
 
     Attributes:
@@ -148,7 +147,7 @@ class _Half:
     sending: State | None = None
     """The same if the push that is under way is applied, too."""
     sequence: int = 0
-    """Pushes that the server has answered, since the group is who it is; the next one is that number and one more."""
+    """Pushes answered in this incarnation of the group; the next one is that number and one more."""
 
 
 class GroupCore:
@@ -157,10 +156,10 @@ class GroupCore:
     Args:
         method: the method.
         wire_format: how its pushes are put into bytes.
-        refusals: pushes with NaN or infinite numbers that are borne in a row; None bears any.
+        max_nonfinite_pushes: pushes with NaN or infinite numbers that are borne in a row; None bears any.
 
     Attributes:
-        identity: who the group is.
+        identity: which group this is.
         data: what the group has drawn and trained of the epoch's data, if it is leased.
         heard: what the group has heard of the run.
 
@@ -181,10 +180,10 @@ class GroupCore:
         [0.0, 0.0]
     """
 
-    def __init__(self, method: Method, wire_format: WireFormat = RAW, refusals: int | None = None) -> None:
+    def __init__(self, method: Method, wire_format: WireFormat = RAW, max_nonfinite_pushes: int | None = None) -> None:
         self.method = method
         self.wire_format = wire_format
-        self._refusals = refusals
+        self._max_nonfinite_pushes = max_nonfinite_pushes
         self.identity = GroupId("")
         self.data: Lessee | None = None
         self.heard = Heard()
@@ -205,12 +204,12 @@ class GroupCore:
         self._halves.clear()
 
     def form(self, identity: GroupId | None = None) -> None:
-        """Other groups stand: the method begins anew, with what its replicas remember.
+        """Other groups stand: the method begins again, with what its replicas remember.
 
-        What the sender remembers stays: whoever forms groups sees to it that the new leaders have it.
+        What the sender remembers stays: the rank that forms groups sees to it that the new leaders have it.
 
         Args:
-            identity: who this group is now, if it is another one: its pushes are counted from the first.
+            identity: which group this is now, if it is another one: its pushes are counted from the first.
         """
         for half in self._halves:
             half.side = None
@@ -249,23 +248,23 @@ class GroupCore:
             NonFiniteGradients: the server refused too many pushes in a row.
         """
         self.heard = heard
-        self.hear_refusals(heard.refused_in_row)
+        self.hear_nonfinite(heard.refused_in_row)
         # Where the answer was lost, groups with weights of their own begin again from the master weights.
         lost = heard.repeated and self.method.steps_at == "worker"
         return Pulled(tensors, clock, note, refused=lost or not heard.applied)
 
-    def hear_refusals(self, in_row: int) -> None:
+    def hear_nonfinite(self, in_row: int) -> None:
         """So many of what this group pushed last were not finite, and none of them was applied.
 
         Raises:
             NonFiniteGradients: too many.
         """
-        if self._refusals is not None and in_row >= self._refusals:
+        if self._max_nonfinite_pushes is not None and in_row >= self._max_nonfinite_pushes:
             raise NonFiniteGradients(
                 f"what group {self.identity.name} pushed was NaN or infinite {in_row} times in a row, and none of"
                 " it was applied: lower the learning rate, clip gradients (gradient_clip_val), or use"
-                " precision='16-mixed' with its loss scaling; more groups need less momentum; refusals= sets how many"
-                " are borne"
+                " precision='16-mixed' with its loss scaling; more groups need less momentum;"
+                " max_nonfinite_pushes= sets how many are borne"
             )
 
     def step_took(self, optimizer: int, seconds: float) -> None:
@@ -323,12 +322,12 @@ class GroupCore:
     def encode(self, optimizer: int, need: Exchange, layout: Layout, memory: Memory) -> Encoded:
         """A push in the run's wire format, as in `say`."""
         half = self._halves[optimizer]
-        encoded = self.wire_format.encode(need.tensors, layout, half.sent, memory)
+        encoded = self.wire_format.pushes.encode(need.tensors, layout, half.sent, memory)
         half.sending = encoded.state
         return encoded
 
     def sequence(self, optimizer: int) -> int:
-        """Pushes of an optimizer that the server has answered since the group is who it is."""
+        """Pushes of an optimizer that the server has answered since the group has its incarnation."""
         return self._halves[optimizer].sequence
 
     def sender_state(self, optimizer: int) -> State:
@@ -346,14 +345,14 @@ class GroupCore:
         return half.need
 
     def _begin(self, half: _Half) -> None:
-        """A generator may be made anew whenever it wants the next gradient: for other groups, or more parameters."""
+        """A generator may be made again whenever it wants the next gradient: for other groups, or more parameters."""
         if half.side is None or half.parameters != len(half.replica.ordered):
             half.parameters = len(half.replica.ordered)
             half.side = self.method.group_side(half.replica)
             half.need = next(half.side)
 
     def _go_on(self, optimizer: int, answer: Any) -> Action:
-        """Drives the method to the next need that the group cannot meet by itself."""
+        """Drives the method to the next need that the group cannot answer by itself."""
         half = self._halves[optimizer]
         assert half.side is not None
         while True:
@@ -370,4 +369,4 @@ class GroupCore:
                 case NextGradient() | Publish() | SendPeer() | ReadPeer() | ReadInbox():
                     return need
                 case _:
-                    raise TypeError(f"{type(self.method).__name__} needs {need!r}, and nobody knows what that is")
+                    raise TypeError(f"{type(self.method).__name__} needs {need!r}, which is no need")

@@ -1,7 +1,7 @@
 """Admission: version, then key, then fingerprint. The key itself never travels.
 
 Rule 1: a rank proves that it holds the run's key with a MAC over both nonces; the server proves the same back.
-Rule 2: nothing but version and nonces is revealed to someone without the key.
+Rule 2: nothing but version and nonces is revealed to a process without the key.
 Rule 3: every secret beside the run's key is derived from it, each for one purpose; none of them travels.
 Rule 4: a data connection is opened by a proof over fresh nonces with a key of that rank's process alone, so that bytes
 that were overheard open nothing.
@@ -97,7 +97,7 @@ def attach(say: Say, secret: bytes, number: int, nonce: bytes) -> None:
     challenge = say(hello, AttachChallenge).nonce
     attached = say(AttachProof(mac=attach_mac(secret, "rank", hello, challenge)), Attached)
     if not is_equal(attached.mac, attach_mac(secret, "server", hello, challenge)):
-        raise Refused("key", "who answers does not hold the secret of this connection; it is not ours")
+        raise Refused("key", "the process that answers does not hold the secret of this connection; it is not ours")
 
 
 def rank_mac(key: bytes, hello: Hello, challenge: bytes) -> bytes:

@@ -1,9 +1,9 @@
 """A merged head at the server: master weights whose gradients are computed where they are, one group at a time.
 
-Rule 1: a turn is one group's forward pass and the backward pass that follows, with nobody in between; so the weights
-that are stepped are those that were read, and staleness is 0 by construction. It is counted all the same, from the
-clock at which the forward pass read them.
-Rule 2: turns are given in order of arrival. A group that dies or gives up in its turn leaves the head as it was.
+Rule 1: exclusive access is one group's forward pass and the backward pass that follows, with no other in between; so
+the weights that are stepped are those that were read, and staleness is 0 by construction. It is counted all the same,
+from the clock at which the forward pass read them.
+Rule 2: access is granted in order of arrival. A group that dies or gives up meanwhile leaves the head as it was.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lightning_omni.protocol.messages import HeadBackward, HeadForward, PushMess
 from lightning_omni.protocol.shard import Shard
 
 SMOOTHING = 0.9
-"""Weight of the past in the mean length of a turn."""
+"""Weight of the past in the mean length of an access."""
 
 
 @dataclass(frozen=True)
@@ -70,11 +70,11 @@ class HeadShard(Shard):
         clock: as for `Shard`.
         head: ``{"name": of the submodule, "module": from describe_module, "seed": of its random numbers}``.
         groups: numbers of the groups that take part.
-        resolve: turns the optimizer's class path into the class.
-        resolve_module: turns a module's class path into the class.
+        resolve: finds the class of the optimizer's class path.
+        resolve_module: finds the class of a module's class path.
 
     Attributes:
-        turn_time: seconds that a turn takes lately, on average.
+        access_time: seconds that an access takes lately, on average.
     """
 
     is_head = True
@@ -97,17 +97,17 @@ class HeadShard(Shard):
         self._waiting: deque[Arrival] = deque()
         self._holder: Arrival | None = None
         self._began, self._read_at = 0.0, 0
-        self.turn_time = 0.0
+        self.access_time = 0.0
 
     def change_method(self, method: Method, groups: Iterable[int]) -> None:
         """New groups. Whatever method they follow, the head stays where it is."""
         super().change_method(AsyncSGD(), groups)
         self._waiting.clear()
-        self._end_turn()
+        self._release()
 
     @property
     def holder(self) -> int | None:
-        """The group whose turn it is."""
+        """The group that has exclusive access."""
         return self._holder.group if self._holder is not None else None
 
     def arrive(self, arrival: Arrival) -> None:
@@ -120,8 +120,8 @@ class HeadShard(Shard):
             raise ProtocolError(f"group {arrival.group} came to the merged head twice in one step")
         self._waiting.append(arrival)
 
-    def next_turn(self, now: float) -> Arrival | None:
-        """The next in line, if it is anybody's turn."""
+    def grant_access(self, now: float) -> Arrival | None:
+        """The next in line, if no group has access."""
         if self._holder is not None or not self._waiting:
             return None
         self._holder, self._began, self._read_at = self._waiting.popleft(), now, self.master.clock
@@ -139,7 +139,7 @@ class HeadShard(Shard):
             raise MalformedMessage(f"there is no dtype {message.autocast}")
         try:
             args, kwargs = arrival.inputs
-            if message.turn:
+            if message.exclusive:
                 for weight, flag in zip(self.master.parameters.values(), message.trainable, strict=True):
                     weight.requires_grad_(flag)
             return self._head.forward(
@@ -147,7 +147,7 @@ class HeadShard(Shard):
                 kwargs,
                 training=message.training,
                 autocast=DTYPES[message.autocast] if message.autocast else None,
-                turn=message.turn,
+                exclusive=message.exclusive,
             )
         except Exception as error:  # the user's own module raises what it likes
             raise Refused("head", f"{type(error).__name__}: {error}") from error
@@ -156,12 +156,12 @@ class HeadShard(Shard):
         """Steps the head along a group's gradients.
 
         Raises:
-            ProtocolError: it is not the group's turn.
+            ProtocolError: the group has no access.
             MalformedMessage: the optimizer cannot have these hyperparameters.
             Refused: the submodule or the optimizer raised an error; they may be no gradients of what the head gave.
         """
         if self.holder != group:
-            raise ProtocolError(f"it is not the turn of group {group} at the merged head, but that of {self.holder}")
+            raise ProtocolError(f"group {group} has no access to the merged head; the holder is {self.holder}")
         try:
             passed = self._head.backward(list(gradients), message.scale)
             with torch.no_grad():
@@ -182,18 +182,18 @@ class HeadShard(Shard):
             raise Refused("head", f"{type(error).__name__}: {error}") from error
         return Stepped(passed.inputs, self._read_at, applied)
 
-    def end_turn(self, now: float) -> None:
-        """The turn is over, and took from when it was given until now."""
+    def release(self, now: float) -> None:
+        """The access is over, and took from when it was granted until now."""
         lasted = max(0.0, now - self._began)
-        self.turn_time = SMOOTHING * self.turn_time + (1 - SMOOTHING) * lasted if self.turn_time else lasted
-        self._end_turn()
+        self.access_time = SMOOTHING * self.access_time + (1 - SMOOTHING) * lasted if self.access_time else lasted
+        self._release()
 
     def forget(self, group: int) -> None:
-        """A group gives its turn up, or is gone: nothing of it is applied."""
+        """A group gives its access up, or is gone: nothing of it is applied."""
         self._waiting = deque(arrival for arrival in self._waiting if arrival.group != group)
         if self.holder == group:
-            self._end_turn()
+            self._release()
 
-    def _end_turn(self) -> None:
+    def _release(self) -> None:
         self._holder = None
         self._head.abandon()

@@ -1,9 +1,9 @@
-"""A group's side of a merged head: what is said to the server, and whether the group has its turn. No I/O.
+"""A group's side of a merged head: what is said to the server, and whether the group has access. No I/O.
 
-The other half of `lightning_omni.protocol.merged_head`. Who brings the batch there and back (a rank, the simulator)
+The other half of `lightning_omni.protocol.merged_head`. What brings the batch there and back (a rank, the simulator)
 is not its business.
 
-Rule: a turn is one forward pass and one backward pass, with which the head is stepped; or it is given up.
+Rule: exclusive access is one forward pass and one backward pass, with which the head is stepped; or it is given up.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ class HeadSide:
     ) -> None:
         self.number = number
         self._name, self._module, self._optimizer, self._parameters = name, module, optimizer, parameters
-        self.has_turn = self._was_used = False
+        self.has_access = self._was_used = False
         self.clip = 0.0
         self.clip_algorithm: Literal["norm", "value"] = "norm"
 
-    # --- Turns -------------------------------------------------------------------------------------------------------
+    # --- Access ------------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Raises `UnsupportedError` if the submodule was used in this training step already."""
@@ -72,18 +72,18 @@ class HeadSide:
             raise self._used_twice()
 
     def begin(self) -> None:
-        """The group's batch was brought there for a turn, and the output is here."""
-        self.has_turn = self._was_used = True
+        """The group's batch was brought there for exclusive access, and the output is here."""
+        self.has_access = self._was_used = True
 
     def end(self) -> None:
-        """The loss is taken backward, and the turn is over with its gradients.
+        """The loss is taken backward, and the access is over with its gradients.
 
         Raises:
             UnsupportedError: it was taken backward already.
         """
-        if not self.has_turn:
+        if not self.has_access:
             raise self._used_twice()
-        self.has_turn = False
+        self.has_access = False
 
     def step_done(self) -> None:
         """A step has ended, and the submodule may be used again."""
@@ -91,13 +91,13 @@ class HeadSide:
 
     # --- What is said ------------------------------------------------------------------------------------------------
 
-    def forward(self, tree: Any, autocast: str = "", turn: bool = True) -> ToHead:
+    def forward(self, tree: Any, autocast: str = "", exclusive: bool = True) -> ToHead:
         """The group's batch.
 
         Args:
             tree: arguments and keyword arguments of the submodule.
             autocast: dtype of automatic mixed precision, if any.
-            turn: whether a backward pass will follow.
+            exclusive: whether a backward pass will follow.
         """
         packed, buffer = pack(tree)
         message = m.HeadForward(
@@ -107,7 +107,7 @@ class HeadSide:
             training=modes_of(self._module),
             trainable=tuple(parameter.requires_grad for parameter in self._parameters),
             autocast=autocast,
-            turn=turn,
+            exclusive=exclusive,
         )
         return ToHead(message, buffer)
 
@@ -137,13 +137,13 @@ class HeadSide:
         return ToHead(message, buffer)
 
     def release(self) -> m.HeadRelease:
-        """A turn whose loss was never taken backward is given up."""
-        self.has_turn = False
+        """An access whose loss was never taken backward is given up."""
+        self.has_access = False
         return m.HeadRelease(optimizer=self.number)
 
     def _used_twice(self) -> UnsupportedError:
         return UnsupportedError(
-            f'merged="{self._name}": the submodule is used twice in one training step, and its turn at the server is'
+            f'merged="{self._name}": the submodule is used twice in one training step, and its access at the server is'
             " one forward pass and one backward pass, with which it is stepped; use it once, on all inputs together,"
             " or under torch.no_grad()"
         )

@@ -40,7 +40,7 @@ from lightning_omni.protocol.transport import (
 
 Answer = TypeVar("Answer", bound=m.Message)
 _NONCE = bytes(handshake.NONCE_BYTES)
-"""A rank's own; freshness is the server's, and nobody can overhear."""
+"""A rank's own; freshness is the server's, and no other can overhear."""
 _SCHEME = "memory://"
 
 
@@ -51,7 +51,7 @@ class Link:
         core: the server.
 
     Attributes:
-        now: seconds, on any clock that only goes forward; whoever drives this sets it.
+        now: seconds, on any clock that only goes forward; the driver of this sets it.
     """
 
     def __init__(self, core: ServerCore) -> None:
@@ -162,7 +162,7 @@ class InMemoryServer:
         return len(self._controls) - 1
 
     def say(self, channel: m.Channel, number: int, message: m.Message, payload: Payload) -> None:
-        """A rank says something, and everyone hears what the server sends for it."""
+        """A rank says something, and all ranks hear what the server sends for it."""
         if self._closed:
             raise ConnectionLost(f"the parameter server at {self.address} is gone; the run cannot go on")
         core, peer = self.link.core, b"%s%d" % (b"c" if channel == m.CONTROL else b"d", number)
@@ -350,7 +350,7 @@ class InMemoryPeers:
         self._published[optimizer] = [tensor.detach().clone() for tensor in tensors]
 
     def read(self, group: int, optimizer: int) -> Sequence[Tensor] | None:
-        """What a group has published; None if there is nothing or nobody."""
+        """What a group has published; None if there is nothing or no group."""
         leader = self._leader(group)
         published = leader._published.get(optimizer) if leader is not None else None
         return [tensor.clone() for tensor in published] if published is not None else None
@@ -372,7 +372,7 @@ class InMemoryPeers:
         self._published.pop(optimizer, None)
 
     def close(self) -> None:
-        """Nobody finds this leader any more."""
+        """No peer finds this leader any more."""
         self._leaders.pop(self.address, None)
 
     def _leader(self, group: int) -> InMemoryPeers | None:

@@ -127,9 +127,19 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
         return self.offsets[-1] + self.specs[-1].nbytes if self.specs else 0
 
     @cached_property
+    def dtypes(self) -> tuple[str, ...]:
+        """Names of the dtypes that there are."""
+        return tuple({spec.dtype: None for spec in self.specs})
+
+    @cached_property
     def numel(self) -> int:
         """Numbers in all entries together."""
         return sum(prod(spec.local_shape) for spec in self.specs)
+
+    @cached_property
+    def reals(self) -> tuple[int, ...]:
+        """Real numbers of each entry: a complex number is two."""
+        return tuple(prod(spec.local_shape) * (1 + DTYPES[spec.dtype].is_complex) for spec in self.specs)
 
     @cached_property
     def fingerprint(self) -> str:

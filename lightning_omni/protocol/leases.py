@@ -1,4 +1,4 @@
-"""Who trains on which samples of an epoch.
+"""Which group trains on which samples of an epoch.
 
 Rule 1: an epoch is one permutation of positions ``0 .. total-1``; a group batch is one range of them.
 Rule 2: what a group drew and did not train goes back to the pool when the group is evicted or regrouped, so every
@@ -47,11 +47,11 @@ class EpochPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Batch(msgspec.Struct, frozen=True, array_like=True):
-    """One group batch: positions ``start .. stop-1``, and the stretch between validations that it belongs to."""
+    """One group batch: positions ``start .. stop-1``, and the validation interval that it belongs to."""
 
     start: int
     stop: int
-    stretch: int
+    interval: int
 
 
 class LeaseBook:
@@ -63,7 +63,7 @@ class LeaseBook:
     Example:
         >>> book = LeaseBook(EpochPlan(epoch=0, total=8, batch_size=2, budget=8), {0: 1, 1: 2})
         >>> book.draw(0, 0), book.draw(1, 0)
-        ([Batch(start=0, stop=2, stretch=0)], [Batch(start=2, stop=6, stretch=0)])
+        ([Batch(start=0, stop=2, interval=0)], [Batch(start=2, stop=6, interval=0)])
     """
 
     def __init__(self, plan: EpochPlan, group_sizes: dict[int, int]) -> None:
@@ -73,16 +73,16 @@ class LeaseBook:
         if plan.validate_every < 0 or not 0 <= plan.validate_offset <= LARGEST_EPOCH:
             raise ProtocolError(f"no epoch can be validated as in {plan}")
         self.plan = plan
-        self.stretch = 0
+        self.interval = 0
         self._free = _complement(plan.trained, plan.budget)
         self._done = _merge(plan.trained)
         self._done_size = sum(stop - start for start, stop in self._done)
         if self._free:
-            self.stretch = self.next_stretch
+            self.interval = self.next_interval
         self._sizes = dict(group_sizes)
         self._drawn: dict[int, list[Batch]] = {group: [] for group in group_sizes}
         self._trained: dict[int, int] = dict.fromkeys(group_sizes, 0)
-        self._repeats: set[int] = set()  # groups whose first batch is somebody else's
+        self._repeats: set[int] = set()  # groups whose first batch is another's
 
     @property
     def trained(self) -> int:
@@ -104,13 +104,13 @@ class LeaseBook:
         return group in self._sizes
 
     @property
-    def next_stretch(self) -> int:
-        """The stretch of what is drawn next.
+    def next_interval(self) -> int:
+        """The validation interval of what is drawn next.
 
         Raises:
             IndexError: the pool is empty.
         """
-        return self._stretch_of(self._free[0][0])
+        return self._interval_of(self._free[0][0])
 
     @property
     def is_drained(self) -> bool:
@@ -153,7 +153,7 @@ class LeaseBook:
                 if self._free:
                     drawn.append(self._take(size))
             if not drawn and self.plan.budget:
-                drawn.append(Batch(0, min(size, self.plan.budget), self.stretch))
+                drawn.append(Batch(0, min(size, self.plan.budget), self.interval))
                 self._repeats.add(group)
         return drawn[number:]
 
@@ -206,11 +206,11 @@ class LeaseBook:
         self._trained = dict.fromkeys(group_sizes, 0)
 
     def advance(self) -> None:
-        """The stretch is complete; the next one that still has something to train begins."""
-        left = [batch.stretch for group in self._sizes for batch in self._drawn[group][self._trained[group] :]]
+        """The interval is complete; the next one that still has something to train begins."""
+        left = [batch.interval for group in self._sizes for batch in self._drawn[group][self._trained[group] :]]
         if self._free:
-            left.append(self.next_stretch)
-        self.stretch = max(self.stretch + 1, min(left, default=0))
+            left.append(self.next_interval)
+        self.interval = max(self.interval + 1, min(left, default=0))
 
     def close(self) -> None:
         """The epoch ends early: nothing is handed out any more."""
@@ -226,20 +226,20 @@ class LeaseBook:
         if stop - start > size:
             self._free.insert(0, (start + size, stop))
             stop = start + size
-        return Batch(start, stop, self._stretch_of(start))
+        return Batch(start, stop, self._interval_of(start))
 
-    def _stretch_of(self, start: int) -> int:
-        # What comes back from a dead group is trained late: it never reopens a stretch that was validated.
+    def _interval_of(self, start: int) -> int:
+        # What comes back from a dead group is trained late: it never reopens an interval that was validated.
         if not self.plan.validate_every:
-            return self.stretch
+            return self.interval
         own = (start + self.plan.validate_offset) // self.plan.validate_every
-        return max(own, self.stretch)
+        return max(own, self.interval)
 
 
 def apportion(total: int, speeds: Sequence[float]) -> tuple[int, ...]:
     """Whole samples for each member of a group, so that the slowest of them is done as early as can be.
 
-    In proportion to the speeds, but for rounding; everybody gets at least one sample if there are enough for that.
+    In proportion to the speeds, but for rounding; each gets at least one sample if there are enough for that.
 
     Args:
         total: samples to split.
@@ -250,7 +250,7 @@ def apportion(total: int, speeds: Sequence[float]) -> tuple[int, ...]:
         Each member's samples, whose sum is ``total``.
 
     Raises:
-        ValueError: nothing to split among nobody, or a speed is not a positive number.
+        ValueError: there is no member, or a speed is not a positive number.
 
     Example:
         >>> apportion(64, [1.0, 2.0, 4.0])
@@ -347,7 +347,7 @@ def _insert(merged: list[tuple[int, int]], start: int, stop: int) -> int:
     if known:
         start, stop = min(start, known[0][0]), max(stop, known[-1][1])
     merged[first:last] = [(start, stop)]
-    return stop - start - sum(end - begin for begin, end in known)
+    return stop - start - sum([end - begin for begin, end in known])
 
 
 def _complement(spans: Sequence[tuple[int, int]], total: int) -> list[tuple[int, int]]:

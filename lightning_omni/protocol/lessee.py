@@ -24,7 +24,7 @@ class Lessee:
     Attributes:
         epoch: number of the epoch.
         trained: batches of this epoch that the group has begun to train, since groups were last formed.
-        stretch: the stretch between two validations that the group is in.
+        interval: number of the validation interval that the group is in.
         handed: batches that were handed out to be loaded.
 
     Example:
@@ -32,7 +32,7 @@ class Lessee:
         >>> lessee.restart(epoch=0)
         >>> lessee.draw(0).number
         0
-        >>> lessee.drew([Batch(0, 8, stretch=0)])
+        >>> lessee.drew([Batch(0, 8, interval=0)])
         >>> lessee.begin_batch()
         >>> lessee.indices(0), lessee.place
         (range(1, 8, 2), (0, 1))
@@ -40,7 +40,7 @@ class Lessee:
 
     def __init__(self, member: int = 0, members: int = 1, generation: int = 0, shares: Sequence[int] = ()) -> None:
         self.epoch = -1
-        self.trained = self.stretch = self.handed = 0
+        self.trained = self.interval = self.handed = 0
         self._batches: list[Batch] = []
         self._shares = [(0, tuple(shares))]  # from which batch number on, in ascending order; never empty
         self.join(member, members, generation, shares)
@@ -55,7 +55,7 @@ class Lessee:
         """An epoch begins, or goes on with what the server still has: nothing of it is drawn here."""
         self.epoch = epoch
         self._batches = []
-        self.handed = self.trained = self.stretch = 0
+        self.handed = self.trained = self.interval = 0
         self._shares = [(0, self.shares)]
 
     # --- What is said to the server, and heard ------------------------------------------------------------------------
@@ -76,17 +76,17 @@ class Lessee:
 
     def question(self) -> m.Await:
         """All that could be drawn is trained: what comes next?"""
-        return m.Await(epoch=self.epoch, generation=self._formed, trained=self.trained, stretch=self.stretch)
+        return m.Await(epoch=self.epoch, generation=self._formed, trained=self.trained, interval=self.interval)
 
     def follow(self, verdict: str, coming: Batch | None = None) -> None:
         """The answer to `question`, and the next batch if there is one.
 
-        Once validated, the group is in the next stretch; told that there is more, in that of its next batch.
+        Once validated, the group is in the next interval; told that there is more, in that of its next batch.
         """
         if verdict == "validate":
-            self.stretch += 1
+            self.interval += 1
         elif verdict == "more" and coming is not None:
-            self.stretch = max(self.stretch, coming.stretch)
+            self.interval = max(self.interval, coming.interval)
 
     def leaving(self, stop: str) -> m.Leave:
         """The group leaves the epoch early; for ``stop`` see `lightning_omni.protocol.messages.Leave`."""
@@ -117,7 +117,7 @@ class Lessee:
     def position(self) -> int:
         """Where in the epoch's permutation the batch ends that was trained last: about the progress of all groups.
 
-        The same for all members of a group, without asking anybody.
+        The same for all members of a group, without asking a server.
         """
         return self.current.stop if self.current is not None else 0
 

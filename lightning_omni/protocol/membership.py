@@ -1,7 +1,8 @@
 """Membership: groups are formed, ranks are lost or leave, and the run ends. The other services are told of it.
 
-Rule 1: what a loss means for a service is the service's own business; here stands only who is told, and in which order.
-Rule 2: when the run cannot go on, every rank is told once, and from then on whenever it asks for something.
+Rule 1: what a loss means for a service is the service's own business; here stands only which services are told, and in
+which order. Rule 2: when the run cannot go on, every rank is told once, and from then on whenever it asks for
+    something.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from lightning_omni.topology import Topology
 
 
 class Membership:
-    """Who takes part.
+    """Which ranks take part.
 
     Args:
         roster: the ranks of the run.
@@ -45,6 +46,7 @@ class Membership:
     ) -> None:
         self._roster = roster
         self._services = services
+        self._waited_for = [each for each in services if type(each).resolve_pending is not Service.resolve_pending]
         self._monitoring = monitoring
         self._heartbeat_timeout = heartbeat_timeout
         self._join_timeout = join_timeout
@@ -158,11 +160,11 @@ class Membership:
             return self.end(f"{reason}; the run cannot go on without it")
         assert group is not None
         out = self._tell_everyone(m.Notice(lost=self._roster.lost_ranks, reason=reason))
-        return out + self._evict(group, lost=True) + self.settle()
+        return out + self._evict(group, lost=True) + self.resolve_pending()
 
-    def settle(self) -> list[Out]:
+    def resolve_pending(self) -> list[Out]:
         """Answers every rank that waited for something that has come true."""
-        return [out for service in self._services for out in service.settle()]
+        return [out for service in self._waited_for for out in service.resolve_pending()]
 
     def end(self, reason: str) -> list[Out]:
         """The run cannot go on, and every rank is told."""

@@ -1,6 +1,6 @@
-"""The merged head's messages: groups take turns, and each turn's gradients are applied where they are computed.
+"""The merged head's messages: groups get exclusive access, and gradients are applied where they are computed.
 
-What a turn is and what it does to the weights is in `head`.
+What an access is and what it does to the weights is in `head`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from lightning_omni.protocol.shards import Shards
 
 
 class MergedHeads(Service):
-    """Gives turns at the merged heads.
+    """Grants exclusive access to the merged heads.
 
     Args:
         roster: the ranks of the run.
         shards: holds the heads.
-        notes: is told of each turn.
+        notes: is told of each access.
         clock: tells the time that the server's arithmetic takes, in seconds.
     """
 
@@ -34,7 +34,7 @@ class MergedHeads(Service):
         self._clock = clock
 
     def evict(self, group: int, lost: bool) -> list[Out]:
-        """The group has no turn, and waits for none."""
+        """The group has no access, and waits for none."""
         out: list[Out] = []
         for number, head in self._shards.heads:
             head.forget(group)
@@ -43,8 +43,8 @@ class MergedHeads(Service):
 
     def check_forward(self, sender: Sender, message: m.HeadForward) -> int:
         """Bytes of a batch."""
-        if message.turn:
-            self._roster.check_leads(sender.rank)
+        if message.exclusive:
+            self._roster.check_leads(sender.rank, sender.group)
         return self._check_packed(message)
 
     def check_backward(self, sender: Sender, message: m.HeadBackward) -> int:
@@ -52,18 +52,18 @@ class MergedHeads(Service):
         return self._check_packed(message)
 
     def forward(self, sender: Sender, message: m.HeadForward, payload: Payload) -> list[Out]:
-        """A group's batch comes, and waits for its turn if it wants one."""
+        """A group's batch comes, and waits for exclusive access if it wants it."""
         head = self._shards.head(message.optimizer)
         # The memory is the connection's, on which nothing else comes before the answer.
         arrival = Arrival(sender.group, sender.peer, message, unpack(message.packed, as_tensor(payload)))
-        if not message.turn:
+        if not message.exclusive:
             return [_output(head, arrival)]
-        self._roster.check_leads(sender.rank)
+        self._roster.check_leads(sender.rank, sender.group)
         head.arrive(arrival)
         return self._serve(message.optimizer)
 
     def backward(self, sender: Sender, message: m.HeadBackward, payload: Payload) -> list[Out]:
-        """The gradients of a turn's output: the head is stepped, and the turn is over."""
+        """The gradients of the output: the head is stepped, and the access is over."""
         head, group, number = self._shards.head(message.optimizer), sender.group, message.optimizer
         spans = self._notes.new_spans(group, message)
         try:
@@ -82,7 +82,7 @@ class MergedHeads(Service):
             hyperparameters=message.hyperparameters,
             note=message.clip,
         )
-        head.end_turn(self._clock())
+        head.release(self._clock())
         packed, buffer = pack(stepped.inputs)
         answer = m.HeadGradients(
             packed=packed,
@@ -94,14 +94,14 @@ class MergedHeads(Service):
         return [Out(sender.peer, m.DATA, answer, (buffer,)), *self._serve(number)]
 
     def release(self, sender: Sender, message: m.HeadRelease, payload: Payload) -> list[Out]:
-        """A turn ends without gradients."""
+        """An access ends without gradients."""
         self._shards.head(message.optimizer).forget(sender.group)
         return [Out(sender.peer, m.DATA, m.HeadReleased()), *self._serve(message.optimizer)]
 
     def _serve(self, number: int) -> list[Out]:
-        """The next group in line has its turn; one whose batch the head cannot take hears why, and the next has it."""
+        """The next group in line gets access; one whose batch the head cannot take is told why."""
         head, out = self._shards.head(number), []
-        while (arrival := head.next_turn(self._clock())) is not None:
+        while (arrival := head.grant_access(self._clock())) is not None:
             out.append(_output(head, arrival))
         return out
 
@@ -115,7 +115,7 @@ def _output(head: HeadShard, arrival: Arrival) -> Out:
     try:
         packed, buffer = pack(head.forward(arrival))
     except OmniError as error:
-        if arrival.message.turn:
+        if arrival.message.exclusive:
             head.forget(arrival.group)
         return _refusal(arrival.peer, error)
     return Out(arrival.peer, m.DATA, m.HeadOutput(packed=packed, nbytes=buffer.numel()), (buffer,))

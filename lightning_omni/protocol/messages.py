@@ -1,6 +1,6 @@
 """Every message of the protocol, and how it becomes bytes. Frozen, typed, validated, equal by value.
 
-Rule 1: a message that does not decode to exactly one of these types is refused, whoever sent it.
+Rule 1: a message that does not decode to exactly one of these types is refused, whichever process sent it.
 Rule 2: tensors never stand in a message; it says how many bytes of payload travel behind it.
 """
 
@@ -17,7 +17,7 @@ from lightning_omni.protocol.cut import Cut
 from lightning_omni.protocol.leases import Batch, EpochPlan
 from lightning_omni.registry import to_wire
 
-VERSION = 7
+VERSION = 8
 """Protocol version. Both sides must have the same."""
 LARGEST_INLINE = 32 << 10
 """Bytes of message or payload that a rank may send on the control channel; more is brought over the data channel."""
@@ -41,7 +41,8 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class Hello(Message, frozen=True, kw_only=True):
     """The first message of a rank. ``version`` stands first for good: it is all that an other version may rely on.
 
-    Whoever was not announced, and comes while the run goes on, gives 0 as ``world_size`` and a rank beyond it: `Join`.
+    A rank that was not announced, and comes while the run goes on, gives 0 as ``world_size`` and a rank beyond it:
+        `Join`.
     """
 
     version: int
@@ -123,12 +124,12 @@ class Draw(Message, frozen=True, kw_only=True):
 
 
 class Await(Message, frozen=True, kw_only=True):
-    """My group has trained all batches that it holds of this stretch: what now? Answered when it is known."""
+    """My group has trained all that it holds of this validation interval. Answered when it is known what is next."""
 
     epoch: int
     generation: int
     trained: int
-    stretch: int
+    interval: int
 
 
 class Leave(Message, frozen=True, kw_only=True):
@@ -147,11 +148,11 @@ class Leave(Message, frozen=True, kw_only=True):
 
 
 class Contribute(Message, frozen=True, kw_only=True):
-    """My part of a meeting of all live ranks. The payload follows.
+    """My part of a collective of all live ranks. The payload follows.
 
     Attributes:
-        number: counts the meetings of this run.
-        what: the collective and its signature; all ranks must meet in the same one.
+        number: counts the collectives of this run.
+        what: the collective and its signature; all ranks must call the same one.
         brought: whether the payload is what I have brought before, see `Bring`.
     """
 
@@ -212,9 +213,9 @@ class RefusedMessage(Message, tag="Refused", frozen=True, kw_only=True):
 
 
 class GroupStatus(msgspec.Struct, frozen=True):
-    """How one group does: seconds per step, who is the slowest in it, and its gradients' staleness.
+    """How one group does: seconds per step, which rank is the slowest in it, and its gradients' staleness.
 
-    ``name`` and ``incarnation`` say who it is: see `lightning_omni.topology.GroupId`.
+    ``name`` and ``incarnation`` say which group it is: see `lightning_omni.topology.GroupId`.
     """
 
     group: int
@@ -239,7 +240,7 @@ class Status(Message, frozen=True, kw_only=True):
         refused: pushes refused because their gradients were not finite.
         strangers: messages refused because they were malformed or their sender had not been admitted.
         staleness: count of updates by staleness 0, 1, 2, ...
-        head_time: seconds that a turn at the merged head takes lately, on average; 0 if there is none.
+        head_time: seconds of exclusive access to the merged head, lately, on average; 0 if there is none.
         serve_time: seconds of the server's own time for one push lately, on average: from when the whole message is in
             hand until its answers have been handed to the socket; 0 before the first, and in virtual time.
         total_momentum: explicit momentum and what asynchrony adds to it, sensed lately over all pushes; None while it
@@ -273,7 +274,7 @@ class Joined(Message, frozen=True, kw_only=True):
 
     Attributes:
         group: its number.
-        incarnation: who it is, beside its name.
+        incarnation: which group it is, beside its name.
         generation: of the groups, for what is asked about leases.
         groups: all groups that take part.
         method: as in `Form`, and so is ...
@@ -319,10 +320,10 @@ class Left(Message, frozen=True, kw_only=True):
 
 
 class Gathered(Message, frozen=True, kw_only=True):
-    """All live ranks met.
+    """All live ranks have contributed.
 
     Attributes:
-        ranks: who took part, ascending.
+        ranks: those that took part, ascending.
         sizes: bytes of payload of each; the payload follows, in this order.
         collect: it does not follow: it is too large for this channel, and `Collect` gets it.
     """
@@ -380,7 +381,7 @@ class Bring(Message, frozen=True, kw_only=True):
 
 
 class Collect(Message, frozen=True, kw_only=True):
-    """Send the payloads of the meeting that was the last."""
+    """Send the payloads of the last collective."""
 
     number: int
 
@@ -467,7 +468,7 @@ class PushMessage(Message, tag="Push", frozen=True, kw_only=True):
             optimizer=optimizer,
             read_at=need.read_at,
             present=present,
-            hyperparameters=tuple(dict(group) for group in need.hyperparameters),
+            hyperparameters=tuple([dict(group) for group in need.hyperparameters]),
             epoch=epoch,
             trained=trained,
             nbytes=nbytes,
@@ -501,7 +502,7 @@ class Fetch(Message, frozen=True, kw_only=True):
 
 
 class HeadForward(Message, frozen=True, kw_only=True):
-    """A group's batch arrives at a merged head. Answered when it is the group's turn. The tensors follow as payload.
+    """A group's batch arrives at a merged head. Answered when the group has access. The tensors follow as payload.
 
     Attributes:
         optimizer: number of the head, among the optimizers.
@@ -509,7 +510,7 @@ class HeadForward(Message, frozen=True, kw_only=True):
         training: whether each of its submodules is in training mode, itself first.
         trainable: whether each of its weights is to be trained.
         autocast: dtype of automatic mixed precision, if any.
-        turn: whether a `HeadBackward` will follow; else the answer is all, and nobody has to wait for it.
+        exclusive: whether a `HeadBackward` will follow; else the answer is all, and no group has to wait for it.
     """
 
     optimizer: int
@@ -518,11 +519,11 @@ class HeadForward(Message, frozen=True, kw_only=True):
     training: tuple[bool, ...]
     trainable: tuple[bool, ...]
     autocast: str = ""
-    turn: bool = True
+    exclusive: bool = True
 
 
 class HeadBackward(Message, frozen=True, kw_only=True):
-    """The gradients of what the head gave; it is stepped, and the turn is over. The tensors follow as payload.
+    """The gradients of what the head gave; it is stepped, and the access is over. The tensors follow as payload.
 
     Attributes:
         optimizer: as in `HeadForward`.
@@ -547,7 +548,7 @@ class HeadBackward(Message, frozen=True, kw_only=True):
 
 
 class HeadRelease(Message, frozen=True, kw_only=True):
-    """No backward pass follows: the turn is over, and the head stays as it is."""
+    """No backward pass follows: the access is over, and the head stays as it is."""
 
     optimizer: int
 
@@ -562,7 +563,7 @@ class TakeSnapshot(Message, frozen=True, kw_only=True):
 
 
 class AttachChallenge(Message, frozen=True, kw_only=True):
-    """Prove that you are who was admitted."""
+    """Prove that you are the rank that was admitted."""
 
     nonce: Secret
 
@@ -578,7 +579,7 @@ class Brought(Message, frozen=True, kw_only=True):
 
 
 class Collected(Message, frozen=True, kw_only=True):
-    """All payloads of a meeting, in the order of ranks; they follow."""
+    """All payloads of a collective, in the order of ranks; they follow."""
 
     nbytes: int
 
@@ -630,7 +631,7 @@ class Weights(Message, frozen=True, kw_only=True):
 
 
 class HeadOutput(Message, frozen=True, kw_only=True):
-    """It is the group's turn, and this is the head's output; the tensors follow as payload."""
+    """The group has exclusive access, and this is the head's output; the tensors follow as payload."""
 
     packed: Packed
     nbytes: int
@@ -653,7 +654,7 @@ class HeadGradients(Message, frozen=True, kw_only=True):
 
 
 class HeadReleased(Message, frozen=True, kw_only=True):
-    """The turn is over."""
+    """The access is over."""
 
 
 class Snapshot(Message, frozen=True, kw_only=True):
@@ -723,7 +724,7 @@ def decode(data: bytes | memoryview, *, at: str, channel: Channel) -> Any:
 
     Args:
         data: one encoded message.
-        at: who reads it: ``"rank"``; or ``"server"``, the leader that is asked by another one.
+        at: which side reads it: ``"rank"``; or ``"server"``, the leader that is asked by another one.
         channel: ``"control"``, ``"data"`` or ``"peer"``.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Monitoring: how the run goes, for whoever asks."""
+"""Monitoring: how the run goes, for ranks that ask."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_omni.protocol.shards import Shards
 from lightning_omni.topology import Topology
 
 LATELY = 64
-"""Pushes over which their time is averaged: where groups meet, the last one's takes many times the others'."""
+"""Pushes over which their time is averaged: where groups synchronize, the last one's takes many times the others'."""
 RATE_WINDOW = 10.0
 """Seconds over which the rate of updates is measured."""
 
@@ -95,7 +95,7 @@ class Monitoring(Service):
             groups=tuple(self._group_status(group) for group in self._roster.groups),
             staleness=tuple(staleness[t] for t in range(max(staleness, default=-1) + 1)),
             lost=self._roster.lost_ranks,
-            head_time=sum(head.turn_time for _, head in self._shards.heads),
+            head_time=sum(head.access_time for _, head in self._shards.heads),
             serve_time=fmean(self._serve_times) if self._serve_times else 0.0,
             total_momentum=total_momentum(shard.sensing for _, shard in self._shards.pushed),
             signal=max((members[rank].timings.signal for rank in self._roster.live if rank in members), default=0),

@@ -1,7 +1,8 @@
 """How far a run is, in samples; steps follow from them.
 
 Groups differ in speed, and each counts its own steps. What they have in common is the samples that all of them have
-trained. One step of DDP trains a reference batch, so that many samples are one step of the run, whoever trained them.
+trained. One step of DDP trains a reference batch, so that many samples are one step of the run, whichever group trained
+them.
 """
 
 from __future__ import annotations

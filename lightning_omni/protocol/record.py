@@ -22,7 +22,7 @@ Spans = tuple[tuple[int, int], ...]
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One thing that happened to one optimizer's shard. A turn at a merged head is a push to it.
+    """One thing that happened to one optimizer's shard. An access to a merged head is a push to it.
 
     Attributes:
         kind: ``"seed"``: the server was given weights, for groups that stand; ``"form"``: other groups were formed on
@@ -42,7 +42,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         spans: of the same, the epoch's positions that were trained since the last event that told of any, a batch
             each.
         hyperparameters: of a push, those that it travelled with.
-        note: of a push, the number that it travelled with; of a turn at a merged head, the value of clipping.
+        note: of a push, the number that it travelled with; of an access to a merged head, the value of clipping.
         groups: of a seed or form, the ranks of each group; of a join, those of the one.
         method: of a seed or form, the method as plain data.
         wire_format: of the same, how pushes are put into bytes, as plain data; none if they travel raw.
@@ -82,7 +82,7 @@ class RecordFile:
     whole line; the run goes on.
 
     Args:
-        path: the file; anew if it exists.
+        path: the file; overwritten if it exists.
 
     Raises:
         ConfigurationError: it cannot be opened.

@@ -1,8 +1,8 @@
-"""Who takes part in a run: admission, signs of life, losses.
+"""Which ranks take part in a run: admission, signs of life, losses.
 
 Rule 1: a rank that was lost never comes back under the same number in the same run.
-Rule 2: who was not announced may come while the run goes on, under a number beyond the announced ones; it takes part in
-nothing before it is in a group.
+Rule 2: a rank that was not announced may come while the run goes on, under a number beyond the announced ones; it takes
+part in nothing before it is in a group.
 Rule 3: a dead rank costs its own group; the recorder's group costs the run.
 """
 
@@ -62,13 +62,13 @@ class Roster:
 
     @property
     def live(self) -> tuple[int, ...]:
-        """Ranks that take part in meetings: all that were announced or joined, less those lost and those that left."""
+        """Ranks that take part in collectives: those announced or joined, less those lost and those that left."""
         ranks = (*range(self.world_size), *self.late)
         return tuple(r for r in ranks if r not in self.lost and r not in self.gone)
 
     @property
     def is_over(self) -> bool:
-        """Whether somebody came, and nobody is left."""
+        """Whether ranks came, and none is left."""
         return self._first is not None and not any(rank in self.members for rank in self.live)
 
     @property
@@ -127,29 +127,29 @@ class Roster:
             self.topology = self.topology.without(group)
 
     def identity(self, group: int) -> GroupId:
-        """Who a group is."""
+        """Which group this is."""
         return self._identities[group]
 
     def group_of(self, rank: int) -> int:
         """Number of the group that a rank is in, or -1."""
         topology = self.topology
-        return topology.group_of(rank) if topology is not None and topology.holds(rank) else -1
+        return topology.find(rank) if topology is not None else -1
 
     def is_leader(self, rank: int) -> bool:
         """Whether a rank leads a group."""
-        topology = self.topology
-        return topology is not None and topology.holds(rank) and topology.leader(topology.group_of(rank)) == rank
+        group = self.group_of(rank)
+        return group >= 0 and self.topology is not None and self.topology.leader(group) == rank
 
-    def check_grouped(self, rank: int) -> None:
-        """Raises `ProtocolError` unless the rank is in a group."""
-        if self.group_of(rank) < 0:
+    def check_grouped(self, rank: int, group: int) -> None:
+        """Raises `ProtocolError` unless ``group``, that of the rank, is one."""
+        if group < 0:
             raise ProtocolError(f"rank {rank} is in no group; groups are formed when training begins")
 
-    def check_leads(self, rank: int) -> None:
-        """Raises `ProtocolError` unless the rank speaks for a group."""
-        if not self.is_leader(rank):
-            self.check_grouped(rank)
-            raise ProtocolError(f"rank {rank} does not lead group {self.group_of(rank)}; only leaders push")
+    def check_leads(self, rank: int, group: int) -> None:
+        """Raises `ProtocolError` unless the rank speaks for its group."""
+        self.check_grouped(rank, group)
+        if self.topology is None or self.topology.leader(group) != rank:
+            raise ProtocolError(f"rank {rank} does not lead group {group}; only leaders push")
 
     def hear_hello(self, peer: bytes, hello: Hello, challenge: bytes) -> None:
         """A rank says hello; it is to answer ``challenge``.
@@ -224,7 +224,7 @@ class Roster:
         if topology.is_synchronous or self.recorder in topology.members(group):
             self.lost[rank] = reason
             return None, True
-        for mate in topology.members(group):
-            self.lost[mate] = reason
+        for peer in topology.members(group):
+            self.lost[peer] = reason
         self.topology = topology.without(group)
         return group, False

@@ -1,8 +1,8 @@
-"""Who may say what: one table, a row a message, and what follows from it.
+"""Which sender may say what: one table, a row a message, and what follows from it.
 
 Rule 1: a message without a row in the table is none; on another channel than its row says it is none, either.
-Rule 2: who sent it, and whether that rank still takes part, is asked before anything else; then how large its payload
-may be, before memory is set aside; then it is handled.
+Rule 2: which rank sent it, and whether that still takes part, is asked before anything else; then how large its payload
+may be, before memory is allocated; then it is handled.
 Rule 3: every answer to a message goes back on the channel that the message came on.
 """
 
@@ -33,8 +33,8 @@ from lightning_omni.protocol.synchronization import Synchronization
 from lightning_omni.protocol.training import Training
 
 
-class Who(Enum):
-    """Who may send a message. Each but the first includes an admitted connection on the message's channel."""
+class Role(Enum):
+    """The senders of a message. Each but the first includes an admitted connection on the message's channel."""
 
     STRANGER = auto()
     """Any connection, also one that has not been admitted."""
@@ -55,7 +55,7 @@ class Row:
     Attributes:
         message: its type.
         channel: where it belongs.
-        who: who may send it.
+        role: its senders.
         service: the type of the service that it is for.
         handle: the method that answers it, called with the service, a `Sender`, the message and the payload; None if
             the transport makes another message of it.
@@ -63,7 +63,7 @@ class Row:
             message; None if there are none. On the control channel a payload comes in one frame with the message, and
             the transport bounds it.
         keeps: whether the payload is kept. If not, its memory is the connection's, and used again once it is answered.
-        settles: whether others may now get what they have been waiting for.
+        resolves: whether others may now get what they have been waiting for.
         when_lost: whether a rank is answered although its group is gone.
         when_over: whether a rank is answered although the run is over.
         does: of a message of the recorder alone, what it does.
@@ -71,12 +71,12 @@ class Row:
 
     message: type[m.Message]
     channel: m.Channel
-    who: Who
+    role: Role
     service: type[Any]
     handle: Callable[..., list[Out]] | None
     payload: Callable[..., int] | None = None
     keeps: bool = False
-    settles: bool = False
+    resolves: bool = False
     when_lost: bool = False
     when_over: bool = False
     does: str = ""
@@ -84,42 +84,42 @@ class Row:
 
 TABLE = (
     # admission
-    Row(m.Hello, CONTROL, Who.STRANGER, Admission, Admission.greet),
-    Row(m.Proof, CONTROL, Who.STRANGER, Admission, Admission.admit),
-    Row(m.Attach, DATA, Who.STRANGER, Admission, Admission.challenge),
-    Row(m.AttachProof, DATA, Who.STRANGER, Admission, Admission.attach),
+    Row(m.Hello, CONTROL, Role.STRANGER, Admission, Admission.greet),
+    Row(m.Proof, CONTROL, Role.STRANGER, Admission, Admission.admit),
+    Row(m.Attach, DATA, Role.STRANGER, Admission, Admission.challenge),
+    Row(m.AttachProof, DATA, Role.STRANGER, Admission, Admission.attach),
     # membership
-    Row(m.Form, CONTROL, Who.RECORDER, Membership, Membership.form, does="forms groups"),
-    Row(m.Join, CONTROL, Who.RANK, Membership, Membership.join),
-    Row(m.Lost, CONTROL, Who.RANK, Membership, Membership.report_lost),
-    Row(m.Goodbye, CONTROL, Who.RANK, Membership, Membership.goodbye, settles=True, when_lost=True, when_over=True),
+    Row(m.Form, CONTROL, Role.RECORDER, Membership, Membership.form, does="forms groups"),
+    Row(m.Join, CONTROL, Role.RANK, Membership, Membership.join),
+    Row(m.Lost, CONTROL, Role.RANK, Membership, Membership.report_lost),
+    Row(m.Goodbye, CONTROL, Role.RANK, Membership, Membership.goodbye, resolves=True, when_lost=True, when_over=True),
     # monitoring
-    Row(m.Heartbeat, CONTROL, Who.RANK, Monitoring, Monitoring.heartbeat),
-    Row(m.AskStatus, CONTROL, Who.RANK, Monitoring, Monitoring.ask, when_over=True),
+    Row(m.Heartbeat, CONTROL, Role.RANK, Monitoring, Monitoring.heartbeat),
+    Row(m.AskStatus, CONTROL, Role.RANK, Monitoring, Monitoring.ask, when_over=True),
     # data
-    Row(m.OpenEpoch, CONTROL, Who.MEMBER, Data, Data.open),
-    Row(m.Draw, CONTROL, Who.MEMBER, Data, Data.draw),
-    Row(m.Await, CONTROL, Who.MEMBER, Data, Data.wait, settles=True),
-    Row(m.Leave, CONTROL, Who.MEMBER, Data, Data.leave, settles=True),
+    Row(m.OpenEpoch, CONTROL, Role.MEMBER, Data, Data.open),
+    Row(m.Draw, CONTROL, Role.MEMBER, Data, Data.draw),
+    Row(m.Await, CONTROL, Role.MEMBER, Data, Data.wait, resolves=True),
+    Row(m.Leave, CONTROL, Role.MEMBER, Data, Data.leave, resolves=True),
     # synchronization
-    Row(m.Contribute, CONTROL, Who.RANK, Synchronization, Synchronization.contribute, settles=True),
-    Row(m.ReadBrought, CONTROL, Who.RANK, Synchronization, Synchronization.read_brought),
-    Row(m.Bring, DATA, Who.RANK, Synchronization, Synchronization.bring, Synchronization.check_brought, keeps=True),
-    Row(m.Long, DATA, Who.RANK, Synchronization, None, Synchronization.check_long, keeps=True),
-    Row(m.Collect, DATA, Who.RANK, Synchronization, Synchronization.collect),
+    Row(m.Contribute, CONTROL, Role.RANK, Synchronization, Synchronization.contribute, resolves=True),
+    Row(m.ReadBrought, CONTROL, Role.RANK, Synchronization, Synchronization.read_brought),
+    Row(m.Bring, DATA, Role.RANK, Synchronization, Synchronization.bring, Synchronization.check_brought, keeps=True),
+    Row(m.Long, DATA, Role.RANK, Synchronization, None, Synchronization.check_long, keeps=True),
+    Row(m.Collect, DATA, Role.RANK, Synchronization, Synchronization.collect),
     # training
-    Row(m.PushMessage, DATA, Who.LEADER, Training, Training.push, Training.check_push, settles=True),
-    Row(m.Fetch, DATA, Who.RANK, Training, Training.fetch),
-    Row(m.Average, DATA, Who.LEADER, Training, Training.average, Training.check_average, settles=True),
-    Row(m.Restructure, DATA, Who.LEADER, Training, Training.restructure, Training.check_restructure),
+    Row(m.PushMessage, DATA, Role.LEADER, Training, Training.push, Training.check_push, resolves=True),
+    Row(m.Fetch, DATA, Role.RANK, Training, Training.fetch),
+    Row(m.Average, DATA, Role.LEADER, Training, Training.average, Training.check_average, resolves=True),
+    Row(m.Restructure, DATA, Role.LEADER, Training, Training.restructure, Training.check_restructure),
     # snapshots
-    Row(m.Seed, DATA, Who.RECORDER, Snapshots, Snapshots.seed, Snapshots.check_packed, does="hands weights over"),
-    Row(m.GroupState, DATA, Who.LEADER, Snapshots, Snapshots.store_group_state, Snapshots.check_packed),
-    Row(m.TakeSnapshot, DATA, Who.RANK, Snapshots, Snapshots.take),
+    Row(m.Seed, DATA, Role.RECORDER, Snapshots, Snapshots.seed, Snapshots.check_packed, does="hands weights over"),
+    Row(m.GroupState, DATA, Role.LEADER, Snapshots, Snapshots.store_group_state, Snapshots.check_packed),
+    Row(m.TakeSnapshot, DATA, Role.RANK, Snapshots, Snapshots.take),
     # merged head
-    Row(m.HeadForward, DATA, Who.MEMBER, MergedHeads, MergedHeads.forward, MergedHeads.check_forward),
-    Row(m.HeadBackward, DATA, Who.LEADER, MergedHeads, MergedHeads.backward, MergedHeads.check_backward),
-    Row(m.HeadRelease, DATA, Who.LEADER, MergedHeads, MergedHeads.release),
+    Row(m.HeadForward, DATA, Role.MEMBER, MergedHeads, MergedHeads.forward, MergedHeads.check_forward),
+    Row(m.HeadBackward, DATA, Role.LEADER, MergedHeads, MergedHeads.backward, MergedHeads.check_backward),
+    Row(m.HeadRelease, DATA, Role.LEADER, MergedHeads, MergedHeads.release),
 )
 """Every message that a server may receive."""
 
@@ -174,7 +174,7 @@ class Router:
             ProtocolError: it is not allowed.
         """
         row = self._row(channel, message)
-        if row.who is Who.STRANGER:
+        if row.role is Role.STRANGER:
             return self._handle(row, Sender(peer), message, payload)
         member = self._admission.member_of(channel, peer)
         notice = self._membership.notice_for(member, row.when_lost, row.when_over)
@@ -183,7 +183,7 @@ class Router:
         member.last_seen = now
         if notice is not None:
             return [Out(peer, channel, notice)]
-        return self._handle(row, self._sender(peer, member.rank), message, payload)
+        return self._handle(row, Sender(peer, member.rank, self._roster.group_of(member.rank)), message, payload)
 
     def forward(self, sender: Sender, data: bytes, payload: Payload) -> list[Out]:
         """Handles a control message that was brought over the data channel, as if it had come over its own.
@@ -193,7 +193,7 @@ class Router:
         """
         message = self.decode(CONTROL, data)
         row = self._row(CONTROL, message)
-        if row.who is Who.STRANGER or row.message is m.ReadBrought:
+        if row.role is Role.STRANGER or row.message is m.ReadBrought:
             raise ProtocolError(f"a {type(message).__name__} cannot be brought")
         return self._handle(row, sender, message, payload)
 
@@ -210,7 +210,7 @@ class Router:
         notice = self._membership.notice_for(member, row.when_lost, row.when_over)
         if notice is not None:
             raise _refusal(member.rank, notice)
-        sender = self._sender(peer, member.rank)
+        sender = Sender(peer, member.rank, self._roster.group_of(member.rank))
         self._check(row, sender)
         return row.payload(self._services[row.service], sender, message)
 
@@ -224,15 +224,12 @@ class Router:
             raise ProtocolError(f"{type(message).__name__} does not belong on the {channel} channel")
         return row
 
-    def _sender(self, peer: Peer, rank: int) -> Sender:
-        return Sender(peer, rank, self._roster.group_of(rank))
-
     def _check(self, row: Row, sender: Sender) -> None:
-        if row.who is Who.LEADER:
-            self._roster.check_leads(sender.rank)
-        elif row.who is Who.MEMBER:
-            self._roster.check_grouped(sender.rank)
-        elif row.who is Who.RECORDER and sender.rank != self._roster.recorder:
+        if row.role is Role.LEADER:
+            self._roster.check_leads(sender.rank, sender.group)
+        elif row.role is Role.MEMBER:
+            self._roster.check_grouped(sender.rank, sender.group)
+        elif row.role is Role.RECORDER and sender.rank != self._roster.recorder:
             raise ProtocolError(f"only rank {self._roster.recorder} {row.does}")
 
     def _handle(self, row: Row, sender: Sender, message: m.Message, payload: Payload) -> list[Out]:
@@ -240,7 +237,7 @@ class Router:
         if row.handle is None:
             raise ProtocolError(f"{type(message).__name__} does not belong on the {row.channel} channel")
         out = row.handle(self._services[row.service], sender, message, payload)
-        return out + self._membership.settle() if row.settles else out
+        return out + self._membership.resolve_pending() if row.resolves else out
 
 
 def _refusal(rank: int, notice: m.Notice) -> Refused:

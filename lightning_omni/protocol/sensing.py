@@ -1,10 +1,38 @@
-"""Total momentum, sensed at the server: every push and every update of the weights pass here, and nowhere else.
+r"""Total momentum, sensed at the server: every push and every update of the weights pass here, and nowhere else.
 
-The arithmetic is that of `lightning_omni.performance.momentum.MomentumSensor`, which says what is read and when it
-holds. Here it must cost next to nothing, so the watched coordinates are gathered from flat buffers in one call.
+YellowFin's closed loop reads momentum off two steps and the gradient between them, as the median over coordinates:
+
+.. math::
+
+    \hat m = \operatorname{median} \frac{x_{t+1} - x_t + \eta g(x_t)}{x_t - x_{t-1}}
+
+which gives the momentum of a synchronous run to rounding. Under asynchrony it misses that the gradient acts with 1 -
+u of the learning rate only, u being the implicit momentum (Theorem 3), and where the weights drift steadily it reads
+the explicit momentum and nothing else. With the explicit momentum m known, the total t of 1 - t = (1 - m)(1 - u) has
+steps D' = t D - (1 - t) η g / (1 - m), and so
+
+.. math::
+
+    \hat t = \operatorname{median} \frac{D' + \kappa \eta g}{D + \kappa \eta g}, \quad \kappa = \frac{1}{1 - m}
+
+which is what is read here. Numerators and denominators are averaged over the last pushes, then divided, then the median
+taken; coordinates whose denominator is 0 are left out.
+
+It holds for plain SGD steps, x' = x - η v and v' = m v + g, without Nesterov's look-ahead, dampening or scaling by
+coordinate, with weight decay inside the gradient, and with η and m that change slowly against `MEMORY`. Gradient
+noise does not disturb it in a synchronous run. In an asynchronous one it pulls the reading towards the middle between
+m and 1, the more so the less the gradient changes within the staleness: the longer the memory, the less. A constant
+delay of s updates reads as 1 - 1 / (1 + s) as well: whether staleness is random is for
+`lightning_omni.performance.momentum.implicit_momentum` to say.
+
+It must cost next to nothing, so the watched coordinates are gathered from flat buffers in one call.
 
 Rule 1: sensing only reads. Weights, gradients and the optimizer are as they would be without it.
 Rule 2: what cannot be sensed (another optimizer than plain SGD, weights that changed by other means) reads as unknown.
+
+References:
+    Zhang and Mitliagkas 2019, "YellowFin and the Art of Momentum Tuning", section 4;
+    Mitliagkas et al. 2016, "Asynchrony begets Momentum", Theorems 3 and 6.
 """
 
 from __future__ import annotations
@@ -37,11 +65,6 @@ _Settings = tuple[float, float, float]
 
 
 # --- The arithmetic --------------------------------------------------------------------------------------------------
-
-
-def drawn(numbers: int, coordinates: int, seed: int) -> list[int]:
-    """So many of the coordinates 0, 1, ... ``numbers`` - 1, ascending; all of them if they are fewer."""
-    return sorted(random.Random(seed).sample(range(numbers), min(coordinates, numbers)))
 
 
 def averaged(averages: Tensor, terms: Tensor, keep: float) -> Tensor:
@@ -97,7 +120,7 @@ class Sensing:
         """
         if self._present is None and not self._draw(present):
             return
-        self._look()  # the last update may have come without a push: a group left those that it would have waited for
+        self._read_weights()  # the last update may have come without a push: a group left those that waited for it
         if read_at <= self._first:
             return
         if len(self._reads) == BATCH:
@@ -119,7 +142,7 @@ class Sensing:
         assert self._master.optimizer is not None
         lr = self._master.optimizer.param_groups[0]["lr"]
         self._rates += [lr if isinstance(lr, (int, float)) else math.nan] * (len(self._reads) - len(self._rates))
-        self._look()
+        self._read_weights()
 
     def grow(self, layout: Layout, buffer: Tensor) -> None:
         """Parameters came behind the others, and all have moved to another buffer; the same coordinates are watched."""
@@ -163,7 +186,8 @@ class Sensing:
             for spec, there in zip(specs, present, strict=True)
         ]
         ends = torch.tensor(counts).cumsum(0)
-        starts = drawn(-(-sum(counts) // RUN), RUNS, seed=0)
+        runs = -(-sum(counts) // RUN)
+        starts = sorted(random.Random(0).sample(range(runs), min(RUNS, runs)))
         chosen = (RUN * torch.tensor(starts)[:, None] + torch.arange(RUN)).flatten()
         chosen = chosen[chosen < ends[-1]]
         self._kind = kind
@@ -191,7 +215,7 @@ class Sensing:
 
     # --- What moves them ---------------------------------------------------------------------------------------------
 
-    def _look(self) -> None:
+    def _read_weights(self) -> None:
         """Notes the weights down if there was an update."""
         clock = self._master.clock
         if self._rows and clock == self._first + self._rows - 1:

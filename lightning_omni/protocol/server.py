@@ -1,10 +1,10 @@
 """The server's state machine: messages and the time go in, messages come out. No sockets, clocks or threads.
 
-Here its services are put together. What a message is, who may send it and which service handles it stands in the table
-in `router`; what happens when groups are formed or end, in `membership`; everything else is the services' own.
+Here its services are put together. What a message is, which rank may send it and which service handles it stands in the
+table in `router`; what happens when groups are formed or end, in `membership`; everything else is the services' own.
 
 Rule 1: a peer that has not been admitted may say what the table lets a stranger say; all else is refused and counted.
-Rule 2: the outgoing weights are the live ones: whoever drives this sends (or copies) them before the next message in.
+Rule 2: the outgoing weights are the live ones: the driver sends (or copies) them before the next message in.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class ServerCore:
         random: draws that many random bytes (nonces).
         heartbeat_timeout: seconds of silence after which a rank counts as dead.
         join_timeout: seconds that a rank may take to join after the first.
-        resolve: turns an optimizer's class path into the class.
-        resolve_module: turns the class path of a merged head's module into the class.
+        resolve: finds the class of an optimizer's class path.
+        resolve_module: finds the class of a merged head's module.
         clock: tells the time that its arithmetic takes, in seconds; None if it takes none, in virtual time.
         record: told of everything that happens to the weights, in order.
         rows: messages beside those of the table, for ...
@@ -53,7 +53,7 @@ class ServerCore:
 
     Attributes:
         key: the run's shared secret.
-        data_port: told to every admitted rank; whoever drives the machine sets it.
+        data_port: told to every admitted rank; the driver of the machine sets it.
         strangers: messages refused because they were malformed or their sender had not been admitted.
         roster: the ranks of the run.
         notes: tells the recorder.
@@ -132,7 +132,7 @@ class ServerCore:
         return self._router.decode(channel, data)
 
     def check_payload(self, peer: Peer, message: m.Message) -> int:
-        """Bytes of payload that a data message may bring; asked before any memory is set aside for them.
+        """Bytes of payload that a data message may bring; asked before any memory is allocated for them.
 
         Raises:
             ProtocolError: this peer may not send this, or not as much.

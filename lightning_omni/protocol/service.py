@@ -1,4 +1,4 @@
-"""What the services of the server have in common: who sent a message, what is sent back, and what all of them hear of.
+"""What the services of the server have in common: the sender of a message, what is sent back, what all of them hear of.
 
 A service is one part of the server with a state of its own. It answers the messages that the table in `router` gives
 it, and it is told when groups are formed and when one ends. It knows other services only through what it is given.
@@ -6,9 +6,9 @@ it, and it is told when groups are formed and when one ends. It knows other serv
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -21,8 +21,7 @@ Peer = bytes
 Payload = bytes | Tensor
 
 
-@dataclass(frozen=True)
-class Out:
+class Out(msgspec.Struct, frozen=True):
     """A message to be sent, with the parts of its payload."""
 
     peer: Peer
@@ -32,7 +31,7 @@ class Out:
 
 
 class Sender(NamedTuple):
-    """Who sent a message, as far as it is known.
+    """The sender of a message, as far as it is known.
 
     Attributes:
         peer: the connection that it came from.
@@ -77,7 +76,7 @@ class Service:
         """
         return []
 
-    def settle(self) -> list[Out]:
+    def resolve_pending(self) -> list[Out]:
         """The answers that were waiting for something that has come true."""
         return []
 

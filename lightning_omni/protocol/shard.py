@@ -7,7 +7,7 @@ Rule 2: a push with a NaN or an infinity in it is refused and counted, never app
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -17,12 +17,14 @@ from torch.nn import Parameter
 
 from lightning_omni.errors import MalformedMessage, ProtocolError, Refused
 from lightning_omni.methods import Master, Method, Push, Reply
+from lightning_omni.methods.contract import Tensors
 from lightning_omni.methods.master import Resolve, check_state, rebuild
 from lightning_omni.methods.totals import Total
 from lightning_omni.protocol.layout import DTYPES, Layout
 from lightning_omni.protocol.messages import PushMessage
 from lightning_omni.protocol.sensing import Sensing
 from lightning_omni.protocol.structure import Structure, Structures, read_structure, settings_of, specs_of
+from lightning_omni.protocol.wire_format import RAW, Memory, WireFormat, decode
 
 ROOM = 1 << 30
 """Bytes that parameters which come in mid-run may take, beyond those that the run announced."""
@@ -41,12 +43,12 @@ class Shard:
         clock: updates that these already contain.
         method: the method.
         groups: numbers of the groups that take part.
-        resolve: turns the optimizer's class path into the class.
+        resolve: finds the class of the optimizer's class path.
         state: of the method's server side, to go on from.
         room: bytes that parameters which come in mid-run may take.
 
     Attributes:
-        is_head: whether its gradients are computed here, and nobody pushes any.
+        is_head: whether its gradients are computed here, and no group pushes any.
         sensing: senses the total momentum; None if it cannot be, or is not to be.
     """
 
@@ -83,10 +85,12 @@ class Shard:
         if state is not None:
             self.method_side.load_state(state)
         self.staleness: Counter[int] = Counter()
-        self.by_group: dict[int, Counter[int]] = {}
+        self.by_group: defaultdict[int, Counter[int]] = defaultdict(Counter)
         self.refused_in_row: Counter[int] = Counter()
         self.refused = 0
         self._answer: Tensor | None = None
+        self._answers: WireFormat = RAW
+        self._out, self._back = Memory(), Memory()
         self._mean = Total()
         self._averaging: dict[int, bool] = {}
         self.sensing = self._new_sensing(method)
@@ -94,6 +98,7 @@ class Shard:
     def change_method(self, method: Method, groups: Iterable[int]) -> None:
         """New groups, or another method: its server side starts afresh on the same weights."""
         self.method_side = method.server_side(self.master, groups)
+        self._answers = RAW
         self.structures.form()
         self.by_group.clear()
         self.refused_in_row.clear()
@@ -133,7 +138,7 @@ class Shard:
         """
         known = self.structures.of(group).size
         structure, groups, weights, state = read_structure(tree, known)
-        if self.master.optimizer is None:  # it steps at the workers, each of whom knows its own parameter groups
+        if self.master.optimizer is None:  # it steps at the workers, each of which knows its own parameter groups
             structure = Structure(structure.size, ())
         specs, here = specs_of(weights), self.layout.specs[known : structure.size]
         for mine, theirs in zip(here, specs, strict=False):
@@ -291,7 +296,7 @@ class Shard:
         push = Push(group, message.read_at, tensors, self._in_newest(message, known), message.note)
         staleness = self.method_side.staleness_of(push)
         self.staleness[staleness] += 1
-        self.by_group.setdefault(group, Counter())[staleness] += 1
+        self.by_group[group][staleness] += 1
         with torch.no_grad():
             if self.sensing is None or payload is None:
                 return self.method_side.receive(push)
@@ -300,8 +305,29 @@ class Shard:
             self.sensing.after()
             return replies
 
+    def answer_in(self, answers: WireFormat) -> None:
+        """Answers to pushes travel in this format, for as long as the method is the same."""
+        self._answers = RAW if answers == RAW else answers
+        if answers != RAW:
+            self.method_side.as_sent = self._as_sent
+
+    def as_bytes(self, flat: Tensor, layout: Layout) -> Tensor:
+        """Flat memory, in which tensors lie as the layout has it, as it travels in an answer."""
+        if self._answers is RAW:
+            return flat
+        return self._answers.encode(layout.views(flat), layout, {}, self._out).payload.clone()  # several may be sent
+
+    def arrived(self, payload: Tensor, layout: Layout) -> Tensor:
+        """What a group makes of `as_bytes`."""
+        return payload if self._answers is RAW else decode(self._answers, payload, layout, self._back)
+
+    def _as_sent(self, tensors: Tensors) -> Tensors:
+        flat = self.payload_of(Reply(-1, 0, tensors))
+        views = self.layout.views(self.arrived(self.as_bytes(flat, self.layout), self.layout).clone())
+        return [None if tensor is None else view for tensor, view in zip(tensors, views, strict=True)]
+
     def payload_of(self, reply: Reply) -> Tensor:
-        """The bytes that answer a push; valid until the next call."""
+        """The tensors that answer a push, in flat memory; valid until the next call."""
         if reply.tensors is None:
             return self.buffer
         if self._answer is None:
@@ -349,7 +375,7 @@ class Shard:
         """Once all live groups have come: the master weights are their mean.
 
         Returns:
-            Whom to send them to, and whether their own weights are in it.
+            Where to send them, and whether their own weights are in it.
         """
         if not self._averaging or not set(live) <= self._averaging.keys():
             return []
@@ -367,7 +393,9 @@ class Shard:
 
 def _check_settings(settings: Mapping[str, Any], present: Mapping[str, Any]) -> None:
     for name, value in settings.items():
-        if name in present and name != "params" and not _fits(value, present[name]):
+        if name not in present or name == "params" or value is present[name]:
+            continue
+        if not _fits(value, present[name]):
             raise ProtocolError(f"the optimizer cannot take {name}={value!r}; it is {present[name]!r}")
 
 
@@ -384,10 +412,9 @@ def _fits(value: Any, present: Any) -> bool:
 
 def _sums_up(layout: Layout, payload: Tensor) -> bool:
     """Whether a payload is surely finite: one sum over all tensors at once, and over what lies between them."""
-    kinds = {spec.dtype for spec in layout.specs}
-    if len(kinds) != 1:
+    if len(layout.dtypes) != 1:
         return False
-    dtype = DTYPES[kinds.pop()]
+    dtype = DTYPES[layout.dtypes[0]]
     whole = payload[: payload.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
     return bool(torch.isfinite(whole.sum()))
 
@@ -395,7 +422,7 @@ def _sums_up(layout: Layout, payload: Tensor) -> bool:
 def _is_finite(tensors: Sequence[Tensor | None]) -> bool:
     present = [tensor for tensor in tensors if tensor is not None]
     # One pass that allocates nothing: a sum is finite only if every number is. (Huge numbers may overflow the sum,
-    # hence the second look.)
+    # hence the second read.)
     if all(torch.isfinite(tensor.sum()) for tensor in present):
         return True
     return all(bool(torch.isfinite(tensor).all()) for tensor in present)

@@ -30,7 +30,7 @@ class Shards:
     @property
     def clock(self) -> int:
         """Updates applied so far, over all optimizers. Those of a merged head belong to updates of the body."""
-        return sum(shard.master.clock for _, shard in self.pushed)
+        return sum([shard.master.clock for _, shard in self.pushed])
 
     def shard(self, optimizer: int) -> Shard:
         """The shard of an optimizer.

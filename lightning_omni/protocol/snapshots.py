@@ -10,6 +10,7 @@ from lightning_omni.methods import Method
 from lightning_omni.methods.master import Resolve
 from lightning_omni.methods.modules import ResolveModule
 from lightning_omni.protocol import messages as m
+from lightning_omni.protocol import wire_format
 from lightning_omni.protocol.codec import check_specs, pack, unpack
 from lightning_omni.protocol.cut import Cut
 from lightning_omni.protocol.epochs import Epochs
@@ -32,8 +33,8 @@ class Snapshots(Service):
         training: knows what was pushed.
         epochs: the epoch that is under way.
         notes: is told of what was handed over.
-        resolve: turns an optimizer's class path into the class.
-        resolve_module: turns the class path of a merged head's module into the class.
+        resolve: finds the class of an optimizer's class path.
+        resolve_module: finds the class of a merged head's module.
     """
 
     def __init__(
@@ -83,6 +84,9 @@ class Snapshots(Service):
             raise
         except Exception as error:  # torch raises what it likes on states that are none
             raise MalformedMessage(f"not a seed: {type(error).__name__}: {error}") from error
+        answers = wire_format.from_wire(self._wire_format).answers
+        for _, shard in self._shards.pushed:
+            shard.answer_in(answers)
         formed, method = self._roster.topology, m.method_to_wire(self._method)
         for number in range(len(self._shards.all)):
             self._notes.seed(number, formed.groups if formed else (), method, self._wire_format)

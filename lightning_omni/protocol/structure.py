@@ -73,7 +73,7 @@ class Structures:
         return self._all[self._at.get(group, 0)]
 
     def form(self) -> None:
-        """Groups are formed anew; all begin with the newest."""
+        """Groups are formed again; all begin with the newest."""
         self._all, self._at = self._all[-1:], {}
 
     def find(self, group: int, structure: Structure) -> int | None:

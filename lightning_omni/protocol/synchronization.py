@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_omni.errors import MalformedMessage, ProtocolError
 from lightning_omni.protocol import messages as m
-from lightning_omni.protocol.meetings import Meetings
+from lightning_omni.protocol.collectives import Collectives
 from lightning_omni.protocol.roster import Roster
 from lightning_omni.protocol.service import Out, Payload, Sender, Service, as_tensor, nbytes_of
 from lightning_omni.protocol.training import Training
@@ -22,7 +22,7 @@ class Synchronization(Service):
 
     Args:
         roster: the ranks of the run.
-        training: is told who waits meanwhile.
+        training: is told which groups wait meanwhile.
         forward: handles messages that were brought.
     """
 
@@ -30,17 +30,17 @@ class Synchronization(Service):
         self._roster = roster
         self._training = training
         self._forward = forward
-        self._meetings = Meetings()
+        self._collectives = Collectives()
         self._brought: dict[int, Payload] = {}
         self._gathered: tuple[int, tuple[Payload, ...]] = (-1, ())  # the last one's, where they must be collected
 
     def evict(self, group: int, lost: bool) -> list[Out]:
-        self._meetings.forget(self._roster.lost)
+        self._collectives.forget(self._roster.lost)
         return []
 
-    def settle(self) -> list[Out]:
+    def resolve_pending(self) -> list[Out]:
         out: list[Out] = []
-        for number, parts in self._meetings.complete(self._roster.live) if not self._meetings.is_idle else ():
+        for number, parts in self._collectives.complete(self._roster.live) if not self._collectives.is_idle else ():
             payloads = tuple(payload for _, payload in parts)
             sizes = tuple(map(nbytes_of, payloads))
             ranks = tuple(rank for rank, _ in parts)
@@ -58,8 +58,8 @@ class Synchronization(Service):
         """A rank comes to a synchronization point."""
         if message.brought:
             payload = self._take_brought(sender.rank)
-        self._meetings.contribute(message.number, sender.rank, message.what, payload)
-        return self._training.rest(sender.rank)
+        self._collectives.contribute(message.number, sender.rank, message.what, payload)
+        return self._training.idle(sender.rank)
 
     def check_brought(self, sender: Sender, message: m.Bring) -> int:
         """Bytes that are brought for one synchronization point."""
@@ -80,7 +80,7 @@ class Synchronization(Service):
         """A rank wants the payloads of the last synchronization point."""
         number, payloads = self._gathered
         if message.number != number:
-            raise ProtocolError(f"there is nothing to collect of meeting {message.number}")
+            raise ProtocolError(f"there is nothing to collect of collective {message.number}")
         parts = tuple(as_tensor(payload) for payload in payloads)
         return [Out(sender.peer, m.DATA, m.Collected(nbytes=sum(map(nbytes_of, parts))), parts)]
 

@@ -1,12 +1,11 @@
 """Training: what groups push is merged, answers go out when the method has them, and no group waits for an idle one.
 
-Rule: the outgoing weights are the live ones: whoever drives the server sends (or copies) them before the next message.
+Rule: the outgoing weights are the live ones: the server's driver sends (or copies) them before the next message.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from typing import Literal
 
 import msgspec
@@ -64,7 +63,10 @@ class Training(Service):
     def form(self, topology: Topology, method: Method, message: m.Form) -> None:
         for shard in self._shards.all:
             shard.change_method(method, topology.alive)
-        self._wire_format = wire_format.from_wire(message.wire_format)
+        wire = wire_format.from_wire(message.wire_format)
+        self._wire_format = wire.pushes
+        for _, shard in self._shards.pushed:
+            shard.answer_in(wire.answers)
         self._notes.form(topology.groups, message.method, message.wire_format)
         self._pending.clear()
         self.handled.clear()
@@ -81,12 +83,12 @@ class Training(Service):
         self._deliveries.forget(group)
         return self._tell_sides("evict", group, "retire" if lost else "leave")
 
-    def settle(self) -> list[Out]:
+    def resolve_pending(self) -> list[Out]:
         out = []
         for number, shard in enumerate(self._shards.all):
             for group, good in shard.averaged(self._roster.groups):
                 peer = self._admission.leader_peer(group)
-                out.append(self._weights(peer, number, shard, applied=good, group=group))
+                out.append(self._weights(peer, number, shard, applied=good, group=group, to_push=False))
         return out
 
     # --- Messages ----------------------------------------------------------------------------------------------------
@@ -122,7 +124,7 @@ class Training(Service):
         self._pending[group] = (number, message.pull)
         out = self._answers(number, replies)
         if group in self._pending:
-            out += self._rest_elsewhere(group, number)
+            out += self._idle_at_others(group, number)
         return out
 
     def _answer_again(self, sender: Sender, message: m.PushMessage, shard: Shard, last: Delivery) -> list[Out]:
@@ -139,7 +141,7 @@ class Training(Service):
             group=sender.group,
             pull=message.pull,
         )
-        return [replace(out, message=msgspec.structs.replace(out.message, repeated=True))]
+        return [msgspec.structs.replace(out, message=msgspec.structs.replace(out.message, repeated=True))]
 
     def _decode(self, payload: Tensor, layout: Layout) -> Tensor:
         """The tensors of a push, in flat memory."""
@@ -151,11 +153,11 @@ class Training(Service):
         shard, group = self._shards.shard(message.optimizer), sender.group
         if group >= 0:
             spans = self._notes.new_spans(group, message)
-            if self._epochs.holds(group, message.epoch):  # where groups meet after it has left, it has nothing to tell
+            if self._epochs.holds(group, message.epoch):  # once it has left it has nothing to tell
                 self._epochs.train(group, message.epoch, message.trained)
             shard.method_side.fetched(group)
             self._notes.note("fetch", group, message.optimizer, epoch=message.epoch, spans=spans)
-        return [self._weights(sender.peer, message.optimizer, shard, known=group)]
+        return [self._weights(sender.peer, message.optimizer, shard, known=group, to_push=False)]
 
     def check_average(self, sender: Sender, message: m.Average) -> int:
         """Bytes of a group's own weights."""
@@ -198,13 +200,13 @@ class Training(Service):
         answer = m.Restructured(optimizer=message.optimizer, layout=known.version, nbytes=rest.numel())
         return [Out(sender.peer, m.DATA, answer, (rest,))]
 
-    # --- Who waits for whom ------------------------------------------------------------------------------------------
+    # --- Which group waits for which ----------------------------------------------------------------------------------
 
-    def rest(self, rank: int) -> list[Out]:
+    def idle(self, rank: int) -> list[Out]:
         """If this rank leads a group, it waits for others: no rank waits for a push of its group meanwhile."""
         if not self._roster.is_leader(rank):
             return []
-        return self._tell_sides("rest", self._roster.group_of(rank), "rest")
+        return self._tell_sides("idle", self._roster.group_of(rank), "rest")
 
     def resume(self, rank: int) -> None:
         """If this rank leads a group, it goes on."""
@@ -217,7 +219,7 @@ class Training(Service):
                 shard.method_side.resume(group)
                 self._notes.note("resume", group, number)
 
-    def _rest_elsewhere(self, group: int, number: int) -> list[Out]:
+    def _idle_at_others(self, group: int, number: int) -> list[Out]:
         """A group waits with one optimizer's push: no rank may wait meanwhile for those of its other optimizers.
 
         Groups need not step their optimizers alike; two that waited for each other at two optimizers would do so for
@@ -226,9 +228,9 @@ class Training(Service):
         if len(self._shards.pushed) == 1:
             return []
         self._idle_elsewhere.add(group)
-        return self._tell_sides("rest", group, "rest", but=number)
+        return self._tell_sides("idle", group, "rest", but=number)
 
-    def _tell_sides(self, what: Literal["rest", "evict"], group: int, note: Kind, but: int = -1) -> list[Out]:
+    def _tell_sides(self, what: Literal["idle", "evict"], group: int, note: Kind, but: int = -1) -> list[Out]:
         out: list[Out] = []
         for number, shard in self._shards.pushed:
             if number == but:
@@ -271,8 +273,14 @@ class Training(Service):
         note: float = 0.0,
         pull: bool = True,
         known: int = -1,
+        to_push: bool = True,
     ) -> Out:
         layout = shard.layout_of(group if known < 0 else known)
+        parts: tuple[Tensor, ...] = ()
+        if pull:
+            whole = shard.buffer if payload is None else payload
+            part = whole if layout is shard.layout else whole[: layout.nbytes]
+            parts = (shard.as_bytes(part, layout) if to_push else part,)
         message = m.Weights(
             optimizer=optimizer,
             clock=shard.master.clock,
@@ -281,10 +289,7 @@ class Training(Service):
             refused_in_row=shard.refused_in_row[group],
             progress=self._epochs.progress,
             stop=self._epochs.stop,
-            nbytes=layout.nbytes if pull else 0,
+            nbytes=parts[0].numel() if pull else 0,
             note=note,
         )
-        if not pull:
-            return Out(peer, m.DATA, message)
-        whole = shard.buffer if payload is None else payload
-        return Out(peer, m.DATA, message, (whole if layout is shard.layout else whole[: layout.nbytes],))
+        return Out(peer, m.DATA, message, parts)

@@ -8,7 +8,7 @@ process.
 Rule 1: what is said on a control connection is heard in order, and so is what is said on a data connection.
 Rule 2: a request has one answer. A refusal is raised as `Refused`, whatever ended the run as what ended it.
 Rule 3: a control connection that ends without a goodbye is told to `ServerCore.hang_up`: its rank is lost.
-Rule 4: the server believes nothing. It asks `ServerCore.check_payload` before it sets memory aside for a payload.
+Rule 4: the server believes nothing. It asks `ServerCore.check_payload` before it allocates memory for a payload.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ class Peers(Protocol):
         """Others read these weights from now on; copied."""
 
     def read(self, group: int, optimizer: int) -> Sequence[Tensor] | None:
-        """What a group has published: CPU tensors; None if there is nothing or nobody."""
+        """What a group has published: CPU tensors; None if there is nothing or no group."""
 
     def send(self, group: int, optimizer: int, tensors: Sequence[Tensor]) -> None:
         """Puts weights into a group's inbox, unless it is too slow to take them."""
@@ -354,7 +354,9 @@ class Transport(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
 
 TRANSPORTS: dict[str, type[Transport]] = {}
 """Every transport by the name under which it travels."""
-_registry = Registry(TRANSPORTS, Transport, "transport", "lightning_omni.protocol.transport.Transport", "--transport")
+_registry = Registry(
+    TRANSPORTS, Transport, "transport", "transport", "lightning_omni.protocol.transport.Transport", "--transport"
+)
 
 
 def name_of(transport: Transport) -> str:

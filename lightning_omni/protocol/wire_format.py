@@ -1,20 +1,23 @@
 """How the tensors of a push become bytes and tensors again: the one place that knows. What ships is `Raw`.
 
 A wire format is a frozen value, as a method is. It travels as its name and settings, once, when groups are formed, and
-holds for every push until groups are formed again. Answers travel raw: they are the server's own flat memory.
+holds for every push, and for its answer, until groups are formed again. Answers travel raw unless the format says how
+else (`WireFormat.answers`): they are the server's own flat memory. What is read outside an exchange travels raw always.
 
 Rule 1: what the sender remembers is explicit. `WireFormat.encode` is given a state and returns the next one, which
 counts from when the server has applied the push. A push that was refused leaves the state as it was.
 Rule 2: what a sender was given and has not sent yet lies in its state as ``residual``: one tensor or None for each
-parameter, in order, in the units of what it was given. Nothing else in a state means anything to anybody else.
+parameter, in order, in the units of what it was given. Nothing else in a state means anything to other code.
 Rule 3: a number that is not finite stays so on the wire, for it is the server that refuses such pushes.
-Rule 4: the server believes nothing. A payload's size is checked before memory is set aside for it, and whatever cannot
+Rule 4: the server believes nothing. A payload's size is checked before memory is allocated for it, and whatever cannot
 be decoded is refused and counted, before anything has changed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import repeat
+from operator import attrgetter, is_not
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
@@ -23,6 +26,7 @@ import torch
 from torch import Tensor
 
 from lightning_omni.errors import MalformedMessage, Refused
+from lightning_omni.methods import Method
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.registry import Registry, to_wire
 
@@ -30,7 +34,7 @@ RESIDUAL = "residual"
 """Where in a sender's state lies what has not been sent yet; see rule 2."""
 
 State = Mapping[str, Any]
-"""What a sender remembers: plain values, tensors and lists of them. Nobody changes it in place."""
+"""What a sender remembers: plain values, tensors and lists of them. No code changes it in place."""
 
 
 class Memory:
@@ -78,6 +82,22 @@ class WireFormat(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
 
     is_stateful: ClassVar[bool] = True
 
+    @property
+    def pushes(self) -> WireFormat:
+        """How pushes are put into bytes: this format, unless it is one for each direction."""
+        return self
+
+    @property
+    def answers(self) -> WireFormat:
+        """How the tensors of their answers are."""
+        return RAW
+
+    def check(self, method: Method) -> None:
+        """Raises `ConfigurationError` if what a method pushes cannot be sent so."""
+
+    def check_answers(self, method: Method) -> None:
+        """Raises `ConfigurationError` if what a method is answered cannot be sent so."""
+
     def sizes(self, layout: Layout) -> tuple[int, int]:
         """The fewest and the most bytes that a payload can have; the same if it is known before it is encoded.
 
@@ -101,7 +121,7 @@ class WireFormat(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
         """Bytes as tensors, which lie in flat memory as the layout has it; the payload itself if they do so there.
 
         Args:
-            payload: uint8, from whoever it may be, and as large as `sizes` has it. It is lent.
+            payload: uint8, from any sender, and as large as `sizes` has it. It is lent.
             layout: of the tensors that it holds something of.
             memory: may be used for the tensors.
 
@@ -109,6 +129,9 @@ class WireFormat(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
             Exception: whichever; the payload is then refused.
         """
         raise NotImplementedError(f"{type(self).__name__} cannot decode")
+
+
+_IS_CPU = attrgetter("is_cpu")
 
 
 class Raw(WireFormat, frozen=True, kw_only=True, tag="raw"):
@@ -127,10 +150,10 @@ class Raw(WireFormat, frozen=True, kw_only=True, tag="raw"):
         return layout.nbytes, layout.nbytes
 
     def encode(self, tensors: Sequence[Tensor | None], layout: Layout, state: State, memory: Memory) -> Encoded:
-        present = tuple(tensor is not None for tensor in tensors)
+        present = tuple(map(is_not, tensors, repeat(None)))
         there = [tensor for tensor in tensors if tensor is not None]
         buffer, views = memory.hold(layout.subset(present))
-        if there and all(tensor.is_cpu for tensor in there):
+        if there and all(map(_IS_CPU, there)):
             torch._foreach_copy_(views, there)
         else:
             for view, tensor in zip(views, there, strict=True):
@@ -145,7 +168,7 @@ RAW = Raw()
 FORMATS: dict[str, type[WireFormat]] = {"raw": Raw}
 """Every wire format by the name under which it travels."""
 _registry = Registry(
-    FORMATS, WireFormat, "wire format", "lightning_omni.protocol.wire_format.WireFormat", "--wire-format"
+    FORMATS, WireFormat, "wire", "wire format", "lightning_omni.protocol.wire_format.WireFormat", "--wire-format"
 )
 
 
@@ -194,6 +217,11 @@ def from_wire(plain: Mapping[str, Any]) -> WireFormat:
     return _registry.from_wire(plain)
 
 
+def registered(text: str) -> WireFormat:
+    """The format of that name, with settings after a colon: see `lightning_omni.registry.Registry.named`."""
+    return _registry.named(text)
+
+
 def register(kind: type[WireFormat]) -> type[WireFormat]:
     """Makes a wire format of your own known by its tag. A class decorator.
 
@@ -230,5 +258,6 @@ __all__ = [
     "load",
     "name_of",
     "register",
+    "registered",
     "to_wire",
 ]

@@ -78,21 +78,6 @@ class Section:
         return f"{name}, epoch {self.round.epoch}"
 
     @property
-    def statement(self) -> str:
-        """What it came to, in a sentence."""
-        return self.digest.statement
-
-    @property
-    def why(self) -> str:
-        """Why it chose that."""
-        return self.digest.choice.why
-
-    @property
-    def is_about_steps(self) -> bool:
-        """Whether only the size of the step was searched."""
-        return self.digest.is_about_steps
-
-    @property
     def picture(self) -> str:
         """The picture in base64; empty if there is none."""
         return "" if self.png is None else b64encode(self.png).decode()

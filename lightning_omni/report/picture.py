@@ -12,8 +12,18 @@ from typing import Any
 
 import numpy as np
 
-from lightning_omni.errors import ConfigurationError
-from lightning_omni.palette import CHOSEN, EXPECTED, GREY, MEASURED, PROPORTIONAL, QUANTITY, YOURS, number_colours
+from lightning_omni.palette import (
+    CHOSEN,
+    EXPECTED,
+    GREY,
+    MEASURED,
+    PROPORTIONAL,
+    QUANTITY,
+    YOURS,
+    new_figure,
+    number_colours,
+    plot_interval,
+)
 from lightning_omni.palette import PARTS as PARTS_COLOURS
 from lightning_omni.performance.forecast import Setting, TrialResult
 from lightning_omni.performance.statistical import Estimate
@@ -23,7 +33,7 @@ _PART_LABELS = {
     "compute": "compute",
     "allreduce": "all-reduce",
     "exchange": "way to the server",
-    "wait": "turn at server, link or head",
+    "wait": "queue at server, link or head",
 }
 _LETTERS = "YSPDRO"
 """Of the user's own setting and the well-known systems, in the order of `Digest.systems`."""
@@ -43,16 +53,10 @@ def draw(digest: Digest, when: str, measured_after: Mapping[int, float]) -> Any:
     Raises:
         ConfigurationError: matplotlib is missing.
     """
-    try:
-        from matplotlib import rc_context
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigurationError(
-            "pictures need matplotlib; install it with: pip install 'lightning-omni[plot]'"
-        ) from error
-    size = (14, 5.2) if digest.is_about_steps else (14, 11.5)
+    figure = new_figure(14, 5.2 if digest.is_about_steps else 11.5, dpi=100, facecolor="white")
+    from matplotlib import rc_context
+
     with rc_context(_STYLE):
-        figure = Figure(figsize=size, dpi=100, layout="constrained", facecolor="white")
         engine: Any = figure.get_layout_engine()
         engine.set(w_pad=0.11, h_pad=0.09)
         figure.suptitle(_heading(digest, when), fontsize=13, x=0.01, ha="left", linespacing=1.5)
@@ -71,18 +75,13 @@ def draw(digest: Digest, when: str, measured_after: Mapping[int, float]) -> Any:
         _hardware(hardware, digest, measured_after)
         _statistics(statistics, digest)
         _time(time, digest)
-        _legend(upper, digest, measured_after)
+        handles, texts = _entries(digest, measured_after)  # for the three panels over groups, where they hide nothing
+        upper.legend(handles, texts, loc="outside upper left", ncols=len(texts), columnspacing=1.4)
         _step(step, digest)
         _losses(losses, digest)
         _plane(plane, digest, middle)
         _systems(lower.subplots(), digest)
     return figure
-
-
-def _legend(figure: Any, digest: Digest, measured_after: Mapping[int, float]) -> None:
-    """One for the three panels over groups, where it hides nothing."""
-    handles, texts = _entries(digest, measured_after)
-    figure.legend(handles, texts, loc="outside upper left", ncols=len(texts), columnspacing=1.4)
 
 
 def _entries(
@@ -135,8 +134,23 @@ def _empty(axes: Any, text: str) -> None:
     axes.text(0.5, 0.5, textwrap.fill(text, 34), ha="center", va="center", color=GREY, transform=axes.transAxes)
 
 
-def _over_groups(axes: Any, groups: Sequence[int]) -> None:
-    """An axis on which powers of two are equally far apart."""
+def _over_groups(axes: Any, digest: Digest, expected: Sequence[Estimate], probed: str, chosen: float) -> None:
+    """What is expected of each number of groups, what the probes came to, and the choice.
+
+    Args:
+        axes: on which powers of two will be equally far apart.
+        digest: of the search.
+        expected: for each number of groups.
+        probed: the attribute of a `ProbeRow` that says the same of a probe.
+        chosen: and that of the choice.
+    """
+    groups = digest.groups
+    plot_interval(axes, groups, expected, EXPECTED)
+    rows = [row for row in digest.probes if math.isfinite(getattr(row, probed))]
+    places, heights = [_beside(row, digest) for row in rows], [getattr(row, probed) for row in rows]
+    colours = [PROPORTIONAL if row.tried.setting.rebalance else EXPECTED for row in rows]
+    axes.scatter(places, heights, marker="D", s=40, facecolor="none", edgecolor=colours, linewidth=1.7, zorder=7)
+    axes.scatter(digest.choice.setting.groups, chosen, **_CHOSEN)
     axes.set_xscale("log", base=2)
     # Of neighbours that would touch only the larger is named.
     named = [g for g, more in zip(groups, [*groups[1:], math.inf], strict=True) if more / g > 1.19]
@@ -146,24 +160,6 @@ def _over_groups(axes: Any, groups: Sequence[int]) -> None:
     axes.set_xlabel("groups (more: less waiting, more staleness)")
 
 
-def _with_interval(axes: Any, groups: Sequence[int], estimates: Sequence[Estimate], colour: str = EXPECTED) -> None:
-    axes.plot(groups, [each.value for each in estimates], color=colour, marker="o", markersize=4)
-    lows, highs = ([getattr(each, end) for each in estimates] for end in ("low", "high"))
-    axes.fill_between(groups, lows, highs, color=colour, alpha=0.16, linewidth=0)
-
-
-def _diamonds(axes: Any, rows: Sequence[ProbeRow], places: Sequence[float], heights: Sequence[float]) -> None:
-    """Probes, in the colour of their batches."""
-    colours = [PROPORTIONAL if row.tried.setting.rebalance else EXPECTED for row in rows]
-    axes.scatter(places, heights, marker="D", s=40, facecolor="none", edgecolor=colours, linewidth=1.7, zorder=7)
-
-
-def _crosses(axes: Any, digest: Digest, height: float) -> None:
-    """Probes that diverged, at the upper end."""
-    places = [_beside(row, digest) for row in digest.probes if not math.isfinite(row.samples)]
-    axes.scatter(places, [height] * len(places), marker="x", s=55, color="black", zorder=4)
-
-
 # --- Hardware efficiency ---------------------------------------------------------------------------------------------
 
 
@@ -171,16 +167,12 @@ def _hardware(axes: Any, digest: Digest, measured_after: Mapping[int, float]) ->
     if not digest.predictions:
         return _empty(axes, "Nothing was timed: how fast groups would be is not known")
     rates = {key: each.samples_per_second for key, each in digest.predictions.items()}
-    _with_interval(axes, digest.groups, [rates[g, False] for g in digest.groups])
+    even, chosen = [rates[g, False] for g in digest.groups], digest.search.throughput(digest.choice.setting)
+    _over_groups(axes, digest, even, "rate", chosen)
     uneven = [g for g in digest.groups if (g, True) in rates]
-    _with_interval(axes, uneven, [rates[g, True] for g in uneven], PROPORTIONAL)
-    rows = [row for row in digest.probes if math.isfinite(row.rate)]
-    _diamonds(axes, rows, [_beside(row, digest) for row in rows], [row.rate for row in rows])
-    chosen = digest.choice.setting
-    axes.scatter(chosen.groups, digest.search.throughput(chosen), **_CHOSEN)
+    plot_interval(axes, uneven, [rates[g, True] for g in uneven], PROPORTIONAL)
     if measured_after:
         axes.scatter(*zip(*measured_after.items(), strict=True), marker="X", s=70, color=MEASURED, zorder=7, ec="white")
-    _over_groups(axes, digest.groups)
     axes.set(ylabel="samples / s", title=_of_hardware(digest))
     axes.set_ylim(0, axes.get_ylim()[1] * 1.05)
     return None
@@ -192,7 +184,7 @@ def _of_hardware(digest: Digest) -> str:
     gain = rates[fastest] / rates[1]
     if gain < 1.05:
         return "More groups are not faster"
-    return f"{_groups(fastest)} {_verb(fastest, 'train')} {gain:.1f}× faster than 1"
+    return f"{_groups(fastest)} train{'s' * (fastest == 1)} {gain:.1f}× faster than 1"
 
 
 def _step(axes: Any, digest: Digest) -> None:
@@ -230,18 +222,14 @@ def _step(axes: Any, digest: Digest) -> None:
 
 def _statistics(axes: Any, digest: Digest) -> None:
     values = [digest.samples(digest.curve[g]) for g in digest.groups]
-    _with_interval(axes, digest.groups, values)
+    _over_groups(axes, digest, values, "samples", digest.samples(digest.choice.setting).value)
     sound = [row for row in digest.probes if math.isfinite(row.samples)]
-    places, costs = [_beside(row, digest) for row in sound], [row.samples for row in sound]
-    for row, place in zip(sound, places, strict=True):
+    top = 1.15 * max([*(row.samples for row in sound), *(min(each.high, 3 * each.value) for each in values)])
+    for row in sound:
         ends = [row.samples * math.exp(sign * row.error) for sign in (-1, 1)]
-        axes.plot([place, place], ends, color=GREY, linewidth=1, zorder=3)
-    _diamonds(axes, sound, places, costs)
-    chosen = digest.choice.setting
-    axes.scatter(chosen.groups, digest.samples(chosen).value, **_CHOSEN)
-    top = 1.15 * max([*costs, *(min(each.high, 3 * each.value) for each in values)])
-    _crosses(axes, digest, 0.96 * top)
-    _over_groups(axes, digest.groups)
+        axes.plot([_beside(row, digest)] * 2, ends, color=GREY, linewidth=1, zorder=3)
+    gone = [_beside(row, digest) for row in digest.probes if not math.isfinite(row.samples)]
+    axes.scatter(gone, [0.96 * top] * len(gone), marker="x", s=55, color="black", zorder=4)
     axes.set(ylabel="samples to the target  (1: the best probe)", ylim=(0, top), title=_of_statistics(digest))
 
 
@@ -321,16 +309,13 @@ def _smooth(tried: TrialResult) -> tuple[Any, Any]:
 
 def _time(axes: Any, digest: Digest) -> None:
     values = [digest.time(digest.curve[g]) for g in digest.groups]
-    _with_interval(axes, digest.groups, values)
-    sound = [row for row in digest.probes if math.isfinite(row.time)]
-    _diamonds(axes, sound, [_beside(row, digest) for row in sound], [row.time for row in sound])
-    top = 1.25 * max([*(row.time for row in sound), *(min(each.high, 2.5 * each.value) for each in values), 1.6])
-    top = min(top, _MOST)
+    _over_groups(axes, digest, values, "time", 1.0)
+    times_of = [row.time for row in digest.probes if math.isfinite(row.time)]
+    top = min(1.25 * max([*times_of, *(min(each.high, 2.5 * each.value) for each in values), 1.6]), _MOST)
     _letters(axes, digest, top)
-    axes.scatter(digest.choice.setting.groups, 1.0, **_CHOSEN)
-    _over_groups(axes, digest.groups)
     what = "time" if digest.profile is not None else "samples"
-    axes.set(ylabel=f"{what} to the target  (1: the choice)", ylim=(0, top), title=_of_time(digest))
+    title = f"Both together: {_groups(digest.choice.setting.groups)} for the least time"
+    axes.set(ylabel=f"{what} to the target  (1: the choice)", ylim=(0, top), title=title)
 
 
 def _letters(axes: Any, digest: Digest, top: float) -> None:
@@ -358,11 +343,6 @@ def _letters(axes: Any, digest: Digest, top: float) -> None:
             bbox={"boxstyle": "round,pad=0.22", "fc": "white", "ec": YOURS, "lw": 1.2},
             zorder=5,
         )
-
-
-def _of_time(digest: Digest) -> str:
-    chosen = digest.choice.setting
-    return f"Both together: {_groups(chosen.groups)} for the least time"
 
 
 def _systems(axes: Any, digest: Digest) -> None:
@@ -409,7 +389,10 @@ def _plane(axes: Any, digest: Digest, figure: Any) -> None:
     from matplotlib.colors import LogNorm
 
     theory = [digest.search.proposal(g) for g in digest.groups]
-    _lr_curve(axes, theory)
+    rates, momenta = [each.lr for each in theory], [each.momentum for each in theory]
+    axes.plot(rates, momenta, color=GREY, linewidth=1, marker=".", label="theory's settings", zorder=1)
+    axes.plot([], [], "o", color=GREY, markersize=9, label="probes (number: groups)")
+    axes.legend(loc="upper left", bbox_to_anchor=(0, 1.0), ncols=1)
     rows = [row for row in digest.probes if math.isfinite(row.time)]
     failed = [row for row in digest.probes if not math.isfinite(row.time)]
     chosen = digest.choice.setting
@@ -433,7 +416,16 @@ def _plane(axes: Any, digest: Digest, figure: Any) -> None:
         bar.ax.minorticks_off()
     for row in rows:
         dark = math.log(row.time / least) < 0.6 * math.log(worst / least)
-        _name(axes, row.tried.setting, "white" if dark else "black")
+        setting = row.tried.setting
+        axes.annotate(
+            str(setting.groups),
+            (setting.lr, setting.momentum),
+            ha="center",
+            va="center",
+            color="white" if dark else "black",
+            fontsize=9,
+            zorder=5,
+        )
     for row in failed:
         setting = row.tried.setting
         axes.scatter(setting.lr, setting.momentum, marker="x", s=200, color="black", linewidth=2, zorder=4)
@@ -441,28 +433,7 @@ def _plane(axes: Any, digest: Digest, figure: Any) -> None:
     axes.set_title(f"Chosen: momentum {chosen.momentum:.3g}, lr {chosen.lr:.3g}")
 
 
-def _name(axes: Any, setting: Setting, colour: str) -> None:
-    axes.annotate(
-        str(setting.groups),
-        (setting.lr, setting.momentum),
-        ha="center",
-        va="center",
-        color=colour,
-        fontsize=9,
-        zorder=5,
-    )
-
-
-def _lr_curve(axes: Any, theory: Sequence[Setting]) -> None:
-    rates, momenta = [each.lr for each in theory], [each.momentum for each in theory]
-    axes.plot(rates, momenta, color=GREY, linewidth=1, marker=".", label="theory's settings", zorder=1)
-    axes.plot([], [], "o", color=GREY, markersize=9, label="probes (number: groups)")
-    axes.legend(loc="upper left", bbox_to_anchor=(0, 1.0), ncols=1)
-
-
 def _lr_axis(axes: Any, shown: Sequence[Setting]) -> None:
-    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
-
     rates = [each.lr for each in shown if each.lr > 0] or [1.0]
     low, high = min(rates) / 1.6, max(rates) * 1.6
     axes.set_xscale("log")
@@ -471,16 +442,11 @@ def _lr_axis(axes: Any, shown: Sequence[Setting]) -> None:
         ticks = [tick for tick in ticks if low <= tick <= high]
         if len(ticks) <= 6:
             break
-    axes.xaxis.set_major_locator(FixedLocator(ticks))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
-    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xticks(ticks, [f"{tick:.3g}" for tick in ticks])
+    axes.minorticks_off()
     axes.set(xlabel="learning rate", ylabel="momentum", xlim=(low, high), ylim=(-0.1, 1.22))
     axes.set_yticks([0, 0.2, 0.4, 0.6, 0.8, 1.0])
 
 
 def _groups(count: int) -> str:
     return f"{count} group{'s' * (count > 1)}"
-
-
-def _verb(count: int, verb: str) -> str:
-    return verb if count > 1 else f"{verb}s"

@@ -25,7 +25,7 @@ class Round:
     search: Search
     epoch: int
     seconds_run: float
-    measured_after: Mapping[int, float] = field(default_factory=dict)
+    measured_after: dict[int, float] = field(default_factory=dict)
     reasons: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import json
 from collections.abc import Mapping
@@ -11,10 +10,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from lightning_omni.errors import ConfigurationError
+from lightning_omni.palette import can_draw
 from lightning_omni.report.digest import Digest, duration, number, times
 from lightning_omni.report.page import Section, page
 from lightning_omni.report.round import Round
@@ -156,7 +156,7 @@ class TuningReport:
     def picture(self, which: int | None = None) -> bytes | None:
         """The figure of one round as a PNG file's bytes; None if matplotlib is missing."""
         which = (self.main if which is None else which) % len(self.rounds)
-        if importlib.util.find_spec("matplotlib") is None:
+        if not can_draw():
             return None
         if which not in self._pictures:
             file = io.BytesIO()
@@ -178,9 +178,10 @@ class TuningReport:
 
     def table(self) -> Table:
         """For `rich.print`: one row for each probe, in all rounds."""
-        table = Table(title="What OmniTuner tried", caption=self.statement)
-        for head in ("", "setting", "why", "samples/s", "loss", "time", "seconds", "problem"):
-            table.add_column(head, justify="left" if head in ("setting", "why", "problem") else "right")
+        left = [Column("setting"), Column("why")]
+        right = [Column(head, justify="right") for head in ("", "samples/s", "loss", "time", "seconds")]
+        columns = [right[0], *left, *right[1:], Column("problem")]
+        table = Table(*columns, title="What OmniTuner tried", caption=self.statement)
         for chosen, digest in zip(self.rounds, self.digests, strict=True):
             if len(self.rounds) > 1:
                 table.add_section()

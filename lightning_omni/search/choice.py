@@ -86,9 +86,9 @@ def _best_step(evidence: Evidence, spec: StepSearchSpec) -> Choice:
     start, tried = evidence.as_it_would_be(spec.start), evidence.tried
     if tried[0].has_failed:  # or all would have
         return Choice(tried[1].setting, "steps as large as they are diverge, and a third as large do not")
-    rested = evidence.stepped(1 / c.SMALLER)
-    if isinstance(spec, FinalStepSearchSpec) and rested != start:
-        return Choice(rested, "the target is near: with steps a third as large the weights converge")
+    reduced = evidence.stepped(1 / c.SMALLER)
+    if isinstance(spec, FinalStepSearchSpec) and reduced != start:
+        return Choice(reduced, "the target is near: with steps a third as large the weights converge")
     smaller, larger = (evidence.gain(number) if len(tried) > number else -math.inf for number in (1, 2))
     learnt = _learnt(float(np.mean(tried[0].losses)), spec.first_loss)
     if smaller >= c.PAYS * learnt:

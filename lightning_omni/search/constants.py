@@ -11,7 +11,7 @@ PROBES, STEP_PROBES = 7, 3
 STEP_SHARE = 0.3
 """A probe of a search for the step takes this part of its budget."""
 TOLERATED = 1.25
-"""Three probes of a run under way may take so much more than was set aside: two of them would be of no use."""
+"""Three probes of a run under way may take so much more than was reserved: two of them would be of no use."""
 WORTH = 0.08
 """A search ends when the next probe is expected to find less than that, relative to the time to the target."""
 FASTER = 1.05

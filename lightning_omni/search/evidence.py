@@ -57,6 +57,7 @@ class Evidence:
         self.observations: list[Observation] = []
         self._fitted: tuple[int, Profile] | None = None
         self._rates: dict[tuple[int, bool, int], float] = {}
+        self._uneven: dict[tuple[int, int], bool] = {}
 
     @property
     def scaling(self) -> Scaling:
@@ -92,6 +93,7 @@ class Evidence:
         if self._fitted is None or self._fitted[0] != len(measured):
             self._fitted = (len(measured), Profile.fit(measured))
             self._rates.clear()
+            self._uneven.clear()
         return self._fitted[1]
 
     def throughput(self, setting: Setting) -> float:
@@ -149,12 +151,13 @@ class Evidence:
 
     def is_uneven(self, groups: int, period: int = 1) -> bool:
         """Whether proportional batches make groups faster by more than a trifle."""
-        if not self.spec.space.rebalance or self.profile is None or groups == len(self.profile.speeds):
+        profile = self.profile
+        if not self.spec.space.rebalance or profile is None or groups == len(profile.speeds):
             return False
-        if not speeds_differ(self.measured):
-            return False
-        plain, split = (self.throughput(Setting(groups, 0.0, 0.0, how, period)) for how in (False, True))
-        return is_faster(split, plain)
+        if (groups, period) not in self._uneven:
+            plain, split = (self.throughput(Setting(groups, 0.0, 0.0, how, period)) for how in (False, True))
+            self._uneven[groups, period] = speeds_differ(self.measured) and is_faster(split, plain)
+        return self._uneven[groups, period]
 
     def groups(self) -> list[int]:
         """Numbers of groups that are worth a thought: more of them have to be faster than fewer."""
@@ -174,13 +177,12 @@ class Evidence:
         """Local steps between two exchanges, unless others are asked for."""
         return Period(self.spec.space.period).default(self.spec.start.period)
 
-    def proposal(self, groups: int, factor: float = 1.0, period: int | None = None) -> Setting:
+    def proposal(self, groups: int, factor: float = 1.0) -> Setting:
         """What theory proposes for that many groups."""
-        steps = period or self.period
         if groups == self.theory.start.groups:
-            setting = replace(self.theory.start, lr=self.theory.start.lr * factor, period=steps)
+            setting = replace(self.theory.start, lr=self.theory.start.lr * factor, period=self.period)
         else:
-            setting = self.theory.setting(groups, period=steps, factor=factor)
+            setting = self.theory.setting(groups, period=self.period, factor=factor)
         return self._within(replace(setting, further=self.spec.start.further))
 
     def stepped(self, factor: float) -> Setting:
@@ -223,12 +225,12 @@ class Evidence:
         alone = [each for each in tried if each.setting.groups == 1]
         if groups == 1:
             return 1.0 if any(not each.has_failed for each in alone) or not alone else 1 / c.SMALLER
-        apart = [each for each in tried if each.setting.groups > 1]
-        if not alone or all(each.has_failed for each in apart):
+        several = [each for each in tried if each.setting.groups > 1]
+        if not alone or all(each.has_failed for each in several):
             return 0.0
-        if not any(each.has_failed for each in apart):
+        if not any(each.has_failed for each in several):
             return 1.0
-        return min(self.scaling.step(each.setting) / self.theory.step for each in apart if not each.has_failed)
+        return min(self.scaling.step(each.setting) / self.theory.step for each in several if not each.has_failed)
 
 
 def _rose(tried: TrialResult) -> bool:

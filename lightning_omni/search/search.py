@@ -80,8 +80,7 @@ class Search(Evidence):
         sampler = sampler_of(strategy)
         super().__init__(spec, known)
         self.strategy = strategy
-        self._by_forecast = sampler.by_forecast
-        self._sampler = Steps() if isinstance(spec, StepSearchSpec) else sampler
+        self.sampler = sampler
         self.probes: list[Probe] = []
         self.overhead = 0.0
         self.stopped = ""
@@ -143,7 +142,7 @@ class Search(Evidence):
 
     def choice(self) -> Choice:
         """The setting that is expected to be at the target first, as far as is known."""
-        return choose(self, self._by_forecast, self.stopped)
+        return choose(self, self.sampler.by_forecast, self.stopped)
 
     # --- Probes and their budget -------------------------------------------------------------------------------------
 
@@ -182,7 +181,8 @@ class Search(Evidence):
             yield from self._ends()
             if self.profile is None or not self.observations:
                 return
-        for setting, why in self._sampler.propose(self):
+        sampler = Steps() if isinstance(self.spec, StepSearchSpec) else self.sampler
+        for setting, why in sampler.propose(self):
             probe = self._probe(setting, why)
             if not self.affords(probe):
                 return

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from lightning_omni.checks import check_number
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.performance.forecast import Scaling, Setting
 from lightning_omni.search import constants as c
@@ -57,8 +58,8 @@ class SearchSpec:
     def __post_init__(self) -> None:
         if not self.start.lr > 0:
             raise ConfigurationError(f"lr={self.start.lr}: there is nothing to tune; pass a learning rate above 0")
-        if self.reference is not None and not 0 < self.reference < math.inf:
-            raise ConfigurationError(f"reference={self.reference}: pass a number of samples above 0, or None")
+        if self.reference is not None:
+            check_number("reference", self.reference, "a number of samples above 0, or None", above=0, below=math.inf)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values; a bound that is infinite is None."""

@@ -1,10 +1,13 @@
-"""scikit-optimize's ask and tell, about a theory: the one module that imports it."""
+"""scikit-optimize's ask and tell, about a theory: the one module that imports it; and whether it is there."""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -13,10 +16,52 @@ from lightning_omni.errors import ConfigurationError
 from lightning_omni.performance.forecast import Setting
 from lightning_omni.search.constants import POINTS
 from lightning_omni.search.evidence import Evidence
-from lightning_omni.search.libraries import missing
 
 Point = Mapping[str, float]
 Predict = Callable[[Point], tuple[float, float]]
+
+
+def load_libraries() -> None:
+    """Imports what takes a second or two, before it is needed. It is no error if something is missing."""
+    with suppress(ConfigurationError):
+        import_libraries(needs_scikit_optimize=True)
+
+
+def check_libraries(needs_scikit_optimize: bool) -> None:
+    """Refuses a search whose libraries are missing, without importing them.
+
+    Args:
+        needs_scikit_optimize: whether the search's sampler does.
+
+    Raises:
+        ConfigurationError: SciPy, or scikit-optimize if it is needed, is not installed.
+    """
+    needed = {"scipy": "SciPy", **({"skopt": "scikit-optimize"} if needs_scikit_optimize else {})}
+    for module, name in needed.items():
+        if importlib.util.find_spec(module) is None:
+            raise ConfigurationError(missing(name))
+
+
+def import_libraries(needs_scikit_optimize: bool) -> None:
+    """Imports what a search needs, before its first probe: an installation may be broken.
+
+    Args:
+        needs_scikit_optimize: whether the search's sampler does.
+
+    Raises:
+        ConfigurationError: a library cannot be imported.
+    """
+    try:
+        importlib.import_module("scipy.optimize")
+        if needs_scikit_optimize:
+            importlib.import_module("skopt")
+    except ImportError as error:
+        raise ConfigurationError(f"{missing(error.name or 'a library')} ({error})") from error
+
+
+def missing(name: str) -> str:
+    """What users are told."""
+    return f"OmniTuner needs {name}; install it with: pip install 'lightning-omni[tune]'"
 
 
 class Axes:
@@ -136,25 +181,12 @@ def _surrogate(predict: Predict, names: list[str]) -> Any:
     class Surrogate(RegressorMixin, BaseEstimator):  # type: ignore[misc]
         """A regressor as scikit-optimize wants one; it knows already what it is to fit."""
 
-        def __init__(self, kept: Any = None) -> None:
-            self.kept = kept
-
         def fit(self, X: Any, y: Any) -> Surrogate:
             return self
 
         def predict(self, X: Any, return_std: bool = False) -> Any:
-            rows = [self.kept.predict(dict(zip(names, map(float, row), strict=True))) for row in X]
+            rows = [predict(dict(zip(names, map(float, row), strict=True))) for row in X]
             means, errors = (np.array(column) for column in zip(*rows, strict=True))
             return (means, errors) if return_std else means
 
-    return Surrogate(_Kept(predict))
-
-
-class _Kept:
-    """Holds a function, so that copies of an estimator share it."""
-
-    def __init__(self, predict: Predict) -> None:
-        self.predict = predict
-
-    def __deepcopy__(self, memo: Any) -> _Kept:
-        return self
+    return Surrogate()

@@ -24,7 +24,7 @@ from lightning_omni.methods.modules import module_resolver
 from lightning_omni.protocol import transport, wire_format
 from lightning_omni.protocol.record import RecordFile
 from lightning_omni.protocol.server import ServerCore
-from lightning_omni.server.process import Ready, Settings, raise_limit_of_files
+from lightning_omni.server.process import Ready, ServerSettings, raise_limit_of_files
 
 
 def main() -> int:
@@ -38,17 +38,18 @@ def main() -> int:
     line = sys.stdin.buffer.readline()
     if not line:  # the run has ended and never needed a server
         return 0
-    settings = msgspec.json.decode(line, type=Settings)
+    settings = msgspec.json.decode(line, type=ServerSettings)
     raise_limit_of_files()
     torch.set_num_threads(settings.threads)
     try:
         with contextlib.redirect_stdout(sys.stderr):  # the first line on standard output is ours
-            for path in settings.methods:
-                methods.load(path)
-            for path in settings.wire_formats:
-                wire_format.load(path)
-            for path in settings.transports:
-                transport.load(path)
+            for room, paths in (
+                (methods, settings.methods),
+                (wire_format, settings.wire_formats),
+                (transport, settings.transports),
+            ):
+                for path in paths:
+                    room.load(path)
         core = ServerCore(
             bytes.fromhex(settings.key),
             secrets.token_bytes,

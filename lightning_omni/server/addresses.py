@@ -1,12 +1,81 @@
-"""Addresses of sockets: how they read, and how a machine is known on the way to another one."""
+"""Where sockets are: addresses, and the private directory that holds the sockets of a run on one node.
+
+Only its user may enter that directory. The server makes it and holds a lock on it for as long as it lives, so that all
+processes can tell whether it is still in use, also after ``kill -9``. The process that ends last removes it, or the
+next server that starts.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import os
+import shutil
 import socket
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 from urllib.parse import urlsplit
 
+import zmq
+
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.server.directory import DATA, is_private, sibling
+
+PREFIX = "lightning-omni-"
+CONTROL, DATA = "control", "data"
+_SCHEME = "ipc://"
+_LONGEST_NAME = "peer-65535-0123abcd"
+_NEW = ".new-"
+
+
+class PrivateDirectory:
+    """A directory of mode 0700, made for one server and locked by it.
+
+    Args:
+        base: where to make it; None takes the first of the temporary directory, ``$XDG_RUNTIME_DIR`` and ``/tmp`` in
+            which sockets can be made. (The runtime directory comes second: systems remove it when its user logs out.)
+
+    Raises:
+        ConfigurationError: sockets can be made in none of them.
+
+    Attributes:
+        path: of the directory.
+    """
+
+    def __init__(self, base: Path | None = None) -> None:
+        self.path, self._lock = _make(base)
+
+    def address(self, name: str) -> str:
+        """Address of a socket in it."""
+        return f"{_SCHEME}{self.path}/{name}"
+
+    def remove(self) -> None:
+        """Removes it with all that it holds."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            os.close(self._lock)
+        self._lock = -1
+
+
+def is_offered() -> bool:
+    """Whether this machine's ZeroMQ has sockets in the file system."""
+    return bool(zmq.has("ipc"))
+
+
+def is_private(address: str) -> bool:
+    """Whether an address is that of a socket in a private directory."""
+    return address.startswith(_SCHEME)
+
+
+def sibling(address: str, name: str) -> str:
+    """Address of another socket in the same directory."""
+    return f"{address.rpartition('/')[0]}/{name}"
+
+
+def remove_if_abandoned(address: str) -> None:
+    """Removes the directory of an address if its server is gone; does nothing otherwise, or for TCP."""
+    if is_private(address):
+        _remove_if_abandoned(Path(address.removeprefix(_SCHEME)).parent)
 
 
 def check_address(address: str) -> None:
@@ -56,3 +125,82 @@ def own_host(server: str) -> str:
 def tcp_endpoint(host: str, port: int = 0) -> str:
     """What to bind for a host's address or name; port 0 takes a free one."""
     return f"tcp://{f'[{host}]' if ':' in host else host}:{port or '*'}"
+
+
+def _bases() -> Iterator[Path]:
+    yield Path(tempfile.gettempdir())
+    if runtime := os.environ.get("XDG_RUNTIME_DIR"):
+        yield Path(runtime)
+    yield Path("/tmp")
+
+
+def _make(base: Path | None) -> tuple[Path, int]:
+    problems = []
+    for place in dict.fromkeys([base] if base is not None else _bases()):
+        _sweep(place)
+        try:
+            return _make_in(place)
+        except OSError as error:
+            problems.append(f"{place}: {error.strerror or error}")
+    raise ConfigurationError(
+        f"no directory for the sockets of this run: {'; '.join(problems)}; set TMPDIR to a directory of this machine"
+        ' with a short path, or pass host="127.0.0.1" to use TCP'
+    )
+
+
+def _make_in(base: Path) -> tuple[Path, int]:
+    new = Path(tempfile.mkdtemp(prefix=_NEW, dir=base))
+    path = base / f"{PREFIX}{new.name.removeprefix(_NEW)}"
+    try:
+        if (too_long := len(os.fsencode(path / _LONGEST_NAME)) - zmq.IPC_PATH_MAX_LEN) > 0:
+            raise OSError(0, f"its path is {too_long} bytes too long for sockets")
+        _try_socket(new / DATA)
+        # Locked before it has the name by which others look for abandoned ones.
+        lock = _open_locked(new)
+        if lock is None:
+            raise OSError(0, "directories cannot be locked there")
+        new.rename(path)
+    except OSError:
+        shutil.rmtree(new, ignore_errors=True)
+        raise
+    return path, lock
+
+
+def _try_socket(path: Path) -> None:
+    """Not every file system holds sockets."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.bind(str(path))
+    path.unlink()
+
+
+def _sweep(base: Path) -> None:
+    """Removes what servers that were killed have left behind."""
+    with contextlib.suppress(OSError):
+        for path in base.glob(f"{PREFIX}*"):
+            _remove_if_abandoned(path)
+
+
+def _remove_if_abandoned(path: Path) -> None:
+    if not path.name.startswith(PREFIX):
+        return
+    with contextlib.suppress(OSError):
+        lock = _open_locked(path)
+        if lock is not None:
+            shutil.rmtree(path, ignore_errors=True)
+            os.close(lock)
+
+
+def _open_locked(path: Path) -> int | None:
+    """An open, locked directory of this user; None if another process holds the lock."""
+    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        if os.fstat(directory).st_uid != os.geteuid():
+            raise PermissionError("it belongs to another user")
+        fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(directory)
+        return None
+    except OSError:
+        os.close(directory)
+        raise
+    return directory

@@ -24,10 +24,8 @@ from lightning_omni.protocol.handshake import NONCE_BYTES, hello_of
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.quoting import quoted
 from lightning_omni.protocol.transport import PATIENCE, Control, Data, answer_of
-from lightning_omni.server.addresses import check_address, data_address
+from lightning_omni.server.addresses import check_address, data_address, remove_if_abandoned
 from lightning_omni.server.dialing import Dialed, attach, dial
-from lightning_omni.server.directory import remove_if_abandoned
-from lightning_omni.server.encryption import RunKeys
 from lightning_omni.server.frames import (
     CHUNK_MARK,
     LARGEST_ANSWER_FRAME,
@@ -37,6 +35,7 @@ from lightning_omni.server.frames import (
     chunks,
     message_frames,
 )
+from lightning_omni.server.keys import RunKeys
 from lightning_omni.server.peers import PeerWires
 
 _log = logging.getLogger(__name__)
@@ -228,15 +227,14 @@ class ControlConnection(Control):
             self._wire.send_multipart(frames, zmq.NOBLOCK)
 
     def _hear(self) -> None:
-        try:
-            self._on_message(self._wire.recv_multipart())
-        except MalformedMessage as error:
-            self.end(error)
-
-    def _on_message(self, frames: list[bytes]) -> None:
+        frames = self._wire.recv_multipart()
         if frames[0] == PROBE:
             return
-        message = m.decode(frames[0], at="rank", channel=m.CONTROL)
+        try:
+            message = m.decode(frames[0], at="rank", channel=m.CONTROL)
+        except MalformedMessage as error:
+            self.end(error)
+            return
         if self.hear(message):
             self._inside.send_multipart(frames)
         elif isinstance(message, m.Notice) and not message.over and self.rank not in message.lost:

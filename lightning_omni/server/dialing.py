@@ -14,8 +14,8 @@ from zmq.utils.monitor import recv_monitor_message
 from lightning_omni.errors import ConnectionLost, MalformedMessage, Refused
 from lightning_omni.protocol import handshake
 from lightning_omni.protocol import messages as m
-from lightning_omni.server.encryption import RunKeys
 from lightning_omni.server.frames import configure
+from lightning_omni.server.keys import RunKeys
 
 T = TypeVar("T")
 Answer = TypeVar("Answer", bound=m.Message)
@@ -50,7 +50,7 @@ class Dialed:
         self.wire: zmq.Socket[bytes] = context.socket(zmq.DEALER)
         configure(self.wire, largest_frame)
         self.wire.setsockopt(zmq.IPV6, int("[" in address))
-        # What goes out is bounded by who waits for the answer, and so is what comes in.
+        # What goes out is bounded by the ranks that wait for the answer, and so is what comes in.
         self.wire.setsockopt(zmq.SNDHWM, 0)
         self.wire.setsockopt(zmq.RCVHWM, 0)
         # Left to itself the system asks ever more seldom, and while strangers crowd the gate few are answered.
@@ -92,7 +92,7 @@ class Dialed:
         self.wire.close(0)
 
     def unwatch(self) -> None:
-        """Nobody reads the monitor any more."""
+        """The monitor is read no more."""
         if not self.monitor.closed:
             self.wire.disable_monitor()
             self.monitor.close(0)
@@ -113,12 +113,12 @@ def dial(
         talk: what is said, until a deadline; its result is returned.
         keys: of the run.
         where: the address, for messages.
-        silence: what is wrong if nobody answers, for messages.
+        silence: what is wrong if no answer comes, for messages.
         limit: seconds.
 
     Raises:
         Refused: the other side refused, or ended every connection before it had let it in.
-        ConnectionLost: nobody answered.
+        ConnectionLost: no answer came.
     """
     deadline = time.monotonic() + limit
     while True:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_omni.errors import MalformedMessage
 from lightning_omni.protocol.messages import Long, Message, encode
-from lightning_omni.server.encryption import HANDSHAKE_TIME
+from lightning_omni.server.keys import HANDSHAKE_TIME
 
 CHUNK = 1 << 19
 """Bytes of payload in one frame, at most."""
@@ -31,7 +31,7 @@ LARGEST_ANSWER_FRAME = 16 << 20
 """Bytes of a frame that a rank takes on the control channel: the status of a large run is one."""
 CHUNK_MARK = b""
 PROBE = b""
-"""What the server sends on the control channel to find out whether a connection still stands. Nobody answers it."""
+"""What the server sends on the control channel to find out whether a connection still stands. It is not answered."""
 
 
 def chunks(payload: Tensor) -> Iterator[memoryview]:

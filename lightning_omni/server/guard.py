@@ -1,4 +1,4 @@
-"""Keeps strangers from using up a listening process: who has connected by TCP, who was let in, and who must go.
+"""Keeps strangers from using up a listening process: which have connected by TCP, which were let in, and which must go.
 
 ZeroMQ has no way to end one connection of a socket. But the descriptors of all connections belong to this process, and
 the socket's monitor tells them: so a connection that has not shown that it holds the run's key is ended here, when too
@@ -17,17 +17,16 @@ import struct
 import sys
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import zmq
 
-from lightning_omni.server.encryption import HANDSHAKE_TIME, RunKeys
-from lightning_omni.server.frames import LARGEST_CONTROL_FRAME, LARGEST_DATA_FRAME
-from lightning_omni.server.gate import Gate
-from lightning_omni.server.refusals import RefusalLog
+from lightning_omni.errors import ConfigurationError
+from lightning_omni.server.addresses import is_private
+from lightning_omni.server.frames import LARGEST_CONTROL_FRAME, LARGEST_DATA_FRAME, configure
+from lightning_omni.server.keys import HANDSHAKE_TIME, RunKeys
+from lightning_omni.server.rate_limits import Gate, RefusalLog
 
 _log = logging.getLogger(__name__)
 
@@ -52,7 +51,7 @@ BACKLOG = 1024
 _ENCRYPTED_WORD = 260
 """Bytes that a CURVE server sends without having seen the key: greeting (64), WELCOME (170) and an ERROR (12).
 
-After the key was shown READY follows, of 67 bytes; so who has been sent more holds the key.
+After the key was shown READY follows, of 67 bytes; so a process that has been sent more holds the key.
 """
 _TRAFFIC = struct.Struct("=QQ")
 _TRAFFIC_AT = 120
@@ -64,20 +63,12 @@ _FAILURES = {
     int(zmq.EVENT_HANDSHAKE_FAILED_AUTH): "its own key is another",
 }
 _FAST, _SLOW = 0.02, 0.5
-"""Seconds between two looks at connections that were not let in: at what they have sent, and at their time. Shut gates
-are looked at as often as the former."""
-
-
-@dataclass
-class _Stranger:
-    """A connection that was not let in yet; a descriptor of our own, so that it cannot become another's meanwhile."""
-
-    wire: socket.socket
-    since: float
+"""Seconds between two polls of connections that were not let in: at what they have sent, and at their time. Shut gates
+are polled as often as the former."""
 
 
 class ConnectionGuard:
-    """Watches the listening TCP sockets of one ZeroMQ context, in a thread of its own.
+    """Makes the listening sockets of one ZeroMQ context, and watches those of TCP in a thread of its own.
 
     Args:
         context: of the sockets.
@@ -98,16 +89,44 @@ class ConnectionGuard:
         self._awake, self._wake = os.pipe()
         self._zap = context.socket(zmq.REP)
         self._zap.setsockopt(zmq.LINGER, 0)
-        self._zap.bind("inproc://zeromq.zap.01")
         self._thread = threading.Thread(target=self._run, name="omni-guard", daemon=True)
 
-    def watch(self, listening: zmq.Socket[bytes], largest_frame: int) -> None:
-        """Watches a socket from before it is bound."""
-        self._listeners.append(_Listener(self._context, listening, MOST_STRANGERS[largest_frame]))
+    def listen(self, endpoint: str, largest_frame: int, most_unread: int = 1000) -> zmq.Socket[bytes]:
+        """A socket that listens there, watched from before it is bound; in a private directory there is no need.
+
+        Args:
+            endpoint: what to bind.
+            largest_frame: bytes of a frame that may come.
+            most_unread: messages of a connection that may wait to be read.
+
+        Raises:
+            ConfigurationError: this machine cannot encrypt.
+            zmq.ZMQError: nothing can listen there. Either way the guard is closed.
+        """
+        listening: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
+        configure(listening, largest_frame)
+        listening.setsockopt(zmq.BACKLOG, BACKLOG)
+        listening.setsockopt(zmq.IPV6, int("[" in endpoint))
+        # Answers are at most one for each question, so they may queue; what comes in must not.
+        listening.setsockopt(zmq.SNDHWM, 0)
+        listening.setsockopt(zmq.RCVHWM, most_unread)
+        try:
+            self._keys.prepare(listening, endpoint, "server")
+            if not is_private(endpoint):
+                if not self._listeners:  # with it all connections of the context are asked for their keys
+                    self._zap.bind("inproc://zeromq.zap.01")
+                self._listeners.append(_Listener(self._context, listening, MOST_STRANGERS[largest_frame]))
+            listening.bind(endpoint)
+        except (zmq.ZMQError, ConfigurationError):
+            self.close()
+            listening.close(0)
+            raise
+        return listening
 
     def start(self) -> None:
         """From now on; all sockets are bound."""
-        self._thread.start()
+        if self._listeners:
+            self._thread.start()
 
     @contextlib.contextmanager
     def deciding(self) -> Iterator[None]:
@@ -125,6 +144,8 @@ class ConnectionGuard:
 
     def close(self) -> None:
         """Ends the watch, before the sockets are closed."""
+        if self._closing.is_set():
+            return
         self._closing.set()
         os.write(self._wake, b"x")
         if self._thread.ident is not None:
@@ -145,17 +166,18 @@ class ConnectionGuard:
             poller.register(wire.getsockopt(zmq.FD), select.POLLIN)
         poller.register(self._awake, select.POLLIN)
         while not self._closing.is_set():
-            # First this, then the wait: a descriptor wakes only who has found its socket empty before.
+            # First this, then the wait: a descriptor wakes only a thread that has found its socket empty before.
             with self._lock:
                 self._authenticate()
                 self._read_events()
                 for listener in self._listeners:
                     self._end_excess(listener)
-                    listener.tend_gate()
+                    if listener.gate is not None:  # too many connections are left waiting for a while
+                        listener.gate.tend(time.monotonic())
             poller.poll(self._patience())
 
     def _patience(self) -> float | None:
-        """Milliseconds until strangers must be looked at again; None if there are none."""
+        """Milliseconds until strangers must be polled again; None if there are none."""
         with self._lock:
             is_shut = any(listener.gate is not None and listener.gate.is_shut for listener in self._listeners)
             if not is_shut and not any(listener.strangers for listener in self._listeners):
@@ -175,9 +197,9 @@ class ConnectionGuard:
 
     def _end_excess(self, listener: _Listener) -> None:
         now, excess = time.monotonic(), len(listener.strangers) - listener.most
-        for descriptor, stranger in list(listener.strangers.items()):
-            acknowledged, received = _traffic(stranger.wire)
-            late = now - stranger.since > ADMISSION_TIME
+        for descriptor, (wire, since) in list(listener.strangers.items()):
+            acknowledged, received = _traffic(wire)
+            late = now - since > ADMISSION_TIME
             if self._keys.encryption == "curve":
                 talks_too_much = False
                 if (late or excess > 0) and acknowledged > _ENCRYPTED_WORD:
@@ -187,15 +209,15 @@ class ConnectionGuard:
             else:
                 talks_too_much = received > STRANGERS_MAY_SEND
             if late or excess > 0 or talks_too_much:
-                self._end(listener, descriptor, stranger)
+                self._end(listener, descriptor, wire)
                 excess -= 1
             elif self._keys.encryption == "curve":
                 break  # the others are younger
 
-    def _end(self, listener: _Listener, descriptor: int, stranger: _Stranger) -> None:
+    def _end(self, listener: _Listener, descriptor: int, wire: socket.socket) -> None:
         with contextlib.suppress(OSError):
-            name = stranger.wire.getpeername()
-            _abort(stranger.wire)
+            name = wire.getpeername()
+            _abort(wire)
             self.ended += 1
             self.refused += self._keys.encryption == "off"  # with encryption, it is a handshake that fails now
             self._refusals.say("ended a connection that had not shown that it holds the key", str(name[0]))
@@ -203,12 +225,15 @@ class ConnectionGuard:
 
 
 class _Listener:
-    """One listening socket, and the connections to it that were not let in, by descriptor and oldest first."""
+    """One listening socket, and the connections to it that were not let in, by descriptor and oldest first.
+
+    Each has a descriptor of our own, so that it cannot become another's meanwhile, and the time since when it stands.
+    """
 
     def __init__(self, context: zmq.Context[Any], listening: zmq.Socket[bytes], most: int) -> None:
         self.most = most
         self.gate: Gate | None = None
-        self.strangers: OrderedDict[int, _Stranger] = OrderedDict()
+        self.strangers: dict[int, tuple[socket.socket, float]] = {}
         self._listening = listening
         endpoint = f"inproc://omni-monitor-{id(listening)}"
         failures = (
@@ -237,11 +262,6 @@ class _Listener:
                     failed.append(_FAILURES.get(event, ""))
         return failed
 
-    def tend_gate(self) -> None:
-        """Too many connections are left waiting for a while."""
-        if self.gate is not None:
-            self.gate.tend(time.monotonic())
-
     def let_in(self, descriptor: int) -> None:
         """This connection is a rank's."""
         if descriptor in self.strangers and self.gate is not None:
@@ -250,9 +270,9 @@ class _Listener:
 
     def forget(self, descriptor: int) -> None:
         """This connection is watched no more."""
-        stranger = self.strangers.pop(descriptor, None)
-        if stranger is not None:
-            stranger.wire.close()
+        if descriptor in self.strangers:
+            wire, _ = self.strangers.pop(descriptor)
+            wire.close()
 
     def close(self) -> None:
         """Watches nothing any more."""
@@ -276,7 +296,7 @@ class _Listener:
         except OSError:  # and the descriptor is another file's now
             os.close(own)
             return
-        self.strangers[descriptor] = _Stranger(wire, time.monotonic())
+        self.strangers[descriptor] = wire, time.monotonic()
 
 
 def _abort(wire: socket.socket) -> None:

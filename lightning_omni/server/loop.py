@@ -17,9 +17,7 @@ from lightning_omni.errors import ConfigurationError, MalformedMessage, Protocol
 from lightning_omni.protocol import Out, ServerCore
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.transport import refusal
-from lightning_omni.server.addresses import tcp_endpoint
-from lightning_omni.server.directory import CONTROL, DATA, PrivateDirectory
-from lightning_omni.server.encryption import RunKeys
+from lightning_omni.server.addresses import CONTROL, DATA, PrivateDirectory, tcp_endpoint
 from lightning_omni.server.frames import (
     CHUNK_MARK,
     LARGEST_CONTROL_FRAME,
@@ -27,11 +25,11 @@ from lightning_omni.server.frames import (
     PROBE,
     Assembly,
     chunks,
-    configure,
     message_frames,
 )
-from lightning_omni.server.guard import BACKLOG, ConnectionGuard
-from lightning_omni.server.refusals import RefusalLog
+from lightning_omni.server.guard import ConnectionGuard
+from lightning_omni.server.keys import RunKeys
+from lightning_omni.server.rate_limits import RefusalLog
 
 _log = logging.getLogger(__name__)
 
@@ -40,9 +38,11 @@ KEPT_BUFFERS = 3
 LAST_WORDS = 500
 """Milliseconds for which a closing server may still send what it has said."""
 TICK = 0.25
-"""Seconds between two looks at the clock."""
+"""Seconds between two reads of the clock."""
+MOST_UNREAD = 256
+"""Messages of one connection that may wait to be read."""
 BURST = 64
-"""Messages taken from one socket before the other one is looked at."""
+"""Messages taken from one socket before the other one is polled."""
 ANSWERED_STRANGERS = 8
 """Refusals that one unadmitted connection is told of; later ones are only counted."""
 _LARGEST_FRAMES = {m.CONTROL: LARGEST_CONTROL_FRAME, m.DATA: LARGEST_DATA_FRAME}
@@ -53,7 +53,7 @@ class Server:
 
     Args:
         core: the state machine.
-        host: address to bind, an IP or a name; loopback by default, so that nobody outside can connect.
+        host: address to bind, an IP or a name; loopback by default, so that no other machine can connect.
         port: port of the control socket; 0 takes a free one.
         data_port: port of the data socket; 0 takes a free one.
         directory: where to listen instead, with no port of TCP at all; it is removed when the server closes.
@@ -76,16 +76,15 @@ class Server:
         encryption: str = "curve",
     ) -> None:
         self.core = core
-        self._keys = RunKeys(core.key, encryption)
         self._directory = directory
-        self._context = zmq.Context()
-        self._guard = ConnectionGuard(self._context, self._keys) if directory is None else None
+        keys, self._context = RunKeys(core.key, encryption), zmq.Context()
+        self._guard = ConnectionGuard(self._context, keys)
         self._refusal_log = RefusalLog(_log)
         self._sockets: dict[m.Channel, zmq.Socket[bytes]] = {}
         try:
             for channel, number, name in ((m.CONTROL, port, CONTROL), (m.DATA, data_port, DATA)):
                 endpoint = tcp_endpoint(host, number) if directory is None else directory.address(name)
-                self._sockets[channel] = self._bind(endpoint, _LARGEST_FRAMES[channel])
+                self._sockets[channel] = self._guard.listen(endpoint, _LARGEST_FRAMES[channel], MOST_UNREAD)
         except ConfigurationError:
             self.close()
             raise
@@ -97,36 +96,14 @@ class Server:
                 " this machine as host="
             ) from error
         self.address = self._sockets[m.CONTROL].getsockopt_string(zmq.LAST_ENDPOINT)
-        # Whoever is gone is noticed when something is sent to him.
+        # A peer that is gone is noticed when something is sent to it.
         self._sockets[m.CONTROL].setsockopt(zmq.ROUTER_MANDATORY, 1)
         core.data_port = urlsplit(self._sockets[m.DATA].getsockopt_string(zmq.LAST_ENDPOINT)).port or 0
         self._assemblies: dict[bytes, Assembly] = {}
         self._buffers: dict[bytes, dict[int, Tensor]] = {}
         self._refusals: Counter[bytes] = Counter()
         self._turned_away = 0
-        if self._guard is not None:
-            self._guard.start()
-
-    def _bind(self, endpoint: str, largest_frame: int) -> zmq.Socket[bytes]:
-        socket = self._context.socket(zmq.ROUTER)
-        configure(socket, largest_frame)
-        socket.setsockopt(zmq.BACKLOG, BACKLOG)
-        socket.setsockopt(zmq.IPV6, int("[" in endpoint))
-        # Answers are at most one for each question, so they may queue; what comes in must not.
-        socket.setsockopt(zmq.SNDHWM, 0)
-        socket.setsockopt(zmq.RCVHWM, 256)
-        try:
-            self._keys.prepare(socket, endpoint, "server")
-            if self._guard is not None:
-                self._guard.watch(socket, largest_frame)
-            socket.bind(endpoint)
-        except (zmq.ZMQError, ConfigurationError):
-            if self._guard is not None:
-                self._guard.close()
-                self._guard = None
-            socket.close(0)
-            raise
-        return socket
+        self._guard.start()
 
     def run(self, until: Callable[[], bool]) -> None:
         """Serves until ``until()`` is true; it is asked several times a second."""
@@ -157,9 +134,7 @@ class Server:
     def close(self) -> None:
         """Closes both sockets, as soon as the last words are out."""
         self._refusal_log.close()
-        if self._guard is not None:
-            self._guard.close()
-            self._guard = None
+        self._guard.close()
         for socket in self._sockets.values():
             socket.close(LAST_WORDS)
         self._context.term()
@@ -201,11 +176,10 @@ class Server:
 
     def _decide(self, channel: m.Channel, peer: bytes, message: m.Message, frame: zmq.Frame) -> list[Out]:
         """A connection asks to be let in."""
-        if self._guard is None or self.core.is_admitted(channel, peer):
-            return self.core.receive(channel, peer, message, b"", time.monotonic())
+        was_admitted = self.core.is_admitted(channel, peer)
         with self._guard.deciding():
             out = self.core.receive(channel, peer, message, b"", time.monotonic())
-            if self.core.is_admitted(channel, peer):
+            if not was_admitted and self.core.is_admitted(channel, peer):
                 self._guard.let_in(frame.get(zmq.SRCFD))
         return out
 
@@ -265,7 +239,7 @@ class Server:
                 self._send(self.core.hang_up(peer))
 
     def _reach(self, frames: list[bytes]) -> bool:
-        """Sends on the control channel; false if nobody is there any more."""
+        """Sends on the control channel; false if no peer is there any more."""
         try:
             self._sockets[m.CONTROL].send_multipart(frames)
         except zmq.ZMQError as error:
@@ -276,10 +250,9 @@ class Server:
 
     def _count_strangers(self) -> None:
         """Connections that were turned away before they could say anything count as well."""
-        if self._guard is not None:
-            refused = self._guard.refused
-            self.core.strangers += refused - self._turned_away
-            self._turned_away = refused
+        refused = self._guard.refused
+        self.core.strangers += refused - self._turned_away
+        self._turned_away = refused
 
     def _forget_strangers(self) -> None:
         for peer in self._buffers.keys() - self.core.attached:

@@ -27,12 +27,11 @@ from lightning_omni.protocol.handshake import NONCE_BYTES, attach_mac, is_equal
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.roster import MOST_CHALLENGED
 from lightning_omni.protocol.transport import Address
-from lightning_omni.server.addresses import own_host, tcp_endpoint
+from lightning_omni.server.addresses import is_private, own_host, sibling, tcp_endpoint
 from lightning_omni.server.dialing import Dialed, attach, dial
-from lightning_omni.server.directory import is_private, sibling
-from lightning_omni.server.encryption import RunKeys
-from lightning_omni.server.frames import CHUNK_MARK, LARGEST_DATA_FRAME, Assembly, chunks, configure
-from lightning_omni.server.guard import BACKLOG, ConnectionGuard
+from lightning_omni.server.frames import CHUNK_MARK, LARGEST_DATA_FRAME, Assembly, chunks
+from lightning_omni.server.guard import ConnectionGuard
+from lightning_omni.server.keys import RunKeys
 
 _log = logging.getLogger(__name__)
 
@@ -50,7 +49,7 @@ class PeerSocket:
     Args:
         endpoint: what to bind: ``tcp://host:*`` or ``ipc:///directory/name``.
         layouts: of each optimizer's parameters.
-        keys: of the run; only who holds them is answered.
+        keys: of the run; only a peer that holds them is answered.
     """
 
     def __init__(self, endpoint: str, layouts: Sequence[Layout], keys: RunKeys) -> None:
@@ -65,19 +64,10 @@ class PeerSocket:
         self._closing = threading.Event()
         self._assemblies: dict[bytes, Assembly] = {}
         self._context = zmq.Context()
-        self._guard = None if is_private(endpoint) else ConnectionGuard(self._context, keys)
-        self._wire = self._context.socket(zmq.ROUTER)
-        configure(self._wire, LARGEST_DATA_FRAME)
-        keys.prepare(self._wire, endpoint, "server")
+        self._guard = ConnectionGuard(self._context, keys)
         # Published weights are queued whole; each peer asks for them once at a time, so there is nothing to bound.
-        self._wire.setsockopt(zmq.SNDHWM, 0)
-        self._wire.setsockopt(zmq.IPV6, int("[" in endpoint))
-        self._wire.setsockopt(zmq.BACKLOG, BACKLOG)
-        if self._guard is not None:
-            self._guard.watch(self._wire, LARGEST_DATA_FRAME)
-        self._wire.bind(endpoint)
-        if self._guard is not None:
-            self._guard.start()
+        self._wire = self._guard.listen(endpoint, LARGEST_DATA_FRAME)
+        self._guard.start()
         self.address = self._wire.getsockopt_string(zmq.LAST_ENDPOINT)
         self._thread = threading.Thread(target=self._serve, name="omni-peers", daemon=True)
         self._thread.start()
@@ -85,7 +75,7 @@ class PeerSocket:
     def publish(self, optimizer: int, tensors: Sequence[Tensor]) -> None:
         """Others read these weights from now on; copied."""
         layout = self._layouts[optimizer]
-        published = layout.empty()  # new memory: the old one may still be on its way to somebody
+        published = layout.empty()  # new memory: the old one may still be on its way to a peer
         for view, tensor in zip(layout.views(published), tensors, strict=True):
             view.copy_(tensor)
         self._published[optimizer] = published
@@ -104,11 +94,10 @@ class PeerSocket:
             self._published.pop(optimizer, None)
 
     def close(self) -> None:
-        """Nobody is answered any more."""
+        """No peer is answered any more."""
         self._closing.set()
         self._thread.join()
-        if self._guard is not None:
-            self._guard.close()
+        self._guard.close()
         self._wire.close(0)
         self._context.term()
 
@@ -164,13 +153,12 @@ class PeerSocket:
         self._say(peer, m.AttachChallenge(nonce=challenge))
 
     def _admit(self, peer: bytes, proof: m.AttachProof, frame: zmq.Frame) -> None:
-        with self._guard.deciding() if self._guard is not None else contextlib.nullcontext():
+        with self._guard.deciding():
             attach, challenge = self._attaching.pop(peer, (None, b""))
             if attach is None or not is_equal(proof.mac, attach_mac(self._secret, "rank", attach, challenge)):
                 raise Refused("stranger", "this proof opens nothing")
             self._admitted.add(peer)
-            if self._guard is not None:
-                self._guard.let_in(frame.get(zmq.SRCFD))
+            self._guard.let_in(frame.get(zmq.SRCFD))
         self._say(peer, m.Attached(mac=attach_mac(self._secret, "server", attach, challenge)))
 
     def _begin(self, message: m.PeerMessage) -> Assembly:
@@ -198,7 +186,7 @@ class PeerSocket:
             self._wire.send_multipart([peer, CHUNK_MARK, chunk], copy=False)
 
     def _say(self, peer: bytes, message: m.Message) -> None:
-        with contextlib.suppress(zmq.ZMQError):  # whoever asked is gone
+        with contextlib.suppress(zmq.ZMQError):  # the peer that asked is gone
             self._wire.send_multipart([peer, m.encode(message)])
 
 
@@ -232,7 +220,7 @@ class PeerConnections:
         self.dropped = 0
 
     def read(self, group: int, optimizer: int) -> list[Tensor] | None:
-        """What a group has published: CPU tensors; None if there is nothing or nobody."""
+        """What a group has published: CPU tensors; None if there is nothing or no group."""
         if group not in self._addresses or self._is_lost(group):
             return None
         if self._wire(group) is None or not self._say(group, [m.encode(m.ReadPublished(optimizer=optimizer))]):
@@ -283,11 +271,21 @@ class PeerConnections:
         """An optimizer's weights have another layout."""
         self._layouts[optimizer] = layout
 
+    def connect(self, addresses: Mapping[int, Address]) -> None:
+        """Tells it where the leaders of the other groups listen."""
+        self._hang_up()
+        self._addresses = dict(addresses)
+
     def close(self) -> None:
         """Closes all connections at once."""
+        self._hang_up()
+        self._context.term()
+
+    def _hang_up(self) -> None:
         for wire in self._wires.values():
             wire.close(0)
-        self._context.term()
+        self._wires.clear()
+        self._unread.clear()
 
     def _wire(self, group: int) -> zmq.Socket[bytes] | None:
         """The connection to a group's leader, made when first needed; None if it cannot be had."""
@@ -354,7 +352,7 @@ class PeerConnections:
             _log.warning("group %d did not answer within %.0f s; gossip goes on without it", group, self._timeout)
 
 
-class PeerWires:
+class PeerWires(PeerConnections):
     """A leader's way to the other leaders, both directions.
 
     Args:
@@ -367,8 +365,6 @@ class PeerWires:
         everywhere: whether leaders on other machines must be able to reach this one.
 
     Attributes:
-        socket: its own.
-        connections: to the others, once these are known.
         address: where it listens.
     """
 
@@ -382,41 +378,20 @@ class PeerWires:
         check: Callable[[], None],
         everywhere: bool,
     ) -> None:
-        self._layouts, self._keys, self._is_lost, self._check = layouts, keys, is_lost, check
-        self.socket = PeerSocket(_endpoint(server, rank, everywhere), layouts, keys)
-        self.address = self.socket.address
-        self.connections = PeerConnections({}, layouts, keys, is_lost, check)
-
-    def connect(self, addresses: Mapping[int, Address]) -> None:
-        """Tells it where the leaders of the other groups listen."""
-        self.connections.close()
-        self.connections = PeerConnections(addresses, self._layouts, self._keys, self._is_lost, self._check)
-
-    def publish(self, optimizer: int, tensors: Sequence[Tensor]) -> None:
-        """Others read these weights from now on; copied."""
-        self.socket.publish(optimizer, tensors)
-
-    def read(self, group: int, optimizer: int) -> list[Tensor] | None:
-        """What a group has published: CPU tensors; None if there is nothing or nobody."""
-        return self.connections.read(group, optimizer)
-
-    def send(self, group: int, optimizer: int, tensors: Sequence[Tensor]) -> None:
-        """Puts weights into a group's inbox, unless it has not taken the last ones yet."""
-        self.connections.send(group, optimizer, tensors)
-
-    def read_inbox(self, optimizer: int) -> Inbox:
-        """Empties the inbox."""
-        return self.socket.read_inbox(optimizer)
+        super().__init__({}, layouts, keys, is_lost, check)
+        self._socket = PeerSocket(_endpoint(server, rank, everywhere), layouts, keys)
+        self.address = self._socket.address
+        self.publish, self.read_inbox = self._socket.publish, self._socket.read_inbox
 
     def grow(self, optimizer: int, layout: Layout) -> None:
         """An optimizer's weights have another layout; what lies here in the old one is gone."""
-        self.socket.grow(optimizer, layout)
-        self.connections.grow(optimizer, layout)
+        self._socket.grow(optimizer, layout)
+        super().grow(optimizer, layout)
 
     def close(self) -> None:
         """Ends both directions."""
-        self.connections.close()
-        self.socket.close()
+        super().close()
+        self._socket.close()
 
 
 def _endpoint(server: str, rank: int, everywhere: bool) -> str:

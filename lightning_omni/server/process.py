@@ -14,10 +14,10 @@ from typing import Any
 import msgspec
 
 from lightning_omni.errors import ConfigurationError, ConnectionLost
-from lightning_omni.server.directory import remove_if_abandoned
+from lightning_omni.server.addresses import remove_if_abandoned
 
 
-class Settings(msgspec.Struct, frozen=True):
+class ServerSettings(msgspec.Struct, frozen=True):
     """What the server process is told on its standard input.
 
     Attributes:
@@ -60,7 +60,7 @@ class ServerProcess:
             needs, and waits for `tell`.
     """
 
-    def __init__(self, settings: Settings | None = None) -> None:
+    def __init__(self, settings: ServerSettings | None = None) -> None:
         self._address = ""
         self.is_told = False
         self._process = subprocess.Popen(
@@ -72,7 +72,7 @@ class ServerProcess:
         if settings is not None:
             self.tell(settings)
 
-    def tell(self, settings: Settings) -> None:
+    def tell(self, settings: ServerSettings) -> None:
         """What it waits for; once."""
         assert self._process.stdin is not None
         self.is_told = True
@@ -132,10 +132,7 @@ def _environment() -> dict[str, str]:
     # The server is no rank: it must not be taken for one, nor bring a crowd of threads along.
     ignored = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "PL_GLOBAL_SEED")
     environment = {name: value for name, value in os.environ.items() if name not in ignored}
-    environment["CUDA_VISIBLE_DEVICES"] = ""
-    path = [entry for entry in sys.path if entry]
-    environment["PYTHONPATH"] = os.pathsep.join(path)
-    return environment
+    return environment | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
 def raise_limit_of_files() -> None:

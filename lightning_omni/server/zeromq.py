@@ -8,10 +8,9 @@ from lightning_omni.errors import OmniError
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.server import ServerCore
 from lightning_omni.protocol.transport import Transport, register
-from lightning_omni.server.addresses import check_address
+from lightning_omni.server.addresses import PrivateDirectory, check_address, is_offered, remove_if_abandoned
 from lightning_omni.server.connection import ControlConnection
-from lightning_omni.server.directory import PrivateDirectory, is_offered, remove_if_abandoned
-from lightning_omni.server.encryption import check_encryption
+from lightning_omni.server.keys import check_encryption
 from lightning_omni.server.loop import Server
 
 

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from lightning_omni.checks import check_choice, check_number
 from lightning_omni.errors import ConfigurationError
 
 _SLOWEST_NORMAL = 0.05
@@ -41,12 +42,8 @@ class Jitter:
     cv: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.kind not in ("none", "normal", "lognormal", "exponential", "gamma"):
-            raise ConfigurationError(
-                f'kind={self.kind!r}: pass "none", "normal", "lognormal", "exponential" or "gamma"'
-            )
-        if not 0 <= self.cv < math.inf:
-            raise ConfigurationError(f"cv={self.cv}: pass the standard deviation over the mean, 0 or more")
+        check_choice("kind", self.kind, ("none", "normal", "lognormal", "exponential", "gamma"))
+        check_number("cv", self.cv, "the standard deviation over the mean, 0 or more", 0, below=math.inf)
 
     def factors(self, random: np.random.Generator, count: int) -> np.ndarray[Any, Any]:
         """That many factors: float64, ``(count,)``."""
@@ -116,8 +113,7 @@ class Link:
     latency: float = 0.0
 
     def __post_init__(self) -> None:
-        if not self.bandwidth > 0:
-            raise ConfigurationError(f"bandwidth={self.bandwidth}: pass bytes per second, above 0")
+        check_number("bandwidth", self.bandwidth, "bytes per second, above 0", above=0)
         _check_time("latency", self.latency)
 
     def seconds(self, nbytes: int) -> float:
@@ -165,8 +161,7 @@ class Slowdown:
     def __post_init__(self) -> None:
         if not 0 <= self.start <= self.stop:
             raise ConfigurationError(f"start={self.start}, stop={self.stop}: pass 0 <= start <= stop, in seconds")
-        if not 0 < self.factor < math.inf:
-            raise ConfigurationError(f"factor={self.factor}: pass a number above 0; 2 takes twice as long")
+        check_number("factor", self.factor, "a number above 0; 2 takes twice as long", above=0, below=math.inf)
 
 
 @dataclass(frozen=True)
@@ -267,8 +262,7 @@ class Cluster:
         **network: Any,
     ) -> Cluster:
         """Equal devices but for the last, which takes ``factor`` times as long."""
-        if not 0 < factor < math.inf:
-            raise ConfigurationError(f"factor={factor}: pass a number above 0; 4 takes four times as long")
+        check_number("factor", factor, "a number above 0; 4 takes four times as long", above=0, below=math.inf)
         return cls.of_speeds([1.0] * (size - 1) + [1 / factor], seconds_per_sample, overhead, jitter, **network)
 
     def slowness(self, rank: int, time: float) -> float:
@@ -311,12 +305,9 @@ class Cluster:
 
     def summary(self) -> dict[str, Any]:
         """The cluster in plain values, equal devices counted instead of repeated."""
-        counted: dict[Device, int] = {}
-        for device in self.devices:
-            counted[device] = counted.get(device, 0) + 1
         plain = asdict(replace(self, devices=self.devices[:1], events=()))
         plain["events"] = [{"kind": type(event).__name__, **asdict(event)} for event in self.events]
-        plain["devices"] = [{"count": count, **asdict(device)} for device, count in counted.items()]
+        plain["devices"] = [{"count": count, **asdict(device)} for device, count in Counter(self.devices).items()]
         return plain
 
 
@@ -327,5 +318,4 @@ def _short(value: float) -> str:
 
 
 def _check_time(name: str, seconds: float) -> None:
-    if not 0 <= seconds < math.inf:
-        raise ConfigurationError(f"{name}={seconds}: pass seconds, 0 or more")
+    check_number(name, seconds, "seconds, 0 or more", 0, below=math.inf)

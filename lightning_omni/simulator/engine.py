@@ -13,11 +13,10 @@ down, so what was caused first happens first, and the same run has the same orde
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Generator
 from enum import IntEnum
-from typing import Any, Generic, TypeVar
-
-Event = TypeVar("Event")
+from typing import Any
 
 
 class Priority(IntEnum):
@@ -27,41 +26,6 @@ class Priority(IntEnum):
     """A rank dies: whatever its group was to do at that moment, it does not."""
     EVENT = 1
     """All else."""
-
-
-class EventQueue(Generic[Event]):
-    """Events in order of time; those of one moment by priority, and then in the order in which they were put down.
-
-    Example:
-        >>> events = EventQueue[str]()
-        >>> events.add(2.0, "a push arrives")
-        >>> events.add(2.0, "another one")
-        >>> events.add(2.0, "a rank dies", Priority.FAILURE)
-        >>> events.add(1.0, "a group computes")
-        >>> [events.pop() for _ in range(len(events))]
-        ['a group computes', 'a rank dies', 'a push arrives', 'another one']
-    """
-
-    def __init__(self) -> None:
-        self._heap: list[tuple[float, Priority, int, Event]] = []
-        self._count = 0
-
-    def __len__(self) -> int:
-        return len(self._heap)
-
-    def add(self, time: float, event: Event, priority: Priority = Priority.EVENT) -> None:
-        """Puts an event down for ``time``, in seconds."""
-        heapq.heappush(self._heap, (time, priority, self._count, event))
-        self._count += 1
-
-    @property
-    def next_time(self) -> float:
-        """When the next event is due, in seconds."""
-        return self._heap[0][0]
-
-    def pop(self) -> Event:
-        """Takes the next event off."""
-        return heapq.heappop(self._heap)[3]
 
 
 class Process:
@@ -93,7 +57,7 @@ class Engine:
 
     Attributes:
         now: virtual time, in seconds.
-        events: who goes on when, and with what.
+        events: which process goes on when, and with what: a heap of (time, priority, serial number, process, value).
 
     Example:
         >>> engine = Engine()
@@ -111,7 +75,13 @@ class Engine:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.events = EventQueue[tuple[Process, Any]]()
+        self.events: list[tuple[float, Priority, int, Process, Any]] = []
+        self._serial_number = 0
+
+    @property
+    def next_time(self) -> float:
+        """When the next event is due, in seconds; never, if there is none."""
+        return self.events[0][0] if self.events else math.inf
 
     def start(self, timeline: Timeline, priority: Priority = Priority.EVENT) -> Process:
         """A process begins: it runs, now, to the first thing that it waits for."""
@@ -129,7 +99,7 @@ class Engine:
                 return
             if not isinstance(awaited, Process):
                 if awaited is not None:
-                    self.events.add(awaited, (process, None), process.priority)
+                    self.resume_at(awaited, process, None)
                 return
             if not awaited.is_over:
                 awaited.waiter = process
@@ -138,17 +108,18 @@ class Engine:
 
     def resume_at(self, time: float, process: Process, value: Any) -> None:
         """A process that waits for it goes on at ``time``, with this value."""
-        self.events.add(time, (process, value), process.priority)
+        heapq.heappush(self.events, (time, process.priority, self._serial_number, process, value))
+        self._serial_number += 1
 
     def stop(self, process: Process) -> None:
-        """A process ends where it is. What it has started goes on."""
-        process.is_over = True
+        """A process ends where it is. What it has started goes on, and so does what waits for it, with None."""
         process.timeline.close()
+        self._finish(process, None)
 
     def step(self) -> None:
         """The next event happens."""
-        self.now = self.events.next_time
-        self.resume(*self.events.pop())
+        self.now, _, _, process, value = heapq.heappop(self.events)
+        self.resume(process, value)
 
     def _finish(self, process: Process, returned: Any) -> None:
         process.is_over, process.returned = True, returned

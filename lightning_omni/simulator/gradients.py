@@ -1,24 +1,104 @@
-"""How a group comes by its gradient: by itself, or through a merged head. What takes time here is computing."""
+"""How a group comes by its gradient: by itself, or through a merged head at the server; and how long its devices take.
+
+A group's batch goes through the real server's head, whole, when its access there ends.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, NamedTuple
 
-from torch import Tensor
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from lightning_omni.errors import ConfigurationError
+from lightning_omni.methods.head import check_mergeable, held_by_one, pass_through
+from lightning_omni.methods.modules import describe_module, tensors_of, with_tensors
+from lightning_omni.protocol import Batch
+from lightning_omni.protocol import messages as m
+from lightning_omni.protocol.codec import unpack
+from lightning_omni.protocol.head_side import HeadSide
+from lightning_omni.protocol.leases import apportion, positions
+from lightning_omni.simulator.cluster import Cluster
 from lightning_omni.simulator.engine import Engine, Timeline
-from lightning_omni.simulator.head import SimulatedHead
-from lightning_omni.simulator.network import Network
+from lightning_omni.simulator.server import HEAD, SimulatedNetwork, SimulatedServer
 from lightning_omni.simulator.workbench import Result, Workbench
+from lightning_omni.simulator.workload import Loss
 
 FORWARD = 1 / 3
 """Part of a batch's time that is its forward pass: the backward pass multiplies twice as many matrices."""
+_DRAWN_AT_ONCE = 64
+"""Factors of a device's times."""
 
 
-@dataclass(frozen=True)
-class Assignment:
+class Clockwork:
+    """How long one rank's batches take.
+
+    Args:
+        cluster: the devices.
+        rank: number of the rank.
+        seed: of the jitter, together with the rank.
+    """
+
+    def __init__(self, cluster: Cluster, rank: int, seed: int) -> None:
+        self._cluster, self._rank, self._device = cluster, rank, cluster.devices[rank]
+        self._random = np.random.default_rng((seed, rank))
+        self._factors: list[float] = []
+
+    def seconds(self, samples: int, now: float) -> float:
+        """Time of the next batch if it begins now, in seconds."""
+        if not self._factors:
+            self._factors = self._device.jitter.factors(self._random, _DRAWN_AT_ONCE).tolist()
+        time = self._device.seconds(samples) * self._factors.pop()
+        return time * self._cluster.slowness(self._rank, now) if self._cluster.events else time
+
+    def speed(self, samples: int, now: float) -> float:
+        """Samples per second that are to be expected of a batch of so many that begins now."""
+        return samples / (self._device.seconds(samples) * self._cluster.slowness(self._rank, now))
+
+
+class Members:
+    """The devices of one group.
+
+    Args:
+        cluster: the devices and links.
+        ranks: of the group.
+        seed: of the jitter.
+        is_balanced: whether they get parts of a batch in proportion to their speeds.
+    """
+
+    def __init__(self, cluster: Cluster, ranks: tuple[int, ...], seed: int, is_balanced: bool) -> None:
+        self._ranks, self._link = ranks, cluster.group_link
+        self._clocks = [Clockwork(cluster, rank, seed) for rank in ranks]
+        self._is_balanced = is_balanced and len(ranks) > 1
+
+    def positions(self, batch: Batch, now: float) -> list[range]:
+        """Each member's positions of a batch that begins now."""
+        members, shares = len(self._ranks), self._shares(batch, now)
+        return [positions(batch, member, members, shares) for member in range(members)]
+
+    def work(self, batch: Batch, now: float) -> list[tuple[int, int, float]]:
+        """Each member's rank, its samples of a batch that begins now, and its seconds for them."""
+        return [
+            (rank, len(part), clock.seconds(len(part), now))
+            for rank, clock, part in zip(self._ranks, self._clocks, self.positions(batch, now), strict=True)
+        ]
+
+    def reduce_seconds(self, nbytes: int) -> float:
+        """Time of an all-reduce of their gradients."""
+        return self._link.ring_seconds(nbytes, len(self._ranks))
+
+    def _shares(self, batch: Batch, now: float) -> tuple[int, ...]:
+        if not self._is_balanced:
+            return ()
+        size = batch.stop - batch.start
+        each = max(1, size // len(self._ranks))
+        return apportion(size, [clock.speed(each, now) for clock in self._clocks])
+
+
+class Assignment(NamedTuple):
     """A batch that a group is to compute the gradient of.
 
     Attributes:
@@ -26,7 +106,6 @@ class Assignment:
         leader: its leader's rank.
         weights: at which it is computed.
         parts: positions of each member's samples, or all of them together.
-        size: samples in all.
         place: epoch, and batches of it that are trained with this one.
         seconds: that the group takes for it.
     """
@@ -35,25 +114,102 @@ class Assignment:
     leader: int
     weights: list[Tensor]
     parts: Sequence[range]
-    size: int
     place: tuple[int, int]
     seconds: float
 
 
-class Gradients(Protocol):
-    """Where gradients come from."""
+class SimulatedHead:
+    """Stands in the place of the submodule's ``forward`` in the simulation's model.
 
-    def compute(self, work: Assignment) -> Timeline:
-        """A process' part: returns the `Result` when the group has it."""
-        ...
+    Args:
+        name: the submodule's name.
+        model: the simulation's model.
+        optimizer: the user's, over all of its parameters.
 
-    def drop(self, group: int) -> None:
-        """A group has died: its result is not wanted any more."""
-        ...
+    Attributes:
+        parameters: the head's own, by name, in the optimizer's order.
+
+    Raises:
+        ConfigurationError: the submodule cannot be merged.
+    """
+
+    def __init__(self, name: str, model: nn.Module, optimizer: Optimizer) -> None:
+        self.name = name
+        self._module = check_mergeable(name, model)
+        _, self.parameters = held_by_one(name, self._module, [optimizer])
+        self._side = HeadSide(name, HEAD, self._module, optimizer, list(self.parameters.values()))
+        self._server: SimulatedServer
+        self._group_place = (0, -1, 0)
+        self._output: Any = None
+
+    def part(self, seed: int) -> dict[str, Any]:
+        """What a server is told of it, beyond its weights and optimizer."""
+        return {"name": self.name, "module": describe_module(self._module), "seed": seed}
+
+    def sizes(self, model: nn.Module, loss: Loss, batch: Any) -> tuple[int, int]:
+        """Bytes that go into the head and come out of it for a batch."""
+        seen: list[tuple[int, int]] = []
+
+        def keep(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            seen.append((_nbytes((args, kwargs)), _nbytes(output)))
+
+        was_training = model.training
+        hook = self._module.register_forward_hook(keep, with_kwargs=True)
+        try:
+            model.eval()  # nothing is drawn, nothing is counted
+            loss(model, batch)
+        finally:
+            hook.remove()
+            model.train(was_training)
+        if len(seen) != 1:
+            raise ConfigurationError(
+                f"merged={self.name!r}: the loss uses the submodule {len(seen)} times, and access at the server is one"
+                " forward and one backward pass"
+            )
+        return seen[0]
+
+    def install(self, server: SimulatedServer) -> None:
+        """From now on the submodule is the server's."""
+        self._server = server
+        self._module.forward = self
+
+    def access_for(self, leader: int, epoch: int, trained: int) -> None:
+        """The next forward pass is this group's; with its batch it will have trained so many of the epoch."""
+        self._group_place = (leader, epoch, trained)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The head's output, as the server gives it."""
+        tree = (args, kwargs)
+        outputs = pass_through(self, tree) if torch.is_grad_enabled() else self._ask(tree, exclusive=False)
+        return with_tensors(self._output, outputs)
+
+    def bring(self, tree: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The batch to the server; back come the output's tensors."""
+        return self._ask(with_tensors(tree, tensors), exclusive=True)
+
+    def _ask(self, tree: Any, exclusive: bool) -> list[Tensor]:
+        said = self._side.forward(tree, exclusive=exclusive)
+        answer, payload = self._server.ask_head(self._group_place[0], said.message, said.payload, m.HeadOutput)
+        self._output = unpack(answer.packed, payload)
+        return tensors_of(self._output)
+
+    def take_back(
+        self, gradients: Sequence[Tensor | None], inputs: Sequence[tuple[torch.Size, torch.dtype]]
+    ) -> list[Any]:
+        """The output's gradients to the server, which steps the head; back come those of the inputs."""
+        leader, epoch, trained = self._group_place
+        said = self._side.backward(gradients, (epoch, trained))
+        answer, payload = self._server.ask_head(leader, said.message, said.payload, m.HeadGradients)
+        found: list[Any] = unpack(answer.packed, payload)
+        return found
 
 
-class OwnGradients:
-    """Each group computes by itself.
+def _nbytes(tree: Any) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(tree))
+
+
+class Gradients:
+    """Where gradients come from: each group computes by itself.
 
     Args:
         engine: virtual time.
@@ -64,7 +220,7 @@ class OwnGradients:
         self._engine, self._bench = engine, bench
 
     def compute(self, work: Assignment) -> Timeline:
-        """See `Gradients.compute`."""
+        """A process' part: returns the `Result` when the group has it."""
         due, samples = self._engine.now + work.seconds, self._bench.samples
         indices = [samples.at(work.place[0], part) for part in work.parts]
         self._bench.begin(work.group, due, work.weights, indices)
@@ -72,11 +228,11 @@ class OwnGradients:
         return self._bench.result(work.group)
 
     def drop(self, group: int) -> None:
-        """See `Gradients.drop`."""
+        """A group has died: its result is not wanted any more."""
         self._bench.drop(group)
 
 
-class HeadGradients:
+class ThroughHead(Gradients):
     """A group's batch goes through a merged head at the server, between its forward and its backward pass.
 
     Args:
@@ -88,30 +244,29 @@ class HeadGradients:
     """
 
     def __init__(
-        self, engine: Engine, bench: Workbench, head: SimulatedHead, network: Network, sizes: tuple[int, int]
+        self, engine: Engine, bench: Workbench, head: SimulatedHead, network: SimulatedNetwork, sizes: tuple[int, int]
     ) -> None:
-        self._engine, self._bench, self._head, self._network = engine, bench, head, network
+        super().__init__(engine, bench)
+        self._head, self._network = head, network
         self._bytes_in, self._bytes_out = sizes
         self._lost: set[int] = set()
 
     def compute(self, work: Assignment) -> Timeline:
-        """See `Gradients.compute`."""
         return (yield self._engine.start(self._through_head(work)))
 
     def drop(self, group: int) -> None:
-        """See `Gradients.drop`."""
         self._lost.add(group)
 
     def _through_head(self, work: Assignment) -> Timeline:
-        """A process of its own: what is on its way takes its turn at the head even if its group has died."""
-        nbytes = self._bytes_in * work.size
+        """A process of its own: what is on its way comes to the head even if its group has died."""
+        (part,) = work.parts
+        nbytes = self._bytes_in * len(part)
         yield self._engine.now + work.seconds * FORWARD
-        yield from self._network.to_head(nbytes, self._bytes_out * work.size, work.size)
+        yield from self._network.to_head(nbytes, self._bytes_out * len(part), len(part))
         if work.group in self._lost:
             return None
         # Nothing else has had the head since its access began, so all of it may be computed now.
-        self._head.turn_of(work.leader, *work.place)
-        (part,) = work.parts
+        self._head.access_for(work.leader, *work.place)
         batch = self._bench.samples.batch(self._bench.samples.at(work.place[0], part))
         result: Result = self._bench.compute(work.weights, [batch])
         yield self._network.from_head(nbytes) + work.seconds * (1 - FORWARD)

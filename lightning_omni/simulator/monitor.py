@@ -1,45 +1,24 @@
-"""What is counted of a simulated run; from it follows when it is evaluated and when it ends."""
+"""What is counted and measured of a simulated run; from it follows when it is evaluated and when it ends."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
+from typing import Any
 
-from torch import Tensor, nn
+import numpy as np
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.simulator.engine import Engine, Timeline
-from lightning_omni.simulator.measurements import Evaluations, Row, Stopwatch
-from lightning_omni.simulator.settings import Cadence, Limits
+from lightning_omni.simulator.settings import Cadence, RunLimits
 from lightning_omni.trace import reaches
 
-Evaluate = Callable[[nn.Module], Mapping[str, float]]
-
-
-class Evaluator:
-    """Computes the metrics of the model that the method would validate.
-
-    Args:
-        evaluate: the user's.
-        model: in evaluation mode; overwritten.
-        trained: whose buffers count.
-        weights: by name, as they are whenever this is called.
-    """
-
-    def __init__(
-        self, evaluate: Evaluate, model: nn.Module, trained: nn.Module, weights: Callable[[], dict[str, Tensor]]
-    ) -> None:
-        self._evaluate, self._model, self._trained, self._weights = evaluate, model, trained, weights
-
-    def metrics(self) -> dict[str, float]:
-        """The metrics as of now."""
-        parameters = dict(self._model.named_parameters())
-        for name, weight in self._weights().items():
-            parameters[name].copy_(weight)
-        for mine, theirs in zip(self._model.buffers(), self._trained.buffers(), strict=True):
-            mine.copy_(theirs)
-        return {name: float(value) for name, value in self._evaluate(self._model).items()}
+Columns = dict[str, np.ndarray[Any, Any]]
+Row = tuple[float, int, int, int, int, float, int, int, int]
+"""A push or, where groups talk to one another only, a step, as in `Trace.COLUMNS`."""
+Work = list[tuple[int, int, float]]
+"""Of each member of a group its rank, its samples and its seconds."""
 
 
 class Monitor:
@@ -47,16 +26,18 @@ class Monitor:
 
     Args:
         engine: virtual time.
-        limits: when the run ends.
+        limits: when the run ends; kept, as is `epoch_size`.
         cadence: how often it is evaluated.
-        evaluator: computes the metrics; None for none.
+        metrics: computes the metrics as of now; None for none.
         clock: of the master weights; None where groups talk to one another only: then each step counts as an update.
         epoch_size: samples in an epoch.
 
     Attributes:
         rows: of the trace.
-        evaluations: of the trace.
-        stopwatch: measures the groups' steps.
+        evaluations: time, update, samples and metrics of each.
+        work: rows of `Trace.WORK`; of a step that the run cuts short there is none.
+        step_times: rows of `Trace.STEPS`, likewise.
+        steps: gradients that were computed.
         samples: that were trained.
         ended: why the run is over; empty before.
     """
@@ -64,18 +45,22 @@ class Monitor:
     def __init__(
         self,
         engine: Engine,
-        limits: Limits,
+        limits: RunLimits,
         cadence: Cadence,
-        evaluator: Evaluator | None,
+        metrics: Callable[[], dict[str, float]] | None,
         clock: Callable[[], int] | None,
         epoch_size: int,
     ) -> None:
-        self._engine, self._limits, self._cadence, self._evaluator = engine, limits, cadence, evaluator
-        self._clock, self._epoch_size = clock, epoch_size
+        self._engine, self._cadence, self._metrics, self._clock = engine, cadence, metrics, clock
+        self.limits, self.epoch_size = limits, epoch_size
         self._period = math.inf if cadence.every_updates is None else cadence.every_updates
         self._next_evaluation = self._period
         self.rows: list[Row] = []
-        self.evaluations, self.stopwatch = Evaluations(), Stopwatch()
+        self.evaluations: list[tuple[float, int, int, dict[str, float]]] = []
+        self.work: Work = []
+        self.step_times: list[tuple[int, float, float, float]] = []
+        self._begun: dict[int, tuple[float, Work]] = {}
+        self._computed: dict[int, float] = {}
         self.steps = self.samples = 0
         self.ended = ""
 
@@ -87,21 +72,33 @@ class Monitor:
     @property
     def fraction(self) -> float:
         """How much of the run is done, 0 to 1."""
-        return self._limits.fraction(self.updates, self.samples / self._epoch_size, self._engine.now)
+        return self.limits.fraction(self.updates, self.samples / self.epoch_size, self._engine.now)
+
+    def begin(self, group: int, work: Work) -> None:
+        """A group begins a batch."""
+        self._begun[group] = self._engine.now, work
 
     def computed(self, group: int, samples: int) -> None:
-        """A group has computed a gradient."""
-        self.stopwatch.computed(group, self._engine.now)
+        """A group has computed a gradient. Whatever comes before its next batch is exchange."""
+        self._computed[group] = self._engine.now
         self.samples += samples
         self.steps += 1
 
+    def end(self, group: int) -> None:
+        """A group's step is over, if there was one: it may begin its next batch."""
+        if group in self._begun:
+            now, (began, work) = self._engine.now, self._begun.pop(group)
+            self.work.extend(work)
+            self.step_times.append((group, now, now - began, now - self._computed[group]))
+
     def check(self) -> None:
         """There may have been an update: is the run to be evaluated, or over?"""
-        if self.updates >= self._next_evaluation:
+        updates = self.updates
+        if updates >= self._next_evaluation:
             self.evaluate()
-            while self._next_evaluation <= self.updates:
+            while self._next_evaluation <= updates:
                 self._next_evaluation += self._period
-        if self.updates >= self._limits.updates:
+        if updates >= self.limits.updates:
             self.ended = self.ended or "max_updates"
 
     def evaluate_by_time(self, period: float) -> Timeline:
@@ -109,19 +106,19 @@ class Monitor:
         for number in count(1):
             yield number * period
             self.evaluate()
-            if not len(self._engine.events):
+            if not self._engine.events:
                 return
 
     def evaluate_at_end(self) -> None:
         """The run is evaluated as it has ended, unless that has just been done."""
-        if self._evaluator is not None and self.evaluations.last_update != self.updates:
+        if self._metrics is not None and not (self.evaluations and self.evaluations[-1][1] == self.updates):
             self.evaluate()
 
     def evaluate(self) -> None:
         """The run is evaluated; one that reaches its target is over."""
-        assert self._evaluator is not None
-        metrics = self._evaluator.metrics()
-        self.evaluations.add(self._engine.now, self.updates, self.samples, metrics)
+        assert self._metrics is not None
+        metrics = self._metrics()
+        self.evaluations.append((self._engine.now, self.updates, self.samples, metrics))
         if self._cadence.target is None:
             return
         name, value = self._cadence.target
@@ -129,3 +126,18 @@ class Monitor:
             raise ConfigurationError(f"target={name!r}: evaluate returns {', '.join(map(repr, metrics)) or 'nothing'}")
         if reaches(name, metrics[name], value):
             self.ended = self.ended or "target"
+
+
+def arrays(columns: Mapping[str, type[Any]], rows: Sequence[tuple[Any, ...]]) -> Columns:
+    """One array for each column of that name and type."""
+    values = zip(*rows, strict=True) if rows else ((),) * len(columns)
+    return {name: np.array(column, dtype) for (name, dtype), column in zip(columns.items(), values, strict=True)}
+
+
+def evaluated(evaluations: Sequence[tuple[float, int, int, dict[str, float]]]) -> Columns:
+    """One array for each column of these evaluations; a metric that was missing is NaN."""
+    columns = {"time": np.float64, "update": np.int64, "samples": np.int64}
+    names = dict.fromkeys(name for *_, metrics in evaluations for name in metrics)
+    return arrays(columns, [row[:3] for row in evaluations]) | {
+        name: np.array([metrics.get(name, math.nan) for *_, metrics in evaluations], np.float64) for name in names
+    }

@@ -21,17 +21,19 @@ from lightning_omni.methods.replica import Hyperparameters, Pulled, Replica, cop
 from lightning_omni.protocol import Batch, positions
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.group import Action, Ask, GroupCore
+from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.record import Event, Spans
 from lightning_omni.protocol.shard import Shard
 from lightning_omni.protocol.wire_format import RAW, Memory, WireFormat, decode, from_wire, name_of
-from lightning_omni.simulator.parameters import named_parameters, own_optimizer, own_parameters
-from lightning_omni.simulator.replicas import OwnReplica
+from lightning_omni.simulator.monitor import Row, arrays
+from lightning_omni.simulator.replicas import named_parameters, own_replica
 from lightning_omni.simulator.server import resolve_also
-from lightning_omni.simulator.workbench import Loss, Samples, Workbench
+from lightning_omni.simulator.workbench import Samples, Workbench
+from lightning_omni.simulator.workload import Loss, MakeOptimizer
 from lightning_omni.topology import Topology
 from lightning_omni.trace import Trace
 
-Batches = Callable[[int, range], Any]
+BatchAt = Callable[[int, range], Any]
 """The batch of an epoch's positions: ``batches(epoch, positions)``."""
 
 
@@ -54,8 +56,8 @@ def replay(
     events: Iterable[Event],
     model: nn.Module,
     loss: Loss,
-    batches: Batches,
-    optimizer: Callable[[Any], Optimizer],
+    batches: BatchAt,
+    optimizer: MakeOptimizer,
     merged: str | None = None,
 ) -> Replayed:
     """Repeats a recorded run of one optimizer, and of a merged head if there was one.
@@ -115,7 +117,7 @@ def trace_of(events: Iterable[Event], optimizer: int | None = None) -> Trace:
         >>> trace_of([Event(kind="push", time=2.5, group=1, read_at=0, clock=1)]).columns()["time"]
         array([0.])
     """
-    rows: list[tuple[float, int, int, int, int, float, int, int, int]] = []
+    rows: list[Row] = []
     untold: dict[int, list[tuple[int, int]]] = {}
     clock, began, now, meta = 0, None, 0.0, {}
     for event in events:
@@ -141,16 +143,7 @@ def trace_of(events: Iterable[Event], optimizer: int | None = None) -> Trace:
         if event.kind == "push":
             spans.clear()
         clock = event.clock
-    columns = zip(*rows, strict=True) if rows else ((),) * len(Trace.COLUMNS)
-    return Trace(
-        rows={
-            name: np.array(column, dtype) for (name, dtype), column in zip(Trace.COLUMNS.items(), columns, strict=True)
-        },
-        updates=clock,
-        seconds=now,
-        ended="recorded",
-        meta=meta,
-    )
+    return Trace(arrays(Trace.COLUMNS, rows), updates=clock, seconds=now, ended="recorded", meta=meta)
 
 
 def _message(event: Event, tensors: Tensors, pull: bool = True) -> m.PushMessage:
@@ -179,7 +172,7 @@ class _Group:
     replica: Replica
     core: GroupCore
     ahead: set[tuple[int, int]] = field(default_factory=set)
-    """Batches whose gradient was computed at the head's turn, before the body's push told of them."""
+    """Batches whose gradient was computed with access to the head, before the body's push told of them."""
     others: dict[str, Tensor] = field(default_factory=dict)
     """Weights of parameters that other groups train and this one does not know of yet."""
     present: tuple[bool, ...] = ()
@@ -193,8 +186,8 @@ class _Replay:
         self,
         model: nn.Module,
         loss: Loss,
-        batches: Batches,
-        optimizer: Callable[[Any], Optimizer],
+        batches: BatchAt,
+        optimizer: MakeOptimizer,
         merged: str | None,
     ) -> None:
         self._model = copy.deepcopy(model).train()
@@ -213,10 +206,11 @@ class _Replay:
         self._loss = loss
         self._bench = self._new_bench()
         self._param_groups: tuple[dict[str, Any], ...] = ()
-        self._shard: Shard | None = None
+        self._is_formed = False
+        self._shard: Shard
         self._head_shard: Shard | None = None
-        self._method: Method | None = None
-        self._wire_format: WireFormat = RAW
+        self._method: Method
+        self._wire_format: WireFormat
         self._out, self._in = Memory(), Memory()
         self._groups: dict[int, _Group] = {}
         self._step_time = 0.0
@@ -228,7 +222,7 @@ class _Replay:
         """One event."""
         if event.optimizer and self._head:
             if event.kind == "push":
-                self._turn(event)
+                self._head_access(event)
             elif event.kind == "restructure" and self._head_shard is not None:
                 self._head_shard.restructure(event.group, _tree(event, {}))
             return
@@ -240,7 +234,7 @@ class _Replay:
         if event.kind in ("seed", "form"):
             self._form(event)
             return
-        if self._shard is None or self._method is None:
+        if not self._is_formed:
             raise ConfigurationError(
                 "events: the record does not begin with the forming of groups; pass the whole of it"
             )
@@ -263,7 +257,7 @@ class _Replay:
         elif event.kind == "fetch":
             self._fetch(group)
         elif event.kind == "rest":
-            self._deliver(self._shard.method_side.rest(event.group))
+            self._deliver(self._shard.method_side.idle(event.group))
         elif event.kind == "resume":
             self._shard.method_side.resume(event.group)
         elif event.kind == "leave":
@@ -280,7 +274,7 @@ class _Replay:
 
     def result(self) -> Replayed:
         """What it has come to."""
-        if self._shard is None:
+        if not self._is_formed:
             raise ConfigurationError("events: the record is empty")
         weights = dict(zip(self._body, copies(self._shard.master.weights()), strict=True))
         if self._head_shard is not None:
@@ -290,30 +284,32 @@ class _Replay:
 
     def _form(self, event: Event) -> None:
         topology, method = Topology(event.groups), m.method_from_wire(event.method)
-        if self._shard is not None and event.kind == "seed":
+        if self._is_formed and event.kind == "seed":
             raise ConfigurationError(
                 "events: the record holds more than one run, or the run went through one group, whose steps no server"
                 " saw"
             )
-        if self._shard is not None and method.steps_at == "worker":
+        if self._is_formed and method.steps_at == "worker":
             raise ConfigurationError(
                 f"events: other groups were formed in mid-run, and what these begin with is not on record with"
                 f" {type(method).__name__}"
             )
-        if self._shard is not None and self._wire_format.is_stateful:
+        if self._is_formed and self._wire_format.pushes.is_stateful:
             raise ConfigurationError(
                 "events: other groups were formed in mid-run, and what the groups before had not pushed yet in their"
                 f" wire format {name_of(self._wire_format)} is not on record"
             )
         self._method = method
         self._wire_format = from_wire(event.wire_format) if event.wire_format else RAW
-        if self._shard is None:
+        if not self._is_formed:
+            self._is_formed = True
             at_server = self._optimizer if method.steps_at == "server" else None
             self._shard = self._shard_of(self._body, at_server, event.clock, method, topology)
             if self._head:
                 self._head_shard = self._shard_of(self._head, self._optimizer, 0, AsyncSGD(), topology)
         else:
             self._shard.change_method(method, topology.alive)
+        self._shard.answer_in(self._wire_format.answers)
         self._groups = {number: self._new_group(number, topology) for number in topology.alive}
 
     def _shard_of(
@@ -330,11 +326,7 @@ class _Replay:
         return Shard(description, weights, clock, method, topology.alive, resolve_also(self._optimizer))
 
     def _new_group(self, number: int, topology: Topology) -> _Group:
-        assert self._shard is not None
-        assert self._method is not None
-        parameters = own_parameters(self._model, self._body, self._shard.master.weights())
-        optimizer = own_optimizer(self._make, self._model, parameters)
-        replica = OwnReplica(list(parameters.values()), optimizer, number)
+        replica = own_replica(self._make, self._model, self._body, self._shard.master.weights(), number)
         replica.clock, replica.peers = self._shard.master.clock, topology.alive
         core = GroupCore(self._method, self._wire_format)
         core.attach(replica)
@@ -347,8 +339,6 @@ class _Replay:
     def _restructure(self, group: _Group, event: Event) -> None:
         """A group's optimizer has other parameter groups, or more parameters."""
         shard = self._shard
-        assert shard is not None
-        assert self._method is not None
         for name in event.parameters:
             self._add(name)
         shard.restructure(event.group, _tree(event, {name: self._start[name] for name in event.parameters}))
@@ -422,16 +412,16 @@ class _Replay:
         self._check_is_on_record(group.core.gradient(0, Gradient(own, used)))
         return [gradient[name] for name in self._head]
 
-    def _turn(self, event: Event) -> None:
-        """A group's turn at the merged head: its gradient is computed now, and the head is stepped with it."""
+    def _head_access(self, event: Event) -> None:
+        """A group's access to the merged head: its gradient is computed now, and the head is stepped with it."""
         group, shard = self._groups.get(event.group), self._head_shard
         if group is None or shard is None:
             return
         if event.note or not event.spans:
             raise ConfigurationError(
-                "events: turns at a merged head can be replayed if the data was leased and nothing was clipped"
+                "events: accesses to a merged head can be replayed if the data was leased and nothing was clipped"
             )
-        # The weights must be those that this turn read: the bench computes before anything moves them.
+        # The weights must be those that this access read: the bench computes before anything moves them.
         gradient = self._step(group, event.epoch, event.spans[-1], ())
         group.ahead.add(event.spans[-1])
         message = _message(event, gradient)
@@ -452,11 +442,10 @@ class _Replay:
         need, shard = group.core.waits_for(0), self._shard
         if not isinstance(need, Exchange) or need.read_at != event.read_at:
             raise ProtocolError(f"the record says {event}, but the group wants {type(need).__name__}: {need}")
-        assert shard is not None
         known = shard.layout_of(event.group)
         encoded = group.core.encode(0, need, known, self._out)
         layout = known.subset(encoded.present)
-        views = iter(layout.views(decode(self._wire_format, encoded.payload, layout, self._in)))
+        views = iter(layout.views(decode(self._wire_format.pushes, encoded.payload, layout, self._in)))
         tensors = [next(views) if there else None for there in encoded.present]
         replies = shard.take(event.group, _message(event, tensors, need.pull), tensors)
         if (replies is None) != event.refused:
@@ -464,13 +453,12 @@ class _Replay:
         if replies is None:
             if need.pull:
                 shard.method_side.fetched(event.group)
-            self._answer(group, Pulled(self._known(group), shard.master.clock, refused=True))
+            self._answer(group, Pulled(self._as_sent(known, shard.buffer), shard.master.clock, refused=True))
         else:
             self._deliver(replies)
 
     def _deliver(self, replies: Sequence[Any]) -> None:
         shard = self._shard
-        assert shard is not None
         for reply in replies:
             if (group := self._groups.get(reply.group)) is None:
                 continue
@@ -478,13 +466,16 @@ class _Replay:
             if not isinstance(need, Exchange):
                 raise ProtocolError(f"group {reply.group} gets an answer, but wants {type(need).__name__}")
             known = shard.layout_of(reply.group)
-            tensors = known.views(shard.payload_of(reply).clone()) if need.pull else []
+            tensors = self._as_sent(known, shard.payload_of(reply)) if need.pull else []
             self._answer(group, Pulled(tensors, shard.master.clock, reply.note))
 
+    def _as_sent(self, known: Layout, flat: Tensor) -> list[Tensor]:
+        """What a group gets of what answers its push."""
+        payload = self._shard.as_bytes(flat[: known.nbytes], known)
+        return known.views(self._shard.arrived(payload, known).clone())
+
     def _fetch(self, group: _Group) -> None:
-        """The group asked for the master weights in the midst of its steps, or came back from a meeting."""
-        assert self._shard is not None
-        assert self._method is not None
+        """The group asked for the master weights in the midst of its steps, or was synchronized."""
         side = self._shard.method_side
         side.fetched(group.replica.group)
         pulled = Pulled(self._known(group), self._shard.master.clock)
@@ -498,5 +489,4 @@ class _Replay:
 
     def _known(self, group: _Group) -> list[Tensor]:
         """Copies of the master weights that a group knows of."""
-        assert self._shard is not None
         return copies(self._shard.master.weights()[: len(group.replica.ordered)])

@@ -1,44 +1,44 @@
-"""Weights of a thousand groups in the memory of a few: groups that read the same weights share them."""
+"""Parameters of groups, by name and in the optimizer's order; and how a thousand groups' fit in the memory of a few.
+
+Groups that read the same weights share them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from weakref import WeakValueDictionary
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods.replica import Pulled, Replica, copies
 from lightning_omni.protocol.layout import Layout
+from lightning_omni.simulator.workload import MakeOptimizer
 
 
-class Snapshot(list[Tensor]):
-    """The master weights of one clock. Nobody changes them; they live as long as somebody holds them."""
+class SharedWeights(list[Tensor]):
+    """The master weights of one clock. No code changes them; they live as long as a group holds them."""
 
 
-class Snapshots:
-    """One snapshot for each clock that somebody still works with.
+class WeightsByClock:
+    """The weights of each clock that some group still works with.
 
     Attributes:
-        most: the most snapshots that were alive at a time.
+        most: the most different weights that were alive at a time.
     """
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
-        self._at: WeakValueDictionary[int, Snapshot] = WeakValueDictionary()
+        self._at: WeakValueDictionary[int, SharedWeights] = WeakValueDictionary()
         self.most = 0
 
-    @property
-    def live(self) -> int:
-        """Snapshots that somebody holds."""
-        return len(self._at)
-
-    def at(self, clock: int, buffer: Tensor) -> Snapshot:
-        """The snapshot of the weights that lie in ``buffer`` at this clock."""
+    def at(self, clock: int, buffer: Tensor) -> SharedWeights:
+        """A copy of the weights that lie in ``buffer`` at this clock; the same for all that read it."""
         known = self._at.get(clock)
         if known is None:
-            known = self._at[clock] = Snapshot(self._layout.views(buffer.clone()))
+            known = self._at[clock] = SharedWeights(self._layout.views(buffer.clone()))
             self.most = max(self.most, len(self._at))
         return known
 
@@ -53,7 +53,7 @@ class OwnReplica(Replica):
 
 
 class SharingReplica(Replica):
-    """A replica that refers to a snapshot instead of copying it, until it moves: then it copies first.
+    """A replica that refers to shared weights instead of copying them, until it moves: then it copies first.
 
     Args:
         parameters: only say which weight has which learning rate.
@@ -62,7 +62,7 @@ class SharingReplica(Replica):
         start: the weights.
     """
 
-    def __init__(self, parameters: Sequence[Parameter], optimizer: Optimizer, group: int, start: Snapshot) -> None:
+    def __init__(self, parameters: Sequence[Parameter], optimizer: Optimizer, group: int, start: SharedWeights) -> None:
         super().__init__(parameters, optimizer, group)
         self._weights: list[Tensor] = start
 
@@ -71,7 +71,7 @@ class SharingReplica(Replica):
 
     def load(self, pulled: Pulled) -> None:
         tensors = pulled.tensors
-        self._weights = tensors if isinstance(tensors, Snapshot) else copies(tensors)
+        self._weights = tensors if isinstance(tensors, SharedWeights) else copies(tensors)
         self.clock = pulled.clock
 
     def move(self, by: Sequence[Tensor], factor: float = 1.0) -> None:
@@ -83,5 +83,38 @@ class SharingReplica(Replica):
         super().descend(gradient)
 
     def _own(self) -> None:
-        if isinstance(self._weights, Snapshot):
+        if isinstance(self._weights, SharedWeights):
             self._weights = copies(self._weights)
+
+
+def named_parameters(model: nn.Module, optimizer: Optimizer) -> dict[str, Parameter]:
+    """The parameters of an optimizer by name, in its order.
+
+    Raises:
+        ConfigurationError: it holds something that is no parameter of the model.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    ordered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if any(id(parameter) not in names for parameter in ordered):
+        raise ConfigurationError("optimizer: it must be made from the parameters that it is called with")
+    return {names[id(parameter)]: parameter for parameter in ordered}
+
+
+def own_replica(
+    make: MakeOptimizer, model: nn.Module, parameters: Mapping[str, Parameter], weights: Sequence[Tensor], group: int
+) -> OwnReplica:
+    """A group's replica with parameters of its own.
+
+    Args:
+        make: makes the user's optimizer, which gets all parameters in the model's order.
+        model: has the other parameters.
+        parameters: those that are trained, by name, in the optimizer's order.
+        weights: their values.
+        group: number of the group.
+    """
+    own = {
+        name: Parameter(weight.clone(), requires_grad=parameter.requires_grad)
+        for (name, parameter), weight in zip(parameters.items(), weights, strict=True)
+    }
+    optimizer = make([own.get(name, other) for name, other in model.named_parameters()])
+    return OwnReplica(list(own.values()), optimizer, group)

@@ -10,15 +10,11 @@ from torch import nn
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import HardSync, Method, checked, method_named
 from lightning_omni.protocol.record import Recorder
-from lightning_omni.protocol.wire_format import RAW, WireFormat
+from lightning_omni.protocol.wire_formats import Wire, wire_of
 from lightning_omni.simulator.cluster import Cluster
-from lightning_omni.simulator.monitor import Evaluate
-from lightning_omni.simulator.parameters import MakeOptimizer
-from lightning_omni.simulator.progress import Progress, progress_of
-from lightning_omni.simulator.settings import Batches, Cadence, Formation, Limits
+from lightning_omni.simulator.settings import Batches, Cadence, Formation, Progress, RunLimits, progress_of
 from lightning_omni.simulator.simulation import Simulation
-from lightning_omni.simulator.workbench import Loss
-from lightning_omni.simulator.workload import Workload
+from lightning_omni.simulator.workload import Evaluate, Loss, MakeOptimizer, Workload
 from lightning_omni.topology import Topology
 from lightning_omni.trace import Trace
 
@@ -46,7 +42,7 @@ def simulate(
     batched: bool | Literal["auto"] = "auto",
     members_apart: bool = False,
     record: Recorder | None = None,
-    wire_format: WireFormat = RAW,
+    wire: Wire = "fp32",
     progress: bool | Progress = False,
 ) -> Trace:
     """Trains a model on a cluster that does not exist: virtual time, real gradients.
@@ -69,27 +65,28 @@ def simulate(
         rebalance: ``"auto"`` gives the members of a group parts of its batch in proportion to their mean speeds, which
             are known from the start; a slowdown is followed at once.
         merged: name of a submodule that stays at the server, as by ``OmniStrategy(merged=...)``. A group's batch comes
-            there after a third of the group's time (its forward pass); the turn lasts as long as the head takes, and
+            there after a third of the group's time (its forward pass); the access lasts as long as the head takes, and
             the way of its outputs and their gradients.
-        evaluate: figures of a model in evaluation mode, by name. The model is the one that the method would validate.
+        evaluate: metrics of a model in evaluation mode, by name. The model is the one that the method would validate.
         evaluate_every: updates between two evaluations; there is always one at the end.
         evaluate_every_seconds: seconds of virtual time between two evaluations.
         max_updates: updates after which the run ends. An update is a tick of the server's clock or, where groups
             talk to one another only (gossip), one local step of one group.
         max_epochs: passes over the data after which the run ends.
         max_seconds: virtual time at which the run ends, in seconds.
-        target: name and value of a figure; the run ends with the evaluation that reaches it (from above if the name
+        target: name and value of a metric; the run ends with the evaluation that reaches it (from above if the name
             contains "loss" or "error").
-        seed: of data order, jitter and whatever chance there is in the model; same seed, bitwise the same trace.
+        seed: of data order, jitter and whatever is random in the model; same seed, bitwise the same trace.
         batched: compute gradients of several groups at a time with ``torch.func.vmap``; ``"auto"`` where that is
             faster and cannot change the outcome beyond rounding (no buffers, no dropout, few weights and samples).
         members_apart: compute each member's gradient by itself and average them as DDP does; for bit-equality with a
             real run of groups of several ranks.
         record: told of every event at the server, as by `lightning_omni.protocol.ServerCore`.
-        wire_format: how pushes are put into bytes; a link takes as long as these bytes need.
+        wire: how pushes are put into bytes, by name or as a value: see docs/wire-formats.md. A link takes as long as
+            these bytes need.
         progress: True shows a progress bar; or a function, called with the fraction done and a text. With either,
             Ctrl-C returns the trace so far (``ended == "interrupted"``) instead of raising KeyboardInterrupt; so does
-            a function that raises `lightning_omni.simulator.progress.Enough` (``ended == "stopped"``).
+            a function that raises `lightning_omni.simulator.Enough` (``ended == "stopped"``).
 
     Returns:
         The trace. Its ``ended`` says why the run ended, ``weights`` are those of the model last evaluated.
@@ -108,9 +105,9 @@ def simulate(
         >>> trace.updates, trace.ended
         (20, 'max_updates')
     """
-    limits = Limits.of(max_updates, max_epochs, max_seconds)
+    limits = RunLimits.of(max_updates, max_epochs, max_seconds)
     cadence = Cadence(evaluate_every, evaluate_every_seconds, target)
-    if evaluate is None and cadence.needs_metrics:
+    if evaluate is None and cadence != Cadence():
         raise ConfigurationError("evaluate=None: pass a function that evaluates a model, or neither period nor target")
     batches = Batches(batch_size, rebalance == "auto", batched, members_apart, seed)
     if isinstance(topology, int):
@@ -118,6 +115,8 @@ def simulate(
     _check_together(topology, cluster, batches, rebalance, merged)
     chosen = method_named(method) if isinstance(method, str) else checked(method)
     chosen.check(len(topology.alive))
+    wire_format = wire_of(wire)
+    wire_format.check(chosen)
     formation = Formation(chosen, topology, merged, wire_format)
     if topology.is_synchronous:
         formation = Formation(HardSync(), topology)  # whatever the method, one group is plain synchronous training

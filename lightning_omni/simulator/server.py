@@ -1,4 +1,7 @@
-"""The real server as simulated groups speak to it: through memory, all ranks at once. It refuses nothing they say."""
+"""The real server as simulated groups speak to it, all ranks at once, and the way there and back.
+
+It refuses nothing they say. On the way are links, the server's network card, and the queues at both ends.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,8 @@ from torch.optim import Optimizer
 
 from lightning_omni.errors import ProtocolError
 from lightning_omni.methods import Method
-from lightning_omni.methods.contract import Push
 from lightning_omni.methods.master import Resolve, class_path, describe, resolver
-from lightning_omni.protocol import EpochPlan, Out, ServerCore, handshake
+from lightning_omni.protocol import Out, ServerCore, handshake
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.codec import pack
 from lightning_omni.protocol.group import Ask, GroupCore, Said
@@ -25,8 +27,9 @@ from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.record import Recorder
 from lightning_omni.protocol.shard import Shard
 from lightning_omni.protocol.wire_format import Memory, WireFormat, to_wire
-from lightning_omni.simulator.engine import Engine
-from lightning_omni.simulator.replicas import Snapshots
+from lightning_omni.simulator.cluster import Cluster
+from lightning_omni.simulator.engine import Engine, Process, Timeline
+from lightning_omni.simulator.replicas import WeightsByClock
 from lightning_omni.topology import Topology
 
 GENERATION = 1
@@ -52,8 +55,9 @@ class SimulatedServer:
 
     Attributes:
         core: the server.
-        snapshots: weights that it has sent.
+        snapshots: weights that it has sent, by clock.
         incarnation: of the groups that were formed.
+        shard: the master weights; there are none before the groups were formed.
     """
 
     def __init__(
@@ -71,22 +75,13 @@ class SimulatedServer:
         self.core = ServerCore(
             self._key, random.randbytes, math.inf, math.inf, resolve=resolve_also(optimizer), record=record
         )
-        self.snapshots = Snapshots(layout)
+        self.snapshots = WeightsByClock(layout)
         self._engine, self._layout, self._topology = engine, layout, topology
-        self._world_size = len(topology.ranks)
         self._link, self._memory = Link(self.core), Memory()
         self.incarnation = 0
+        self.shard: Shard
         for rank in topology.ranks:
             self._join(rank)
-
-    @property
-    def shard(self) -> Shard:
-        """The master weights."""
-        return self.core.shards[0]
-
-    def clock(self) -> int:
-        """Updates in the master weights."""
-        return self.core.clock
 
     def form(self, method: Method, wire_format: WireFormat, parts: Sequence[Mapping[str, Any]]) -> None:
         """The recorder forms the groups and hands weights and optimizers over: see `part_of`."""
@@ -96,23 +91,16 @@ class SimulatedServer:
             method=m.method_to_wire(method),
             wire_format=to_wire(wire_format),
         )
-        (*_, formed) = self._control(0, form)
+        (*_, formed) = self.control(0, form)
         self.incarnation = cast(m.Formed, formed.message).incarnation
         packed, buffer = pack({"parts": [dict(part) for part in parts]})
         self._data(0, m.Seed(packed=packed, nbytes=buffer.numel()), buffer)
+        self.shard = self.core.shards[0]
 
-    def open_epoch(self, leader: int, plan: EpochPlan) -> None:
-        """A leader says that an epoch begins."""
-        self._control(leader, m.OpenEpoch(plan=plan))
-
-    def draw(self, leader: int, message: m.Draw) -> m.Drawn:
-        """A group's next batches."""
-        (out,) = self._control(leader, message)
-        return cast(m.Drawn, out.message)
-
-    def wait(self, leader: int, message: m.Await) -> list[Out]:
-        """A group asks what is next."""
-        return self._control(leader, message)
+    def control(self, rank: int, message: m.Message) -> list[Out]:
+        """A rank says something on its control connection."""
+        self._link.now = self._engine.now
+        return _accepted(self._link.control(rank, message))
 
     def prepare(self, core: GroupCore, ask: Ask) -> tuple[int, Said | None]:
         """The bytes of a push that is sent now; and the push, if its size is only known when it is encoded.
@@ -120,7 +108,7 @@ class SimulatedServer:
         If it is known before, the push is encoded when it arrives: there is one memory then for all that are under way.
         """
         present = [tensor is not None for tensor in ask.tensors]
-        smallest, largest = core.wire_format.sizes(self._layout.subset(present))
+        smallest, largest = core.wire_format.pushes.sizes(self._layout.subset(present))
         if smallest == largest:
             return largest, None
         said = core.say(ask, self._layout, Memory())
@@ -148,14 +136,6 @@ class SimulatedServer:
         assert isinstance(answer, Tensor)
         return out.message, answer.clone()
 
-    def lose(self, rank: int, reason: str) -> list[Out]:
-        """A rank dies."""
-        return self.core.tick(self._engine.now) + self.core.lose(rank, reason)
-
-    def staleness(self, group: int, read_at: int) -> int:
-        """What the method would say of a push that arrives now."""
-        return self.shard.method_side.staleness_of(Push(group, read_at, ()))
-
     # --- What the server sends ---------------------------------------------------------------------------------------
 
     def group_of(self, out: Out) -> int:
@@ -171,22 +151,93 @@ class SimulatedServer:
         if out.payload[0] is shard.buffer:
             return self.snapshots.at(message.clock, shard.buffer)
         assert isinstance(out.payload[0], Tensor)
-        return shard.layout.views(out.payload[0].clone())
+        # Of another's push, or of a fetch, it is either the very buffer or in the format of answers.
+        return shard.layout.views(shard.arrived(out.payload[0], shard.layout).clone())
 
     # --- Connections -------------------------------------------------------------------------------------------------
 
     def _join(self, rank: int) -> None:
-        hello = handshake.hello_of("simulated", rank, self._world_size, self._layout, _NONCE)
-        _, secret = handshake.join(lambda message, _: self._control(rank, message)[0].message, self._key, hello)
+        hello = handshake.hello_of("simulated", rank, len(self._topology.ranks), self._layout, _NONCE)
+        _, secret = handshake.join(lambda message, _: self.control(rank, message)[0].message, self._key, hello)
         handshake.attach(lambda message, _: self._data(rank, message)[0].message, secret, rank, _NONCE)
-
-    def _control(self, rank: int, message: m.Message) -> list[Out]:
-        self._link.now = self._engine.now
-        return _accepted(self._link.control(rank, message))
 
     def _data(self, rank: int, message: m.Message, payload: bytes | Tensor = _NOTHING) -> list[Out]:
         self._link.now = self._engine.now
         return _accepted(self._link.data(rank, message, payload))
+
+
+class Queue:
+    """Serves one after the other, first come, first served."""
+
+    def __init__(self) -> None:
+        self._free_at = 0.0
+
+    def serve(self, arrival: float, seconds: float) -> float:
+        """Something comes that takes that long to serve. Returns when that is done."""
+        self._free_at = max(arrival, self._free_at) + seconds
+        return self._free_at
+
+
+class SimulatedNetwork:
+    """How long messages travel and queue.
+
+    Args:
+        engine: virtual time.
+        cluster: the links.
+        server: at the far end.
+
+    Attributes:
+        processes: what waits for what the server sends, by the number of the group.
+    """
+
+    def __init__(self, engine: Engine, cluster: Cluster, server: SimulatedServer) -> None:
+        self._engine, self._server = engine, server
+        self._cluster, self._link, self._card = cluster, cluster.link, cluster.server
+        self._inwards, self._outwards, self._updates, self._head = Queue(), Queue(), Queue(), Queue()
+        self.processes: dict[int, Process] = {}
+
+    # --- To the server and back --------------------------------------------------------------------------------------
+
+    def arrival(self, sent: float, nbytes: int = 0) -> float:
+        """When a message has come over the link. Control messages have no size, and no queue either."""
+        return sent + self._link.seconds(nbytes) + self._card.latency
+
+    def push(self, nbytes: int) -> Timeline:
+        """A push travels until it is served: over the link, through the server's card, to the server itself."""
+        yield self.arrival(self._engine.now, nbytes)
+        received = self._inwards.serve(self._engine.now, nbytes / self._card.bandwidth)
+        yield self._updates.serve(received, self._cluster.update_seconds)
+
+    def to_head(self, nbytes: int, bytes_back: int, size: int) -> Timeline:
+        """A batch of ``size`` samples travels to a merged head, until its exclusive access there is over."""
+        yield self.arrival(self._engine.now, nbytes)
+        received = self._inwards.serve(self._engine.now, nbytes / self._card.bandwidth)
+        # The outputs go out and their gradients come in while the head is this group's alone.
+        travel = 2 * (self._link.seconds(bytes_back) + self._card.seconds(bytes_back))
+        yield self._head.serve(received, size * self._cluster.head_seconds_per_sample + travel)
+
+    def from_head(self, nbytes: int) -> float:
+        """When the gradients of a batch are back, if they are sent now."""
+        return self.arrival(self._outwards.serve(self._engine.now, nbytes / self._card.bandwidth), nbytes)
+
+    def deliver(self, out: list[Out]) -> None:
+        """What the server sends now goes where it is to go: weights take their time, verdicts none."""
+        for item in out:
+            process = self.processes[self._server.group_of(item)]
+            if isinstance(item.message, m.Weights):
+                # Copied now: the server's answer is only valid until the next message.
+                answer = item.message, self._server.tensors_of(item)
+                sent = self._outwards.serve(self._engine.now, item.message.nbytes / self._card.bandwidth)
+                arrival = sent + (self._link.seconds(item.message.nbytes) + self._card.latency)
+                self._engine.resume_at(arrival, process, answer)
+            elif isinstance(item.message, m.Verdict):
+                self._engine.resume_at(self._engine.now, process, item.message.next)
+
+    # --- From group to group -----------------------------------------------------------------------------------------
+
+    def to_peer(self, nbytes: int = 0) -> float:
+        """When a message to another group is there, if it is sent now. Links between groups are not shared."""
+        return self._engine.now + self._link.seconds(nbytes)
 
 
 def part_of(

@@ -1,21 +1,26 @@
-"""What a simulated run is told, as values: its groups, its batches, when it is evaluated and when it ends."""
+"""What a simulated run is told, as values: groups, batches, when it is evaluated and ends, and who hears of it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
+from lightning_omni.checks import check_number, check_whole
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import Method
 from lightning_omni.protocol.wire_format import RAW, WireFormat
 from lightning_omni.topology import Topology
 
+Progress = Callable[[float, str], None]
+"""Called with the fraction that is done, 0 to 1, and a text."""
+
 
 @dataclass(frozen=True)
 class Formation:
-    """Who trains, and how they exchange.
+    """Which ranks train, and how they exchange.
 
     Args:
         method: what is exchanged.
@@ -52,12 +57,11 @@ class Batches:
     seed: int
 
     def __post_init__(self) -> None:
-        if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 1:
-            raise ConfigurationError(f"batch_size={self.size!r}: pass the samples in one device's batch, 1 or more")
+        check_whole("batch_size", self.size, "the samples in one device's batch, 1 or more", 1)
 
 
 @dataclass(frozen=True)
-class Limits:
+class RunLimits:
     """When a run ends: with whichever comes first.
 
     Args:
@@ -71,7 +75,7 @@ class Limits:
     seconds: float = math.inf
 
     @classmethod
-    def of(cls, max_updates: int | None, max_epochs: int | None, max_seconds: float | None) -> Limits:
+    def of(cls, max_updates: int | None, max_epochs: int | None, max_seconds: float | None) -> RunLimits:
         """Limits of which some are None.
 
         Raises:
@@ -112,13 +116,29 @@ class Cadence:
                 "target= is looked for at evaluations; pass evaluate_every= or evaluate_every_seconds="
             )
 
-    @property
-    def needs_metrics(self) -> bool:
-        """Whether the run cannot do without a function that evaluates."""
-        return self != Cadence()
-
 
 def _check_above_zero(values: Mapping[str, float | None]) -> None:
     for name, value in values.items():
-        if value is not None and not value > 0:
-            raise ConfigurationError(f"{name}={value}: pass a number above 0, or None")
+        if value is not None:
+            check_number(name, value, "a number above 0, or None", above=0)
+
+
+class Enough(Exception):
+    """Raised by a function that is told the progress: the run ends there, as if it had been asked for no more."""
+
+
+@contextmanager
+def progress_of(wanted: bool | Progress) -> Iterator[Progress | None]:
+    """What shows progress: a bar, the caller's function, or None."""
+    if callable(wanted):
+        yield wanted
+    elif wanted is False:
+        yield None
+    elif wanted is True:
+        from rich.progress import Progress as Bars
+
+        with Bars() as bars:
+            bar = bars.add_task("simulating", total=1.0)
+            yield lambda done, text: bars.update(bar, completed=done, description=text)
+    else:
+        raise ConfigurationError(f"progress={wanted!r}: pass True, False or a function of a fraction and a text")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
+import math
 
 from torch import Tensor
-from torch.nn import Module
 
 from lightning_omni.errors import OmniError
 from lightning_omni.methods.replica import Replica
@@ -15,21 +15,15 @@ from lightning_omni.protocol.group import GroupCore
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.record import Recorder
 from lightning_omni.simulator.cluster import Cluster, Failure
-from lightning_omni.simulator.devices import Members
 from lightning_omni.simulator.engine import Engine, Priority, Timeline
-from lightning_omni.simulator.gradients import Gradients, HeadGradients, OwnGradients
-from lightning_omni.simulator.group import MOST_REFUSED, Barrier, SimulatedGroup, Surroundings
-from lightning_omni.simulator.head import SimulatedHead, without
-from lightning_omni.simulator.measurements import arrays
-from lightning_omni.simulator.monitor import Evaluator, Monitor
-from lightning_omni.simulator.network import Network
-from lightning_omni.simulator.parameters import named_parameters, own_optimizer, own_parameters
-from lightning_omni.simulator.progress import Enough, Progress
-from lightning_omni.simulator.replicas import OwnReplica, SharingReplica
-from lightning_omni.simulator.server import HEAD, SimulatedServer, part_of
-from lightning_omni.simulator.settings import Batches, Cadence, Formation, Limits
+from lightning_omni.simulator.gradients import Gradients, Members, SimulatedHead, ThroughHead
+from lightning_omni.simulator.group_process import MOST_REFUSED, EpochBarrier, SimulatedGroup, Surroundings
+from lightning_omni.simulator.monitor import Monitor, arrays, evaluated
+from lightning_omni.simulator.replicas import SharingReplica, named_parameters, own_replica
+from lightning_omni.simulator.server import HEAD, SimulatedNetwork, SimulatedServer, part_of
+from lightning_omni.simulator.settings import Batches, Cadence, Enough, Formation, Progress, RunLimits
 from lightning_omni.simulator.workbench import Samples, Workbench
-from lightning_omni.simulator.workload import Workload
+from lightning_omni.simulator.workload import MakeOptimizer, Workload
 from lightning_omni.topology import GroupId
 from lightning_omni.trace import Trace
 
@@ -57,58 +51,48 @@ class Simulation:
         cluster: Cluster,
         formation: Formation,
         batches: Batches,
-        limits: Limits,
+        limits: RunLimits,
         cadence: Cadence,
         record: Recorder | None = None,
     ) -> None:
-        self._workload, self._cluster, self._formation = workload, cluster, formation
-        self._batches, self._limits, self._cadence = batches, limits, cadence
-        self._engine = Engine()
+        self._cluster, self._formation, self._batches, self._cadence = cluster, formation, batches, cadence
+        self._evaluate, self._engine = workload.evaluate, Engine()
         self._model = copy.deepcopy(workload.model).train()
-        evaluated = copy.deepcopy(workload.model).eval()
+        self._evaluated = copy.deepcopy(workload.model).eval()
         self._optimizer = workload.optimizer(list(self._model.parameters()))
         everything = named_parameters(self._model, self._optimizer)
         merged = formation.merged
         self._head = SimulatedHead(merged, self._model, self._optimizer) if merged is not None else None
-        self._parameters = without(everything, self._head)
+        inside = self._head.parameters if self._head is not None else {}
+        self._parameters = {name: parameter for name, parameter in everything.items() if name not in inside}
         self._samples = Samples(workload.data, batches.seed)
-        bench = self._new_bench()
-        self.server = self._new_server(record)
-        self._network = Network(self._engine, cluster, self.server, is_instant=formation.topology.is_synchronous)
-        gradients = self._new_gradients(bench)
+        layout = Layout.of({name: parameter.detach() for name, parameter in self._parameters.items()})
+        topology = formation.topology
+        self.server = SimulatedServer(self._engine, layout, topology, batches.seed, self._optimizer, record)
+        # One group has no server in its path: there exchanges take no time.
+        between = Cluster(cluster.devices) if topology.is_synchronous else cluster
+        self._network = SimulatedNetwork(self._engine, between, self.server)
+        self._gradients = self._new_gradients(workload)
         self._form()
-        self._monitor = self._new_monitor(evaluated)
+        metrics = self._metrics if self._evaluate is not None else None
+        clock = None if formation.method.talks_to_peers else lambda: self.server.core.clock
+        self._monitor = Monitor(self._engine, limits, cadence, metrics, clock, len(self._samples))
         self.groups: dict[int, SimulatedGroup] = {}
-        self._barrier = Barrier(self._engine, self.groups)
-        self._add_groups(gradients)
-        self._gradients = gradients
+        self._barrier = EpochBarrier(self._engine, self.groups)
+        self._add_groups(workload.optimizer)
 
     # --- Its parts ---------------------------------------------------------------------------------------------------
 
-    def _new_bench(self) -> Workbench:
-        batches, topology = self._batches, self._formation.topology
-        members = len(topology.ranks) // len(topology.alive)
-        one_by_one = batches.members_apart or self._head is not None
-        return Workbench(
-            self._model,
-            self._parameters,
-            self._workload.loss,
-            self._samples,
-            False if one_by_one else batches.batched,
-            batches.size * members,
-        )
-
-    def _new_server(self, record: Recorder | None) -> SimulatedServer:
-        layout = Layout.of({name: parameter.detach() for name, parameter in self._parameters.items()})
-        topology, seed = self._formation.topology, self._batches.seed
-        return SimulatedServer(self._engine, layout, topology, seed, self._optimizer, record)
-
-    def _new_gradients(self, bench: Workbench) -> Gradients:
-        if self._head is None:
-            return OwnGradients(self._engine, bench)
+    def _new_gradients(self, workload: Workload) -> Gradients:
+        batches, topology, head = self._batches, self._formation.topology, self._head
+        batched = False if batches.members_apart or head is not None else batches.batched
+        group_batch = batches.size * (len(topology.ranks) // len(topology.alive))
+        bench = Workbench(self._model, self._parameters, workload.loss, self._samples, batched, group_batch)
+        if head is None:
+            return Gradients(self._engine, bench)
         one = self._samples.batch(self._samples.at(0, range(1)))
-        sizes = self._head.sizes(self._model, self._workload.loss, one)
-        return HeadGradients(self._engine, bench, self._head, self._network, sizes)
+        sizes = head.sizes(self._model, workload.loss, one)
+        return ThroughHead(self._engine, bench, head, self._network, sizes)
 
     def _form(self) -> None:
         """The server gets weights and optimizers, and knows the groups."""
@@ -120,44 +104,32 @@ class Simulation:
         if self._head is not None:
             self._head.install(self.server)
 
-    def _new_monitor(self, evaluated: Module) -> Monitor:
-        evaluate = self._workload.evaluate
-        evaluator = Evaluator(evaluate, evaluated, self._model, self._weights) if evaluate is not None else None
-        clock = None if self._formation.method.talks_to_peers else self.server.clock
-        return Monitor(self._engine, self._limits, self._cadence, evaluator, clock, len(self._samples))
-
-    def _add_groups(self, gradients: Gradients) -> None:
+    def _add_groups(self, make: MakeOptimizer) -> None:
         around = Surroundings(
             engine=self._engine,
             server=self.server,
             network=self._network,
-            gradients=gradients,
+            gradients=self._gradients,
             monitor=self._monitor,
-            limits=self._limits,
             batches=self._batches,
-            epoch_size=len(self._samples),
             groups=self.groups,
             barrier=self._barrier,
         )
-        method, topology = self._formation.method, self._formation.topology
+        method, topology, shard = self._formation.method, self._formation.topology, self.server.shard
         for number in topology.alive:
             ranks = topology.members(number)
             members = Members(self._cluster, ranks, self._batches.seed, self._batches.is_balanced)
-            replica = self._sharing_replica(number) if method.steps_at == "server" else self._own_replica(number)
+            replica: Replica
+            if method.steps_at == "server":
+                start = self.server.snapshots.at(0, shard.buffer)
+                replica = SharingReplica(list(self._parameters.values()), self._optimizer, number, start)
+            else:
+                replica = own_replica(make, self._model, self._parameters, shard.master.weights(), number)
             replica.peers = topology.alive
-            core = GroupCore(method, self._formation.wire_format, refusals=MOST_REFUSED)
+            core = GroupCore(method, self._formation.wire_format, max_nonfinite_pushes=MOST_REFUSED)
             core.form(GroupId(str(number), self.server.incarnation))
             group = self.groups[number] = SimulatedGroup(core, replica, ranks, members, around)
             self._network.processes[number] = group.process
-
-    def _sharing_replica(self, number: int) -> Replica:
-        start = self.server.snapshots.at(0, self.server.shard.buffer)
-        return SharingReplica(list(self._parameters.values()), self._optimizer, number, start)
-
-    def _own_replica(self, number: int) -> Replica:
-        parameters = own_parameters(self._model, self._parameters, self.server.shard.master.weights())
-        optimizer = own_optimizer(self._workload.optimizer, self._model, parameters)
-        return OwnReplica(list(parameters.values()), optimizer, number)
 
     # --- The run -----------------------------------------------------------------------------------------------------
 
@@ -186,16 +158,22 @@ class Simulation:
             group.open_epoch(0)
         for group in list(self.groups.values()):
             self._engine.resume(group.process)
+        self._engine.start(self._end())
+
+    def _end(self) -> Timeline:
+        """A process: the run is over when all groups are."""
+        for group in list(self.groups.values()):
+            yield group.process
+        self._monitor.ended = self._monitor.ended or "max_epochs"
 
     def _go_through(self, progress: Progress | None) -> None:
         monitor, engine, shown = self._monitor, self._engine, 0.0
         while not monitor.ended:
-            if all(group.process.is_over for group in self.groups.values()):
-                monitor.ended = "max_epochs"
-            elif not len(engine.events):
+            due = engine.next_time
+            if due == math.inf:
                 raise OmniError("every simulated group waits for another; the method never answers them")
-            elif engine.events.next_time > self._limits.seconds:
-                engine.now, monitor.ended = self._limits.seconds, "max_seconds"
+            if due > monitor.limits.seconds:
+                engine.now, monitor.ended = monitor.limits.seconds, "max_seconds"
             else:
                 engine.step()
                 if progress is not None and (done := monitor.fraction) >= shown + 0.01:
@@ -208,9 +186,10 @@ class Simulation:
         group = self.groups.get(self._formation.topology.group_of(failure.rank))
         if group is None:
             return
-        out = self.server.lose(failure.rank, f"rank {failure.rank} failed at {self._engine.now:g} s")
-        if self.server.core.over:
-            self._monitor.ended = f"lost: {self.server.core.over}"
+        core, now = self.server.core, self._engine.now
+        out = core.tick(now) + core.lose(failure.rank, f"rank {failure.rank} failed at {now:g} s")
+        if core.over:
+            self._monitor.ended = f"lost: {core.over}"
             return
         self._engine.stop(group.process)
         del self.groups[group.number]
@@ -233,11 +212,21 @@ class Simulation:
             named |= dict(zip(self._head.parameters, self.server.core.shards[HEAD].master.weights(), strict=True))
         return named
 
+    def _metrics(self) -> dict[str, float]:
+        """The metrics of the model that the method would validate, as of now."""
+        assert self._evaluate is not None
+        parameters = dict(self._evaluated.named_parameters())
+        for name, weight in self._weights().items():
+            parameters[name].copy_(weight)
+        for mine, trained in zip(self._evaluated.buffers(), self._model.buffers(), strict=True):
+            mine.copy_(trained)
+        return {name: float(value) for name, value in self._evaluate(self._evaluated).items()}
+
     def _trace(self) -> Trace:
         monitor = self._monitor
         return Trace(
             rows=arrays(Trace.COLUMNS, monitor.rows),
-            evaluated=monitor.evaluations.arrays(),
+            evaluated=evaluated(monitor.evaluations),
             updates=monitor.updates,
             seconds=self._engine.now,
             ended=monitor.ended,
@@ -253,6 +242,6 @@ class Simulation:
                 "most_snapshots": self.server.snapshots.most,
             },
             weights={name: weight.detach().clone().numpy() for name, weight in self._weights().items()},
-            work=arrays(Trace.WORK, monitor.stopwatch.work),
-            steps=arrays(Trace.STEPS, monitor.stopwatch.steps),
+            work=arrays(Trace.WORK, monitor.work),
+            steps=arrays(Trace.STEPS, monitor.step_times),
         )

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, cast
 
+import msgspec
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
@@ -16,8 +16,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import TensorDataset, default_collate
 
 from lightning_omni.errors import ConfigurationError
-
-Loss = Callable[[Any, Any], Tensor]
+from lightning_omni.simulator.workload import Loss
 
 MOST_TOGETHER = 32
 """Gradients computed at a time, at most."""
@@ -57,7 +56,7 @@ class Samples:
     def batch(self, indices: Tensor) -> Any:
         """The samples as one batch."""
         if self._tensors is not None:
-            return tuple(tensor[indices] for tensor in self._tensors)
+            return tuple([tensor[indices] for tensor in self._tensors])
         return default_collate([self._data[index] for index in indices.tolist()])
 
     def batches(self, indices: Sequence[Tensor]) -> Any:
@@ -71,16 +70,14 @@ _FEW_SAMPLES = 8
 """Up to so many samples in a batch, batched convolutions gain more than they lose."""
 
 
-@dataclass(frozen=True)
-class Result:
+class Result(msgspec.Struct, frozen=True):
     """A gradient, tensor by tensor, and the mean loss of its samples."""
 
     gradient: list[Tensor | None]
     loss: float
 
 
-@dataclass
-class _Job:
+class _Computation(msgspec.Struct):
     group: int
     due: float
     weights: list[Tensor]
@@ -117,7 +114,7 @@ class Workbench:
             raise ConfigurationError(f'batched={batched!r}: pass True, False or "auto"')
         self.model, self.samples = model, samples
         self._parameters, self._loss = list(parameters.values()), loss
-        self._jobs: dict[int, _Job] = {}
+        self._jobs: dict[int, _Computation] = {}
         size = sum(parameter.numel() for parameter in self._parameters)
         self._width = min(MOST_TOGETHER, MOST_SAMPLES // group_batch, MOST_NUMBERS // max(1, size))
         self._fewest = FEWEST_TOGETHER
@@ -140,13 +137,13 @@ class Workbench:
         Args:
             group: number of the group.
             due: when it will want the result, in seconds.
-            weights: not changed by anybody until then.
+            weights: not changed until then.
             parts: indices of each member's samples; gradients of several members are averaged as DDP does.
         """
-        self._jobs[group] = _Job(group, due, weights, parts)
+        self._jobs[group] = _Computation(group, due, weights, parts)
 
     def drop(self, group: int) -> None:
-        """Nobody wants the group's result any more."""
+        """The group's result is not wanted any more."""
         self._jobs.pop(group, None)
 
     def result(self, group: int) -> Result:
@@ -158,7 +155,7 @@ class Workbench:
                 job.result = self.compute(job.weights, [self.samples.batch(part) for part in job.parts])
                 # Where a parameter takes no part, vmap gives zeros; torch gives None, and its optimizers skip that.
                 self._is_probed = True
-                if any(tensor is None for tensor in job.result.gradient):
+                if self._width and any(tensor is None for tensor in job.result.gradient):
                     self._width = 0
         del self._jobs[group]
         assert job.result is not None
@@ -184,7 +181,7 @@ class Workbench:
         found = iter(torch.autograd.grad(loss, moving, allow_unused=True))
         return [next(found) if parameter.requires_grad else None for parameter in self._parameters]
 
-    def _neighbours(self, job: _Job) -> list[_Job]:
+    def _neighbours(self, job: _Computation) -> list[_Computation]:
         """The job, and others of its kind that are wanted soon."""
         size = len(job.parts[0])
         alike = (
@@ -194,7 +191,7 @@ class Workbench:
         )
         return [job, *(self._jobs[group] for _, group in heapq.nsmallest(self._width - 1, alike))]
 
-    def _compute_together(self, jobs: list[_Job]) -> bool:
+    def _compute_together(self, jobs: list[_Computation]) -> bool:
         """Computes them all, if the model can be batched."""
         if len(jobs[0].parts) > 1:
             return False
@@ -232,7 +229,7 @@ class _Objective(nn.Module):
 
 
 def _suits(model: nn.Module, group_batch: int) -> bool:
-    """Whether batching is faster, and gradients do not depend on their order: no running statistics, no chance."""
+    """Whether batching is faster, and gradients do not depend on their order: no running statistics, nothing random."""
     if group_batch > _FEW_SAMPLES and any(parameter.dim() > 2 for parameter in model.parameters()):
         return False  # convolutions with weights of their own for every sample group are slow
     return not any(True for _ in model.buffers()) and not any(isinstance(m, _DropoutNd) for m in model.modules())

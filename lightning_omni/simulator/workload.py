@@ -1,4 +1,4 @@
-"""What a simulated cluster trains: a model with its data, loss, figures and optimizer, made by a function."""
+"""What a simulated cluster trains: a model with its data, loss, metrics and optimizer, made by a function."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ from torch.utils.data import TensorDataset
 
 from lightning_omni.errors import ConfigurationError
 
+Loss = Callable[[Any, Any], Tensor]
+Evaluate = Callable[[nn.Module], Mapping[str, float]]
+MakeOptimizer = Callable[[Any], Optimizer]
 BUILT_IN = "synthetic"
 """Name of the workload that needs no file and no download."""
 
@@ -37,15 +40,15 @@ class Workload:
         model: what is trained.
         data: a map-style dataset; the tensors of a ``TensorDataset`` are indexed directly.
         loss: the mean loss of a batch, from the model and the batch.
-        evaluate: figures of a model in evaluation mode, by name; None for none.
+        evaluate: metrics of a model in evaluation mode, by name; None for none.
         optimizer: makes a torch optimizer from parameters.
     """
 
     model: nn.Module
     data: Any
-    loss: Callable[[Any, Any], Tensor]
-    evaluate: Callable[[nn.Module], Mapping[str, float]] | None = None
-    optimizer: Callable[[Any], Optimizer] = sgd
+    loss: Loss
+    evaluate: Evaluate | None = None
+    optimizer: MakeOptimizer = sgd
 
     @property
     def nbytes(self) -> int:
@@ -67,7 +70,7 @@ def synthetic() -> Workload:
         model=nn.Sequential(nn.Linear(24, 64), nn.ReLU(), nn.Linear(64, 10)),
         data=TensorDataset(points[:4096], labels[:4096]),
         loss=classification_loss,
-        evaluate=partial(classification_figures, inputs=points[4096:], labels=labels[4096:]),
+        evaluate=partial(classification_metrics, inputs=points[4096:], labels=labels[4096:]),
     )
 
 
@@ -76,7 +79,7 @@ def classification_loss(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
     return cross_entropy(model(batch[0]), batch[1])
 
 
-def classification_figures(model: nn.Module, inputs: Tensor, labels: Tensor) -> dict[str, float]:
+def classification_metrics(model: nn.Module, inputs: Tensor, labels: Tensor) -> dict[str, float]:
     """Mean cross entropy, and the fraction of samples that are put into the right class."""
     outputs = model(inputs)
     return {
@@ -91,7 +94,7 @@ def workload_named(text: str, seed: int = 0) -> Workload:
     Args:
         text: ``"synthetic"``, ``"file.py:function"`` or ``"package.module:function"``. The function takes nothing and
             returns a `Workload`.
-        seed: of torch's chance while the function runs, so of the weights that the model begins with.
+        seed: of torch's RNG while the function runs, so of the weights that the model begins with.
 
     Raises:
         ConfigurationError: there is no such function, or it returns something else.

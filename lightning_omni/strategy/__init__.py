@@ -1,7 +1,7 @@
 """OmniStrategy, for whichever of Lightning's two namespaces the Trainer comes from.
 
 Lightning loads no strategies by itself, so the name "omni" is registered when both this package and a namespace are
-imported, in whatever order. Lightning is never imported from here before somebody asks for it: it takes seconds, and
+imported, in whatever order. Lightning is never imported from here before it is asked for: it takes seconds, and
 the parameter server's process and loops without Lightning have no use for it.
 """
 

@@ -283,7 +283,7 @@ class _LedEpochLoop(_TrainingEpochLoop):
 
 @contextmanager
 def _limited(epoch_loop: Any, max_steps: int | None) -> Iterator[None]:
-    """While the loop decides whether it is done. Everybody else reads the user's max_steps."""
+    """While the loop decides whether it is done. All other code reads the user's max_steps."""
     before = epoch_loop.max_steps
     if max_steps is not None:
         epoch_loop.max_steps = max_steps

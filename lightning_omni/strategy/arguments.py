@@ -1,6 +1,8 @@
-"""What a constructor was given: names that it does not know, and values of the wrong kind or out of range.
+"""What is asked for: by arguments of a constructor, by environment variables, and by names of Lightning's registry.
 
-Nothing here knows what an argument is for. Each message names it as the user wrote it, and says what to pass instead.
+Arguments that are unknown or of the wrong kind are refused; each message names them as the user wrote them, and says
+what to pass instead. The environment and the registry are for where only a strategy's name can be passed; what is
+passed to OmniStrategy itself wins over the environment.
 """
 
 from __future__ import annotations
@@ -8,24 +10,37 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import chain
-from numbers import Integral, Real
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_omni.checks import check_kind, check_number, check_whole
 from lightning_omni.errors import ConfigurationError, UnknownArgument
 from lightning_omni.methods import Method
+from lightning_omni.protocol.wire_format import WireFormat
 
 _Init = TypeVar("_Init", bound=Callable[..., None])
 _OF_LIGHTNING = ("module", "device_ids")
 """What Lightning passes to DistributedDataParallel by itself."""
 
-
 _NONE: Mapping[str, Any] = {}
+
+GROUPS, METHOD, DATA = "LIGHTNING_OMNI_GROUPS", "LIGHTNING_OMNI_METHOD", "LIGHTNING_OMNI_DATA"
+
+_DATA: tuple[Literal["dynamic"], Literal["static"]] = ("dynamic", "static")
+_NAMES: dict[str, tuple[str, dict[str, Any]]] = {
+    "omni": ("Synchronous inside compute groups, asynchronous across them", {}),
+    **{f"omni_{groups}": (f"OmniStrategy with {groups} groups", {"groups": groups}) for groups in (2, 4, 8, 16, 32)},
+    **{
+        f"omni_{name}": (f"OmniStrategy with start_method {method!r}", {"start_method": method})
+        for name, method in (("spawn", "spawn"), ("fork", "fork"), ("notebook", "fork"))
+    },
+    "omni_find_unused_parameters_true": ("OmniStrategy, find_unused_parameters=True", {"find_unused_parameters": True}),
+}
 
 
 def refuse_unknown(
@@ -34,7 +49,7 @@ def refuse_unknown(
     """Refuses keyword arguments that there are none of.
 
     Args:
-        owner: who was given them.
+        owner: the class that was given them.
         given: the keyword arguments.
         known: names of its own.
         others: names of what it passes on, by whose they are.
@@ -78,7 +93,8 @@ def refuse_unknown_of_ddp(strategy: Any, own: type, given: Mapping[str, Any]) ->
         UnknownArgument: an argument is not known; the message has the one that was meant.
         ConfigurationError: an argument is Lightning's to pass.
     """
-    base = next(each for each in _after(type(strategy), own) if "__init__" in vars(each))
+    order = type(strategy).__mro__
+    base = next(each for each in order[order.index(own) + 1 :] if "__init__" in vars(each))
     ddp = [name for name in _parameters(DistributedDataParallel) if name not in _OF_LIGHTNING]
     for name in _OF_LIGHTNING:
         if name in given:
@@ -94,11 +110,12 @@ def check_strategy(
     server: object,
     host: object,
     heartbeat_timeout: object,
-    refusals: object,
+    max_nonfinite_pushes: object,
     merged: object,
     record: object,
+    wire: object,
 ) -> None:
-    """Refuses arguments of OmniStrategy that are of the wrong kind; whoever uses them checks what they mean.
+    """Refuses arguments of OmniStrategy that are of the wrong kind; the code that uses them checks what they mean.
 
     Raises:
         ConfigurationError: an argument is of another kind; the message names it.
@@ -108,14 +125,15 @@ def check_strategy(
     check_kind("server", server, text, 'the address of a server, as "tcp://host:port", or None')
     check_kind("host", host, text, "an address, or None")
     check_number("heartbeat_timeout", heartbeat_timeout, "seconds, at least 2")
-    check_whole("refusals", refusals, "a number of pushes, 1 or more", low=1)
+    check_whole("max_nonfinite_pushes", max_nonfinite_pushes, "a number of pushes, 1 or more", low=1)
     check_kind("merged", merged, text, "the name of a submodule, or None")
     check_kind("record", record, (*text, os.PathLike), "a file, or None")
-
-
-def _after(kind: type, own: type) -> tuple[type, ...]:
-    order = kind.__mro__
-    return order[order.index(own) + 1 :]
+    check_kind(
+        "wire",
+        wire,
+        (str, WireFormat, Mapping),
+        'a name, as "int8", a value, as wire_formats.TopK(fraction=0.001), or both ways',
+    )
 
 
 def _parameters(kind: type) -> list[str]:
@@ -125,61 +143,68 @@ def _parameters(kind: type) -> list[str]:
     return [each.name for each in parameters if each.kind not in collected and each.name != "self"]
 
 
-# --- Values -----------------------------------------------------------------------------------------------------------
+# --- Environment and registry ----------------------------------------------------------------------------------------
 
 
-def check_number(name: str, value: Any, what: str, low: float = -math.inf, high: float = math.inf) -> None:
-    """Refuses what is no number from ``low`` to ``high``: text, truth values and NaN, too.
-
-    Args:
-        name: of the argument.
-        value: that was passed.
-        what: to pass instead, in words.
-        low: the least.
-        high: the largest.
-
-    Raises:
-        ConfigurationError: it is none.
-
-    Example:
-        >>> check_number("target", 0.88, "a number")
-        >>> check_number("target", "0.88", "a number")
-        Traceback (most recent call last):
-        lightning_omni.errors.ConfigurationError: target='0.88': pass a number
-    """
-    if isinstance(value, bool) or not isinstance(value, Real) or not low <= float(value) <= high:
-        raise ConfigurationError(f"{name}={value!r}: pass {what}")
+def register_names(registry: Any, strategy: type) -> None:
+    """Registers the names of a namespace's strategy."""
+    for name, (description, options) in _NAMES.items():
+        registry.register(name, strategy, description=description, override=True, **options)
 
 
-def check_whole(name: str, value: Any, what: str, low: int = 0, high: int | None = None) -> None:
-    """Refuses what is no whole number from ``low`` to ``high``; see `check_number`.
+class Asked:
+    """What is asked for, by an argument or else by the environment.
 
     Args:
-        name: of the argument.
-        value: that was passed.
-        what: to pass instead, in words.
-        low: the least.
-        high: the largest; None if there is none.
+        groups: as passed to OmniStrategy.
+        method: likewise.
+        data: likewise.
+
+    Attributes:
+        groups: number of groups, or None.
+        method: a method or its name.
+        data: ``"dynamic"`` or ``"static"``.
 
     Raises:
-        ConfigurationError: it is none.
+        ConfigurationError: a variable is no number of groups, or ``data`` is something else.
     """
-    is_whole = isinstance(value, Integral) and not isinstance(value, bool)
-    if not is_whole or value < low or (high is not None and value > high):
-        raise ConfigurationError(f"{name}={value!r}: pass {what}")
 
+    data: Literal["dynamic", "static"]
 
-def check_kind(name: str, value: Any, kinds: type | tuple[type, ...], what: str) -> None:
-    """Refuses what is of another class.
+    def __init__(self, groups: int | None, method: str | Method | None, data: str | None) -> None:
+        self._variables: list[str] = []
+        self.groups = self._number_of_groups() if groups is None else groups
+        self.method = self._said(METHOD, "async_sgd") if method is None else method
+        self.data = self._checked(self._said(DATA, "dynamic") if data is None else data)
 
-    Args:
-        name: of the argument.
-        value: that was passed.
-        kinds: classes that it may be of.
-        what: to pass instead, in words.
+    def _number_of_groups(self) -> int | None:
+        text = self._said(GROUPS, "")
+        try:
+            return int(text) if text else None
+        except ValueError:
+            raise ConfigurationError(
+                f"{GROUPS}={text!r} in the environment: set it to a number of groups, as 2, or unset it"
+            ) from None
 
-    Raises:
-        ConfigurationError: it is of none of them.
-    """
-    if not isinstance(value, kinds):
-        raise ConfigurationError(f"{name}={value!r}: pass {what}")
+    def _checked(self, data: str) -> Literal["dynamic", "static"]:
+        with self.naming_variables():
+            for known in _DATA:
+                if data == known:
+                    return known
+            raise ConfigurationError(f'data={data!r}: pass "dynamic" or "static"')
+
+    def _said(self, variable: str, otherwise: str) -> str:
+        text = os.environ.get(variable, "").strip()
+        if text:
+            self._variables.append(f"{variable}={text}")
+        return text or otherwise
+
+    @contextmanager
+    def naming_variables(self) -> Iterator[None]:
+        """Errors about what is asked for say so where it comes from the environment."""
+        try:
+            yield
+        except ConfigurationError as error:
+            if not self._variables:
+                raise
+            raise ConfigurationError(f"{error} (the environment says {', '.join(self._variables)})") from error

@@ -1,22 +1,33 @@
-"""What a checkpoint holds while several groups train, and what a resumed run takes from one.
+"""What a checkpoint holds while several groups train, what a resumed run takes from one, and its file.
 
 Lightning's own entries stay those of plain DDP, with the weights and the optimizer state that the server has; what is
-known beyond is one more entry, ``"omni"``: see `lightning_omni.optimizer.run_state.saved`.
+known beyond is one more entry, ``"omni"``: see `lightning_omni.optimizer.saved`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
 from collections.abc import Callable, Mapping
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.nn import Module
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_omni.optimizer import World, names_of
-from lightning_omni.optimizer.channel import Snapshot
-from lightning_omni.optimizer.run_state.saved import Saved
+from lightning_omni.optimizer.channel import ServerSnapshot
+from lightning_omni.optimizer.saved import Saved
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.progress import Progress
+
+if TYPE_CHECKING:
+    from lightning_fabric.plugins.io.torch_io import TorchCheckpointIO as _Base
+else:
+    _Base = object
 
 ENTRY = "omni"
 """The name of what is added to a checkpoint."""
@@ -34,7 +45,7 @@ class Checkpoints:
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
-        self._snapshot: Snapshot | None = None
+        self._snapshot: ServerSnapshot | None = None
         self._has_said = False
         self.resumed = Saved()
 
@@ -57,7 +68,7 @@ class Checkpoints:
         """
         if not world.is_computing:
             world.states.gather_group_state()
-        elif world.core.wire_format.is_stateful and not self._has_said:
+        elif world.core.wire_format.pushes.is_stateful and not self._has_said:
             self._has_said = True
             self._say(
                 "OmniStrategy: a checkpoint is saved inside an epoch, where no group waits for the others: what they"
@@ -66,7 +77,7 @@ class Checkpoints:
             )
         if world.is_recorder:
             self._snapshot = world.channel.snapshot()
-            if world.is_computing:  # otherwise the module has them, or what somebody has put in their place
+            if world.is_computing:  # otherwise the module has them, or what a callback has put in their place
                 _overlay(world, module, state, self._snapshot)
 
     def state_of(self, world: World, optimizer: Optimizer, own: dict[str, Any]) -> dict[str, Any]:
@@ -114,7 +125,7 @@ class Checkpoints:
         self.resumed = Saved.from_plain(checkpoint.get(ENTRY, {})) or Saved()
 
 
-def _overlay(world: World, module: Module, state: dict[str, Any], snapshot: Snapshot) -> None:
+def _overlay(world: World, module: Module, state: dict[str, Any], snapshot: ServerSnapshot) -> None:
     """Puts master weights in the place of own ones, under every name that a tied parameter has."""
     mine = {name: parameter for parameter, name in names_of(module).items()}
     masters = {
@@ -126,3 +137,36 @@ def _overlay(world: World, module: Module, state: dict[str, Any], snapshot: Snap
     for name, own in module.state_dict(keep_vars=True).items():
         if id(own) in masters and name in state:
             state[name] = masters[id(own)]
+
+
+class WholeFileHooks(_Base):
+    """Lightning's way to save checkpoints, but for local files: written beside the old one, and then renamed.
+
+    Lightning's own writes to a temporary file elsewhere and moves it. Between two file systems moving is copying, and
+    where the disk is full a truncated file is left, in the place of what was there before.
+    """
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        """Saves a checkpoint.
+
+        Raises:
+            OSError: it could not be written; what was there before is as it was.
+        """
+        if storage_options is not None or "://" in str(path):
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        final = Path(path).expanduser()
+        final.parent.mkdir(parents=True, exist_ok=True)
+        buffer = io.BytesIO()  # torch does not say what went wrong with a file
+        torch.save(checkpoint, buffer)
+        partial = final.with_name(f"{final.name}.{os.getpid()}.partial")
+        try:
+            with partial.open("wb") as file:
+                file.write(buffer.getbuffer())
+            partial.replace(final)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                partial.unlink()
+            reason = f"{error.strerror}: this checkpoint was not saved; one of before is as it was"
+            raise OSError(error.errno, reason, str(final)) from error

@@ -14,20 +14,18 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
-from torch.utils.data import DataLoader
 
 from lightning_omni.optimizer import World
-from lightning_omni.optimizer.data import Leases
 from lightning_omni.optimizer.executor import Executor
-from lightning_omni.optimizer.run_state.run import Schedule
+from lightning_omni.optimizer.loaders import Leases
+from lightning_omni.optimizer.run_state import Schedule
 from lightning_omni.protocol import EpochPlan
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.cut import Cut
 from lightning_omni.protocol.progress import Progress
 from lightning_omni.protocol.record import Spans
 from lightning_omni.strategy import _private
-from lightning_omni.strategy.leased import LeasedData
-from lightning_omni.strategy.limits import Limits, size_of
+from lightning_omni.strategy.leased import FitLimits, LeasedData, size_of
 from lightning_omni.strategy.schedulers import Pacer
 
 if TYPE_CHECKING:
@@ -53,7 +51,8 @@ class EpochDriver:
 
     def __init__(self, data: Literal["dynamic", "static"], say: Callable[[str], None]) -> None:
         self._say = say
-        self.data = LeasedData(data, say, self._begin_present)
+        # A loader that was made in the epoch's first hook says another epoch.
+        self.data = LeasedData(data, say, lambda epoch: self.begin(self.trainer.current_epoch))
         self.is_open = False
         self.resumed = Cut()
         self.step_limit: int | None = None
@@ -65,7 +64,7 @@ class EpochDriver:
         self.progress: Progress | None = None
         self.schedule: Schedule = {}
         self._begun = -1
-        self._limits: Limits | None = None
+        self._limits: FitLimits | None = None
         self._validates: bool | None = None
         self._started = self._stopping = self._over = False
 
@@ -81,8 +80,7 @@ class EpochDriver:
         """The groups stand; the first epoch is about to begin."""
         trainer = self.trainer
         self._started, self._stopping = True, False
-        self._limits = Limits(trainer)
-        self.data.start()
+        self._limits = FitLimits(trainer)
         self.data.adopt()
         if self.leases is not None:
             epoch = trainer.current_epoch
@@ -123,21 +121,12 @@ class EpochDriver:
     @leases.setter
     def leases(self, leases: Leases | None) -> None:
         self.data.leases = leases
+        self.data.start()
 
     @property
     def max_steps(self) -> int:
         """Steps of DDP after which the user wants the run to end, or -1."""
         return self._limits.max_steps if self._limits is not None else -1
-
-    @property
-    def is_dynamic(self) -> bool:
-        """Whether samples are drawn from the server's book."""
-        return self.data.is_dynamic
-
-    def process(self, loader: object, rank: int, is_ours: Callable[[DataLoader[Any]], bool]) -> object:
-        """Turns a training DataLoader into a leased one, as `LeasedData.process` has it; leaves others alone."""
-        is_training = self._trainer is not None and self.trainer.training
-        return self.data.process(loader, rank, is_ours) if is_training else loader
 
     # --- An epoch ----------------------------------------------------------------------------------------------------
 
@@ -148,7 +137,7 @@ class EpochDriver:
         self._begun = epoch
         self.data.adopt()
         self.world.enter_compute()
-        self.is_open, self.is_open_ended, self._over = True, self.is_dynamic or self._is_bereft, False
+        self.is_open, self.is_open_ended, self._over = True, self.data.is_dynamic or self._is_shrunk, False
         self._plan = self._validates = None
         if self.leases is not None:
             assert self._limits is not None
@@ -156,20 +145,18 @@ class EpochDriver:
             self.progress = self._limits.progress(self.leases, epoch, trained)
             self._plan = self._limits.plan(self.leases, self.progress, trained)
             self.world.core.heard.progress, self.world.core.heard.stop = self.progress.samples, ""
-            if self.is_dynamic:
+            left = self._limits.steps_left(self.progress, epoch)
+            if self.data.is_dynamic:
                 self.leases.begin(self._plan)
-                self._count_steps_together(epoch)
+                if left is not None:  # of the steps that DDP would take; a group's own count must not end the run
+                    self.step_limit = sys.maxsize if left else self.trainer.global_step
             elif self.is_open_ended:
                 self.leases.begin_local(self._plan, goes_on=True)
-            else:
-                self._count_steps_alone(epoch)
-
-    def _begin_present(self, epoch: int) -> None:
-        """Samples are about to be drawn. A loader that was made in this epoch's first hook says another epoch."""
-        self.begin(self.trainer.current_epoch)
+            elif self.step_limit == sys.maxsize and left is not None:  # one group counts for itself again
+                self.step_limit = self.trainer.global_step + left
 
     @property
-    def _is_bereft(self) -> bool:
+    def _is_shrunk(self) -> bool:
         """Whether one group is left with fewer ranks than the run began with: it needs more batches for an epoch."""
         return self.leases is not None and self.leases.is_local and len(self.world.members) < self.leases.world_size
 
@@ -190,10 +177,7 @@ class EpochDriver:
         self._over = verdict == "over"
         if self.is_open_ended:
             self._set_last_batch(verdict == "over")
-            at_end = verdict == "over" and self._validates_at_end()
-            if verdict == "over" and self._reaches_max_steps():
-                self._stop_at_max_steps()
-            self._validates = verdict in ("validate", "stop:validate") or at_end
+            self._validates = self._ends_in_validation() if self._over else verdict in ("validate", "stop:validate")
         if verdict == "stop:skip":
             self._over = True
             self._set_last_batch(True)
@@ -206,7 +190,7 @@ class EpochDriver:
                 self.step_limit = self.trainer.global_step
 
     def end(self, buffers: Any) -> None:
-        """An epoch has ended, in good order or before its time: the groups meet."""
+        """An epoch has ended, in good order or before its time: the groups synchronize."""
         trainer = self.trainer
         complete = self._over if self.is_open_ended else trainer.is_last_batch
         limit = trainer.max_steps if self.step_limit is None else self.step_limit
@@ -214,9 +198,9 @@ class EpochDriver:
         stops = _private.stops_now(trainer) or is_limit_reached
         if self.world.is_computing and not self._stopping and (stops or not complete):
             self.leave("end" if stops else "skip" if self.is_open_ended else "")
-        self._meet(buffers)
+        self._synchronize(buffers)
         if self.world.executor.exchanges and any(self.world.agree([int(stops or self._stopping)])):
-            trainer.should_stop |= not is_limit_reached  # whoever said so, and however late
+            trainer.should_stop |= not is_limit_reached  # whichever rank said so, and however late
         self.is_open = False
         if self.progress is not None:
             self.progress = replace(self.progress, epochs=self._begun + 1, samples=0)
@@ -239,7 +223,7 @@ class EpochDriver:
         return max(done + 1, -(-done * plan.budget // seen) if seen else self._now().batches)
 
     def interrupt(self, buffers: Any) -> None:
-        """The run ends here, in mid-epoch: the groups meet for the last time, with what each has trained."""
+        """The run ends here, in mid-epoch: the groups synchronize for the last time, with what each has trained."""
         if self.world.is_computing:
             self.leave("skip")
         self.world.enter_world(buffers)
@@ -249,7 +233,7 @@ class EpochDriver:
         control = self.world.control
         if control is None:
             return
-        if self.leases is not None and self.is_dynamic:
+        if self.leases is not None and self.data.is_dynamic:
             self.leases.leave(stop)
         elif stop:
             control.request(m.Leave(epoch=-1, generation=self.world.generation, trained=0, stop=stop), m.Left)
@@ -261,10 +245,10 @@ class EpochDriver:
             return  # no training is under way: validation after the fit, or without one
         if self.world.is_computing and _private.stops_now(self.trainer) and not self._stopping:
             self.leave("validate")
-        self._meet(buffers)
+        self._synchronize(buffers)
 
-    def _meet(self, buffers: Any) -> None:
-        """All groups come together, and count steps alike from here on: as the recorder, which logs and saves.
+    def _synchronize(self, buffers: Any) -> None:
+        """All groups synchronize, and count steps alike from here on: as the recorder, which logs and saves.
 
         Names of checkpoints, which have the step in them, are then the same on all ranks.
         """
@@ -289,7 +273,7 @@ class EpochDriver:
         if not self.is_open_ended or leases is None:
             return ""
         coming = leases.peek()
-        if coming is not None and coming.stretch <= leases.stretch:
+        if coming is not None and coming.interval <= leases.interval:
             return ""
         return leases.ask()
 
@@ -315,13 +299,20 @@ class EpochDriver:
         if self.progress is not None:
             self.progress = replace(self.progress, samples=max(self.progress.samples, samples))
 
-    # --- Validation and steps ----------------------------------------------------------------------------------------
+    def _ends_in_validation(self) -> bool:
+        """All samples of the epoch are trained: whether that is where to validate, and perhaps the end of the run."""
+        assert self._plan is not None
+        assert self._limits is not None
+        progress, trainer = self._now(), self.trainer
+        if self._limits.steps_left(progress, self._plan.epoch + 1) == 0:
+            self.step_limit = trainer.global_step
+            self._say(
+                f"OmniStrategy: max_steps={self.max_steps} reached: as many samples as {self.max_steps} steps of all"
+                f" {self.world.size} ranks; this group took {trainer.global_step} steps of its own"
+            )
+        return self._limits.validates_at_end(self._plan, progress)
 
-    def _validates_at_end(self) -> bool:
-        """Whether the end of the epoch is one of the points at which val_check_interval asks for a validation."""
-        if self._plan is None or self._limits is None:
-            return True
-        return self._limits.validates_at_end(self._plan, self._now())
+    # --- Validation and steps ----------------------------------------------------------------------------------------
 
     def validates(self, is_due: Callable[[], bool]) -> bool:
         """Whether all validate after this batch.
@@ -336,31 +327,6 @@ class EpochDriver:
             return is_due()
         return _private.validates_this_epoch(trainer) and (self._validates or _private.stops_now(trainer))
 
-    def _steps_left(self, epoch: int) -> int | None:
-        """Steps of DDP that are left when an epoch begins; None if there is no limit."""
-        return self._limits.steps_left(self._now(), epoch) if self._limits is not None else None
-
-    def _count_steps_together(self, epoch: int) -> None:
-        """max_steps counts the steps that DDP would take. A group's own count must not end the run for it alone."""
-        if (left := self._steps_left(epoch)) is not None:
-            self.step_limit = sys.maxsize if left else self.trainer.global_step
-
-    def _count_steps_alone(self, epoch: int) -> None:
-        """One group counts for itself again, if there were several before: what is left of the steps of DDP."""
-        if self.step_limit == sys.maxsize and (left := self._steps_left(epoch)) is not None:
-            self.step_limit = self.trainer.global_step + left
-
-    def _reaches_max_steps(self) -> bool:
-        return self._plan is not None and self._steps_left(self._plan.epoch + 1) == 0
-
-    def _stop_at_max_steps(self) -> None:
-        trainer = self.trainer
-        self.step_limit = trainer.global_step
-        self._say(
-            f"OmniStrategy: max_steps={self.max_steps} reached: as many samples as {self.max_steps} steps of all"
-            f" {self.world.size} ranks; this group took {trainer.global_step} steps of its own"
-        )
-
     def _steps(self) -> int:
         """The run's progress in optimizer steps as DDP would count them."""
         if self.is_open:
@@ -370,7 +336,7 @@ class EpochDriver:
     def _seen(self) -> int:
         """Positions of this epoch that are trained, as far as this rank knows. All members of a group know alike."""
         assert self.leases is not None
-        if not self.is_dynamic:
+        if not self.data.is_dynamic:
             return size_of(self.leases.trained_spans)
         # Groups that exchange weights now and then, or never, hear too seldom of the others.
         return self.leases.position if self.world.steps_at_worker else self.world.core.heard.progress
@@ -381,7 +347,7 @@ class EpochDriver:
             trainer = self.trainer
             pacer = Pacer(trainer.lr_scheduler_configs, self._steps, lambda: trainer.current_epoch + 1)
             self.schedule = pacer.count_from(self.schedule)
-            if self.is_dynamic or self.is_open_ended:
+            if self.data.is_dynamic or self.is_open_ended:
                 pacer.pace()
                 self._pacer = pacer
 
@@ -399,7 +365,7 @@ class EpochDriver:
             The ranges that are trained, as far as this rank knows.
         """
         spans = self.leases.trained_spans if self.leases is not None else ()
-        if self.is_dynamic and self.is_open:
+        if self.data.is_dynamic and self.is_open:
             self.leave("")
         return spans
 
@@ -415,13 +381,13 @@ class EpochDriver:
             elif before.control is None:
                 self.leases.begin(rest)
             else:
-                self.leases.go_on(rest.epoch)
+                self.leases.restart(rest.epoch)  # with the book that the server kept
         self._align_progress()
         self._unpace()
         self._pace()
 
     def _align_progress(self) -> None:
-        """Ranks that come from different groups must count alike, or they would validate and save apart."""
+        """Ranks that come from different groups must count alike, or they would validate at different batches."""
         mine = _private.progress_counters(self.trainer)
         theirs = self.world.agree(mine)
         if mine != theirs:

@@ -1,124 +1,247 @@
-"""What Lightning's hooks do where all ranks are one group, and where there are several.
+"""An OmniStrategy in its groups: what it is made of in a fit, and what differs between one group and several.
 
-One group is DistributedDataParallel as Lightning has it: `OneGroup` leaves the hooks alone. The strategy asks its
-`grouping` for what differs, and does itself what does not; the same seam runs through the world, as its executor.
+One group is DistributedDataParallel as Lightning has it: `Grouping` itself leaves the hooks alone, `SeveralGroups` does
+not. The strategy asks its `grouping` for what differs; the same seam runs through the world, as its executor.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.nn import Parameter
+from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_omni.errors import UnsupportedError
+from lightning_omni.errors import ConfigurationError, UnsupportedError
+from lightning_omni.metrics import RunReport
+from lightning_omni.optimizer import World
+from lightning_omni.optimizer.balance import Balance
+from lightning_omni.optimizer.world import frozen
 from lightning_omni.strategy import _private
-from lightning_omni.strategy.contract import Strategy
+from lightning_omni.strategy.epochs import EpochDriver
+from lightning_omni.strategy.live_metrics import Reporting, StepTimes
+from lightning_omni.strategy.proxies import Merged, Proxies
+from lightning_omni.strategy.trainable import Trainable
 
 if TYPE_CHECKING:
-    from pytorch_lightning import Trainer
+    from pytorch_lightning import LightningModule, Trainer
+    from pytorch_lightning.strategies import DDPStrategy as _Base
+else:
+    _Base = object
 
 
-class Grouping(ABC):
-    """What the strategy does in one way of training together.
+class GroupedStrategy(_Base):
+    """A DDPStrategy whose ranks form groups; Lightning's hooks are added to it in `hooks`.
+
+    Attributes:
+        world: this rank's place among all ranks, once it is laid out.
+        epochs: takes the training loop through the epochs.
+        balance: measures ranks and splits their groups' batches.
+        step_times: times batches.
+        trainable: what was trainable when the module was wrapped.
+        merged: the submodule that stays at the server.
+        proxies: what steps in the place of the user's optimizers.
+        reporting: the run in numbers.
+        ddp_options: DDPStrategy's own arguments, as the user gave them.
+    """
+
+    rank_zero_info: Callable[[str], None]
+    rank_zero_warn: Callable[[str], None]
+    ddp_options: dict[str, Any]
+    _last_report: RunReport | None
+
+    def _make_parts(
+        self, merged: str | None, data: Literal["dynamic", "static"], rebalance: Literal["off", "auto"]
+    ) -> None:
+        self.world: World | None = None
+        self.merged = Merged(merged)
+        self.proxies = Proxies()
+        self.epochs = EpochDriver(data, self.rank_zero_info)
+        self.balance = Balance(rebalance, self.rank_zero_info)
+        self.trainable = Trainable(self.rank_zero_warn)
+        self.reporting = Reporting()
+        self.step_times = StepTimes()
+        self._one, self._several = Grouping(self), SeveralGroups(self)
+
+    @property
+    def joined(self) -> World:
+        """This rank's place among all ranks.
+
+        Raises:
+            ConfigurationError: it has none yet.
+        """
+        if self.world is None:
+            raise ConfigurationError("OmniStrategy has no world yet: it is laid out when the Trainer starts to run")
+        return self.world
+
+    @property
+    def fitted(self) -> LightningModule:
+        """The LightningModule, which knows its Trainer."""
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    @property
+    def _trainer(self) -> Trainer:
+        return self.fitted.trainer
+
+    @property
+    def grouping(self) -> Grouping:
+        """What differs between one group and several, for the groups that there are."""
+        return self._several if self.joined.executor.exchanges else self._one
+
+    def check_several(self, trainer: Trainer) -> None:
+        """Raises `UnsupportedError` for what several groups cannot do in this fit."""
+        self._several.check(trainer)
+
+    # --- Model and optimizers -----------------------------------------------------------------------------------------
+
+    def buffers(self) -> Iterator[Tensor]:
+        """The module's buffers."""
+        return self.fitted.buffers()
+
+    @property
+    def real_optimizers(self) -> list[Optimizer]:
+        """The optimizers without the one that Lightning puts in place of none, which holds nothing."""
+        return [optimizer for optimizer in self.optimizers if optimizer.param_groups]
+
+    def attach_optimizers(self) -> None:
+        """The world takes the optimizers in, as they are now."""
+        self.proxies.attach(self.joined, self.fitted, self.real_optimizers, self.merged, self._trainer)
+
+    def wrap_for_group(self) -> None:
+        """Wraps the module into a new DDP over the compute group; a group of one needs none."""
+        self.model = self.fitted
+        self.trainable.remember(self.fitted)
+        exchanges = self.joined.executor.exchanges
+        if exchanges and len(self.joined.members) == 1:
+            return  # a single rank in one group is wrapped, as under DDPStrategy
+        options = {**self.ddp_options, "process_group": self.joined.compute_group, "init_sync": False}
+        _private.set_ddp_options(self, options)
+        with frozen(self.merged.parameters(self.fitted) if exchanges else ()):
+            if not self.merged or any(parameter.requires_grad for parameter in self.fitted.parameters()):
+                super().configure_ddp()  # which refuses a module without, as one with a frozen body may be
+
+    def follow_edits(self) -> None:
+        """Training begins: the world watches what users change in mid-fit, in this Trainer."""
+        edits = self.joined.edits
+        edits.buffers, edits.others = self.buffers, self._others
+        edits.switched = lambda: not self.proxies.are_of(self.real_optimizers)
+        edits.reattach = self._reattach
+
+    def _others(self) -> Iterator[Tensor]:
+        """All parameters, and the averages that WeightAveraging keeps."""
+        yield from self.fitted.parameters()
+        for model in _private.averaged_models(self._trainer):
+            yield from model.parameters()
+            yield from model.buffers()
+
+    def _reattach(self) -> None:
+        """Takes in the optimizers as they are now, in groups as they are.
+
+        Raises:
+            UnsupportedError: an epoch is under way, or the server cannot run one of them.
+        """
+        if self.epochs.is_open:
+            raise UnsupportedError(
+                "strategy.optimizers was changed in a validation inside an epoch: change it at an epoch's start or end"
+                " (on_train_epoch_start, say), or use groups=1"
+            )
+        for optimizer in self.real_optimizers:
+            self.joined.check_optimizer(optimizer)
+        self.proxies.unguard()
+        self.attach_optimizers()
+        self.form(len(self.joined.live_groups))
+
+    # --- Groups -------------------------------------------------------------------------------------------------------
+
+    def form_one(self) -> None:
+        """One group of all live ranks, which has everything that the server knew."""
+        if self.joined.executor.exchanges:
+            self.form(1)
+
+    def form(self, groups: int, speeds: Mapping[int, float] | None = None) -> None:
+        """What `regroup` does when it has found nothing wrong; for callers that know what they do.
+
+        Args:
+            groups: the new number of groups.
+            speeds: of all live ranks, to put like with like; None forms the groups in the order of ranks.
+        """
+        world = self.joined
+        before, spans = world.executor, self.epochs.before_regroup()
+        self.proxies.unguard()
+        spans = world.regroup(groups, self.buffers(), speeds) or spans
+        self.grouping.guard()
+        self.wrap_for_group()
+        self.epochs.after_regroup(spans, before)
+        self.balance.regrouped()
+
+    # --- What a user sees ---------------------------------------------------------------------------------------------
+
+    @property
+    def last_report(self) -> RunReport | None:
+        """What `report` says, or None if there was no run yet."""
+        return self._last_report if self.world is None else self.report()
+
+    def remember_report(self, report: RunReport) -> None:
+        """The run was in other processes, which this one started: what they say of it."""
+        self._last_report = report
+
+    def report(self) -> RunReport:
+        """The run in numbers, while it runs or after it."""
+        if self.world is None and self._last_report is not None:
+            return self._last_report
+        return self.reporting.report(self.joined, self.step_times.bytes_per_step)
+
+
+class Grouping:
+    """What Lightning's hooks do in a way of training together; as it stands here, in one group.
 
     Args:
         strategy: whose hooks.
     """
 
-    def __init__(self, strategy: Strategy) -> None:
+    def __init__(self, strategy: GroupedStrategy) -> None:
         self._strategy = strategy
 
-    @abstractmethod
     def check(self, trainer: Trainer) -> None:
         """Raises `UnsupportedError` for what cannot be done so in this fit."""
 
-    @abstractmethod
-    def is_reduced(self) -> bool:
-        """Whether the module is wrapped into DistributedDataParallel."""
-
-    @abstractmethod
-    def not_reduced(self) -> list[Parameter]:
-        """Parameters whose gradients are none of DistributedDataParallel's, though they are trained."""
-
-    @abstractmethod
     def stepped(self, optimizer: Optimizer) -> Optimizer:
         """What the precision plugin is to step in the place of an optimizer of the user's."""
-
-    @abstractmethod
-    def guard(self) -> None:
-        """The groups stand."""
-
-    @abstractmethod
-    def batch_starts(self) -> None:
-        """After the last callback, and before the forward pass."""
-
-    @abstractmethod
-    def begin_batch(self) -> None:
-        """A batch begins."""
-
-    @abstractmethod
-    def agree(self, decision: bool, every: bool) -> bool | None:
-        """Whether all ranks of the default process group decide so, or any; None leaves it to Lightning."""
-
-    @property
-    @abstractmethod
-    def sentence(self) -> str:
-        """What people are told when the groups stand."""
-
-
-class OneGroup(Grouping):
-    """All ranks are one group."""
-
-    @override
-    def check(self, trainer: Trainer) -> None:
-        pass
-
-    @override
-    def is_reduced(self) -> bool:
-        return True  # a single rank, too, as under DDPStrategy
-
-    @override
-    def not_reduced(self) -> list[Parameter]:
-        return []
-
-    @override
-    def stepped(self, optimizer: Optimizer) -> Optimizer:
         self._strategy.joined.steps += 1
         return optimizer
 
-    @override
     def guard(self) -> None:
-        pass
+        """The groups stand."""
 
-    @override
     def batch_starts(self) -> None:
+        """After the last callback, and before the forward pass."""
         if self._strategy.joined.size > 1:
             self._strategy.trainable.warn_of_late(self._strategy.optimizers)
 
-    @override
     def begin_batch(self) -> None:
-        pass
+        """A batch begins."""
 
-    @override
     def agree(self, decision: bool, every: bool) -> bool | None:
+        """Whether all ranks of the default process group decide so, or any; None leaves it to Lightning."""
         return None
 
     @property
-    @override
     def sentence(self) -> str:
+        """What people are told when the groups stand."""
+        wire = self._strategy.joined.options.wire
+        without_effect = "" if wire == "fp32" else f"; nothing is pushed, and wire={wire!r} is without effect"
         return (
             f"{self._strategy.joined.size} ranks in 1 group, which is DistributedDataParallel: no parameter server, no"
-            " staleness. Pass groups= for asynchronous groups"
+            f" staleness{without_effect}. Pass groups= for asynchronous groups"
         )
 
 
 class SeveralGroups(Grouping):
-    """Groups train apart and exchange."""
+    """Several groups train and exchange."""
 
     @override
     def check(self, trainer: Trainer) -> None:
@@ -141,14 +264,6 @@ class SeveralGroups(Grouping):
         strategy.merged.check(trainer)
 
     @override
-    def is_reduced(self) -> bool:
-        return len(self._strategy.joined.members) > 1
-
-    @override
-    def not_reduced(self) -> list[Parameter]:
-        return self._strategy.merged.parameters(self._strategy.fitted)
-
-    @override
     def stepped(self, optimizer: Optimizer) -> Optimizer:
         strategy = self._strategy
         if len(strategy.joined.members) > 1:
@@ -163,7 +278,7 @@ class SeveralGroups(Grouping):
     def batch_starts(self) -> None:
         strategy, world = self._strategy, self._strategy.joined
         with torch.no_grad():
-            world.structures.follow_all()
+            world.parameter_groups.follow_all()
         if len(world.members) > 1 and strategy.trainable.has_changed(strategy.optimizers):
             strategy.wrap_for_group()
 
@@ -184,7 +299,7 @@ class SeveralGroups(Grouping):
     def sentence(self) -> str:
         world = self._strategy.joined
         sizes = sorted({len(members) for members in world.topology.groups if members})
-        data = "dynamic" if self._strategy.epochs.is_dynamic else "static"
+        data = "dynamic" if self._strategy.epochs.data.is_dynamic else "static"
         return (
             f"{len(world.topology.ranks)} ranks in {len(world.topology.alive)} groups of"
             f" {' or '.join(map(str, sizes))} | method {type(world.method).__name__} | server {world.server_address} |"

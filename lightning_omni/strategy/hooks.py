@@ -6,8 +6,9 @@ Written once for both of Lightning's namespaces: the class here is mixed into ea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from datetime import timedelta
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch.distributed as dist
@@ -18,41 +19,30 @@ from typing_extensions import override
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import Method
-from lightning_omni.metrics import RunReport
 from lightning_omni.optimizer import World, WorldOptions
 from lightning_omni.optimizer.balance import Balance
 from lightning_omni.optimizer.run_state import Live, RunState
-from lightning_omni.optimizer.world import frozen
 from lightning_omni.protocol import messages as m
+from lightning_omni.protocol.wire_formats import Wire
 from lightning_omni.server import ServerProcess
 from lightning_omni.strategy import _private
-from lightning_omni.strategy.arguments import check_strategy, refuse_unknown_of_ddp
+from lightning_omni.strategy.arguments import Asked, check_strategy, refuse_unknown_of_ddp
 from lightning_omni.strategy.checkpoints import Checkpoints
 from lightning_omni.strategy.declared import callbacks_of
-from lightning_omni.strategy.epochs import EpochDriver
-from lightning_omni.strategy.follow import Followed
-from lightning_omni.strategy.grouping import Grouping, OneGroup, SeveralGroups
+from lightning_omni.strategy.grouping import GroupedStrategy
 from lightning_omni.strategy.launcher import say_exit
-from lightning_omni.strategy.listener import Listener
-from lightning_omni.strategy.merged import Merged
-from lightning_omni.strategy.names import Asked
+from lightning_omni.strategy.listener import Listener, NestedRuns
+from lightning_omni.strategy.live_metrics import gathering_sentence
 from lightning_omni.strategy.namespaces import refuse_other_namespace
-from lightning_omni.strategy.nested import NestedRuns
-from lightning_omni.strategy.proxies import Proxies
-from lightning_omni.strategy.reporting import Reporting
+from lightning_omni.strategy.proxies import Merged, Proxies
 from lightning_omni.strategy.signals import Signals
-from lightning_omni.strategy.trainable import Trainable
-from lightning_omni.strategy.watch import Stopwatch, gathering_sentence
 from lightning_omni.topology import Topology, check_groups
 
 if TYPE_CHECKING:
-    from pytorch_lightning import LightningModule, Trainer
-    from pytorch_lightning.strategies import DDPStrategy as _Base
-else:
-    _Base = object
+    from pytorch_lightning import Trainer
 
 
-class OmniStrategyHooks(_Base):
+class OmniStrategyHooks(GroupedStrategy):
     """Trains synchronously inside compute groups and asynchronously across them.
 
     Args:
@@ -63,20 +53,25 @@ class OmniStrategyHooks(_Base):
             (``DiLoCo(period=50)``): see `lightning_omni.methods`. None takes LIGHTNING_OMNI_METHOD, or ``"async_sgd"``.
         server: ``"tcp://host:port"`` of a parameter server that runs already (``lightning-omni serve``); None starts
             one for this run, in a process of its own beside rank 0.
-        data: ``"dynamic"`` deals the samples of an epoch out to whoever is free, so that a slow group delays nobody;
-            ``"static"`` gives every rank its share beforehand, as DistributedSampler does. None takes
+        data: ``"dynamic"`` deals the samples of an epoch out to the group that is free, so that a slow one delays no
+            other; ``"static"`` gives every rank its share beforehand, as DistributedSampler does. None takes
             LIGHTNING_OMNI_DATA, or ``"dynamic"``.
         rebalance: ``"auto"`` measures how fast ranks are and splits each group's batch in proportion, where that makes
             the group more than 5 % faster; ``"off"`` gives all ranks the same. The loss must be a mean over the batch.
         host: address that the embedded server binds. None takes no port at all on one node, and otherwise MASTER_ADDR.
         encryption: of connections over the network: ``"curve"``, or ``"off"`` on a network whose every user you trust.
         heartbeat_timeout: seconds of silence after which a rank counts as dead.
-        refusals: pushes with NaN or infinite gradients that a group may make in a row before the run ends.
+        max_nonfinite_pushes: pushes with NaN or infinite gradients that a group may make in a row before the run ends.
         merged: name of a submodule, the last layers of a classifier, say, that stays at the server: each group's batch
             passes through it there, one group at a time, so that its weights are never stale and never travel; only
             activations and their gradients do. With one group it changes nothing.
         record: file for a record of everything that moves the weights, written by the embedded server; the simulator
             can go through it once more, see `lightning_omni.simulator.replay`.
+        wire: how pushes are put into bytes, where bytes are what a slow network makes expensive: ``"fp32"``, all
+            tensors as they are; ``"bf16"`` or ``"fp16"``, half of that; ``"int8"``, about a quarter; ``"topk:0.01"``,
+            the largest hundredth of the numbers with their places; or a value, see docs/wire-formats.md. What a lossy
+            format leaves out is added to the group's next push. ``{"push": "int8", "pull": "bf16"}`` names one for the
+            answers, too. With one group nothing is pushed.
         **ddp: DDPStrategy's own arguments.
 
     Raises:
@@ -87,8 +82,6 @@ class OmniStrategyHooks(_Base):
         >>> strategy = OmniStrategy(groups=2)  # Trainer(strategy=strategy, devices=4)
     """
 
-    rank_zero_info: Callable[[str], None]
-    rank_zero_warn: Callable[[str], None]
     launcher_class: type
     terminated_class: type[SystemExit]
     plain_checkpoint_io: type
@@ -103,73 +96,71 @@ class OmniStrategyHooks(_Base):
         data: Literal["dynamic", "static"] | None = None,
         host: str | None = None,
         heartbeat_timeout: float = 30.0,
-        refusals: int = 50,
+        max_nonfinite_pushes: int = 50,
         merged: str | None = None,
         record: str | None = None,
         rebalance: Literal["off", "auto"] = "off",
         encryption: Literal["curve", "off"] = "curve",
+        wire: Wire = "fp32",
         **ddp: Any,
     ) -> None:
+        if "refusals" in ddp:
+            warnings.warn(
+                f"refusals={ddp['refusals']!r} is deprecated and goes in 0.3:"
+                f" pass max_nonfinite_pushes={ddp['refusals']!r}",
+                DeprecationWarning,
+                stacklevel=2,
+            )
+            max_nonfinite_pushes = ddp.pop("refusals")
         refuse_unknown_of_ddp(self, OmniStrategyHooks, ddp)
         asked = self._asked = Asked(groups, method, data)
         with asked.naming_variables():
             groups, method, data = asked.groups, asked.method, asked.data
-            check_strategy(method, server, host, heartbeat_timeout, refusals, merged, record)
+            check_strategy(method, server, host, heartbeat_timeout, max_nonfinite_pushes, merged, record, wire)
             if data == "static" and rebalance == "auto":
                 raise ConfigurationError(
                     'rebalance="auto" with data="static": samples that are dealt out beforehand cannot be split by'
                     ' speed; pass data="dynamic", or rebalance="off"'
                 )
-            self._omni_options: dict[str, Any] = {
-                "groups": groups,
-                "method": method,
-                "server": server,
-                "host": host,
-                "encryption": encryption,
-                "heartbeat_timeout": heartbeat_timeout,
-                "refusals": refusals,
-                "record": record,
-            }
-            WorldOptions(**self._omni_options)
-        self._merged = merged
-        self._groups = groups
+            self._world_options = WorldOptions(
+                groups=groups,
+                method=method,
+                server=server,
+                host=host,
+                encryption=encryption,
+                heartbeat_timeout=heartbeat_timeout,
+                max_nonfinite_pushes=max_nonfinite_pushes,
+                record=record,
+                wire=wire,
+            )
         super().__init__(**ddp)
         self.ddp_options = dict(vars(self).get("_ddp_kwargs", {}))
-        self._data, self._rebalance = data, rebalance
-        self._last_report: RunReport | None = None
+        self._given = merged, data, rebalance
+        self._last_report = None
         self._make_run()
 
     def _make_run(self) -> None:
         """What lives as long as this process and the runs in it: nothing of this goes to another process."""
-        self.world: World | None = None
-        self.merged = Merged(self._merged)
-        self.proxies = Proxies()
-        self.epochs = EpochDriver(self._data, self.rank_zero_info)
-        self.balance = Balance(self._rebalance, self.rank_zero_info)
+        self._make_parts(*self._given)
         self.nested = NestedRuns(self)
         self._listener: Listener | None = None
         self.signals = Signals(self.terminated_class)
-        self.trainable = Trainable(self.rank_zero_warn)
         self.checkpoints = Checkpoints(self.rank_zero_warn)
-        self._reporting = Reporting()
-        self.stopwatch = Stopwatch()
         self._has_gathered = False
         self._arrangement: tuple[Topology, Method, Balance] | None = None
         self.on_ready: list[Callable[[], None]] = []
         """Called on every rank when the groups stand and the first batch has not begun: a tuner's moment."""
         self._server_process: ServerProcess | None = None
-        self._one, self._several = OneGroup(self), SeveralGroups(self)
 
     @override
     def __getstate__(self) -> dict[str, Any]:
         """The strategy as it was constructed, and the report of its last fit."""
         state: dict[str, Any] = super().__getstate__()
         fresh = object.__new__(type(self))
-        fresh._data, fresh._rebalance, fresh._merged = self._data, self._rebalance, self._merged
+        fresh._given = self._given
         fresh._make_run()
         kept = {name: value for name, value in state.items() if name not in vars(fresh)}
-        own = {"_data": self._data, "_rebalance": self._rebalance, "_merged": self._merged}
-        return {**kept, **own, "_last_report": self.last_report}
+        return {**kept, "_given": self._given, "_last_report": self.last_report}
 
     @override
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -184,11 +175,12 @@ class OmniStrategyHooks(_Base):
         refuse_other_namespace(self, self.accelerator, "strategy")
         super()._configure_launcher()
         ranks = self.num_nodes * self.num_processes
-        if self._groups is not None and self.cluster_environment is not None:
+        groups = self._world_options.groups
+        if groups is not None and self.cluster_environment is not None:
             if self.cluster_environment.creates_processes_externally:
                 ranks = self.cluster_environment.world_size()
             with self._asked.naming_variables():
-                check_groups(self._groups, ranks)
+                check_groups(groups, ranks)
         if _private.start_method(self) != "popen":
             _private.set_launcher(self, self.processes_class(self, _private.start_method(self)))
         else:
@@ -203,12 +195,12 @@ class OmniStrategyHooks(_Base):
         for callback in callbacks_of(trainer):
             if callable(prepare := getattr(callback, "on_omni_launch", None)):
                 prepare(trainer)
-        if (self.num_nodes if self._groups is None else self._groups) > 1:
+        if (self._world_options.groups or self.num_nodes) > 1:
             self.prepare_server()
 
     def prepare_server(self) -> None:
         """Rank 0 starts the embedded server's process, which waits to be told what to do. Returns at once."""
-        if self._omni_options["server"] is None and self.world is None and self._server_process is None:
+        if self._world_options.server is None and self.world is None and self._server_process is None:
             self._server_process = ServerProcess()
 
     def _on_child_death(self, local_rank: int, code: int) -> bool:
@@ -229,10 +221,10 @@ class OmniStrategyHooks(_Base):
         """Joins the other ranks; the world is laid out, and nothing of the server is needed yet."""
         super().setup_environment()
         if self.world is None:
-            timeout = _private.collective_timeout(self)
+            timeout = _private.collective_timeout(self) or self._world_options.timeout
             self.world = World(
                 device=self.root_device,
-                options=WorldOptions(**self._omni_options, timeout=timeout or timedelta(minutes=30)),
+                options=replace(self._world_options, timeout=timeout),
                 ranks_per_node=[self.num_processes] * self.num_nodes,
             )
             self.world.server.process, self._server_process = self._server_process, None
@@ -264,36 +256,12 @@ class OmniStrategyHooks(_Base):
         super().configure_ddp()
         self.trainable.remember(self.fitted)
 
-    def wrap_for_group(self) -> None:
-        """Wraps the module into a new DDP over the compute group; a group of one needs none."""
-        self.model = self.fitted
-        self.trainable.remember(self.fitted)
-        if self.grouping.is_reduced():
-            options = {**self.ddp_options, "process_group": self.joined.compute_group, "init_sync": False}
-            _private.set_ddp_options(self, options)
-            with frozen(self.grouping.not_reduced()):
-                self._configure_ddp_if_anything_is_trained()
-
-    def _configure_ddp_if_anything_is_trained(self) -> None:
-        if not self.merged or any(parameter.requires_grad for parameter in self.fitted.parameters()):
-            super().configure_ddp()  # which refuses a module without, as one with a frozen body may be
-
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Makes the optimizers and refuses those that no server can run."""
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
             self.joined.executor.check_optimizer(optimizer)
-
-    @property
-    def real_optimizers(self) -> list[Optimizer]:
-        """The optimizers without the one that Lightning puts in place of none, which holds nothing."""
-        return [optimizer for optimizer in self.optimizers if optimizer.param_groups]
-
-    def attach_optimizers(self) -> None:
-        """The world takes the optimizers in, as they are now."""
-        module, optimizers = self.fitted, self.real_optimizers
-        self.proxies.attach(self.joined, module, optimizers, self.merged, self._trainer)
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
@@ -326,10 +294,10 @@ class OmniStrategyHooks(_Base):
             return
         self._install_signals()
         world = self.joined
-        self._reporting.begin()
+        self.reporting.begin()
         self._has_gathered = False
         world.states.resume(self.checkpoints.resumed)
-        Followed(self)
+        self.follow_edits()
         world.begin()
         self.epochs.start()
         self.balance.begin(world, self.fitted, lambda: self.epochs.leases)
@@ -347,7 +315,7 @@ class OmniStrategyHooks(_Base):
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
         """The forward pass is done: the last moment at which a rank's time is its own and not its group's."""
-        self.stopwatch.forward_done(self.joined.channel.traffic.seconds)
+        self.step_times.forward_done(self.joined.channel.traffic.seconds)
         super().pre_backward(closure_loss)
 
     @override
@@ -356,23 +324,6 @@ class OmniStrategyHooks(_Base):
         loss: Tensor = super().backward(self.epochs.data.weigh(closure_loss), optimizer, *args, **kwargs)
         self.balance.backward_done()
         return loss
-
-    def begin_batch(self) -> None:
-        """A batch begins."""
-        self.grouping.begin_batch()
-        self.stopwatch.begin(self.joined.channel.traffic.seconds, self.joined.channel.traffic.moved)
-        self.balance.begin_batch()
-        self.epochs.begin_batch()
-
-    def end_batch(self) -> None:
-        """A batch has ended."""
-        world = self.joined
-        self.merged.step_done()
-        if world.control is not None:
-            self.stopwatch.end(world.channel.traffic.seconds, world.channel.traffic.moved)
-            world.control.report_timings(*self.stopwatch.means)
-        self.balance.end_batch()
-        self.epochs.end_batch()
 
     @override
     def on_validation_end(self) -> None:
@@ -383,7 +334,7 @@ class OmniStrategyHooks(_Base):
 
     @override
     def on_train_end(self) -> None:
-        """After the last callback: what the server knows comes home."""
+        """After the last callback: what the server knows is restored."""
         super().on_train_end()
         if self.nested.is_running:
             return
@@ -391,11 +342,11 @@ class OmniStrategyHooks(_Base):
         self.balance.end()
         world = self.joined
         world.is_finished = True
-        self._reporting.ask(world)
+        self.reporting.ask(world)
         self.epochs.finish()
         if world.executor.control is not None:
-            world.edits.settle()
-            if warning := self._reporting.warning(world):
+            world.edits.finish()
+            if warning := self.reporting.warning(world):
                 self.rank_zero_info(f"OmniStrategy: {warning}")
             if world.is_recorder:
                 world.states.take_back()
@@ -410,7 +361,7 @@ class OmniStrategyHooks(_Base):
         if self.signals.is_stopping and isinstance(exception, self.terminated_class):
             return  # all ranks leave together, in good order: see `teardown`
         if self.world is not None:
-            self._reporting.keep(self.world)
+            self.reporting.keep(self.world)
             self.world.explain(exception)
             self.world.fail(f"{type(exception).__name__}: {exception}")
         elif self._server_process is not None:
@@ -432,9 +383,7 @@ class OmniStrategyHooks(_Base):
             self.world.close()
         self.epochs.forget()
         self.checkpoints.forget()
-        self.nested.forget()
-        self.proxies.forget()
-        self.merged.forget()
+        self.nested, self.merged, self.proxies = NestedRuns(self), Merged(self.merged.name), Proxies()
 
     # --- Regrouping --------------------------------------------------------------------------------------------------
 
@@ -477,41 +426,16 @@ class OmniStrategyHooks(_Base):
             world.enter_world(self.buffers())  # between epochs: hooks are for all ranks together
         self._say_hello()
 
-    def form_one(self) -> None:
-        """One group of all live ranks, which has everything that the server knew."""
-        if self.joined.executor.exchanges:
-            self.form(1)
-
-    def form(self, groups: int, speeds: Mapping[int, float] | None = None) -> None:
-        """What `regroup` does when it has found nothing wrong; for callers that know what they do.
-
-        Args:
-            groups: the new number of groups.
-            speeds: of all live ranks, to put like with like; None forms the groups in the order of ranks.
-        """
-        world = self.joined
-        before, spans = world.executor, self.epochs.before_regroup()
-        self.proxies.unguard()
-        spans = world.regroup(groups, self.buffers(), speeds) or spans
-        self.grouping.guard()
-        self.wrap_for_group()
-        self.epochs.after_regroup(spans, before)
-        self.balance.regrouped()
-
-    def put_arrangement_aside(self) -> None:
+    def stash_arrangement(self) -> None:
         """Groups, method and balance are about to be chosen: those of the user are kept, for a later fit."""
         if self._arrangement is None:
             self._arrangement = self.joined.topology, self.joined.method, self.balance
 
-    def take_up_arrangement(self) -> None:
+    def restore_arrangement(self) -> None:
         """A fit is set up: it begins with groups, method and balance of the user, unless ranks were lost since."""
         arrangement, self._arrangement = self._arrangement, None
         if arrangement is not None and not self.joined.ever_lost:
             self.joined.topology, self.joined.method, self.balance = arrangement
-
-    def buffers(self) -> Iterator[Tensor]:
-        """The module's buffers."""
-        return self.fitted.buffers()
 
     def run_state(self) -> RunState:
         """A copy of all that the run must remember, as it is on this rank, where there is one group."""
@@ -530,23 +454,24 @@ class OmniStrategyHooks(_Base):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        """Turns the training DataLoader into one with leased batches, if it is one whose samples we may deal out."""
-        return self.epochs.process(super().process_dataloader(dataloader), self.global_rank, _is_given)
+        """Makes the training DataLoader one with leased batches, if it is one whose samples we may deal out."""
+        loader = super().process_dataloader(dataloader)
+        return self.epochs.data.process(loader, self.global_rank, _is_given) if self._trainer.training else loader
 
     # --- Checkpoints -------------------------------------------------------------------------------------------------
 
     @property
     def _is_asynchronous(self) -> bool:
-        """Whether groups train apart at the moment, so that no rank knows everything that belongs in a checkpoint."""
+        """Whether several groups train at the moment, so that no rank knows everything that belongs in a checkpoint."""
         return self.world is not None and self.world.executor.control is not None
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The module's state, with the weights that the method evaluates in the place of this group's own.
 
-        At a meeting of all groups (after a validation, at an epoch's end) every rank takes part, and what the groups
-        know each for itself is collected. In between rank 0 speaks for itself and the server; where the mean of all
-        groups' weights would count, the checkpoint then has those of rank 0's group.
+        At a synchronization point of all groups (after a validation, at an epoch's end) every rank takes part, and what
+        the groups know each for itself is collected. In between rank 0 speaks for itself and the server; where the mean
+        of all groups' weights would count, the checkpoint then has those of rank 0's group.
         """
         self.signals.pause()
         state = super().lightning_module_state_dict()
@@ -583,7 +508,7 @@ class OmniStrategyHooks(_Base):
 
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Gathers over the default process group; while groups train apart, this is the compute group."""
+        """Gathers over the default process group; while several groups train, this is the compute group."""
         world = self.world
         if world is not None and world.is_computing and group in (None, dist.group.WORLD) and not self._has_gathered:
             self._has_gathered = True
@@ -598,59 +523,14 @@ class OmniStrategyHooks(_Base):
 
     # --- What a user sees --------------------------------------------------------------------------------------------
 
-    @property
-    def last_report(self) -> RunReport | None:
-        """What `report` says, or None if there was no run yet."""
-        return self._last_report if self.world is None else self.report()
-
-    def remember_report(self, report: RunReport) -> None:
-        """The run was in other processes, which this one started: what they say of it."""
-        self._last_report = report
-
-    def report(self) -> RunReport:
-        """The run in numbers, while it runs or after it."""
-        if self.world is None and self._last_report is not None:
-            return self._last_report
-        return self._reporting.report(self.joined, self.stopwatch.bytes_per_step)
-
     def _say_hello(self) -> None:
         self.rank_zero_info(f"OmniStrategy: {self.grouping.sentence}")
 
     # --- Shorthand ---------------------------------------------------------------------------------------------------
 
-    @property
-    def grouping(self) -> Grouping:
-        """What differs between one group and several, for the groups that there are."""
-        return self._several if self.joined.executor.exchanges else self._one
-
-    @property
-    def joined(self) -> World:
-        """This rank's place among all ranks.
-
-        Raises:
-            ConfigurationError: it has none yet.
-        """
-        if self.world is None:
-            raise ConfigurationError("OmniStrategy has no world yet: it is laid out when the Trainer starts to run")
-        return self.world
-
-    @property
-    def fitted(self) -> LightningModule:
-        """The LightningModule, which knows its Trainer."""
-        assert self.lightning_module is not None
-        return self.lightning_module
-
-    @property
-    def _trainer(self) -> Trainer:
-        return self.fitted.trainer
-
     @staticmethod
     def _is_fitting(trainer: Trainer) -> bool:
         return trainer.state.fn is not None and trainer.state.fn.value == "fit"
-
-    def check_several(self, trainer: Trainer) -> None:
-        """Raises `UnsupportedError` for what several groups cannot do in this fit."""
-        self._several.check(trainer)
 
 
 def strategy_of(trainer: Trainer) -> OmniStrategyHooks:

@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from pytorch_lightning.strategies.launchers.multiprocessing import _MultiProcessingLauncher as _ProcessesBase
     from pytorch_lightning.strategies.launchers.subprocess_script import _SubprocessScriptLauncher as _Base
 
-    from lightning_omni.strategy.contract import Strategy
+    from lightning_omni.strategy.grouping import GroupedStrategy
 else:
     _Base = _ProcessesBase = object
 
 _log = logging.getLogger(__name__)
 
-LOOK = 0.2
-"""Seconds between two looks at the children."""
+POLL_SECONDS = 0.2
+"""Seconds between two polls of the children."""
 _LAUNCHER = "OMNI_LAUNCHER_PID"
 """Where children find the process that started them, in the environment."""
 GRACE = 5.0
@@ -103,7 +103,7 @@ class OmniProcessesHooks(_ProcessesBase):
     def get_extra_results(self, trainer: Trainer) -> dict[str, Any]:
         """In rank 0's process: what the script's process is to know of the run."""
         extra: dict[str, Any] = super().get_extra_results(trainer)
-        report = cast("Strategy", trainer.strategy).last_report
+        report = cast("GroupedStrategy", trainer.strategy).last_report
         return {**extra, "omni_report": None if report is None else asdict(report)}  # Lightning goes through it
 
     @override
@@ -111,7 +111,7 @@ class OmniProcessesHooks(_ProcessesBase):
         """In the script's process."""
         report = extra.pop("omni_report", None)
         if report is not None and trainer.state.fn == "fit":
-            cast("Strategy", trainer.strategy).remember_report(RunReport(**report))
+            cast("GroupedStrategy", trainer.strategy).remember_report(RunReport(**report))
         super().update_main_process_results(trainer, extra)
 
 
@@ -136,22 +136,19 @@ class ChildObserver(threading.Thread):
 
     @override
     def run(self) -> None:
-        """Looks until every child has ended."""
+        """Polls until every child has ended."""
         watched = dict(enumerate(self._children, start=1))
         while watched:
-            time.sleep(LOOK)
+            time.sleep(POLL_SECONDS)
             for rank, child in list(watched.items()):
                 code = child.poll()
                 if code is None:
                     continue
                 del watched[rank]
-                if code != 0 and not self._goes_on(rank, code):
+                on_death = self._on_death()
+                if code != 0 and not (on_death is not None and on_death(rank, code)):
                     self._end_everything(rank, code)
                     return
-
-    def _goes_on(self, rank: int, code: int) -> bool:
-        on_death = self._on_death()
-        return on_death is not None and on_death(rank, code)
 
     def _end_everything(self, rank: int, code: int) -> None:
         _log.error("the process of local rank %d ended with %s; the run cannot go on without it", rank, say_exit(code))

@@ -1,24 +1,34 @@
-"""The training data of a fit: which of Lightning's loaders are leased, and what this rank holds of them."""
+"""The training data of a fit: which of Lightning's loaders are leased, and what its limits mean for leased data."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_omni.optimizer import World
-from lightning_omni.optimizer.data import Leases, can_lease, lease
+from lightning_omni.optimizer.loaders import Leases, can_lease, lease
+from lightning_omni.protocol import EpochPlan
+from lightning_omni.protocol.progress import Progress, ReferenceBatch
+from lightning_omni.protocol.record import Spans
+from lightning_omni.strategy import _private
+
+if TYPE_CHECKING:
+    from pytorch_lightning import Trainer
 
 
 class LeasedData:
-    """Turns training loaders into leased ones, and keeps their leases.
+    """Makes training loaders leased ones, and keeps their leases.
 
     Args:
         data: ``"dynamic"`` or ``"static"``.
         say: tells the user something, on rank 0.
         before_epoch: called with an epoch's number before samples of it are drawn from the server.
+
+    Attributes:
+        leases: this rank's view of the data, if it is leased.
     """
 
     def __init__(
@@ -27,7 +37,7 @@ class LeasedData:
         self.kind = data
         self._say, self._before_epoch = say, before_epoch
         self._world: World | None = None
-        self._leases: Leases | None = None
+        self.leases: Leases | None = None
         self._new: list[Leases] = []
 
     def connect(self, world: World) -> None:
@@ -37,34 +47,26 @@ class LeasedData:
     def start(self) -> None:
         """The groups stand: their core tells the server of what this rank holds."""
         if self._world is not None:
-            self._world.core.data = self._leases
+            self._world.core.data = self.leases
 
     def forget(self) -> None:
         """The run is torn down."""
-        self.leases, self._new, self._world = None, [], None
-
-    @property
-    def leases(self) -> Leases | None:
-        """This rank's view of the data, if it is leased: what its group's core tells the server of."""
-        return self._leases
-
-    @leases.setter
-    def leases(self, leases: Leases | None) -> None:
-        self._leases = leases
+        self.leases, self._new = None, []
         self.start()
+        self._world = None
 
     @property
     def is_dealt_out(self) -> bool:
         """Whether the samples are dealt out beforehand, to all ranks."""
-        return self._leases is None and not self._new
+        return self.leases is None and not self._new
 
     @property
     def is_dynamic(self) -> bool:
         """Whether samples are drawn from the server's book."""
-        return self._leases is not None and not self._leases.is_local
+        return self.leases is not None and not self.leases.is_local
 
     def process(self, loader: object, rank: int, is_ours: Callable[[DataLoader[Any]], bool]) -> object:
-        """Turns a training DataLoader into one with leased batches, if it is one whose samples may be dealt out.
+        """Makes a training DataLoader one with leased batches, if it is one whose samples may be dealt out.
 
         Args:
             loader: what Lightning is about to iterate in training.
@@ -86,7 +88,7 @@ class LeasedData:
             rank=rank,
             before_epoch=self._before_epoch,
             is_local=not world.executor.exchanges,
-            shares=self._leases.shares if self._leases is not None else (),  # of the loader that this one replaces
+            shares=self.leases.shares if self.leases is not None else (),  # of the loader that this one replaces
         )
         self._new.append(leased.leases)  # type: ignore[attr-defined]
         return leased
@@ -104,15 +106,85 @@ class LeasedData:
                 each.is_local = True
             self.leases = None
         self._new = []
+        self.start()
 
     def assign(self, shares: Sequence[int] = ()) -> None:
         """Tells the leases of this rank's place in its group, and of the group's ``shares``, if they are unequal."""
         world = self._world
-        if self._leases is not None and world is not None:
+        if self.leases is not None and world is not None:
             place = world.members.index(world.rank)
-            self._leases.assign(place, len(world.members), world.executor.control, world.generation, shares)
+            self.leases.assign(place, len(world.members), world.executor.control, world.generation, shares)
 
     def weigh(self, loss: Tensor) -> Tensor:
         """The loss whose gradient this rank contributes: more, if it has more of the group's batch than others."""
-        weight = self._leases.weight if self._leases is not None else 1.0
+        weight = self.leases.weight if self.leases is not None else 1.0
         return loss if weight == 1.0 else loss * weight
+
+
+class FitLimits:
+    """What Lightning's limits (max_steps, limit_train_batches, val_check_interval) mean for all ranks together.
+
+    Lightning counts the batches and steps of one rank, as under DDP, where all ranks count alike. Groups do not. So
+    limits are taken for those of DDP and counted in samples: see `lightning_omni.protocol.progress`.
+
+    Args:
+        trainer: whose they are.
+
+    Attributes:
+        max_steps: steps of DDP after which the user wants the run to end, or -1.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self.max_steps: int = trainer.max_steps
+
+    def reference(self, leases: Leases) -> ReferenceBatch:
+        """What one step of DDP trains, at the moment: accumulation may have a schedule."""
+        return ReferenceBatch(leases.world_size, leases.batch_size, int(self._trainer.accumulate_grad_batches))
+
+    def progress(self, leases: Leases, epoch: int, trained: Spans) -> Progress:
+        """The run's progress where an epoch begins, or is resumed with some of its samples trained."""
+        reference = self.reference(leases)
+        there = -(-leases.total // reference.batch)
+        limit = self._trainer.num_training_batches  # a callback may have put it beyond what is there
+        batches = min(int(limit), there) if limit != float("inf") else there
+        return Progress(reference, batches, epochs=epoch, samples=size_of(trained))
+
+    def plan(self, leases: Leases, progress: Progress, trained: Spans) -> EpochPlan:
+        """The epoch's data, for the server."""
+        trainer, epoch = self._trainer, progress.epochs
+        interval = trainer.val_check_batch  # None if it is a duration
+        every, offset = 0, 0
+        if _private.validates_this_epoch(trainer) and interval not in (None, float("inf")):
+            # Without check_val_every_n_epoch, the batches of earlier epochs count, too.
+            done = epoch * progress.batches if trainer.check_val_every_n_epoch is None else 0
+            every = int(interval) * progress.reference.batch
+            offset = done % int(interval) * progress.reference.batch
+        return EpochPlan(
+            epoch=epoch,
+            total=leases.total,
+            batch_size=leases.batch_size,
+            budget=progress.budget(leases.total, epoch, self.max_steps),
+            validate_every=every,
+            validate_offset=offset,
+            trained=trained,
+        )
+
+    def validates_at_end(self, plan: EpochPlan, progress: Progress) -> bool:
+        """Whether the end of the epoch is one of the points at which val_check_interval asks for a validation."""
+        is_cut_short = plan.budget < progress.budget(plan.total, plan.epoch)  # by max_steps, before its samples end
+        if self._trainer.val_check_batch == float("inf"):
+            return not is_cut_short
+        if not plan.validate_every:
+            return False
+        end = plan.budget if is_cut_short else progress.samples_an_epoch
+        return (end + plan.validate_offset) % plan.validate_every == 0
+
+    def steps_left(self, progress: Progress, epoch: int) -> int | None:
+        """Steps of DDP that are left when an epoch begins; None if there is no limit."""
+        return None if self.max_steps == -1 else progress.steps_left(self.max_steps, epoch)
+
+
+def size_of(spans: Spans) -> int:
+    """Samples in ranges of an epoch."""
+    return sum(stop - start for start, stop in spans)

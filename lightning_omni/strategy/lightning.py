@@ -9,10 +9,10 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_omni.strategy.checkpoint_file import WholeFileHooks
+from lightning_omni.strategy.arguments import register_names
+from lightning_omni.strategy.checkpoints import WholeFileHooks
 from lightning_omni.strategy.hooks import OmniStrategyHooks
 from lightning_omni.strategy.launcher import OmniLauncherHooks, OmniProcessesHooks
-from lightning_omni.strategy.names import register_names
 from lightning_omni.strategy.namespaces import introduce
 
 

@@ -1,33 +1,38 @@
-"""What the strategy hears of Lightning's loops, before any callback does. It stands in nobody's list of callbacks."""
+"""What the strategy hears of Lightning's loops before any callback does, and runs of a loop inside its own hooks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lightning_omni.errors import UnsupportedError
 from lightning_omni.metrics import Staleness
+from lightning_omni.optimizer.balance import Balance
 from lightning_omni.strategy import _private
-from lightning_omni.strategy.bar import ProgressDisplay
-from lightning_omni.strategy.contract import Strategy
-from lightning_omni.strategy.nested import NestedRuns
-from lightning_omni.strategy.watch import live_metrics, straggler_sentence
+from lightning_omni.strategy.epochs import EpochDriver
+from lightning_omni.strategy.grouping import GroupedStrategy
+from lightning_omni.strategy.live_metrics import ProgressDisplay, live_metrics, straggler_sentence
+from lightning_omni.topology import Topology
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
 
 
 class Listener:
-    """Follows one fit: is told of its hooks by `_private.listen`, and asked by its loops, see `_private.Leader`.
+    """Follows one fit, in no list of callbacks: is told of its hooks by `_private.listen`, and asked by its loops.
+
+    What they ask stands in `_private.Leader`.
 
     Args:
-        strategy: what is told in turn.
+        strategy: what is told of them.
         nested: runs the loop where it is run inside one of its hooks.
         trainer: the fit's.
     """
 
-    def __init__(self, strategy: Strategy, nested: NestedRuns, trainer: Trainer) -> None:
+    def __init__(self, strategy: GroupedStrategy, nested: NestedRuns, trainer: Trainer) -> None:
         self._strategy = strategy
         self._nested = nested
         self._trainer = trainer
@@ -84,8 +89,13 @@ class Listener:
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """A batch is there."""
-        if not self._nested.is_running:
-            self._strategy.begin_batch()
+        if self._nested.is_running:
+            return
+        strategy, traffic = self._strategy, self._strategy.joined.channel.traffic
+        strategy.grouping.begin_batch()
+        strategy.step_times.begin(traffic.seconds, traffic.moved)
+        strategy.balance.begin_batch()
+        strategy.epochs.begin_batch()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -93,25 +103,30 @@ class Listener:
         """A batch is done."""
         if self._nested.is_running:
             return
-        self._strategy.end_batch()
-        control = self._strategy.joined.control
-        self._display.show(trainer, self._strategy.epochs.expected_batches(batch_idx + 1))
+        strategy, world = self._strategy, self._strategy.joined
+        strategy.merged.step_done()
+        if world.control is not None:
+            strategy.step_times.end(world.channel.traffic.seconds, world.channel.traffic.moved)
+            world.control.report_timings(*strategy.step_times.means)
+        strategy.balance.end_batch()
+        strategy.epochs.end_batch()
+        self._display.show(trainer, strategy.epochs.expected_batches(batch_idx + 1))
         if _private.logs_now(trainer):
-            values = self._strategy.balance.metrics()
-            if control is not None:
+            values = strategy.balance.metrics()
+            if world.control is not None:
                 self._watch_staleness()
-                values |= live_metrics(control.status, self._staleness, self._strategy.stopwatch)
+                values |= live_metrics(world.control.status, self._staleness, strategy.step_times)
                 self._display.tell(values)
             for name, value in values.items():
                 pl_module.log(name, value)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The groups meet."""
+        """The groups synchronize."""
         if not trainer.sanity_checking:
             self._strategy.epochs.before_validation(pl_module.buffers())
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The groups meet."""
+        """The groups synchronize."""
         if self._nested.is_running:
             return
         self._strategy.epochs.end(pl_module.buffers())
@@ -130,6 +145,82 @@ class Listener:
     def _watch_staleness(self) -> None:
         world = self._strategy.joined
         for part in world.parts:
-            if world.is_leader:  # its mates hear the same numbers
+            if world.is_leader:  # its peers hear the same numbers
                 self._staleness.update(torch.tensor(part.staleness))
             part.staleness.clear()
+
+
+class NestedRuns:
+    """Runs of the loop inside one of its hooks, as learning-rate finders make them: all ranks are one group.
+
+    What such a run measures holds for all ranks together, so it is plain DDP; then the groups train on.
+
+    Before several groups first train there is no server yet, and nothing to be undone. Between two epochs the groups
+    become one, and are formed again when the next epoch begins: until then the finder may restore what it has saved.
+
+    Args:
+        strategy: whose groups.
+
+    Attributes:
+        is_running: whether one is under way.
+    """
+
+    def __init__(self, strategy: GroupedStrategy) -> None:
+        self._strategy = strategy
+        self.is_running = False
+        self._groups = 1
+
+    def run(self, run: Callable[[], None]) -> None:
+        """Runs the loop.
+
+        Raises:
+            UnsupportedError: groups are training, each for itself.
+        """
+        world = self._strategy.joined
+        if world.is_computing:
+            raise UnsupportedError(
+                "trainer.fit_loop.run() inside an epoch (a learning-rate finder in on_train_batch_end, say): the groups"
+                " are at different batches; run it in on_fit_start or on_train_epoch_start, or use groups=1"
+            )
+        with self._in_one_group(), self._apart():
+            run()
+
+    @contextmanager
+    def _apart(self) -> Iterator[None]:
+        """Nothing of what follows the fit's own progress hears of the run."""
+        strategy = self._strategy
+        world = strategy.joined
+        kept, steps = (strategy.epochs, strategy.balance), world.steps
+        epochs = EpochDriver("static", strategy.rank_zero_info)
+        epochs.connect(strategy.fitted.trainer, world)
+        strategy.epochs, strategy.balance = epochs, Balance("off", strategy.rank_zero_info)
+        self.is_running = True
+        try:
+            yield
+        finally:
+            self.is_running = False
+            (strategy.epochs, strategy.balance), world.steps = kept, steps
+
+    @contextmanager
+    def _in_one_group(self) -> Iterator[None]:
+        strategy, world = self._strategy, self._strategy.joined
+        if not world.executor.exchanges:
+            yield
+        elif world.control is not None:
+            self._groups = len(world.live_groups)
+            strategy.form(1)
+            yield
+        else:
+            topology, world.topology = world.topology, Topology.even(world.size, 1)
+            try:
+                strategy.wrap_for_group()
+                yield
+            finally:
+                world.topology = topology
+            strategy.wrap_for_group()
+
+    def form_groups_again(self) -> None:
+        """An epoch begins: groups that a nested run has made one are what they were."""
+        groups, self._groups = self._groups, 1
+        if groups > 1:
+            self._strategy.form(min(groups, len(self._strategy.joined.live_ranks)))

@@ -1,4 +1,4 @@
-"""The optimizers that step in the place of the user's, and the guard that keeps these from stepping by themselves."""
+"""What is trained elsewhere while a fit runs: optimizers whose steps are exchanges, and the submodule at the server."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from lightning_omni.errors import UnsupportedError
+from lightning_omni.methods.head import check_mergeable
 from lightning_omni.optimizer import OmniOptimizer, World, names_of
+from lightning_omni.optimizer.remote_head import RemoteHead
 from lightning_omni.strategy import _private
-from lightning_omni.strategy.merged import Merged
 
 if TYPE_CHECKING:
     from pytorch_lightning import Trainer
 
 
 class Proxies:
-    """An `OmniOptimizer` for each of the user's optimizers, while a fit runs."""
+    """An `OmniOptimizer` for each of the user's optimizers, and a guard against steps of these by themselves."""
 
     def __init__(self) -> None:
         self._of: dict[int, OmniOptimizer] = {}
@@ -60,15 +61,10 @@ class Proxies:
         """
         if id(optimizer) not in self._of:
             raise UnsupportedError(
-                "strategy.optimizers was changed inside an epoch, while groups train apart: change it at an epoch's"
+                "strategy.optimizers was changed inside an epoch, while several groups train: change it at an epoch's"
                 " start or end (on_train_epoch_start, say), where all groups hear of it, or use groups=1"
             )
         return self._of[id(optimizer)]
-
-    def forget(self) -> None:
-        """The fit is over."""
-        self.unguard()
-        self._of = {}
 
     # --- Steps of the user's own -------------------------------------------------------------------------------------
 
@@ -98,3 +94,62 @@ def _refuse_raw_step(self: Optimizer, closure: Any = None) -> Tensor:
 
 
 _refuse_raw_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers look for their own mark
+
+
+class Merged:
+    """The submodule that stays at the server (``merged=``), if there is one: a merged head.
+
+    Args:
+        name: of the submodule; None if nothing is merged.
+    """
+
+    def __init__(self, name: str | None) -> None:
+        self.name = name
+        self._head: RemoteHead | None = None
+
+    def __bool__(self) -> bool:
+        return self.name is not None
+
+    def parameters(self, module: Module) -> list[Parameter]:
+        """Its parameters; none if nothing is merged.
+
+        Raises:
+            ConfigurationError: that submodule cannot be merged.
+        """
+        if self.name is None:
+            return []
+        if self._head is None:
+            check_mergeable(self.name, module)
+        return list(module.get_submodule(self.name).parameters())
+
+    def attach(self, world: World, module: Module, optimizers: Sequence[Optimizer], trainer: Trainer) -> None:
+        """The world takes it in; its gradients are clipped as the trainer says."""
+        if self.name is None:
+            return
+        self._head = world.attach_head(self.name, module, optimizers)
+        side = self._head.side
+        side.clip = float(trainer.gradient_clip_val or 0.0)
+        how = trainer.gradient_clip_algorithm
+        side.clip_algorithm = "value" if how is not None and how.value == "value" else "norm"
+
+    def step_done(self) -> None:
+        """What was done with it since the last step is over."""
+        if self._head is not None:
+            self._head.step_done()
+
+    def check(self, trainer: Trainer) -> None:
+        """Raises `UnsupportedError` for what a head that is stepped with the backward pass cannot do."""
+        if self.name is None:
+            return
+        refused = f"merged={self.name!r}: the head is stepped at the server as soon as its gradients come"
+        if trainer.accumulate_grad_batches != 1:
+            raise UnsupportedError(
+                f"{refused}, and cannot wait for accumulate_grad_batches={trainer.accumulate_grad_batches}; use larger"
+                " batches, or merge nothing"
+            )
+        if not trainer.lightning_module.automatic_optimization:
+            raise UnsupportedError(f"{refused}, and not when training_step says so; use automatic optimization")
+        if getattr(trainer.precision_plugin, "scaler", None) is not None:
+            raise UnsupportedError(
+                f"{refused}, before a loss scaler could undo its scaling; use precision='bf16-mixed'"
+            )

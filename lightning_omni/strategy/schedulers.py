@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from lightning_omni.optimizer.run_state.run import Schedule
+from lightning_omni.optimizer.run_state import Schedule
 
 
 class _Paced:

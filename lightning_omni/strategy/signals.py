@@ -33,8 +33,8 @@ GRACE = 30.0
 """Seconds without progress after which a rank that is to end is taken to be blocked, by the dead, say, and ends."""
 POLL = 1.0
 """Seconds between two questions to all ranks whether one of them was signalled, if there is no server to tell."""
-_LOOK = 0.25
-"""Seconds between two looks at the flags."""
+_POLL_SECONDS = 0.25
+"""Seconds between two polls of the flags."""
 
 # What rank 0 of a process group says before a batch, and what heartbeats tell; of those of several ranks the largest.
 _NOTHING, _ASK, _REQUEUE, _TERMINATE = range(4)
@@ -87,7 +87,7 @@ class Signals:
         Args:
             trainer: the Trainer.
             world: this rank's place in the run.
-            leave: brings all groups together, for the last time.
+            leave: synchronizes all groups, for the last time.
         """
         if self._replaced or world.size == 1 or threading.current_thread() is not threading.main_thread():
             return
@@ -160,15 +160,11 @@ class Signals:
         """What rank 0 of a process group says to the others."""
         wanted = self._wanted()
         now = time.monotonic()
-        if wanted or now - self._asked < POLL or self._is_told:
+        has_server = self._world is not None and self._world.control is not None  # it tells every rank of all signals
+        if wanted or now - self._asked < POLL or has_server:
             return wanted
         self._asked = now
         return _ASK
-
-    @property
-    def _is_told(self) -> bool:
-        """Whether there is a server, which tells every rank of every other's signals."""
-        return self._world is not None and self._world.control is not None
 
     def _wanted(self) -> int:
         """What this rank was told to do, or has heard that another was."""
@@ -197,7 +193,7 @@ class Signals:
         """Tells others of this rank's signals, and ends it if it is blocked."""
         trainer, world, is_told = self._trainer, self._world, False
         while self._watcher is threading.current_thread() and world is not None and trainer is not None:
-            time.sleep(_LOOK)
+            time.sleep(_POLL_SECONDS)
             if world.control is not None:
                 world.control.signal = _TERMINATE if self._terminates else _REQUEUE if self._requeues else _NOTHING
             if self._terminates and not is_told:

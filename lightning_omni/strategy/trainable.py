@@ -35,7 +35,7 @@ class Trainable:
         self._held = -1
 
     def has_changed(self, optimizers: Iterable[Optimizer]) -> bool:
-        """Whether the module has to be wrapped anew, so that DDP averages what is trained and waits for nothing else.
+        """Whether the module has to be wrapped again, so that DDP averages what is trained and waits for nothing else.
 
         Args:
             optimizers: all of them; they may hold parameters that the module did not have when it was wrapped.
@@ -57,7 +57,7 @@ class Trainable:
             " module: DDP does not average its gradient, and every rank trains a version of its own. This is so with"
             " DDPStrategy, too, with which one group is one and the same. Have it trainable when the module is wrapped"
             " and pass find_unused_parameters=True (a callback may freeze it in on_fit_start, after the wrapping), or"
-            " pass groups=2 or more, which wraps anew when parameters are unfrozen"
+            " pass groups=2 or more, which wraps again when parameters are unfrozen"
         )
 
     def check_in_step(self) -> None:

@@ -1,23 +1,12 @@
 """Callbacks that make a training faster, for whichever of Lightning's two namespaces the Trainer comes from.
 
-Lightning is imported when somebody asks for a callback, not before.
+Lightning is imported when a callback is asked for, not before.
 """
 
 from __future__ import annotations
 
 import importlib
 from typing import Any
-
-from lightning_omni.strategy import strategy_class
-
-
-def tuner_of_strategy() -> Any:
-    """Our module for the namespace in use, as `lightning_omni.strategy.strategy_class` finds it.
-
-    Raises:
-        ImportError: Lightning is not installed.
-    """
-    return tuner_module(strategy_class().__module__)
 
 
 def tuner_module(name: str) -> Any:

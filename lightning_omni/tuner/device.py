@@ -11,9 +11,8 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -22,17 +21,19 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
+from lightning_omni.checks import check_kind, check_number
+from lightning_omni.device import DeviceReport, DeviceSetting, Finding, tune_device
+from lightning_omni.device.agreement import TOLERANCE
+from lightning_omni.device.setting import contiguous
+from lightning_omni.device.trial import same_rng_state
+from lightning_omni.device.tune import usable_cores
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.performance import DeviceReport, DeviceSetting, Finding, tune_device
-from lightning_omni.performance.agreement import TOLERANCE
-from lightning_omni.performance.device import Progress, usable_cores
-from lightning_omni.performance.setting import Applied, contiguous
-from lightning_omni.performance.trial import same_rng_state
-from lightning_omni.strategy.arguments import check_kind, check_number, refuses_unknown
+from lightning_omni.strategy.arguments import refuses_unknown
 from lightning_omni.strategy.declared import is_fast_dev_run
 from lightning_omni.strategy.hooks import OmniStrategyHooks
 from lightning_omni.strategy.namespaces import refuse_other_namespace
 from lightning_omni.tuner import _private
+from lightning_omni.tuner.loggers import log
 from lightning_omni.tuner.step import arguments_of, loss_of, say_nothing
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ class DeviceTunerHooks(_CallbackBase):
         batches: to measure with; by default some of the train dataloader's, taken from its dataset directly.
 
     Attributes:
-        report: what was measured, a `lightning_omni.performance.DeviceReport`; None if nothing was.
+        report: what was measured, a `lightning_omni.device.DeviceReport`; None if nothing was.
         problem: why nothing was measured.
 
     Raises:
@@ -96,25 +97,26 @@ class DeviceTunerHooks(_CallbackBase):
         batches: Sequence[Any] | None = None,
     ) -> None:
         super().__init__()
-        self._options = _Options(_names("allow", allow), _names("propose", propose), budget, tolerance)
-        for name in self._options.allow:
+        allow, propose = _names("allow", allow), _names("propose", propose)
+        for name in allow:
             if name in ("batch_size", "workers"):
                 remedy = "batch_size= of your DataLoader" if name == "batch_size" else "Trainer(devices=)"
                 raise ConfigurationError(
                     f"allow={name!r}: a fit cannot change it, since schedulers and data were laid out for what it"
                     f" began with; measure it with `lightning-omni device`, and set {remedy} yourself"
                 )
-        _check_names("allow", self._options.allow, _ALLOWABLE)
-        _check_names("propose", self._options.propose, _PROPOSABLE)
+        _check_names("allow", allow, _ALLOWABLE)
+        _check_names("propose", propose, _PROPOSABLE)
         for name, value in (("budget", budget), ("tolerance", tolerance)):
-            check_number(name, value, "a number above 0", low=sys.float_info.min)
+            check_number(name, value, "a number above 0", above=0)
         check_kind("setting", setting, (DeviceSetting, type(None)), "a DeviceSetting, or None")
         if batches is not None and (not isinstance(batches, Sequence) or isinstance(batches, str) or not batches):
             raise ConfigurationError(f"batches={batches!r}: pass a list of at least one batch, or None")
         self.report: DeviceReport | None = None
         self.problem: str | None = None
         self._setting, self._batches = setting, batches
-        self._applied: _AppliedToFit | None = None
+        self._options: dict[str, Any] = {"allow": allow, "propose": propose, "budget": budget, "tolerance": tolerance}
+        self._applied = ExitStack()
 
     # --- Hooks --------------------------------------------------------------------------------------------------------
 
@@ -129,17 +131,17 @@ class DeviceTunerHooks(_CallbackBase):
         if self._setting is None:
             self._measure(trainer, pl_module)
         if self._setting is not None:
-            self._applied = _AppliedToFit(trainer, pl_module, self._own(self._setting, trainer), self.mixed_precision)
+            self._applied = _apply(self._setting, trainer, pl_module, self.mixed_precision)
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """All is as it was."""
-        self._undo()
+        self._applied.close()
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """All is as it was; there is no teardown after an exception."""
-        self._undo()
+        self._applied.close()
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -188,7 +190,7 @@ class DeviceTunerHooks(_CallbackBase):
         self._refuse(trainer, pl_module)
         with same_rng_state(), _muted(trainer, self.mute_logger):
             given = self._batches
-            data = _Data.given(given) if given is not None else _Data.of(trainer.train_dataloader)
+            data = _LoadedBatches(given) if given is not None else _LoadedBatches.of(trainer.train_dataloader)
             batches = [
                 trainer.strategy.batch_to_device(trainer.precision_plugin.convert_input(batch), dataloader_idx=0)
                 for batch in data.batches
@@ -198,13 +200,9 @@ class DeviceTunerHooks(_CallbackBase):
                 TrainingStep(trainer, pl_module),
                 trainer.optimizers[0],
                 batches,
-                allow=self._options.allow,
-                propose=self._options.propose,
-                budget=self._options.budget,
-                tolerance=self._options.tolerance,
                 cores=_cores(trainer),
                 skip=_skipped(trainer),
-                progress=self._options.progress,
+                **self._options,
             )
         return data.noted_in(report)
 
@@ -218,7 +216,7 @@ class DeviceTunerHooks(_CallbackBase):
         if not pl_module.automatic_optimization:
             raise ConfigurationError(
                 "with manual optimization a copy's training_step would step the optimizers of the run; use"
-                " lightning_omni.performance.tune_device with a loss of your own"
+                " lightning_omni.device.tune_device with a loss of your own"
             )
         if len(trainer.optimizers) != 1:
             raise ConfigurationError(f"it needs one optimizer, and there are {len(trainer.optimizers)}")
@@ -226,12 +224,6 @@ class DeviceTunerHooks(_CallbackBase):
             raise ConfigurationError("the module was compiled before the Trainer got it; pass it uncompiled")
         if trainer.world_size > 1 and any(isinstance(each, torch.nn.SyncBatchNorm) for each in pl_module.modules()):
             raise ConfigurationError("SyncBatchNorm waits for the other ranks, and one rank measures alone")
-
-    def _own(self, setting: DeviceSetting, trainer: Trainer) -> DeviceSetting:
-        """What of a setting holds for this rank: its machine may have fewer cores than rank 0's."""
-        if setting.threads is None:
-            return setting
-        return replace(setting, threads=min(setting.threads, _cores(trainer)))
 
     def _publish(self, trainer: Trainer, report: DeviceReport) -> None:
         """To the console, to the loggers, and as files into the first logger's folder."""
@@ -242,22 +234,14 @@ class DeviceTunerHooks(_CallbackBase):
             "omni/device/gain": report.gain or 1.0,
             "omni/device/seconds": report.seconds,
         }
-        for logger in trainer.loggers:
-            logger.log_metrics(metrics, step=trainer.global_step)
-        folder = trainer.log_dir if trainer.loggers else None  # asks all ranks
-        if folder is None or "://" in str(folder) or not trainer.is_global_zero:
+        if (folder := log(trainer, metrics)) is None:
             return
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        (Path(folder) / "device.json").write_text(json.dumps(report.to_dict(), indent=1))
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "device.json").write_text(json.dumps(report.to_dict(), indent=1))
         try:
-            report.plot(Path(folder) / "device.png")
+            report.plot(folder / "device.png")
         except ConfigurationError as error:
             self.rank_zero_info(f"DeviceTuner: no picture: {error}")
-
-    def _undo(self) -> None:
-        applied, self._applied = self._applied, None
-        if applied is not None:
-            applied.undo()
 
 
 class DeviceProbeHooks(DeviceTunerHooks):
@@ -275,13 +259,13 @@ class DeviceProbeHooks(DeviceTunerHooks):
             module: the LightningModule.
             data: what ``Trainer.fit`` takes as ``train_dataloaders`` or ``datamodule``.
             batches: to measure with, instead of the data's.
-            **options: those of `tune_device` that `DeviceTuner` has, and ``progress``; all of ``allow``'s words.
+            **options: those of `tune_device`.
 
         Raises:
             ConfigurationError: it cannot be measured.
         """
         probe = cls(batches=batches)
-        probe._options = _Options(**options)
+        probe._options = options
         quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
         trainer = cls.trainer_class(
             devices=1, max_epochs=1, num_sanity_val_steps=0, callbacks=[probe], **dict.fromkeys(quiet, False)
@@ -300,15 +284,6 @@ class DeviceProbeHooks(DeviceTunerHooks):
     @override
     def _publish(self, trainer: Trainer, report: DeviceReport) -> None:
         """That is for the command."""
-
-
-@dataclass(frozen=True)
-class _Options:
-    allow: tuple[str, ...] = ()
-    propose: tuple[str, ...] = ("precision",)
-    budget: float = 60.0
-    tolerance: float = TOLERANCE
-    progress: Progress | None = None
 
 
 def _names(argument: str, given: Iterable[str]) -> tuple[str, ...]:
@@ -419,7 +394,7 @@ def _muted(trainer: Trainer, mute_logger: type) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class _Data:
+class _LoadedBatches:
     """Some batches, and what it took to load one.
 
     Args:
@@ -433,11 +408,7 @@ class _Data:
     processes: int = 0
 
     @classmethod
-    def given(cls, batches: Sequence[Any]) -> _Data:
-        return cls(list(batches))
-
-    @classmethod
-    def of(cls, loaders: Any) -> _Data:
+    def of(cls, loaders: Any) -> _LoadedBatches:
         """From the datasets of loaders: their samplers, and the leases of a server, are not touched."""
         began = time.perf_counter()
         batches = [_batch(loaders, number) for number in range(_BATCHES)]
@@ -489,23 +460,19 @@ def _processes(loader: Any) -> list[int]:
 # --- Applying ---------------------------------------------------------------------------------------------------------
 
 
-class _AppliedToFit:
-    """A setting in use by a fit, and the way back."""
-
-    def __init__(
-        self, trainer: Trainer, module: LightningModule, setting: DeviceSetting, mixed_precision: Callable[..., Any]
-    ) -> None:
-        strategy = trainer.strategy
-        self._strategy, self._precision = strategy, strategy.precision_plugin
-        self._applied: Applied = setting.apply(module, trainer.optimizers[0] if trainer.optimizers else None)
-        if setting.precision == "bf16-mixed" and self._precision.precision == "32-true":
-            strategy.precision_plugin = mixed_precision("bf16-mixed", strategy.root_device.type)
-        if setting.channels_last and strategy.model is not strategy.lightning_module:
-            # DDP has cut its buckets for the layout of before.
-            strategy.model = strategy.lightning_module
-            cast("DDPStrategy", strategy).configure_ddp()
-
-    def undo(self) -> None:
-        """Everything is as it was."""
-        self._strategy.precision_plugin = self._precision
-        self._applied.undo()
+def _apply(
+    setting: DeviceSetting, trainer: Trainer, module: LightningModule, mixed_precision: Callable[..., Any]
+) -> ExitStack:
+    """Lets a fit use a setting. Returns what undoes it when it is closed."""
+    strategy, plugin = trainer.strategy, trainer.strategy.precision_plugin
+    if setting.threads is not None:  # this rank's machine may have fewer cores than rank 0's
+        setting = replace(setting, threads=min(setting.threads, _cores(trainer)))
+    applied = setting.apply(module, trainer.optimizers[0] if trainer.optimizers else None)
+    applied.callback(setattr, strategy, "precision_plugin", plugin)
+    if setting.precision == "bf16-mixed" and plugin.precision == "32-true":
+        strategy.precision_plugin = mixed_precision("bf16-mixed", strategy.root_device.type)
+    if setting.channels_last and strategy.model is not strategy.lightning_module:
+        # DDP has cut its buckets for the layout of before.
+        strategy.model = strategy.lightning_module
+        cast("DDPStrategy", strategy).configure_ddp()
+    return applied

@@ -84,7 +84,8 @@ class Hyperparameters:
         groups, highest = self._optimizer.param_groups, self._highest()
         rates = highest if lr == highest[0] else [float(group["lr"]) for group in groups]
         _own(groups, "lr")
-        for group, rate in zip(groups, _in_proportion(rates, setting.lr), strict=True):
+        wanted = [setting.lr, *(rate * (setting.lr / rates[0]) for rate in rates[1:])]
+        for group, rate in zip(groups, wanted, strict=True):
             _set(group, "lr", rate)
 
     def set_momentum(self, momentum: float) -> None:
@@ -124,11 +125,6 @@ class Hyperparameters:
             peaks = vars(scheduler).get("max_lrs", rates)  # of a CyclicLR, whose groups know the lowest only
             rates = [max(float(peak), rate) for peak, rate in zip(peaks, rates, strict=True)]
         return rates
-
-
-def _in_proportion(rates: Sequence[float], first: float) -> list[float]:
-    """The rates times what makes this of the first."""
-    return [first, *(rate * (first / rates[0]) for rate in rates[1:])]
 
 
 def _flat(schedulers: Iterable[Any]) -> Iterable[Any]:

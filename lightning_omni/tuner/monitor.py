@@ -46,7 +46,7 @@ class MonitoredMetric:
         self._known: set[str] = set()
         self._validations = 0
         self._is_checked = False
-        self._is_settled = not is_needed
+        self._is_decided = not is_needed
 
     def check_validated(self, trainer: Trainer) -> None:
         """Refuses a fit in which the metric is never read.
@@ -54,7 +54,7 @@ class MonitoredMetric:
         Raises:
             ConfigurationError: there is no validation.
         """
-        if not self._is_settled and not trainer.enable_validation:
+        if not self._is_decided and not trainer.enable_validation:
             raise ConfigurationError(
                 f"target= is compared with monitor={self.name!r} when the run validates, and this one never does; pass"
                 " validation data, or target=None"
@@ -72,24 +72,24 @@ class MonitoredMetric:
 
     def needs_a_step(self, trainer: Trainer, module: LightningModule) -> bool:
         """Whether one training step would tell: nothing else is left that could log the metric."""
-        return self._is_checked and not self._is_settled and not _may_log(trainer, module, _HOOKS)
+        return self._is_checked and not self._is_decided and not _may_log(trainer, module, _HOOKS)
 
     def stepped(self, names: Iterable[str]) -> str:
         """What a training step logs. Returns what is wrong, if the metric is nowhere."""
         self._hear(names)
-        return "" if self._is_settled else self._problem
+        return "" if self._is_decided else self._problem
 
     def validated(self, trainer: Trainer, module: LightningModule, names: Iterable[str]) -> str:
         """What was logged by the end of a validation. Returns what is wrong, if the metric is nowhere."""
         self._hear(names)
         self._validations += 1
-        if self._is_settled or (self._validations == 1 and _may_log(trainer, module, _HOOKS[:1])):
+        if self._is_decided or (self._validations == 1 and _may_log(trainer, module, _HOOKS[:1])):
             return ""  # what is logged at an epoch's end is there in the next validation
         return self._problem
 
     def _hear(self, names: Iterable[str]) -> None:
         self._known |= set(names)
-        self._is_settled = self._is_settled or self.name in self._known
+        self._is_decided = self._is_decided or self.name in self._known
 
     @property
     def _problem(self) -> str:
@@ -121,12 +121,9 @@ def _is_known(kind: type) -> bool:
 def _speaks_of_logging(owner: Any) -> bool:
     """Whether ``log`` or ``log_dict`` is called in a method of its own, other than the steps, which were heard."""
     kinds = [kind for kind in type(owner).__mro__ if not _is_known(kind)]
-    methods = [inspect.unwrap(each) for kind in kinds for name, each in vars(kind).items() if _is_method(name, each)]
+    own = [each for kind in kinds for name, each in vars(kind).items() if name not in _STEPS]
+    methods = [inspect.unwrap(each) for each in own if inspect.isfunction(each)]
     return any({"log", "log_dict"} & _names_in(each.__code__) for each in methods if inspect.isfunction(each))
-
-
-def _is_method(name: str, value: object) -> bool:
-    return name not in _STEPS and inspect.isfunction(value)
 
 
 def _names_in(code: CodeType) -> set[str]:

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -23,27 +23,27 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from typing_extensions import override
 
+from lightning_omni.checks import check_kind, check_number, check_whole
 from lightning_omni.errors import ConfigurationError, OmniError, UnsupportedError
 from lightning_omni.optimizer.balance import Balance
 from lightning_omni.optimizer.run_state import RollbackPoint
 from lightning_omni.performance.forecast import Setting
 from lightning_omni.protocol.leases import apportion
 from lightning_omni.protocol.progress import ReferenceBatch
-from lightning_omni.report.times import RunTimes
+from lightning_omni.report import Round, RunTimes, TuningReport
 from lightning_omni.search import (
-    SAMPLERS,
     Choice,
-    Observation,
     Probe,
     Search,
     SearchSpec,
     Space,
     StepSearchSpec,
 )
-from lightning_omni.search.libraries import check_libraries, import_libraries, load_libraries
+from lightning_omni.search.samplers import sampler_of
 from lightning_omni.search.space import apply_further
+from lightning_omni.search.surrogate import check_libraries, import_libraries, load_libraries
 from lightning_omni.serialization import Serializable
-from lightning_omni.strategy.arguments import check_kind, check_number, check_whole, refuses_unknown
+from lightning_omni.strategy.arguments import refuses_unknown
 from lightning_omni.strategy.declared import loader_of
 from lightning_omni.strategy.hooks import OmniStrategyHooks, strategy_of
 from lightning_omni.strategy.namespaces import refuse_other_namespace
@@ -52,9 +52,10 @@ from lightning_omni.trace import reaches
 from lightning_omni.tuner import _private
 from lightning_omni.tuner.divergence import DivergenceGuard, loss_in
 from lightning_omni.tuner.hyperparameters import Hyperparameters
+from lightning_omni.tuner.loggers import log
 from lightning_omni.tuner.monitor import MonitoredMetric
 from lightning_omni.tuner.probing import Prober, batch_size_of, probed_loader, with_period
-from lightning_omni.tuner.show import Shown
+from lightning_omni.tuner.search_progress import SearchProgress
 from lightning_omni.tuner.throughput import RunThroughput, samples_in
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ _UNLIMITED = 10
 """Epochs that a run without limits is taken to train."""
 _EARLY = 0.25
 """Up to this part of the run it counts as early: the steps that are best then are best for most of it."""
-_NEAR = 3.0
+_SOON = 3.0
 """How many times as long as now the run may last until the target for this to be near."""
 _REASONS = _NONE, _UNDER_WAY_ALREADY, _SPEED, _STALLED = (
     "",
@@ -80,7 +81,6 @@ _REASONS = _NONE, _UNDER_WAY_ALREADY, _SPEED, _STALLED = (
     "the ranks do not train as fast as before",
     "the target would not be reached in time",
 )
-_BELOW_ONE = math.nextafter(1.0, 0.0)
 _MOST_SEED = (1 << 32) - (1 << 16)
 """Libraries take seeds below 2³², and a search adds small numbers to its own."""
 _CHANGED = 0.2
@@ -88,12 +88,12 @@ _CHANGED = 0.2
 
 
 @dataclass(frozen=True)
-class Order(Serializable):
+class Command(Serializable):
     """What rank 0 says is to be done next.
 
     Attributes:
+        setting: to train with: for a probe, or from now on.
         probe: to carry out; None if the search is over.
-        setting: to train with from now on, if the search is over.
         speeds: samples per second of each rank, if they are known.
         by_speed: whether groups are formed by them.
         scale: by what learning rates are multiplied, if the search is over.
@@ -102,8 +102,8 @@ class Order(Serializable):
         error: why nothing can go on; every rank raises it.
     """
 
+    setting: Setting
     probe: Probe | None = None
-    setting: Setting | None = None
     speeds: Mapping[int, float] | None = None
     by_speed: bool = False
     scale: float = 1.0
@@ -111,14 +111,42 @@ class Order(Serializable):
     why: str = ""
     error: str = ""
 
-    def to_text(self) -> str:
-        """For the other ranks."""
-        return json.dumps(self.to_dict())
 
-    @classmethod
-    def from_text(cls, text: str) -> Order:
-        """What rank 0 said."""
-        return cls.from_dict(json.loads(text))
+@dataclass
+class TunerState(Serializable):
+    """What checkpoints keep of a tuned run, beside its searches.
+
+    Attributes:
+        setting: that it trains with; None before a search has ended.
+        own: the user's own setting.
+        reference: samples of the batch that momentum and learning rate belong to.
+        scaled: by what the user's learning rates were multiplied.
+        ranks: how many the run has.
+        speeds: rank and samples per second, of those by whose speed the groups were formed.
+        unfinished: whether a search is under way.
+        rounds: searches that were begun.
+        forgotten: seconds of searches that are not kept.
+        reporting: seconds that writing reports took.
+        at_target: all seconds, and those of them for tuning, when the target was reached; None before that.
+        trained: seconds of training before the run was resumed.
+        reached: seconds of training, and the monitored metric, of each validation.
+        at_epochs: the metric at each epoch's end.
+    """
+
+    setting: Setting | None = None
+    own: Setting | None = None
+    reference: float = 0.0
+    scaled: float = 1.0
+    ranks: int = 0
+    speeds: list[tuple[int, float]] = field(default_factory=list)
+    unfinished: bool = False
+    rounds: int = 0
+    forgotten: float = 0.0
+    reporting: float = 0.0
+    at_target: tuple[float, float] | None = None
+    trained: float = 0.0
+    reached: list[tuple[float, float]] = field(default_factory=list)
+    at_epochs: list[float] = field(default_factory=list)
 
 
 class OmniTunerHooks(_CallbackBase):
@@ -183,9 +211,8 @@ class OmniTunerHooks(_CallbackBase):
         if target is not None:
             check_number("target", target, "a finite number, or None", -sys.float_info.max, sys.float_info.max)
         check_kind("monitor", monitor, str, "the name of a metric that is logged")
-        check_number("budget", budget, "the part of the run's time that probes may take, as 0.1", 0, _BELOW_ONE)
-        if search not in SAMPLERS:
-            raise ConfigurationError(f"search={search!r}: pass one of {', '.join(map(repr, SAMPLERS))}")
+        check_number("budget", budget, "the part of the run's time that probes may take, as 0.1", 0, below=1)
+        sampler = sampler_of(search)
         check_kind("space", space, (Mapping, type(None)), "a dictionary, or None")
         if retune_every is not None:
             check_whole("retune_every", retune_every, "a number of epochs, or None", low=1)
@@ -194,7 +221,7 @@ class OmniTunerHooks(_CallbackBase):
         check_whole("seed", seed, "a whole number from 0 up", high=_MOST_SEED)
         Space.of(dict(space or {}), ranks=1 << 30)
         if budget > 0:
-            check_libraries(SAMPLERS[search].uses_scikit_optimize)
+            check_libraries(sampler.uses_scikit_optimize)
         self.target, self.monitor, self.budget, self.search = target, monitor, budget, search
         self.retune_every, self.seed = retune_every, seed
         self._space = dict(space or {})
@@ -207,32 +234,22 @@ class OmniTunerHooks(_CallbackBase):
     def _forget(self) -> None:
         """Nothing is known of a fit."""
         self.choice: Choice | None = None
-        self.searches: list[Search] = []
         self.problem = ""
-        self._when: list[tuple[int, float]] = []
-        self._after: list[dict[int, float]] = []
+        self._state = TunerState()
+        self._rounds: list[Round] = []
         self._folder: Path | None = None
-        self._setting: Setting | None = None
-        self._rounds = 0
-        self._unfinished = False
-        self._forgotten = self._reporting = self._trained = self._began = 0.0
-        self._at_target: tuple[float, float] | None = None
         self._throughput = RunThroughput()
         self._totals: dict[int, tuple[float, float]] = {}
-        self._reached: list[tuple[float, float]] = []
-        self._at_epochs: list[float] = []
-        self._rate = 0.0
-        self._seconds_before = 0.0
         self._guard: DivergenceGuard | None = None
         self._before_choice: RollbackPoint | None = None
-        self._own: Setting | None = None
-        self._reference = 0.0  # samples of the batch that momentum and learning rate belong to
-        self._scaled = 1.0
-        self._ranks = 0
-        self._speeds: dict[int, float] = {}
-        self._exchanged = 0.0
+        self._began = self._rate = self._seconds_before = self._exchanged = 0.0
         self._samples_an_epoch = self._epochs_planned = 0.0
         self._monitor = MonitoredMetric(self.monitor, self.target is not None)
+
+    @property
+    def searches(self) -> list[Search]:
+        """All searches of this fit, on rank 0."""
+        return [each.search for each in self._rounds]
 
     # --- Hooks --------------------------------------------------------------------------------------------------------
 
@@ -250,7 +267,7 @@ class OmniTunerHooks(_CallbackBase):
         self._leave()
         self._forget()
         self._fitting, self._call = trainer.strategy, partial(self._before_first_batch, trainer, pl_module)
-        self._strategy.take_up_arrangement()  # an earlier fit of this strategy may have been tuned
+        self._strategy.restore_arrangement()  # an earlier fit of this strategy may have been tuned
         self._strategy.on_ready.append(self._call)
 
     def on_omni_launch(self, trainer: Trainer) -> None:
@@ -277,7 +294,7 @@ class OmniTunerHooks(_CallbackBase):
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """This is no training."""
-        self._throughput.rest()
+        self._throughput.pause()
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -317,9 +334,9 @@ class OmniTunerHooks(_CallbackBase):
                 raise ConfigurationError(problem or f"monitor={self.monitor!r}: no metric of that name is logged")
         if value is None:
             return
-        self._reached.append((self._seconds, float(value)))
-        if self.target is not None and self._is_reached(float(value)) and self._at_target is None:
-            self._at_target = self._times.total, self._spent
+        self._state.reached.append((self._seconds, float(value)))
+        if self.target is not None and self._is_reached(float(value)) and self._state.at_target is None:
+            self._state.at_target = self._times.total, self._spent
             self.rank_zero_info(f"OmniTuner: {self.monitor}={float(value):.4g}: {self._times.sentence}")
             for logger in trainer.loggers:
                 logger.log_metrics(self._times.metrics, step=trainer.global_step)
@@ -330,18 +347,18 @@ class OmniTunerHooks(_CallbackBase):
         epoch = trainer.current_epoch + 1
         if self.problem:
             return
-        if self._reached:
-            self._at_epochs.append(self._reached[-1][1])
+        if self._state.reached:
+            self._state.at_epochs.append(self._state.reached[-1][1])
         rate, self._rate = self._rate, self._measure_rate(trainer)
         if self._has_diverged(trainer):
             self._roll_back(trainer)
             return
         if (
             self.retune_every is None
-            or self._setting is None
+            or self._state.setting is None
             or epoch % self.retune_every
             or trainer.should_stop
-            or self._is_last(trainer, epoch)
+            or epoch >= self._epochs(trainer)
         ):
             return
         reason = self._reason(trainer, epoch, rate)
@@ -353,8 +370,8 @@ class OmniTunerHooks(_CallbackBase):
         """Says if the target was not reached; the report gets to know how fast the run was with what was chosen."""
         if self._folder is not None:
             self._report(trainer, self._folder)
-        if self.target is not None and not any(self._is_reached(value) for _, value in self._reached):
-            values = [value for _, value in self._reached]
+        if self.target is not None and not any(self._is_reached(value) for _, value in self._state.reached):
+            values = [value for _, value in self._state.reached]
             best = (min(values) if self._mode == "min" else max(values)) if values else None
             told = f"the best was {best:.4g}" if best is not None else "it was never logged in a validation"
             self.rank_zero_info(f"OmniTuner: {self.monitor} has not reached {self.target:.4g}: {told}")
@@ -373,129 +390,101 @@ class OmniTunerHooks(_CallbackBase):
     def state_dict(self) -> dict[str, Any]:
         """What was observed, as plain lists: a resumed run replays it and goes on where it was."""
         return {
+            **self._state.to_dict(),
             "searches": [each.to_dict() for each in self.searches],
-            "when": self._when,
-            "after": [sorted(each.items()) for each in self._after],
-            "setting": self._setting.to_dict() if self._setting is not None else None,
-            "own": self._own.to_dict() if self._own is not None else None,
-            "reference": self._reference,
-            "scaled": self._scaled,
-            "ranks": self._ranks,
-            "speeds": sorted(self._speeds.items()),
-            "unfinished": self._unfinished,
-            "rounds": self._rounds,
+            "when": [(each.epoch, each.seconds_run) for each in self._rounds],
+            "after": [sorted(each.measured_after.items()) for each in self._rounds],
             "spent": self._spent,
-            "forgotten": self._forgotten,
-            "reporting": self._reporting,
-            "at_target": self._at_target,
             "trained": self._seconds,
-            "reached": self._reached,
-            "at_epochs": self._at_epochs,
         }
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Before the first batch it is known what is left to do."""
-        self.searches = [Search.from_dict(each) for each in state_dict["searches"]]
-        self._when = [tuple(each) for each in state_dict["when"]]
-        self._after = [{int(groups): rate for groups, rate in each} for each in state_dict["after"]]
-        setting = state_dict["setting"]
-        self._setting = Setting.from_dict(setting) if setting is not None else None
-        own = state_dict["own"]
-        self._own = Setting.from_dict(own) if own is not None else None
-        self._reference = state_dict.get("reference", 0.0)
-        self._scaled, self._ranks, self._speeds = state_dict["scaled"], state_dict["ranks"], dict(state_dict["speeds"])
-        self._unfinished, self._rounds = state_dict["unfinished"], state_dict["rounds"]
-        self._forgotten, self._trained = state_dict.get("forgotten", 0.0), state_dict["trained"]
-        self._reporting = state_dict.get("reporting", 0.0)
-        at_target = state_dict.get("at_target")
-        self._at_target = tuple(at_target) if at_target is not None else None
-        self._reached = [tuple(each) for each in state_dict["reached"]]
-        self._at_epochs = list(state_dict["at_epochs"])
+        self._state = TunerState.from_dict(state_dict)
+        rounds = zip(state_dict["searches"], state_dict["when"], state_dict["after"], strict=True)
+        self._rounds = [Round(Search.from_dict(each), when[0], when[1], dict(after)) for each, when, after in rounds]
 
     # --- When ---------------------------------------------------------------------------------------------------------
 
     def _before_first_batch(self, trainer: Trainer, module: LightningModule) -> None:
         """The groups stand, and no batch has begun."""
         world = self._strategy.joined
-        self._strategy.put_arrangement_aside()
+        self._strategy.stash_arrangement()
         self._began = time.perf_counter()
         try:
-            hyperparameters = self._look_at(trainer)
+            hyperparameters = self._read_hyperparameters(trainer)
         except (ConfigurationError, UnsupportedError) as error:
             self.problem = str(error)
             self.rank_zero_info(f"OmniTuner: nothing is tuned: {self.problem}")
             world.dismiss_server()
             return
-        if self._setting is not None and self._ranks != self._strategy.joined.size:
-            self._begin_anew(hyperparameters)
-        if self._setting is not None:
-            self._go_on(trainer, self._setting)
+        if self._state.setting is not None and self._state.ranks != self._strategy.joined.size:
+            self._begin_again(hyperparameters)
+        if self._state.setting is not None:
+            self._go_on(trainer, self._state.setting)
         else:
-            self._ranks = self._strategy.joined.size
+            self._state.ranks = self._strategy.joined.size
             self._tune_first(trainer, module, hyperparameters)
         self._began = time.perf_counter()
-        self._seconds_before = self._trained
+        self._seconds_before = self._state.trained
 
-    def _begin_anew(self, hyperparameters: Hyperparameters) -> None:
+    def _begin_again(self, hyperparameters: Hyperparameters) -> None:
         """A run is resumed with another number of ranks: what was found of the others does not hold for these."""
         self.rank_zero_info(
-            f"OmniTuner: the run is resumed with {self._strategy.joined.size} ranks instead of {self._ranks}, and"
+            f"OmniTuner: the run is resumed with {self._strategy.joined.size} ranks instead of {self._state.ranks}, and"
             " searches once more"
         )
-        if self._own is not None:
-            hyperparameters.set_momentum(self._own.momentum)
-        hyperparameters.scale(1 / self._scaled)
-        self._setting, self._scaled, self._speeds, self._unfinished = None, 1.0, {}, False
-        self._forgotten = self._spent
-        self.searches, self._when, self._after = [], [], []
+        if self._state.own is not None:
+            hyperparameters.set_momentum(self._state.own.momentum)
+        hyperparameters.scale(1 / self._state.scaled)
+        self._state = replace(self._state, setting=None, scaled=1.0, speeds=[], unfinished=False, forgotten=self._spent)
+        self._rounds = []
 
     def _go_on(self, trainer: Trainer, setting: Setting) -> None:
         """A run is resumed with what was chosen; rates and momentum are in the checkpoint."""
-        if self._unfinished:  # a retuning was interrupted: it is done again when it is due
-            self._forgotten += self.searches[-1].spent if self.searches else 0.0
-            self.searches, self._when, self._after = self.searches[:-1], self._when[:-1], self._after[:-1]
-            self._unfinished = False
-        self._regroup(trainer, setting, self._speeds or None, bool(self._speeds))
+        if self._state.unfinished and self._rounds:  # a retuning was interrupted: it is done again when it is due
+            self._state.forgotten += self._rounds.pop().search.spent
+        self._state.unfinished = False
+        self._regroup(trainer, setting, dict(self._state.speeds) or None, bool(self._state.speeds))
 
     def _tune_first(self, trainer: Trainer, module: LightningModule, hyperparameters: Hyperparameters) -> None:
-        self._own = start = self._present(trainer, hyperparameters, hyperparameters.lr)
-        self._reference = float(self._batch(trainer, self._strategy.joined.size))
-        spec = self._spec(trainer, hyperparameters, start, share=self.budget * _AT_START)
+        reference = float(self._batch(trainer, self._strategy.joined.size))
+        self._state = replace(self._state, own=None, reference=reference)
+        spec = self._spec(trainer, hyperparameters, hyperparameters.lr, share=self.budget * _AT_START)
+        self._state.own = spec.start
         if not spec.batches:
             self.problem = Search(spec, self.search).choice().why
             self.rank_zero_info(f"OmniTuner: {self.problem}")
             return
-        observations = self.searches[-1].observations if self._unfinished and self.searches else []
-        if self._unfinished:
-            self.searches, self._when, self._after = self.searches[:-1], self._when[:-1], self._after[:-1]
+        interrupted = self._state.unfinished and self._rounds
+        observations = self._rounds.pop().search.observations if interrupted else []
         self._find(trainer, module, hyperparameters, spec, hyperparameters.lr, observations)
 
     def _retune(self, trainer: Trainer, module: LightningModule, reason: str) -> None:
         """Another search, if there is time for one. Rank 0's clock counts."""
         try:
-            hyperparameters = self._look_at(trainer)
-            start = self._present(trainer, hyperparameters, hyperparameters.lr_now)
-            spec = self._spec(trainer, hyperparameters, start, share=0.0)
+            hyperparameters = self._read_hyperparameters(trainer)
+            spec = self._spec(trainer, hyperparameters, hyperparameters.lr_now, share=0.0)
         except ConfigurationError:
             return  # a schedule has come to 0, say: there is nothing to multiply
         decayed = hyperparameters.lr_now / hyperparameters.lr  # bounds are of where the schedule is highest
         low, high = spec.space.lr
         spec = replace(spec, space=replace(spec.space, lr=(low * decayed, high * decayed)))
-        if self._own is not None:
-            spec = replace(spec, own=replace(self._own, lr=self._own.lr * decayed))
+        if self._state.own is not None:
+            spec = replace(spec, own=replace(self._state.own, lr=self._state.own.lr * decayed))
         seconds = self._allowance(spec, reason)
         share = seconds * self._rate / spec.horizon if spec.horizon else 0.0
         spec = replace(spec, share=share, seconds=seconds, current=True)
         if reason != _SPEED:
-            spec = spec.for_step(self._first_loss, self._is_near and not trainer.lr_scheduler_configs)
+            spec = spec.for_step(self._first_loss, self._ends_soon and not trainer.lr_scheduler_configs)
         if not self._strategy.joined.agree([spec.batches if trainer.is_global_zero else 0])[0]:
             return
         self.rank_zero_info(f"OmniTuner: retunes, because {reason}; there are {seconds:.1f} s for it")
         self._find(trainer, module, hyperparameters, spec, hyperparameters.lr_now, ())
 
     def _allowance(self, spec: SearchSpec, reason: str) -> float:
-        """Seconds for a search: what was earned so far, or what was set aside."""
+        """Seconds for a search: what was earned so far, or what was reserved."""
         earned = self.budget * (self._seconds + self._spent) - self._spent
         if reason != _UNDER_WAY_ALREADY or not self._rate:
             return earned
@@ -511,26 +500,26 @@ class OmniTunerHooks(_CallbackBase):
     @property
     def _expected(self) -> float:
         """Seconds of training until the target, very roughly: twice as long as at the rate of late."""
-        if self.target is None or len(self._reached) < 3:
+        if self.target is None or len(self._state.reached) < 3:
             return math.inf
-        (before, was), (now, value) = self._reached[-3], self._reached[-1]
+        (before, was), (now, value) = self._state.reached[-3], self._state.reached[-1]
         gained = abs(self.target - was) - abs(self.target - value)
         if self._is_reached(value):
             return 0.0
         return now + 2 * abs(self.target - value) * (now - before) / gained if gained > 0 else math.inf
 
     @property
-    def _is_near(self) -> bool:
+    def _ends_soon(self) -> bool:
         """Whether the target is expected before the run has lasted three times as long.
 
         About so long a run whose steps have become a third as large is ahead of one whose steps have not.
         """
-        return 0 < self._expected <= _NEAR * self._seconds
+        return 0 < self._expected <= _SOON * self._seconds
 
     def _reason(self, trainer: Trainer, epoch: int, rate: float) -> str:
         """Why another search may be worth its time, or nothing. What rank 0 finds counts."""
         number = 0
-        if self._rounds == 1 and epoch <= max(1, _EARLY * self._epochs(trainer)):
+        if self._state.rounds == 1 and epoch <= max(1, _EARLY * self._epochs(trainer)):
             number = 1
         elif rate and self._rate and abs(self._rate / rate - 1) > _CHANGED:
             number = 2
@@ -540,9 +529,9 @@ class OmniTunerHooks(_CallbackBase):
 
     def _has_stalled(self, trainer: Trainer, epoch: int) -> bool:
         """Whether at the rate of the last epoch the target would not be reached in time."""
-        if self.target is None or len(self._at_epochs) < 2 or self._is_reached(self._at_epochs[-1]):
+        if self.target is None or len(self._state.at_epochs) < 2 or self._is_reached(self._state.at_epochs[-1]):
             return False
-        before, now = (abs(self.target - value) for value in self._at_epochs[-2:])
+        before, now = (abs(self.target - value) for value in self._state.at_epochs[-2:])
         left = self._epochs(trainer) - epoch
         return now >= before or now / (before - now) > left
 
@@ -558,50 +547,41 @@ class OmniTunerHooks(_CallbackBase):
         observations: Any,
     ) -> None:
         """Probes until rank 0 has chosen, then trains with that."""
-        began, when = time.perf_counter(), (trainer.current_epoch, self._seconds)
+        began, seconds, number = time.perf_counter(), self._seconds, self._state.rounds
         several = max(spec.space.groups) > 1
+        seed = self.seed + number
         prober = Prober(
-            trainer,
-            module,
-            hyperparameters,
-            lr,
-            self.seed + self._rounds,
-            several,
-            self.mute_logger,
-            self._rounds == 0,
-            self._further,
+            trainer, module, hyperparameters, lr, seed, several, self.mute_logger, number == 0, self._further
         )
         if trainer.is_global_zero:
             load_libraries()  # waits for those under way: beside a probe they would be taken for a slow rank
-        self._unfinished = True
-        search = self._begin(spec, observations, when) if trainer.is_global_zero else None
+        self._state.unfinished = True
+        search = self._begin(trainer, spec, observations, seconds) if trainer.is_global_zero else None
         before = search.spent if search is not None else 0.0
         try:
             self._check_monitor(trainer, module, prober, spec)
-            with Shown(trainer, self.rank_zero_info) as shown:
-                order = self._go_through(prober, search, shown)
+            with SearchProgress(trainer, self.rank_zero_info) as progress:
+                command = self._go_through(prober, search, progress)
         finally:
             prober.close()
-        if order.error:
-            raise ConfigurationError(order.error)
+        if command.error:
+            raise ConfigurationError(command.error)
         self._before_choice = RollbackPoint.of(module, trainer.optimizers, self._strategy.joined.core)
-        assert order.setting is not None
-        if (
-            not isinstance(spec, StepSearchSpec) and order.setting != spec.start
-        ):  # what was chosen belongs to the batch of one group
-            self._reference = spec.batch / order.setting.groups
-        self._apply(trainer, hyperparameters, order)
-        known = [order.divergence_threshold] if math.isfinite(order.divergence_threshold) else []
+        if not isinstance(spec, StepSearchSpec) and command.setting != spec.start:
+            # What was chosen belongs to the batch of one group.
+            self._state.reference = spec.batch / command.setting.groups
+        self._apply(trainer, hyperparameters, command)
+        known = [command.divergence_threshold] if math.isfinite(command.divergence_threshold) else []
         known += [self._guard.threshold] if self._guard is not None else []
         self._guard = DivergenceGuard(max(known)) if known else None
-        self._unfinished, self._rounds, self._rate = False, self._rounds + 1, 0.0
+        self._state.unfinished, self._state.rounds, self._rate = False, number + 1, 0.0
         ended = time.perf_counter()
         if search is not None:
             search.overhead += ended - began - (search.spent - before)
         self._began += ended - began
-        self._publish(trainer, order)
+        self._publish(trainer, command)
         took = time.perf_counter() - ended
-        self._reporting, self._began = self._reporting + took, self._began + took
+        self._state.reporting, self._began = self._state.reporting + took, self._began + took
 
     def _check_monitor(self, trainer: Trainer, module: LightningModule, prober: Prober, spec: SearchSpec) -> None:
         """Before time goes into probes: the metric that they are for exists. What rank 0 finds counts."""
@@ -611,79 +591,71 @@ class OmniTunerHooks(_CallbackBase):
         if problem := world.tell(problem):
             raise ConfigurationError(problem)
 
-    def _go_through(self, prober: Prober, search: Search | None, shown: Shown) -> Order:
+    def _go_through(self, prober: Prober, search: Search | None, progress: SearchProgress) -> Command:
         """Probe after probe, until the search is over. ``search`` is rank 0's."""
         world = self._strategy.joined
         lost, began = set(world.lost), time.perf_counter()
         while True:
             self._strategy.signals.agree()
-            order = Order.from_text(world.tell(self._order(search, shown) if search is not None else ""))
-            if order.probe is None:
-                return order
+            said = json.dumps(self._next_command(search, progress).to_dict()) if search is not None else ""
+            command = Command.from_dict(json.loads(world.tell(said)))
+            if command.probe is None:
+                return command
             if search is not None:
                 search.overhead += time.perf_counter() - began  # what no probe accounts for
-            observation = prober.run(order.probe, order.speeds, order.by_speed)
+            observation = prober.run(command.probe, command.speeds, command.by_speed)
             began = time.perf_counter()
             if search is not None:
                 search.tell(observation)
-                shown.found(search, order.probe, observation)
+                progress.found(search, command.probe, observation)
                 if newly := sorted(set(world.lost) - lost):
                     search.stop(f"rank {', '.join(map(str, newly))} was lost while tuning")
 
-    def _begin(self, spec: SearchSpec, observations: Any, when: tuple[int, float]) -> Search:
-        known = self.searches[-1].measured if self.searches and not self._strategy.joined.lost else []
-        self.searches.append(Search(spec, self.search, observations, known))
-        self._when.append(when)
-        self._after.append({})
+    def _begin(self, trainer: Trainer, spec: SearchSpec, observations: Any, seconds: float) -> Search:
+        known = self._rounds[-1].search.measured if self._rounds and not self._strategy.joined.lost else []
+        search = Search(spec, self.search, observations, known)
+        self._rounds.append(Round(search, trainer.current_epoch, seconds))
         self._totals = {}
-        return self.searches[-1]
+        return search
 
-    def _order(self, search: Search, shown: Shown) -> str:
+    def _next_command(self, search: Search, progress: SearchProgress) -> Command:
         """What all ranks do next."""
         try:
-            import_libraries(SAMPLERS[search.strategy].uses_scikit_optimize)
+            import_libraries(search.sampler.uses_scikit_optimize)
             probe = search.next()
             if probe is not None:
-                shown.tries(search, probe)
-                return replace(self._placed(search, probe.setting), probe=probe).to_text()
+                progress.tries(search, probe)
+                return replace(self._placed(search, probe.setting), probe=probe)
             self.choice = search.choice()
-            setting = self._feasible(self.choice.setting)
+            found, left = self.choice.setting, len(self._strategy.joined.live_ranks)
+            setting = replace(found, groups=min(found.groups, left))
             scale = setting.lr / search.spec.start.lr
-            placed = self._placed(search, setting)
             threshold = search.divergence_threshold(setting)
-            return replace(
-                placed, setting=setting, scale=scale, divergence_threshold=threshold, why=self.choice.why
-            ).to_text()
+            placed = self._placed(search, setting)
+            return replace(placed, scale=scale, divergence_threshold=threshold, why=self.choice.why)
         except OmniError as error:
-            return Order(error=str(error)).to_text()
-
-    def _feasible(self, setting: Setting) -> Setting:
-        """Not more groups than ranks that are left."""
-        return replace(setting, groups=min(setting.groups, len(self._strategy.joined.live_ranks)))
+            return Command(search.spec.start, error=str(error))
 
     @staticmethod
-    def _placed(search: Search, setting: Setting) -> Order:
+    def _placed(search: Search, setting: Setting) -> Command:
         """How groups are formed, if speeds are known."""
         profile = search.profile
         if profile is None or len(profile.speeds) < setting.groups:
-            return Order()
+            return Command(setting)
         topology = search.prediction(setting).topology
-        ranks = sorted(rank for members in topology.groups for rank in members)
-        by_speed = list(topology.groups) != _in_order(ranks, setting.groups)
-        return Order(speeds=dict(zip(ranks, profile.speeds, strict=True)), by_speed=by_speed)
+        by_speed = topology != Topology.of(topology.ranks, setting.groups)
+        return Command(setting, speeds=dict(zip(topology.ranks, profile.speeds, strict=True)), by_speed=by_speed)
 
     # --- Applying -----------------------------------------------------------------------------------------------------
 
-    def _apply(self, trainer: Trainer, hyperparameters: Hyperparameters, order: Order) -> None:
+    def _apply(self, trainer: Trainer, hyperparameters: Hyperparameters, command: Command) -> None:
         """From here on the run trains like that."""
-        setting = order.setting
-        assert setting is not None
-        hyperparameters.set_momentum(setting.momentum)
-        hyperparameters.scale(order.scale)
-        self._scaled *= order.scale
-        self._setting = setting
-        self._speeds = dict(order.speeds or {}) if order.by_speed else {}
-        self._regroup(trainer, setting, order.speeds, order.by_speed)
+        hyperparameters.set_momentum(command.setting.momentum)
+        hyperparameters.scale(command.scale)
+        self._state.scaled *= command.scale
+        self._state.setting = command.setting
+        self._state.speeds = sorted(command.speeds.items()) if command.speeds and command.by_speed else []
+        self._regroup(trainer, command.setting, command.speeds, command.by_speed)
 
     def _regroup(self, trainer: Trainer, setting: Setting, speeds: Mapping[int, float] | None, by_speed: bool) -> None:
         strategy, world = self._strategy, self._strategy.joined
@@ -710,32 +682,32 @@ class OmniTunerHooks(_CallbackBase):
 
     def _roll_back(self, trainer: Trainer) -> None:
         """Back to the weights of before, in one group with the user's own setting; if it was that, in smaller steps."""
-        assert self._setting is not None
+        assert self._state.setting is not None
         assert self._guard is not None
         assert self._before_choice is not None
-        assert self._own is not None
-        world, hyperparameters = self._strategy.joined, self._look_at(trainer)
+        assert self._state.own is not None
+        world, hyperparameters = self._strategy.joined, self._read_hyperparameters(trainer)
         self._strategy.form_one()
         self._before_choice.put_back(world.core)
-        was = self._setting
-        factor = 1 / self._scaled if was.groups > 1 else 1 / 3  # the user's own schedule, or smaller steps
-        momentum = self._own.momentum if was.groups > 1 else was.momentum
+        was = self._state.setting
+        factor = 1 / self._state.scaled if was.groups > 1 else 1 / 3  # the user's own schedule, or smaller steps
+        momentum = self._state.own.momentum if was.groups > 1 else was.momentum
         rebalance = bool(self._strategy.epochs.leases) and Space.of(self._space, world.size).rebalance
-        self._setting = replace(was, groups=1, momentum=momentum, lr=was.lr * factor, rebalance=rebalance)
-        self._reference = float(self._batch(trainer, len(world.live_ranks)))
+        self._state.setting = replace(was, groups=1, momentum=momentum, lr=was.lr * factor, rebalance=rebalance)
+        self._state.reference = float(self._batch(trainer, len(world.live_ranks)))
         hyperparameters.set_momentum(momentum)
         hyperparameters.scale(factor)
-        self._scaled *= factor
-        self._regroup(trainer, self._setting, None, False)
+        self._state.scaled *= factor
+        self._regroup(trainer, self._state.setting, None, False)
         self._guard = DivergenceGuard(self._guard.threshold)
         self.rank_zero_info(
             f"OmniTuner: the run has diverged with {was}: it is rolled back to the weights of the last"
-            f" search, and goes on with {self._setting}"
+            f" search, and goes on with {self._state.setting}"
         )
 
     # --- What is known of the run -------------------------------------------------------------------------------------
 
-    def _look_at(self, trainer: Trainer) -> Hyperparameters:
+    def _read_hyperparameters(self, trainer: Trainer) -> Hyperparameters:
         """The optimizer, if this fit can be probed at all.
 
         Raises:
@@ -744,10 +716,10 @@ class OmniTunerHooks(_CallbackBase):
         probed_loader(trainer)
         return Hyperparameters(trainer.optimizers[0], [config.scheduler for config in trainer.lr_scheduler_configs])
 
-    def _present(self, trainer: Trainer, hyperparameters: Hyperparameters, lr: float) -> Setting:
-        """What the run trains with at the moment."""
+    def _spec(self, trainer: Trainer, hyperparameters: Hyperparameters, lr: float, share: float) -> SearchSpec:
+        """A search that starts from what the run trains with at the moment."""
         world = self._strategy.joined
-        return Setting(
+        start = Setting(
             groups=max(1, len(world.live_groups)),
             momentum=hyperparameters.momentum,
             lr=lr,
@@ -755,18 +727,9 @@ class OmniTunerHooks(_CallbackBase):
             period=int(getattr(world.method, "period", 1)),
             further=tuple(sorted((each.name, each.current(world)) for each in self._further)),
         )
-
-    def _spec(
-        self,
-        trainer: Trainer,
-        hyperparameters: Hyperparameters,
-        start: Setting,
-        share: float,
-    ) -> SearchSpec:
-        world = self._strategy.joined
-        batch = self._batch(trainer, len(world.live_ranks))
-        own = self._own.momentum if self._own is not None else start.momentum
         live, given = len(world.live_ranks), dict(self._space)
+        batch = self._batch(trainer, live)
+        own = self._state.own.momentum if self._state.own is not None else start.momentum
         if world.lost and "groups" in given:  # the user could not know
             groups = given["groups"] if isinstance(given["groups"], Iterable) else [given["groups"]]
             given["groups"] = [1, *(each for each in groups if each <= live)]
@@ -777,7 +740,6 @@ class OmniTunerHooks(_CallbackBase):
             space = replace(space, rebalance=False)
         if not hasattr(world.method, "period"):
             space = replace(space, period=())
-            start = replace(start, period=1)
         return SearchSpec(
             start,
             batch,
@@ -785,8 +747,8 @@ class OmniTunerHooks(_CallbackBase):
             share,
             space,
             hyperparameters.scaling,
-            seed=self.seed + self._rounds,
-            reference=self._reference or batch / start.groups,
+            seed=self.seed + self._state.rounds,
+            reference=self._state.reference or batch / start.groups,
         )
 
     @staticmethod
@@ -835,9 +797,6 @@ class OmniTunerHooks(_CallbackBase):
         batches = trainer.num_training_batches if math.isfinite(trainer.num_training_batches) else 1
         return float(left * batches * batch / int(trainer.accumulate_grad_batches))
 
-    def _is_last(self, trainer: Trainer, epoch: int) -> bool:
-        return epoch >= self._epochs(trainer)
-
     def _measure_rate(self, trainer: Trainer) -> float:
         """Samples per second of all ranks in the epoch that has just ended, or in what was trained of it.
 
@@ -848,11 +807,11 @@ class OmniTunerHooks(_CallbackBase):
         counts = torch.tensor([float(own.samples), float(own.timed)], device=strategy.root_device)
         trained, timed = strategy.reduce(counts, reduce_op="sum").tolist()
         longest = strategy.joined.agree([round(1e6 * own.seconds)])[0] / 1e6
-        if self._after and self._setting is not None and longest > 0:
-            groups = self._setting.groups
+        if self._rounds and self._state.setting is not None and longest > 0:
+            groups = self._state.setting.groups
             before = self._totals.get(groups, (0.0, 0.0))
             self._totals[groups] = before[0] + timed, before[1] + longest
-            self._after[-1][groups] = self._totals[groups][0] / self._totals[groups][1]
+            self._rounds[-1].measured_after[groups] = self._totals[groups][0] / self._totals[groups][1]
         batch = batch_size_of(loader_of(trainer)) * len(strategy.joined.live_ranks)
         self._samples_an_epoch = batch * trainer.num_training_batches
         self._epochs_planned = self._epochs(trainer)
@@ -862,17 +821,17 @@ class OmniTunerHooks(_CallbackBase):
     @property
     def _seconds(self) -> float:
         """Seconds of training so far, without those of searches."""
-        return self._trained + (time.perf_counter() - self._began if self._began else 0.0)
+        return self._state.trained + (time.perf_counter() - self._began if self._began else 0.0)
 
     @property
     def _spent(self) -> float:
         """Seconds of all searches of the run; rank 0's count."""
-        return self._forgotten + sum(each.spent for each in self.searches)
+        return self._state.forgotten + sum(each.spent for each in self.searches)
 
     @property
     def _times(self) -> RunTimes:
         """Where the run's time went."""
-        return RunTimes(self._seconds, self._spent, self._at_target, self._reporting)
+        return RunTimes(self._seconds, self._spent, self._state.at_target, self._state.reporting)
 
     def _is_reached(self, value: float) -> bool:
         assert self.target is not None
@@ -880,24 +839,19 @@ class OmniTunerHooks(_CallbackBase):
 
     # --- What a user sees ---------------------------------------------------------------------------------------------
 
-    def _publish(self, trainer: Trainer, order: Order) -> None:
+    def _publish(self, trainer: Trainer, command: Command) -> None:
         """To the console, to the loggers, and as files into the first logger's folder."""
-        setting = order.setting
-        assert setting is not None
-        self.rank_zero_info(f"OmniTuner: trains with {setting}: {order.why}")
+        setting = command.setting
+        self.rank_zero_info(f"OmniTuner: trains with {setting}: {command.why}")
         metrics = {
             "omni/groups": float(setting.groups),
             "omni/momentum": setting.momentum,
             "omni/lr": setting.lr,
             **self._times.metrics,
         }
-        for logger in trainer.loggers:
-            logger.log_metrics(metrics, step=trainer.global_step)
-        folder = trainer.log_dir if trainer.loggers else None  # asks all ranks
-        if folder is None or "://" in str(folder) or not trainer.is_global_zero:
-            return
-        self._folder = Path(folder)
-        self._report(trainer, self._folder)
+        if (folder := log(trainer, metrics)) is not None:
+            self._folder = folder
+            self._report(trainer, folder)
 
     def _report(self, trainer: Trainer, folder: Path) -> None:
         """Files and pictures; whatever is wrong with them, the run goes on."""
@@ -909,17 +863,14 @@ class OmniTunerHooks(_CallbackBase):
             )
 
     def _write_report(self, trainer: Trainer, folder: Path) -> None:
-        from lightning_omni.report import Round, TuningReport  # which few ranks need
-
         rounds = tuple(
-            Round(search, *when, measured_after=after, reasons=tuple(probe.why for probe in search.probes))
-            for search, when, after in zip(self.searches, self._when, self._after, strict=True)
-            if search.observations
+            replace(each, reasons=tuple(probe.why for probe in each.search.probes))
+            for each in self._rounds
+            if each.search.observations
         )
         if not rounds:
             return
         report = TuningReport(rounds, self.target, self.monitor, self._times if self._seconds_before else None)
-        folder.mkdir(parents=True, exist_ok=True)
         report.save(folder)
         for logger in trainer.loggers:
             add_figure = getattr(getattr(logger, "experiment", None), "add_figure", None)
@@ -937,8 +888,4 @@ class OmniTunerHooks(_CallbackBase):
             self._strategy.on_ready.remove(self._call)
 
 
-def _in_order(ranks: list[int], groups: int) -> list[tuple[int, ...]]:
-    return list(Topology.of(ranks, groups).groups)
-
-
-__all__ = ["Observation", "OmniTunerHooks", "Order"]
+__all__ = ["Command", "OmniTunerHooks"]

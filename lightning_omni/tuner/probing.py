@@ -4,7 +4,7 @@ A probe is no part of the run: it does not go through Lightning's loops, so noth
 stops for it. It does go through the module's ``training_step``, the strategy's DDP, the precision plugin, gradient
 clipping, and the parameter server, with batches of the run's own data set.
 
-Rule 1: between two probes there is one group of all live ranks, with everything at home; there the ranks agree.
+Rule 1: between two probes there is one group of all live ranks, with its state on its ranks; there the ranks agree.
 Rule 2: whatever happens in a probe, this rank's state is put back before the exception goes on.
 """
 
@@ -15,9 +15,10 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import SGD
@@ -26,7 +27,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lightning_omni.errors import ConfigurationError, OmniError
 from lightning_omni.optimizer.balance import Balance, gather
-from lightning_omni.optimizer.data import Leases
+from lightning_omni.optimizer.loaders import Leases
 from lightning_omni.performance.forecast import Setting, TrialResult
 from lightning_omni.performance.profile import Measured
 from lightning_omni.protocol import EpochPlan
@@ -39,7 +40,7 @@ from lightning_omni.strategy.hooks import strategy_of
 from lightning_omni.tuner import _private
 from lightning_omni.tuner.divergence import NON_FINITE_TOLERATED
 from lightning_omni.tuner.hyperparameters import Hyperparameters
-from lightning_omni.tuner.step import arguments_of, loss_of, silence
+from lightning_omni.tuner.step import arguments_of, loss_of, say_nothing, silence
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
@@ -48,7 +49,7 @@ _FIRST_EPOCH = 1 << 40
 """Epochs of probes have numbers of their own, which no epoch of the run comes to."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class ProbedBatch:
     """What one rank noted of one batch of a probe."""
 
@@ -57,6 +58,14 @@ class ProbedBatch:
     loss: float
     ended: float
     exchanged: float
+
+
+@dataclass(frozen=True)
+class ProbedRank:
+    """What one rank noted of a probe: of its batches, and samples and seconds of its own steps."""
+
+    batches: tuple[ProbedBatch, ...]
+    own: tuple[tuple[int, float], ...]
 
 
 class Prober:
@@ -124,10 +133,10 @@ class Prober:
         began = time.perf_counter()
         try:
             with self._state.swapped():
-                batches, has_diverged, own, serve = self._train(probe, speeds, by_speed)
+                noted, has_diverged, serve = self._train(probe, speeds, by_speed)
                 groups = self._strategy.joined.topology.groups
                 self._strategy.form_one()
-            table = self._tell_all(batches, own)
+            table = self._tell_all(noted)
         except BaseException as error:
             self._give_up(error)
             raise
@@ -158,7 +167,7 @@ class Prober:
 
     def _train(
         self, probe: Probe, speeds: Mapping[int, float] | None, by_speed: bool
-    ) -> tuple[list[ProbedBatch], bool, list[tuple[int, float]], float]:
+    ) -> tuple[ProbedRank, bool, float]:
         strategy, world = self._strategy, self._strategy.joined
         self._hyperparameters.set(probe.setting, self._lr)
         world.method = with_period(world.method, probe.setting.period)
@@ -166,7 +175,7 @@ class Prober:
         if probe.setting.groups > 1:
             strategy.form(probe.setting.groups, speeds if by_speed else None)
         leases = self._leases(probe, speeds)
-        balance = Balance("auto", _say_nothing, only_measures=True)
+        balance = Balance("auto", say_nothing, only_measures=True)
         with self._in_place_of_the_run(leases, balance):
             balance.begin(world, self._module, lambda: leases)
             try:
@@ -176,7 +185,8 @@ class Prober:
             serve = self._ask_serve_time()
             world.enter_world(strategy.buffers())
         window = int(self._trainer.accumulate_grad_batches)
-        return batches, has_diverged, [(samples * window, seconds) for samples, seconds in balance.measured], serve
+        own = tuple((samples * window, seconds) for samples, seconds in balance.measured)
+        return ProbedRank(tuple(batches), own), has_diverged, serve
 
     def _go_through(self, leases: Leases, balance: Balance) -> tuple[list[ProbedBatch], bool]:
         """All batches that this rank's group gets of the probe's samples, and whether it saw itself diverge."""
@@ -268,7 +278,7 @@ class Prober:
         return iter(
             DataLoader(
                 loader.dataset,
-                batch_sampler=_Drawn(leases, self._order(leases.total)),
+                batch_sampler=_ProbeIndices(leases, self._order(leases.total)),
                 num_workers=loader.num_workers,
                 collate_fn=loader.collate_fn,
                 pin_memory=loader.pin_memory,
@@ -287,22 +297,14 @@ class Prober:
 
     # --- All ranks together -------------------------------------------------------------------------------------------
 
-    def _tell_all(self, batches: Sequence[ProbedBatch], own: Sequence[tuple[int, float]]) -> dict[int, _Row]:
+    def _tell_all(self, noted: ProbedRank) -> dict[int, ProbedRank]:
         """What every live rank noted, on every rank."""
-        world = self._strategy.joined
-        counts = gather(world, (len(batches), len(own)))
-        most, most_own = (int(max(column)) for column in zip(*counts, strict=True))
-        numbers: list[float] = []
-        for each in batches:
-            numbers += [each.stop, each.samples, each.loss, each.ended, each.exchanged]
-        numbers += [0.0] * (5 * most - len(numbers))
-        for samples, seconds in own:
-            numbers += [samples, seconds]
-        numbers += [0.0] * (5 * most + 2 * most_own + 1 - len(numbers))  # never empty
-        table = {}
-        for rank, row, (count, own_count) in zip(world.members, gather(world, numbers), counts, strict=True):
-            table[rank] = _Row.of(row, int(count), int(own_count), most)
-        return table
+        world, mine = self._strategy.joined, msgspec.msgpack.encode(noted)
+        lengths = [int(length) for [length] in gather(world, [len(mine)])]
+        rows = gather(world, mine.ljust(max(lengths), b"\0"))
+        texts = [bytes(map(int, row[:length])) for row, length in zip(rows, lengths, strict=True)]
+        found = [msgspec.msgpack.decode(text, type=ProbedRank) for text in texts]
+        return dict(zip(world.members, found, strict=True))
 
     def _ranks(self, own: set[int]) -> list[int]:
         """All that any live rank names, the same on all."""
@@ -352,7 +354,7 @@ class Prober:
         self.close()
 
 
-class _Drawn:
+class _ProbeIndices:
     """Yields the dataset indices of this rank's batches of a probe."""
 
     def __init__(self, leases: Leases, order: Tensor) -> None:
@@ -368,25 +370,7 @@ class _Drawn:
 # --- What was seen ----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Row:
-    """One rank's batches and its own times."""
-
-    batches: tuple[ProbedBatch, ...]
-    own: tuple[tuple[int, float], ...]
-
-    @classmethod
-    def of(cls, numbers: Sequence[float], count: int, own_count: int, most: int) -> _Row:
-        batches = [
-            ProbedBatch(int(stop), int(samples), loss, ended, exchanged)
-            for stop, samples, loss, ended, exchanged in (numbers[5 * i : 5 * i + 5] for i in range(count))
-        ]
-        rest = numbers[5 * most :]
-        own = [(int(rest[2 * i]), rest[2 * i + 1]) for i in range(own_count)]
-        return cls(tuple(batches), tuple(own))
-
-
-def _tried(setting: Setting, table: Mapping[int, _Row], seconds: float, problem: str) -> TrialResult:
+def _tried(setting: Setting, table: Mapping[int, ProbedRank], seconds: float, problem: str) -> TrialResult:
     """The loss of each group batch, the mean over the members, in the order of the samples."""
     losses: dict[int, tuple[list[float], int]] = {}
     for row in table.values():
@@ -398,29 +382,27 @@ def _tried(setting: Setting, table: Mapping[int, _Row], seconds: float, problem:
 
 
 def _measured(
-    groups: Sequence[tuple[int, ...]], table: Mapping[int, _Row], period: int, nbytes: int, serve: float
+    groups: Sequence[tuple[int, ...]], table: Mapping[int, ProbedRank], period: int, nbytes: int, serve: float
 ) -> Measured | None:
     """The times of all ranks and groups; None if there are too few."""
     groups = [members for members in groups if members]
     if not all(row.batches and row.own for row in table.values()):
         return None
-    steps: list[tuple[float, ...]] = []
-    exchanges: list[tuple[float, ...]] = []
-    for members in groups:
-        batches = table[members[0]].batches
-        for times, moments in (
-            (steps, [each.ended for each in batches]),
-            (exchanges, [each.exchanged for each in batches]),
-        ):
-            times.append(_settled([later - earlier for earlier, later in pairwise([0.0, *moments])]))
+    leaders = [table[members[0]].batches for members in groups]
+    steps, exchanges = (
+        tuple(
+            _without_first(np.diff([0.0, *(getattr(batch, name) for batch in batches)]).tolist()) for batches in leaders
+        )
+        for name in ("ended", "exchanged")
+    )
     ranks = sorted(table)
-    own = {rank: _settled(table[rank].own) for rank in ranks}
+    own = {rank: _without_first(table[rank].own) for rank in ranks}
     return Measured(
         groups=tuple(groups),
         samples=tuple(tuple(samples for samples, _ in own[rank]) for rank in ranks),
         own=tuple(tuple(max(seconds, 1e-9) for _, seconds in own[rank]) for rank in ranks),
-        steps=tuple(steps),
-        exchanges=tuple(exchanges),
+        steps=steps,
+        exchanges=exchanges,
         serve=serve if len(groups) > 1 else 0.0,
         period=period if len(groups) > 1 else 1,
         nbytes=nbytes,
@@ -430,7 +412,7 @@ def _measured(
 _T = TypeVar("_T")
 
 
-def _settled(values: Sequence[_T]) -> tuple[_T, ...]:
+def _without_first(values: Sequence[_T]) -> tuple[_T, ...]:
     """Without the first, which begins with other things, if there are enough others."""
     return tuple(values[1:] if len(values) > 2 else values)
 
@@ -475,7 +457,3 @@ def batch_size_of(loader: DataLoader[Any]) -> int:
 def with_period(method: Any, period: int) -> Any:
     """A method with so many local steps between two exchanges, if it has such a number."""
     return replace(method, period=period) if hasattr(method, "period") and method.period != period else method
-
-
-def _say_nothing(text: str) -> None:
-    return None

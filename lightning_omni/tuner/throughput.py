@@ -45,7 +45,7 @@ class RunThroughput:
         >>> counted.go()
         >>> for _ in range(3):
         ...     counted.batch_done(8)
-        >>> counted.rest(), counted.go()  # a validation
+        >>> counted.pause(), counted.go()  # a validation
         (None, None)
         >>> counted.batch_done(8), counted.batch_done(8)
         (None, None)
@@ -63,7 +63,7 @@ class RunThroughput:
         self._is_on = True
         self._timer.interrupt()
 
-    def rest(self) -> None:
+    def pause(self) -> None:
         """Something else begins."""
         self._is_on = False
 

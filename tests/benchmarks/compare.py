@@ -34,7 +34,7 @@ PAIRS, REAL_PAIRS = 15, 3
 BEST_OF = 3
 """Runs of which the shortest counts: what else happens on a machine only ever adds."""
 FRESH = 3
-"""Pairs after which both processes are started anew: where memory happens to lie makes one faster throughout."""
+"""Pairs after which both processes are started again: where memory happens to lie makes one faster throughout."""
 
 
 class CannotRun(Exception):
@@ -70,7 +70,6 @@ def simulated_updates() -> Callable[[], float]:
 
 def pushes(shapes: Mapping[str, tuple[int, ...]], count: int) -> Callable[[], float]:
     """Seconds of one push, with the answer's weights, at a server's state machine without sockets."""
-    import msgspec
     import torch
     from golden.served import Session, flat_bytes, weights_of
 
@@ -94,12 +93,12 @@ def pushes(shapes: Mapping[str, tuple[int, ...]], count: int) -> Callable[[], fl
         began = time.process_time()
         for number in range(count):
             group = number % 2
+            numbers: dict[str, Any] = {"incarnation": 1, "sequence": pushed[group] + 1} if numbered else {}
             push = m.PushMessage(
                 optimizer=0, read_at=clock[group], present=(True,) * len(shapes), hyperparameters=settings, epoch=-1,
                 trained=0, nbytes=payload.numel(),
+                **numbers,
             )  # fmt: skip
-            if numbered:
-                push = msgspec.structs.replace(push, incarnation=1, sequence=pushed[group] + 1)
             pushed[group] += 1
             peer = b"d%d" % group
             core.check_payload(peer, push)

@@ -1,4 +1,4 @@
-"""Updates at numbers of groups that nobody measured: what `Profile` says, and what real processes then do.
+"""Updates at numbers of groups that were not measured: what `Profile` says, and what real processes then do.
 
     python tests/benchmarks/prediction.py [--clusters equal straggler exponential mixed] [--batches 30] [--json FILE]
 
@@ -67,12 +67,12 @@ class Emulated(pl.LightningModule):
         self.network = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
 
     def on_fit_start(self) -> None:
-        self.chance = random.Random(self.global_rank)
+        self.rng = random.Random(self.global_rank)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         slowness = CLUSTERS[self.cluster][self.global_rank]
         if self.cluster == "exponential":
-            slowness *= self.chance.expovariate(1.0)
+            slowness *= self.rng.expovariate(1.0)
         time.sleep(self.seconds * slowness * len(batch[1]) / BATCH_SIZE)
         return cross_entropy(self.network(batch[0]), batch[1])
 
@@ -234,7 +234,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--clusters", nargs="+", choices=CLUSTERS, default=list(CLUSTERS))
     add("--batches", type=int, default=30, help="of each worker, in the two probes that are fitted")
     add("--seconds", type=float, default=0.1, help="that a device of speed 1 sleeps for a batch")
-    add("--json", type=Path, help="file for all figures")
+    add("--json", type=Path, help="file for all numbers")
     return parser.parse_args()
 
 

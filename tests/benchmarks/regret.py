@@ -172,7 +172,7 @@ def tuned(machine: Machine, strategy: str, seed: int, best: Best, retunes: bool)
         threshold, uneven = search.divergence_threshold(chosen), search.is_uneven(1)
         search = search_from(machine, snapshot, later, strategy, search.measured)
         if search.tried and statistics.mean(search.tried[0].losses) > threshold:
-            # The choice has ruined the run: as in a fit it begins once more, with one group as the user set it.
+            # The run has diverged with the choice: as in a fit it begins once more, with one group as the user set it.
             chosen, snapshot = replace(start, rebalance=uneven), None
         else:
             chosen, spent, probes = search.choice().setting, spent + search.spent, probes + len(search.tried)

@@ -93,7 +93,7 @@ def fashion() -> Workload:
     import fashion_data
 
     if (directory := fashion_data.find_directory()) is None:
-        print("Fashion-MNIST is not installed: scikit-learn's digits stand in, and figures will differ")
+        print("Fashion-MNIST is not installed: scikit-learn's digits stand in, and numbers will differ")
         (images, labels), held_out, _ = fashion_data.load_digits()
         return _of_images("digits", images, labels, held_out, target=0.08, horizon=900, lr=0.1)
     images, labels = fashion_data.load_pair(directory, "train")

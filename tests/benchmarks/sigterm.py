@@ -58,11 +58,11 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=21)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
-    chance = random.Random(given.seed)
+    rng = random.Random(given.seed)
     kinds = [list(KINDS)[number % len(KINDS)] for number in range(given.runs)]
     well: int = 0
     for kind in kinds:
-        moment = chance.uniform(0.0, LATEST)
+        moment = rng.uniform(0.0, LATEST)
         good, how = end_one(kind, moment)
         well += good
         print(f"{'ok  ' if good else 'FAIL'} {kind:10} at {moment:4.1f} s: {how}", flush=True)

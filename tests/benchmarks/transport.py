@@ -29,7 +29,7 @@ from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.transport import from_wire, to_wire
 from lightning_omni.server import ServerProcess, ZeroMQ
 from lightning_omni.server.keys import new_key
-from lightning_omni.server.process import Settings
+from lightning_omni.server.process import ServerSettings
 
 Once = Callable[[], None]
 PLAIN = "TCP"
@@ -99,7 +99,7 @@ def exchange(nbytes: int, **way: Any) -> Iterator[Once]:
     layout = Layout.of({"weight": weight.detach()})
     key = new_key()
     process = ServerProcess(
-        Settings(
+        ServerSettings(
             key=key.hex(), port=0, heartbeat_timeout=30.0, join_timeout=60.0, threads=1, allow_optimizers=(), **way
         )
     )
@@ -152,7 +152,7 @@ def measure(nbytes: int, repeats: int) -> dict[str, list[float]]:
         times: dict[str, list[float]] = {name: [] for name in ways}
         names = list(ways)
         for repeat in range(repeats + UNTIMED):
-            names = names[1:] + names[:1]  # nobody always comes after the same one
+            names = names[1:] + names[:1]  # no transport always comes after the same one
             for name in names:
                 began = time.perf_counter()
                 ways[name]()

@@ -14,7 +14,7 @@ found first. DDPStrategy trains with it, and OmniTuner starts from it, both with
 they take turns, each run is a script of its own, as a user's is, and both are timed from on_train_start, right before
 the first batch or the search, to the end of the validation that reaches the target. (How long it takes from the
 script's start to there is told, too.) Promised are medians over the seeds: straggler 2.5 times as soon, exponential 1.6
-times, equal at most 10 % later. Which validation is the first at the target is chance: from seed to seed that is half
+times, equal at most 10 % later. Which validation is the first at the target is rng: from seed to seed that is half
 an epoch more or less, so --seeds 6 tells more than 3. Ends with 1 if one of these is missed. About 30
 minutes on two cores.
 """
@@ -62,7 +62,7 @@ RATES = (0.02, 0.05, 0.1, 0.2)
 FRESH = 100
 """What the comparison's seeds begin with: with those that chose it, DDPStrategy's rate was lucky."""
 SCENARIOS = {"equal": 1 / 1.1, "straggler": 2.5, "exponential": 1.6}
-"""How many times as soon as DDPStrategy the tuned run is promised to be at the target."""
+"""The speed-up over DDPStrategy that is promised."""
 
 
 class Emulated(pl.LightningModule):
@@ -90,7 +90,7 @@ class Emulated(pl.LightningModule):
         )
 
     def on_fit_start(self) -> None:
-        self.chance = random.Random(1000 * self.seed + self.global_rank)
+        self.rng = random.Random(1000 * self.seed + self.global_rank)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         if self.scenario is not None:
@@ -99,7 +99,7 @@ class Emulated(pl.LightningModule):
 
     def _slowness(self) -> float:
         if self.scenario == "exponential":
-            return self.chance.expovariate(1.0)
+            return self.rng.expovariate(1.0)
         return 4.0 if self.scenario == "straggler" and self.global_rank == WORKERS - 1 else 1.0
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
@@ -173,7 +173,7 @@ class Pair:
 
     @property
     def ratio(self) -> float:
-        """How many times as soon the tuned run was at the target; 0 if it never was."""
+        """The speed-up of the tuned run; 0 if it never was."""
         if self.tuned.seconds == math.inf:
             return 0.0
         return self.ddp.seconds / self.tuned.seconds
@@ -311,7 +311,7 @@ def judge(pairs: Sequence[Pair]) -> int:
         kept = median >= promised
         broken += not kept
         say(
-            f"{scenario}: {median:.2f} times as soon as DDPStrategy ({min(ratios):.2f} to {max(ratios):.2f});"
+            f"{scenario}: {median:.2f} times faster than DDPStrategy ({min(ratios):.2f} to {max(ratios):.2f});"
             f" {promised:.2f} is promised{'' if kept else ': MISSED'}"
         )
     return int(broken > 0)
@@ -334,7 +334,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--epochs", type=int, default=3, help="at most; the tuner's budget is a part of them")
     add("--quick", action="store_true", help="one seed to 80 %% with lr 0.05: does it run at all?")
     add("--verbose", action="store_true", help="what the tuner says of its probes")
-    add("--json", type=Path, help="file for all figures")
+    add("--json", type=Path, help="file for all numbers")
     add("--task", default="", help=argparse.SUPPRESS)
     add("--answer", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -88,7 +88,7 @@ class RaiseAt(cb.Callback):
 
 
 def raising(fit: Fit) -> dict[str, Any]:
-    with contextlib.suppress(Stop, RankLost):  # whoever comes later hears that the run is over
+    with contextlib.suppress(Stop, RankLost):  # a rank that comes later hears that the run is over
         fit.fit()
     return {}
 
@@ -692,7 +692,7 @@ CASES: tuple[Case, ...] = (
             )
         ],
         act=read_sparsity,
-        differs=dict.fromkeys(("loss", "accuracy"), "weights are drawn anew after the last step"),
+        differs=dict.fromkeys(("loss", "accuracy"), "weights are drawn again after the last step"),
     ),
     Case(
         "ModelPruning: at random",
@@ -943,7 +943,7 @@ CASES: tuple[Case, ...] = (
         ddp={"find_unused_parameters": True},
         differs={"lr": "a schedule that is stepped by hand counts the steps of rank 0's group"},
     ),
-    Case("two optimizers in turns", module=modules.TakingTurns, ddp={"find_unused_parameters": True}),
+    Case("two optimizers alternately", module=modules.Alternating, ddp={"find_unused_parameters": True}),
     Case(
         "two optimizers, frozen by hand",
         module=modules.FrozenByHand,

@@ -180,7 +180,7 @@ def _facts(fit: Fit, before: dict[str, torch.Tensor]) -> dict[str, Any]:
 
 
 def _all_have_ended(fit: Fit, patience: float = 10.0) -> bool:
-    """On rank 0, once nobody writes files any more: each rank leaves a mark, and one that failed may be missing."""
+    """On rank 0, once no rank writes files any more: each rank leaves a mark, and one that failed may be missing."""
     marks = [fit.folder.parent / f"{fit.folder.name}.ended.{rank}" for rank in range(fit.ranks)]
     rank = int(os.environ.get("LOCAL_RANK", 0))
     marks[rank].touch()

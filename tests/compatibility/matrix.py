@@ -30,7 +30,7 @@ Facts = list[dict[str, Any]]
 
 
 def run_fits(fits: Sequence[tuple[str, str]], ranks: int, limit: float = 60.0) -> Iterator[tuple[str, str, Facts, str]]:
-    """Runs (case, kind) pairs, as many as possible in one launch; the next launch takes up where one ended.
+    """Runs (case, kind) pairs, as many as possible in one launch; the next launch goes on where one ended.
 
     Yields:
         Case, kind, facts by rank, and what the launch has printed so far, if there was an error.

@@ -209,7 +209,7 @@ class TwoOptimizers(Classifier):
         return [first, second], [torch.optim.lr_scheduler.StepLR(each, 50, 0.9) for each in (first, second)]
 
 
-class TakingTurns(TwoOptimizers):
+class Alternating(TwoOptimizers):
     """Two optimizers, of which every batch steps one, in a toggled context."""
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
@@ -223,7 +223,7 @@ class TakingTurns(TwoOptimizers):
 
 
 class FrozenByHand(TwoOptimizers):
-    """Two optimizers in turns, the other half frozen by hand, and left so: as many a GAN does it."""
+    """Two optimizers alternately, the other half frozen by hand, and left so: as many a GAN does it."""
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         turn = batch_idx % 2
@@ -485,7 +485,7 @@ class Clamping(Classifier):
 
 
 class Resetting(Classifier):
-    """Writes its weights anew at the end of the first epoch."""
+    """Writes its weights again at the end of the first epoch."""
 
     def on_train_epoch_end(self) -> None:
         if self.current_epoch == 0:
@@ -499,7 +499,7 @@ class Resetting(Classifier):
 
 
 class ResettingInMidEpoch(Classifier):
-    """Writes a layer anew between two batches; what came of it is read a few batches later."""
+    """Writes a layer again between two batches; what came of it is read a few batches later."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self.current_epoch == 1 and batch_idx == 4:

@@ -93,7 +93,7 @@ def text_of(found: Mapping[str, Outcome]) -> str:
 def main() -> int:
     """Compares, prints or records; the exit code is 1 if something has changed and was not recorded."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="record anew")
+    parser.add_argument("--write", action="store_true", help="record again")
     parser.add_argument("--print", action="store_true", help="print all outcomes")
     arguments = parser.parse_args()
     found = outcomes()

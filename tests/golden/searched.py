@@ -17,6 +17,7 @@ import platform
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -188,13 +189,14 @@ def cases(seeds: int = 1) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
     for strategy in SAMPLERS:
         for name, (machines, made) in searches().items():
             for seed in range(seeds):
-                yield (
-                    f"{strategy}: {name}, {seed}",
-                    lambda s=strategy, o=machines, m=made, n=seed: record(s, o, m(o), n),
-                )
+                yield f"{strategy}: {name}, {seed}", partial(recorded, strategy, machines, made, seed)
     for name, (machines, made) in step_searches().items():
         for seed in range(seeds):
-            yield f"bayes: {name}, {seed}", lambda o=machines, m=made, n=seed: record("bayes", o, m(o), n)
+            yield f"bayes: {name}, {seed}", partial(recorded, "bayes", machines, made, seed)
+
+
+def recorded(strategy: str, machines: Machines, made: Callable[[Machines], SearchSpec], seed: int) -> dict[str, Any]:
+    return record(strategy, machines, made(machines), seed)
 
 
 def record(strategy: str, machines: Machines, made: SearchSpec, seed: int) -> dict[str, Any]:

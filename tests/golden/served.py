@@ -40,6 +40,21 @@ COUNTED = (
 )
 """Fields of messages that are the same on every machine."""
 
+INTERVAL = "interval" if "interval" in m.Await.__struct_fields__ else "stretch"
+EXCLUSIVE = "exclusive" if "exclusive" in m.HeadForward.__struct_fields__ else "turn"
+"""Fields that earlier commits name otherwise; this file runs with those, too: see `tests/benchmarks/compare.py`."""
+
+
+def message_named(*names: str) -> Any:
+    """A type of message, by the first of its names that is known: commits beside which this script runs have others."""
+    return next(getattr(m, name) for name in names if hasattr(m, name))
+
+
+GROUP_STATE = message_named("GroupState", "Deposit")
+READ_PUBLISHED = message_named("ReadPublished", "ReadWindow")
+PUBLISHED = message_named("Published", "Window")
+PEER_MESSAGE = message_named("PeerMessage", "Gift")
+
 
 def weights_of(seed: int = 0, shapes: Mapping[str, tuple[int, ...]] | None = None) -> dict[str, Parameter]:
     """Named parameters in single precision, as the server gets them."""
@@ -171,7 +186,8 @@ class Session:
 
     def form(self, method: str, *groups: tuple[int, ...], keep_epoch: bool = False) -> None:
         self.method, self.groups, self.generation = method_named(method), groups, self.generation + 1
-        self.clock.clear(), self.unanswered.clear()
+        self.clock.clear()
+        self.unanswered.clear()
         wire = m.method_to_wire(self.method)
         self._pushes.clear()
         self.control(0, m.Form(generation=self.generation, groups=groups, method=wire, keep_epoch=keep_epoch))
@@ -183,7 +199,7 @@ class Session:
     def begin(
         self, method: str, *groups: tuple[int, ...], make: Callable[[Any], Optimizer] = sgd, optimizers: int = 1
     ) -> None:
-        """Everybody joins, groups are formed, weights are handed over."""
+        """All ranks join, groups are formed, weights are handed over."""
         self.join_all()
         self.form(method, *groups)
         self.seed(*(self.part(make, number) for number in range(optimizers)))
@@ -252,7 +268,7 @@ class Session:
         cut = getattr(out.message, "cut", None)  # an older commit, beside which this script runs, has it in the tree
         return tree if cut is None else {**tree, "trained": cut.trained}
 
-    def meet(self, number: int, what: str = "barrier") -> None:
+    def synchronize(self, number: int, what: str = "barrier") -> None:
         """All who are in groups come to a synchronization point."""
         for rank in sorted(rank for ranks in self.groups for rank in ranks):
             self.control(rank, m.Contribute(number=number, what=what), b"%d" % rank)
@@ -318,7 +334,7 @@ class Leases:
         self.session, self.plan = session, plan
         self.drawn = [0] * len(session.groups)
         self.trained = [0] * len(session.groups)
-        self.stretch = 0
+        self.interval = 0
         for ranks in session.groups:
             for rank in ranks:
                 session.control(rank, m.OpenEpoch(plan=plan))
@@ -333,7 +349,7 @@ class Leases:
         )
         answers = [session.control(rank, message) for rank in session.groups[group]]
         self.drawn[group] += len(answers[0].batches)
-        self.stretch = max(self.stretch, *(batch.stretch for batch in answers[0].batches), 0)
+        self.interval = max(self.interval, *(getattr(batch, INTERVAL) for batch in answers[0].batches), 0)
         return bool(answers[0].batches)
 
     def push_all(self, group: int) -> None:
@@ -354,7 +370,7 @@ class Leases:
                 epoch=self.plan.epoch,
                 generation=self.session.generation,
                 trained=self.trained[group],
-                stretch=self.stretch,
+                **{INTERVAL: self.interval},
             )
             self.session.control(rank, message)
 
@@ -364,7 +380,7 @@ def plan_of(total: int = 64, epoch: int = 0, **more: Any) -> EpochPlan:
 
 
 def trains(method: str, is_leased: bool, make: Callable[[Any], Optimizer] = sgd) -> Session:
-    """Pushes of four groups, a few of them odd; then everybody waits, meets and asks for a snapshot."""
+    """Pushes of four groups, a few of them odd; then all wait, synchronize and ask for a snapshot."""
     session = Session()
     session.begin(method, *APART, make=make)
     leases = Leases(session, plan_of()) if is_leased else None
@@ -391,7 +407,7 @@ def _finish(session: Session, leases: Leases | None) -> None:
     for group in range(len(session.groups)):
         if leases is not None and (group, 0) not in session.unanswered:
             leases.wait(group)
-    session.meet(0)
+    session.synchronize(0)
     for group in range(len(session.groups)) if session.method.evaluated == "mean" else ():
         payload = flat_bytes(
             [fractions(500 + group + place, *shape).float() for place, shape in enumerate(SHAPES.values())]
@@ -400,7 +416,7 @@ def _finish(session: Session, leases: Leases | None) -> None:
     for group in range(len(session.groups)):
         own = {"memory": {"steps": group}, "weights": [fractions(600 + group, 3).float()]}
         packed, payload = packed_bytes(own)
-        session.data(session.leader(group), m.GroupState(packed=packed, nbytes=len(payload)), payload)
+        session.data(session.leader(group), GROUP_STATE(packed=packed, nbytes=len(payload)), payload)
     session.take_snapshot()
     session.take_snapshot(with_state=False)
     session.control(0, m.AskStatus())
@@ -414,12 +430,12 @@ def regroups(method: str) -> Session:
     for group in (0, 1, 1, 0, 1):
         leases.push(group)
     for number, groups in enumerate((APART, ((0, 3), (2,), (1,)))):
-        session.meet(2 * number)
+        session.synchronize(2 * number)
         tree = session.take_snapshot()
         session.form(method, *groups, keep_epoch=True)
         if number:  # once on the same weights, once handed back, as when ranks stepped in between
             session.seed(*_handed_back(session, tree))
-        session.meet(2 * number + 1)
+        session.synchronize(2 * number + 1)
         leases = Leases(session, plan_of(96))
         for group in (1, 0, 2, 2, 0, 1):
             session.data(session.leader(group), m.Fetch(optimizer=0))
@@ -483,7 +499,8 @@ def loses(method: str) -> Session:
     for group in (0, 1, 2, 4):
         leases.push(group)
     session.hear(session.core.hang_up(b"c5"))
-    leases.push(2), leases.push(0)
+    leases.push(2)
+    leases.push(0)
     session.control(1, m.Heartbeat(sent=1.0))  # it is told that it was lost
     session.push(1)
     for _ in range(2):
@@ -524,18 +541,22 @@ def validates() -> Session:
             leases.push(group)
         for group in (1, 0):
             leases.wait(group)
-    leases.push_all(0), leases.push_all(1)
-    leases.wait(1), leases.wait(0)
+    leases.push_all(0)
+    leases.push_all(1)
+    leases.wait(1)
+    leases.wait(0)
     for epoch, stop in ((1, ""), (2, "skip"), (3, "validate"), (4, "end")):
         leases = Leases(session, plan_of(24, epoch))
-        leases.push(0), leases.push(1)
+        leases.push(0)
+        leases.push(1)
         leave = m.Leave(epoch=epoch, generation=session.generation, trained=leases.trained[1], stop=stop)
         session.control(2, leave)
         if stop:
             leases.push(0)
         else:
             leases.push_all(0)
-        leases.wait(1), leases.wait(0)
+        leases.wait(1)
+        leases.wait(0)
     other = plan_of(26, 4)
     session.control(1, m.OpenEpoch(plan=other))
     return session
@@ -546,7 +567,7 @@ def gathers() -> Session:
     session = Session(4)
     session.begin("hardsync", (0,), (1, 2), (3,))
     session.push(0)
-    session.meet(0, "gather")
+    session.synchronize(0, "gather")
     large, form = bytes(range(256)) * 200, m.encode(m.AskStatus())
     session.data(1, m.Bring(nbytes=len(large)), large)
     for rank in range(4):
@@ -594,15 +615,16 @@ class Head:
         }
         session.seed(session.part(sgd, 0, head=None), head)
 
-    def forward(self, group: int, seed: int, turn: bool = True, columns: int = 3) -> None:
+    def forward(self, group: int, seed: int, exclusive: bool = True, columns: int = 3) -> None:
         packed, payload = packed_bytes([[fractions(seed, 5, columns).float()], {}])
+        asked: dict[str, Any] = {EXCLUSIVE: exclusive}
         message = m.HeadForward(
             optimizer=HEAD,
             packed=packed,
             nbytes=len(payload),
             training=(True,) * 4,
             trainable=(True,) * 4,
-            turn=turn,
+            **asked,
         )
         self.session.data(group, message, payload)
 
@@ -616,18 +638,18 @@ class Head:
 
 
 def merges(method: str) -> Session:
-    """Turns at a merged head: in line, given up, refused, clipped, cut short by a death."""
+    """Access to a merged head: in line, given up, refused, clipped, cut short by a death."""
     session = Session()
     head = Head(session, method)
     for group in (0, 1, 2):
         head.forward(group, 30 + group)
-    head.forward(3, 40, turn=False)
+    head.forward(3, 40, exclusive=False)
     head.forward(1, 41)  # twice in one step
     head.backward(0, 50)
     session.push(0)
     session.data(1, m.HeadRelease(optimizer=HEAD))
     head.backward(2, 51, clip=0.5, scale=0.5)
-    head.backward(2, 52)  # not its turn
+    head.backward(2, 52)  # without access
     session.push(2)
     head.forward(3, 42, columns=2)  # the head cannot take it
     head.forward(3, 43)
@@ -636,21 +658,22 @@ def merges(method: str) -> Session:
     head.forward(1, 45)
     session.control(0, m.Lost(rank=1, reason="gone"))
     head.backward(0, 54, clip=0.1, clip_algorithm="value")
-    session.push(3), session.push(0)
+    session.push(3)
+    session.push(0)
     session.take_snapshot()
     session.control(2, m.AskStatus())
     return session
 
 
 def steps_two(method: str) -> Session:
-    """Two optimizers, which groups step in different orders: who waits with one rests at the other."""
+    """Two optimizers, which groups step in different orders: one that waits with one is idle at the other."""
     session = Session(3)
     session.begin(method, (0,), (1,), (2,), optimizers=2)
     pushes = ((0, 0), (1, 1), (2, 0), (0, 1), (1, 0), (2, 1), (0, 0), (1, 1), (2, 1), (2, 0), (0, 1), (1, 0))
     for group, optimizer in pushes:
         if not any(waits == group for waits, _ in session.unanswered):
             session.push(group, optimizer)
-    session.meet(0)
+    session.synchronize(0)
     session.take_snapshot()
     return session
 
@@ -693,7 +716,8 @@ def admits() -> Session:
         session.control(7, session.hello(1, **changes))
     session.control(7, m.Proof(mac=b"no"))
     session.join(0)
-    for changes in ({"run": "another"}, {"fingerprint": "f" * 64}, {"world_size": 5}, {"rank": 0}):
+    others: tuple[dict[str, Any], ...] = ({"run": "another"}, {"fingerprint": "f" * 64}, {"world_size": 5}, {"rank": 0})
+    for changes in others:
         hello = session.hello(1, **changes)
         challenge = session.control(8, hello)
         session.control(8, m.Proof(mac=rank_mac(KEY, hello, challenge.nonce)))
@@ -749,16 +773,16 @@ def travels() -> Outcome:
     """What leaders say to each other, and a message too long for a frame, as bytes."""
     messages = (
         m.Long(nbytes=1 << 20),
-        m.ReadPublished(optimizer=1),
-        m.PeerMessage(optimizer=0, nbytes=96),
-        m.Published(nbytes=96),
+        READ_PUBLISHED(optimizer=1),
+        PEER_MESSAGE(optimizer=0, nbytes=96),
+        PUBLISHED(nbytes=96),
         m.Taken(),
     )
     bits = {type(message).__name__: digest([m.encode(message)]) for message in messages}
     return Outcome(digest(sorted(bits)), (), bits)
 
 
-TRAVELLING = (m.Long, m.ReadPublished, m.PeerMessage, m.Published, m.Taken)
+TRAVELLING = (m.Long, READ_PUBLISHED, PEER_MESSAGE, PUBLISHED, m.Taken)
 """Messages that no transcript holds: those from leader to leader, and the one that announces others."""
 
 

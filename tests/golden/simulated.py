@@ -119,7 +119,7 @@ def spoiled(which: slice = slice(17, 18)) -> TensorDataset:
     return whole
 
 
-def loss(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+def loss(model: Any, batch: Sequence[Tensor]) -> Tensor:
     difference: Tensor = model(batch[0]) - batch[1]
     return difference.square().mean()
 

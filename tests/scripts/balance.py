@@ -147,7 +147,7 @@ def make_loader(kind: str, samples: int, **options: Any) -> DataLoader[Any]:
 
 
 class Loader(pl.LightningDataModule):
-    """A loader that is made anew whenever the Trainer asks."""
+    """A loader that is made again whenever the Trainer asks."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         super().__init__()

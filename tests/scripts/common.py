@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import logging
@@ -12,20 +13,23 @@ from pathlib import Path
 from typing import Any
 
 warnings.filterwarnings("ignore")
+gc.disable()  # what is imported stays: to look for garbage in it takes as long as to import it
 
-import torch  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
-from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 if os.environ.get("OMNI_TEST_NAMESPACE") == "lightning.pytorch":
     import lightning.pytorch as pl
 else:
     import pytorch_lightning as pl
 
-import spares  # noqa: E402
+import spares
 
-import lightning_omni as omni  # noqa: E402
+import lightning_omni as omni
 
+gc.freeze()
+gc.enable()
 logging.getLogger("pytorch_lightning.utilities.rank_zero").setLevel(logging.INFO)
 torch.set_num_threads(1)
 

@@ -10,7 +10,7 @@ from common import OPTIONS, InTime, omni, pl, report, trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_omni.performance import DeviceSetting
+from lightning_omni.device import DeviceSetting
 
 RANK = int(os.environ.get("LOCAL_RANK", 0))
 

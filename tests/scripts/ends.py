@@ -34,11 +34,11 @@ class Hog:
 
     def __del__(self, kill: Callable[[int, int], None] = os.kill, sleep: Callable[[float], None] = time.sleep) -> None:
         kill(self.process, signal.SIGKILL)
-        sleep(0.2)  # without the interpreter's lock, so that whoever wants it sees that the interpreter is ending
+        sleep(0.2)  # without the interpreter's lock, so that a thread that wants it sees that the interpreter is ending
 
 
 def starve() -> None:
-    """Gloo's threads run when nobody else wants to."""
+    """Gloo's threads run when no other thread wants to."""
     for task in Path("/proc/self/task").iterdir():
         if (task / "comm").read_text().strip() == GLOO_WORKER:
             os.sched_setscheduler(int(task.name), os.SCHED_IDLE, os.sched_param(0))

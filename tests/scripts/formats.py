@@ -20,9 +20,10 @@ from torch import Tensor
 
 from lightning_omni import OmniOptimizer, World
 from lightning_omni.optimizer.options import WorldOptions
-from lightning_omni.optimizer.run_state.saved import Saved
+from lightning_omni.optimizer.saved import Saved
 from lightning_omni.strategy.checkpoints import Checkpoints
 
+WIRE = json.loads(sys.argv[1])["wire"] if len(sys.argv) > 1 else ""
 RANKS, LR, STEPS = 4, 0.1, 6
 PHASES = (4, 2, 1, 2)
 """Numbers of groups, one after the other."""
@@ -43,7 +44,7 @@ def train(rank: int) -> dict[str, object]:
             parameter.zero_()
     own = list(model.parameters())
     own[1].data = torch.zeros(5, dtype=torch.float64)
-    world = World(PHASES[0], options=WorldOptions(groups=PHASES[0], wire_format=TopK(fraction=0.2)))
+    world = World(PHASES[0], options=WorldOptions(groups=PHASES[0], wire=WIRE or TopK(fraction=0.2)))
     world.broadcast_initial(model)
     optimizer = OmniOptimizer(torch.optim.SGD(own, lr=LR), world)
     given = [torch.zeros_like(parameter) for parameter in own]
@@ -89,11 +90,14 @@ def save_inside_an_epoch(world: World, model: torch.nn.Module) -> None:
             assert checkpoint["omni"]["group"] == {}
             assert checkpoint["omni"]["run"]["cut"]["clocks"][0] > 0
     assert len(said) == 1
-    assert "what they have not pushed yet in the wire format TopK is not in it" in said[0]
+    assert (
+        f"what they have not pushed yet in the wire format {type(world.core.wire_format).__name__} is not in it"
+        in said[0]
+    )
 
 
 def gather_group_state(world: World) -> bool:
-    """At a synchronization point; whether what a checkpoint would hold is what the leader has, and is taken up."""
+    """At a synchronization point; whether what a checkpoint would hold is what the leader has, and is restored."""
     world.enter_world()
     world.states.gather_group_state()
     same = True

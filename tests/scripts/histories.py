@@ -23,11 +23,11 @@ DEVICES = 4
 FITS = OPTIONS["fits"] * OPTIONS.get("times", 1)
 
 
-def remake(own: list[Any], chance: random.Random) -> None:
+def remake(own: list[Any], rng: random.Random) -> None:
     """A user's own groups: some ranks have many, some have ended some."""
-    while own and chance.random() < 0.5:
-        dist.destroy_process_group(own.pop(chance.randrange(len(own))))
-    own += [dist.new_group([RANK]) for _ in range(chance.randrange(3))]
+    while own and rng.random() < 0.5:
+        dist.destroy_process_group(own.pop(rng.randrange(len(own))))
+    own += [dist.new_group([RANK]) for _ in range(rng.randrange(3))]
 
 
 def start_over(port: int) -> None:
@@ -38,12 +38,12 @@ def start_over(port: int) -> None:
 
 
 def main() -> None:
-    chance = random.Random(f"rank {RANK}")  # another for each rank
+    rng = random.Random(f"rank {RANK}")  # another for each rank
     own: list[Any] = []
     seen = []
     for number, groups in enumerate(FITS):
         pl.seed_everything(number, verbose=False)
-        time.sleep(chance.random() * OPTIONS["delay"])
+        time.sleep(rng.random() * OPTIONS["delay"])
         module = Net(norm=False)
         limit = timedelta(seconds=OPTIONS.get("timeout", 60))
         strategy = omni.OmniStrategy(groups=groups, data="static", timeout=limit)
@@ -58,7 +58,7 @@ def main() -> None:
             del strategy, fit, module
             start_over(OPTIONS["port"])
         else:
-            remake(own, chance)
+            remake(own, rng)
     report(RANK, {"weights": seen, "process_groups": len(dist.distributed_c10d._world.pg_names) - len(own)})
 
 

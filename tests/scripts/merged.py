@@ -75,7 +75,7 @@ class HeadNet(pl.LightningModule):
             self.zero_grad()
 
     def copies_work(self, features: Tensor) -> None:
-        """Copies of the head have a forward pass of their own, with the weights of the last meeting."""
+        """Copies of the head have a forward pass of their own, with the weights of the last synchronization."""
         for twin in (copy.deepcopy(self.classifier), pickle.loads(pickle.dumps(self.classifier))):
             plain = twin[3](twin[0](features).relu())
             assert torch.equal(twin(features), plain)

@@ -19,8 +19,28 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 
 from lightning_omni.errors import ConfigurationError
+from lightning_omni.search import Dimension
 
 RANK = int(os.environ.get("LOCAL_RANK", 0))
+
+
+class Sent(Dimension):
+    """Which part of a push is sent; a dimension from outside the package."""
+
+    name = "sent"
+    needs_regroup = True
+
+    def __init__(self, *fractions: float) -> None:
+        self.fractions = list(fractions)
+
+    def axis(self, known: Any) -> list[float]:
+        return self.fractions
+
+    def current(self, world: Any) -> float:
+        return world.core.wire_format.fraction
+
+    def apply(self, world: Any, value: float) -> None:
+        world.core.wire_format = TopK(fraction=value)
 
 
 class Classifier(pl.LightningModule):
@@ -32,7 +52,7 @@ class Classifier(pl.LightningModule):
         self.net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 4))
         self.noted: list[float] = []
         self.steps = 0
-        self.chance = random.Random(RANK)
+        self.rng = random.Random(RANK)
 
     def on_train_epoch_start(self) -> None:
         self.of_epoch: list[int] = []
@@ -48,7 +68,7 @@ class Classifier(pl.LightningModule):
             self.logger.experiment.log_metrics({"own": 1.0}, self.steps)
         seconds = self.options.get("seconds", {}).get(str(RANK), 0.0) * len(batch[0])
         if self.options.get("exponential"):
-            seconds *= self.chance.expovariate(1.0)
+            seconds *= self.rng.expovariate(1.0)
         time.sleep(seconds)
         if self.options.get("dies") == [RANK, self.steps]:
             os._exit(3)
@@ -137,9 +157,10 @@ def main() -> None:
     tuner = None
     for fit in OPTIONS["fits"]:
         pl.seed_everything(1)
-        strategy = omni.OmniStrategy(**fit.get("strategy", {}))
-        if "sends" in fit:
-            strategy._omni_options["wire_format"] = TopK(fraction=fit["sends"])
+        wire = TopK(fraction=fit["sends"]) if "sends" in fit else "fp32"
+        strategy = omni.OmniStrategy(**fit.get("strategy", {}), wire=wire)
+        if "sent" in fit:
+            fit["tuner"]["space"]["sent"] = Sent(*fit["sent"])
         module, state = Classifier(fit), State(fit.get("dies_in_training"))
         if "again" not in fit:
             tuner = omni.OmniTuner(**fit["tuner"]) if "tuner" in fit else None
@@ -185,6 +206,7 @@ def main() -> None:
                     for each in search.observations
                 ],
                 "updates": strategy.report().updates,
+                "sent": getattr(strategy.world.core.wire_format, "fraction", 1.0),
                 "staleness": strategy.report().staleness_max,
                 "logged": {name: float(value) for name, value in run.callback_metrics.items()},
             }

@@ -30,12 +30,12 @@ class Clock(pl.Callback):
         self.ends.append(time.perf_counter())
 
 
-def fit(strategy: Any, steps: int, settled: int) -> dict[str, Any]:
-    """Samples per second of the whole group: from the first step on, and from step number ``settled`` on."""
+def fit(strategy: Any, steps: int, steady: int) -> dict[str, Any]:
+    """Samples per second of the whole group: from the first step on, and from step number ``steady`` on."""
     clock, size = Clock(), len(SPEEDS) * BATCH_SIZE
     run = trainer(strategy, len(SPEEDS), callbacks=[clock], limit_val_batches=0)
     run.fit(Paced(norm=False), loaders(size * steps, BATCH_SIZE)[0])
-    whole, later = clock.ends, clock.ends[settled:]
+    whole, later = clock.ends, clock.ends[steady:]
     return {
         "throughput": size * (len(later) - 1) / (later[-1] - later[0]),
         "from_the_start": size * (len(whole) - 1) / (whole[-1] - whole[0]),
@@ -43,11 +43,11 @@ def fit(strategy: Any, steps: int, settled: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    steps, settled = OPTIONS["steps"], OPTIONS["settled"]
+    steps, steady = OPTIONS["steps"], OPTIONS["steady"]
     repeats = [
         {
-            "ddp": fit(pl.strategies.DDPStrategy(), settled, 5),
-            "auto": fit(omni.OmniStrategy(groups=1, rebalance="auto"), steps, settled),
+            "ddp": fit(pl.strategies.DDPStrategy(), steady, 5),
+            "auto": fit(omni.OmniStrategy(groups=1, rebalance="auto"), steps, steady),
         }
         for _ in range(OPTIONS["repeats"])
     ]

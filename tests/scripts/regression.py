@@ -6,12 +6,15 @@ python regression.py [--groups 2] [--nodes 1] [--server tcp://host:port] [--epoc
 from __future__ import annotations
 
 import argparse
+import gc
 import hashlib
 import json
 import os
 import sys
 import time
 from typing import Any
+
+gc.disable()  # what is imported stays: to look for garbage in it takes as long as to import it
 
 import pytorch_lightning as pl
 import torch
@@ -20,6 +23,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_omni.strategy.pytorch_lightning import OmniStrategy
 
+gc.freeze()
+gc.enable()
 TRUTH = torch.tensor([[1.0], [-2.0], [0.5], [3.0]])
 
 

@@ -122,7 +122,7 @@ def _go_on(wire: socket.socket, as_server: bool, unneeded: socket.socket) -> Non
         other.wire.close()
     _ranks.clear()
     _servers.clear()
-    interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever waits has nothing to interrupt
+    interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a rank that waits has nothing to interrupt
     with wire, contextlib.suppress(ConnectionError):
         word, pipes, _, _ = socket.recv_fds(wire, len(b"start"), 2)
         if not word:

@@ -13,9 +13,9 @@ from common import FOLDER, OPTIONS, InTime, dataset, digest, omni, pl, report, t
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_omni.optimizer import structure
+from lightning_omni.optimizer import parameter_groups
 
-structure.PATIENCE = timedelta(seconds=2)
+parameter_groups.PATIENCE = timedelta(seconds=2)
 RANK = int(os.environ.get("LOCAL_RANK", 0))
 
 
@@ -48,7 +48,7 @@ class Tuned(pl.LightningModule):
         return torch.optim.SGD(trainable, lr=0.1, momentum=0.5)
 
 
-class Watch(pl.Callback):
+class Noted(pl.Callback):
     """What the backbone is at the end of each epoch, as all ranks see it."""
 
     def __init__(self) -> None:
@@ -170,7 +170,7 @@ def fit(
     **more: Any,
 ) -> dict[str, Any]:
     pl.seed_everything(3, verbose=False)
-    module, watch = Tuned(kind), Watch()
+    module, watch = Tuned(kind), Noted()
     initial = {name: value.tolist() for name, value in module.state_dict().items()}
     every = [*callbacks, watch, InTime()]
     if save:

@@ -7,6 +7,7 @@ process number and how it ended. See `runs.Running`.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import runpy
@@ -24,9 +25,11 @@ import lightning_omni.server.__main__  # noqa: F401
 
 
 def main() -> None:
-    """Waits for scripts to start, until nobody can ask for one any more."""
+    """Waits for scripts to start, until no process can ask for one any more."""
+    gc.collect()
+    gc.freeze()  # or every copy looks through all that was imported, and so has pages of its own: half of its work
     asked = socket.socket(fileno=int(sys.argv[1]))
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those who watch
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no process waits for those that watch
     while True:
         word, files, _, _ = socket.recv_fds(asked, 1 << 20, 2)
         if not word:

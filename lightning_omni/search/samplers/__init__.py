@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.search.samplers.grid import Grid
-from lightning_omni.search.samplers.published import Published
+from lightning_omni.search.samplers.published import PublishedAlgorithm
 from lightning_omni.search.samplers.random_settings import RandomSettings
 from lightning_omni.search.samplers.sampler import Proposal, Sampler
 from lightning_omni.search.samplers.scikit_optimize import ScikitOptimize
@@ -13,7 +13,7 @@ from lightning_omni.search.samplers.theory_led import TheoryLed
 
 SAMPLERS: dict[str, type[Sampler]] = {
     "bayes": TheoryLed,
-    "omnivore": Published,
+    "omnivore": PublishedAlgorithm,
     "grid": Grid,
     "random": RandomSettings,
     "skopt": ScikitOptimize,

@@ -10,7 +10,7 @@ from lightning_omni.search.evidence import Evidence
 from lightning_omni.search.samplers.sampler import Proposal, Sampler
 
 
-class Published(Sampler):
+class PublishedAlgorithm(Sampler):
     """Groups by speed alone, then a grid of momentum and learning rate; fewer groups while no momentum is best.
 
     References:

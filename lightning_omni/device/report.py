@@ -1,0 +1,242 @@
+"""What was measured on a device, step by step, and what became of it: numbers, a table, a picture."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.table import Column, Table
+from rich.text import Text
+
+from lightning_omni.device.setting import DeviceSetting
+from lightning_omni.device.timing import FEWEST, MARGIN
+from lightning_omni.palette import CHOSEN, EXPECTED, FAINT, GREY, PROPORTIONAL, YOURS, new_figure, save_figure
+from lightning_omni.serialization import Serializable
+
+Verdict = Literal["applied", "proposed", "rejected", "skipped", "noted"]
+"""In use; faster, but yours to decide; measured and not taken; not measured; nothing to decide."""
+
+_STYLES = {"applied": "green", "proposed": "yellow", "rejected": "dim", "skipped": "dim", "noted": ""}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was tried.
+
+    Args:
+        step: what is varied: ``"threads"``, ``"memory format"``, ...
+        tried: what was tried, in words.
+        verdict: what became of it.
+        reason: why.
+        before: samples per second without it; None if nothing was measured.
+        after: samples per second with it.
+        gain: median ratio of paired blocks; not quite ``after / before``, whose medians are each over all blocks.
+        spread: smallest and largest of these ratios.
+        pairs: number of pairs.
+        seconds: that the measurement took.
+        preparation: seconds of the first step beyond a usual one: compilation. They do not count as throughput.
+    """
+
+    step: str
+    tried: str
+    verdict: Verdict
+    reason: str = ""
+    before: float | None = None
+    after: float | None = None
+    gain: float | None = None
+    spread: tuple[float, float] | None = None
+    pairs: int = 0
+    seconds: float = 0.0
+    preparation: float = 0.0
+
+
+@dataclass(frozen=True)
+class DeviceReport(Serializable):
+    """What a device can be made to give for a model.
+
+    Args:
+        findings: in the order in which things were tried, each beside the best that was known by then.
+        setting: the best of what may be applied.
+        proposal: the best of all that was measured; differs from `setting` by what was not allowed.
+        baseline: samples per second with all defaults.
+        tuned: samples per second with `setting`.
+        gain: of `setting` over the baseline, measured in pairs of its own (the product of the steps' gains, and a row
+            that says so, if there was no time for that); None if nothing is applied.
+        batch_size: samples in the batches that were given.
+        seconds: that all took.
+        device: what was measured, in words.
+        curves: throughput by batch size, and losses of the precision probe: name to numbers.
+        spread: smallest and largest of the paired ratios behind `gain`.
+
+    Example:
+        >>> found = Finding("threads", "2 instead of 1", "applied", before=100.0, after=150.0, gain=1.5)
+        >>> report = DeviceReport((found,), DeviceSetting(threads=2), DeviceSetting(threads=2), 100.0, 150.0, 1.5, 32)
+        >>> report.summary
+        '150 instead of 100 samples/s (1.50 times): 2 threads'
+    """
+
+    findings: tuple[Finding, ...]
+    setting: DeviceSetting
+    proposal: DeviceSetting
+    baseline: float
+    tuned: float
+    gain: float | None
+    batch_size: int
+    seconds: float = 0.0
+    device: str = ""
+    curves: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    spread: tuple[float, float] | None = None
+
+    @property
+    def noise(self) -> str:
+        """Why the numbers are not to be trusted, in a sentence; empty if they are.
+
+        Smallest and largest of n paired ratios enclose their true median with probability 1 - 2^(1-n): 75 % of three
+        pairs, 98 % of seven. If that interval has room for both no gain and one worth having, and is wider than the
+        smallest such gain, the comparison says nothing. The machine is too noisy if that is so for what is claimed in
+        all, or for half of what was compared.
+        """
+        spreads = [each.spread for each in self.findings if each.spread is not None and each.pairs >= FEWEST]
+        lost = [each for each in spreads if _says_nothing(each)]
+        claim = self.gain is not None and self.spread is not None and self.spread[0] <= 1
+        if not claim and (not lost or 2 * len(lost) < len(spreads)):
+            return ""
+        low, high = (self.spread if claim else None) or (min(each[0] for each in lost), max(each[1] for each in lost))
+        what = "the gain in all" if claim else f"{len(lost)} of {len(spreads)} comparisons"
+        return (
+            f"this machine is too noisy for these numbers: paired ratios scatter from {low:.2f} to {high:.2f}, so that"
+            f" {what} cannot be told from none; stop other programs and measure again, or raise the budget"
+        )
+
+    @property
+    def summary(self) -> str:
+        """One sentence."""
+        if self.gain is None:
+            return f"{_number(self.baseline)} samples/s with the defaults; nothing faster was found"
+        scatter = f", {self.spread[0]:.2f} to {self.spread[1]:.2f}" if self.spread else ""
+        times = f"{_number(self.tuned)} instead of {_number(self.baseline)} samples/s ({self.gain:.2f} times{scatter})"
+        return f"{times}: {self.setting.words}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON, with `noise`."""
+        return {**super().to_dict(), "noise": self.noise}
+
+    @property
+    def _caption(self) -> str:
+        return f"{self.summary}\n{self.noise}" if self.noise else self.summary
+
+    @property
+    def _title(self) -> str:
+        return f"{self.device}, batches of {self.batch_size}"
+
+    def table(self) -> Table:
+        """For `rich.print`: one row for each thing that was tried."""
+        columns = [Column(head, overflow="fold") for head in ("step", "tried")]
+        columns += [Column(head, justify="right", no_wrap=True) for head in ("before", "after", "gain", "spread")]
+        table = Table(*columns, Column("verdict", overflow="fold"), title=self._title, caption=self._caption)
+        for each in self.findings:
+            table.add_row(
+                each.step,
+                Text(each.tried),
+                _number(each.before),
+                _number(each.after),
+                f"{each.gain:.2f}" if each.gain is not None else "-",
+                _interval(each.spread),
+                Text(_verdict(each), style=_STYLES[each.verdict]),
+            )
+        return table
+
+    def tall_table(self) -> Table:
+        """The same for narrow terminals: what was tried and what became of it below one another."""
+        columns = [Column(head, justify="right", no_wrap=True) for head in ("samples/s", "gain", "spread")]
+        tried = Column("tried", overflow="fold")
+        table = Table(tried, *columns, title=self._title, caption=self._caption, show_lines=True)
+        for each in self.findings:
+            told = Text(f"{each.step}: {each.tried}\n").append(_verdict(each), style=_STYLES[each.verdict])
+            gain = f"{each.gain:.2f}" if each.gain is not None else "-"
+            table.add_row(told, _number(each.after), gain, _interval(each.spread))
+        return table
+
+    def plot(self, path: str | Path) -> None:
+        """Draws samples per second of all that was measured, and the curves.
+
+        Args:
+            path: the image file; its suffix says which kind.
+
+        Raises:
+            ConfigurationError: matplotlib is missing, or the file cannot be written.
+        """
+        save_figure(_figure_of(self), path)
+
+
+def _says_nothing(spread: tuple[float, float]) -> bool:
+    """Whether there may be no gain, or one worth having, for all that the interval says."""
+    low, high = spread
+    return low <= 1 and high >= 1 + MARGIN and high - low > 2 * MARGIN
+
+
+def _interval(spread: tuple[float, float] | None) -> str:
+    return f"{spread[0]:.2f}–{spread[1]:.2f}" if spread else "-"
+
+
+def _verdict(finding: Finding) -> str:
+    return f"{finding.verdict}: {finding.reason}" if finding.reason else finding.verdict
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+
+
+def _figure_of(report: DeviceReport) -> Any:
+    measured = [each for each in report.findings if each.after is not None]
+    losses = {name: numbers for name, numbers in report.curves.items() if name.startswith("loss")}
+    figure = new_figure(12, 2.2 + 0.3 * (len(measured) + 4))
+    from matplotlib.patches import Patch
+
+    bars, curves = figure.subplots(1, 2, width_ratios=(1.3, 1))
+    labels = ["defaults", *(f"{each.step}: {each.tried}" for each in measured)]
+    colours = {"applied": CHOSEN, "proposed": PROPORTIONAL}
+    places = range(len(labels))
+    bars.barh(
+        places,
+        [report.baseline, *(each.after for each in measured)],
+        color=[YOURS, *(colours.get(each.verdict, FAINT) for each in measured)],
+    )
+    for place, each in enumerate(measured, 1):
+        if each.spread is not None and each.before is not None:
+            bars.plot([each.before * end for end in each.spread], [place, place], color="0.2", linewidth=1.2)
+    bars.set_yticks(places, ["\n".join(textwrap.wrap(label, 34)) for label in labels], fontsize="small")
+    bars.invert_yaxis()
+    bars.set(xlabel="samples/s (line: smallest and largest of the paired ratios)", title="What was measured")
+    named = {"defaults": YOURS, "applied": CHOSEN, "proposed": PROPORTIONAL, "not taken": FAINT}
+    figure.legend(
+        [Patch(color=colour) for colour in named.values()],
+        list(named),
+        loc="outside lower center",
+        ncols=4,
+        frameon=False,
+    )
+    for place, (name, numbers) in enumerate(losses.items()):
+        curves.plot(
+            numbers,
+            label=name.removeprefix("loss "),
+            color=(YOURS, PROPORTIONAL, EXPECTED, GREY)[place % 4],
+            linewidth=max(1.2, 3.2 - 2 * place),
+        )
+    if losses:
+        curves.legend(fontsize="small")
+        curves.set(xlabel="step", ylabel="loss", title="Losses in other precisions")
+    elif "batch size" in report.curves:
+        curves.plot(report.curves["batch size"], report.curves["samples/s"], marker=".", color=EXPECTED)
+        curves.set(xlabel="batch size", ylabel="samples/s", xscale="log")
+        curves.set_xticks(report.curves["batch size"], [f"{size:g}" for size in report.curves["batch size"]])
+        curves.minorticks_off()
+    else:
+        curves.set_axis_off()
+    figure.suptitle("\n".join(line for part in report._caption.splitlines() for line in textwrap.wrap(part, 130)))
+    return figure

@@ -1,0 +1,245 @@
+"""A model in training on copies of all that training changes, with one setting. Its lender finds it untouched."""
+
+from __future__ import annotations
+
+import copy
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_omni.device.setting import Applied, DeviceSetting, used
+from lightning_omni.errors import ConfigurationError
+
+Loss = Callable[[Any, Any], Tensor]
+"""The loss of a model for a batch."""
+
+_OWN_OF_TORCH = ("step", "_opt_called", "_zero_grad_profile_name", "defaults", "state", "param_groups")
+
+
+@dataclass(frozen=True)
+class TrainingSetup:
+    """What is trained.
+
+    Args:
+        model: never changed; trials train copies of it.
+        loss: mean loss from model and batch.
+        optimizer: over the model's parameters; or what makes one from parameters.
+        batches: at least one, used cyclically; all of one size.
+        clock: seconds.
+
+    Raises:
+        ConfigurationError: there is no batch, or no tensor in it.
+    """
+
+    model: nn.Module
+    loss: Loss
+    optimizer: Optimizer | Callable[[Any], Optimizer]
+    batches: Sequence[Any]
+    clock: Callable[[], float] = time.perf_counter
+
+    def __post_init__(self) -> None:
+        if not self.batches or size_of(self.batches[0]) is None:
+            raise ConfigurationError("batches: pass at least one, with a tensor whose first dimension counts samples")
+
+    @property
+    def batch_size(self) -> int:
+        """Samples in a batch."""
+        size = size_of(self.batches[0])
+        assert size is not None
+        return size
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model's parameters are."""
+        return next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
+
+    def copies(self) -> tuple[nn.Module, Optimizer]:
+        """The model and an optimizer over it, like the lent ones and independent of them."""
+        # One memo for both: the copied optimizer holds the copied parameters.
+        memo: dict[int, Any] = {}
+        model = copy.deepcopy(self.model, memo)
+        for name, module in self.model.named_modules():
+            if module._compiled_call_impl is not None:
+                model.get_submodule(name).compile()  # a copy is not compiled
+        if not isinstance(self.optimizer, Optimizer):
+            return model, self.optimizer(model.parameters())
+        optimizer = copy.deepcopy(self.optimizer, memo)
+        for name, value in vars(self.optimizer).items():  # Optimizer.__getstate__ leaves these out
+            if name not in vars(optimizer) and name not in _OWN_OF_TORCH and not callable(value):
+                setattr(optimizer, name, copy.deepcopy(value, memo))
+        return model, optimizer
+
+
+class Trial:
+    """A copy of the setup in training with one setting.
+
+    Args:
+        setup: what is trained.
+        setting: how the device is used.
+        nudge: changes all weights by a random fraction of this size, before it trains.
+
+    Raises:
+        ConfigurationError: the copy's loss does not depend on the copy's weights.
+    """
+
+    def __init__(self, setup: TrainingSetup, setting: DeviceSetting, nudge: float = 0.0) -> None:
+        self.setup, self.setting, self._nudge = setup, setting, nudge
+        self.samples = setting.batch_size or setup.batch_size
+        self.model, self.optimizer = setup.copies()
+        self._begins_empty = not self.optimizer.state
+        Applied().to_model(setting, self.model, self.optimizer)  # for good: the copy is thrown away as it is
+        same_size = self.samples == setup.batch_size
+        self._batches = list(setup.batches) if same_size else [resized(batch, self.samples) for batch in setup.batches]
+
+    def run(self, steps: int) -> float:
+        """Trains for so many steps, after a warm-up that does not count. Returns the seconds."""
+        with used(self.setting):
+            self.reset()
+            for number in range(1 + steps // 5):
+                self._step(number)
+            synchronize(self.setup.device)
+            began = self.setup.clock()
+            for number in range(steps):
+                self._step(number)
+            synchronize(self.setup.device)
+            return self.setup.clock() - began
+
+    def losses(self, steps: int, seed: int = 0) -> list[float]:
+        """The losses of a training from the setup's weights, on its batches cyclically."""
+        with used(self.setting):
+            self.reset()
+            seed_all(seed)
+            return [float(self._step(number).detach()) for number in range(steps)]
+
+    def reset(self) -> None:
+        """Back to the weights of the setup: a copy that trained on and on would reach weights of another speed."""
+        with torch.no_grad():
+            for own, lent in zip(_tensors(self.model), _tensors(self.setup.model), strict=True):
+                own.copy_(lent)
+            if self._nudge:
+                seed_all(1)
+                for parameter in filter(Tensor.is_floating_point, self.model.parameters()):
+                    parameter.mul_(1 + self._nudge * torch.randn_like(parameter))
+        if self._begins_empty:
+            self.optimizer.state.clear()
+
+    def _step(self, number: int) -> Tensor:
+        batch = self._batches[number % len(self._batches)]
+
+        def closure() -> Tensor:
+            self.optimizer.zero_grad()
+            with self.setting.autocast(self.setup.device):
+                loss = self.setup.loss(self.model, batch)
+            loss.backward()
+            return loss
+
+        with torch.enable_grad():
+            return self.optimizer.step(closure)  # type: ignore[arg-type, return-value]  # typed for floats
+
+    def check(self) -> None:
+        """After a step: whether the copy was trained, and not the lent model behind it."""
+        if not any(parameter.grad is not None for parameter in self.model.parameters()):
+            raise ConfigurationError(
+                "the loss of a copy of the model does not depend on the copy's weights; does the model keep a function"
+                " that refers to itself? Let it refer to self instead"
+            )
+
+
+def _tensors(model: nn.Module) -> Iterator[Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()
+
+
+# --- What is left as it was -------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def same_rng_state() -> Iterator[None]:
+    """The random numbers of torch, Python and numpy go on afterwards as if nothing had drawn any."""
+    in_use = torch.cuda.is_available() and torch.cuda.is_initialized()
+    with torch.random.fork_rng(range(torch.cuda.device_count()) if in_use else ()), ExitStack() as kept:
+        kept.callback(random.setstate, random.getstate())
+        kept.callback(np.random.set_state, np.random.get_state())  # noqa: NPY002
+        yield
+
+
+@contextmanager
+def untouched(setup: TrainingSetup) -> Iterator[None]:
+    """The RNG state, threads, and the lent model's gradients are afterwards as they are now."""
+    threads = torch.get_num_threads()
+    gradients = [parameter.grad for parameter in setup.model.parameters()]
+    try:
+        with same_rng_state():
+            yield
+    finally:
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+        for parameter, gradient in zip(setup.model.parameters(), gradients, strict=True):
+            parameter.grad = gradient
+
+
+def seed_all(seed: int) -> None:
+    """Seeds torch, Python and numpy."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits until the device has done what it was given."""
+    if device.type not in ("cpu", "meta") and hasattr(getattr(torch, device.type, None), "synchronize"):
+        getattr(torch, device.type).synchronize()
+
+
+# --- Batches ----------------------------------------------------------------------------------------------------------
+
+
+def size_of(batch: Any) -> int | None:
+    """First dimension of the first tensor in a tree of dicts, lists and tuples; None if there is none.
+
+    Example:
+        >>> size_of({"x": [torch.zeros(5, 2)], "y": torch.zeros(5)})
+        5
+    """
+    if isinstance(batch, Tensor):
+        return int(batch.shape[0]) if batch.dim() else None
+    if isinstance(batch, dict):
+        batch = list(batch.values())
+    if isinstance(batch, (list, tuple)):
+        return next((size for size in map(size_of, batch) if size is not None), None)
+    return None
+
+
+def resized(batch: Any, size: int) -> Any:
+    """A batch with another number of samples, the given ones repeated or cut off.
+
+    Only tensors whose first dimension is the batch's change.
+
+    Example:
+        >>> resized((torch.arange(2), "name"), 5)
+        (tensor([0, 1, 0, 1, 0]), 'name')
+    """
+    old = size_of(batch)
+
+    def change(tree: Any) -> Any:
+        if isinstance(tree, Tensor):
+            if not tree.dim() or tree.shape[0] != old:
+                return tree
+            return tree[torch.arange(size, device=tree.device) % old]
+        if isinstance(tree, dict):
+            return {key: change(value) for key, value in tree.items()}
+        if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+            return type(tree)(*map(change, tree))
+        if isinstance(tree, (list, tuple)):
+            return type(tree)(map(change, tree))
+        return tree
+
+    return change(batch)

@@ -1,0 +1,279 @@
+"""A rank's copy of one optimizer's parameters: how they lie in flat memory to travel, and whether others wrote them."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
+
+from lightning_omni.errors import UnsupportedError
+from lightning_omni.methods import Pulled, Replica
+from lightning_omni.methods.master import park
+from lightning_omni.methods.replica import copies
+from lightning_omni.protocol.layout import Layout
+from lightning_omni.protocol.wire_format import Memory
+
+_LARGE = 1 << 16
+"""Numbers in a weight from which on comparing all of it takes longer than a step should."""
+_FEW = 1 << 12
+"""Numbers of a frozen weight by which a step tells that it was written."""
+
+
+class ModelReplica(Replica):
+    """The parameters of one optimizer on this rank.
+
+    Args:
+        parameters: name and parameter, in the optimizer's order.
+        optimizer: the worker's own optimizer over them.
+
+    Attributes:
+        parameters: names and parameters, in the order of the layout.
+        ever_held: the same parameters, also those that the optimizer has let go.
+    """
+
+    def __init__(self, parameters: Mapping[str, Parameter], optimizer: Optimizer) -> None:
+        super().__init__(list(parameters.values()), optimizer)
+        self.parameters = dict(parameters)
+        self.ever_held = set(self.ordered)
+        self._writes = Writes()
+        self._stashed: Pulled | None = None
+        self._released: set[Parameter] = set()
+        self._parked: dict[Tensor, Any] = {}
+        self._version = 0
+
+    @cached_property
+    def layout(self) -> Layout:
+        """How the parameters lie in flat memory."""
+        return self.layout_with({})
+
+    def layout_with(self, more: Mapping[str, Parameter]) -> Layout:
+        """The layout if further parameters come behind these."""
+        plain = Layout.of({name: parameter.detach() for name, parameter in {**self.parameters, **more}.items()})
+        return Layout(plain.specs, self._version)
+
+    # --- Parameters that come and go in mid-run ----------------------------------------------------------------------
+
+    def hold(self, parameters: Mapping[str, Parameter]) -> None:
+        """These are the parameters, and nothing is remembered of others."""
+        self.parameters, self.ordered = dict(parameters), list(parameters.values())
+        self.ever_held, self._released = set(self.ordered), set()
+        self._writes.forget()
+        self.abandon()
+        self._lay_out()
+
+    def begin_layout(self) -> None:
+        """A server is about to be given the parameters as they are: its first version of their layout."""
+        self._version = 0
+        self._lay_out()
+
+    def grow(self, more: Mapping[str, Parameter], version: int) -> None:
+        """Further parameters come behind the others; that is the version of the layout that the server gives it."""
+        self._version = version
+        self.parameters.update(more)
+        self.ordered.extend(more.values())
+        self.ever_held.update(more.values())
+        if self._stashed is not None:
+            self._stashed = Pulled(
+                [*self._stashed.tensors, *copies([each.detach() for each in more.values()])], self._stashed.clock
+            )
+        self._lay_out()
+
+    def release(self, held: Set[Parameter]) -> None:
+        """The optimizer holds just these: the others stay as they are, and have no gradient."""
+        self._released = self.ever_held - held
+        park(self.optimizer, self._parked)
+
+    def _lay_out(self) -> None:
+        vars(self).pop("layout", None)
+
+    def load(self, pulled: Pulled) -> None:
+        """Overwrites the weights, but for frozen ones that the group has written by itself: those are its own."""
+        own = self.own_frozen()
+        for name, parameter, value in zip(self.parameters, self.ordered, pulled.tensors, strict=True):
+            if name not in own:
+                parameter.detach().copy_(value, non_blocking=True)
+        self.clock = pulled.clock
+        self._writes.remember(self.ordered, pulled.tensors)
+
+    def know(self) -> None:
+        """What the weights are now, the server knows."""
+        self._writes.remember(self.ordered, copies(self.weights()))
+
+    def descend(self, gradient: Sequence[Tensor | None]) -> None:
+        """A local step between two fetches: it is the method that has written these weights."""
+        super().descend(gradient)
+        self.know()
+
+    def written(self, in_passing: bool = False) -> list[str]:
+        """Names of trained weights that other code has written since they were loaded: see `Writes.of_trained`."""
+        return self._writes.of_trained(self.parameters, in_passing)
+
+    def own_frozen(self) -> set[str]:
+        """Names of frozen weights that other code has written while they were frozen, so that they are this group's."""
+        return self._writes.of_frozen(self.parameters)
+
+    def gradients(self) -> list[Tensor | None]:
+        """The gradients, in order; None where a parameter took no part in the loss.
+
+        Raises:
+            UnsupportedError: a gradient is sparse.
+        """
+        gradients = [parameter.grad if parameter not in self._released else None for parameter in self.ordered]
+        for name, gradient in zip(self.parameters, gradients, strict=True):
+            if gradient is not None and gradient.layout != torch.strided:
+                raise UnsupportedError(
+                    f"the gradient of {name} is sparse, and gradients travel dense; build the embedding with"
+                    " sparse=False, or use groups=1"
+                )
+        return gradients
+
+    # --- Synchronization: a group's own weights make way for those that are evaluated
+    # --------------------------------------
+
+    def stash(self) -> None:
+        """Keeps the own weights while others are evaluated in their place."""
+        if self._stashed is None:
+            self._stashed = Pulled(copies(self.weights()), self.clock)
+
+    def restore(self) -> None:
+        """The own weights come back, if they were stashed."""
+        if self._stashed is not None:
+            self.load(self._stashed)
+            self._stashed = None
+
+    def abandon(self) -> None:
+        """The own weights do not come back: training goes on, or ends, with those that were evaluated."""
+        self._stashed = None
+        self.memory.clear()
+
+    def own_state(self, whole: bool) -> dict[str, Any]:
+        """What this group alone knows: its memory, and if ``whole`` its own weights and optimizer state."""
+        if not whole:
+            return {"memory": self.memory}
+        state = self.state()
+        if self._stashed is not None:
+            state.update(weights=list(self._stashed.tensors), clock=self._stashed.clock)
+        return state
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Goes on from an `own_state` when training begins."""
+        device = self.ordered[0].device
+        self.memory = tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, state["memory"])
+        if "weights" in state and len(state["weights"]) == len(self.ordered):
+            self._stashed = Pulled(copies(state["weights"]), int(state["clock"]))
+            plain = self.optimizer.state_dict()
+            self.optimizer.load_state_dict({**plain, "state": state["optimizer"]})
+
+
+@dataclass
+class Part:
+    """One optimizer's share of the exchange."""
+
+    optimizer: Optimizer
+    replica: ModelReplica
+    into: Tensor | None = None
+    out: Memory = field(default_factory=Memory)
+    back: Memory = field(default_factory=Memory)
+    staleness: list[int] = field(default_factory=list)
+    head: tuple[str, Module] | None = None
+    """Name and submodule, if this is a merged head: it lives at the server, and nothing of it is pushed."""
+    names: Callable[[], Mapping[Parameter, str]] = dict
+    """Names of all the model's parameters, as it is at the moment."""
+    outside: Collection[Parameter] = ()
+    """What the optimizer holds and others than this part exchange."""
+    arranged: list[list[int]] = field(init=False)
+    """The `arrangement` that the server knows of."""
+
+    def __post_init__(self) -> None:
+        self.arranged = self.arrangement
+
+    @property
+    def arrangement(self) -> list[list[int]]:
+        """Which parameters each parameter group holds, as identities: quick to compare."""
+        return [list(map(id, group["params"])) for group in self.optimizer.param_groups]
+
+
+# --- What others write -----------------------------------------------------------------------------------------------
+
+
+class Writes:
+    """What the weights were when they were loaded. Parameters are named by their place, which never changes.
+
+    Trained weights are compared with what was loaded. Frozen ones are not loaded with each exchange, so that a few of
+    their numbers are compared; one that was written belongs to the group that wrote it: a target network's, say.
+    """
+
+    def __init__(self) -> None:
+        self._loaded: list[Tensor] = []
+        self._versions: list[int] = []
+        self._marks: list[int] = []
+        self._frozen: set[str] = set()
+        self._checks = 0
+
+    def forget(self) -> None:
+        """Nothing was loaded yet."""
+        self._loaded = []
+
+    def remember(self, parameters: Iterable[Parameter], loaded: Sequence[Tensor]) -> None:
+        """These were loaded, and are what the parameters hold; tensors are kept, not copied."""
+        parameters = list(parameters)
+        self._loaded, self._versions = list(loaded), [parameter._version for parameter in parameters]
+        self._marks = [0 if parameter.requires_grad else fingerprint(parameter, _FEW) for parameter in parameters]
+
+    def of_trained(self, parameters: Mapping[str, Parameter], in_passing: bool = False) -> list[str]:
+        """Names of trained weights that were written.
+
+        Args:
+            parameters: all of them, in order.
+            in_passing: of each large weight that torch says is unwritten, compares an eighth, at another each time.
+                (What goes through ``.data`` torch does not count.)
+        """
+        self._checks += in_passing
+        return [
+            name
+            for place, (name, parameter) in enumerate(parameters.items())
+            if parameter.requires_grad and self._is_written(place, parameter, in_passing)
+        ]
+
+    def of_frozen(self, parameters: Mapping[str, Parameter]) -> set[str]:
+        """Names of frozen weights that were written while they were frozen."""
+        for place, (name, parameter) in enumerate(parameters.items()):
+            if parameter.requires_grad:
+                self._frozen.discard(name)
+            elif place < len(self._loaded) and (
+                fingerprint(parameter, _FEW) != self._marks[place]
+                if self._marks[place]
+                else parameter._version != self._versions[place]  # it was trained when it was loaded
+            ):
+                self._frozen.add(name)
+        return self._frozen
+
+    def _is_written(self, place: int, parameter: Parameter, in_passing: bool) -> bool:
+        if place >= len(self._loaded):
+            return False
+        here, known = parameter.detach().flatten(), self._loaded[place].flatten()
+        if in_passing and parameter._version == self._versions[place] and len(known) > _LARGE:
+            eighth = self._checks % 8
+            part = slice(eighth * len(known) // 8, (eighth + 1) * len(known) // 8)
+            here, known = here[part], known[part]
+        return not _is_same(here, known)
+
+
+def fingerprint(tensor: Tensor, most: int) -> int:
+    """Tells, of about ``most`` numbers spread over it, whether a tensor was written."""
+    flat = tensor.detach().flatten()
+    some = flat[:: max(1, flat.numel() // most)].cpu().contiguous()
+    return zlib.crc32(some.view(torch.uint8).numpy().tobytes()) if flat.numel() else 0
+
+
+def _is_same(weight: Tensor, known: Tensor) -> bool:
+    here = weight.to(known.device)
+    return torch.equal(here, known) or torch.allclose(here, known, rtol=0.0, atol=0.0, equal_nan=True)

@@ -1,0 +1,291 @@
+"""Follows the user's optimizers when their parameter groups change in the midst of a run, as when a callback unfreezes.
+
+Rule 1: every rank of a group comes to a change at the same step, and makes the same calls; the leader tells the server.
+Rule 2: a gradient counts only if it was computed at weights that the server held.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_omni.errors import ConfigurationError, MalformedMessage, ProtocolError, UnsupportedError
+from lightning_omni.methods.master import holds, hyperparameters_of, state_of
+from lightning_omni.optimizer.channel import Channel
+from lightning_omni.optimizer.model_replica import Part
+from lightning_omni.optimizer.place import Place
+from lightning_omni.protocol import messages as m
+from lightning_omni.protocol.codec import pack
+from lightning_omni.protocol.layout import Layout
+
+PATIENCE = timedelta(minutes=5)
+"""For how long a member of a group that has changed its parameter groups waits for the others to do so."""
+_UNLIKE = (
+    "the ranks of one group have changed their optimizers' parameter groups differently, and they train as one: freeze,"
+    " unfreeze and add_param_group on all ranks at the same batch"
+)
+
+
+class ParameterGroups:
+    """Keeps this rank's parts, and the server, in step with what the user's optimizers hold.
+
+    Args:
+        place: this rank's, in the run.
+        channel: its way to the server.
+    """
+
+    def __init__(self, place: Place, channel: Channel) -> None:
+        self._place, self._channel = place, channel
+
+    def renew(self) -> None:
+        """Before several groups train: what the optimizers hold now is what there is."""
+        for part in self._place.parts:
+            part.replica.begin_layout()
+            if part.arranged == part.arrangement:
+                continue
+            if part.head is None:
+                part.replica.hold(self._named(part, {}))
+                part.into = None
+            elif not set(part.replica.ordered) <= _held(part):
+                raise UnsupportedError(f'merged="{part.head[0]}": its weights were taken out of their optimizer')
+            part.arranged = part.arrangement
+
+    def follow_all(self) -> bool:
+        """Follows all optimizers. Returns whether there are parameters that were not there before."""
+        grown = [self.follow(index) for index in range(len(self._place.parts))]
+        return any(grown)
+
+    def follow(self, index: int) -> bool:
+        """Follows one optimizer, while several groups train. On every rank of the group, between two gradients.
+
+        Returns:
+            Whether there are parameters that were not there before.
+
+        Raises:
+            UnsupportedError: its parameter groups have changed in a way that cannot be followed; the message says why.
+        """
+        part = self._place.parts[index]
+        arrangement = part.arrangement
+        if part.arranged == arrangement:
+            return False
+        replica, start = part.replica, len(part.replica.ordered)
+        try:
+            fresh = self._fresh(part)
+            grown = _layout_with(part, fresh)
+            tree = self._tree(part, fresh)
+        except UnsupportedError as error:
+            self._agree_in_group(str(error))  # or the others would see a connection end, and not the reason
+            raise
+        self._agree_in_group(_say(tree))
+        first = grown.offsets[start] if fresh else grown.nbytes
+        version, theirs = self._tell(index, tree, grown.nbytes - first)
+        if fresh:
+            replica.grow(fresh, version)
+            part.into = None
+            self._channel.grow_peers(index, grown)
+            buffer = torch.cat([torch.zeros(first, dtype=torch.uint8), theirs])
+            _take_over(list(fresh.values()), grown.views(buffer)[start:])
+        if not self._place.steps_here(part):  # rule 1 of `States`
+            for parameter in fresh.values():
+                part.optimizer.state.pop(parameter, None)
+        replica.release(_held(part))
+        part.arranged = arrangement
+        return bool(fresh)
+
+    def check_alike(self) -> None:
+        """At a synchronization point of all ranks: they must hold the same, or one would speak for others wrongly.
+
+        Raises:
+            ConfigurationError: they do not.
+        """
+        mine = _digest(repr([(list(part.replica.parameters), self._places(part)) for part in self._place.parts]))
+        largest, smallest = self._place.agree([mine, -mine])
+        if largest != -smallest:
+            raise ConfigurationError(
+                "other groups are to be formed, and the ranks' optimizers do not hold the same parameters in the same"
+                " parameter groups: freeze, unfreeze and add_param_group on all ranks before, or after"
+            )
+
+    def read_beyond(self) -> None:
+        """At a synchronization point: ranks that do not train yet what others train evaluate with their weights of it.
+
+        Only parameters that have a name in the model can be found.
+        """
+        sizes = [len(part.replica.ordered) for part in self._place.parts]
+        if self._place.agree(sizes) == sizes:
+            return
+        snapshot = self._channel.snapshot(with_state=False)
+        for part, theirs in zip(self._place.parts, snapshot.parts, strict=True):
+            known = {name: parameter for parameter, name in part.names().items()}
+            for name, value in theirs["weights"].items():
+                if name not in part.replica.parameters and name in known:
+                    known[name].detach().copy_(value)
+
+    @staticmethod
+    def room_of(part: Part) -> int:
+        """Bytes of the model's parameters that the part does not hold, and that may come to it."""
+        return sum(
+            parameter.numel() * parameter.element_size()
+            for parameter in part.names()
+            if parameter not in part.replica.ever_held
+        )
+
+    # --- What is new -------------------------------------------------------------------------------------------------
+
+    def _fresh(self, part: Part) -> dict[str, Parameter]:
+        fresh = {} if part.head is not None else self._named(part, part.replica.parameters)
+        for name, parameter in fresh.items():
+            if any(parameter in other.replica.ever_held for other in self._place.parts if other is not part):
+                raise UnsupportedError(
+                    f"the parameter {name} was added to an optimizer while another one holds it, or has held it; the"
+                    " server keeps one master copy of it, moved by one optimizer: leave it there, or use groups=1"
+                )
+        return fresh
+
+    @staticmethod
+    def _named(part: Part, known: Mapping[str, Parameter]) -> dict[str, Parameter]:
+        """Parameters of the optimizer that are not known, by name, in its order."""
+        names, found = part.names(), dict[str, Parameter]()
+        seen = {*known.values(), *part.outside}
+        for number, group in enumerate(part.optimizer.param_groups):
+            for place, parameter in enumerate(group["params"]):
+                if parameter not in seen:
+                    name = names.get(parameter, f"{number}.{place}")
+                    while name in known or name in found:
+                        name += "'"
+                    found[name] = parameter
+        return found
+
+    def _tree(self, part: Part, fresh: Mapping[str, Parameter]) -> dict[str, Any]:
+        """What the server is told."""
+        here = self._place.steps_here(part)
+        return {
+            "groups": self._describe(part, fresh, only_plain=here),
+            "weights": {name: parameter.detach() for name, parameter in fresh.items()},
+            "state": {} if here else self._state(part, fresh),
+        }
+
+    @staticmethod
+    def _describe(part: Part, fresh: Mapping[str, Parameter], only_plain: bool) -> list[dict[str, Any]]:
+        places = {parameter: place for place, parameter in enumerate((*part.replica.ordered, *fresh.values()))}
+        try:
+            settings = hyperparameters_of(part.optimizer, places)
+        except TypeError as error:
+            if only_plain:  # the server only writes them down
+                return []
+            raise UnsupportedError(
+                f"a setting of a parameter group is a {error}, and only plain values (numbers, strings, lists) can be"
+                " sent to the parameter server; use groups=1"
+            ) from error
+        groups = [group["params"] for group in part.optimizer.param_groups if holds(group, places)]
+        return [
+            {**each, "params": [places[parameter] for parameter in group if parameter in places]}
+            for each, group in zip(settings, groups, strict=True)
+        ]
+
+    @staticmethod
+    def _state(part: Part, fresh: Mapping[str, Parameter]) -> dict[int, Any]:
+        start = len(part.replica.ordered)
+        return {
+            start + place: each
+            for place, parameter in enumerate(fresh.values())
+            if part.optimizer.state.get(parameter)
+            for each in state_of(part.optimizer, [parameter]).values()
+        }
+
+    def _places(self, part: Part) -> list[list[int]]:
+        places = {id(parameter): place for place, parameter in enumerate(part.replica.ordered)}
+        return [[places[each] for each in group if each in places] for group in part.arrangement]
+
+    # --- To the server ---------------------------------------------------------------------------------------------
+
+    def _agree_in_group(self, said: str) -> None:
+        """All members of the group must have come to the same change, or their collectives would pair with others."""
+        place = self._place
+        if len(place.members) == 1:
+            return
+        mine = torch.tensor([_digest(said)], device=place.device)
+        patience = min(place.options.timeout, PATIENCE)
+        alike, theirs = torch.ones_like(mine), torch.zeros_like(mine)
+        others = range(1, len(place.members)) if place.is_leader else (0,)
+        group = place.compute_group
+        try:
+            if not place.is_leader:
+                _wait(dist.isend(mine, group=group, group_dst=0), patience)
+            for member in others:
+                _wait(dist.irecv(theirs, group=group, group_src=member), patience)
+                alike *= int(theirs) == (int(mine) if place.is_leader else 1)
+            for member in others if place.is_leader else ():
+                _wait(dist.isend(alike, group=group, group_dst=member), patience)
+        except RuntimeError as error:
+            raise UnsupportedError(f"{_UNLIKE}; not all of them came to this change: {error}") from error
+        if not int(alike):
+            raise UnsupportedError(f"{_UNLIKE}; they hold other parameters now")
+
+    def _tell(self, index: int, tree: Any, nbytes: int) -> tuple[int, Tensor]:
+        """Tells the server.
+
+        Returns:
+            The version of the layout, and the master weights that are new to this group; every member gets them.
+        """
+        place, theirs, reason, version = self._place, torch.zeros(nbytes, dtype=torch.uint8), "", 0
+        if place.is_leader:
+            packed, buffer = pack(tree)
+            message = m.Restructure(optimizer=index, packed=packed, nbytes=buffer.numel())
+            try:
+                answer, theirs = self._channel.ask(message, m.Restructured, buffer)
+                version = answer.layout
+            except ProtocolError as error:  # the others, which wait here, must hear of it
+                reason = str(error)
+        note = self._channel.tell_group(msgspec.msgpack.encode((reason, version)))
+        reason, version = msgspec.msgpack.decode(note, type=tuple[str, int])
+        if reason:
+            raise UnsupportedError(
+                f"the optimizer's parameter groups have changed, and the server cannot follow: {reason}"
+            )
+        if nbytes:
+            self._channel.broadcast_in_group(theirs)
+        return version, theirs
+
+
+def _wait(work: dist.Work | None, patience: timedelta) -> None:
+    assert work is not None
+    work.wait(patience)
+
+
+def _say(tree: Any) -> str:
+    """What the members of a group must have in common."""
+    places = [group["params"] for group in tree["groups"]]
+    return repr((places, [(name, *value.shape, value.dtype) for name, value in tree["weights"].items()]))
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+
+
+def _layout_with(part: Part, fresh: Mapping[str, Parameter]) -> Layout:
+    try:
+        return part.replica.layout_with(fresh)
+    except MalformedMessage as error:
+        raise UnsupportedError(f"{error}; leave it out of the optimizer, or use groups=1") from error
+
+
+def _held(part: Part) -> set[Parameter]:
+    return {parameter for group in part.optimizer.param_groups for parameter in group["params"]}
+
+
+def _take_over(parameters: list[Parameter], values: list[Tensor]) -> None:
+    """Weights that others train already, or that were initialized here at random, become the server's."""
+    for parameter, value in zip(parameters, values, strict=True):
+        own = parameter.detach()
+        if not torch.equal(own, value := value.to(own.device)):
+            own.copy_(value)
+            parameter.grad = None

@@ -1,0 +1,95 @@
+"""What a checkpoint holds of a run beside Lightning's own entries, which are those of plain DDP."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from lightning_omni.errors import ConfigurationError
+from lightning_omni.protocol.cut import Cut
+from lightning_omni.protocol.progress import Progress
+
+NAME = "lightning_omni.run_state"
+VERSION = 2
+"""Of the entry. Before it had a name and a version it was 1."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A run, as a checkpoint has it.
+
+    Attributes:
+        cut: the moment of the server that it is of.
+        groups: number of groups.
+        progress: in samples and steps; None if the data were not leased.
+        method: how groups exchanged, as plain data; None if weights alone were saved, as all that follows.
+        parameters: names of the parameters of each optimizer.
+        server: what the method's server side remembers, for each optimizer.
+        states: of each group, what it alone knows: memory and senders, for each optimizer, and where optimizers step at
+            the workers its weights and optimizer state. Empty if several groups were training.
+    """
+
+    cut: Cut = field(default_factory=Cut)
+    groups: int = 0
+    progress: Progress | None = None
+    method: Mapping[str, Any] | None = None
+    parameters: Sequence[Sequence[str]] | None = None
+    server: Sequence[Any] = ()
+    states: Mapping[int, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
+
+    def to_plain(self) -> dict[str, Any]:
+        """As plain data and tensors, which ``torch.load(weights_only=True)`` reads."""
+        progress = self.progress
+        run: dict[str, Any] = {
+            "groups": self.groups,
+            "progress": progress and {**msgspec.to_builtins(progress), "steps": progress.steps},
+            "cut": {**msgspec.structs.asdict(self.cut), "trained": [list(span) for span in self.cut.trained]},
+        }
+        plain: dict[str, Any] = {"name": NAME, "version": VERSION, "run": run}
+        if self.method is not None:
+            run |= {"method": dict(self.method), "parameters": self.parameters, "server": list(self.server)}
+            plain["group"] = dict(self.states)
+        return plain
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> Saved | None:
+        """From a checkpoint's entry, of this version or an earlier one; None if the entry is none of ours.
+
+        Raises:
+            ConfigurationError: a later version has saved it.
+        """
+        if "name" not in plain and "clocks" in plain:
+            return cls._from_first_version(plain)
+        if plain.get("name") != NAME:
+            return None
+        if plain["version"] > VERSION:
+            raise ConfigurationError(
+                'the checkpoint was saved by a later lightning-omni: its entry "omni" has version'
+                f" {plain['version']}, and this one reads up to {VERSION}; upgrade lightning-omni, or delete the entry,"
+                " and what the server and the groups knew beyond the model is left out"
+            )
+        run = plain["run"]
+        return cls(
+            cut=msgspec.convert(run["cut"], Cut),
+            groups=run["groups"],
+            progress=msgspec.convert(run["progress"], Progress | None),
+            method=run.get("method"),
+            parameters=run.get("parameters"),
+            server=run.get("server", ()),
+            states=plain.get("group", {}),
+        )
+
+    @classmethod
+    def _from_first_version(cls, plain: Mapping[str, Any]) -> Saved:
+        spans = tuple((start, stop) for start, stop in plain["trained"])
+        return cls(
+            cut=Cut(clocks=tuple(plain["clocks"]), epoch=plain["epoch"], total=plain["total"], trained=spans),
+            groups=plain["groups"],
+            method=plain.get("method"),
+            parameters=plain.get("parameters"),
+            server=plain.get("server", ()),
+            states=plain.get("states", {}),
+        )

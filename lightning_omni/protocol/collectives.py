@@ -1,0 +1,65 @@
+"""Collectives of all live ranks: each contributes bytes, and gets those of all.
+
+Rule 1: a collective is complete when every *live* rank has contributed; the dead are not waited for.
+Rule 2: all ranks must call the same one; two that differ at one synchronization point end the run with a clear
+sentence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from torch import Tensor
+
+from lightning_omni.errors import CollectiveMismatch
+
+
+class Collectives:
+    """The collectives that are under way.
+
+    Example:
+        >>> collectives = Collectives()
+        >>> collectives.contribute(0, 1, "barrier", b""), collectives.complete(live=[0, 1])
+        (None, [])
+        >>> collectives.contribute(0, 0, "barrier", b""), collectives.complete(live=[0, 1])
+        (None, [(0, [(0, b''), (1, b'')])])
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[int, dict[int, tuple[str, bytes | Tensor]]] = {}
+
+    def contribute(self, number: int, rank: int, what: str, payload: bytes | Tensor) -> None:
+        """A rank takes part in a collective.
+
+        Raises:
+            CollectiveMismatch: others called something else at the same point.
+        """
+        present = self._open.setdefault(number, {})
+        for other, (purpose, _) in present.items():
+            if purpose != what:
+                raise CollectiveMismatch(
+                    f"rank {rank} called {what} while rank {other} called {purpose}; outside the training epoch all"
+                    " ranks must make the same collective calls in the same order, as under DDP"
+                )
+        present[rank] = (what, payload)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no collective is under way."""
+        return not self._open
+
+    def forget(self, ranks: Collection[int]) -> None:
+        """What the dead contributed does not count, nor what they called."""
+        for present in self._open.values():
+            for rank in ranks:
+                present.pop(rank, None)
+
+    def complete(self, live: Collection[int]) -> list[tuple[int, list[tuple[int, bytes | Tensor]]]]:
+        """Collectives that have become complete: their number, and each rank's payload in rank order."""
+        ready = []
+        for number in sorted(self._open):
+            present = self._open[number]
+            if all(rank in present for rank in live):
+                del self._open[number]
+                ready.append((number, [(rank, present[rank][1]) for rank in sorted(present) if rank in live]))
+        return ready

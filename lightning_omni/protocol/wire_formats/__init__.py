@@ -1,0 +1,52 @@
+"""The lossy wire formats that ship, one file each, and all formats by the names that users write."""
+
+from collections.abc import Mapping
+
+from lightning_omni.errors import ConfigurationError
+from lightning_omni.protocol.wire_format import RAW, WireFormat, registered, to_wire
+from lightning_omni.protocol.wire_formats.both_ways import BothWays
+from lightning_omni.protocol.wire_formats.int8 import Int8
+from lightning_omni.protocol.wire_formats.rounded import BF16, FP16
+from lightning_omni.protocol.wire_formats.top_k import TopK
+
+__all__ = ["BF16", "FP16", "BothWays", "Int8", "TopK", "Wire", "wire_named", "wire_of"]
+
+Wire = str | WireFormat | Mapping[str, str | WireFormat]
+"""What users pass as ``wire=``: see `wire_of`."""
+
+
+def wire_named(text: str) -> WireFormat:
+    """The wire format of that name, with settings after a colon.
+
+    Raises:
+        ConfigurationError: there is none, or it has no such setting.
+
+    Example:
+        >>> wire_named("topk:0.001")
+        TopK(fraction=0.001)
+        >>> wire_named("int8:block=64")
+        Int8(block=64)
+    """
+    return RAW if text == "fp32" else registered(text)
+
+
+def wire_of(given: Wire) -> WireFormat:
+    """The wire format that a user means.
+
+    Args:
+        given: a name, a format, or ``{"push": ..., "pull": ...}`` with either of them.
+
+    Raises:
+        ConfigurationError: it is none.
+    """
+    if isinstance(given, str):
+        return wire_named(given)
+    if isinstance(given, WireFormat):
+        return given
+    if not isinstance(given, Mapping) or not given or set(given) - {"push", "pull"}:
+        raise ConfigurationError(
+            f'wire={given!r}: pass a name, as "int8", a value, as TopK(fraction=0.001), or one for each direction, as'
+            ' {"push": "int8", "pull": "bf16"}'
+        )
+    push, pull = (wire_of(given.get(way, "fp32")) for way in ("push", "pull"))
+    return BothWays(push=to_wire(push), pull=to_wire(pull))

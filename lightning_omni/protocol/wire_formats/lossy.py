@@ -1,0 +1,91 @@
+"""What lossy wire formats have in common: one run of numbers, and error feedback at the sender.
+
+Rule: what a push leaves out is its sender's residual, and is added to what the next push is given. So what was decoded
+and what is owed add up to what was given, whatever a format leaves out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import zip_longest
+
+import torch
+from torch import Tensor
+
+from lightning_omni.errors import ConfigurationError
+from lightning_omni.methods import Method
+from lightning_omni.protocol.layout import Layout
+from lightning_omni.protocol.wire_format import RESIDUAL, Encoded, Memory, State, WireFormat
+
+
+class Lossy(WireFormat, frozen=True, kw_only=True):
+    """A format that makes fewer bytes of the same numbers.
+
+    A subclass says what becomes of one run of real numbers: in float32, or in float64 if one of the tensors has that.
+    Complex numbers are two real ones each.
+    """
+
+    def nbytes(self, count: int) -> int:
+        """Bytes of so many numbers."""
+        raise NotImplementedError(f"{type(self).__name__} does not say how large its payloads are")
+
+    def compress(self, numbers: Tensor) -> list[Tensor]:
+        """Numbers, ``(count,)``, as tensors whose bytes travel one after the other. What is not finite stays so."""
+        raise NotImplementedError(f"{type(self).__name__} cannot compress")
+
+    def expand(self, payload: Tensor, count: int) -> Tensor:
+        """The numbers that these bytes stand for, ``(count,)``; it raises whatever it likes if there are none."""
+        raise NotImplementedError(f"{type(self).__name__} cannot expand")
+
+    def check_answers(self, method: Method) -> None:
+        if method.pushes_weights and not method.answers_changes:
+            raise ConfigurationError(
+                f'wire={{"pull": ...}} with {type(method).__name__}: what it is answered is pushed again with what was'
+                ' learned since, and rounding would swallow that; leave "pull" at "fp32", or take'
+                ' method="diloco:outer_lr=1.0,outer_momentum=0"'
+            )
+
+    def sizes(self, layout: Layout) -> tuple[int, int]:
+        nbytes = self.nbytes(sum(layout.reals))
+        return nbytes, nbytes
+
+    def encode(self, tensors: Sequence[Tensor | None], layout: Layout, state: State, memory: Memory) -> Encoded:
+        present = tuple(tensor is not None for tensor in tensors)
+        owed = [before for _, before in zip_longest(tensors, state.get(RESIDUAL, ()))]
+        there = [
+            _numbers(tensor) if before is None else _numbers(tensor) + _numbers(before)
+            for tensor, before in zip(tensors, owed, strict=True)
+            if tensor is not None
+        ]
+        if not there:
+            return Encoded(torch.empty(self.nbytes(0), dtype=torch.uint8), present, state)
+        flat = torch.cat(there)
+        parts = [part.contiguous().view(torch.uint8) for part in self.compress(flat)]
+        payload = torch.cat(parts) if len(parts) > 1 else parts[0]
+        left = iter((flat - self.expand(payload, flat.numel()).to(flat)).split([each.numel() for each in there]))
+        for place, tensor in enumerate(tensors):
+            if tensor is not None:
+                owed[place] = _like(next(left), tensor)
+        return Encoded(payload.cpu(), present, {RESIDUAL: owed})
+
+    def decode(self, payload: Tensor, layout: Layout, memory: Memory) -> Tensor:
+        if payload.storage_offset():  # what follows is read as wider numbers, which may not begin anywhere
+            payload = payload.clone()
+        buffer, views = memory.hold(layout)
+        for view, part in zip(views, self.expand(payload, sum(layout.reals)).split(layout.reals), strict=True):
+            view.copy_(_like(part, view))
+        return buffer
+
+
+def _numbers(tensor: Tensor) -> Tensor:
+    """The real numbers of a tensor, in a row; perhaps its own memory."""
+    real = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
+    wide = torch.promote_types(real.dtype, torch.float32)
+    return real.to(wide).flatten()
+
+
+def _like(numbers: Tensor, tensor: Tensor) -> Tensor:
+    """Real numbers in the shape of a tensor, as wide as they are."""
+    if tensor.is_complex():
+        return torch.view_as_complex(numbers.reshape(*tensor.shape, 2))
+    return numbers.view_as(tensor)

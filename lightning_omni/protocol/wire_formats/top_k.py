@@ -1,0 +1,73 @@
+"""``topk``: only the numbers of the largest magnitude travel."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_omni.errors import ConfigurationError
+from lightning_omni.methods import Method
+from lightning_omni.protocol.wire_format import register
+from lightning_omni.protocol.wire_formats.lossy import Lossy
+
+
+@register
+class TopK(Lossy, frozen=True, kw_only=True, tag="topk"):
+    """The largest of all numbers of a push with their places, 8 bytes each; the others wait until they are large.
+
+    Args:
+        fraction: of the numbers that travel, above 0 to 1; one at least.
+
+    Raises:
+        ConfigurationError: the fraction is out of range.
+
+    Example:
+        >>> TopK(fraction=0.01).nbytes(1000) / 4000
+        0.02
+
+    References:
+        Aji and Heafield 2017, "Sparse Communication for Distributed Gradient Descent", arXiv:1704.05021; Stich et al.
+        2018, "Sparsified SGD with Memory", arXiv:1809.07599.
+    """
+
+    fraction: float = 0.01
+
+    def __post_init__(self) -> None:
+        if not 0 < self.fraction <= 1:
+            raise ConfigurationError(f"fraction={self.fraction}: pass a part of the numbers, above 0 to 1")
+
+    def check(self, method: Method) -> None:
+        if method.pushes_weights:
+            raise ConfigurationError(
+                f'wire="topk:{self.fraction:g}" with {type(method).__name__}: it pushes weights, of which a part'
+                ' is none; pass "bf16" or "int8", or a method that pushes changes, as "diloco"'
+            )
+
+    def check_answers(self, method: Method) -> None:
+        raise ConfigurationError(
+            f'wire={{"pull": "topk:{self.fraction:g}"}}: answers are not added up, and what one leaves out the next'
+            ' does not bring; pass "bf16", "fp16" or "int8"'
+        )
+
+    def nbytes(self, count: int) -> int:
+        return 8 * self._most(count)
+
+    def compress(self, numbers: Tensor) -> list[Tensor]:
+        # What is not finite counts as the largest, so that the server gets to see it.
+        magnitudes = numbers.abs().nan_to_num(nan=torch.inf)
+        places = magnitudes.topk(self._most(numbers.numel()), sorted=False).indices.sort().values
+        return [places.to(torch.int32), numbers[places].float()]
+
+    def expand(self, payload: Tensor, count: int) -> Tensor:
+        places, numbers = payload.view(2, -1)
+        where = places.view(torch.int32).long()
+        if where.numel() and not 0 <= int(where.min()) <= int(where.max()) < count:
+            raise ValueError(f"a place is not among {count} numbers")
+        flat = torch.zeros(count, device=payload.device)
+        flat[where] = numbers.view(torch.float32)
+        return flat
+
+    def _most(self, count: int) -> int:
+        if count >= 1 << 31:
+            raise ConfigurationError(f'wire="topk": {count:,} numbers of one optimizer; it can tell 2**31 places apart')
+        return min(count, max(1, round(self.fraction * count)))

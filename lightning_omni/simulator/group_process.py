@@ -1,0 +1,310 @@
+"""One simulated compute group: a process that drives its state machine through virtual time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import msgspec
+from torch import Tensor
+
+from lightning_omni.errors import NonFiniteGradients
+from lightning_omni.methods.contract import (
+    Answer,
+    Exchange,
+    Gradient,
+    Inbox,
+    NextGradient,
+    Publish,
+    Push,
+    ReadInbox,
+    ReadPeer,
+    SendPeer,
+)
+from lightning_omni.methods.master import hyperparameters_of
+from lightning_omni.methods.replica import Pulled, Replica, copies
+from lightning_omni.methods.totals import Total
+from lightning_omni.protocol import Batch, EpochPlan
+from lightning_omni.protocol import messages as m
+from lightning_omni.protocol.group import Action, Ask, GroupCore, Heard
+from lightning_omni.protocol.lessee import Lessee
+from lightning_omni.simulator.engine import Engine, Process, Timeline
+from lightning_omni.simulator.gradients import Assignment, Gradients, Members
+from lightning_omni.simulator.monitor import Monitor
+from lightning_omni.simulator.server import GENERATION, SimulatedNetwork, SimulatedServer
+from lightning_omni.simulator.settings import Batches
+from lightning_omni.simulator.workbench import Result
+
+MOST_REFUSED = 10
+"""Pushes of one group that may be refused in a row before the run counts as diverged."""
+
+
+@dataclass
+class Surroundings:
+    """What all groups of a run live in.
+
+    Attributes:
+        engine: virtual time.
+        server: the parameter server.
+        network: the way there, and from group to group.
+        gradients: where they come from.
+        monitor: is told what happens.
+        batches: how gradients are made.
+        groups: the living ones by number.
+        barrier: where they wait for one another between two epochs.
+    """
+
+    engine: Engine
+    server: SimulatedServer
+    network: SimulatedNetwork
+    gradients: Gradients
+    monitor: Monitor
+    batches: Batches
+    groups: dict[int, SimulatedGroup]
+    barrier: EpochBarrier
+
+
+class EpochBarrier:
+    """Lets groups go on when all living ones are there, in the order in which they have come.
+
+    Args:
+        engine: virtual time.
+        groups: the living ones.
+    """
+
+    def __init__(self, engine: Engine, groups: dict[int, SimulatedGroup]) -> None:
+        self._engine, self._groups = engine, groups
+        self._waiting: list[Process] = []
+
+    def wait(self, process: Process) -> Timeline:
+        """A process' part: goes on when all are there."""
+        if len(self._waiting) + 1 < len(self._groups):
+            self._waiting.append(process)
+            yield None
+        else:
+            self._release()
+
+    def leave(self, process: Process) -> None:
+        """A group has died; the others do not wait for it."""
+        if process in self._waiting:
+            self._waiting.remove(process)
+        if self._waiting and len(self._waiting) >= len(self._groups):
+            self._release()
+
+    def _release(self) -> None:
+        met, self._waiting = self._waiting, []
+        for process in met:
+            self._engine.resume(process)
+
+
+class Account(msgspec.Struct):
+    """What a group has trained since its last push: gradients, samples, and the sum of the gradients' losses."""
+
+    steps: int = 0
+    samples: int = 0
+    losses: float = 0.0
+
+
+class SimulatedGroup:
+    """One compute group.
+
+    Args:
+        core: its state machine, without weights as yet.
+        replica: its weights.
+        ranks: of its members; the first leads.
+        members: its devices.
+        around: what all groups live in.
+
+    Attributes:
+        number: of the group.
+        process: its life, which is over with the last epoch.
+    """
+
+    def __init__(
+        self, core: GroupCore, replica: Replica, ranks: tuple[int, ...], members: Members, around: Surroundings
+    ) -> None:
+        self.core, self.replica, self.leader = core, replica, ranks[0]
+        self.number = replica.group
+        self._members, self._around = members, around
+        core.attach(replica)
+        self._parameters = set(replica.ordered)
+        self._data = core.data = Lessee(members=len(ranks), generation=GENERATION)
+        self._account = Account()
+        self._published: list[Tensor] | None = None
+        self._inbox = Total()
+        self.process = Process(self.live())
+
+    # --- Its life ----------------------------------------------------------------------------------------------------
+
+    def live(self) -> Timeline:
+        """The group's process: epoch after epoch."""
+        yield from self._train_epoch()
+        while self._data.epoch + 1 < self._around.monitor.limits.epochs:
+            yield from self._around.barrier.wait(self.process)  # the last push of another may not be answered yet
+            self.open_epoch(self._data.epoch + 1)
+            if self.core.method.steps_at == "server":
+                # While it waited for the others, the master weights moved on.
+                self.replica.load((yield from self._fetch(self.core.fetch(0))))
+            yield from self._train_epoch()
+
+    def open_epoch(self, epoch: int) -> None:
+        """An epoch begins, one pass over the data: batches are counted from 0."""
+        self._data.restart(epoch)
+        size = self._around.monitor.epoch_size
+        plan = EpochPlan(epoch=epoch, total=size, batch_size=self._around.batches.size, budget=size)
+        self._around.server.control(self.leader, m.OpenEpoch(plan=plan))
+
+    def _train_epoch(self) -> Timeline:
+        while (batch := (yield from self._next_batch())) is not None:
+            action = self._do_at_once(self._step((yield from self._compute(batch)), batch.stop - batch.start))
+            if self.core.method.talks_to_peers:
+                self._around.monitor.check()
+            while not isinstance(action, NextGradient):
+                action = self._do_at_once(self.core.answer(0, (yield from self._wait_for(action))))
+
+    def _next_batch(self) -> Timeline:
+        """Returns the next batch; None if the epoch is over."""
+        around, data = self._around, self._data
+        around.monitor.end(self.number)
+        while True:
+            if data.drawn == data.trained:
+                (out,) = around.server.control(self.leader, data.draw(data.drawn))
+                data.drew(cast(m.Drawn, out.message).batches)
+            if data.drawn > data.trained:
+                data.begin_batch()
+                return data.current
+            around.network.deliver(around.server.control(self.leader, data.question()))
+            if (yield None) != "more":
+                return None
+
+    # --- Its gradients -----------------------------------------------------------------------------------------------
+
+    def _compute(self, batch: Batch) -> Timeline:
+        """Returns the `Result` once the group has it."""
+        around = self._around
+        now = around.engine.now
+        work = self._members.work(batch, now)
+        seconds = max(own for _, _, own in work) + self._members.reduce_seconds(around.server.shard.layout.nbytes)
+        self.core.step_took(0, seconds)
+        around.monitor.begin(self.number, work)
+        apart = around.batches.members_apart
+        assignment = Assignment(
+            group=self.number,
+            leader=self.leader,
+            weights=self.replica.weights(),
+            parts=self._members.positions(batch, now) if apart else [range(batch.start, batch.stop)],
+            place=self._data.place,
+            seconds=seconds,
+        )
+        return (yield from around.gradients.compute(assignment))
+
+    def _step(self, result: Result, size: int) -> Action:
+        """The state machine is given a gradient."""
+        monitor = self._around.monitor
+        monitor.computed(self.number, size)
+        self._account.steps += 1
+        self._account.samples += size
+        self._account.losses += result.loss
+        if self.core.method.talks_to_peers:
+            self._record(monitor.steps, monitor.steps, 0)
+        hyperparameters = hyperparameters_of(self.replica.optimizer, self._parameters)
+        return self.core.gradient(0, Gradient(result.gradient, hyperparameters))
+
+    def _record(self, read: int, write: int, staleness: int) -> None:
+        """A row of the trace: what was trained since the last one."""
+        done, epoch = self._account, self._data.epoch
+        loss = done.losses / max(1, done.steps)
+        row = (self._around.engine.now, self.number, read, write, staleness, loss, done.samples, epoch, done.steps)
+        self._around.monitor.rows.append(row)
+        self._account = Account()
+
+    # --- What its state machine wants --------------------------------------------------------------------------------
+
+    def _do_at_once(self, action: Action) -> Action:
+        """Does what takes no time. Returns what does."""
+        while True:
+            answer: Answer = None
+            match action:
+                case Publish():
+                    self._published = copies(action.tensors)
+                case SendPeer():
+                    self._around.engine.start(self._send(action))
+                case ReadInbox():
+                    answer = self._read_inbox()
+                case _:
+                    return action
+            action = self.core.answer(0, answer)
+
+    def _wait_for(self, action: Action) -> Timeline:
+        """Does what takes time. Returns the answer."""
+        match action:
+            case Ask(need=Exchange()):
+                return (yield from self._push(action))
+            case Ask():
+                return (yield from self._fetch(action))
+            case ReadPeer():
+                return (yield from self._read_peer(action.group))
+            case _:
+                raise TypeError(f"{action!r} is nothing that a simulated group can do")
+
+    # --- To the server and back --------------------------------------------------------------------------------------
+
+    def _push(self, ask: Ask) -> Timeline:
+        server, network, need = self._around.server, self._around.network, ask.need
+        assert isinstance(need, Exchange)
+        nbytes, said = server.prepare(self.core, ask)
+        # A process of its own: what is on its way is served even if this group dies meanwhile.
+        yield self._around.engine.start(network.push(nbytes))
+        shard = server.shard
+        clock, refused = shard.master.clock, shard.refused
+        staleness = shard.method_side.staleness_of(Push(self.number, need.read_at, ()))
+        network.deliver(server.ask(self.leader, self.core, ask, said))
+        if shard.refused == refused:
+            self._record(need.read_at, clock + 1, staleness)
+        else:
+            self._account = Account()
+            self._check_divergence()
+        self._around.monitor.check()
+        return (yield from self._hear())
+
+    def _check_divergence(self) -> None:
+        """The run ends when the server refuses a push too many, and not when the group hears of it."""
+        try:
+            self.core.hear_nonfinite(self._around.server.shard.refused_in_row[self.number])
+        except NonFiniteGradients:
+            self._around.monitor.ended = (
+                f"diverged: {MOST_REFUSED} pushes of group {self.number} in a row were not finite"
+            )
+
+    def _fetch(self, ask: Ask) -> Timeline:
+        yield self._around.network.arrival(self._around.engine.now)
+        self._around.network.deliver(self._around.server.ask(self.leader, self.core, ask))
+        return (yield from self._hear())
+
+    def _hear(self) -> Timeline:
+        """Returns what the server answers."""
+        message, tensors = yield None
+        pulled: Pulled = self.core.hear(Heard.of(message), tensors, message.clock, message.note)
+        return pulled
+
+    # --- From group to group -----------------------------------------------------------------------------------------
+
+    def _read_peer(self, number: int) -> Timeline:
+        """Returns the weights that a group has published; None if there are none."""
+        yield self._around.network.to_peer()
+        peer = self._around.groups.get(number)
+        published = peer._published if peer is not None else None
+        yield self._around.network.to_peer(self._around.server.shard.layout.nbytes if published is not None else 0)
+        return published
+
+    def _send(self, need: SendPeer) -> Timeline:
+        """A process: weights travel to a group's inbox."""
+        tensors = copies(need.tensors)
+        yield self._around.network.to_peer(self._around.server.shard.layout.nbytes)
+        if need.group in self._around.groups:
+            self._around.groups[need.group]._inbox.add(tensors)
+
+    def _read_inbox(self) -> Inbox:
+        """Empties the inbox."""
+        count, total = self._inbox.count, self._inbox.take()
+        return Inbox([tensor for tensor in total if tensor is not None] if count else None, count)

@@ -1,0 +1,267 @@
+"""What a user sees of a run: metrics, an entry in the progress bar and slow ranks while it runs, and a report of it."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from lightning_omni.errors import OmniError
+from lightning_omni.metrics import RunReport, Staleness
+from lightning_omni.optimizer import World
+from lightning_omni.performance.step_timer import StepTimer
+from lightning_omni.protocol.messages import AskStatus, Status
+
+if TYPE_CHECKING:
+    from pytorch_lightning import Trainer
+
+ENTRY = "omni"
+"""Name of the entry in the progress bar."""
+SMOOTHING = 0.9
+"""Weight of the past in the running means."""
+STRAGGLES = 1.5
+"""A rank is called a straggler if it works that many times as long as the rest of its group."""
+NOTICEABLE = 0.005
+"""Seconds by which it must be slower, at least."""
+
+
+class StepTimes:
+    """Running means of this rank's times, in seconds, and the bytes that it moved."""
+
+    def __init__(self) -> None:
+        self._timer, self._began = StepTimer(), 0.0
+        self._compute = 0.0
+        self._exchanged = self._exchanged_before = 0.0
+        self._moved = self._moved_before = self._batches = 0
+        self._means: tuple[float, float, float] | None = None
+
+    def begin(self, exchanged: float, moved: int) -> None:
+        """A batch begins.
+
+        Args:
+            exchanged: seconds spent in exchanges so far, in the whole run.
+            moved: bytes exchanged so far.
+        """
+        self._began = time.perf_counter()
+        self._timer.start()
+        self._compute = 0.0
+        self._exchanged_before, self._moved_before = exchanged, moved
+
+    def forward_done(self, exchanged: float) -> None:
+        """The rank's forward pass is done; from here on it may have to wait for its group.
+
+        Args:
+            exchanged: as in `begin`; exclusive access to a merged head is none of this rank's compute time.
+        """
+        if not self._compute:
+            self._compute = time.perf_counter() - self._began - (exchanged - self._exchanged_before)
+
+    def end(self, exchanged: float, moved: int) -> None:
+        """A batch has ended; the arguments are those of `begin`."""
+        self._moved += moved - self._moved_before
+        self._batches += 1
+        sample = (self._compute, self._timer.done() or 0.0, exchanged - self._exchanged)
+        self._exchanged = exchanged
+        old = self._means or sample
+        self._means = tuple(SMOOTHING * was + (1 - SMOOTHING) * new for was, new in zip(old, sample, strict=True))  # type: ignore[assignment]
+
+    @property
+    def means(self) -> tuple[float, float, float]:
+        """Compute time (to the end of the forward pass), whole step, exchange with the server."""
+        return self._means or (0.0, 0.0, 0.0)
+
+    @property
+    def bytes_per_step(self) -> float:
+        """Bytes of tensors that this rank exchanged with the server for each batch."""
+        return self._moved / max(1, self._batches)
+
+
+def live_metrics(status: Status | None, staleness: Staleness, step_times: StepTimes) -> dict[str, float]:
+    """What is logged while training."""
+    _, step, exchange = step_times.means
+    values = {
+        "omni/step_time": step,
+        "omni/exchange_share": exchange / step if step else 0.0,
+        "omni/bytes_per_step": step_times.bytes_per_step,
+        "omni/staleness_mean": float(staleness.total / max(1.0, float(staleness.count))),
+        "omni/staleness_max": float(staleness.largest),
+    }
+    if status is None:
+        return values
+    values |= {
+        "omni/updates_per_s": status.updates_per_second,
+        "omni/groups_alive": float(len(status.groups)),
+        "omni/refused": float(status.refused),
+    }
+    if status.head_time:
+        values["omni/head_time"] = status.head_time
+    if status.serve_time:
+        values["omni/serve_time"] = status.serve_time
+    if status.total_momentum is not None:
+        values["omni/total_momentum"] = status.total_momentum
+    for group in status.groups:
+        values[f"omni/group_{group.group}/step_time"] = group.step_time
+        values[f"omni/group_{group.group}/staleness_mean"] = group.staleness_mean
+        values[f"omni/group_{group.group}/slowest_rank"] = float(group.slowest_rank)
+        values[f"omni/group_{group.group}/slowest_time"] = group.slowest_time
+    return values
+
+
+def straggler_sentence(status: Status, can_rebalance: bool = False) -> str:
+    """Names the rank that holds its group up most, if one does.
+
+    Args:
+        status: what the server says of all groups.
+        can_rebalance: whether the batch could be split by speed, and is not.
+    """
+    worst, sentence = STRAGGLES, ""
+    for group in status.groups:
+        others = len(group.ranks) - 1
+        if not others:
+            continue
+        rest = (group.compute_time * len(group.ranks) - group.slowest_time) / others
+        if group.slowest_time - rest > NOTICEABLE and rest > 0 and group.slowest_time / rest > worst:
+            worst = group.slowest_time / rest
+            sentence = (
+                f"rank {group.slowest_rank} holds group {group.group} up: {group.slowest_time * 1e3:.0f} ms to the end"
+                f" of its forward pass, against {rest * 1e3:.0f} ms on the others"
+            )
+    if sentence and can_rebalance:
+        sentence += '; rebalance="auto" splits the batch in proportion to the speeds'
+    return sentence
+
+
+def gathering_sentence(world: World) -> str:
+    """What a gather over ranks sees in the training step, and what to do if that is too little."""
+    return (
+        f"OmniStrategy: all_gather in a training step sees the {len(world.members)} rank(s) of its compute group, not"
+        f" all {len(world.topology.ranks)}: a contrastive loss over the gathered batch, say, is not that of DDP."
+        " If it needs more ranks, use fewer groups, down to groups=1; in validation it sees all ranks"
+    )
+
+
+class Reporting:
+    """Keeps the server's last words, for a report after the server is gone."""
+
+    def __init__(self) -> None:
+        self._status: Status | None = None
+
+    def begin(self) -> None:
+        """Training begins."""
+        self._status = None
+
+    def keep(self, world: World) -> None:
+        """This rank fails: what it has heard is all there will be."""
+        if world.control is not None:
+            self._status = world.control.status
+
+    def ask(self, world: World) -> None:
+        """Training has ended: asks the server for its last words."""
+        if world.control is None:
+            return
+        try:
+            self._status = world.control.request(AskStatus(), Status, timeout=5.0)
+        except OmniError:
+            self.keep(world)
+
+    def report(self, world: World, bytes_per_step: float) -> RunReport:
+        """The run in numbers.
+
+        Args:
+            world: this rank's.
+            bytes_per_step: bytes that this rank exchanged for each batch.
+        """
+        status = (world.control.status if world.control else None) or self._status
+        clock = status.clock if status else 0
+        if status and not world.executor.exchanges:  # its groups are of the past, and some may be a tuner's
+            clock = sum(part.replica.clock for part in world.parts if part.head is None)
+            status = status if clock else None
+        seen: tuple[int, ...] = status.staleness if status else ()
+        return RunReport(
+            updates=world.steps + clock,
+            staleness_mean=sum(t * count for t, count in enumerate(seen)) / max(1, sum(seen)),
+            staleness_max=max(0, len(seen) - 1),
+            groups=len(status.groups) if status else len(world.topology.alive),
+            group_size=max(len(members) for members in world.topology.groups),
+            refused=status.refused if status else 0,
+            ranks_lost=status.lost if status else (),
+            bytes_per_step=bytes_per_step,
+            head_time=status.head_time if status else 0.0,
+            serve_time=status.serve_time if status else 0.0,
+            total_momentum=status.total_momentum if status else None,
+        )
+
+    def warning(self, world: World) -> str:
+        """A sentence, if groups never came to the end of a period and have trained for nothing; else nothing."""
+        method, status = world.method, self._status
+        if status is None or status.clock or not world.steps_at_worker or method.evaluated == "mean":
+            return ""
+        return (
+            f"no group has exchanged anything with {method!r}, so the weights are those of the beginning: its period is"
+            " longer than the run"
+        )
+
+
+class ProgressDisplay:
+    """Lightning's progress bar, whichever the user has, in a run of groups: its total, and one short entry.
+
+    Lightning knows beforehand how many batches a rank trains. Groups draw their batches from a common pool, so that a
+    fast one trains more of them: the total is what this rank comes to if all go on as so far. Nothing is replaced: a
+    bar's total and its `get_metrics` are public, and both are as they were when the fit is over.
+    """
+
+    def __init__(self) -> None:
+        self._bar: Any = None
+        self._own: Callable[..., dict[str, Any]] | None = None
+        self._text = ""
+
+    def show(self, trainer: Trainer, expected: int | None) -> None:
+        """A batch is done, and the bar has not heard of it yet.
+
+        Args:
+            trainer: whose bar it is.
+            expected: batches of this rank in this epoch; None leaves the bar's own total.
+        """
+        bar: Any = trainer.progress_bar_callback  # whose total and entries the base class does not have
+        if bar is None or not trainer.is_global_zero or getattr(bar, "is_disabled", False):
+            return
+        if bar is not self._bar:
+            self.release()
+            self._bar, self._own = bar, vars(bar).get("get_metrics")
+            bar.get_metrics = partial(self._with_entry, bar.get_metrics)
+        if expected is not None:
+            # A bar of the user's own may have no such attribute, and none of Lightning's has it before its first batch.
+            with contextlib.suppress(AttributeError, TypeError, AssertionError, IndexError):
+                bar.train_progress_bar.total = expected
+
+    def tell(self, metrics: Mapping[str, float]) -> None:
+        """What the entry says from now on.
+
+        Args:
+            metrics: as they are logged.
+        """
+        rate = metrics.get("omni/updates_per_s")
+        self._text = f"{_short(metrics['omni/staleness_mean'])} stale"
+        if rate:  # the server has not counted for long yet
+            self._text += f" {_short(rate)}/s"
+
+    def release(self) -> None:
+        """The fit is over: the bar is as it was."""
+        if self._bar is not None:
+            del self._bar.get_metrics
+            if self._own is not None:
+                self._bar.get_metrics = self._own
+        self._bar, self._own, self._text = None, None, ""
+
+    def _with_entry(self, get_metrics: Callable[..., dict[str, Any]], *args: Any, **kwargs: Any) -> dict[str, Any]:
+        metrics = get_metrics(*args, **kwargs)
+        return {**metrics, ENTRY: self._text} if self._text else metrics
+
+
+def _short(value: float) -> str:
+    """At most four characters for what is below 100,000."""
+    if value >= 1000:
+        return f"{value / 1000:.2g}k" if value < 9950 else f"{value / 1000:.0f}k"
+    return f"{value:.0f}" if value >= 10 else f"{value:.1f}"

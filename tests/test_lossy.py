@@ -1,0 +1,416 @@
+"""Lossy wire formats: bytes, error feedback, what is not finite, every method, real ranks and their replay."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from itertools import zip_longest
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from runs import run
+from test_cluster_methods import MOMENTUM, Net, batch_of, loss_of, untrained
+from test_server_core import as_bytes, gradient, push_of, trained_link, varied
+from test_wire_format import problem, simulated, squares
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import SGD
+
+from lightning_omni import OmniStrategy
+from lightning_omni.errors import ConfigurationError, MalformedMessage, Refused
+from lightning_omni.methods import METHODS, Gradient, NextGradient, Pulled, Replica, method_named
+from lightning_omni.optimizer.options import WorldOptions
+from lightning_omni.protocol import messages as m
+from lightning_omni.protocol import wire_format
+from lightning_omni.protocol.group import Ask, GroupCore
+from lightning_omni.protocol.layout import Layout
+from lightning_omni.protocol.record import Event, read_record
+from lightning_omni.protocol.shard import Shard
+from lightning_omni.protocol.wire_format import RAW, Memory, WireFormat
+from lightning_omni.protocol.wire_formats import BF16, FP16, Int8, TopK, wire_named, wire_of
+from lightning_omni.simulator import replay
+from lightning_omni.simulator.workbench import Samples
+
+NAMES = ("bf16", "fp16", "int8", "topk:0.1")
+every_format = pytest.mark.parametrize("name", NAMES)
+SHAPES = ((7, 5), (), (0,), (130,))
+PARTS_OF_FP32 = {"bf16": 0.51, "fp16": 0.51, "int8": 0.27, "topk:0.1": 0.21}
+
+
+def drawn(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def sent(wire: WireFormat, tensors: Sequence[Tensor | None], state: Any) -> tuple[list[Tensor | None], Any]:
+    """What the server makes of a push, and what the sender remembers."""
+    whole = [torch.zeros(shape) if each is None else each for shape, each in zip_longest(SHAPES, tensors)]
+    layout = Layout.of({str(place): each for place, each in enumerate(whole[: len(tensors)])})
+    encoded = wire.encode(tensors, layout, state, Memory())
+    there = layout.subset(encoded.present)
+    wire_format.check_size(wire, encoded.payload.numel(), there)
+    arrived = iter(there.views(wire_format.decode(wire, encoded.payload, there, Memory())))
+    return [next(arrived) if flag else None for flag in encoded.present], encoded.state
+
+
+# --- What is sent and what is owed -----------------------------------------------------------------------------------
+
+
+@varied
+@given(
+    st.sampled_from(NAMES),
+    st.lists(st.tuples(*[st.booleans()] * 3), min_size=1, max_size=8),
+    st.floats(-20, 20),
+)
+def test_what_arrives_and_what_is_owed_add_up_to_what_was_given(
+    name: str, pushes: list[tuple[bool, ...]], exponent: float
+) -> None:
+    wire = wire_named(name)
+    state: dict[str, Any] = {}
+    given_, arrived_ = ([torch.zeros(shape, dtype=torch.float64) for shape in SHAPES] for _ in range(2))
+    for number, flags in enumerate(pushes):
+        tensors = [
+            drawn(shape, 10 * number + place) * 2**exponent if there else None
+            for place, (shape, there) in enumerate(zip(SHAPES, (True, *flags), strict=True))
+        ]
+        arrived, state = sent(wire, tensors, state)
+        for total, each in (*zip(given_, tensors, strict=True), *zip(arrived_, arrived, strict=True)):
+            total += 0 if each is None else each
+    for total, came, owed in zip(given_, arrived_, state["residual"], strict=True):
+        torch.testing.assert_close(came + (0 if owed is None else owed), total, rtol=1e-5, atol=1e-5 * 2**exponent)
+
+
+@every_format
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.complex64], ids=str)
+def test_tensors_of_every_kind_keep_their_kind(name: str, dtype: torch.dtype) -> None:
+    wire, tensors = wire_named(name), [drawn((40,), 1, dtype), drawn((3, 2), 2, dtype)]
+    arrived, state = sent(wire, tensors, {})
+    for tensor, came, owed in zip(tensors, arrived, state["residual"], strict=True):
+        assert came is not None
+        assert (came.dtype, came.shape) == (dtype, tensor.shape)
+        wide = torch.promote_types(dtype, torch.float32)
+        assert owed.dtype == wide
+        torch.testing.assert_close(came.to(wide) + owed, tensor.to(wide), rtol=1e-2, atol=1e-2)
+
+
+@every_format
+def test_bytes_counted_whole_are_a_part_of_what_fp32_takes(name: str) -> None:
+    tensors = [drawn((50, 300), 1), drawn((50,), 2)]
+    layout = Layout.of({"w": tensors[0], "b": tensors[1]})
+    need = {"optimizer": 0, "read_at": 9, "present": (True, True), "hyperparameters": ({"lr": 0.1},)}
+
+    def whole(wire: WireFormat) -> int:
+        payload = wire.encode(tensors, layout, {}, Memory()).payload
+        push = m.PushMessage(**need, epoch=1, trained=1, nbytes=payload.numel())  # type: ignore[arg-type]
+        return len(m.encode(push)) + payload.numel()
+
+    assert whole(wire_named(name)) <= PARTS_OF_FP32[name] * whole(RAW)
+
+
+def accumulated_errors(wire: WireFormat, with_feedback: bool) -> tuple[float, float]:
+    """By how much the sum of what arrived is off, after 100 pushes and after 1,000 of about the same numbers."""
+    offset = torch.linspace(0.5, 100.0, 256)  # large, and common to all pushes
+    total, state, errors = torch.zeros(256, dtype=torch.float64), {}, []
+    layout, memory = Layout.of({"w": offset}), Memory()
+    for number in range(1000):
+        gradient = offset + 0.01 * drawn((256,), number)
+        encoded = wire.encode([gradient], layout, state, memory)
+        state = dict(encoded.state) if with_feedback else {}
+        total += gradient.double() - wire.decode(encoded.payload, layout, memory).view(torch.float32)[:256].double()
+        if number + 1 in (100, 1000):
+            errors.append(float(total.abs().max()))
+    return errors[0], errors[1]
+
+
+@pytest.mark.parametrize("name", ["int8", "topk:0.1", "bf16"])
+def test_the_error_of_a_thousand_pushes_is_bounded_with_feedback_and_grows_without(name: str) -> None:
+    wire = wire_named(name)
+    early, late = accumulated_errors(wire, with_feedback=True)
+    assert late < 1.5 * early
+    early_without, late_without = accumulated_errors(wire, with_feedback=False)
+    assert late_without > 8 * early_without
+    assert late_without > 20 * late
+
+
+@every_format
+def test_the_same_push_is_the_same_bytes(name: str) -> None:
+    wire, tensor = wire_named(name), torch.ones(300)  # all alike, so that any of them could be the largest
+    layout = Layout.of({"w": tensor})
+    one, other = (wire.encode([tensor], layout, {}, Memory()).payload for _ in range(2))
+    assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16", "int8", "int8:block=8"])
+def test_what_was_decoded_is_encoded_as_the_same_bytes_again(name: str) -> None:
+    """So that both sides of an elastic spring move by the very same numbers."""
+    wire, memory = wire_named(name), Memory()
+    tensors = [drawn((1000,), 1) * torch.logspace(-30, 30, 1000), torch.zeros(40)]
+    layout = Layout.of({"w": tensors[0], "b": tensors[1]})
+    first = wire.encode(tensors, layout, {}, memory).payload
+    again = wire.encode(layout.views(wire.decode(first, layout, memory)), layout, {}, Memory()).payload
+    assert torch.equal(first, again)
+
+
+# --- What is not finite, and what is malformed -----------------------------------------------------------------------
+
+
+@every_format
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_comes_out_as_such(name: str, value: float) -> None:
+    tensor = drawn((400,), 0)
+    tensor[123] = value
+    (arrived,), _ = sent(wire_named(name), [tensor], {})
+    assert arrived is not None
+    assert not bool(arrived.isfinite().all())
+
+
+@every_format
+def test_a_number_beyond_the_range_of_a_format_is_sent_in_parts(name: str) -> None:
+    wire, state, total = wire_named(name), {}, torch.zeros(4)
+    for push in range(8):
+        (arrived,), state = sent(wire, [torch.full((4,), 3e5 * (push == 0))], state)
+        assert arrived is not None
+        assert bool(arrived.isfinite().all())
+        total += arrived
+    torch.testing.assert_close(total, torch.full((4,), 3e5), rtol=1e-2, atol=0.0)
+
+
+@varied
+@given(st.sampled_from(NAMES), st.binary(min_size=0, max_size=600))
+def test_whatever_comes_as_a_payload_is_decoded_or_refused(name: str, data: bytes) -> None:
+    wire = wire_named(name)
+    layout = Layout.of({"w": torch.zeros(30), "b": torch.zeros(())})
+    payload = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)
+    try:
+        wire_format.check_size(wire, payload.numel(), layout)
+        flat = wire_format.decode(wire, payload, layout, Memory())
+    except (MalformedMessage, Refused):
+        return
+    assert flat.numel() == layout.nbytes
+
+
+def test_places_that_are_none_are_refused() -> None:
+    wire, layout = TopK(fraction=0.1), Layout.of({"w": torch.zeros(30)})
+    for place in (-1, 30, 1 << 30):
+        payload = torch.cat([torch.tensor([0, 1, place], dtype=torch.int32), torch.ones(3).view(torch.int32)])
+        with pytest.raises(Refused, match="are no push in the wire format topk: a place is not among 30 numbers"):
+            wire_format.decode(wire, payload.view(torch.uint8), layout, Memory())
+
+
+def test_a_payload_that_begins_at_an_odd_byte_is_decoded() -> None:
+    tensor = drawn((10,), 0)
+    layout = Layout.of({"w": tensor})
+    for name in NAMES:
+        wire = wire_named(name)
+        payload = wire.encode([tensor], layout, {}, Memory()).payload
+        moved = torch.cat([torch.zeros(3, dtype=torch.uint8), payload])[3:]
+        decoded = [wire.decode(each, layout, Memory()).clone() for each in (payload, moved)]
+        assert torch.equal(*decoded)
+
+
+@every_format
+def test_a_server_steps_with_what_it_decodes(name: str) -> None:
+    wire, link = wire_named(name), trained_link((0,), (1,))
+    link.form((0,), (1,), generation=2, wire_format=wire_format.to_wire(wire))
+    link.inbox.clear()
+    tensors = gradient(0)
+    layout = Layout.of({str(place): tensor for place, tensor in enumerate(tensors)})
+    payload = wire.encode(tensors, layout, {}, Memory()).payload
+    rounded = [each.clone() for each in layout.views(wire.decode(payload, layout, Memory()))]
+    message, _ = push_of(tensors)
+    answer, _ = link.data(0, msgspec.structs.replace(message, nbytes=payload.numel()), payload.numpy().tobytes())
+    assert answer.applied
+    other = trained_link((0,), (1,))
+    assert other.data(0, msgspec.structs.replace(message), as_bytes(rounded))[0].applied
+    assert all(map(torch.equal, link.weights(), other.weights()))
+
+
+# --- Names -----------------------------------------------------------------------------------------------------------
+
+
+def test_formats_have_names_and_settings() -> None:
+    assert [wire_named(name) for name in NAMES] == [BF16(), FP16(), Int8(), TopK(fraction=0.1)]
+    assert wire_named("topk:fraction=0.5") == TopK(fraction=0.5)
+    assert wire_named("fp32") == RAW
+    for name in NAMES:
+        wire = wire_named(name)
+        assert wire_format.from_wire(wire_format.to_wire(wire)) == wire
+
+
+@pytest.mark.parametrize(
+    ("wire", "says"),
+    [
+        ("int4", "wire='int4' is not known; pass one of 'raw', 'both_ways', 'int8', 'bf16', 'fp16', 'topk'"),
+        ("topk:2", "wire='topk:2': TopK: fraction=2.0: pass a part of the numbers, above 0 to 1"),
+        ("topk:much", "wire='topk:much': TopK: Expected `float`"),
+        ("int8:block=2", "wire='int8:block=2': Int8: block=2: pass 8 or more numbers to a scale"),
+        ("both_ways", "wire='both_ways': BothWays: Object missing required field `push`"),
+        ({"push": {"push": "int8"}}, "pass a format of one direction for each"),
+        ("bf16:3", "wire='bf16:3': BF16 has no setting 3; it has none"),
+        (8, "wire=8"),
+    ],
+)
+def test_a_wrong_format_is_refused_where_it_is_named(wire: Any, says: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        OmniStrategy(groups=2, wire=wire)
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize("method", ["elastic_averaging", "local_sgd"])
+def test_part_of_the_weights_is_not_sent_in_place_of_them(method: str) -> None:
+    with pytest.raises(ConfigurationError, match=r'wire="topk:0\.01" with .*: it pushes weights, of which a part is'):
+        WorldOptions(method=method, wire="topk")
+    with pytest.raises(ConfigurationError, match="it pushes weights"):
+        simulated("topk", method, max_updates=1)
+
+
+@pytest.mark.parametrize(
+    ("wire", "method", "says"),
+    [
+        ({"pull": "topk:0.5"}, "async_sgd", "answers are not added up"),
+        ({"pull": "bf16"}, "local_sgd", "rounding would swallow that"),
+        ({"push": "topk:0.5", "pull": "bf16"}, "elastic_averaging", "it pushes weights"),
+        ({"push": "int8", "pul": "bf16"}, "async_sgd", "one for each direction"),
+        ({}, "async_sgd", "one for each direction"),
+    ],
+)
+def test_formats_that_cannot_answer_are_refused(wire: Any, method: str, says: str) -> None:
+    with pytest.raises(ConfigurationError, match=says):
+        OmniStrategy(groups=2, method=method, wire=wire)
+
+
+# --- Training --------------------------------------------------------------------------------------------------------
+
+
+@every_format
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_trains_in_every_format_when_simulated(method: str, name: str) -> None:
+    if method_named(method).pushes_weights and name.startswith("topk"):
+        pytest.skip("refused: see above")
+    name = name.replace("0.1", "0.4")  # of nine numbers
+    setting = ":period=2" if "period" in METHODS[method].__struct_fields__ else ""
+    trace = simulated(name, method + setting, max_epochs=12)
+    losses = trace.columns()["loss"]
+    assert losses[-6:].mean() < losses[:6].mean() / 3
+    assert trace.meta["refused"] == 0
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", ["bf16", "fp16", "int8"])
+def test_every_method_trains_with_answers_in_every_format_when_simulated(method: str, name: str) -> None:
+    if method == "local_sgd":
+        pytest.skip("refused: see above")
+    setting = ":period=2" if "period" in METHODS[method].__struct_fields__ else ""
+    wire = {"push": "fp32", "pull": name}
+    trace = simulated(wire, method + setting, max_epochs=12)
+    losses = trace.columns()["loss"]
+    assert losses[-6:].mean() < losses[:6].mean() / 3
+    if method != "gossip":  # which gets nothing from the server
+        plain = simulated("fp32", method + setting, max_epochs=12)
+        assert trace.seconds < plain.seconds
+        assert any((trace.weights[key] != weight).any() for key, weight in plain.weights.items())
+
+
+@pytest.mark.parametrize("wire", [{"push": "int8", "pull": "int8"}, {"pull": "bf16"}], ids=str)
+def test_what_a_group_loses_to_the_centre_the_centre_gains(wire: Any) -> None:
+    """With a learning rate of 0 nothing but the spring moves anything: the sum of all weights stays."""
+    chosen, method = wire_of(wire), method_named("elastic_averaging:period=1,moving_rate=0.3")
+    shard = Shard(None, {"w": drawn((300,), 0)}, 0, method, (0, 1), lambda path: SGD)
+    shard.answer_in(chosen.answers)
+    cores = []
+    for group in (0, 1):
+        own = [Parameter(drawn((300,), 1 + group))]
+        core = GroupCore(method, chosen)
+        core.attach(Replica(own, SGD(own, lr=0.0), group))
+        cores.append((core, own[0]))
+    total = shard.master.weights()[0].double() + sum(weight.detach().double() for _, weight in cores)
+    layout, memory, back = shard.layout, Memory(), Memory()
+    for step in range(40):
+        core, _ = cores[step % 2]
+        ask = core.gradient(0, Gradient([torch.zeros(300)], [{"lr": 0.0}]))
+        assert isinstance(ask, Ask)
+        said = core.say(ask, layout, memory)
+        assert isinstance(said.message, m.PushMessage)
+        assert said.payload is not None
+        message = msgspec.structs.replace(said.message, hyperparameters=())
+        replies = shard.push(step % 2, message, wire_format.decode(chosen.pushes, said.payload, layout, back))
+        assert replies is not None
+        payload = shard.as_bytes(shard.payload_of(replies[0]), layout)
+        arrived = layout.views(wire_format.decode(chosen.answers, payload, layout, Memory()))
+        assert core.answer(0, Pulled(arrived, shard.master.clock)) == NextGradient()
+    moved = shard.master.weights()[0].double() + sum(weight.detach().double() for _, weight in cores)
+    torch.testing.assert_close(moved, total, rtol=0, atol=1e-5)  # of float32's own rounding
+
+
+def test_fewer_bytes_take_less_time_on_a_slow_link() -> None:
+    seconds = [simulated(name, max_updates=60).seconds for name in ("fp32", "bf16", "topk:0.1")]
+    assert seconds == sorted(seconds, reverse=True)
+    assert len(set(seconds)) == 3
+
+
+@pytest.mark.parametrize("wire", [*NAMES, {"push": "int8", "pull": "bf16"}], ids=str)
+@pytest.mark.parametrize("method", ["async_sgd", "elastic_averaging:period=2"])
+def test_a_simulated_run_is_replayed_bitwise(method: str, wire: Any) -> None:
+    if wire == "topk:0.1" and method != "async_sgd":
+        pytest.skip("refused: see above")
+    events: list[Event] = []
+    trace = simulated(wire, method, max_updates=30, batched=False, record=events.append)
+    model, data, make = problem()
+    samples = Samples(data, seed=0)
+    again = replay(events, model, squares, lambda *where: samples.batch(samples.at(*where)), make)
+    assert all((again.weights[key].numpy() == weight).all() for key, weight in trace.weights.items())
+
+
+# --- For real --------------------------------------------------------------------------------------------------------
+
+REAL: tuple[tuple[dict[str, Any], Any, int], ...] = (
+    ({"name": "async_sgd"}, "int8", 4),
+    ({"name": "hardsync"}, "bf16", 2),
+    ({"name": "diloco", "period": 3}, "topk:0.2", 4),
+    ({"name": "local_sgd", "period": 3}, "fp16", 2),
+    ({"name": "softsync", "n": 2}, {"push": "topk:0.3", "pull": "fp16"}, 2),
+    ({"name": "elastic_averaging", "period": 3}, {"push": "bf16", "pull": "int8"}, 4),
+)
+
+
+@cache
+def for_real() -> dict[int, list[Any]]:
+    """Each of them, and then one group with and without a format."""
+    common = {"optimizer": MOMENTUM, "trainer": {"max_epochs": 2}}
+    fits = [
+        {**common, "method": method, "groups": groups, "strategy": {"wire": name}, "record": f"{number}.jsonl"}
+        for number, (method, name, groups) in enumerate(REAL)
+    ]
+    alone = {**common, "method": {"name": "async_sgd"}, "groups": 1}
+    finished = run("methods.py", {"fits": [*fits, {**alone, "strategy": {"wire": "int8"}}, alone]}, timeout=200)
+    assert "nothing is pushed, and wire='int8' is without effect" in finished.output
+    return finished.results
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("number", range(len(REAL)), ids=[f"{method['name']} {name}" for method, name, _ in REAL])
+def test_real_ranks_train_alike_and_their_record_replays_bitwise(number: int) -> None:
+    ranks = [for_real()[rank][number] for rank in range(4)]
+    assert len({rank["end"] for rank in ranks}) == 1
+    assert ranks[0]["metrics"]["val_loss"] < 0.98 * untrained(ranks[0])
+    model = Net()
+    model.load_state_dict({name: torch.tensor(value) for name, value in ranks[0]["initial"].items()})
+    again = replay(
+        read_record(ranks[0]["record"]), model, loss_of, batch_of, lambda own: torch.optim.SGD(own, lr=0.05, **MOMENTUM)
+    )
+    assert again.clock == ranks[0]["report"]["updates"] > 0
+    weights, tolerance = again.weights, 0.0
+    if REAL[number][0]["name"] == "local_sgd":  # the order in which groups were averaged at the end is not on record
+        means = zip(again.weights, *again.groups.values(), strict=True)
+        weights, tolerance = {name: torch.stack(values).mean(0) for name, *values in means}, 1e-6
+    for name, value in weights.items():
+        torch.testing.assert_close(value, torch.tensor(ranks[0]["weights"][name]), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.timeout(240)
+def test_with_one_group_a_format_is_without_effect() -> None:
+    for results in for_real().values():
+        assert results[-1]["end"] == results[-2]["end"]
