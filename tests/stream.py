@@ -187,7 +187,8 @@ class StreamServer:
         while not until():
             with self._lock:
                 self._send(self.core.tick(time.monotonic()))
-            time.sleep(TICK)
+                pause = min(TICK, max(0.0, self.core.due - time.monotonic()))
+            time.sleep(pause)
 
     def farewell(self, reason: str) -> None:
         with self._lock:

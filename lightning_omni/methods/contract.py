@@ -9,12 +9,15 @@ The *server side* is a plain object: a push goes in, and the groups that now get
 Rule 1: whatever either side remembers lies in `Replica.memory` or comes out of `ServerSide.state`, so that checkpoint,
 copy and simulation come for free; a generator may be thrown away and made again whenever it needs the next gradient.
 Rule 2: staleness is counted by the server side when a push arrives, against `Master.clock`, and nowhere else.
-Rule 3: weights are never changed behind the replica's or the master's back: both sides hand tensors over, and a side
+Rule 3: time is an event like any other. A server side reads it from `ServerSide.now` and asks for a moment in
+`ServerSide.due`; what drives it, in real time or in any other, calls `ServerSide.expire` then.
+Rule 4: weights are never changed behind the replica's or the master's back: both sides hand tensors over, and a side
 that keeps one keeps a copy.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
@@ -170,6 +173,8 @@ class ServerSide(ABC):
         idle_groups: those among them that have nothing to push for now: they wait for others at the end of an epoch, or
             at a synchronization point of all ranks. No group must wait for a push of theirs.
         as_sent: what a group gets of tensors that it is answered; where both sides apply them, both apply this.
+        now: the moment of what happens now, in seconds on a clock that only goes forward. What drives the side sets it.
+        due: when `expire` is to be called, on the same clock; infinite for never.
     """
 
     method: Method
@@ -179,6 +184,7 @@ class ServerSide(ABC):
         self.groups = set(groups)
         self.idle_groups: set[int] = set()
         self.as_sent: Callable[[Tensors], Tensors] = lambda tensors: tensors
+        self.now, self.due = 0.0, math.inf
         self.setup()
 
     def setup(self) -> None:  # noqa: B027  # most methods remember nothing
@@ -195,6 +201,10 @@ class ServerSide(ABC):
 
     def released(self) -> list[Reply]:
         """Groups that need not wait any more, now that another is gone or idle. None waits unless a method makes it."""
+        return []
+
+    def expire(self) -> list[Reply]:
+        """The moment `due` has come. No later moment is reached before; a push may be, if it is as late."""
         return []
 
     def idle(self, group: int) -> list[Reply]:

@@ -17,7 +17,9 @@ from lightning_omni.errors import ConfigurationError
 
 _log = logging.getLogger(__name__)
 
-Kind = Literal["seed", "form", "restructure", "push", "train", "fetch", "rest", "resume", "retire", "leave", "join"]
+Kind = Literal[
+    "seed", "form", "restructure", "push", "expire", "train", "fetch", "rest", "resume", "retire", "leave", "join"
+]
 Spans = tuple[tuple[int, int], ...]
 
 
@@ -27,11 +29,11 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     Attributes:
         kind: ``"seed"``: the server was given weights, for groups that stand; ``"form"``: other groups were formed on
             the same weights; ``"restructure"``: a group's optimizer has other parameter groups than before, or more
-            parameters; ``"push"``; ``"train"``: a group said, when it
-            drew or waited or left, that it has begun to train batches of which no push has told; ``"fetch"``: a group
-            read the master weights outside an exchange; ``"rest"``, ``"resume"``, ``"retire"`` (evicted): see
-            `lightning_omni.methods.ServerSide`; ``"leave"``: a group evicted in good order, at the end of its run;
-            ``"join"``: a group more takes part.
+            parameters; ``"push"``; ``"expire"``: the method went on at a moment that it had asked for; ``"train"``: a
+            group said, when it drew or waited or left, that it has begun to train batches of which no push has told;
+            ``"fetch"``: a group read the master weights outside an exchange; ``"rest"``, ``"resume"``,
+            ``"retire"`` (evicted): see `lightning_omni.methods.ServerSide`; ``"leave"``: a group evicted in good
+            order, at the end of its run; ``"join"``: a group more takes part.
         time: seconds on the server's clock.
         group: number of the group.
         optimizer: number of the optimizer.

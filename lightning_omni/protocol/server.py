@@ -96,7 +96,7 @@ class ServerCore:
         self._admission = Admission(
             self.key, roster, self._random, self._last_now, self._heartbeat_timeout, lambda: self.data_port
         )
-        training = Training(roster, self._admission, shards, epochs, notes)
+        self._training = training = Training(roster, self._admission, shards, epochs, notes)
         self._monitoring = Monitoring(roster, shards, self._work_time, lambda: self.strangers)
         services = [
             Synchronization(roster, training, lambda *brought: self._router.forward(*brought)),
@@ -157,7 +157,7 @@ class ServerCore:
             payload: the bytes behind it.
             now: seconds, on any clock that only goes forward.
         """
-        self._now = now
+        self._pass_time(now)
         self._monitoring.begin(message)
         try:
             return self._router.route(channel, peer, message, payload, now)
@@ -179,10 +179,16 @@ class ServerCore:
         return [Out(peer, channel, m.RefusedMessage(code="malformed", reason=reason))]
 
     def tick(self, now: float) -> list[Out]:
-        """Time passes: ranks that were silent for too long are lost."""
-        self._now = now
+        """Time passes: a method goes on at a moment that it asked for, ranks that were silent for too long are lost."""
+        self._pass_time(now)
         self._monitoring.tick(now)
-        return self._membership.tick(now)
+        # What a method answers has to be with the socket before the loss of a rank can move the weights again.
+        return self._training.expire(now) or self._membership.tick(now)
+
+    @property
+    def due(self) -> float:
+        """When a method wants `tick` to be called, on the clock of ``now``; infinite for never."""
+        return self._training.due
 
     def lose(self, rank: int, reason: str) -> list[Out]:
         """A rank is dead: its group is evicted, and no rank waits for it any more."""
@@ -240,6 +246,10 @@ class ServerCore:
     def status(self, sent: float) -> m.Status:
         """How the run goes; ``sent`` is as in `lightning_omni.protocol.messages.Status`."""
         return self._monitoring.status(sent)
+
+    def _pass_time(self, now: float) -> None:
+        self._now = now
+        self._training.tell_time(now)
 
     def _count(self, no: Refused) -> None:
         self.strangers += no.code in STRANGE

@@ -5,6 +5,7 @@ Rule: the outgoing weights are the live ones: the server's driver sends (or copi
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import Literal
 
@@ -82,6 +83,27 @@ class Training(Service):
     def evict(self, group: int, lost: bool) -> list[Out]:
         self._deliveries.forget(group)
         return self._tell_sides("evict", group, "retire" if lost else "leave")
+
+    @property
+    def due(self) -> float:
+        """When `expire` is to be called: the earliest moment that a method waits for."""
+        return min((shard.method_side.due for _, shard in self._shards.pushed), default=math.inf)
+
+    def tell_time(self, now: float) -> None:
+        """What happens next happens at this moment."""
+        for _, shard in self._shards.pushed:
+            shard.method_side.now = now
+
+    def expire(self, now: float) -> list[Out]:
+        """Methods that waited for a moment that has come go on."""
+        out: list[Out] = []
+        for number, shard in self._shards.pushed:
+            if shard.method_side.due <= now:
+                with torch.no_grad():
+                    replies = shard.method_side.expire()
+                self._notes.note("expire", -1, number)
+                out += self._answers(number, replies)
+        return out
 
     def resolve_pending(self) -> list[Out]:
         out = []

@@ -112,10 +112,12 @@ class Server:
             poller.register(socket, zmq.POLLIN)
         due = time.monotonic()
         while not until():
-            poller.poll(int(max(0.0, due - time.monotonic()) * 1000) + 1)
+            poller.poll(int(max(0.0, min(due, self.core.due) - time.monotonic()) * 1000) + 1)
             try:
                 for channel in (m.CONTROL, m.DATA):
                     self._drain(channel)
+                if self.core.due <= time.monotonic():
+                    self._send(self.core.tick(time.monotonic()))
             except Exception as error:
                 # Whatever it is, ranks must hear of it rather than wait for a server that is no more.
                 _log.exception("the parameter server failed")

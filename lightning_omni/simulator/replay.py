@@ -238,6 +238,11 @@ class _Replay:
             raise ConfigurationError(
                 "events: the record does not begin with the forming of groups; pass the whole of it"
             )
+        self._shard.method_side.now = event.time
+        if event.kind == "expire":
+            self._deliver(self._shard.method_side.expire())
+            self._check_clock(event, self._shard)
+            return
         if event.kind == "join":
             raise ConfigurationError(
                 f"events: group {event.group} joined at {event.time:g} s, and runs that groups join cannot be replayed"

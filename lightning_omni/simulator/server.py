@@ -6,7 +6,7 @@ It refuses nothing they say. On the way are links, the server's network card, an
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from random import Random
 from typing import Any, TypeVar, cast
 
@@ -188,6 +188,7 @@ class SimulatedNetwork:
 
     Attributes:
         processes: what waits for what the server sends, by the number of the group.
+        expired: called when the method was told of a moment that it had asked for.
     """
 
     def __init__(self, engine: Engine, cluster: Cluster, server: SimulatedServer) -> None:
@@ -195,6 +196,8 @@ class SimulatedNetwork:
         self._cluster, self._link, self._card = cluster, cluster.link, cluster.server
         self._inwards, self._outwards, self._updates, self._head = Queue(), Queue(), Queue(), Queue()
         self.processes: dict[int, Process] = {}
+        self.expired: Callable[[], None] = lambda: None
+        self._due = math.inf
 
     # --- To the server and back --------------------------------------------------------------------------------------
 
@@ -232,6 +235,17 @@ class SimulatedNetwork:
                 self._engine.resume_at(arrival, process, answer)
             elif isinstance(item.message, m.Verdict):
                 self._engine.resume_at(self._engine.now, process, item.message.next)
+        if (due := self._server.core.due) < self._due:
+            self._due = due
+            self._engine.start(self._expire(due))
+
+    def _expire(self, due: float) -> Timeline:
+        """A process: the method is told of the moment that it has asked for, unless it asks for another by then."""
+        yield due
+        self._due = math.inf
+        core, now = self._server.core, self._engine.now
+        self.deliver(core.tick(now) if core.due <= now else [])
+        self.expired()
 
     # --- From group to group -----------------------------------------------------------------------------------------
 

@@ -77,6 +77,7 @@ class Simulation:
         metrics = self._metrics if self._evaluate is not None else None
         clock = None if formation.method.talks_to_peers else lambda: self.server.core.clock
         self._monitor = Monitor(self._engine, limits, cadence, metrics, clock, len(self._samples))
+        self._network.expired = self._monitor.check
         self.groups: dict[int, SimulatedGroup] = {}
         self._barrier = EpochBarrier(self._engine, self.groups)
         self._add_groups(workload.optimizer)
@@ -187,7 +188,8 @@ class Simulation:
         if group is None:
             return
         core, now = self.server.core, self._engine.now
-        out = core.tick(now) + core.lose(failure.rank, f"rank {failure.rank} failed at {now:g} s")
+        self._network.deliver(core.tick(now))
+        out = core.lose(failure.rank, f"rank {failure.rank} failed at {now:g} s")
         if core.over:
             self._monitor.ended = f"lost: {core.over}"
             return
