@@ -131,7 +131,8 @@ class SimulationSettings:
         batch_size: Samples in one device's batch.
         rebalance: auto gives the devices of a group parts of its batch in proportion to their speeds; off, equal parts.
         merged: Name of a submodule that stays at the server.
-        wire: How pushes are put into bytes: fp32, bf16, fp16, int8 or topk:0.01.
+        wire: How pushes are put into bytes: fp32, bf16, fp16, int8 or topk:0.01; with their answers, as in
+            {"push": "int8", "pull": "bf16"}.
         lr: Learning rate, or several as in [0.03, 0.1]: then each method is shown with the one that suits it best, the
             target reached soonest or else the lowest last loss. None: simulate takes the workload's, and compare finds
             each method's best around it.
@@ -164,7 +165,7 @@ class SimulationSettings:
     batch_size: int = 32
     rebalance: Literal["off", "auto"] = "off"
     merged: str | None = None
-    wire: str = "fp32"
+    wire: str | dict[str, str] = "fp32"
     lr: float | list[float] | None = None
     momentum: float | None = None
     epochs: int | None = None
