@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import textwrap
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -29,6 +30,8 @@ from lightning_omni.palette import (
 Array = np.ndarray[Any, Any]
 
 _BLOCKS = 20
+_VALUES = ("updates", "seconds", "ended", "meta", "useful_seconds", "device_seconds")
+"""Of a trace, what is no array."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +66,8 @@ class Trace:
             ``"stopped"``, or ``"lost: ..."`` or ``"diverged: ..."`` with the reason.
         meta: the run's settings as plain values.
         weights: the final weights by name.
+        useful_seconds: in which ranks computed gradients that were pushed, summed over all ranks; NaN if not measured.
+        device_seconds: of the run, times its devices; NaN if not measured.
         work: what each rank did; empty if not measured.
         steps: what each group did; empty if not measured.
 
@@ -102,6 +107,8 @@ class Trace:
     ended: str = ""
     meta: Mapping[str, Any] = field(default_factory=dict)
     weights: Mapping[str, Array] = field(default_factory=dict)
+    useful_seconds: float = math.nan
+    device_seconds: float = math.nan
     work: Mapping[str, Array] = field(default_factory=dict)
     steps: Mapping[str, Array] = field(default_factory=dict)
 
@@ -120,6 +127,20 @@ class Trace:
         """Mean staleness of all pushes, in updates; NaN if there were none."""
         staleness = self.rows["staleness"]
         return float(staleness.mean()) if len(staleness) else float("nan")
+
+    @property
+    def goodput(self) -> float:
+        """Useful device time over all device time, 0 to 1; NaN if not measured.
+
+        Useful are the seconds in which a device computed gradients that came to the other groups: in a push that was
+        applied or, where groups talk to one another only, in a local step. The rest is waiting for other groups, for
+        links and for the other members of a group; what a group computed and did not push before it died, or before the
+        run ended; and the time for which a device was dead. A device that is slow for a while is in use.
+
+        References:
+            Douillard et al. 2026, "Decoupled DiLoCo for Resilient Distributed Pre-training", arXiv:2604.21428.
+        """
+        return self.useful_seconds / self.device_seconds if self.device_seconds else math.nan
 
     def staleness_histogram(self) -> Array:
         """Number of pushes of staleness 0, 1, 2, ...: int64."""
@@ -173,7 +194,7 @@ class Trace:
         Raises:
             ConfigurationError: the file cannot be written.
         """
-        rest = {"updates": self.updates, "seconds": self.seconds, "ended": self.ended, "meta": self.meta}
+        rest = {name: getattr(self, name) for name in _VALUES}
         arrays = {f"rows/{name}": column for name, column in self.rows.items()}
         for part in ("evaluated", "work", "steps"):
             arrays |= {f"{part}/{name}": column for name, column in getattr(self, part).items()}

@@ -242,7 +242,7 @@ def test_yaml_describes_all_and_flags_win(tmp_path: Path, capsys: pytest.Capture
     assert [kind["count"] for kind in cluster["devices"]] == [4, 4]
     assert cluster["devices"][1]["jitter"]["kind"] == "exponential"
     assert cluster["link"] == {"bandwidth": 1.25e7, "latency": pytest.approx(1e-4)}
-    assert cluster["events"][1]["time"] == 3.0
+    assert cluster["events"][1] == {"kind": "Failure", "rank": 7, "time": 3.0, "until": 4.0}
 
 
 def test_a_printed_configuration_gives_the_same_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

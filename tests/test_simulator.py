@@ -316,6 +316,63 @@ def test_the_failure_of_the_first_group_ends_the_run_with_the_reason() -> None:
     assert 0 < trace.updates < 60
 
 
+COMES_BACK = (
+    Failure(4, 0.05, until=0.12),
+    Failure(3, 0.2, until=0.2),
+    Slowdown(1, 0.1, 0.3, 4.0),
+    Failure(4, 0.3, 0.4),
+)
+
+
+@pytest.mark.parametrize(
+    "method",
+    ["async_sgd", "hardsync", "stale_synchronous", "elastic_averaging:period=2", "diloco:period=3", "push_gossip"],
+)
+@pytest.mark.parametrize("epochs", [1, 3])
+def test_a_group_that_comes_back_takes_part_again_and_every_sample_is_used(method: str, epochs: int) -> None:
+    topology, events = Topology(((0, 1), (2,), (3, 4))), list[Event]()
+    cluster = Cluster.even(5, 2e-3, jitter=RANDOM_TIMES, link=Link(latency=1e-4), events=COMES_BACK)
+    trace = run(method, topology, cluster, max_epochs=epochs, members_apart=True, record=events.append)
+    assert trace.ended == "max_epochs"
+    trained = {(event.epoch, place) for event in events for span in event.spans for place in range(*span)}
+    assert trained == {(epoch, place) for epoch in range(epochs) for place in range(len(DATA))}
+    rows, joins = trace.rows, [event for event in events if event.kind == "join"]
+    assert [event.group for event in joins] == list(range(3, 3 + len(joins)))
+    assert len(joins) >= 1
+    if epochs != 1:
+        assert len(joins) == 3
+        assert {0, 1, 2, 3, 4} <= set(rows["group"].tolist())
+    for died, number in ((0.05, 2), (0.2, 3)):
+        assert rows["time"][rows["group"] == number].max(initial=0) <= died
+    assert 0 < trace.goodput < 1
+    if method == "push_gossip":
+        return
+    again = replayed(events)
+    assert all((weight.numpy() == trace.weights[name]).all() for name, weight in again.weights.items())
+
+
+def test_goodput_is_the_part_of_all_device_time_in_which_gradients_were_computed_that_were_pushed() -> None:
+    even, whole = Cluster.even(4, 1e-3), {"max_epochs": 1, "data": many(640)}
+    assert run("async_sgd", 4, even, **whole).goodput == pytest.approx(1.0)
+    straggler = Cluster.of_speeds([1, 1, 1, 1 / 4], 1e-3)
+    # The fast ones compute for a quarter of the time that the slow one takes, and wait for the rest.
+    assert run("hardsync", 4, straggler, **whole).goodput == pytest.approx((1 + 3 / 4) / 4, rel=0.01)
+    assert run("async_sgd", 4, straggler, **whole).goodput > 0.95
+    # Of a link that takes as long as a batch, half the time is waited for.
+    linked = Cluster.even(4, 1e-3, link=Link(latency=2e-3))
+    assert run("async_sgd", 4, linked, **whole).goodput == pytest.approx(0.5, abs=0.02)
+    # One of the devices is dead from the start, one dies between two pushes, which are 16 ms apart.
+    dead = Cluster.even(4, 1e-3, events=(Failure(3, 0.0), Failure(2, 0.108)))
+    lost = run("diloco:period=4", 4, dead, max_seconds=0.209, data=many(6400))
+    assert lost.goodput == pytest.approx((2 * 0.208 + 0.096) / (4 * 0.209))
+
+
+def test_a_group_that_comes_back_when_the_others_are_done_ends_the_run_with_them() -> None:
+    cluster = Cluster.even(3, 1e-3, events=(Failure(2, 0.01, until=0.1185), Failure(1, 0.01)))
+    trace = run("async_sgd", 3, cluster, max_epochs=1, data=many(120))
+    assert (trace.ended, trace.rows["samples"].sum()) == ("max_epochs", 120)
+
+
 # --- Ties -------------------------------------------------------------------------------------------------------------
 
 STEP = 2.0**-8
@@ -691,6 +748,8 @@ def test_a_wrong_argument_is_named(options: dict[str, Any], says: str) -> None:
         (lambda: Cluster(()), "at least one device"),
         (lambda: Cluster.even(2, events=(Failure(2, 0.0),)), "no rank 2"),
         (lambda: Cluster.of_speeds([1, 0]), "speeds"),
+        (lambda: Failure(0, 2.0, until=1.0), r"until=1\.0.*time=2 or later"),
+        (lambda: Failure(0, 2.0, until=math.inf), "until=inf"),
         (lambda: Slowdown(0, 2, 1, 3), "start=2, stop=1"),
         (lambda: Slowdown(0, 1, 2, 0), "factor=0"),
     ],

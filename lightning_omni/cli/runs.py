@@ -304,6 +304,7 @@ def _row(run: Run, target: tuple[str, float] | None) -> Mapping[str, str]:
         "virtual s": _number(trace.seconds),
         "s/update": _number(trace.seconds_per_update),
         "staleness": _number(trace.mean_staleness),
+        **({"goodput": f"{trace.goodput:.0%}"} if trace.meta["cluster"]["events"] else {}),
         **finals,
         **reached,
         "ended": trace.ended.removeprefix("max_"),

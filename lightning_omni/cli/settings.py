@@ -43,10 +43,12 @@ class Death:
     Args:
         rank: Number of the rank.
         time: When.
+        until: When the group comes back; never, if it is not said.
     """
 
     rank: int
     time: Quantity
+    until: Quantity | None = None
 
 
 @dataclass(frozen=True)

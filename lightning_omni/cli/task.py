@@ -180,7 +180,8 @@ def _link(place: str, network: NetworkSettings) -> Link:
 
 def _event(name: str, event: Death | SlowTime) -> Failure | Slowdown:
     if isinstance(event, Death):
-        return Failure(event.rank, seconds_of(f"{name}.time", event.time))
+        until = None if event.until is None else seconds_of(f"{name}.until", event.until)
+        return Failure(event.rank, seconds_of(f"{name}.time", event.time), until)
     start, stop = (seconds_of(f"{name}.{end}", getattr(event, end)) for end in ("start", "stop"))
     return Slowdown(event.rank, start, stop, event.factor)
 

@@ -133,13 +133,25 @@ class Failure:
     Args:
         rank: number of the rank.
         time: when, in seconds.
+        until: when the whole group comes back, in seconds, as one that joins a run that goes on; None for never.
+
+    Raises:
+        ConfigurationError: it would come back before it has died.
+
+    Example:
+        >>> Failure(rank=3, time=10.0, until=25.0).until
+        25.0
     """
 
     rank: int
     time: float
+    until: float | None = None
 
     def __post_init__(self) -> None:
         _check_time("time", self.time)
+        if self.until is not None:
+            wanted = f"seconds, time={self.time:g} or later, or None"
+            check_number("until", self.until, wanted, self.time, below=math.inf)
 
 
 @dataclass(frozen=True)
@@ -306,9 +318,14 @@ class Cluster:
     def summary(self) -> dict[str, Any]:
         """The cluster in plain values, equal devices counted instead of repeated."""
         plain = asdict(replace(self, devices=self.devices[:1], events=()))
-        plain["events"] = [{"kind": type(event).__name__, **asdict(event)} for event in self.events]
+        plain["events"] = [{"kind": type(event).__name__, **_given(asdict(event))} for event in self.events]
         plain["devices"] = [{"count": count, **asdict(device)} for device, count in Counter(self.devices).items()]
         return plain
+
+
+def _given(values: dict[str, Any]) -> dict[str, Any]:
+    """Those that are not None."""
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _short(value: float) -> str:

@@ -114,30 +114,46 @@ class SimulatedGroup:
         ranks: of its members; the first leads.
         members: its devices.
         around: what all groups live in.
+        epoch: that is under way when it joins; None if it is there from the beginning.
 
     Attributes:
+        core: its state machine.
+        replica: its weights.
         number: of the group.
+        ranks: of its members.
+        leader: the first of them.
+        members: its devices.
         process: its life, which is over with the last epoch.
     """
 
     def __init__(
-        self, core: GroupCore, replica: Replica, ranks: tuple[int, ...], members: Members, around: Surroundings
+        self,
+        core: GroupCore,
+        replica: Replica,
+        ranks: tuple[int, ...],
+        members: Members,
+        around: Surroundings,
+        epoch: int | None = None,
     ) -> None:
-        self.core, self.replica, self.leader = core, replica, ranks[0]
+        self.core, self.replica, self.ranks, self.leader = core, replica, ranks, ranks[0]
         self.number = replica.group
-        self._members, self._around = members, around
+        self.members, self._around = members, around
         core.attach(replica)
         self._parameters = set(replica.ordered)
         self._data = core.data = Lessee(members=len(ranks), generation=GENERATION)
+        if epoch is not None:
+            self._data.restart(epoch)
         self._account = Account()
         self._published: list[Tensor] | None = None
         self._inbox = Total()
-        self.process = Process(self.live())
+        self.process = Process(self.live(joins=epoch is not None))
 
     # --- Its life ----------------------------------------------------------------------------------------------------
 
-    def live(self) -> Timeline:
-        """The group's process: epoch after epoch."""
+    def live(self, joins: bool) -> Timeline:
+        """The group's process: epoch after epoch. One that joins reads the weights first."""
+        if joins:
+            self.replica.load((yield from self._fetch(self.core.fetch(0))))
         yield from self._train_epoch()
         while self._data.epoch + 1 < self._around.monitor.limits.epochs:
             yield from self._around.barrier.wait(self.process)  # the last push of another may not be answered yet
@@ -183,8 +199,8 @@ class SimulatedGroup:
         """Returns the `Result` once the group has it."""
         around = self._around
         now = around.engine.now
-        work = self._members.work(batch, now)
-        seconds = max(own for _, _, own in work) + self._members.reduce_seconds(around.server.shard.layout.nbytes)
+        work = self.members.work(batch, now)
+        seconds = max(own for _, _, own in work) + self.members.reduce_seconds(around.server.shard.layout.nbytes)
         self.core.step_took(0, seconds)
         around.monitor.begin(self.number, work)
         apart = around.batches.members_apart
@@ -192,7 +208,7 @@ class SimulatedGroup:
             group=self.number,
             leader=self.leader,
             weights=self.replica.weights(),
-            parts=self._members.positions(batch, now) if apart else [range(batch.start, batch.stop)],
+            parts=self.members.positions(batch, now) if apart else [range(batch.start, batch.stop)],
             place=self._data.place,
             seconds=seconds,
         )
@@ -216,6 +232,7 @@ class SimulatedGroup:
         loss = done.losses / max(1, done.steps)
         row = (self._around.engine.now, self.number, read, write, staleness, loss, done.samples, epoch, done.steps)
         self._around.monitor.rows.append(row)
+        self._around.monitor.pushed(self.number)
         self._account = Account()
 
     # --- What its state machine wants --------------------------------------------------------------------------------
@@ -262,6 +279,7 @@ class SimulatedGroup:
         if shard.refused == refused:
             self._record(need.read_at, clock + 1, staleness)
         else:
+            self._around.monitor.pushed(self.number, counts=False)
             self._account = Account()
             self._check_divergence()
         self._around.monitor.check()

@@ -175,6 +175,8 @@ class _Group:
     """Batches whose gradient was computed with access to the head, before the body's push told of them."""
     others: dict[str, Tensor] = field(default_factory=dict)
     """Weights of parameters that other groups train and this one does not know of yet."""
+    has_joined: bool = False
+    """Whether it has joined the others in mid-run, and has not read the weights yet."""
     present: tuple[bool, ...] = ()
     """Which parameters had a gradient in the last push, if the record says so."""
 
@@ -244,9 +246,8 @@ class _Replay:
             self._check_clock(event, self._shard)
             return
         if event.kind == "join":
-            raise ConfigurationError(
-                f"events: group {event.group} joined at {event.time:g} s, and runs that groups join cannot be replayed"
-            )
+            self._join(event)
+            return
         group = self._groups.get(event.group)
         if group is None:
             return
@@ -330,12 +331,22 @@ class _Replay:
         weights = {name: self._start[name] for name in parameters}
         return Shard(description, weights, clock, method, topology.alive, resolve_also(self._optimizer))
 
+    def _join(self, event: Event) -> None:
+        """A group more takes part; it reads the weights before anything else."""
+        (ranks,) = event.groups
+        self._shard.method_side.join(event.group)
+        self._groups[event.group] = self._make_group(event.group, ranks, (*self._groups, event.group))
+        self._groups[event.group].has_joined = True
+
     def _new_group(self, number: int, topology: Topology) -> _Group:
+        return self._make_group(number, topology.members(number), topology.alive)
+
+    def _make_group(self, number: int, ranks: tuple[int, ...], peers: tuple[int, ...]) -> _Group:
         replica = own_replica(self._make, self._model, self._body, self._shard.master.weights(), number)
-        replica.clock, replica.peers = self._shard.master.clock, topology.alive
+        replica.clock, replica.peers = self._shard.master.clock, peers
         core = GroupCore(self._method, self._wire_format)
         core.attach(replica)
-        group = _Group(topology.members(number), replica, core)
+        group = _Group(ranks, replica, core)
         self._arrange(group)
         return group
 
@@ -487,8 +498,9 @@ class _Replay:
         if isinstance(group.core.waits_for(0), Fetch):
             self._answer(group, pulled)
             return
-        if self._method.steps_at == "server":
+        if self._method.steps_at == "server" or group.has_joined:
             group.replica.load(pulled)
+            group.has_joined = False
         beyond = list(self._shard.master.parameters.items())[len(pulled.tensors) :]
         group.others.update((name, parameter.detach().clone()) for name, parameter in beyond)
 

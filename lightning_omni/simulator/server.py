@@ -97,6 +97,25 @@ class SimulatedServer:
         self._data(0, m.Seed(packed=packed, nbytes=buffer.numel()), buffer)
         self.shard = self.core.shards[0]
 
+    def join(self, members: int, name: str) -> tuple[m.Joined, tuple[int, ...], list[Out]]:
+        """A group more takes part.
+
+        Args:
+            members: number of its ranks.
+            name: of the group.
+
+        Returns:
+            What it is told, its ranks, and what the server sends.
+        """
+        first = max(self._topology.ranks) + 1
+        ranks = tuple(range(first, first + members))
+        for rank in ranks:
+            self._join(rank, late=True)
+        out = self.control(ranks[0], m.Join(ranks=ranks, name=name))
+        self._topology = Topology((*self._topology.groups, ranks))
+        (joined,) = (item.message for item in out if isinstance(item.message, m.Joined))
+        return joined, ranks, out
+
     def control(self, rank: int, message: m.Message) -> list[Out]:
         """A rank says something on its control connection."""
         self._link.now = self._engine.now
@@ -156,8 +175,8 @@ class SimulatedServer:
 
     # --- Connections -------------------------------------------------------------------------------------------------
 
-    def _join(self, rank: int) -> None:
-        hello = handshake.hello_of("simulated", rank, len(self._topology.ranks), self._layout, _NONCE)
+    def _join(self, rank: int, late: bool = False) -> None:
+        hello = handshake.hello_of("simulated", rank, 0 if late else len(self._topology.ranks), self._layout, _NONCE)
         _, secret = handshake.join(lambda message, _: self.control(rank, message)[0].message, self._key, hello)
         handshake.attach(lambda message, _: self._data(rank, message)[0].message, secret, rank, _NONCE)
 

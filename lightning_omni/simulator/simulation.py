@@ -23,7 +23,7 @@ from lightning_omni.simulator.replicas import SharingReplica, named_parameters, 
 from lightning_omni.simulator.server import HEAD, SimulatedNetwork, SimulatedServer, part_of
 from lightning_omni.simulator.settings import Batches, Cadence, Enough, Formation, Progress, RunLimits
 from lightning_omni.simulator.workbench import Samples, Workbench
-from lightning_omni.simulator.workload import MakeOptimizer, Workload
+from lightning_omni.simulator.workload import Workload
 from lightning_omni.topology import GroupId
 from lightning_omni.trace import Trace
 
@@ -42,7 +42,7 @@ class Simulation:
 
     Attributes:
         server: the parameter server.
-        groups: the living groups by number.
+        groups: the living groups by number. One that comes back has another.
     """
 
     def __init__(
@@ -79,8 +79,10 @@ class Simulation:
         self._monitor = Monitor(self._engine, limits, cadence, metrics, clock, len(self._samples))
         self._network.expired = self._monitor.check
         self.groups: dict[int, SimulatedGroup] = {}
+        self._homes: dict[int, SimulatedGroup] = {}
         self._barrier = EpochBarrier(self._engine, self.groups)
-        self._add_groups(workload.optimizer)
+        self._make = workload.optimizer
+        self._add_groups()
 
     # --- Its parts ---------------------------------------------------------------------------------------------------
 
@@ -105,8 +107,8 @@ class Simulation:
         if self._head is not None:
             self._head.install(self.server)
 
-    def _add_groups(self, make: MakeOptimizer) -> None:
-        around = Surroundings(
+    def _add_groups(self) -> None:
+        self._around = Surroundings(
             engine=self._engine,
             server=self.server,
             network=self._network,
@@ -116,21 +118,28 @@ class Simulation:
             groups=self.groups,
             barrier=self._barrier,
         )
-        method, topology, shard = self._formation.method, self._formation.topology, self.server.shard
+        topology = self._formation.topology
         for number in topology.alive:
             ranks = topology.members(number)
             members = Members(self._cluster, ranks, self._batches.seed, self._batches.is_balanced)
-            replica: Replica
-            if method.steps_at == "server":
-                start = self.server.snapshots.at(0, shard.buffer)
-                replica = SharingReplica(list(self._parameters.values()), self._optimizer, number, start)
-            else:
-                replica = own_replica(make, self._model, self._parameters, shard.master.weights(), number)
-            replica.peers = topology.alive
-            core = GroupCore(method, self._formation.wire_format, max_nonfinite_pushes=MOST_REFUSED)
-            core.form(GroupId(str(number), self.server.incarnation))
-            group = self.groups[number] = SimulatedGroup(core, replica, ranks, members, around)
-            self._network.processes[number] = group.process
+            self._homes[number] = self._add_group(number, GroupId(str(number), self.server.incarnation), ranks, members)
+
+    def _add_group(
+        self, number: int, identity: GroupId, ranks: tuple[int, ...], members: Members, epoch: int | None = None
+    ) -> SimulatedGroup:
+        method, shard = self._formation.method, self.server.shard
+        replica: Replica
+        if method.steps_at == "server":
+            start = self.server.snapshots.at(shard.master.clock, shard.buffer)
+            replica = SharingReplica(list(self._parameters.values()), self._optimizer, number, start)
+        else:
+            replica = own_replica(self._make, self._model, self._parameters, shard.master.weights(), number)
+        replica.peers = self.server.core.roster.groups
+        core = GroupCore(method, self._formation.wire_format, max_nonfinite_pushes=MOST_REFUSED)
+        core.form(identity)
+        group = self.groups[number] = SimulatedGroup(core, replica, ranks, members, self._around, epoch)
+        self._network.processes[number] = group.process
+        return group
 
     # --- The run -----------------------------------------------------------------------------------------------------
 
@@ -163,8 +172,8 @@ class Simulation:
 
     def _end(self) -> Timeline:
         """A process: the run is over when all groups are."""
-        for group in list(self.groups.values()):
-            yield group.process
+        while running := [group for group in self.groups.values() if not group.process.is_over]:
+            yield running[0].process
         self._monitor.ended = self._monitor.ended or "max_epochs"
 
     def _go_through(self, progress: Progress | None) -> None:
@@ -182,14 +191,17 @@ class Simulation:
                     progress(done, f"{monitor.updates} updates, {engine.now:.4g} s")
 
     def _failure(self, failure: Failure) -> Timeline:
-        """A process: a rank dies, and its group with it."""
+        """A process: a rank dies, and its group with it, which may come back."""
         yield failure.time
-        group = self.groups.get(self._formation.topology.group_of(failure.rank))
-        if group is None:
+        topology = self._formation.topology
+        home = topology.group_of(failure.rank)
+        group = self._homes[home]
+        if group.number not in self.groups:
             return
         core, now = self.server.core, self._engine.now
         self._network.deliver(core.tick(now))
-        out = core.lose(failure.rank, f"rank {failure.rank} failed at {now:g} s")
+        rank = group.ranks[topology.members(home).index(failure.rank)]
+        out = core.lose(rank, f"rank {failure.rank} failed at {now:g} s")
         if core.over:
             self._monitor.ended = f"lost: {core.over}"
             return
@@ -198,6 +210,18 @@ class Simulation:
         self._gradients.drop(group.number)
         self._network.deliver(out)
         self._barrier.leave(group.process)
+        if failure.until is not None:
+            yield failure.until
+            self._come_back(home, group)
+
+    def _come_back(self, home: int, dead: SimulatedGroup) -> None:
+        """The devices of a group that has died are one again, which joins the others."""
+        joined, ranks, out = self.server.join(len(dead.ranks), str(home))
+        epoch = joined.plan.epoch if joined.plan is not None else 0
+        identity = GroupId(str(home), joined.incarnation)
+        self._homes[home] = self._add_group(joined.group, identity, ranks, dead.members, epoch)
+        self._network.deliver(out)
+        self._engine.resume(self._homes[home].process)
 
     # --- What comes of it --------------------------------------------------------------------------------------------
 
@@ -244,6 +268,8 @@ class Simulation:
                 "most_snapshots": self.server.snapshots.most,
             },
             weights={name: weight.detach().clone().numpy() for name, weight in self._weights().items()},
+            useful_seconds=monitor.useful_seconds,
+            device_seconds=self._engine.now * len(self._cluster.devices),
             work=arrays(Trace.WORK, monitor.work),
             steps=arrays(Trace.STEPS, monitor.step_times),
         )
