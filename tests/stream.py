@@ -13,7 +13,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -344,20 +344,27 @@ class StreamData(Data):
             raise
         self._wire.allow(None)
 
-    def exchange(
-        self, message: m.Message, expect: type[T], payload: Tensor | None = None, into: Tensor | None = None
-    ) -> tuple[T, Tensor]:
-        deadline = time.monotonic() + self._timeout
-        try:
+    def send(self, message: m.Message, payload: Tensor | None = None) -> None:
+        with self._naming_the_cause():
             self._wire.send(message, *([payload] if payload is not None else []))
+        self.moved += payload.numel() if payload is not None else 0
+
+    def receive(self, expect: type[T], into: Tensor | None = None) -> tuple[T, Tensor]:
+        deadline = time.monotonic() + self._timeout
+        with self._naming_the_cause():
             while not self._wire.has_more(SLICE):
                 self._control.check()
                 if time.monotonic() > deadline:
                     raise ConnectionLost(f"the parameter server sent no tensors for {self._timeout:.0f} s")
             data, sizes = self._wire.receive()
             answer = answer_of(m.decode(data, at="rank", channel=m.DATA), expect)
-            self.moved += sum(sizes) + (payload.numel() if payload is not None else 0)
+            self.moved += sum(sizes)
             return answer, self._wire.tensor(sum(sizes), into)
+
+    @contextlib.contextmanager
+    def _naming_the_cause(self) -> Iterator[None]:
+        try:
+            yield
         except (OSError, EOFError) as error:
             self._control.check()
             raise ConnectionLost("the connection to the parameter server has ended") from error

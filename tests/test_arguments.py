@@ -98,6 +98,7 @@ BAD: dict[Any, dict[str, list[Any]]] = {
         "rebalance": [True, "on"],
         "encryption": ["on please", True, 3],
         "wire": [8, "int4", None, "topk:3"],
+        "overlap": ["yes", 1, None],
     },
 }
 

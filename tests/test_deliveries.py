@@ -114,7 +114,7 @@ def test_a_repeat_of_a_push_that_waits_for_others_is_answered_once_and_with_it()
         early, late = Pushed(first, 1), Pushed(second, 2)
         said = first.core.say(early.ask, first.layout, Memory())
         for _ in range(3):
-            first.data.ask(said.message, said.payload)  # type: ignore[attr-defined]
+            first.data.send(said.message, said.payload)
         assert first.data.take(m.Weights) is None  # type: ignore[attr-defined]
         late.deliver()
         assert first.data.take(m.Weights)[0].repeated is False  # type: ignore[attr-defined]

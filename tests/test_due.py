@@ -37,13 +37,13 @@ class Patient(Barrier):
         self.master.update(total.scaled(1 / total.count), last.hyperparameters)
 
     def receive(self, push: Push) -> list[Reply]:
-        if self._last is None:
+        if not self._last:
             self.due = self.now + self.method.patience
         return super().receive(push)
 
     def released(self) -> list[Reply]:
         replies = super().released()
-        self.due = math.inf if self._last is None else self.due
+        self.due = self.due if self._last else math.inf
         return replies
 
     def expire(self) -> list[Reply]:
@@ -148,7 +148,7 @@ def test_a_group_whose_answer_is_due_gets_it_in_real_time(serving: Serving) -> N
         tensors = [torch.ones_like(parameter) for parameter in first.parameters.values()]
         ask = first.core.gradient(0, Gradient(tensors, hyperparameters_of(first.replica.optimizer)))
         said = first.core.say(cast(Ask, ask), first.layout, first._memory)
-        first.data.ask(said.message, said.payload)
+        first.data.send(said.message, said.payload)
         assert serving.core.due == 1.05
         for now, answered in ((1.04, False), (1.06, True)):
             server.link.now = now

@@ -67,6 +67,9 @@ class Exchange(msgspec.Struct, frozen=True):
         hyperparameters: what the server's optimizer is to step with; empty if it has none.
         note: one number for the server side.
         pull: whether the answer is to bring tensors.
+        fragment: which of the method's ``fragments`` it is of, push and answer alike; None for all parameters. Then
+            ``tensors`` has one for each piece of the fragment (`lightning_omni.methods.fragments`), and so has the
+            answer.
     """
 
     tensors: Tensors
@@ -74,6 +77,26 @@ class Exchange(msgspec.Struct, frozen=True):
     hyperparameters: Hyperparameters = ()
     note: float = 0.0
     pull: bool = True
+    fragment: int | None = None
+
+
+class Send(msgspec.Struct, frozen=True):
+    """Need: begin an exchange, and do not wait for its answer. Answer: None, at once.
+
+    It travels while the next gradients are computed; `Receive` brings its answer. One exchange may be under way: until
+    its answer is received nothing else may be said to the server. Where a group cannot go on computing, at a
+    synchronization point of all groups, say, what is under way is received before its time, and given to
+    `Method.apply_answer`.
+
+    Attributes:
+        exchange: its tensors are copied before this is answered.
+    """
+
+    exchange: Exchange
+
+
+class Receive(msgspec.Struct, frozen=True):
+    """Need: the answer of the exchange that is under way, waiting for it if it has to be. Answer: `Pulled`."""
 
 
 class Fetch(msgspec.Struct, frozen=True):
@@ -119,7 +142,7 @@ class Inbox(msgspec.Struct, frozen=True):
     count: int
 
 
-Need = NextGradient | Step | Exchange | Fetch | StepTime | Publish | ReadPeer | SendPeer | ReadInbox
+Need = NextGradient | Step | Exchange | Send | Receive | Fetch | StepTime | Publish | ReadPeer | SendPeer | ReadInbox
 Answer = Gradient | Pulled | Inbox | Sequence[Tensor] | float | None
 GroupSide = Generator[Need, Any, None]
 
@@ -135,6 +158,7 @@ class Push(msgspec.Struct, frozen=True):
         tensors: as in `Exchange`; they are only valid until `ServerSide.receive` returns.
         hyperparameters: as in `Exchange`.
         note: as in `Exchange`.
+        fragment: as in `Exchange`; `Master.fragment` has the same pieces of the master weights.
     """
 
     group: int
@@ -142,6 +166,7 @@ class Push(msgspec.Struct, frozen=True):
     tensors: Tensors
     hyperparameters: Hyperparameters = ()
     note: float = 0.0
+    fragment: int | None = None
 
 
 class Reply(msgspec.Struct, frozen=True):
@@ -150,7 +175,8 @@ class Reply(msgspec.Struct, frozen=True):
     Attributes:
         group: number of the group.
         staleness: updates between the read that its push was computed from and the push's arrival.
-        tensors: what to send; None sends the master weights as they are now. What is None among them is sent as zeros.
+        tensors: what to send; None sends the master weights as they are now, of the fragment that was pushed if it was
+            one. What is None among them is sent as zeros.
         note: one number for the group side.
     """
 
@@ -183,6 +209,7 @@ class ServerSide(ABC):
         self.method, self.master = method, master
         self.groups = set(groups)
         self.idle_groups: set[int] = set()
+        master.cut(method.fragments)
         self.as_sent: Callable[[Tensors], Tensors] = lambda tensors: tensors
         self.now, self.due = 0.0, math.inf
         self.setup()
@@ -250,30 +277,33 @@ class ServerSide(ABC):
 class Barrier(ServerSide):
     """Adds up what the working groups push; when all have, merges the total once and answers them all.
 
-    A group that is idle or gone is not waited for: then the total is that of the others.
+    A group that is idle or gone is not waited for: then the total is that of the others. Of each fragment that was
+    pushed there is a total; groups that come from different epochs' ends may push different ones.
     """
 
     def setup(self) -> None:
-        self._total = Total()
+        self._totals = [Total() for _ in range(self.method.fragments)]
         self._waiting: dict[int, int] = {}  # group: staleness
-        self._last: Push | None = None
+        self._last: dict[int, Push] = {}  # by fragment
 
     @abstractmethod
     def merge(self, total: Total, last: Push) -> None:
-        """One update of the master from all groups' pushes, of which ``last`` came last."""
+        """One update of the master, or of ``last.fragment``, from all groups' pushes, of which ``last`` came last."""
 
     def receive(self, push: Push) -> list[Reply]:
         self._waiting[push.group] = self.staleness_of(push)
-        self._total.add(push.tensors)
-        self._last = Push(push.group, push.read_at, (), push.hyperparameters, push.note)
+        number = push.fragment or 0
+        self._totals[number].add(push.tensors)
+        self._last[number] = Push(push.group, push.read_at, (), push.hyperparameters, push.note, push.fragment)
         return self.released()
 
     def released(self) -> list[Reply]:
-        if self._last is None or not self.working <= self._waiting.keys():
+        if not self._last or not self.working <= self._waiting.keys():
             return []
-        self.merge(self._total, self._last)
-        self._total.clear()
-        waiting, self._waiting, self._last = self._waiting, {}, None
+        for number, last in self._last.items():
+            self.merge(self._totals[number], last)
+            self._totals[number].clear()
+        waiting, self._waiting, self._last = self._waiting, {}, {}
         return [Reply(group, staleness) for group, staleness in waiting.items() if group in self.groups]
 
     def evict(self, group: int) -> list[Reply]:
@@ -282,14 +312,17 @@ class Barrier(ServerSide):
         return super().evict(group)
 
     def grow(self, start: int) -> None:
-        self._total.reach(len(self.master.parameters))
+        for number, total in enumerate(self._totals):
+            total.reach(len(self.master.fragment(number)))
 
     def state(self) -> dict[str, Any]:
-        return {"total": self._total.state()}
+        first, *others = [total.state() for total in self._totals]
+        return {"total": first, "others": others} if others else {"total": first}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         # What had come in waits for the next push: groups have read the weights as they are without it.
-        self._total.load_state(state["total"])
+        for total, saved in zip(self._totals, (state["total"], *state.get("others", ())), strict=True):
+            total.load_state(saved)
 
 
 # --- A method --------------------------------------------------------------------------------------------------------
@@ -309,6 +342,8 @@ class Method(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
         pushes_weights: whether pushes are weights, rather than what adds up: gradients, or changes of weights.
         answers_changes: whether answers are changes of weights, which both sides apply, rather than weights.
         talks_to_peers: whether group sides need `Publish`, `ReadPeer`, `SendPeer` or `ReadInbox`.
+        fragments: how many parts the parameters are cut into, each of which is exchanged by itself; 1 exchanges them
+            whole. What the server side computes must be element-wise, for the cuts go through tensors.
         side: class of the server side.
     """
 
@@ -317,6 +352,7 @@ class Method(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
     pushes_weights: ClassVar[bool] = False
     answers_changes: ClassVar[bool] = False
     talks_to_peers: ClassVar[bool] = False
+    fragments: ClassVar[int] = 1
     side: ClassVar[type[ServerSide] | None] = None
 
     def check(self, groups: int) -> None:
@@ -330,6 +366,14 @@ class Method(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
         while True:
             gradient = yield NextGradient()
             replica.load((yield Exchange(gradient.tensors, replica.clock, gradient.hyperparameters)))
+
+    def apply_answer(self, replica: Replica, pulled: Pulled) -> None:
+        """What a group does with the answer of an exchange that was under way, if it comes before it is received.
+
+        `group_side` begins again afterwards: what this has to know of the exchange, and what it leaves to be known,
+        lies in the replica's memory. Unless a method says otherwise, the answer is loaded.
+        """
+        replica.load(pulled)
 
     def server_side(self, master: Master, groups: Iterable[int]) -> ServerSide:
         """The server's half, for the groups of these numbers."""

@@ -18,6 +18,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_omni.errors import MalformedMessage, UnsupportedError
+from lightning_omni.methods.fragments import cut, read, sizes_of
 
 _MAY_BE_FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 _IMPLEMENTATION_FLAGS = ("foreach", "fused", "capturable", "differentiable")
@@ -44,12 +45,35 @@ class Master:
         self.optimizer = optimizer
         self.clock = clock
         self._ordered = list(self.parameters.values())
+        self._first = len(self._ordered)
+        self._fragments = [self._ordered]
         self._parked: dict[Tensor, Any] = {}
 
     def grow(self, parameters: Mapping[str, Parameter]) -> None:
         """Further parameters, behind the others, which no parameter group holds yet."""
         self.parameters.update(parameters)
         self._ordered = list(self.parameters.values())
+        before = self._fragments
+        self.cut(len(before))
+        for old, new in zip(before, self._fragments, strict=True) if len(before) > 1 else ():
+            for mine, moved in zip(old, new, strict=False):  # where others hold them, they stay the same objects
+                mine.data = moved.data
+            new[: len(old)] = old
+
+    def cut(self, fragments: int) -> None:
+        """The parameters are exchanged in so many fragments from now on: see `fragment`."""
+        if fragments == 1:
+            self._fragments = [self._ordered]
+            return
+        weights = self.weights()
+        self._fragments = [
+            [Parameter(piece, requires_grad=piece.is_floating_point()) for piece in read(weights, pieces)]
+            for pieces in cut(sizes_of(weights), fragments, self._first)
+        ]
+
+    def fragment(self, number: int | None) -> list[Parameter]:
+        """The pieces of a fragment, which share the parameters' memory; None for the parameters themselves."""
+        return self._ordered if number is None else self._fragments[number]
 
     def arrange(self, groups: Sequence[Mapping[str, Any]], state: Mapping[int, Any] | None = None) -> None:
         """These are the optimizer's parameter groups from now on. State stays with its parameter.
@@ -93,9 +117,10 @@ class Master:
                 group["lr"] = group["lr"] * step_scale
         self.step(self.optimizer, gradients)
 
-    def step(self, optimizer: Optimizer, gradients: Sequence[Tensor | None]) -> None:
-        """One step of any optimizer over the parameters, a method's own perhaps; the clock ticks."""
-        pairs = [(p, gradient) for p, gradient in zip(self._ordered, gradients, strict=True) if gradient is not None]
+    def step(self, optimizer: Optimizer, gradients: Sequence[Tensor | None], fragment: int | None = None) -> None:
+        """One step of any optimizer over the parameters, or a fragment; a method's own perhaps. The clock ticks."""
+        parameters = self.fragment(fragment)
+        pairs = [(p, gradient) for p, gradient in zip(parameters, gradients, strict=True) if gradient is not None]
         for some in _steppable_together(optimizer, pairs):
             for parameter, gradient in some:
                 parameter.grad = gradient
@@ -104,9 +129,9 @@ class Master:
                 parameter.grad = None
         self.clock += 1
 
-    def overwrite(self, values: Sequence[Tensor | None]) -> None:
+    def overwrite(self, values: Sequence[Tensor | None], fragment: int | None = None) -> None:
         """``weights, clock = values, clock + 1``; a weight whose value is None stays."""
-        for weight, value in zip(self.weights(), values, strict=True):
+        for weight, value in zip(self.weights(fragment), values, strict=True):
             if value is not None:
                 weight.copy_(value)
         self.clock += 1
@@ -118,9 +143,9 @@ class Master:
                 weight.add_(change, alpha=factor)
         self.clock += 1
 
-    def weights(self) -> list[Tensor]:
-        """The live weights, in order. The next update changes them in place."""
-        return [parameter.detach() for parameter in self._ordered]
+    def weights(self, fragment: int | None = None) -> list[Tensor]:
+        """The live weights, in order, or a fragment's pieces of them. The next update changes them in place."""
+        return [parameter.detach() for parameter in self.fragment(fragment)]
 
     def snapshot(self) -> dict[str, Any]:
         """Weights, optimizer state and clock, of one and the same moment. The tensors are the live ones."""

@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from lightning_omni.methods.fragments import Piece, Pieces, cut, sizes_of
+
 Hyperparameters = Sequence[Mapping[str, Any]]
 """One mapping for each parameter group of the optimizer: lr, momentum, betas, ... without ``params``."""
 
@@ -24,12 +26,14 @@ class Pulled(msgspec.Struct, frozen=True):
         clock: number of updates that the master weights contain.
         note: one number from the server side.
         refused: the push was not finite and was not applied; ``tensors`` are the master weights.
+        fragment: which fragment ``tensors`` are of, one for each of its pieces; None for all parameters.
     """
 
     tensors: Sequence[Tensor]
     clock: int
     note: float = 0.0
     refused: bool = False
+    fragment: int | None = None
 
 
 class Replica:
@@ -41,6 +45,7 @@ class Replica:
         group: number of this rank's group.
 
     Attributes:
+        first: how many of the parameters were there before training began.
         clock: the server's clock when the weights were read.
         peers: numbers of the groups that are alive, this one included.
         memory: what the method's group side remembers: plain values, tensors and lists of them.
@@ -48,6 +53,7 @@ class Replica:
 
     def __init__(self, parameters: Sequence[Parameter], optimizer: Optimizer, group: int = 0) -> None:
         self.ordered = list(parameters)
+        self.first = len(self.ordered)
         self.optimizer = optimizer
         self.group = group
         self.clock = 0
@@ -58,8 +64,16 @@ class Replica:
         """The live weights."""
         return [parameter.detach() for parameter in self.ordered]
 
+    def pieces(self, fragment: int | None, of: int) -> Pieces:
+        """What a fragment has of each parameter; None for all parameters."""
+        if fragment is None:
+            return [Piece(place) for place in range(len(self.ordered))]
+        return cut(sizes_of(self.ordered), of, self.first)[fragment]
+
     def load(self, pulled: Pulled) -> None:
-        """Overwrites the weights and remembers their clock."""
+        """Overwrites the weights and remembers their clock; nothing happens if there is nothing to load."""
+        if not pulled.tensors:
+            return
         for weight, value in zip(self.weights(), pulled.tensors, strict=True):
             weight.copy_(value, non_blocking=True)
         self.clock = pulled.clock

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from lightning_omni.methods import Exchange, Inbox, Publish, Pulled, ReadInbox, ReadPeer, SendPeer
+from lightning_omni.errors import MalformedMessage
+from lightning_omni.methods import Exchange, Inbox, Publish, Pulled, ReadInbox, ReadPeer, Receive, SendPeer
 from lightning_omni.optimizer.model_replica import Part
 from lightning_omni.optimizer.place import Place
 from lightning_omni.protocol import messages as m
@@ -83,6 +84,9 @@ class Channel:
         self.synchronizations = 0
         self._data: Data | None = None
         self._peers: Peers | None = None
+        self._under_way: dict[int, Ask] = {}
+        self._travels: Ask | None = None
+        self._arrived: dict[int, tuple[m.Weights, Tensor]] = {}
 
     # --- Server -------------------------------------------------------------------------------------------------------
 
@@ -93,8 +97,12 @@ class Channel:
             NonFiniteGradients: the server refused too many pushes in a row.
         """
         match action:
+            case Ask(waits=False):
+                return self.send(action)
             case Ask():
                 return self.ask_weights(action)
+            case Receive():
+                return self.receive(index)
             case Publish():
                 return self.publish(index, action.tensors)
             case SendPeer():
@@ -107,20 +115,37 @@ class Channel:
 
     def ask_weights(self, ask: Ask) -> Pulled:
         """Pushes or fetches for this group, and hears the server's answer."""
+        self.send(ask)
+        return self.receive(ask.optimizer)
+
+    def send(self, ask: Ask) -> None:
+        """Says to the server what is asked of it, and does not wait. `receive` hears the answer.
+
+        Of a group one exchange travels at a time: that of another optimizer is waited for.
+        """
         part = self._place.parts[ask.optimizer]
+        if self._place.is_leader:
+            with self.timed():
+                said = self._place.core.say(ask, part.replica.layout, part.out)
+                self._free_connection().send(said.message, said.payload)
+            self._travels = ask
+        self._under_way[ask.optimizer] = ask
 
-        def say() -> m.Weights:
-            said = self._place.core.say(ask, part.replica.layout, part.out)
-            into, layout = self._memory(part)[PREFIX:], part.replica.layout
-            answers = self._place.core.wire_format.answers if isinstance(ask.need, Exchange) else RAW
-            if answers == RAW or not ask.pulls:
-                return self._data_connection().exchange(said.message, m.Weights, said.payload, into)[0]
-            answer, payload = self._data_connection().exchange(said.message, m.Weights, said.payload)
-            check_size(answers, payload.numel(), layout)
-            into.copy_(decode(answers, payload, layout, part.back))
-            return answer
+    def receive(self, index: int) -> Pulled:
+        """The answer to what was sent last for an optimizer; every member of the group gets it.
 
-        return self._share(ask.optimizer, say, ask.pulls)
+        Raises:
+            NonFiniteGradients: the server refused too many pushes in a row.
+        """
+        ask, part = self._under_way.pop(index), self._place.parts[index]
+        layout = part.replica.layout.fragment(ask.fragment, self._place.method.fragments)
+        memory = self._memory(part)[: PREFIX + (layout.nbytes if ask.pulls else 0)]
+        return self._share(ask, layout, memory)
+
+    def finish_exchanges(self) -> None:
+        """What is under way comes to its end, and the method applies the answer. On every rank of the group."""
+        for index in list(self._under_way):
+            self._place.core.apply_answer(index, self.receive(index))
 
     def fetch(self, index: int) -> Pulled:
         """The server's weights for this group, which its method did not ask for."""
@@ -141,7 +166,7 @@ class Channel:
 
     def ask(self, message: m.Message, expect: type[_Answer], payload: Tensor | None = None) -> tuple[_Answer, Tensor]:
         """Asks the server on the data channel. Returns the answer and its payload, uint8."""
-        return self._data_connection().exchange(message, expect, payload)
+        return self._free_connection().exchange(message, expect, payload)
 
     def bring(self, data: bytes) -> None:
         """Bytes that the control channel does not take; what is said there next is about them. For every rank."""
@@ -275,14 +300,19 @@ class Channel:
                 self._place.group,
             )
 
-    def _share(self, index: int, ask: Callable[[], m.Weights], pull: bool = True) -> Pulled:
-        """The leader asks the server; its group gets the answer."""
-        part = self._place.parts[index]
-        memory = self._memory(part) if pull else self._memory(part)[:PREFIX]
+    def _share(self, ask: Ask, layout: Layout, memory: Tensor) -> Pulled:
+        """The leader hears the server's answer; its group gets it.
+
+        Args:
+            ask: what was asked.
+            layout: of the tensors that come.
+            memory: for what is said, and for them.
+        """
+        part = self._place.parts[ask.optimizer]
         prefix, numbers = memory[:_NUMBERS].view(torch.int64), memory[_NUMBERS:PREFIX].view(torch.float64)
         with self.timed():
             if self._place.is_leader:
-                answer = ask()
+                answer = self._hear(ask, layout, memory[PREFIX:])
                 prefix[:7] = torch.tensor(
                     [
                         answer.clock,
@@ -300,10 +330,29 @@ class Channel:
         if staleness >= 0:
             part.staleness.append(staleness)
         heard = Heard(staleness, bool(applied), progress, _STOPS[stop], bool(repeated), refused)
-        tensors = part.replica.layout.views(memory[PREFIX:]) if pull else ()
-        pulled = self._place.core.hear(heard, tensors, clock, float(numbers[0]))
+        tensors = layout.views(memory[PREFIX:]) if ask.pulls else ()
+        pulled = self._place.core.hear(heard, tensors, clock, float(numbers[0]), ask.fragment)
         self.warn_of_refusal(heard.applied, refused)
         return pulled
+
+    def _hear(self, ask: Ask, layout: Layout, into: Tensor) -> m.Weights:
+        """The server's answer, its tensors in memory as the layout has it. For leaders."""
+        answers = self._place.core.wire_format.answers if isinstance(ask.need, Exchange) else RAW
+        is_flat = answers == RAW or not ask.pulls
+        if ask.optimizer in self._arrived:
+            answer, payload = self._arrived.pop(ask.optimizer)
+        else:
+            self._travels = None
+            answer, payload = self._data_connection().receive(m.Weights, into if is_flat else None)
+        if is_flat:
+            if payload.numel() != into.numel():
+                raise MalformedMessage(f"{payload.numel()} bytes of weights came, {into.numel()} were expected")
+            if payload.data_ptr() != into.data_ptr():
+                into.copy_(payload)
+        else:
+            check_size(answers, payload.numel(), layout)
+            into.copy_(decode(answers, payload, layout, self._place.parts[ask.optimizer].back))
+        return answer
 
     def _share_tensors(
         self, part: Part, read: Callable[[], tuple[Sequence[Tensor] | None, int]]
@@ -334,6 +383,9 @@ class Channel:
 
     def close(self) -> None:
         """Ends all connections; the next exchange makes new ones."""
+        self._under_way.clear()
+        self._arrived.clear()
+        self._travels = None
         if self._data is not None:
             self._data.close()
             self._data = None
@@ -343,6 +395,13 @@ class Channel:
         if self._peers is not None:
             self._peers.close()
             self._peers = None
+
+    def _free_connection(self) -> Data:
+        """The data connection, with nothing under way: the answer to what was sent is waited for, and kept."""
+        if self._travels is not None:
+            ask, self._travels = self._travels, None
+            self._arrived[ask.optimizer] = self._data_connection().receive(m.Weights)
+        return self._data_connection()
 
     def _data_connection(self) -> Data:
         if self._data is None:

@@ -183,6 +183,7 @@ class Exchanging(Executor):
             head.release()
         for part in place.parts:
             self._edits.check(part)
+        self._channel.finish_exchanges()
         place.process_groups.use(place.process_groups.live)
         place.is_computing = False
         stops = any(place.agree([int(wants_stop)]))  # a barrier, too

@@ -57,13 +57,14 @@ class ModelReplica(Replica):
     def layout_with(self, more: Mapping[str, Parameter]) -> Layout:
         """The layout if further parameters come behind these."""
         plain = Layout.of({name: parameter.detach() for name, parameter in {**self.parameters, **more}.items()})
-        return Layout(plain.specs, self._version)
+        return Layout(plain.specs, self._version, self.first if self._version else 0)
 
     # --- Parameters that come and go in mid-run ----------------------------------------------------------------------
 
     def hold(self, parameters: Mapping[str, Parameter]) -> None:
         """These are the parameters, and nothing is remembered of others."""
         self.parameters, self.ordered = dict(parameters), list(parameters.values())
+        self.first = len(self.ordered)
         self.ever_held, self._released = set(self.ordered), set()
         self._writes.forget()
         self.abandon()
@@ -71,7 +72,7 @@ class ModelReplica(Replica):
 
     def begin_layout(self) -> None:
         """A server is about to be given the parameters as they are: its first version of their layout."""
-        self._version = 0
+        self._version, self.first = 0, len(self.ordered)
         self._lay_out()
 
     def grow(self, more: Mapping[str, Parameter], version: int) -> None:
@@ -96,6 +97,8 @@ class ModelReplica(Replica):
 
     def load(self, pulled: Pulled) -> None:
         """Overwrites the weights, but for frozen ones that the group has written by itself: those are its own."""
+        if not pulled.tensors:
+            return
         own = self.own_frozen()
         for name, parameter, value in zip(self.parameters, self.ordered, pulled.tensors, strict=True):
             if name not in own:

@@ -8,6 +8,7 @@ from datetime import timedelta
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import Method, checked, method_named
+from lightning_omni.methods.overlap import check_overlap
 from lightning_omni.protocol.transport import TRANSPORTS, Transport, name_of
 from lightning_omni.protocol.wire_format import WireFormat
 from lightning_omni.protocol.wire_formats import Wire, wire_of
@@ -36,6 +37,8 @@ class WorldOptions:
         wire: how pushes are put into bytes: ``"fp32"`` as they are, ``"bf16"``, ``"fp16"``, ``"int8"`` or
             ``"topk:0.01"``, or a `lightning_omni.protocol.wire_format.WireFormat`; with their answers
             ``{"push": "int8", "pull": "bf16"}``.
+        overlap: whether a group's exchange travels while it computes its next gradient, at the price of gradients that
+            are one step older; for methods whose optimizer steps at the server.
         transport: how ranks and server speak to each other; None is ZeroMQ, with that ``encryption``.
     """
 
@@ -50,6 +53,7 @@ class WorldOptions:
     record: str | None = None
     encryption: str = "curve"
     wire: Wire = "fp32"
+    overlap: bool = False
     transport: Transport | None = None
 
     def __post_init__(self) -> None:
@@ -73,6 +77,8 @@ class WorldOptions:
             )
         method = self.resolved_method()
         self.resolved_wire().check(method)
+        if self.overlap:
+            check_overlap(method)
         if self.groups is not None:
             method.check(self.groups)
 

@@ -76,6 +76,7 @@ class ParameterGroups:
         arrangement = part.arrangement
         if part.arranged == arrangement:
             return False
+        self._channel.finish_exchanges()  # it lies in the layout of before
         replica, start = part.replica, len(part.replica.ordered)
         try:
             fresh = self._fresh(part)

@@ -59,7 +59,10 @@ class Place:
             raise ConfigurationError("call torch.distributed.init_process_group before World(...)")
         self.options = options or WorldOptions(groups=groups)
         self.core = GroupCore(
-            self.options.resolved_method(), self.options.resolved_wire(), self.options.max_nonfinite_pushes
+            self.options.resolved_method(),
+            self.options.resolved_wire(),
+            self.options.max_nonfinite_pushes,
+            self.options.overlap,
         )
         self.device = torch.device(device)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()

@@ -403,6 +403,7 @@ class World(Place):
                 method=m.method_to_wire(self.method),
                 keep_epoch=groups is not None and self.executor.exchanges,
                 wire_format=to_wire(self.core.wire_format),
+                overlap=self.core.overlaps,
             )
             try:
                 return topology, self._say(form, m.Formed).incarnation

@@ -14,6 +14,9 @@ to other groups, and shares what it hears; so all of them come to the same actio
 Rule 3: a push has a number, and keeps it until it is answered: `GroupCore.say` may be called again for the same `Ask`,
 where the answer was lost, and says the same. The server applies each number once.
 Rule 4: what the method needs and the group can do by itself, a step of its own optimizer for instance, is done here.
+Rule 5: an exchange of an optimizer may be under way while gradients are computed. Before its group waits for others, at
+a synchronization point or for more data, before its parameters change and before other groups are formed, what drives
+the core receives the answer and gives it to `GroupCore.apply_answer`; so at each of these moments nothing is under way.
 """
 
 from __future__ import annotations
@@ -37,16 +40,27 @@ from lightning_omni.methods.contract import (
     Publish,
     ReadInbox,
     ReadPeer,
+    Receive,
+    Send,
     SendPeer,
     Step,
     StepTime,
     Tensors,
 )
+from lightning_omni.methods.overlap import overlapped
 from lightning_omni.methods.replica import Pulled, Replica
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.lessee import Lessee
-from lightning_omni.protocol.wire_format import RAW, Encoded, Memory, State, WireFormat
+from lightning_omni.protocol.wire_format import (
+    RAW,
+    Encoded,
+    Memory,
+    State,
+    WireFormat,
+    state_of_fragment,
+    with_fragment,
+)
 from lightning_omni.topology import GroupId
 
 
@@ -69,12 +83,14 @@ class Ask(NamedTuple):
         need: what the method wants, or a synchronization point.
         epoch: whose data is leased; -1 if none is.
         trained: batches of it that are trained with this.
+        waits: whether for the server's answer. If not, say it and answer None: `Receive` will ask for what it brings.
     """
 
     optimizer: int
     need: Exchange | Fetch | Average
     epoch: int
     trained: int
+    waits: bool = True
 
     @property
     def tensors(self) -> Tensors:
@@ -85,6 +101,11 @@ class Ask(NamedTuple):
     def pulls(self) -> bool:
         """Whether the answer brings tensors."""
         return not isinstance(self.need, Exchange) or self.need.pull
+
+    @property
+    def fragment(self) -> int | None:
+        """Which fragment is pushed and answered; None for all parameters."""
+        return self.need.fragment if isinstance(self.need, Exchange) else None
 
 
 class Said(NamedTuple):
@@ -99,7 +120,7 @@ class Said(NamedTuple):
     payload: Tensor | None = None
 
 
-Action = NextGradient | Ask | Publish | SendPeer | ReadPeer | ReadInbox
+Action = NextGradient | Ask | Receive | Publish | SendPeer | ReadPeer | ReadInbox
 """What is to be done: a gradient computed, the server asked, or other groups spoken to, as the method's needs say."""
 
 
@@ -145,7 +166,11 @@ class _Half:
     sent: State = field(default_factory=dict)
     """What the sender of its pushes remembers, as the last push that was applied has left it."""
     sending: State | None = None
-    """The same if the push that is under way is applied, too."""
+    """The same if the push that is to be answered is applied, too."""
+    under_way: Ask | None = None
+    """What was said and not waited for."""
+    said: Said | None = None
+    """How it was said: its tensors have moved on."""
     sequence: int = 0
     """Pushes answered in this incarnation of the group; the next one is that number and one more."""
 
@@ -157,6 +182,8 @@ class GroupCore:
         method: the method.
         wire_format: how its pushes are put into bytes.
         max_nonfinite_pushes: pushes with NaN or infinite numbers that are borne in a row; None bears any.
+        overlap: whether exchanges travel while gradients are computed, if the method's optimizer steps at the server;
+            see `lightning_omni.methods.overlap`.
 
     Attributes:
         identity: which group this is.
@@ -180,8 +207,15 @@ class GroupCore:
         [0.0, 0.0]
     """
 
-    def __init__(self, method: Method, wire_format: WireFormat = RAW, max_nonfinite_pushes: int | None = None) -> None:
+    def __init__(
+        self,
+        method: Method,
+        wire_format: WireFormat = RAW,
+        max_nonfinite_pushes: int | None = None,
+        overlap: bool = False,
+    ) -> None:
         self.method = method
+        self._overlap = overlap
         self.wire_format = wire_format
         self._max_nonfinite_pushes = max_nonfinite_pushes
         self.identity = GroupId("")
@@ -212,7 +246,7 @@ class GroupCore:
             identity: which group this is now, if it is another one: its pushes are counted from the first.
         """
         for half in self._halves:
-            half.side = None
+            half.side = half.under_way = half.said = None
             if identity is not None:
                 half.sequence = 0
         self.identity = identity or self.identity
@@ -228,14 +262,28 @@ class GroupCore:
     def answer(self, optimizer: int, answer: Answer) -> Action:
         """The last action of an optimizer is done, with this answer to the method's need."""
         half = self._halves[optimizer]
-        if isinstance(answer, Pulled) and isinstance(half.need, Exchange):
-            half.sequence += 1
-            if half.sending is not None and (not answer.refused or (self.heard.repeated and self.heard.applied)):
-                half.sent = half.sending  # else the state stands as it was before
-            half.sending = None
+        if isinstance(answer, Pulled) and isinstance(half.need, (Exchange, Receive)):
+            self._arrived(half, answer)
         return self._go_on(optimizer, answer)
 
-    def hear(self, heard: Heard, tensors: Sequence[Tensor], clock: int, note: float = 0.0) -> Pulled:
+    def apply_answer(self, optimizer: int, pulled: Pulled) -> None:
+        """What is under way was answered before the method asked for it: it applies that, and begins again."""
+        half = self._halves[optimizer]
+        if half.under_way is None:
+            raise ProtocolError(f"an answer to optimizer {optimizer}, of which nothing is under way")
+        self._arrived(half, pulled)
+        self.method.apply_answer(half.replica, pulled)
+        half.side = None
+
+    def _arrived(self, half: _Half, answer: Pulled) -> None:
+        half.sequence += 1
+        if half.sending is not None and (not answer.refused or (self.heard.repeated and self.heard.applied)):
+            half.sent = half.sending  # else the state stands as it was before
+        half.sending = half.under_way = half.said = None
+
+    def hear(
+        self, heard: Heard, tensors: Sequence[Tensor], clock: int, note: float = 0.0, fragment: int | None = None
+    ) -> Pulled:
         """The server has sent weights; what they are to the method, if it asked for them.
 
         Args:
@@ -243,6 +291,7 @@ class GroupCore:
             tensors: the weights, or none.
             clock: of the master weights.
             note: one number for the method.
+            fragment: which fragment they are; None for all parameters.
 
         Raises:
             NonFiniteGradients: the server refused too many pushes in a row.
@@ -251,7 +300,7 @@ class GroupCore:
         self.hear_nonfinite(heard.refused_in_row)
         # Where the answer was lost, groups with weights of their own begin again from the master weights.
         lost = heard.repeated and self.method.steps_at == "worker"
-        return Pulled(tensors, clock, note, refused=lost or not heard.applied)
+        return Pulled(tensors, clock, note, refused=lost or not heard.applied, fragment=fragment)
 
     def hear_nonfinite(self, in_row: int) -> None:
         """So many of what this group pushed last were not finite, and none of them was applied.
@@ -277,6 +326,11 @@ class GroupCore:
         """Local steps take so long, whatever `step_took` has said."""
         half = self._halves[optimizer]
         half.seconds, half.steps = seconds, 1
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether exchanges travel while gradients are computed, whatever the method is."""
+        return self._overlap and self.method.steps_at == "server"
 
     # --- What is to be done ------------------------------------------------------------------------------------------
 
@@ -305,8 +359,11 @@ class GroupCore:
         Args:
             ask: from this core.
             layout: of the optimizer's parameters.
-            memory: may be used for the payload.
+            memory: may be used for the payload, and must not be for another one before this is answered.
         """
+        half = self._halves[ask.optimizer]
+        if ask is half.under_way and half.said is not None:
+            return half.said
         if isinstance(ask.need, Fetch):
             return Said(m.Fetch(optimizer=ask.optimizer, epoch=ask.epoch, trained=ask.trained))
         if isinstance(ask.need, Average):
@@ -315,15 +372,20 @@ class GroupCore:
         encoded = self.encode(ask.optimizer, ask.need, layout, memory)
         nbytes = encoded.payload.numel()
         numbers = ask.epoch, ask.trained, layout.version, self.identity.incarnation
-        sequence = self._halves[ask.optimizer].sequence + 1
-        message = m.PushMessage.of(ask.need, ask.optimizer, encoded.present, nbytes, *numbers, sequence)
-        return Said(message, encoded.payload)
+        message = m.PushMessage.of(ask.need, ask.optimizer, encoded.present, nbytes, *numbers, half.sequence + 1)
+        said = Said(message, encoded.payload)
+        half.said = None if ask.waits else said
+        return said
 
     def encode(self, optimizer: int, need: Exchange, layout: Layout, memory: Memory) -> Encoded:
         """A push in the run's wire format, as in `say`."""
-        half = self._halves[optimizer]
-        encoded = self.wire_format.pushes.encode(need.tensors, layout, half.sent, memory)
+        half, whole, of = self._halves[optimizer], layout, self.method.fragments
+        layout = whole.fragment(need.fragment, of)
+        state = half.sent if need.fragment is None else state_of_fragment(half.sent, whole, need.fragment, of)
+        encoded = self.wire_format.pushes.encode(need.tensors, layout, state, memory)
         half.sending = encoded.state
+        if need.fragment is not None:
+            half.sending = with_fragment(half.sent, encoded.state, whole, need.fragment, of)
         return encoded
 
     def sequence(self, optimizer: int) -> int:
@@ -348,7 +410,8 @@ class GroupCore:
         """A generator may be made again whenever it wants the next gradient: for other groups, or more parameters."""
         if half.side is None or half.parameters != len(half.replica.ordered):
             half.parameters = len(half.replica.ordered)
-            half.side = self.method.group_side(half.replica)
+            side = self.method.group_side(half.replica)
+            half.side = overlapped(side, half.replica) if self.overlaps else side
             half.need = next(half.side)
 
     def _go_on(self, optimizer: int, answer: Any) -> Action:
@@ -365,8 +428,24 @@ class GroupCore:
                     answer = half.seconds / half.steps if half.steps else 0.0
                     half.seconds, half.steps = 0.0, 0
                 case Exchange() | Fetch():
+                    self._check_free(half, need)
                     return Ask(optimizer, need, *self.place)
+                case Send():
+                    self._check_free(half, need)
+                    half.under_way = Ask(optimizer, need.exchange, *self.place, waits=False)
+                    return half.under_way
+                case Receive():
+                    if half.under_way is None:
+                        raise ProtocolError(f"{type(self.method).__name__} receives, and has sent nothing")
+                    return need
                 case NextGradient() | Publish() | SendPeer() | ReadPeer() | ReadInbox():
                     return need
                 case _:
                     raise TypeError(f"{type(self.method).__name__} needs {need!r}, which is no need")
+
+    def _check_free(self, half: _Half, need: Need) -> None:
+        if half.under_way is not None:
+            raise ProtocolError(
+                f"{type(self.method).__name__} needs {type(need).__name__} while an exchange is under way; let it need"
+                " Receive before"
+            )

@@ -3,8 +3,8 @@
 `Link` is all connections of a run at once and gives back what the server sends, in its order; the simulator and replays
 stand on it. `InMemory` is the transport on top of it, in which each rank hears what is sent to it.
 
-Rule: nothing waits. A request that other ranks have to make answerable is asked with `InMemoryData.ask`, and its answer
-taken when it has come; `exchange` and `request` raise where nothing came.
+Rule: nothing waits. A request that other ranks have to make answerable is said with `InMemoryData.send`, and its answer
+taken when it has come; `receive`, `exchange` and `request` raise where nothing came.
 """
 
 from __future__ import annotations
@@ -286,25 +286,21 @@ class InMemoryData(Data):
         self._server, self._control = server, control
         handshake.attach(lambda message, expect: self.exchange(message, expect)[0], secret, control.rank, _NONCE)
 
-    def exchange(
-        self, message: m.Message, expect: type[Answer], payload: Tensor | None = None, into: Tensor | None = None
-    ) -> tuple[Answer, Tensor]:
-        self.ask(message, payload)
-        answer = self.take(expect, into)
-        if answer is None:
-            raise ConnectionLost(f"no answer to {type(message).__name__} yet: other ranks come first; use ask and take")
-        return answer
-
-    def ask(self, message: m.Message, payload: Tensor | None = None) -> None:
-        """Sends a message whose answer may come when other ranks have said something, too: see `take`."""
+    def send(self, message: m.Message, payload: Tensor | None = None) -> None:
         self._control.check()
         self.moved += payload.numel() if payload is not None else 0
         # Copied, as by every other transport: the server may keep it.
         number = self._control.number
         self._server.say(m.DATA, number, message, b"" if payload is None else payload.clone())
 
+    def receive(self, expect: type[Answer], into: Tensor | None = None) -> tuple[Answer, Tensor]:
+        answer = self.take(expect, into)
+        if answer is None:
+            raise ConnectionLost("no answer yet: other ranks come first; use send and take")
+        return answer
+
     def take(self, expect: type[Answer], into: Tensor | None = None) -> tuple[Answer, Tensor] | None:
-        """The answer to what was asked, if it has come."""
+        """The answer to what was sent, if it has come."""
         answers = self._server.answers(self._control.number)
         if not answers:
             self._control.check()

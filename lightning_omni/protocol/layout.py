@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_omni.errors import MalformedMessage
+from lightning_omni.methods.fragments import Piece, Pieces, cut
 
 ALIGNMENT = 64
 """Bytes; every tensor starts at a multiple, so that any dtype can be viewed in place."""
@@ -73,6 +74,13 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
         shape = self.local_shape
         return tuple(prod(shape[axis + 1 :]) for axis, _ in enumerate(shape))
 
+    def part(self, where: tuple[int, int] | None) -> TensorSpec:
+        """A range of the numbers that are here; None for all of them."""
+        if where is None:
+            return self
+        begin = self.range[0] if self.range is not None else 0
+        return TensorSpec(self.name, self.shape, self.dtype, (begin + where[0], begin + where[1]))
+
     @property
     def is_sane(self) -> bool:
         """Whether there can be such a tensor; empty ones, too, must have sizes that torch can hold."""
@@ -89,6 +97,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
     Attributes:
         specs: the entries, in order.
         version: counts how often entries were added; a push says in which version its tensors lie.
+        first: how many entries the first version had; 0 if this is the first. Fragments are cut out of these.
 
     Example:
         >>> layout = Layout.of({"w": torch.ones(2, 3), "b": torch.zeros(3)})
@@ -98,6 +107,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     specs: tuple[TensorSpec, ...]
     version: int = 0
+    first: int = 0
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> Layout:
@@ -148,7 +158,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     def grown(self, specs: Sequence[TensorSpec]) -> Layout:
         """The next version: with further entries at the end."""
-        return Layout((*self.specs, *specs), self.version + 1)
+        return Layout((*self.specs, *specs), self.version + 1, self.first or len(self.specs))
 
     def subset(self, present: Sequence[bool]) -> Layout:
         """The layout of just those tensors whose flag is set. The last few are remembered."""
@@ -165,6 +175,40 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def _subsets(self) -> dict[tuple[bool, ...], Layout]:
+        return {}
+
+    def pieces(self, number: int, of: int) -> Pieces:
+        """What a fragment has of each entry; the numbers are those of the entry, which may be a part itself."""
+        if of not in self._pieces:
+            self._pieces[of] = cut(
+                [(prod(spec.local_shape), DTYPES[spec.dtype].itemsize) for spec in self.specs], of, self.first
+            )
+        return self._pieces[of][number]
+
+    def fragment(self, number: int | None, of: int) -> Layout:
+        """The layout of one of ``of`` fragments, of equal bytes; its entries are whole ones and ranges.
+
+        Args:
+            number: of the fragment, from 0; None for the whole layout.
+            of: how many fragments there are.
+
+        Example:
+            >>> [spec.range for spec in Layout.of({"w": torch.ones(6), "b": torch.ones(2)}).fragment(1, of=2).specs]
+            [(4, 6), None]
+        """
+        if number is None:
+            return self
+        if (number, of) not in self._fragments:
+            specs = tuple(self.specs[place].part(where) for place, where in self.pieces(number, of))
+            self._fragments[number, of] = Layout(specs, self.version)
+        return self._fragments[number, of]
+
+    @cached_property
+    def _pieces(self) -> dict[int, list[list[Piece]]]:
+        return {}
+
+    @cached_property
+    def _fragments(self) -> dict[tuple[int, int], Layout]:
         return {}
 
     def empty(self) -> Tensor:

@@ -17,7 +17,7 @@ from lightning_omni.protocol.cut import Cut
 from lightning_omni.protocol.leases import Batch, EpochPlan
 from lightning_omni.registry import to_wire
 
-VERSION = 8
+VERSION = 9
 """Protocol version. Both sides must have the same."""
 LARGEST_INLINE = 32 << 10
 """Bytes of message or payload that a rank may send on the control channel; more is brought over the data channel."""
@@ -86,6 +86,7 @@ class Form(Message, frozen=True, kw_only=True):
         keep_epoch: whether the epoch that is under way goes on with the new groups.
         wire_format: how their pushes are put into bytes, as plain data.
         names: of the groups; their numbers, if there are none.
+        overlap: whether exchanges travel while groups compute; the server writes it down, nothing else.
     """
 
     generation: int
@@ -94,6 +95,7 @@ class Form(Message, frozen=True, kw_only=True):
     keep_epoch: bool = False
     wire_format: dict[str, Any] = msgspec.field(default_factory=lambda: {"name": "raw"})
     names: tuple[Name, ...] = ()
+    overlap: bool = False
 
 
 class Join(Message, frozen=True, kw_only=True):
@@ -422,6 +424,8 @@ class PushMessage(Message, tag="Push", frozen=True, kw_only=True):
         incarnation: of the group; what an earlier one has sent is refused.
         sequence: counts the pushes of this incarnation to this optimizer, from 1. The server applies each of them once.
             0 where nothing is sent: at a merged head, in a replay.
+        fragment: which of the method's fragments it is of; -1 for all parameters. ``present`` then has a flag for each
+            entry of `lightning_omni.protocol.layout.Layout.fragment`.
     """
 
     optimizer: int
@@ -436,6 +440,12 @@ class PushMessage(Message, tag="Push", frozen=True, kw_only=True):
     layout: int = 0
     incarnation: int = 0
     sequence: int = 0
+    fragment: int = -1
+
+    @property
+    def part(self) -> int | None:
+        """The fragment; None for all parameters."""
+        return None if self.fragment < 0 else self.fragment
 
     @classmethod
     def of(
@@ -476,6 +486,7 @@ class PushMessage(Message, tag="Push", frozen=True, kw_only=True):
             pull=need.pull,
             incarnation=incarnation,
             sequence=sequence,
+            fragment=-1 if need.fragment is None else need.fragment,
         )
 
 
@@ -616,6 +627,7 @@ class Weights(Message, frozen=True, kw_only=True):
         repeated: whether the push had come before, so that it was not applied once more; these are the master weights.
         progress: positions of the epoch trained by all groups.
         stop: as in `Leave`.
+        fragment: of the push that this answers, as there.
     """
 
     optimizer: int
@@ -628,6 +640,7 @@ class Weights(Message, frozen=True, kw_only=True):
     nbytes: int
     note: float = 0.0
     repeated: bool = False
+    fragment: int = -1
 
 
 class HeadOutput(Message, frozen=True, kw_only=True):

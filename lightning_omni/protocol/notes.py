@@ -32,21 +32,15 @@ class Notes:
         self._now = now
         self._present: dict[tuple[int, int], tuple[bool, ...]] = {}
 
-    def form(self, groups: tuple[tuple[int, ...], ...], method: dict[str, Any], wire_format: dict[str, Any]) -> None:
+    def form(self, groups: tuple[tuple[int, ...], ...], message: m.Form) -> None:
         """Groups were formed on the same weights."""
         for number, _ in self._shards.pushed:
-            self.note("form", -1, number, groups=groups, method=method, wire_format=_unless_raw(wire_format))
+            self.note("form", -1, number, groups=groups, **_agreed(message))
         self._present.clear()
 
-    def seed(
-        self,
-        number: int,
-        groups: tuple[tuple[int, ...], ...],
-        method: dict[str, Any],
-        wire_format: dict[str, Any],
-    ) -> None:
+    def seed(self, number: int, groups: tuple[tuple[int, ...], ...], message: m.Form) -> None:
         """An optimizer's weights were handed over, for groups that stand."""
-        self.note("seed", -1, number, groups=groups, method=method, wire_format=_unless_raw(wire_format))
+        self.note("seed", -1, number, groups=groups, **_agreed(message))
 
     def note(self, kind: Kind, group: int, optimizer: int, **more: Any) -> None:
         """One event; see `lightning_omni.protocol.record.Event`."""
@@ -91,5 +85,7 @@ class Notes:
         return () if same else message.present
 
 
-def _unless_raw(wire_format: dict[str, Any]) -> dict[str, Any]:
-    return {} if wire_format == to_wire(RAW) else wire_format
+def _agreed(message: m.Form) -> dict[str, Any]:
+    """How the groups exchange, as it is written down."""
+    wire_format = {} if message.wire_format == to_wire(RAW) else message.wire_format
+    return {"method": message.method, "wire_format": wire_format, "overlap": message.overlap}

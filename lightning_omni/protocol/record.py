@@ -48,6 +48,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         groups: of a seed or form, the ranks of each group; of a join, those of the one.
         method: of a seed or form, the method as plain data.
         wire_format: of the same, how pushes are put into bytes, as plain data; none if they travel raw.
+        overlap: of the same, whether exchanges travel while groups compute.
         parameters: of a restructuring, the names of the parameters that are new to the group.
         param_groups: of the same, the settings of each parameter group, with places of its parameters as ``params``;
             none if the optimizer steps at the workers.
@@ -69,6 +70,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     groups: tuple[tuple[int, ...], ...] = ()
     method: dict[str, Any] = {}
     wire_format: dict[str, Any] = {}
+    overlap: bool = False
     parameters: tuple[str, ...] = ()
     param_groups: tuple[dict[str, Any], ...] = ()
     present: tuple[bool, ...] = ()

@@ -236,7 +236,8 @@ class Shard:
         """How a push's tensors lie in flat memory.
 
         Raises:
-            MalformedMessage: another version of the layout than the group has said, or a wrong number of parameters.
+            MalformedMessage: another version of the layout than the group has said, no such fragment, or a wrong number
+                of parameters.
         """
         known = self.layout_of(group)
         if message.layout != known.version:
@@ -244,11 +245,19 @@ class Shard:
                 f"the push lies in version {message.layout} of the layout, and group {group} knows version"
                 f" {known.version}"
             )
+        known = known.fragment(message.part, self._check_fragment(message))
         if len(message.present) != len(known.specs):
             raise MalformedMessage(
                 f"the push speaks of {len(message.present)} parameters, the optimizer has {len(known.specs)}"
             )
         return known.subset(message.present)
+
+    def _check_fragment(self, message: PushMessage) -> int:
+        """Returns into how many fragments the parameters are cut."""
+        of = self.method_side.method.fragments
+        if not (message.fragment == -1 if of == 1 else 0 <= message.fragment < of):
+            raise MalformedMessage(f"the push is of fragment {message.fragment}, and the method has {of}")
+        return of
 
     def push(
         self, group: int, message: PushMessage, payload: Tensor, layout: Layout | None = None
@@ -291,9 +300,11 @@ class Shard:
             return None
         self.refused_in_row[group] = 0
         present = message.present
-        if unknown := len(self.layout.specs) - len(tensors):
+        layout = self.layout.fragment(message.part, self._check_fragment(message))
+        if unknown := len(layout.specs) - len(tensors):
             tensors, present = [*tensors, *[None] * unknown], present + (False,) * unknown
-        push = Push(group, message.read_at, tensors, self._in_newest(message, known), message.note)
+        settings = self._in_newest(message, known)
+        push = Push(group, message.read_at, tensors, settings, message.note, message.part)
         staleness = self.method_side.staleness_of(push)
         self.staleness[staleness] += 1
         self.by_group[group][staleness] += 1
@@ -326,15 +337,22 @@ class Shard:
         views = self.layout.views(self.arrived(self.as_bytes(flat, self.layout), self.layout).clone())
         return [None if tensor is None else view for tensor, view in zip(tensors, views, strict=True)]
 
-    def payload_of(self, reply: Reply) -> Tensor:
-        """The tensors that answer a push, in flat memory; valid until the next call."""
-        if reply.tensors is None:
+    def payload_of(self, reply: Reply, fragment: int | None = None) -> Tensor:
+        """The tensors that answer a push, in flat memory; valid until the next call.
+
+        Args:
+            reply: from the method.
+            fragment: which of its fragments was pushed.
+        """
+        if reply.tensors is None and fragment is None:
             return self.buffer
         if self._answer is None:
             self._answer = self.layout.empty()
-        for view, tensor in zip(self.layout.views(self._answer), reply.tensors, strict=True):
+        layout = self.layout.fragment(fragment, self.method_side.method.fragments)
+        tensors = self.master.weights(fragment) if reply.tensors is None else reply.tensors
+        for view, tensor in zip(layout.views(self._answer), tensors, strict=True):
             view.zero_() if tensor is None else view.copy_(tensor)
-        return self._answer
+        return self._answer[: layout.nbytes]
 
     def _check(self, message: PushMessage, known: Structure) -> None:
         if not 0 <= message.read_at <= self.master.clock:

@@ -55,11 +55,11 @@ class Snapshots(Service):
         self._resolve = resolve
         self._resolve_module = resolve_module
         self._method: Method | None = None
-        self._wire_format: dict[str, Any] = {}
+        self._formed: m.Form | None = None
         self._group_states: dict[int, Any] = {}
 
     def form(self, topology: Topology, method: Method, message: m.Form) -> None:
-        self._method, self._wire_format = method, message.wire_format
+        self._method, self._formed = method, message
         self._group_states.clear()
 
     def evict(self, group: int, lost: bool) -> list[Out]:
@@ -74,7 +74,7 @@ class Snapshots(Service):
 
     def seed(self, sender: Sender, message: m.Seed, payload: Payload) -> list[Out]:
         """The recorder hands the master weights and optimizers over."""
-        if self._method is None:
+        if self._method is None or self._formed is None:
             raise ProtocolError("form groups first")
         tree = unpack(message.packed, as_tensor(payload))
         groups = self._roster.groups
@@ -84,12 +84,12 @@ class Snapshots(Service):
             raise
         except Exception as error:  # torch raises what it likes on states that are none
             raise MalformedMessage(f"not a seed: {type(error).__name__}: {error}") from error
-        answers = wire_format.from_wire(self._wire_format).answers
+        answers = wire_format.from_wire(self._formed.wire_format).answers
         for _, shard in self._shards.pushed:
             shard.answer_in(answers)
-        formed, method = self._roster.topology, m.method_to_wire(self._method)
+        formed = self._roster.topology
         for number in range(len(self._shards.all)):
-            self._notes.seed(number, formed.groups if formed else (), method, self._wire_format)
+            self._notes.seed(number, formed.groups if formed else (), self._formed)
         return [Out(sender.peer, m.DATA, m.Seeded())]
 
     def store_group_state(self, sender: Sender, message: m.GroupState, payload: Payload) -> list[Out]:

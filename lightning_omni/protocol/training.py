@@ -53,7 +53,7 @@ class Training(Service):
         self._epochs = epochs
         self._notes = notes
         self._deliveries = Deliveries()
-        self._pending: dict[int, tuple[int, bool]] = {}  # group: optimizer of the push that waits, and whether it pulls
+        self._pending: dict[int, m.PushMessage] = {}  # group: the push that waits
         self._idle_elsewhere: set[int] = set()
         self.handled: Counter[int] = Counter()
         self._wire_format: WireFormat = RAW
@@ -68,7 +68,7 @@ class Training(Service):
         self._wire_format = wire.pushes
         for _, shard in self._shards.pushed:
             shard.answer_in(wire.answers)
-        self._notes.form(topology.groups, message.method, message.wire_format)
+        self._notes.form(topology.groups, message)
         self._pending.clear()
         self.handled.clear()
         self._deliveries.clear()
@@ -142,8 +142,8 @@ class Training(Service):
         if replies is None:
             if message.pull:
                 shard.method_side.fetched(group)
-            return [self._weights(sender.peer, number, shard, applied=False, group=group, pull=message.pull)]
-        self._pending[group] = (number, message.pull)
+            return [self._weights(sender.peer, number, shard, applied=False, group=group, push=message)]
+        self._pending[group] = message
         out = self._answers(number, replies)
         if group in self._pending:
             out += self._idle_at_others(group, number)
@@ -161,7 +161,7 @@ class Training(Service):
             last.staleness,
             applied=last.applied,
             group=sender.group,
-            pull=message.pull,
+            push=message,
         )
         return [msgspec.structs.replace(out, message=msgspec.structs.replace(out.message, repeated=True))]
 
@@ -271,16 +271,18 @@ class Training(Service):
     def _answer(self, number: int, reply: Reply, only: bool) -> Out:
         """The answer to the push that a group is waiting with."""
         shard, peer = self._shards.shard(number), self._admission.leader_peer(reply.group)
-        _, pull = self._pending.pop(reply.group, (number, True))
+        push = self._pending.pop(reply.group, None)
         self._deliveries.answer(reply.group, number, reply.staleness)
         if reply.group in self._idle_elsewhere:
             self._idle_elsewhere.discard(reply.group)
             self._resume_group(reply.group, but=number)
-        payload = shard.payload_of(reply) if pull else None
-        if payload is not None and reply.tensors is not None and not only:
+        payload = None
+        if push is None or push.pull:
+            payload = shard.payload_of(reply, push.part if push is not None else None)
+        if payload is not None and payload is not shard.buffer and not only:
             payload = payload.clone()  # the next one is written into the same memory
         return self._weights(
-            peer, number, shard, reply.staleness, group=reply.group, payload=payload, note=reply.note, pull=pull
+            peer, number, shard, reply.staleness, group=reply.group, payload=payload, note=reply.note, push=push
         )
 
     def _weights(
@@ -293,14 +295,16 @@ class Training(Service):
         group: int = -1,
         payload: Tensor | None = None,
         note: float = 0.0,
-        pull: bool = True,
         known: int = -1,
         to_push: bool = True,
+        push: m.PushMessage | None = None,
     ) -> Out:
-        layout = shard.layout_of(group if known < 0 else known)
         parts: tuple[Tensor, ...] = ()
-        if pull:
-            whole = shard.buffer if payload is None else payload
+        fragment = push.part if push is not None else None
+        if push is None or push.pull:
+            of = shard.method_side.method.fragments
+            layout = shard.layout_of(group if known < 0 else known).fragment(fragment, of)
+            whole = shard.payload_of(Reply(group, staleness), fragment) if payload is None else payload
             part = whole if layout is shard.layout else whole[: layout.nbytes]
             parts = (shard.as_bytes(part, layout) if to_push else part,)
         message = m.Weights(
@@ -311,7 +315,8 @@ class Training(Service):
             refused_in_row=shard.refused_in_row[group],
             progress=self._epochs.progress,
             stop=self._epochs.stop,
-            nbytes=parts[0].numel() if pull else 0,
+            nbytes=sum(each.numel() for each in parts),
             note=note,
+            fragment=-1 if fragment is None else fragment,
         )
         return Out(peer, m.DATA, message, parts)

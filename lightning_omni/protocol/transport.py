@@ -164,15 +164,24 @@ class Data(ABC):
     moved: int = 0
 
     @abstractmethod
-    def exchange(
-        self, message: m.Message, expect: type[Answer], payload: Tensor | None = None, into: Tensor | None = None
-    ) -> tuple[Answer, Tensor]:
-        """Sends a message with its payload, waits for the answer with its payload.
+    def send(self, message: m.Message, payload: Tensor | None = None) -> None:
+        """Sends a message with its payload, and does not wait: they travel while this rank does something else.
 
         Args:
-            message: what to say.
-            expect: type of the answer.
+            message: what to say. Nothing more may be said before its answer was received.
             payload: uint8, on the CPU; must not change until the answer is there.
+
+        Raises:
+            RankLost: this rank's group is out of the run, or the run is over.
+            ConnectionLost: the connection has ended.
+        """
+
+    @abstractmethod
+    def receive(self, expect: type[Answer], into: Tensor | None = None) -> tuple[Answer, Tensor]:
+        """Waits for the answer to what was sent, with its payload.
+
+        Args:
+            expect: type of the answer.
             into: memory for the answer's payload; fresh memory where it is missing or too short.
 
         Returns:
@@ -183,6 +192,13 @@ class Data(ABC):
             RankLost: this rank's group is out of the run, or the run is over.
             ConnectionLost: no answer in time.
         """
+
+    def exchange(
+        self, message: m.Message, expect: type[Answer], payload: Tensor | None = None, into: Tensor | None = None
+    ) -> tuple[Answer, Tensor]:
+        """Sends a message and waits for its answer: `send` and `receive`, with the arguments of both."""
+        self.send(message, payload)
+        return self.receive(expect, into)
 
     @abstractmethod
     def close(self) -> None:

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from lightning_omni.errors import MalformedMessage, Refused
 from lightning_omni.methods import Method
+from lightning_omni.methods.fragments import Piece, read, write
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.registry import Registry, to_wire
 
@@ -172,6 +173,47 @@ _registry = Registry(
 )
 
 
+# --- Fragments -------------------------------------------------------------------------------------------------------
+
+_OF_FRAGMENT = "fragment"
+"""Where in a sender's state lies what else it remembers of each fragment."""
+
+
+def state_of_fragment(state: State, layout: Layout, number: int, of: int) -> State:
+    """What a sender remembers of one fragment, as its format has it. The residual is a part of the whole one.
+
+    Args:
+        state: what it remembers of all parameters.
+        layout: of all parameters.
+        number: of the fragment.
+        of: how many there are.
+    """
+    whole = state.get(RESIDUAL, ())
+    owed = [
+        None if place >= len(whole) or whole[place] is None else read(whole, [Piece(place, where)])[0]
+        for place, where in layout.pieces(number, of)
+    ]
+    more = state.get(f"{_OF_FRAGMENT} {number}", {})
+    return {**more, RESIDUAL: owed} if any(each is not None for each in owed) else more
+
+
+def with_fragment(state: State, new: State, layout: Layout, number: int, of: int) -> State:
+    """A sender's state, with what it remembers of one fragment; see `state_of_fragment`. Both stay as they are."""
+    more = {key: value for key, value in new.items() if key != RESIDUAL}
+    changed = {**state, f"{_OF_FRAGMENT} {number}": more} if more else dict(state)
+    if RESIDUAL in new:
+        whole = [*state.get(RESIDUAL, ())]
+        whole += [None] * (len(layout.specs) - len(whole))
+        for piece, owed in zip(layout.pieces(number, of), new[RESIDUAL], strict=False):
+            if owed is not None:
+                before = whole[piece.place]
+                shape = layout.specs[piece.place].local_shape
+                whole[piece.place] = owed.new_zeros(shape) if before is None else before.clone()
+                write(whole, [piece], [owed])
+        changed[RESIDUAL] = whole
+    return changed
+
+
 # --- At the server ---------------------------------------------------------------------------------------------------
 
 
@@ -259,5 +301,7 @@ __all__ = [
     "name_of",
     "register",
     "registered",
+    "state_of_fragment",
     "to_wire",
+    "with_fragment",
 ]

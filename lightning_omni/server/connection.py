@@ -298,9 +298,7 @@ class DataConnection(Data):
         dialed.unwatch()
         self._wire = dialed.wire
 
-    def exchange(
-        self, message: m.Message, expect: type[T], payload: Tensor | None = None, into: Tensor | None = None
-    ) -> tuple[T, Tensor]:
+    def send(self, message: m.Message, payload: Tensor | None = None) -> None:
         try:  # there is no limit to what is queued: it blocks only where there is no connection any more
             for frames in message_frames(message):
                 self._wire.send_multipart(frames, zmq.NOBLOCK)
@@ -309,13 +307,16 @@ class DataConnection(Data):
         except zmq.Again:
             self._check()
             raise ConnectionLost("the connection to the parameter server's data socket has ended") from None
+        self.moved += payload.numel() if payload is not None else 0
+
+    def receive(self, expect: type[T], into: Tensor | None = None) -> tuple[T, Tensor]:
         answer = m.decode(self._receive()[0].buffer, at="rank", channel=m.DATA)
         if isinstance(answer, m.Long):
             long = self._assemble(answer, torch.empty(answer.nbytes, dtype=torch.uint8))
             answer = m.decode(long.numpy().data, at="rank", channel=m.DATA)
         answer = answer_of(answer, expect)
         nbytes = getattr(answer, "nbytes", 0)
-        self.moved += nbytes + (payload.numel() if payload is not None else 0)
+        self.moved += nbytes
         if into is None or into.numel() < nbytes:
             into = torch.empty(nbytes, dtype=torch.uint8)
         return answer, self._assemble(answer, into[:nbytes])

@@ -19,6 +19,7 @@ from lightning_omni.methods.contract import (
     Push,
     ReadInbox,
     ReadPeer,
+    Receive,
     SendPeer,
 )
 from lightning_omni.methods.master import hyperparameters_of
@@ -98,11 +99,12 @@ class EpochBarrier:
 
 
 class Account(msgspec.Struct):
-    """What a group has trained since its last push: gradients, samples, and the sum of the gradients' losses."""
+    """What a group has trained since its last push: gradients, samples, sum of losses, and seconds of its devices."""
 
     steps: int = 0
     samples: int = 0
     losses: float = 0.0
+    seconds: float = 0.0
 
 
 class SimulatedGroup:
@@ -144,6 +146,7 @@ class SimulatedGroup:
         if epoch is not None:
             self._data.restart(epoch)
         self._account = Account()
+        self._under_way: Ask | None = None
         self._published: list[Tensor] | None = None
         self._inbox = Total()
         self.process = Process(self.live(joins=epoch is not None))
@@ -189,6 +192,8 @@ class SimulatedGroup:
             if data.drawn > data.trained:
                 data.begin_batch()
                 return data.current
+            if self._under_way is not None:  # it has nothing to compute meanwhile
+                self.core.apply_answer(0, (yield from self._receive()))
             around.network.deliver(around.server.control(self.leader, data.question()))
             if (yield None) != "more":
                 return None
@@ -217,23 +222,22 @@ class SimulatedGroup:
     def _step(self, result: Result, size: int) -> Action:
         """The state machine is given a gradient."""
         monitor = self._around.monitor
-        monitor.computed(self.number, size)
+        self._account.seconds += monitor.computed(self.number, size)
         self._account.steps += 1
         self._account.samples += size
         self._account.losses += result.loss
         if self.core.method.talks_to_peers:
-            self._record(monitor.steps, monitor.steps, 0)
+            done, self._account = self._account, Account()
+            self._record(done, monitor.steps, monitor.steps, 0, self._data.epoch)
         hyperparameters = hyperparameters_of(self.replica.optimizer, self._parameters)
         return self.core.gradient(0, Gradient(result.gradient, hyperparameters))
 
-    def _record(self, read: int, write: int, staleness: int) -> None:
+    def _record(self, done: Account, read: int, write: int, staleness: int, epoch: int) -> None:
         """A row of the trace: what was trained since the last one."""
-        done, epoch = self._account, self._data.epoch
         loss = done.losses / max(1, done.steps)
         row = (self._around.engine.now, self.number, read, write, staleness, loss, done.samples, epoch, done.steps)
         self._around.monitor.rows.append(row)
-        self._around.monitor.pushed(self.number)
-        self._account = Account()
+        self._around.monitor.useful_seconds += done.seconds
 
     # --- What its state machine wants --------------------------------------------------------------------------------
 
@@ -255,8 +259,12 @@ class SimulatedGroup:
     def _wait_for(self, action: Action) -> Timeline:
         """Does what takes time. Returns the answer."""
         match action:
+            case Ask(waits=False):
+                return self._begin(action)
+            case Receive():
+                return (yield from self._receive())
             case Ask(need=Exchange()):
-                return (yield from self._push(action))
+                return self._hear((yield from self._push(action)), action.fragment)
             case Ask():
                 return (yield from self._fetch(action))
             case ReadPeer():
@@ -266,10 +274,32 @@ class SimulatedGroup:
 
     # --- To the server and back --------------------------------------------------------------------------------------
 
+    def _begin(self, ask: Ask) -> None:
+        """A push goes its way while the group goes on."""
+        process = Process(self._push(ask))
+        self._under_way, self._around.network.exchanges[self.number] = ask, process
+        self._around.engine.resume(process)
+
+    def _receive(self) -> Timeline:
+        """Returns the answer to what is under way."""
+        assert self._under_way is not None
+        ask, self._under_way = self._under_way, None
+        answer = yield self._around.network.exchanges[self.number]
+        del self._around.network.exchanges[self.number]
+        return self._hear(answer, ask.fragment)
+
+    def stop(self) -> None:
+        """The group has died, and what it has under way comes to no one."""
+        self._around.engine.stop(self.process)
+        if (exchange := self._around.network.exchanges.pop(self.number, None)) is not None:
+            self._around.engine.stop(exchange)
+
     def _push(self, ask: Ask) -> Timeline:
+        """Returns what the server answers."""
         server, network, need = self._around.server, self._around.network, ask.need
         assert isinstance(need, Exchange)
         nbytes, said = server.prepare(self.core, ask)
+        done, self._account = self._account, Account()
         # A process of its own: what is on its way is served even if this group dies meanwhile.
         yield self._around.engine.start(network.push(nbytes))
         shard = server.shard
@@ -277,13 +307,11 @@ class SimulatedGroup:
         staleness = shard.method_side.staleness_of(Push(self.number, need.read_at, ()))
         network.deliver(server.ask(self.leader, self.core, ask, said))
         if shard.refused == refused:
-            self._record(need.read_at, clock + 1, staleness)
+            self._record(done, need.read_at, clock + 1, staleness, ask.epoch)
         else:
-            self._around.monitor.pushed(self.number, counts=False)
-            self._account = Account()
             self._check_divergence()
         self._around.monitor.check()
-        return (yield from self._hear())
+        return (yield None)
 
     def _check_divergence(self) -> None:
         """The run ends when the server refuses a push too many, and not when the group hears of it."""
@@ -297,13 +325,11 @@ class SimulatedGroup:
     def _fetch(self, ask: Ask) -> Timeline:
         yield self._around.network.arrival(self._around.engine.now)
         self._around.network.deliver(self._around.server.ask(self.leader, self.core, ask))
-        return (yield from self._hear())
+        return self._hear((yield None))
 
-    def _hear(self) -> Timeline:
-        """Returns what the server answers."""
-        message, tensors = yield None
-        pulled: Pulled = self.core.hear(Heard.of(message), tensors, message.clock, message.note)
-        return pulled
+    def _hear(self, answer: tuple[m.Weights, list[Tensor]], fragment: int | None = None) -> Pulled:
+        message, tensors = answer
+        return self.core.hear(Heard.of(message), tensors, message.clock, message.note, fragment)
 
     # --- From group to group -----------------------------------------------------------------------------------------
 

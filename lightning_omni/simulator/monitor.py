@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from typing import Any
@@ -63,7 +62,6 @@ class Monitor:
         self.step_times: list[tuple[int, float, float, float]] = []
         self._begun: dict[int, tuple[float, Work]] = {}
         self._computed: dict[int, float] = {}
-        self._unpushed: defaultdict[int, float] = defaultdict(float)
         self.useful_seconds = 0.0
         self.steps = self.samples = 0
         self.ended = ""
@@ -82,16 +80,16 @@ class Monitor:
         """A group begins a batch."""
         self._begun[group] = self._engine.now, work
 
-    def computed(self, group: int, samples: int) -> None:
-        """A group has computed a gradient. Whatever comes before its next batch is exchange."""
+    def computed(self, group: int, samples: int) -> float:
+        """A group has computed a gradient. Whatever comes before its next batch is exchange.
+
+        Returns:
+            Seconds that its ranks have taken for it, added up.
+        """
         self._computed[group] = self._engine.now
-        self._unpushed[group] += sum(seconds for _, _, seconds in self._begun[group][1])
         self.samples += samples
         self.steps += 1
-
-    def pushed(self, group: int, counts: bool = True) -> None:
-        """What a group has computed since it was last said has come to others, or is lost."""
-        self.useful_seconds += self._unpushed.pop(group, 0.0) * counts
+        return sum(seconds for _, _, seconds in self._begun[group][1])
 
     def end(self, group: int) -> None:
         """A group's step is over, if there was one: it may begin its next batch."""

@@ -15,16 +15,15 @@ from torch.optim import Optimizer
 
 from lightning_omni.errors import ConfigurationError, ProtocolError
 from lightning_omni.methods import AsyncSGD, Method
-from lightning_omni.methods.contract import Exchange, Fetch, Gradient, NextGradient, Tensors
+from lightning_omni.methods.contract import Exchange, Fetch, Gradient, NextGradient, Receive, Reply, Tensors
 from lightning_omni.methods.master import describe, holds, hyperparameters_of, park
 from lightning_omni.methods.replica import Hyperparameters, Pulled, Replica, copies
 from lightning_omni.protocol import Batch, positions
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.group import Action, Ask, GroupCore
-from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.record import Event, Spans
 from lightning_omni.protocol.shard import Shard
-from lightning_omni.protocol.wire_format import RAW, Memory, WireFormat, decode, from_wire, name_of
+from lightning_omni.protocol.wire_format import RAW, Encoded, Memory, WireFormat, decode, from_wire, name_of
 from lightning_omni.simulator.monitor import Row, arrays
 from lightning_omni.simulator.replicas import named_parameters, own_replica
 from lightning_omni.simulator.server import resolve_also
@@ -146,7 +145,7 @@ def trace_of(events: Iterable[Event], optimizer: int | None = None) -> Trace:
     return Trace(arrays(Trace.COLUMNS, rows), updates=clock, seconds=now, ended="recorded", meta=meta)
 
 
-def _message(event: Event, tensors: Tensors, pull: bool = True) -> m.PushMessage:
+def _message(event: Event, tensors: Tensors, pull: bool = True, fragment: int | None = None) -> m.PushMessage:
     """The push that an event tells of."""
     return m.PushMessage(
         optimizer=event.optimizer,
@@ -158,6 +157,7 @@ def _message(event: Event, tensors: Tensors, pull: bool = True) -> m.PushMessage
         nbytes=0,
         note=event.note,
         pull=pull,
+        fragment=-1 if fragment is None else fragment,
     )
 
 
@@ -179,6 +179,10 @@ class _Group:
     """Whether it has joined the others in mid-run, and has not read the weights yet."""
     present: tuple[bool, ...] = ()
     """Which parameters had a gradient in the last push, if the record says so."""
+    sent: tuple[Exchange, Encoded] | None = None
+    """What it has under way, until the server takes it."""
+    answer: Pulled | None = None
+    """What the server has answered to that."""
 
 
 class _Replay:
@@ -213,6 +217,7 @@ class _Replay:
         self._head_shard: Shard | None = None
         self._method: Method
         self._wire_format: WireFormat
+        self._overlap = False
         self._out, self._in = Memory(), Memory()
         self._groups: dict[int, _Group] = {}
         self._step_time = 0.0
@@ -252,6 +257,7 @@ class _Replay:
         if group is None:
             return
         if event.kind == "restructure":
+            self._finish_exchange(group)
             self._restructure(group, event)
             return
         if event.present and self._method.steps_at == "server":
@@ -263,6 +269,7 @@ class _Replay:
         elif event.kind == "fetch":
             self._fetch(group)
         elif event.kind == "rest":
+            self._finish_exchange(group)
             self._deliver(self._shard.method_side.idle(event.group))
         elif event.kind == "resume":
             self._shard.method_side.resume(event.group)
@@ -306,7 +313,7 @@ class _Replay:
                 f" wire format {name_of(self._wire_format)} is not on record"
             )
         self._method = method
-        self._wire_format = from_wire(event.wire_format) if event.wire_format else RAW
+        self._wire_format, self._overlap = from_wire(event.wire_format) if event.wire_format else RAW, event.overlap
         if not self._is_formed:
             self._is_formed = True
             at_server = self._optimizer if method.steps_at == "server" else None
@@ -344,7 +351,7 @@ class _Replay:
     def _make_group(self, number: int, ranks: tuple[int, ...], peers: tuple[int, ...]) -> _Group:
         replica = own_replica(self._make, self._model, self._body, self._shard.master.weights(), number)
         replica.clock, replica.peers = self._shard.master.clock, peers
-        core = GroupCore(self._method, self._wire_format)
+        core = GroupCore(self._method, self._wire_format, overlap=self._overlap)
         core.attach(replica)
         group = _Group(ranks, replica, core)
         self._arrange(group)
@@ -425,7 +432,7 @@ class _Replay:
         if len(group.present) == len(own):
             own = [tensor if there else None for tensor, there in zip(own, group.present, strict=True)]
         group.core.steps_take(0, self._step_time)
-        self._check_is_on_record(group.core.gradient(0, Gradient(own, used)))
+        self._go_on(group, group.core.gradient(0, Gradient(own, used)))
         return [gradient[name] for name in self._head]
 
     def _head_access(self, event: Event) -> None:
@@ -446,49 +453,78 @@ class _Replay:
         self._check_clock(event, shard)
 
     def _answer(self, group: _Group, pulled: Pulled) -> None:
-        """The group goes on to the next need that the record answers."""
+        """The group goes on to the next need that the record answers; what it has under way is answered later."""
+        if group.sent is not None:
+            group.sent, group.answer = None, pulled
+            if isinstance(group.core.waits_for(0), Receive):
+                self._go_on(group, Receive())
+            return
         group.core.steps_take(0, self._step_time)
-        self._check_is_on_record(group.core.answer(0, pulled))
+        self._go_on(group, group.core.answer(0, pulled))
 
-    def _check_is_on_record(self, action: Action) -> None:
-        if not isinstance(action, (NextGradient, Ask)):
-            raise ConfigurationError(f"{type(self._method).__name__} goes from group to group, past any record")
+    def _go_on(self, group: _Group, action: Action) -> None:
+        """The group sends, and receives what there is."""
+        while True:
+            match action:
+                case Ask(need=Exchange() as need, waits=False):
+                    group.sent = need, group.core.encode(0, need, self._shard.layout_of(group.replica.group), Memory())
+                    action = group.core.answer(0, None)
+                case Receive() if group.answer is not None:
+                    group.core.steps_take(0, self._step_time)
+                    pulled, group.answer = group.answer, None
+                    action = group.core.answer(0, pulled)
+                case NextGradient() | Ask() | Receive():
+                    return
+                case _:
+                    raise ConfigurationError(f"{type(self._method).__name__} goes from group to group, past any record")
+
+    def _finish_exchange(self, group: _Group) -> None:
+        """Before the group waited for others, or came to have other parameters, it received what was under way."""
+        if group.answer is not None:
+            pulled, group.answer = group.answer, None
+            group.core.apply_answer(0, pulled)
 
     def _push(self, group: _Group, event: Event) -> None:
         need, shard = group.core.waits_for(0), self._shard
+        known = shard.layout_of(event.group)
+        if group.sent is not None:
+            need, encoded = group.sent
+        elif isinstance(need, Exchange):
+            encoded = group.core.encode(0, need, known, self._out)
         if not isinstance(need, Exchange) or need.read_at != event.read_at:
             raise ProtocolError(f"the record says {event}, but the group wants {type(need).__name__}: {need}")
-        known = shard.layout_of(event.group)
-        encoded = group.core.encode(0, need, known, self._out)
-        layout = known.subset(encoded.present)
+        layout = known.fragment(need.fragment, self._method.fragments).subset(encoded.present)
         views = iter(layout.views(decode(self._wire_format.pushes, encoded.payload, layout, self._in)))
         tensors = [next(views) if there else None for there in encoded.present]
-        replies = shard.take(event.group, _message(event, tensors, need.pull), tensors)
+        message = _message(event, tensors, need.pull, need.fragment)
+        replies = shard.take(event.group, message, tensors)
         if (replies is None) != event.refused:
             raise ProtocolError(f"the record says {event}, but the push was {'taken' if event.refused else 'refused'}")
         if replies is None:
             if need.pull:
                 shard.method_side.fetched(event.group)
-            self._answer(group, Pulled(self._as_sent(known, shard.buffer), shard.master.clock, refused=True))
+            self._answer(group, self._pulled(need, Reply(event.group, 0), refused=True))
         else:
             self._deliver(replies)
 
     def _deliver(self, replies: Sequence[Any]) -> None:
-        shard = self._shard
         for reply in replies:
             if (group := self._groups.get(reply.group)) is None:
                 continue
-            need = group.core.waits_for(0)
+            need = group.sent[0] if group.sent is not None else group.core.waits_for(0)
             if not isinstance(need, Exchange):
                 raise ProtocolError(f"group {reply.group} gets an answer, but wants {type(need).__name__}")
-            known = shard.layout_of(reply.group)
-            tensors = self._as_sent(known, shard.payload_of(reply)) if need.pull else []
-            self._answer(group, Pulled(tensors, shard.master.clock, reply.note))
+            self._answer(group, self._pulled(need, reply))
 
-    def _as_sent(self, known: Layout, flat: Tensor) -> list[Tensor]:
+    def _pulled(self, need: Exchange, reply: Reply, refused: bool = False) -> Pulled:
         """What a group gets of what answers its push."""
-        payload = self._shard.as_bytes(flat[: known.nbytes], known)
-        return known.views(self._shard.arrived(payload, known).clone())
+        shard = self._shard
+        known = shard.layout_of(reply.group).fragment(need.fragment, self._method.fragments)
+        tensors: list[Tensor] = []
+        if need.pull:
+            payload = shard.as_bytes(shard.payload_of(reply, need.fragment)[: known.nbytes], known)
+            tensors = known.views(shard.arrived(payload, known).clone())
+        return Pulled(tensors, shard.master.clock, reply.note, refused, need.fragment)
 
     def _fetch(self, group: _Group) -> None:
         """The group asked for the master weights in the midst of its steps, or was synchronized."""

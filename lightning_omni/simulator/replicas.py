@@ -70,7 +70,8 @@ class SharingReplica(Replica):
         return self._weights
 
     def load(self, pulled: Pulled) -> None:
-        tensors = pulled.tensors
+        if not (tensors := pulled.tensors):
+            return
         self._weights = tensors if isinstance(tensors, SharedWeights) else copies(tensors)
         self.clock = pulled.clock
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import HardSync, Method, checked, method_named
+from lightning_omni.methods.overlap import check_overlap
 from lightning_omni.protocol.record import Recorder
 from lightning_omni.protocol.wire_formats import Wire, wire_of
 from lightning_omni.simulator.cluster import Cluster
@@ -43,6 +44,7 @@ def simulate(
     members_apart: bool = False,
     record: Recorder | None = None,
     wire: Wire = "fp32",
+    overlap: bool = False,
     progress: bool | Progress = False,
 ) -> Trace:
     """Trains a model on a cluster that does not exist: virtual time, real gradients.
@@ -84,6 +86,8 @@ def simulate(
         record: told of every event at the server, as by `lightning_omni.protocol.ServerCore`.
         wire: how pushes are put into bytes, by name or as a value: see docs/wire-formats.md. A link takes as long as
             these bytes need.
+        overlap: exchanges travel while groups compute their next gradient, as by ``OmniStrategy(overlap=True)``; for
+            methods whose optimizer steps at the server.
         progress: True shows a progress bar; or a function, called with the fraction done and a text. With either,
             Ctrl-C returns the trace so far (``ended == "interrupted"``) instead of raising KeyboardInterrupt; so does
             a function that raises `lightning_omni.simulator.Enough` (``ended == "stopped"``).
@@ -117,7 +121,9 @@ def simulate(
     chosen.check(len(topology.alive))
     wire_format = wire_of(wire)
     wire_format.check(chosen)
-    formation = Formation(chosen, topology, merged, wire_format)
+    if overlap:
+        check_overlap(chosen)
+    formation = Formation(chosen, topology, merged, wire_format, overlap)
     if topology.is_synchronous:
         formation = Formation(HardSync(), topology)  # whatever the method, one group is plain synchronous training
     with torch.random.fork_rng(devices=[]), torch.no_grad():

@@ -83,13 +83,14 @@ class SimulatedServer:
         for rank in topology.ranks:
             self._join(rank)
 
-    def form(self, method: Method, wire_format: WireFormat, parts: Sequence[Mapping[str, Any]]) -> None:
+    def form(self, method: Method, wire_format: WireFormat, overlap: bool, parts: Sequence[Mapping[str, Any]]) -> None:
         """The recorder forms the groups and hands weights and optimizers over: see `part_of`."""
         form = m.Form(
             generation=GENERATION,
             groups=self._topology.groups,
             method=m.method_to_wire(method),
             wire_format=to_wire(wire_format),
+            overlap=overlap,
         )
         (*_, formed) = self.control(0, form)
         self.incarnation = cast(m.Formed, formed.message).incarnation
@@ -125,10 +126,12 @@ class SimulatedServer:
         """The bytes of a push that is sent now; and the push, if its size is only known when it is encoded.
 
         If it is known before, the push is encoded when it arrives: there is one memory then for all that are under way.
+        What its group does not wait for is encoded now, for the group moves on.
         """
         present = [tensor is not None for tensor in ask.tensors]
-        smallest, largest = core.wire_format.pushes.sizes(self._layout.subset(present))
-        if smallest == largest:
+        layout = self._layout.fragment(ask.fragment, core.method.fragments)
+        smallest, largest = core.wire_format.pushes.sizes(layout.subset(present))
+        if smallest == largest and ask.waits:
             return largest, None
         said = core.say(ask, self._layout, Memory())
         return cast(m.PushMessage, said.message).nbytes, said
@@ -171,7 +174,9 @@ class SimulatedServer:
             return self.snapshots.at(message.clock, shard.buffer)
         assert isinstance(out.payload[0], Tensor)
         # Of another's push, or of a fetch, it is either the very buffer or in the format of answers.
-        return shard.layout.views(shard.arrived(out.payload[0], shard.layout).clone())
+        fragment = message.fragment if message.fragment >= 0 else None
+        layout = shard.layout.fragment(fragment, shard.method_side.method.fragments)
+        return layout.views(shard.arrived(out.payload[0], layout).clone())
 
     # --- Connections -------------------------------------------------------------------------------------------------
 
@@ -208,6 +213,7 @@ class SimulatedNetwork:
     Attributes:
         processes: what waits for what the server sends, by the number of the group.
         expired: called when the method was told of a moment that it had asked for.
+        exchanges: what waits for weights in their place, while they compute.
     """
 
     def __init__(self, engine: Engine, cluster: Cluster, server: SimulatedServer) -> None:
@@ -217,6 +223,7 @@ class SimulatedNetwork:
         self.processes: dict[int, Process] = {}
         self.expired: Callable[[], None] = lambda: None
         self._due = math.inf
+        self.exchanges: dict[int, Process] = {}
 
     # --- To the server and back --------------------------------------------------------------------------------------
 
@@ -245,8 +252,10 @@ class SimulatedNetwork:
     def deliver(self, out: list[Out]) -> None:
         """What the server sends now goes where it is to go: weights take their time, verdicts none."""
         for item in out:
-            process = self.processes[self._server.group_of(item)]
+            group = self._server.group_of(item)
+            process = self.processes[group]
             if isinstance(item.message, m.Weights):
+                process = self.exchanges.get(group, process)
                 # Copied now: the server's answer is only valid until the next message.
                 answer = item.message, self._server.tensors_of(item)
                 sent = self._outwards.serve(self._engine.now, item.message.nbytes / self._card.bandwidth)

@@ -27,12 +27,14 @@ class Formation:
         topology: which rank is in which group.
         merged: name of the submodule that stays at the server.
         wire_format: how pushes are put into bytes.
+        overlap: whether they travel while groups compute.
     """
 
     method: Method
     topology: Topology
     merged: str | None = None
     wire_format: WireFormat = RAW
+    overlap: bool = False
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,7 @@ class Simulation:
         parts = [part_of(self._parameters, self._optimizer if method.steps_at == "server" else None)]
         if self._head is not None:
             parts.append(part_of(self._head.parameters, self._optimizer, self._head.part(self._batches.seed)))
-        self.server.form(method, self._formation.wire_format, parts)
+        self.server.form(method, self._formation.wire_format, self._formation.overlap, parts)
         if self._head is not None:
             self._head.install(self.server)
 
@@ -135,7 +135,7 @@ class Simulation:
         else:
             replica = own_replica(self._make, self._model, self._parameters, shard.master.weights(), number)
         replica.peers = self.server.core.roster.groups
-        core = GroupCore(method, self._formation.wire_format, max_nonfinite_pushes=MOST_REFUSED)
+        core = GroupCore(method, self._formation.wire_format, MOST_REFUSED, self._formation.overlap)
         core.form(identity)
         group = self.groups[number] = SimulatedGroup(core, replica, ranks, members, self._around, epoch)
         self._network.processes[number] = group.process
@@ -205,7 +205,7 @@ class Simulation:
         if core.over:
             self._monitor.ended = f"lost: {core.over}"
             return
-        self._engine.stop(group.process)
+        group.stop()
         del self.groups[group.number]
         self._gradients.drop(group.number)
         self._network.deliver(out)

@@ -114,6 +114,7 @@ def check_strategy(
     merged: object,
     record: object,
     wire: object,
+    overlap: object,
 ) -> None:
     """Refuses arguments of OmniStrategy that are of the wrong kind; the code that uses them checks what they mean.
 
@@ -134,6 +135,7 @@ def check_strategy(
         (str, WireFormat, Mapping),
         'a name, as "int8", a value, as wire_formats.TopK(fraction=0.001), or both ways',
     )
+    check_kind("overlap", overlap, bool, "True or False")
 
 
 def _parameters(kind: type) -> list[str]:

@@ -275,6 +275,7 @@ class EpochDriver:
         coming = leases.peek()
         if coming is not None and coming.interval <= leases.interval:
             return ""
+        self.world.channel.finish_exchanges()  # while it waits for the others there is nothing to compute
         return leases.ask()
 
     def _set_last_batch(self, is_last: bool) -> None:

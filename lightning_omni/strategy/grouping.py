@@ -232,8 +232,11 @@ class Grouping:
     @property
     def sentence(self) -> str:
         """What people are told when the groups stand."""
-        wire = self._strategy.joined.options.wire
-        without_effect = "" if wire == "fp32" else f"; nothing is pushed, and wire={wire!r} is without effect"
+        options = self._strategy.joined.options
+        given = [f"wire={options.wire!r}"] if options.wire != "fp32" else []
+        given += ["overlap=True"] if options.overlap else []
+        verb = "is" if len(given) == 1 else "are"
+        without_effect = f"; nothing is pushed, and {' and '.join(given)} {verb} without effect" if given else ""
         return (
             f"{self._strategy.joined.size} ranks in 1 group, which is DistributedDataParallel: no parameter server, no"
             f" staleness{without_effect}. Pass groups= for asynchronous groups"
@@ -303,5 +306,5 @@ class SeveralGroups(Grouping):
         return (
             f"{len(world.topology.ranks)} ranks in {len(world.topology.alive)} groups of"
             f" {' or '.join(map(str, sizes))} | method {type(world.method).__name__} | server {world.server_address} |"
-            f" data {data}"
+            f" data {data}{' | exchanges overlap' if world.core.overlaps else ''}"
         )

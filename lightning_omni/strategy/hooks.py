@@ -72,6 +72,9 @@ class OmniStrategyHooks(GroupedStrategy):
             the largest hundredth of the numbers with their places; or a value, see docs/wire-formats.md. What a lossy
             format leaves out is added to the group's next push. ``{"push": "int8", "pull": "bf16"}`` names one for the
             answers, too. With one group nothing is pushed.
+        overlap: whether a group's exchange travels while it computes its next gradient, which is then one step older;
+            for methods whose optimizer steps at the server. Worth it where exchanges take long: see
+            docs/performance.md. With one group nothing is exchanged.
         **ddp: DDPStrategy's own arguments.
 
     Raises:
@@ -102,6 +105,7 @@ class OmniStrategyHooks(GroupedStrategy):
         rebalance: Literal["off", "auto"] = "off",
         encryption: Literal["curve", "off"] = "curve",
         wire: Wire = "fp32",
+        overlap: bool = False,
         **ddp: Any,
     ) -> None:
         if "refusals" in ddp:
@@ -116,7 +120,7 @@ class OmniStrategyHooks(GroupedStrategy):
         asked = self._asked = Asked(groups, method, data)
         with asked.naming_variables():
             groups, method, data = asked.groups, asked.method, asked.data
-            check_strategy(method, server, host, heartbeat_timeout, max_nonfinite_pushes, merged, record, wire)
+            check_strategy(method, server, host, heartbeat_timeout, max_nonfinite_pushes, merged, record, wire, overlap)
             if data == "static" and rebalance == "auto":
                 raise ConfigurationError(
                     'rebalance="auto" with data="static": samples that are dealt out beforehand cannot be split by'
@@ -132,6 +136,7 @@ class OmniStrategyHooks(GroupedStrategy):
                 max_nonfinite_pushes=max_nonfinite_pushes,
                 record=record,
                 wire=wire,
+                overlap=overlap,
             )
         super().__init__(**ddp)
         self.ddp_options = dict(vars(self).get("_ddp_kwargs", {}))

@@ -1,0 +1,277 @@
+"""Exchanges that travel while groups compute, and fragments: what is said and heard, in memory and in virtual time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from rounds import sgd
+from test_server_core import varied
+from test_simulator import DATA, loss, new_model
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils.data import ConcatDataset
+
+from lightning_omni.errors import ProtocolError
+from lightning_omni.methods import (
+    AsyncSGD,
+    Exchange,
+    Gradient,
+    GroupSide,
+    Method,
+    NextGradient,
+    Pulled,
+    Receive,
+    Replica,
+    Send,
+)
+from lightning_omni.methods.fragments import cut, read, sizes_of, write
+from lightning_omni.methods.master import hyperparameters_of
+from lightning_omni.protocol import messages as m
+from lightning_omni.protocol import wire_format
+from lightning_omni.protocol.group import Ask, GroupCore, Heard
+from lightning_omni.protocol.layout import Layout, TensorSpec
+from lightning_omni.protocol.record import Event
+from lightning_omni.protocol.wire_format import Memory
+from lightning_omni.protocol.wire_formats import wire_named
+from lightning_omni.simulator import Cluster, Link, replay, simulate
+from lightning_omni.simulator.workbench import Samples
+from lightning_omni.trace import Trace
+
+SHAPES = ((7, 5), (), (0,), (130,), (3,))
+FORMATS = ("fp32", "bf16", "int8", "topk:0.1")
+
+
+def drawn(seed: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in SHAPES]
+
+
+# --- A fragment ------------------------------------------------------------------------------------------------------
+
+
+@varied
+@given(st.lists(st.tuples(st.integers(0, 40), st.sampled_from([2, 4, 8])), max_size=6), st.integers(1, 9))
+def test_fragments_have_every_number_once_and_equal_bytes(sizes: list[tuple[int, int]], of: int) -> None:
+    whole = sum(count * width for count, width in sizes)
+    counted = [[0] * count for count, _ in sizes]
+    for pieces in cut(sizes, of):
+        nbytes = 0
+        for place, where in pieces:
+            start, stop = where or (0, sizes[place][0])
+            nbytes += (stop - start) * sizes[place][1]
+            counted[place][start:stop] = [each + 1 for each in counted[place][start:stop]]
+        assert abs(nbytes - whole / of) <= 8  # one number more or less
+    assert all(each == 1 for numbers in counted for each in numbers)
+
+
+@varied
+@given(st.integers(1, 5), st.integers(1, 4))
+def test_parameters_that_come_later_lie_behind_what_a_fragment_has(of: int, more: int) -> None:
+    before = Layout.of({str(place): tensor for place, tensor in enumerate(drawn(0))})
+    after = before.grown([TensorSpec(f"more{place}", (4,), "float32") for place in range(more)])
+    parts = [(before.fragment(number, of), after.fragment(number, of)) for number in range(of)]
+    assert all(new.specs[: len(old.specs)] == old.specs for old, new in parts)
+    assert sum(len(new.specs) - len(old.specs) for old, new in parts) == more
+    assert after.fragment(None, of) is after
+    assert len({id(after.fragment(0, of)) for _ in range(3)}) == 1
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=["rows", "channels_last"])
+def test_a_fragment_is_read_and_written_whatever_the_memory_format(memory_format: torch.memory_format) -> None:
+    tensors = [torch.arange(48.0).view(2, 3, 4, 2).contiguous(memory_format=memory_format), torch.arange(5.0)]
+    for pieces in cut(sizes_of(tensors), 3):
+        write(tensors, pieces, [each + 100 for each in read(tensors, pieces)])
+    assert torch.equal(tensors[0], torch.arange(48.0).view(2, 3, 4, 2) + 100)
+    assert tensors[0].is_contiguous(memory_format=memory_format)
+    assert torch.equal(tensors[1], torch.arange(5.0) + 100)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_arrives_of_fragments_and_what_is_owed_add_up_to_what_was_given(name: str) -> None:
+    wire, of = wire_named(name), 3
+    own = [Parameter(torch.zeros_like(each)) for each in drawn(0)]
+    core = GroupCore(Fragmented(fragments=of), wire)
+    core.attach(Replica(own, sgd(0.1)(own)))
+    layout = Layout.of({str(place): each.detach() for place, each in enumerate(own)})
+    given_, arrived = ([torch.zeros(shape, dtype=torch.float64) for shape in SHAPES] for _ in range(2))
+    sizes = []
+    for number in range(12):
+        tensors, pieces = drawn(number), layout.pieces(number % of, of)
+        skipped = number % 5  # that one has no gradient, now and then
+        need = Exchange(
+            [None if place == skipped else read(tensors, [piece])[0] for piece in pieces for place, _ in [piece]],
+            0,
+            fragment=number % of,
+        )
+        encoded = core.encode(0, need, layout, Memory())
+        core._arrived(core._halves[0], Pulled((), number))
+        there = layout.fragment(number % of, of).subset(encoded.present)
+        wire_format.check_size(wire, encoded.payload.numel(), there)
+        came = there.views(wire_format.decode(wire, encoded.payload, there, Memory()))
+        present = [piece for piece, flag in zip(pieces, encoded.present, strict=True) if flag]
+        for totals, values in ((given_, [each for each in need.tensors if each is not None]), (arrived, came)):
+            write(totals, present, [a + b for a, b in zip(read(totals, present), values, strict=True)])
+        sizes.append(encoded.payload.numel())
+    whole = wire.sizes(layout)[1]
+    assert max(sizes) <= 1.5 / of * whole, "of a small model, whose tensors lie at multiples of 64 bytes"
+    owed = core.sender_state(0).get("residual", [None] * len(SHAPES))
+    assert any(each is not None for each in owed) == (name != "fp32")
+    for total, there_, left in zip(given_, arrived, owed, strict=True):
+        torch.testing.assert_close(there_ + (0 if left is None else left), total, rtol=1e-5, atol=1e-5)
+
+
+class Fragmented(Method, frozen=True, kw_only=True, tag="test_fragmented"):
+    """Only for its number of fragments."""
+
+    fragments: int = 1  # type: ignore[misc]
+    steps_at = "worker"
+
+
+# --- What a group says and hears -------------------------------------------------------------------------------------
+
+
+def overlapping() -> tuple[GroupCore, Replica, Layout, Memory]:
+    own = [Parameter(torch.ones(2))]
+    replica = Replica(own, sgd(0.5)(own))
+    core = GroupCore(AsyncSGD(), overlap=True)
+    core.attach(replica)
+    return core, replica, Layout.of({"weight": own[0].detach()}), Memory()
+
+
+def gradient_of(replica: Replica, value: float) -> Gradient:
+    return Gradient([torch.full((2,), value)], hyperparameters_of(replica.optimizer))
+
+
+@torch.no_grad()
+def test_the_answer_to_a_step_is_loaded_when_the_next_gradient_is_there() -> None:
+    core, replica, layout, memory = overlapping()
+    first = core.gradient(0, gradient_of(replica, 1.0))
+    assert isinstance(first, Ask)
+    assert not first.waits
+    said = core.say(first, layout, memory)
+    assert core.answer(0, None) == NextGradient()
+    assert replica.weights()[0].tolist() == [1.0, 1.0], "nothing has come yet"
+    assert core.gradient(0, gradient_of(replica, 2.0)) == Receive()
+    second = core.answer(0, core.hear(Heard(staleness=0), [torch.full((2,), 7.0)], clock=5))
+    assert replica.weights()[0].tolist() == [7.0, 7.0]
+    assert isinstance(second, Ask)
+    message = core.say(second, layout, memory).message
+    assert isinstance(said.message, m.PushMessage)
+    assert isinstance(message, m.PushMessage)
+    assert (said.message.sequence, message.sequence) == (1, 2)
+    assert message.read_at == 0, "it was computed before the answer came"
+    assert core.answer(0, None) == NextGradient()
+    core.gradient(0, gradient_of(replica, 3.0))
+    third = core.answer(0, core.hear(Heard(staleness=1), [torch.zeros(2)], clock=6))
+    assert isinstance(third, Ask)
+    assert isinstance(third.need, Exchange)
+    assert third.need.read_at == 5
+
+
+@torch.no_grad()
+def test_what_is_under_way_is_said_again_as_it_was_though_its_tensors_have_moved() -> None:
+    core, replica, layout, memory = overlapping()
+    gradient = gradient_of(replica, 1.0)
+    ask = core.gradient(0, gradient)
+    assert isinstance(ask, Ask)
+    payload = core.say(ask, layout, memory).payload
+    core.answer(0, None)
+    assert gradient.tensors[0] is not None
+    gradient.tensors[0].fill_(9.0)
+    again = core.say(ask, layout, memory)
+    assert payload is again.payload
+    assert payload is not None
+    assert layout.views(payload)[0].tolist() == [1.0, 1.0]
+
+
+@torch.no_grad()
+def test_what_is_under_way_is_applied_before_a_group_waits_for_others() -> None:
+    core, replica, layout, memory = overlapping()
+    core.say(core.gradient(0, gradient_of(replica, 1.0)), layout, memory)  # type: ignore[arg-type]
+    core.answer(0, None)
+    core.apply_answer(0, core.hear(Heard(staleness=0), [torch.full((2,), 4.0)], clock=3))
+    assert (replica.weights()[0].tolist(), replica.clock) == ([4.0, 4.0], 3)
+    assert core.sequence(0) == 1
+    with pytest.raises(ProtocolError, match="nothing is under way"):
+        core.apply_answer(0, Pulled([torch.zeros(2)], 4))
+    following = core.gradient(0, gradient_of(replica, 1.0))
+    assert isinstance(following, Ask), "there is nothing to receive"
+    assert isinstance(following.need, Exchange)
+    assert following.need.read_at == 3
+
+
+def test_a_method_that_does_not_receive_what_it_has_sent_is_told_so() -> None:
+    class Forgetful(AsyncSGD, frozen=True, kw_only=True, tag="test_forgetful"):
+        def group_side(self, replica: Replica) -> GroupSide:
+            gradient = yield NextGradient()
+            yield Send(Exchange(gradient.tensors, 0, gradient.hyperparameters))
+            yield Exchange(gradient.tensors, 0, gradient.hyperparameters)
+
+    own = [Parameter(torch.ones(2))]
+    core = GroupCore(Forgetful())
+    core.attach(replica := Replica(own, sgd(0.5)(own)))
+    core.gradient(0, gradient_of(replica, 1.0))
+    with pytest.raises(
+        ProtocolError, match="Forgetful needs Exchange while an exchange is under way; let it need Receive"
+    ):
+        core.answer(0, None)
+
+
+# --- In virtual time -------------------------------------------------------------------------------------------------
+
+
+def run(method: str, groups: int = 4, seconds: float = 0.004, **options: Any) -> Trace:
+    """An exchange takes ``seconds``; a step 4 ms."""
+    nbytes = Layout.of(dict(new_model().named_parameters())).nbytes
+    link = Link(bandwidth=2 * nbytes / seconds)
+    options = {"optimizer": sgd(0.05, momentum=0.9, fused=True), "loss": loss, "batch_size": 4, **options}
+    cluster = Cluster.even(groups, seconds_per_sample=1e-3, link=link)
+    return simulate(method, groups, cluster, new_model(), options.pop("data", DATA), **options)
+
+
+AT_SERVER = ("async_sgd", "async_sgd:bound=1", "hardsync", "softsync:n=2", "delay_compensated", "downpour:n_push=2")
+
+
+@pytest.mark.parametrize("method", ["async_sgd", "hardsync", "softsync:n=2", "delay_compensated"])
+def test_an_exchange_that_takes_no_longer_than_a_step_takes_no_time(method: str) -> None:
+    computing, waiting, hidden = (
+        run(method, data=ConcatDataset([DATA] * 8), max_updates=60, seconds=seconds, overlap=overlap).seconds_per_update
+        for seconds, overlap in ((1e-9, False), (0.004, False), (0.004, True))
+    )
+    assert waiting == pytest.approx(2 * computing, rel=0.05)
+    assert (waiting - hidden) / (waiting - computing) > 0.95, "all but the first"
+
+
+@pytest.mark.parametrize(("method", "c"), [("async_sgd", 1), ("softsync:n=2", 2), ("softsync:n=1", 4), ("hardsync", 4)])
+def test_gradients_are_one_step_of_their_group_older(method: str, c: int) -> None:
+    """Mean staleness is (g - 1) / c without, exactly; with overlap a group reads g updates earlier: (2g - 1) / c.
+
+    With a barrier it is one.
+    """
+    groups = 4
+    data: ConcatDataset[Any] = ConcatDataset([DATA] * 8)
+    for overlap, expected in ((False, (groups - 1) / c), (True, (2 * groups - 1) / c)):
+        if method == "hardsync":
+            expected = float(overlap)
+        trace = run(method, groups, data=data, max_epochs=1, overlap=overlap)
+        staleness = trace.columns()["staleness"][4 * groups : -4 * groups]
+        assert staleness.mean() == pytest.approx(expected, abs=0.02)
+
+
+@pytest.mark.parametrize("method", AT_SERVER)
+@pytest.mark.parametrize("wire", ["fp32", "int8"])
+def test_a_run_with_exchanges_under_way_is_replayed_bitwise(method: str, wire: str) -> None:
+    events: list[Event] = []
+    options: dict[str, Any] = {"wire": wire, "overlap": True, "batched": False, "record": events.append}
+    trace = run(method, max_epochs=2, seconds=0.006, **options)
+    assert events[0].overlap
+    samples = Samples(DATA, 0)
+    again = replay(
+        events, new_model(), loss, lambda *at: samples.batch(samples.at(*at)), sgd(0.05, momentum=0.9, fused=True)
+    )
+    for name, weight in trace.weights.items():
+        assert torch.equal(again.weights[name], torch.from_numpy(weight))
