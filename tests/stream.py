@@ -45,6 +45,7 @@ from lightning_omni.protocol.transport import (
     refusal,
     register,
 )
+from lightning_omni.protocol.wire_format import RAW, WireFormat
 
 T = TypeVar("T", bound=m.Message)
 BEAT, SLICE, TICK = 0.5, 0.1, 0.1
@@ -293,7 +294,13 @@ class StreamControl(Control):
     def attach(self, timeout: float = 300.0) -> StreamData:
         return StreamData(self, self._secret, timeout)
 
-    def listen(self, layouts: Sequence[Layout], is_lost: Callable[[int], bool], everywhere: bool) -> StreamPeers:
+    def listen(
+        self,
+        layouts: Sequence[Layout],
+        is_lost: Callable[[int], bool],
+        everywhere: bool,
+        wire_format: WireFormat = RAW,
+    ) -> StreamPeers:
         host = urlsplit(self.address).hostname
         assert host is not None
         return StreamPeers(host, layouts, handshake.derive(self._key, b"peers"), is_lost)

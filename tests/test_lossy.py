@@ -22,7 +22,8 @@ from torch.optim import SGD
 
 from lightning_omni import OmniStrategy
 from lightning_omni.errors import ConfigurationError, MalformedMessage, Refused
-from lightning_omni.methods import METHODS, Gradient, NextGradient, Pulled, Replica, method_named
+from lightning_omni.methods import METHODS, Gradient, Inbox, NextGradient, Pulled, Replica, method_named
+from lightning_omni.methods.contract import Publish, ReadInbox, ReadPeer, SendPeer
 from lightning_omni.optimizer.options import WorldOptions
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol import wire_format
@@ -259,7 +260,7 @@ def test_a_wrong_format_is_refused_where_it_is_named(wire: Any, says: str) -> No
     assert says in str(caught.value)
 
 
-@pytest.mark.parametrize("method", ["elastic_averaging", "local_sgd"])
+@pytest.mark.parametrize("method", ["elastic_averaging", "local_sgd", "gossip"])
 def test_part_of_the_weights_is_not_sent_in_place_of_them(method: str) -> None:
     with pytest.raises(ConfigurationError, match=r'wire="topk:0\.01" with .*: it pushes weights, of which a part is'):
         WorldOptions(method=method, wire="topk")
@@ -312,6 +313,32 @@ def test_every_method_trains_with_answers_in_every_format_when_simulated(method:
         plain = simulated("fp32", method + setting, max_epochs=12)
         assert trace.seconds < plain.seconds
         assert any((trace.weights[key] != weight).any() for key, weight in plain.weights.items())
+
+
+@pytest.mark.parametrize("kind", ["pull", "push"])
+def test_gossip_takes_less_time_in_fewer_bytes_and_does_not_part_groups_that_agree(kind: str) -> None:
+    plain, rounded = (simulated(wire, f"gossip:kind={kind}", max_epochs=40) for wire in ("fp32", "int8"))
+    assert rounded.seconds < plain.seconds or (kind == "push" and rounded.seconds == plain.seconds)  # no group waits
+    assert any((rounded.weights[key] != weight).any() for key, weight in plain.weights.items())
+    method, own = method_named(f"gossip:kind={kind}"), Parameter(drawn((300,), 0))
+    core, before = GroupCore(method, Int8()), own.detach().clone()
+    replica = Replica([own], SGD([own], lr=0.0))
+    replica.peers = (0, 1, 2)
+    core.attach(replica)
+    sent: list[Tensor] = []
+    for _ in range(9):
+        action = core.gradient(0, Gradient([torch.zeros(300)], [{"lr": 0.0}]))
+        while not isinstance(action, NextGradient):
+            answer: Any = None
+            if isinstance(action, Publish | SendPeer):
+                sent = [tensor.clone() for tensor in action.tensors]
+            elif isinstance(action, ReadPeer):
+                answer = sent  # of a group with the same weights
+            elif isinstance(action, ReadInbox):
+                answer = Inbox([2 * tensor for tensor in sent], 2) if sent else Inbox(None, 0)
+            action = core.answer(0, answer)
+    assert not torch.equal(sent[0], before)  # it was rounded
+    torch.testing.assert_close(own.detach(), before, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("wire", [{"push": "int8", "pull": "int8"}, {"pull": "bf16"}], ids=str)

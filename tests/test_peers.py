@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 
 import pytest
 import torch
@@ -12,10 +12,13 @@ import zmq
 from torch import Tensor
 
 from lightning_omni.errors import RankLost, Refused
+from lightning_omni.methods import Inbox
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.handshake import attach_mac
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.transport import Address
+from lightning_omni.protocol.wire_format import RAW, Memory, WireFormat
+from lightning_omni.protocol.wire_formats import Int8
 from lightning_omni.server import PeerConnections, PeerSocket
 from lightning_omni.server.addresses import own_host
 from lightning_omni.server.keys import RunKeys
@@ -40,11 +43,11 @@ def wait_for(what: Callable[[], bool]) -> None:
 class Peers:
     """Some leaders on loopback."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, wire_format: WireFormat = RAW) -> None:
         self.lost: set[int] = set()
         self.ended = False
         self._stack = ExitStack()
-        self.sockets = [PeerSocket("tcp://127.0.0.1:*", [LAYOUT], KEYS) for _ in range(count)]
+        self.sockets = [PeerSocket("tcp://127.0.0.1:*", [LAYOUT], KEYS, wire_format) for _ in range(count)]
         addresses = {group: Address(group, socket.address) for group, socket in enumerate(self.sockets)}
         self.addresses = addresses
         self.connections = [
@@ -55,6 +58,7 @@ class Peers:
                 lambda other: other in self.lost,
                 self.check,
                 timeout=20,
+                wire_format=wire_format,
             )
             for group in range(count)
         ]
@@ -86,6 +90,27 @@ def test_peers_read_what_was_published_last(peers: Peers) -> None:
         read = peers.connections[0].read(1, 0)
         assert read is not None
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(read, weights(value), strict=True))
+
+
+def test_weights_travel_in_the_wire_format_both_ways() -> None:
+    sent = [torch.randn(shape, generator=torch.Generator().manual_seed(1)) for shape in SHAPES.values()]
+    encoded = Int8().encode(sent, LAYOUT, {}, Memory()).payload
+    rounded = LAYOUT.views(Int8().decode(encoded, LAYOUT, Memory()))
+    with closing(Peers(2, Int8())) as peers:
+        peers.sockets[0].publish(0, sent)
+        theirs = peers.connections[1].read(0, 0)
+        assert theirs is not None
+        assert all(map(torch.equal, theirs, rounded))
+        assert not torch.equal(theirs[0], sent[0])
+        peers.connections[1].send(0, 0, sent)
+        inbox = Inbox(None, 0)
+        deadline = time.monotonic() + 20
+        while not inbox.count:
+            assert time.monotonic() < deadline
+            inbox = peers.sockets[0].read_inbox(0)
+        total = inbox.total
+        assert total is not None
+        assert all(map(torch.equal, total, rounded))
 
 
 def test_a_model_of_very_many_chunks_arrives_whole(peers: Peers, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -404,7 +404,7 @@ def test_no_memory_is_allocated_for_a_stranger(kind: type[m.Message]) -> None:
 
 def test_no_memory_is_allocated_for_more_than_the_model(link: Link) -> None:
     for nbytes in (0, LAYOUT.nbytes + 1, 2**50, -1):
-        with pytest.raises(MalformedMessage, match=f"the push has {nbytes} bytes, {LAYOUT.nbytes} were expected"):
+        with pytest.raises(MalformedMessage, match=f"the tensors have {nbytes} bytes, {LAYOUT.nbytes} were expected"):
             link.core.check_payload(data_peer(0), push_of(gradient(0), nbytes=nbytes)[0])
 
 

@@ -259,7 +259,7 @@ def test_a_refused_payload_does_not_spoil_the_next_one(serving: Serving) -> None
         message = m.PushMessage(
             optimizer=0, read_at=0, present=(True, True), hyperparameters=({},), epoch=-1, trained=0, nbytes=17
         )
-        with pytest.raises(Refused, match="the push has 17 bytes"):
+        with pytest.raises(Refused, match="the tensors have 17 bytes"):
             rank.data.exchange(message, m.Weights, buffer)
         assert_exact_training(rank, parameters, steps=2)
 

@@ -192,7 +192,7 @@ def test_whatever_comes_as_a_payload_is_a_push_or_a_counted_refusal(payloads: li
 def test_a_payload_larger_or_smaller_than_any_is_refused_before_memory_is_allocated(nbytes: int) -> None:
     link = sparse_link()
     message, _ = sparse_push()
-    with pytest.raises(MalformedMessage, match=f"the push has {nbytes} bytes, 8 to 40 were expected"):
+    with pytest.raises(MalformedMessage, match=f"the tensors have {nbytes} bytes, 8 to 40 were expected"):
         link.core.check_payload(b"data 2", msgspec.structs.replace(message, nbytes=nbytes))
 
 

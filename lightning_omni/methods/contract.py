@@ -108,7 +108,7 @@ class StepTime(msgspec.Struct, frozen=True):
 
 
 class Publish(msgspec.Struct, frozen=True):
-    """Need: other groups may read these weights from now on, until the next ones. Answer: None."""
+    """Need: other groups may read these weights from now on, until the next ones. Answer: them, as others get them."""
 
     tensors: Sequence[Tensor]
 
@@ -120,7 +120,10 @@ class ReadPeer(msgspec.Struct, frozen=True):
 
 
 class SendPeer(msgspec.Struct, frozen=True):
-    """Need: put these weights into the inbox of ``group``, which does not wait for them. Answer: None."""
+    """Need: put weights into the inbox of ``group``, which does not wait for them. Answer: them, as it gets them.
+
+    To this group itself nothing is sent.
+    """
 
     group: int
     tensors: Sequence[Tensor]

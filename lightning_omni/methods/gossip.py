@@ -72,6 +72,7 @@ class Gossip(Method, frozen=True, kw_only=True, tag="gossip"):
     steps_at = "worker"
     side = _Bystander
     evaluated = "mean"
+    pushes_weights = True
     talks_to_peers = True
 
     kind: Literal["pull", "push"] = "pull"
@@ -108,7 +109,7 @@ class Gossip(Method, frozen=True, kw_only=True, tag="gossip"):
         return draw.choice(replica.peers)
 
     def _pull(self, replica: Replica, peer: int, mine: list[Tensor]) -> GroupSide:
-        yield Publish(mine)
+        mine = yield Publish(mine)
         if peer == replica.group:
             return
         theirs = yield ReadPeer(peer)
@@ -117,8 +118,7 @@ class Gossip(Method, frozen=True, kw_only=True, tag="gossip"):
 
     def _push(self, replica: Replica, peer: int, mine: list[Tensor]) -> GroupSide:
         own_weight = 2 if peer == replica.group else 1
-        if peer != replica.group:
-            yield SendPeer(peer, mine)
+        mine = yield SendPeer(peer, mine)
         inbox: Inbox = yield ReadInbox()
         if inbox.total is not None and _is_sound(inbox.total):
             # (w x + total) / (w + count) - x = (total - count x) / (w + count)

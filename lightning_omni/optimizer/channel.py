@@ -207,6 +207,7 @@ class Channel:
                 [part.replica.layout for part in self._place.parts],
                 lambda group: group not in self._place.live_groups,
                 everywhere=not self._place.server.is_on_this_node_only,
+                wire_format=self._place.core.wire_format.pushes,
             )
             address = self._place.server.published(self._peers.address)
             mine = msgspec.json.encode(Address(self._place.group, address))

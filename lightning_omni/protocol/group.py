@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import msgspec
 from torch import Tensor
 
 from lightning_omni.errors import NonFiniteGradients, ProtocolError
@@ -262,6 +263,8 @@ class GroupCore:
     def answer(self, optimizer: int, answer: Answer) -> Action:
         """The last action of an optimizer is done, with this answer to the method's need."""
         half = self._halves[optimizer]
+        if isinstance(half.need, Publish | SendPeer):
+            answer = half.need.tensors
         if isinstance(answer, Pulled) and isinstance(half.need, (Exchange, Receive)):
             self._arrived(half, answer)
         return self._go_on(optimizer, answer)
@@ -414,6 +417,15 @@ class GroupCore:
             half.side = overlapped(side, half.replica) if self.overlaps else side
             half.need = next(half.side)
 
+    def _as_peers_get(self, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Weights in the run's wire format, and back: what is sent is what both sides go on with."""
+        pushes = self.wire_format.pushes
+        if pushes == RAW:
+            return weights
+        layout = Layout.of({str(place): weight for place, weight in enumerate(weights)})
+        payload = pushes.encode(weights, layout, {}, Memory()).payload
+        return layout.views(pushes.decode(payload, layout, Memory()))
+
     def _go_on(self, optimizer: int, answer: Any) -> Action:
         """Drives the method to the next need that the group cannot answer by itself."""
         half = self._halves[optimizer]
@@ -438,7 +450,12 @@ class GroupCore:
                     if half.under_way is None:
                         raise ProtocolError(f"{type(self.method).__name__} receives, and has sent nothing")
                     return need
-                case NextGradient() | Publish() | SendPeer() | ReadPeer() | ReadInbox():
+                case Publish() | SendPeer():
+                    answer = self._as_peers_get(need.tensors)
+                    if not (isinstance(need, SendPeer) and need.group == half.replica.group):
+                        half.need = msgspec.structs.replace(need, tensors=answer)
+                        return half.need
+                case NextGradient() | ReadPeer() | ReadInbox():
                     return need
                 case _:
                     raise TypeError(f"{type(self.method).__name__} needs {need!r}, which is no need")

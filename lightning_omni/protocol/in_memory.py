@@ -37,6 +37,7 @@ from lightning_omni.protocol.transport import (
     answer_of,
     refusal,
 )
+from lightning_omni.protocol.wire_format import RAW, WireFormat
 
 Answer = TypeVar("Answer", bound=m.Message)
 _NONCE = bytes(handshake.NONCE_BYTES)
@@ -261,7 +262,13 @@ class InMemoryControl(Control):
     def attach(self, timeout: float = math.inf) -> InMemoryData:
         return InMemoryData(self._server, self, self._secret)
 
-    def listen(self, layouts: Sequence[Layout], is_lost: Callable[[int], bool], everywhere: bool) -> Peers:
+    def listen(
+        self,
+        layouts: Sequence[Layout],
+        is_lost: Callable[[int], bool],
+        everywhere: bool,
+        wire_format: WireFormat = RAW,
+    ) -> Peers:
         return InMemoryPeers(self._server, f"{self.address}/{self.rank}", layouts, is_lost)
 
     def close(self, reason: str | None = None) -> None:

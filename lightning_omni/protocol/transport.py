@@ -26,6 +26,7 @@ from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.server import ServerCore
 from lightning_omni.protocol.service import Out, Peer
+from lightning_omni.protocol.wire_format import RAW, WireFormat
 from lightning_omni.registry import Registry, to_wire
 
 Answer = TypeVar("Answer", bound=m.Message)
@@ -93,13 +94,21 @@ class Control(ABC):
         """
 
     @abstractmethod
-    def listen(self, layouts: Sequence[Layout], is_lost: Callable[[int], bool], everywhere: bool) -> Peers:
+    def listen(
+        self,
+        layouts: Sequence[Layout],
+        is_lost: Callable[[int], bool],
+        everywhere: bool,
+        wire_format: WireFormat = RAW,
+    ) -> Peers:
         """Opens a leader's way to other leaders.
 
         Args:
             layouts: of each optimizer's parameters.
             is_lost: whether a group is gone, so that waiting for it is pointless.
             everywhere: whether leaders on other machines must be able to reach this one.
+            wire_format: how weights may be put into bytes: those that come are what it makes of them already, so a
+                transport may as well send them as they are.
         """
 
     @abstractmethod

@@ -222,7 +222,7 @@ def check_size(wire_format: WireFormat, nbytes: int, layout: Layout) -> None:
     smallest, largest = wire_format.sizes(layout)
     if not smallest <= nbytes <= largest:
         expected = f"{largest}" if smallest == largest else f"{smallest} to {largest}"
-        raise MalformedMessage(f"the push has {nbytes} bytes, {expected} were expected")
+        raise MalformedMessage(f"the tensors have {nbytes} bytes, {expected} were expected")
 
 
 def decode(wire_format: WireFormat, payload: Tensor, layout: Layout, memory: Memory) -> Tensor:
@@ -238,7 +238,7 @@ def decode(wire_format: WireFormat, payload: Tensor, layout: Layout, memory: Mem
             "malformed", f"{payload.numel()} bytes are no push in the wire format {name_of(wire_format)}: {error}"
         ) from error
     if flat.numel() != layout.nbytes:
-        raise MalformedMessage(f"the push has {flat.numel()} bytes, {layout.nbytes} were expected")
+        raise MalformedMessage(f"the tensors have {flat.numel()} bytes, {layout.nbytes} were expected")
     return flat
 
 

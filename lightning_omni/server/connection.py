@@ -24,6 +24,7 @@ from lightning_omni.protocol.handshake import NONCE_BYTES, hello_of
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.quoting import quoted
 from lightning_omni.protocol.transport import PATIENCE, Control, Data, answer_of
+from lightning_omni.protocol.wire_format import RAW, WireFormat
 from lightning_omni.server.addresses import check_address, data_address, remove_if_abandoned
 from lightning_omni.server.dialing import Dialed, attach, dial
 from lightning_omni.server.frames import (
@@ -152,8 +153,14 @@ class ControlConnection(Control):
     def attach(self, timeout: float = 300.0) -> DataConnection:
         return DataConnection(self.session, self.check, timeout)
 
-    def listen(self, layouts: Sequence[Layout], is_lost: Callable[[int], bool], everywhere: bool) -> PeerWires:
-        return PeerWires(self.address, self.rank, layouts, self.keys, is_lost, self.check, everywhere)
+    def listen(
+        self,
+        layouts: Sequence[Layout],
+        is_lost: Callable[[int], bool],
+        everywhere: bool,
+        wire_format: WireFormat = RAW,
+    ) -> PeerWires:
+        return PeerWires(self.address, self.rank, layouts, self.keys, is_lost, self.check, everywhere, wire_format)
 
     def close(self, reason: str | None = None) -> None:
         if self._closing:

@@ -27,6 +27,7 @@ from lightning_omni.protocol.handshake import NONCE_BYTES, attach_mac, is_equal
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.roster import MOST_CHALLENGED
 from lightning_omni.protocol.transport import Address
+from lightning_omni.protocol.wire_format import RAW, Memory, WireFormat, check_size, decode
 from lightning_omni.server.addresses import is_private, own_host, sibling, tcp_endpoint
 from lightning_omni.server.dialing import Dialed, attach, dial
 from lightning_omni.server.frames import CHUNK_MARK, LARGEST_DATA_FRAME, Assembly, chunks
@@ -50,14 +51,15 @@ class PeerSocket:
         endpoint: what to bind: ``tcp://host:*`` or ``ipc:///directory/name``.
         layouts: of each optimizer's parameters.
         keys: of the run; only a peer that holds them is answered.
+        wire_format: how weights are put into bytes.
     """
 
-    def __init__(self, endpoint: str, layouts: Sequence[Layout], keys: RunKeys) -> None:
+    def __init__(self, endpoint: str, layouts: Sequence[Layout], keys: RunKeys, wire_format: WireFormat = RAW) -> None:
         self.strangers = 0
         self._secret = keys.peers
         self._attaching: dict[bytes, tuple[m.Attach, bytes]] = {}
         self._admitted: set[bytes] = set()
-        self._layouts = list(layouts)
+        self._layouts, self._format = list(layouts), wire_format
         self._published: dict[int, Tensor] = {}
         self._inboxes = [Total() for _ in layouts]
         self._lock = threading.Lock()
@@ -74,11 +76,8 @@ class PeerSocket:
 
     def publish(self, optimizer: int, tensors: Sequence[Tensor]) -> None:
         """Others read these weights from now on; copied."""
-        layout = self._layouts[optimizer]
-        published = layout.empty()  # new memory: the old one may still be on its way to a peer
-        for view, tensor in zip(layout.views(published), tensors, strict=True):
-            view.copy_(tensor)
-        self._published[optimizer] = published
+        # In new memory: the old one may still be on its way to a peer.
+        self._published[optimizer] = self._format.encode(tensors, self._layouts[optimizer], {}, Memory()).payload
 
     def read_inbox(self, optimizer: int) -> Inbox:
         """Empties the inbox."""
@@ -162,17 +161,15 @@ class PeerSocket:
         self._say(peer, m.Attached(mac=attach_mac(self._secret, "server", attach, challenge)))
 
     def _begin(self, message: m.PeerMessage) -> Assembly:
-        expected = self._layouts[message.optimizer].nbytes
-        if message.nbytes != expected:
-            raise MalformedMessage(f"the weights have {message.nbytes} bytes, {expected} were expected")
-        return Assembly(message, torch.empty(expected, dtype=torch.uint8))
+        check_size(self._format, message.nbytes, self._layouts[message.optimizer])
+        return Assembly(message, torch.empty(message.nbytes, dtype=torch.uint8))
 
     def _keep(self, assembly: Assembly) -> None:
         optimizer: int = assembly.message.optimizer  # type: ignore[attr-defined]
         layout = self._layouts[optimizer]
-        if layout.nbytes != assembly.buffer.numel():
+        if not _fits(self._format, assembly.buffer.numel(), layout):
             return  # there are more parameters since it set out
-        weights = layout.views(assembly.buffer)
+        weights = layout.views(decode(self._format, assembly.buffer, layout, Memory()))
         if not all(bool(torch.isfinite(weight).all()) for weight in weights):
             return  # a group that has diverged must not take the others along
         with self._lock:
@@ -200,6 +197,7 @@ class PeerConnections:
         is_lost: whether a group is gone, so that waiting for it is pointless.
         check: called while waiting; raises what makes waiting pointless.
         timeout: seconds to wait for a peer that is not known to be gone.
+        wire_format: how weights are put into bytes.
     """
 
     def __init__(
@@ -210,9 +208,10 @@ class PeerConnections:
         is_lost: Callable[[int], bool],
         check: Callable[[], None],
         timeout: float = 30.0,
+        wire_format: WireFormat = RAW,
     ) -> None:
         self._addresses = dict(addresses)
-        self._layouts = list(layouts)
+        self._layouts, self._format = list(layouts), wire_format
         self._keys, self._is_lost, self._check, self._timeout = keys, is_lost, check, timeout
         self._context = zmq.Context()
         self._wires: dict[int, zmq.Socket[bytes]] = {}
@@ -229,17 +228,17 @@ class PeerConnections:
         layout = self._layouts[optimizer]
         if not isinstance(published, m.Published) or not published.nbytes:
             return None
-        if published.nbytes != layout.nbytes:  # it has other parameters than this group, for now
+        if not _fits(self._format, published.nbytes, layout):  # it has other parameters than this group, for now
             self._wires.pop(group).close(0)  # with all that is on its way
             self._unread[group] = 0
             return None
-        assembly = Assembly(published, torch.empty(layout.nbytes, dtype=torch.uint8))
+        assembly = Assembly(published, torch.empty(published.nbytes, dtype=torch.uint8))
         while not assembly.is_complete:
             frames = self._receive(group)
             if frames is None:
                 return None
             assembly.add(frames[-1].buffer)
-        return layout.views(assembly.buffer)
+        return layout.views(decode(self._format, assembly.buffer, layout, Memory()))
 
     def send(self, group: int, optimizer: int, tensors: Sequence[Tensor]) -> None:
         """Puts weights into a group's inbox, unless it has not taken the last ones yet."""
@@ -257,10 +256,7 @@ class PeerConnections:
             if self.dropped == 1:
                 _log.warning("group %d does not take weights as fast as they are sent to it; some are dropped", group)
             return
-        layout = self._layouts[optimizer]
-        buffer = layout.empty()
-        for view, tensor in zip(layout.views(buffer), tensors, strict=True):
-            view.copy_(tensor)
+        buffer = self._format.encode(tensors, self._layouts[optimizer], {}, Memory()).payload
         message = m.PeerMessage(optimizer=optimizer, nbytes=buffer.numel())
         self._say(group, [m.encode(message)])
         for chunk in chunks(buffer):
@@ -363,6 +359,7 @@ class PeerWires(PeerConnections):
         is_lost: whether a group is gone, so that waiting for it is pointless.
         check: called while waiting; raises what makes waiting pointless.
         everywhere: whether leaders on other machines must be able to reach this one.
+        wire_format: how weights are put into bytes.
 
     Attributes:
         address: where it listens.
@@ -377,9 +374,10 @@ class PeerWires(PeerConnections):
         is_lost: Callable[[int], bool],
         check: Callable[[], None],
         everywhere: bool,
+        wire_format: WireFormat = RAW,
     ) -> None:
-        super().__init__({}, layouts, keys, is_lost, check)
-        self._socket = PeerSocket(_endpoint(server, rank, everywhere), layouts, keys)
+        super().__init__({}, layouts, keys, is_lost, check, wire_format=wire_format)
+        self._socket = PeerSocket(_endpoint(server, rank, everywhere), layouts, keys, wire_format)
         self.address = self._socket.address
         self.publish, self.read_inbox = self._socket.publish, self._socket.read_inbox
 
@@ -392,6 +390,11 @@ class PeerWires(PeerConnections):
         """Ends both directions."""
         super().close()
         self._socket.close()
+
+
+def _fits(wire_format: WireFormat, nbytes: int, layout: Layout) -> bool:
+    smallest, largest = wire_format.sizes(layout)
+    return smallest <= nbytes <= largest
 
 
 def _endpoint(server: str, rank: int, everywhere: bool) -> str:

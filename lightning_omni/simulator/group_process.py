@@ -338,13 +338,18 @@ class SimulatedGroup:
         yield self._around.network.to_peer()
         peer = self._around.groups.get(number)
         published = peer._published if peer is not None else None
-        yield self._around.network.to_peer(self._around.server.shard.layout.nbytes if published is not None else 0)
+        yield self._around.network.to_peer(self._peer_bytes if published is not None else 0)
         return published
+
+    @property
+    def _peer_bytes(self) -> int:
+        """Of the weights of a group, as they travel."""
+        return self.core.wire_format.pushes.sizes(self._around.server.shard.layout)[1]
 
     def _send(self, need: SendPeer) -> Timeline:
         """A process: weights travel to a group's inbox."""
         tensors = copies(need.tensors)
-        yield self._around.network.to_peer(self._around.server.shard.layout.nbytes)
+        yield self._around.network.to_peer(self._peer_bytes)
         if need.group in self._around.groups:
             self._around.groups[need.group]._inbox.add(tensors)
 
