@@ -351,7 +351,7 @@ class StreamData(Data):
             raise
         self._wire.allow(None)
 
-    def send(self, message: m.Message, payload: Tensor | None = None) -> None:
+    def send(self, message: m.Message, payload: Tensor | None = None, into: Tensor | None = None) -> None:
         with self._naming_the_cause():
             self._wire.send(message, *([payload] if payload is not None else []))
         self.moved += payload.numel() if payload is not None else 0

@@ -66,7 +66,10 @@ class Serving:
         return control
 
 
-@pytest.fixture(params=[ZeroMQ(), InMemory(), Stream()], ids=transport.name_of)
+ALL = (ZeroMQ(), ZeroMQ(shared_memory=False), InMemory(), Stream())
+
+
+@pytest.fixture(params=ALL, ids=["zeromq", "zeromq by socket", "in_memory", "stream"])
 def serving(request: pytest.FixtureRequest) -> Iterator[Serving]:
     with served(request.param) as made:
         yield made
@@ -93,7 +96,7 @@ class Group:
         self.core = GroupCore(self.method)
         self.core.attach(self.replica)
         self.core.form(GroupId(str(rank), 1))
-        self._memory = Memory()
+        self._memory, self._into = Memory(self.control.empty), self.control.empty(self.layout.nbytes)
 
     def form(self, groups: Sequence[tuple[int, ...]]) -> None:
         """Rank 0 forms groups and hands weights over."""
@@ -119,7 +122,7 @@ class Group:
     def do(self, action: Action) -> Any:
         assert isinstance(action, Ask)
         said = self.core.say(action, self.layout, self._memory)
-        answer, payload = self.data.exchange(said.message, m.Weights, said.payload)
+        answer, payload = self.data.exchange(said.message, m.Weights, said.payload, self._into)
         tensors = self.layout.views(payload) if action.pulls else []
         return self.core.hear(Heard.of(answer), tensors, answer.clock, answer.note)
 
@@ -291,7 +294,7 @@ def test_the_same_training_ends_in_the_same_bits_over_every_transport() -> None:
     order = [0, 1, 1, 0, 1, 0, 0, 0, 1, 1]
     for method in ("async_sgd", "delay_compensated", "elastic_averaging:period=2", "async_diloco:period=2"):
         ends = []
-        for chosen in (ZeroMQ(), InMemory(), Stream()):
+        for chosen in ALL:
             with served(chosen) as serving:
                 made = method_named(method)
                 groups = [Group(serving, rank, 2, method=made) for rank in range(2)]

@@ -27,6 +27,7 @@ from lightning_omni.protocol.group import Ask, GroupCore
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.record import Event
 from lightning_omni.protocol.wire_format import RAW, Memory, Raw, WireFormat
+from lightning_omni.server import segments
 from lightning_omni.simulator import Cluster, Jitter, simulate
 from lightning_omni.simulator.cluster import Link as NetworkLink
 from lightning_omni.simulator.replay import replay
@@ -285,6 +286,9 @@ def test_through_a_real_server_and_other_groups_nothing_given_is_lost_or_sent_tw
     assert all(result["weights"] == ranks[0]["weights"] for result in ranks)
     assert ranks[0]["gathered"]
     assert [bool(result["residual"]) for result in ranks] == [True, False, True, False]
+    if segments.is_offered():  # every leader of every phase shares memory with the server; this format leaves it unused
+        assert all(0 < result["shared"] <= result["moved"] for result in ranks)
+        assert bool(wire) == all(result["shared"] == result["moved"] for result in ranks)
     for place, weight in enumerate(ranks[0]["weights"]):
         total = sum(torch.tensor(result["given"][place], dtype=torch.float64) for result in ranks)
         owed = torch.tensor([result["residual"][place] for result in ranks[::2]], dtype=torch.float64).sum(0)

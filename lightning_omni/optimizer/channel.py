@@ -26,7 +26,7 @@ from lightning_omni.protocol.cut import Cut
 from lightning_omni.protocol.group import Action, Ask, Heard
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.transport import Address, Data, Peers
-from lightning_omni.protocol.wire_format import RAW, check_size, decode
+from lightning_omni.protocol.wire_format import RAW, Memory, WireFormat, check_size, decode
 
 _log = logging.getLogger(__name__)
 
@@ -47,10 +47,12 @@ class Traffic:
     Attributes:
         seconds: time spent in them.
         moved: bytes of tensors to and from the server; only the leader of a group moves any.
+        shared: of these, bytes that lay in memory that leader and server share, and did not travel.
     """
 
     seconds: float = 0.0
     moved: int = 0
+    shared: int = 0
 
 
 class ServerSnapshot(NamedTuple):
@@ -126,8 +128,9 @@ class Channel:
         part = self._place.parts[ask.optimizer]
         if self._place.is_leader:
             with self.timed():
+                part.out = part.out or Memory(self._empty)
                 said = self._place.core.say(ask, part.replica.layout, part.out)
-                self._free_connection().send(said.message, said.payload)
+                self._free_connection().send(said.message, said.payload, self._room(ask, part))
             self._travels = ask
         self._under_way[ask.optimizer] = ask
 
@@ -141,6 +144,21 @@ class Channel:
         layout = part.replica.layout.fragment(ask.fragment, self._place.method.fragments)
         memory = self._memory(part)[: PREFIX + (layout.nbytes if ask.pulls else 0)]
         return self._share(ask, layout, memory)
+
+    def _room(self, ask: Ask, part: Part) -> Tensor | None:
+        """Memory for the tensors of an answer, as they travel. For leaders."""
+        if not ask.pulls:
+            return None
+        layout = part.replica.layout.fragment(ask.fragment, self._place.method.fragments)
+        if (answers := self._answers(ask)) != RAW:
+            part.coded = part.coded or Memory(self._empty)
+            return part.coded.room(answers.sizes(layout)[1])
+        if not ask.waits:  # while the group trains on, its weights are compared with those that came last
+            part.into, part.spare = part.spare, part.into
+        return self._memory(part)[PREFIX : PREFIX + layout.nbytes]
+
+    def _answers(self, ask: Ask) -> WireFormat:
+        return self._place.core.wire_format.answers if isinstance(ask.need, Exchange) else RAW
 
     def finish_exchanges(self) -> None:
         """What is under way comes to its end, and the method applies the answer. On every rank of the group."""
@@ -287,11 +305,13 @@ class Channel:
     @contextmanager
     def timed(self) -> Iterator[None]:
         """Counts time and bytes as those of exchanges."""
-        began, moved = time.perf_counter(), self._data.moved if self._data is not None else 0
+        began = time.perf_counter()
+        moved, shared = (self._data.moved, self._data.shared) if self._data is not None else (0, 0)
         yield
         self.traffic.seconds += time.perf_counter() - began
         if self._data is not None:
             self.traffic.moved += self._data.moved - moved
+            self.traffic.shared += self._data.shared - shared
 
     def warn_of_refusal(self, applied: bool, in_row: int) -> None:
         """Warns of the first of what was not finite."""
@@ -338,7 +358,7 @@ class Channel:
 
     def _hear(self, ask: Ask, layout: Layout, into: Tensor) -> m.Weights:
         """The server's answer, its tensors in memory as the layout has it. For leaders."""
-        answers = self._place.core.wire_format.answers if isinstance(ask.need, Exchange) else RAW
+        answers = self._answers(ask)
         is_flat = answers == RAW or not ask.pulls
         if ask.optimizer in self._arrived:
             answer, payload = self._arrived.pop(ask.optimizer)
@@ -376,9 +396,14 @@ class Channel:
             return (views if count else None), count
 
     def _memory(self, part: Part) -> Tensor:
-        if part.into is None:
-            part.into = torch.zeros(PREFIX + part.replica.layout.nbytes, dtype=torch.uint8)
+        nbytes = PREFIX + part.replica.layout.nbytes
+        if part.into is None or part.into.numel() != nbytes:
+            part.into = self._empty(nbytes)
         return part.into
+
+    def _empty(self, nbytes: int) -> Tensor:
+        assert self._place.control is not None
+        return self._place.control.empty(nbytes)
 
     # --- Connections --------------------------------------------------------------------------------------------------
 

@@ -183,7 +183,10 @@ class Part:
     optimizer: Optimizer
     replica: ModelReplica
     into: Tensor | None = None
-    out: Memory = field(default_factory=Memory)
+    out: Memory | None = None
+    coded: Memory | None = None
+    spare: Tensor | None = None
+    """Takes the place of ``into`` while an exchange is under way."""
     back: Memory = field(default_factory=Memory)
     staleness: list[int] = field(default_factory=list)
     head: tuple[str, Module] | None = None

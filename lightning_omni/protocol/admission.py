@@ -75,6 +75,12 @@ class Admission:
         assert self._roster.topology is not None
         return self._data_peers[self._roster.topology.leader(group)]
 
+    def data_connection(self, rank: int) -> tuple[Peer, bytes] | None:
+        """A rank's data connection, and the secret that has opened it; None if it has none, or is gone."""
+        if rank not in self._data_peers or rank in self._roster.gone:
+            return None
+        return self._data_peers[rank], self._roster.members[rank].session
+
     def greet(self, sender: Sender, message: m.Hello, payload: Payload) -> list[Out]:
         """A rank says hello."""
         challenge = self._random(NONCE_BYTES)

@@ -120,6 +120,11 @@ def attach_mac(secret: bytes, side: Literal["rank", "server"], attach: Attach, c
     return hmac.digest(secret, msgspec.msgpack.encode(("attach", side, attach, challenge)), hashlib.sha256)
 
 
+def share_mac(secret: bytes, side: str, share: tuple[Any, ...]) -> bytes:
+    """The MAC by which either side shows that it holds the secret of the connection for which memory is shared."""
+    return hmac.digest(secret, msgspec.msgpack.encode(("share", side, share)), hashlib.sha256)
+
+
 def derive(key: bytes, purpose: bytes, salt: bytes = b"", length: int = 32) -> bytes:
     """HKDF with SHA-256 (RFC 5869): a secret for one purpose.
 

@@ -293,7 +293,7 @@ class InMemoryData(Data):
         self._server, self._control = server, control
         handshake.attach(lambda message, expect: self.exchange(message, expect)[0], secret, control.rank, _NONCE)
 
-    def send(self, message: m.Message, payload: Tensor | None = None) -> None:
+    def send(self, message: m.Message, payload: Tensor | None = None, into: Tensor | None = None) -> None:
         self._control.check()
         self.moved += payload.numel() if payload is not None else 0
         # Copied, as by every other transport: the server may keep it.

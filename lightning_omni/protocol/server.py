@@ -233,6 +233,10 @@ class ServerCore:
         """Whether a connection is that of an admitted rank."""
         return self._admission.find(channel, peer) is not None
 
+    def data_connection(self, rank: int) -> tuple[Peer, bytes] | None:
+        """A rank's data connection, and the secret that has opened it; None if it has none, or is gone."""
+        return self._admission.data_connection(rank)
+
     @property
     def shards(self) -> list[Shard]:
         """What it holds, one for each optimizer."""

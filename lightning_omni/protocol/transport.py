@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import msgspec
+import torch
 from torch import Tensor
 
 from lightning_omni.errors import MalformedMessage, OmniError, ProtocolError, RankLost, Refused
@@ -92,6 +93,10 @@ class Control(ABC):
         Args:
             timeout: seconds to wait for any one answer.
         """
+
+    def empty(self, nbytes: int) -> Tensor:
+        """Zeros, uint8, ``(nbytes,)``: memory from and to which a data connection takes payloads best."""
+        return torch.zeros(nbytes, dtype=torch.uint8)
 
     @abstractmethod
     def listen(
@@ -168,17 +173,20 @@ class Data(ABC):
 
     Attributes:
         moved: bytes of payload that went out and came in so far.
+        shared: of these, bytes that lay in memory that both sides have, where a transport has such.
     """
 
     moved: int = 0
+    shared: int = 0
 
     @abstractmethod
-    def send(self, message: m.Message, payload: Tensor | None = None) -> None:
+    def send(self, message: m.Message, payload: Tensor | None = None, into: Tensor | None = None) -> None:
         """Sends a message with its payload, and does not wait: they travel while this rank does something else.
 
         Args:
             message: what to say. Nothing more may be said before its answer was received.
             payload: uint8, on the CPU; must not change until the answer is there.
+            into: memory for the answer's payload. It may be written from now on until the answer is there.
 
         Raises:
             RankLost: this rank's group is out of the run, or the run is over.
@@ -191,7 +199,8 @@ class Data(ABC):
 
         Args:
             expect: type of the answer.
-            into: memory for the answer's payload; fresh memory where it is missing or too short.
+            into: memory for the answer's payload, if it does not lie where `send` was given memory for it; fresh
+                memory where this is missing or too short.
 
         Returns:
             The answer, and its payload: uint8, empty if there is none.
@@ -206,7 +215,7 @@ class Data(ABC):
         self, message: m.Message, expect: type[Answer], payload: Tensor | None = None, into: Tensor | None = None
     ) -> tuple[Answer, Tensor]:
         """Sends a message and waits for its answer: `send` and `receive`, with the arguments of both."""
-        self.send(message, payload)
+        self.send(message, payload, into)
         return self.receive(expect, into)
 
     @abstractmethod

@@ -15,7 +15,7 @@ be decoded is refused and counted, before anything has changed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import repeat
 from operator import attrgetter, is_not
 from types import MappingProxyType
@@ -39,9 +39,14 @@ State = Mapping[str, Any]
 
 
 class Memory:
-    """Flat memory on the CPU that is used again and again, for one payload at a time."""
+    """Flat memory on the CPU that is used again and again, for one payload at a time.
 
-    def __init__(self) -> None:
+    Args:
+        empty: makes memory of so many bytes, all zeros; see `lightning_omni.protocol.transport.Control.empty`.
+    """
+
+    def __init__(self, empty: Callable[[int], Tensor] | None = None) -> None:
+        self._empty = empty or (lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8))
         self._layout = Layout(())
         self._buffer = self._held = self._layout.empty()
         self._views: list[Tensor] = []
@@ -50,9 +55,16 @@ class Memory:
         """Memory in which tensors lie as the layout has it, and these tensors. Valid until the next call."""
         if layout is not self._layout:
             if self._buffer.numel() < layout.nbytes:
-                self._buffer = layout.empty()
+                self._buffer = self._empty(layout.nbytes)
             self._layout, self._held, self._views = layout, self._buffer[: layout.nbytes], layout.views(self._buffer)
         return self._held, self._views
+
+    def room(self, nbytes: int) -> Tensor:
+        """Memory of so many bytes, at the beginning of its storage. Valid until the next call, as that of `hold`."""
+        if self._buffer.numel() < nbytes:
+            self._buffer = self._empty(nbytes)
+        self._layout, self._held, self._views = Layout(()), self._buffer[:0], []
+        return self._buffer[:nbytes]
 
 
 _NOTHING: State = MappingProxyType({})

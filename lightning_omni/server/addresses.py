@@ -22,7 +22,7 @@ import zmq
 from lightning_omni.errors import ConfigurationError
 
 PREFIX = "lightning-omni-"
-CONTROL, DATA = "control", "data"
+CONTROL, DATA, MEMORY = "control", "data", "memory"
 _SCHEME = "ipc://"
 _LONGEST_NAME = "peer-65535-0123abcd"
 _NEW = ".new-"
@@ -107,6 +107,11 @@ def data_address(control: str, port: int) -> str:
     if is_private(control):
         return sibling(control, DATA)
     return f"tcp://{urlsplit(control).netloc.rpartition(':')[0]}:{port}"
+
+
+def memory_path(control: str) -> str:
+    """Path of the socket over which memory is handed to a server in a private directory."""
+    return sibling(control, MEMORY).removeprefix(_SCHEME)
 
 
 def own_host(server: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import secrets
 import threading
@@ -25,7 +26,8 @@ from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.quoting import quoted
 from lightning_omni.protocol.transport import PATIENCE, Control, Data, answer_of
 from lightning_omni.protocol.wire_format import RAW, WireFormat
-from lightning_omni.server.addresses import check_address, data_address, remove_if_abandoned
+from lightning_omni.server import segments, sharing
+from lightning_omni.server.addresses import check_address, data_address, is_private, memory_path, remove_if_abandoned
 from lightning_omni.server.dialing import Dialed, attach, dial
 from lightning_omni.server.frames import (
     CHUNK_MARK,
@@ -38,6 +40,7 @@ from lightning_omni.server.frames import (
 )
 from lightning_omni.server.keys import RunKeys
 from lightning_omni.server.peers import PeerWires
+from lightning_omni.server.sharing import Place, Places, Sharing
 
 _log = logging.getLogger(__name__)
 
@@ -67,6 +70,7 @@ class ControlConnection(Control):
         connect_timeout: seconds to wait for the server's first answer.
         on_end: called, from the other thread, when this rank must stop.
         encryption: ``"curve"`` or ``"off"``, as the server's; sockets in a private directory need none.
+        shared_memory: whether tensors of a server on this machine go through memory that both have, where they can.
 
     Attributes:
         keys: what the run's key was turned into.
@@ -89,6 +93,7 @@ class ControlConnection(Control):
         connect_timeout: float = 15.0,
         on_end: Callable[[OmniError], None] | None = None,
         encryption: str = "curve",
+        shared_memory: bool = True,
     ) -> None:
         check_address(address)
         super().__init__(address, rank, on_end)
@@ -112,7 +117,10 @@ class ControlConnection(Control):
         self._wire, self._monitor = self._dialed.wire, self._dialed.monitor
         self.heartbeat_timeout = welcome.heartbeat_timeout
         self.data_address = data_address(address, welcome.data_port)
-        self.session = Session(self.data_address, rank, self._secret, self.keys)
+        shares = shared_memory and is_private(address) and segments.is_offered()
+        self.session = Session(self.data_address, rank, self._secret, self.keys, memory_path(address) if shares else "")
+        if shared_memory and not shares:
+            _log.info("tensors go by socket: memory is shared on Linux, with a server whose sockets lie in a directory")
         self._thread = threading.Thread(target=self._keep_alive, name="omni-control", daemon=True)
         self._thread.start()
 
@@ -152,6 +160,15 @@ class ControlConnection(Control):
 
     def attach(self, timeout: float = 300.0) -> DataConnection:
         return DataConnection(self.session, self.check, timeout)
+
+    def empty(self, nbytes: int) -> Tensor:
+        if self.session.memory:
+            try:
+                return segments.empty(nbytes)
+            except OSError as error:
+                self.session = dataclasses.replace(self.session, memory="")
+                _log.warning("there is no memory that can be shared, tensors go by socket: %s", error)
+        return super().empty(nbytes)
 
     def listen(
         self,
@@ -265,12 +282,14 @@ class Session:
         rank: the rank.
         secret: of this rank's process and the server; it never travels.
         keys: of the run.
+        memory: path of the socket over which memory is handed to the server; empty if none is.
     """
 
     address: str
     rank: int
     secret: bytes
     keys: RunKeys
+    memory: str = ""
 
 
 class DataConnection(Data):
@@ -283,6 +302,7 @@ class DataConnection(Data):
 
     Attributes:
         moved: bytes of payload that went out and came in so far.
+        shared: of these, bytes that lay in memory that is shared with the server.
     """
 
     def __init__(self, session: Session, check: Callable[[], None], timeout: float = 300.0) -> None:
@@ -304,26 +324,48 @@ class DataConnection(Data):
             raise
         dialed.unwatch()
         self._wire = dialed.wire
+        self._sharing = Sharing(session.memory, session.rank, session.secret, min(timeout, CONNECT_TIME))
+        self._offered: set[Place] = set()
+        self._awaited: tuple[Place, Tensor] | None = None
 
-    def send(self, message: m.Message, payload: Tensor | None = None) -> None:
+    def send(self, message: m.Message, payload: Tensor | None = None, into: Tensor | None = None) -> None:
+        room = self._sharing.place(into)
+        if room in self._offered:  # the answer that never came may still be written there; this one goes by socket
+            room = None
+        places = Places(self._sharing.place(payload), room)
+        self._awaited = None
+        if room is not None and into is not None:
+            self._offered.add(room)
+            self._awaited = room, into
         try:  # there is no limit to what is queued: it blocks only where there is no connection any more
-            for frames in message_frames(message):
+            for frames in message_frames(message, places):
                 self._wire.send_multipart(frames, zmq.NOBLOCK)
-            for chunk in chunks(payload) if payload is not None else ():
+            for chunk in chunks(payload) if payload is not None and places.payload is None else ():
                 self._wire.send_multipart([CHUNK_MARK, chunk], zmq.NOBLOCK, copy=False)
         except zmq.Again:
             self._check()
             raise ConnectionLost("the connection to the parameter server's data socket has ended") from None
-        self.moved += payload.numel() if payload is not None else 0
+        if payload is not None:
+            self.moved += payload.numel()
+            self.shared += payload.numel() if places.payload is not None else 0
 
     def receive(self, expect: type[T], into: Tensor | None = None) -> tuple[T, Tensor]:
-        answer = m.decode(self._receive()[0].buffer, at="rank", channel=m.DATA)
+        head, *rest = self._receive()
+        answer = m.decode(head.buffer, at="rank", channel=m.DATA)
         if isinstance(answer, m.Long):
             long = self._assemble(answer, torch.empty(answer.nbytes, dtype=torch.uint8))
             answer = m.decode(long.numpy().data, at="rank", channel=m.DATA)
+        place, room = self._awaited or (None, None)
+        if place is not None:
+            self._offered.discard(place)
         answer = answer_of(answer, expect)
         nbytes = getattr(answer, "nbytes", 0)
         self.moved += nbytes
+        if rest:
+            if sharing.decode(rest[0].buffer, Places) != Places(answer=place) or room is None or room.numel() < nbytes:
+                raise MalformedMessage("the answer lies where there was no room for it")
+            self.shared += nbytes
+            return answer, room[:nbytes]
         if into is None or into.numel() < nbytes:
             into = torch.empty(nbytes, dtype=torch.uint8)
         return answer, self._assemble(answer, into[:nbytes])

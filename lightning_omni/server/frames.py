@@ -2,8 +2,9 @@
 
 On the data channel a message is one frame, and its payload follows in messages of two frames: an empty one, and at
 most half a megabyte of bytes. (One frame of 100 MB is half as fast: it cannot be copied out while the rest arrives.)
-A message that is larger itself is announced by a `Long` and comes in such pieces, too. On the control channel message
-and payload are the frames of one ZeroMQ message.
+Where the payload lies in memory that both processes share, the message has a second frame that says where (`sharing`),
+and nothing follows. A message that is larger itself is announced by a `Long` and comes in such pieces, too. On the
+control channel message and payload are the frames of one ZeroMQ message.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from torch import Tensor
 from lightning_omni.errors import MalformedMessage
 from lightning_omni.protocol.messages import Long, Message, encode
 from lightning_omni.server.keys import HANDSHAKE_TIME
+from lightning_omni.server.sharing import NOWHERE, Places
+from lightning_omni.server.sharing import encode as encode_places
 
 CHUNK = 1 << 19
 """Bytes of payload in one frame, at most."""
@@ -51,10 +54,12 @@ class Assembly:
     Args:
         message: the message that announced the payload.
         buffer: uint8, exactly as long as the payload.
+        places: what came with the message.
     """
 
-    def __init__(self, message: Message, buffer: Tensor) -> None:
+    def __init__(self, message: Message, buffer: Tensor, places: Places = NOWHERE) -> None:
         self.message = message
+        self.places = places
         self.buffer = buffer
         self._bytes = buffer.numpy()
         self._filled = 0
@@ -63,6 +68,17 @@ class Assembly:
     def is_complete(self) -> bool:
         """Whether all bytes are there."""
         return self._filled == self.buffer.numel()
+
+    def fill(self, payload: Tensor) -> None:
+        """Copies a whole payload, which may change meanwhile.
+
+        Raises:
+            MalformedMessage: it is not as large as was announced.
+        """
+        if payload.numel() != self.buffer.numel():
+            raise MalformedMessage(f"{payload.numel()} bytes of payload came, {self.buffer.numel()} were announced")
+        self.buffer.copy_(payload)
+        self._filled = self.buffer.numel()
 
     def add(self, chunk: Any) -> None:
         """Appends a chunk.
@@ -77,13 +93,14 @@ class Assembly:
         self._filled += size
 
 
-def message_frames(message: Message) -> Iterator[list[Any]]:
+def message_frames(message: Message, places: Places = NOWHERE) -> Iterator[list[Any]]:
     """A message of the data channel as it is sent: one ZeroMQ message, or more if it is a long one."""
     data = encode(message)
+    behind = [encode_places(places)] if places != NOWHERE else []
     if len(data) <= CHUNK:
-        yield [data]
+        yield [data, *behind]
         return
-    yield [encode(Long(nbytes=len(data)))]
+    yield [encode(Long(nbytes=len(data))), *behind]
     for start in range(0, len(data), CHUNK):
         yield [CHUNK_MARK, data[start : start + CHUNK]]
 

@@ -17,7 +17,8 @@ from lightning_omni.errors import ConfigurationError, MalformedMessage, Protocol
 from lightning_omni.protocol import Out, ServerCore
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.transport import refusal
-from lightning_omni.server.addresses import CONTROL, DATA, PrivateDirectory, tcp_endpoint
+from lightning_omni.server import segments, sharing
+from lightning_omni.server.addresses import CONTROL, DATA, PrivateDirectory, memory_path, tcp_endpoint
 from lightning_omni.server.frames import (
     CHUNK_MARK,
     LARGEST_CONTROL_FRAME,
@@ -30,6 +31,7 @@ from lightning_omni.server.frames import (
 from lightning_omni.server.guard import ConnectionGuard
 from lightning_omni.server.keys import RunKeys
 from lightning_omni.server.rate_limits import RefusalLog
+from lightning_omni.server.sharing import NOWHERE, Place, Places, SegmentSocket, SharedMemory
 
 _log = logging.getLogger(__name__)
 
@@ -61,6 +63,7 @@ class Server:
             what it says: it can read and alter what goes over the network, and until it is ended (within
             `guard.ADMISSION_TIME`, or when it has sent `guard.STRANGERS_MAY_SEND` bytes, where the system counts
             them) what it sends is held in memory.
+        shared_memory: whether leaders may share memory with it; in a directory only.
 
     Raises:
         ConfigurationError: an address cannot be bound, or this machine cannot encrypt.
@@ -74,6 +77,7 @@ class Server:
         data_port: int = 0,
         directory: PrivateDirectory | None = None,
         encryption: str = "curve",
+        shared_memory: bool = True,
     ) -> None:
         self.core = core
         self._directory = directory
@@ -81,6 +85,7 @@ class Server:
         self._guard = ConnectionGuard(self._context, keys)
         self._refusal_log = RefusalLog(_log)
         self._sockets: dict[m.Channel, zmq.Socket[bytes]] = {}
+        self._segment_socket: SegmentSocket | None = None
         try:
             for channel, number, name in ((m.CONTROL, port, CONTROL), (m.DATA, data_port, DATA)):
                 endpoint = tcp_endpoint(host, number) if directory is None else directory.address(name)
@@ -99,6 +104,10 @@ class Server:
         # A peer that is gone is noticed when something is sent to it.
         self._sockets[m.CONTROL].setsockopt(zmq.ROUTER_MANDATORY, 1)
         core.data_port = urlsplit(self._sockets[m.DATA].getsockopt_string(zmq.LAST_ENDPOINT)).port or 0
+        self.shared = SharedMemory(core.data_connection, lambda: sum(shard.buffer.numel() for shard in core.shards))
+        if directory is not None and shared_memory and segments.is_offered():
+            self._segment_socket = SegmentSocket(memory_path(self.address), self.shared)
+        self._answer_places: dict[tuple[bytes, int], Place] = {}
         self._assemblies: dict[bytes, Assembly] = {}
         self._buffers: dict[bytes, dict[int, Tensor]] = {}
         self._refusals: Counter[bytes] = Counter()
@@ -110,12 +119,16 @@ class Server:
         poller = zmq.Poller()
         for socket in self._sockets.values():
             poller.register(socket, zmq.POLLIN)
+        if self._segment_socket is not None:
+            poller.register(self._segment_socket, zmq.POLLIN)
         due = time.monotonic()
         while not until():
             poller.poll(int(max(0.0, min(due, self.core.due) - time.monotonic()) * 1000) + 1)
             try:
                 for channel in (m.CONTROL, m.DATA):
                     self._drain(channel)
+                if self._segment_socket is not None:
+                    self._segment_socket.serve()
                 if self.core.due <= time.monotonic():
                     self._send(self.core.tick(time.monotonic()))
             except Exception as error:
@@ -137,6 +150,8 @@ class Server:
         """Closes both sockets, as soon as the last words are out."""
         self._refusal_log.close()
         self._guard.close()
+        if self._segment_socket is not None:
+            self._segment_socket.close()
         for socket in self._sockets.values():
             socket.close(LAST_WORDS)
         self._context.term()
@@ -193,30 +208,43 @@ class Server:
                     raise MalformedMessage("a piece of nothing")
                 return []  # the rest of a payload that was refused
             assembly.add(frames[1].buffer)
-        elif len(frames) == 1:
+        elif len(frames) <= 2:
             message = self.core.decode(m.DATA, frames[0].buffer)
             if isinstance(message, m.AttachProof):
                 return self._decide(m.DATA, peer, message, frames[0])
-            assembly = self._begin(peer, message)
+            places = sharing.decode(frames[1].buffer, Places) if len(frames) == 2 else NOWHERE
+            assembly = self._begin(peer, message, places)
         else:
             raise MalformedMessage(f"{len(frames)} frames on the data channel")
         if assembly.is_complete and isinstance(assembly.message, m.Long):
             message = self.core.decode(m.DATA, assembly.buffer.numpy().data)
             if isinstance(message, (m.Long, m.Attach, m.AttachProof)):
                 raise MalformedMessage(f"a long {type(message).__name__}")
-            assembly = self._begin(peer, message)
+            assembly = self._begin(peer, message, assembly.places)
         if not assembly.is_complete:
             return []
         del self._assemblies[peer]
         return self.core.receive(m.DATA, peer, assembly.message, assembly.buffer, time.monotonic())
 
-    def _begin(self, peer: bytes, message: m.Message) -> Assembly:
-        """A message whose payload is on its way."""
+    def _begin(self, peer: bytes, message: m.Message, places: Places) -> Assembly:
+        """A message whose payload is on its way, or lies in shared memory."""
         nbytes = self.core.check_payload(peer, message)
         is_kept = self.core.keeps_payload(message)
-        assembly = Assembly(message, torch.empty(nbytes, dtype=torch.uint8) if is_kept else self._buffer(peer, nbytes))
+        buffer = torch.empty(nbytes, dtype=torch.uint8) if is_kept else self._buffer(peer, nbytes)
+        assembly = Assembly(message, buffer, places)
+        if not isinstance(message, m.Long):  # else they are those of the message that it announces
+            if places.payload is not None:
+                assembly.fill(self.shared.at(peer, places.payload))
+            self._offer(peer, message, places.answer)
         self._assemblies[peer] = assembly
         return assembly
+
+    def _offer(self, peer: bytes, message: m.Message, place: Place | None) -> None:
+        """Room for the payload of a message's answer; what was offered for an earlier one counts no more."""
+        self._answer_places.pop(key := _key(peer, message), None)
+        if place is not None:
+            self.shared.at(peer, place)  # one that there is not is refused now
+            self._answer_places[key] = place
 
     def _buffer(self, peer: bytes, nbytes: int) -> Tensor:
         """Memory for a payload; the same as for one of the last of that size, for fresh memory is slow to touch."""
@@ -257,9 +285,14 @@ class Server:
         self._turned_away = refused
 
     def _forget_strangers(self) -> None:
-        for peer in self._buffers.keys() - self.core.attached:
+        attached = self.core.attached
+        for peer in self._buffers.keys() - attached:
             del self._buffers[peer]
             self._assemblies.pop(peer, None)
+        self.shared.keep(attached)
+        self._answer_places = {key: place for key, place in self._answer_places.items() if key[0] in attached}
+        if self._segment_socket is not None:
+            self._segment_socket.tidy()
 
     def _send(self, out: list[Out]) -> None:
         for item in out:
@@ -270,13 +303,29 @@ class Server:
                 self._reach([item.peer, m.encode(item.message), *parts])
                 continue
             socket = self._sockets[m.DATA]
-            for frames in message_frames(item.message):
+            place = self._put(item)
+            for frames in message_frames(item.message, Places(answer=place)):
                 socket.send_multipart([item.peer, *frames])
-            for part in item.payload:
+            for part in item.payload if place is None else ():
                 assert isinstance(part, Tensor)
                 for chunk in chunks(part):
                     # Copied: the weights move on while the sockets are still busy.
                     socket.send_multipart([item.peer, CHUNK_MARK, chunk], copy=True)
+
+    def _put(self, item: Out) -> Place | None:
+        """Copies an answer's payload to where its receiver wants it; returns where, or None if it is to be sent."""
+        place = self._answer_places.pop(_key(item.peer, item.message), None)
+        if place is None or len(item.payload) != 1:
+            return None
+        (part,) = item.payload
+        if not isinstance(part, Tensor) or not 0 < part.numel() <= place.nbytes:
+            return None
+        try:
+            room = self.shared.at(item.peer, place)
+        except MalformedMessage:  # it was released meanwhile
+            return None
+        room[: part.numel()].copy_(part)
+        return place
 
     def _worth_an_answer(self, item: Out) -> bool:
         assert isinstance(item.message, m.RefusedMessage)
@@ -286,3 +335,8 @@ class Server:
         if len(self._refusals) > 4096:
             self._refusals.clear()
         return self._refusals[item.peer] <= ANSWERED_STRANGERS or item.message.code not in ("malformed", "stranger")
+
+
+def _key(peer: bytes, message: m.Message) -> tuple[bytes, int]:
+    """What joins an answer to its question: each optimizer of a connection has one at a time."""
+    return peer, getattr(message, "optimizer", -1)

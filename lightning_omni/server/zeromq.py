@@ -20,12 +20,15 @@ class ZeroMQ(Transport, frozen=True, kw_only=True, tag="zeromq"):
 
     Attributes:
         encryption: of connections over the network: ``"curve"``, or ``"off"`` on a network whose every user you trust.
+        shared_memory: whether tensors go through memory that the leader of a group and a server on the same machine
+            share, where they can: on Linux, with a server whose sockets lie in a directory. Otherwise by socket.
 
     Raises:
         ConfigurationError: there is no such encryption.
     """
 
     encryption: str = "curve"
+    shared_memory: bool = True
 
     def __post_init__(self) -> None:
         check_encryption(self.encryption)
@@ -36,7 +39,7 @@ class ZeroMQ(Transport, frozen=True, kw_only=True, tag="zeromq"):
     def serve(self, core: ServerCore, host: str = "", port: int = 0, data_port: int = 0) -> Server:
         if host or not is_offered():
             return Server(core, host or "127.0.0.1", port, data_port, encryption=self.encryption)
-        return Server(core, directory=PrivateDirectory(), encryption=self.encryption)
+        return Server(core, directory=PrivateDirectory(), encryption=self.encryption, shared_memory=self.shared_memory)
 
     def join(
         self,
@@ -48,7 +51,17 @@ class ZeroMQ(Transport, frozen=True, kw_only=True, tag="zeromq"):
         layout: Layout,
         on_end: Callable[[OmniError], None] | None = None,
     ) -> ControlConnection:
-        return ControlConnection(address, key, run, rank, world_size, layout, on_end=on_end, encryption=self.encryption)
+        return ControlConnection(
+            address,
+            key,
+            run,
+            rank,
+            world_size,
+            layout,
+            on_end=on_end,
+            encryption=self.encryption,
+            shared_memory=self.shared_memory,
+        )
 
     def clear(self, address: str) -> None:
         remove_if_abandoned(address)

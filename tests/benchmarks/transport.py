@@ -34,7 +34,8 @@ from lightning_omni.server.process import ServerSettings
 Once = Callable[[], None]
 PLAIN = "TCP"
 WAYS: dict[str, dict[str, Any]] = {
-    "ipc": {"host": ""},
+    "shared memory": {"host": ""},
+    "ipc": {"host": "", "transport": to_wire(ZeroMQ(shared_memory=False))},
     PLAIN: {"host": "127.0.0.1", "transport": to_wire(ZeroMQ(encryption="off"))},
     "TCP with CURVE": {"host": "127.0.0.1"},
 }
@@ -111,7 +112,7 @@ def exchange(nbytes: int, **way: Any) -> Iterator[Once]:
     packed, buffer = pack({"parts": [part]})
     data.exchange(m.Seed(packed=packed, nbytes=buffer.numel()), m.Seeded, buffer)
     weight.grad = torch.ones_like(weight)
-    out, into = layout.empty(), layout.empty()
+    out, into = control.empty(layout.nbytes), control.empty(layout.nbytes)
     clock = pushes = 0
 
     def once() -> None:

@@ -71,6 +71,8 @@ def train(rank: int) -> dict[str, object]:
         "given": [each.tolist() for each in given],
         "residual": [each.tolist() for each in residual],
         "gathered": gathered,
+        "moved": world.channel.traffic.moved,
+        "shared": world.channel.traffic.shared,
     }
     Path(os.environ["OMNI_TEST_FOLDER"], f"rank{rank}.json").write_text(json.dumps(result))
     dist.barrier()

@@ -61,12 +61,13 @@ class Lossy(WireFormat, frozen=True, kw_only=True):
             return Encoded(torch.empty(self.nbytes(0), dtype=torch.uint8), present, state)
         flat = torch.cat(there)
         parts = [part.contiguous().view(torch.uint8) for part in self.compress(flat)]
-        payload = torch.cat(parts) if len(parts) > 1 else parts[0]
+        room = memory.room(sum(part.numel() for part in parts))
+        payload = torch.cat(parts, out=room) if flat.is_cpu else torch.cat(parts)
         left = iter((flat - self.expand(payload, flat.numel()).to(flat)).split([each.numel() for each in there]))
         for place, tensor in enumerate(tensors):
             if tensor is not None:
                 owed[place] = _like(next(left), tensor)
-        return Encoded(payload.cpu(), present, {RESIDUAL: owed})
+        return Encoded(payload if flat.is_cpu else room.copy_(payload), present, {RESIDUAL: owed})
 
     def decode(self, payload: Tensor, layout: Layout, memory: Memory) -> Tensor:
         if payload.storage_offset():  # what follows is read as wider numbers, which may not begin anywhere
