@@ -19,7 +19,7 @@ from runs import search_path
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.protocol.layout import Layout
-from lightning_omni.server import ControlConnection, PeerSocket
+from lightning_omni.server import ControlConnection, PeerSocket, segments
 from lightning_omni.server.addresses import PREFIX, PrivateDirectory, check_address, remove_if_abandoned, sibling
 from lightning_omni.server.keys import RunKeys
 from lightning_omni.server.process import ServerSettings
@@ -116,7 +116,11 @@ def test_a_run_on_one_node_listens_on_no_port_and_leaves_nothing_behind_however_
         for parent in parents:
             assert parent.folder.parent == base
             assert parent.folder.stat().st_mode & 0o777 == 0o700
-            assert sorted(path.name for path in parent.folder.iterdir()) == ["control", "data"]
+            assert sorted(path.name for path in parent.folder.iterdir()) == [
+                "control",
+                "data",
+                *["memory"] * segments.is_offered(),
+            ]
             assert listening(parent.server) == set()
 
         control = join(orderly.address)

@@ -208,7 +208,7 @@ class Server:
                     raise MalformedMessage("a piece of nothing")
                 return []  # the rest of a payload that was refused
             assembly.add(frames[1].buffer)
-        elif len(frames) <= 2:
+        elif 1 <= len(frames) <= 2:
             message = self.core.decode(m.DATA, frames[0].buffer)
             if isinstance(message, m.AttachProof):
                 return self._decide(m.DATA, peer, message, frames[0])
