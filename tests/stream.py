@@ -291,7 +291,7 @@ class StreamControl(Control):
         self._over.wait(seconds)
         return self._ended
 
-    def attach(self, timeout: float = 300.0) -> StreamData:
+    def attach(self, timeout: float = 300.0, address: str = "") -> StreamData:
         return StreamData(self, self._secret, timeout)
 
     def listen(

@@ -97,6 +97,7 @@ BAD: dict[Any, dict[str, list[Any]]] = {
         "record": [3],
         "rebalance": [True, "on"],
         "encryption": ["on please", True, 3],
+        "servers": [0, -1, 1.5, "3", "per-rank", None, True],
         "wire": [8, "int4", None, "topk:3"],
         "overlap": ["yes", 1, None],
     },

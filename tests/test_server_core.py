@@ -1003,6 +1003,7 @@ SAMPLES: dict[type[m.Message], m.Message] = {
     for message in (
         hello(1),
         m.Proof(mac=b"mac"),
+        m.AskShards(),
         m.Heartbeat(sent=1.5, compute_time=0.25),
         m.Form(generation=1, groups=((0, 1), (2,)), method={"name": "async_sgd"}),
         m.OpenEpoch(plan=EpochPlan(epoch=0, total=8, batch_size=2, budget=8, trained=((0, 2),))),

@@ -9,10 +9,12 @@ import time
 from pathlib import Path
 from types import FrameType
 
+import msgspec
 from rich.console import Console
 
 from lightning_omni.cli.console import INTERRUPTED
 from lightning_omni.cli.units import Quantity, seconds_of
+from lightning_omni.errors import ConfigurationError
 
 
 def serve(
@@ -30,6 +32,10 @@ def serve(
     encryption: str = "curve",
     wire_format: str = "",
     transport: str = "",
+    shards: int = 1,
+    shards_here: int = 0,
+    shard: int = 0,
+    coordinator: str = "",
 ) -> int:
     """Runs a parameter server that trainings join with OmniStrategy(server="tcp://host:port").
 
@@ -50,6 +56,11 @@ def serve(
         encryption: "curve", or "off" on a network whose every user you trust; the runs must be given the same.
         wire_format: Wire formats of your own that runs may use, as module:Class, separated by commas.
         transport: A transport of your own in place of ZeroMQ, as module:Class; the runs must be given the same.
+        shards: Servers that hold a share of the weights each; trainings are told the address of this one alone.
+        shards_here: How many of them run on this machine, this one among them; 0 means all. The others are started on
+            theirs, each with a number of its own: lightning-omni serve --shards 4 --shard 1 --coordinator tcp://...
+        shard: Number of the share that this server holds, if another one coordinates them.
+        coordinator: Address of the server that coordinates.
     """
     # Not above: --help is not to wait for torch.
     import torch
@@ -62,10 +73,12 @@ def serve(
     from lightning_omni.protocol.record import RecordFile
     from lightning_omni.protocol.server import ServerCore
     from lightning_omni.server import ZeroMQ
+    from lightning_omni.server.addresses import EVERYWHERE
     from lightning_omni.server.keys import load_or_create
-    from lightning_omni.server.process import raise_limit_of_files
+    from lightning_omni.server.process import ServerProcess, ServerSettings, raise_limit_of_files
 
     console = Console(stderr=True)
+    here = _check_shards(shards, shards_here, shard, coordinator, record)
     key, where = load_or_create(key_file)
     torch.set_num_threads(threads)
     for path in method.split(",") if method else ():
@@ -80,10 +93,32 @@ def serve(
         clock=time.monotonic,
         resolve_module=module_resolver(allow_module.split(",") if allow_module else ()),
         record=RecordFile(record) if record is not None else None,
+        shards=shards,
+        shard=shard,
     )
     raise_limit_of_files()
     chosen = transports.load(transport)() if transport else ZeroMQ(encryption=encryption)
-    server = chosen.serve(core, host, port, data_port)
+    if shard:
+        server = chosen.follow(core, coordinator, host, port, data_port)
+    else:
+        server = chosen.serve(core, host, port, data_port)
+    settings = ServerSettings(
+        key=key.hex(),
+        host=host,
+        port=0,
+        heartbeat_timeout=seconds_of("--heartbeat-timeout", heartbeat_timeout),
+        join_timeout=300.0,
+        threads=threads,
+        allow_optimizers=tuple(allow_optimizer.split(",")) if allow_optimizer else (),
+        methods=tuple(method.split(",")) if method else (),
+        allow_modules=tuple(allow_module.split(",")) if allow_module else (),
+        wire_formats=tuple(wire_format.split(",")) if wire_format else (),
+        transport=transports.to_wire(chosen),
+        transports=(transport,) if transport else (),
+        shards=shards,
+        coordinator=server.address.replace(f"//{EVERYWHERE}:", "//127.0.0.1:"),
+    )
+    beside = [ServerProcess(msgspec.structs.replace(settings, shard=number)) for number in range(1, here)]
     stopped = threading.Event()
     signals: list[int] = []
 
@@ -99,6 +134,8 @@ def serve(
     )
 
     def is_over() -> bool:
+        if core.gone:
+            stopped.set()
         if core.is_over:
             console.print(f"a run is over: {core.clock} updates, ranks lost: {len(core.roster.lost)}")
             if once:
@@ -110,5 +147,28 @@ def serve(
         server.run(until=is_over)
     finally:
         server.close()
+        for process in beside:  # they end with this one
+            process.stop()
+    if core.gone:
+        console.print(core.gone, style="red", markup=False)
+        return 1
     console.print("parameter server stopped")
     return INTERRUPTED if signal.SIGINT in signals else 0
+
+
+def _check_shards(shards: int, here: int, shard: int, coordinator: str, record: Path | None) -> int:
+    """How many servers run on this machine, this one among them."""
+    if shards < 1 or not 0 <= here <= shards:
+        raise ConfigurationError(
+            f"--shards {shards} --shards-here {here}: pass the number of servers, and how many of them run here"
+        )
+    if not 0 <= shard < shards:
+        raise ConfigurationError(f"--shard {shard}: the servers are numbered from 0 to {shards - 1}")
+    if bool(shard) != bool(coordinator):
+        raise ConfigurationError(
+            f"--shard {shard} --coordinator {coordinator!r}: a server with a number other than 0 needs the address of"
+            " the one that coordinates, and that one needs none"
+        )
+    if shards > 1 and record is not None:
+        raise ConfigurationError(f"--record {record} --shards {shards}: a record is of one server; leave one out")
+    return 1 if shard else here or shards

@@ -344,6 +344,9 @@ class Method(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
             groups' own weights.
         pushes_weights: whether pushes are weights, rather than what adds up: gradients, or changes of weights.
         answers_changes: whether answers are changes of weights, which both sides apply, rather than weights.
+        elementwise: whether the server side treats each number of the weights by itself, so that several servers may
+            each hold a part of a tensor; what it remembers for each parameter then stands in lists of one entry a
+            parameter, or by place, as in the state of torch's optimizers.
         talks_to_peers: whether group sides need `Publish`, `ReadPeer`, `SendPeer` or `ReadInbox`.
         fragments: how many parts the parameters are cut into, each of which is exchanged by itself; 1 exchanges them
             whole. What the server side computes must be element-wise, for the cuts go through tensors.
@@ -354,6 +357,7 @@ class Method(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
     evaluated: ClassVar[Literal["server", "centre", "mean"]] = "server"
     pushes_weights: ClassVar[bool] = False
     answers_changes: ClassVar[bool] = False
+    elementwise: ClassVar[bool] = True
     talks_to_peers: ClassVar[bool] = False
     fragments: ClassVar[int] = 1
     side: ClassVar[type[ServerSide] | None] = None

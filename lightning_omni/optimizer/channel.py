@@ -16,16 +16,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from lightning_omni.errors import MalformedMessage
+from lightning_omni.errors import ProtocolError, UnsupportedError
 from lightning_omni.methods import Exchange, Inbox, Publish, Pulled, ReadInbox, ReadPeer, Receive, SendPeer
+from lightning_omni.methods.master import class_path
 from lightning_omni.optimizer.model_replica import Part
 from lightning_omni.optimizer.place import Place
 from lightning_omni.protocol import messages as m
-from lightning_omni.protocol.codec import unpack
+from lightning_omni.protocol.codec import pack, unpack
 from lightning_omni.protocol.cut import Cut
-from lightning_omni.protocol.group import Action, Ask, Heard
+from lightning_omni.protocol.group import Action, Ask, Heard, Said
 from lightning_omni.protocol.layout import Layout
-from lightning_omni.protocol.transport import Address, Data, Peers
+from lightning_omni.protocol.requests import Requests, alike
+from lightning_omni.protocol.split import ELEMENTWISE, Split
+from lightning_omni.protocol.transport import Address, Peers
 from lightning_omni.protocol.wire_format import RAW, Memory, WireFormat, check_size, decode
 
 _log = logging.getLogger(__name__)
@@ -84,11 +87,11 @@ class Channel:
         self._place = place
         self.traffic = Traffic()
         self.synchronizations = 0
-        self._data: Data | None = None
+        self._requests: Requests | None = None
         self._peers: Peers | None = None
         self._under_way: dict[int, Ask] = {}
         self._travels: Ask | None = None
-        self._arrived: dict[int, tuple[m.Weights, Tensor]] = {}
+        self._arrived: dict[int, list[tuple[m.Weights, Tensor]]] = {}
 
     # --- Server -------------------------------------------------------------------------------------------------------
 
@@ -128,9 +131,8 @@ class Channel:
         part = self._place.parts[ask.optimizer]
         if self._place.is_leader:
             with self.timed():
-                part.out = part.out or Memory(self._empty)
-                said = self._place.core.say(ask, part.replica.layout, part.out)
-                self._free_connection().send(said.message, said.payload, self._room(ask, part))
+                requests = self._free_connections()
+                requests.send(self._said(ask, part, requests.count), self._rooms(ask, part, requests.count))
             self._travels = ask
         self._under_way[ask.optimizer] = ask
 
@@ -165,6 +167,30 @@ class Channel:
         for index in list(self._under_way):
             self._place.core.apply_answer(index, self.receive(index))
 
+    def _said(self, ask: Ask, part: Part, servers: int) -> list[Said]:
+        memories = part.outs(servers, self._empty)
+        if servers == 1:
+            return [self._place.core.say(ask, part.replica.layout, memories[0])]
+        return self._place.core.say_parts(ask, self._split(part, servers), memories)
+
+    def _rooms(self, ask: Ask, part: Part, servers: int) -> Sequence[Tensor | None] | None:
+        """Memory for the tensors of the answers of all servers, as they travel. For leaders."""
+        room = self._room(ask, part)
+        if servers == 1:
+            return [room]
+        is_raw = room is not None and self._answers(ask) == RAW
+        return self._split(part, servers).memories(room) if is_raw and room is not None else None
+
+    def _split(self, part: Part, servers: int) -> Split:
+        """How the parameters of an optimizer are divided over the servers."""
+        layout = part.replica.layout
+        if part.split is None or part.split.layout is not layout or len(part.split.shares) != servers:
+            elementwise = self._place.method.elementwise and (
+                self._place.steps_here(part) or class_path(type(part.optimizer)) in ELEMENTWISE
+            )
+            part.split = Split.of(layout, servers, elementwise)
+        return part.split
+
     def fetch(self, index: int) -> Pulled:
         """The server's weights for this group, which its method did not ask for."""
         return self.ask_weights(self._place.core.fetch(index))
@@ -175,16 +201,81 @@ class Channel:
         Args:
             with_state: also what optimizers and methods remember, and the gathered states of groups.
         """
-        answer, payload = self.ask(m.TakeSnapshot(with_state=with_state), m.Snapshot)
+        requests = self._free_connections()
+        heard = requests.exchange([Said(m.TakeSnapshot(with_state=with_state))] * requests.count, m.Snapshot)
         # Copies: what is unpacked shares one memory, which torch.save refuses if there is more than one dtype.
-        tree: dict[str, Any] = tree_map(
-            lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, unpack(answer.packed, payload)
+        first, *others = (
+            tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, unpack(answer.packed, payload))
+            for answer, payload in heard
         )
-        return ServerSnapshot(answer.cut, tree["parts"], tree.get("groups", {}))
+        cut, parts = heard[0][0].cut, first["parts"]
+        if others:
+            if any(answer.cut.pushes != cut.pushes for answer, _ in heard):
+                raise ProtocolError("servers that hold a share each have given snapshots of different moments")
+            parts = [
+                self._whole(part, [tree["parts"][index] for tree in (first, *others)])
+                for index, part in enumerate(self._place.parts)
+            ]
+        return ServerSnapshot(cut, parts, first.get("groups", {}))
+
+    def _whole(self, part: Part, shares: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """What the servers hold of an optimizer, each its share, put together."""
+        if part.head is not None:  # the server that coordinates holds all of it
+            return shares[0]
+        split = self._split(part, len(shares))
+        weights = split.merged([list(share["weights"].values()) for share in shares])
+        whole = {
+            **shares[0],
+            "weights": dict(zip(part.replica.parameters, weights, strict=True)),
+            "state": split.merged_tree([share["state"] for share in shares]),
+        }
+        if "method" in whole:
+            whole["method"] = split.merged_tree([share["method"] for share in shares])
+        return whole
+
+    def seed(self, parts: Sequence[dict[str, Any]]) -> None:
+        """Hands weights and optimizers over, to each server its share. By the recorder.
+
+        Args:
+            parts: of each optimizer, as `lightning_omni.protocol.snapshots.Snapshots.seed` takes them.
+        """
+        requests = self._free_connections()
+        said = []
+        for server in range(requests.count):
+            tree = [
+                part if requests.count == 1 else self._share_of(self._place.parts[index], part, server, requests.count)
+                for index, part in enumerate(parts)
+            ]
+            packed, buffer = pack({"parts": tree})
+            said.append(Said(m.Seed(packed=packed, nbytes=buffer.numel()), buffer))
+        requests.exchange(said, m.Seeded)
+
+    def _share_of(self, part: Part, seed: dict[str, Any], server: int, servers: int) -> dict[str, Any]:
+        """What one of several servers is handed of an optimizer; of a merged head, the one that coordinates all."""
+        if part.head is not None:
+            if server == 0:
+                return seed
+            empty = Split.of(Layout(()), servers, elementwise=True)
+            optimizer = None if self._place.steps_at_worker else empty.described(seed["optimizer"], server)
+            return {**seed, "optimizer": optimizer, "weights": {}, "head": None}
+        split = self._split(part, servers)
+        weights = split.parts(list(seed["weights"].values()))[server]
+        names = [spec.name for spec in split.shares[server].specs]
+        method = seed.get("method")
+        return {
+            **seed,
+            "optimizer": split.described(seed["optimizer"], server),
+            "weights": dict(zip(names, weights, strict=True)),
+            "method": None if method is None else split.tree_parts(method)[server],
+        }
 
     def ask(self, message: m.Message, expect: type[_Answer], payload: Tensor | None = None) -> tuple[_Answer, Tensor]:
-        """Asks the server on the data channel. Returns the answer and its payload, uint8."""
-        return self._free_connection().exchange(message, expect, payload)
+        """Asks the server on the data channel, the one that coordinates if there are several.
+
+        Returns:
+            The answer and its payload, uint8.
+        """
+        return self._free_connections().coordinator.exchange(message, expect, payload)
 
     def bring(self, data: bytes) -> None:
         """Bytes that the control channel does not take; what is said there next is about them. For every rank."""
@@ -305,13 +396,13 @@ class Channel:
     @contextmanager
     def timed(self) -> Iterator[None]:
         """Counts time and bytes as those of exchanges."""
-        began = time.perf_counter()
-        moved, shared = (self._data.moved, self._data.shared) if self._data is not None else (0, 0)
+        began, requests = time.perf_counter(), self._requests
+        moved, shared = (requests.moved, requests.shared) if requests is not None else (0, 0)
         yield
         self.traffic.seconds += time.perf_counter() - began
-        if self._data is not None:
-            self.traffic.moved += self._data.moved - moved
-            self.traffic.shared += self._data.shared - shared
+        if self._requests is not None:
+            self.traffic.moved += self._requests.moved - moved
+            self.traffic.shared += self._requests.shared - shared
 
     def warn_of_refusal(self, applied: bool, in_row: int) -> None:
         """Warns of the first of what was not finite."""
@@ -360,20 +451,20 @@ class Channel:
         """The server's answer, its tensors in memory as the layout has it. For leaders."""
         answers = self._answers(ask)
         is_flat = answers == RAW or not ask.pulls
+        requests, part = self._servers(), self._place.parts[ask.optimizer]
+        split = self._split(part, requests.count) if requests.count > 1 else Split.whole(layout)
         if ask.optimizer in self._arrived:
-            answer, payload = self._arrived.pop(ask.optimizer)
+            heard = self._arrived.pop(ask.optimizer)
         else:
             self._travels = None
-            answer, payload = self._data_connection().receive(m.Weights, into if is_flat else None)
-        if is_flat:
-            if payload.numel() != into.numel():
-                raise MalformedMessage(f"{payload.numel()} bytes of weights came, {into.numel()} were expected")
-            if payload.data_ptr() != into.data_ptr():
-                into.copy_(payload)
-        else:
-            check_size(answers, payload.numel(), layout)
-            into.copy_(decode(answers, payload, layout, self._place.parts[ask.optimizer].back))
-        return answer
+            heard = requests.receive(m.Weights, split.memories(into) if is_flat and ask.pulls else None)
+        payloads = [payload for _, payload in alike(heard)]
+        if not is_flat:
+            shares = zip(payloads, split.shares, part.backs(requests.count), strict=True)
+            payloads = [_decoded(answers, payload, share, memory) for payload, share, memory in shares]
+        if ask.pulls:
+            split.write(into, payloads)
+        return heard[0][0]
 
     def _share_tensors(
         self, part: Part, read: Callable[[], tuple[Sequence[Tensor] | None, int]]
@@ -412,9 +503,9 @@ class Channel:
         self._under_way.clear()
         self._arrived.clear()
         self._travels = None
-        if self._data is not None:
-            self._data.close()
-            self._data = None
+        if self._requests is not None:
+            self._requests.close()
+            self._requests = None
         self._close_peers()
 
     def _close_peers(self) -> None:
@@ -422,15 +513,26 @@ class Channel:
             self._peers.close()
             self._peers = None
 
-    def _free_connection(self) -> Data:
-        """The data connection, with nothing under way: the answer to what was sent is waited for, and kept."""
+    def _free_connections(self) -> Requests:
+        """The data connections, with nothing under way: the answer to what was sent is waited for, and kept."""
+        requests = self._servers()
         if self._travels is not None:
             ask, self._travels = self._travels, None
-            self._arrived[ask.optimizer] = self._data_connection().receive(m.Weights)
-        return self._data_connection()
+            self._arrived[ask.optimizer] = requests.receive(m.Weights)
+        return requests
 
-    def _data_connection(self) -> Data:
-        if self._data is None:
+    def _servers(self) -> Requests:
+        if self._requests is None:
             assert self._place.control is not None
-            self._data = self._place.control.attach(self._place.options.timeout.total_seconds())
-        return self._data
+            if self._place.control.shards > 1 and self._place.method.fragments > 1:
+                raise UnsupportedError(
+                    f"the method's fragments={self._place.method.fragments}, and {self._place.control.shards} servers"
+                    " hold a share of the weights each: pass fragments=1, or servers=1"
+                )
+            self._requests = Requests(self._place.control.attach_all(self._place.options.timeout.total_seconds()))
+        return self._requests
+
+
+def _decoded(answers: WireFormat, payload: Tensor, layout: Layout, memory: Memory) -> Tensor:
+    check_size(answers, payload.numel(), layout)
+    return decode(answers, payload, layout, memory)

@@ -1,12 +1,15 @@
-"""The parameter server as a run sees it: a process that rank 0 starts, or an address at which one runs already."""
+"""The parameter servers as a run sees them: processes that it starts, or an address at which one runs already."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import secrets
 import socket
 from collections.abc import Callable, Iterable, Sequence
+
+import msgspec
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import Method
@@ -24,10 +27,10 @@ from lightning_omni.server.process import ServerSettings
 
 
 class RunServer:
-    """Starts, finds and ends the server of a run.
+    """Starts, finds and ends the server of a run, or the several that hold a share of the weights each.
 
     Args:
-        rank: this rank; rank 0 starts the server.
+        rank: this rank; rank 0 starts the server, and with one for each node the first rank of each node that.
         options: of the run.
         ranks_per_node: number of ranks on each node.
 
@@ -41,6 +44,21 @@ class RunServer:
         self._key = b""
         self.transport = options.resolved_transport()
         self.process: ServerProcess | None = None
+        self._shares: dict[int, ServerProcess] = {}  # those that this rank starts beside it, by number
+        self._taught: tuple[Method, Sequence[Part]] | None = None
+
+    @property
+    def count(self) -> int:
+        """Servers that hold a share each, if the run starts them."""
+        return len(self._ranks_per_node) if self._options.servers == "per-node" else self._options.servers
+
+    @property
+    def _own_shares(self) -> Sequence[int]:
+        """Numbers of the servers that this rank starts, beside the one that coordinates."""
+        if self._options.servers != "per-node":
+            return range(1, self.count) if self._rank == 0 else ()
+        firsts = itertools.accumulate(self._ranks_per_node[:-1])
+        return [number for number, first in enumerate(firsts, 1) if first == self._rank]
 
     @property
     def is_on_this_node_only(self) -> bool:
@@ -48,20 +66,56 @@ class RunServer:
         return len(self._ranks_per_node) == 1
 
     def start(self, method: Method, parts: Iterable[Part]) -> None:
-        """Rank 0 starts the embedded server; returns at once, so that it comes up while the model is built."""
-        if self._rank != 0 or self._options.server is not None:
+        """Starts the servers that are this rank's to start; returns at once, so that they come up meanwhile."""
+        if self._options.server is not None:
+            return
+        self._taught = method, list(parts)
+        for number in self._own_shares:
+            if number not in self._shares:
+                self._shares[number] = ServerProcess()
+        if self._rank != 0:
             return
         if self.process is None:
             self.process = ServerProcess()
         if not self.process.is_told:
             self._key = key_of_environment() or new_key()
-            self.process.tell(self._settings(method, list(parts)))
+            self.process.tell(self._settings(method, self._taught[1]))
 
-    def stop(self) -> None:
-        """Ends the embedded server, if there is one."""
+    def share(self, address: str, key: bytes) -> None:
+        """The servers that this rank has started to hold a share each join the one that coordinates.
+
+        Args:
+            address: of that one.
+            key: of the run.
+
+        Raises:
+            ConfigurationError: one of them could not.
+        """
+        if self._taught is None:
+            return
+        settings = self._settings(*self._taught)
+        for number, process in self._shares.items():
+            if not process.is_told:
+                # On this node it listens as the first does; elsewhere on the address by which that is reached.
+                host = settings.host if self._rank == 0 else ""
+                process.tell(
+                    msgspec.structs.replace(settings, key=key.hex(), host=host, shard=number, coordinator=address)
+                )
+        for process in self._shares.values():
+            process.address()
+
+    def stop(self, has_failed: bool = False) -> None:
+        """Ends the embedded servers, if there are any.
+
+        Args:
+            has_failed: whether this rank has, and not the run: the weights' shares stay where they are.
+        """
         if self.process is not None:
             self.process.stop()
             self.process = None
+        for process in self._shares.values():  # they end with the one that coordinates
+            process.leave() if has_failed and self._rank else process.stop()
+        self._shares = {}
 
     def find(self, tell: Callable[[str], str]) -> tuple[str, bytes, str]:
         """Rank 0 tells all ranks where the server is; a failure on rank 0 is an error on all.
@@ -131,6 +185,7 @@ class RunServer:
             wire_formats=tuple({*_foreign(wire.pushes), *_foreign(wire.answers)}),
             transport=to_wire(self.transport),
             transports=_foreign(self.transport),
+            shards=self.count,
         )
 
     def _host(self) -> str:

@@ -19,6 +19,7 @@ from lightning_omni.methods import Pulled, Replica
 from lightning_omni.methods.master import park
 from lightning_omni.methods.replica import copies
 from lightning_omni.protocol.layout import Layout
+from lightning_omni.protocol.split import Split
 from lightning_omni.protocol.wire_format import Memory
 
 _LARGE = 1 << 16
@@ -183,11 +184,11 @@ class Part:
     optimizer: Optimizer
     replica: ModelReplica
     into: Tensor | None = None
-    out: Memory | None = None
     coded: Memory | None = None
     spare: Tensor | None = None
     """Takes the place of ``into`` while an exchange is under way."""
-    back: Memory = field(default_factory=Memory)
+    split: Split | None = None
+    """How its parameters are divided over the servers, as the last exchange had it."""
     staleness: list[int] = field(default_factory=list)
     head: tuple[str, Module] | None = None
     """Name and submodule, if this is a merged head: it lives at the server, and nothing of it is pushed."""
@@ -200,11 +201,26 @@ class Part:
 
     def __post_init__(self) -> None:
         self.arranged = self.arrangement
+        self._outs: list[Memory] = []
+        self._backs: list[Memory] = []
+
+    def outs(self, servers: int, empty: Callable[[int], Tensor]) -> list[Memory]:
+        """Memory for what each server is sent, made by ``empty``."""
+        return _as_many(self._outs, servers, lambda: Memory(empty))
+
+    def backs(self, servers: int) -> list[Memory]:
+        """Memory for what each server has answered, decoded."""
+        return _as_many(self._backs, servers, Memory)
 
     @property
     def arrangement(self) -> list[list[int]]:
         """Which parameters each parameter group holds, as identities: quick to compare."""
         return [list(map(id, group["params"])) for group in self.optimizer.param_groups]
+
+
+def _as_many(memories: list[Memory], count: int, make: Callable[[], Memory]) -> list[Memory]:
+    memories.extend(make() for _ in range(count - len(memories)))
+    return memories[:count]
 
 
 # --- What others write -----------------------------------------------------------------------------------------------

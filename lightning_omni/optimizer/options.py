@@ -5,7 +5,9 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Literal
 
+from lightning_omni.checks import check_whole
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import Method, checked, method_named
 from lightning_omni.methods.overlap import check_overlap
@@ -40,6 +42,9 @@ class WorldOptions:
         overlap: whether a group's exchange travels while it computes its next gradient, at the price of gradients that
             are one step older; for methods whose optimizer steps at the server.
         transport: how ranks and server speak to each other; None is ZeroMQ, with that ``encryption``.
+        servers: how many servers hold a share of the weights each, so that no one link carries all: a number, which
+            rank 0 starts on its node, or ``"per-node"``, one on each node. A server that runs already says itself how
+            many there are.
     """
 
     groups: int | None = None
@@ -55,6 +60,7 @@ class WorldOptions:
     wire: Wire = "fp32"
     overlap: bool = False
     transport: Transport | None = None
+    servers: int | Literal["per-node"] = 1
 
     def __post_init__(self) -> None:
         if self.groups is not None:
@@ -75,12 +81,38 @@ class WorldOptions:
                 f"record={self.record!r}: the server at {self.server} runs already; start it with"
                 " lightning-omni serve --record FILE"
             )
+        self._check_servers(transport)
         method = self.resolved_method()
         self.resolved_wire().check(method)
         if self.overlap:
             check_overlap(method)
         if self.groups is not None:
             method.check(self.groups)
+
+    def _check_servers(self, transport: Transport) -> None:
+        if self.servers == 1:
+            return
+        if self.servers != "per-node":
+            check_whole("servers", self.servers, 'a number of servers, 1 or more, or "per-node"', 1)
+        if self.server is not None:
+            raise ConfigurationError(
+                f"servers={self.servers!r} and server={self.server!r}: how many servers hold a share each is said where"
+                " they are started, with lightning-omni serve --shards N; leave servers= out"
+            )
+        if self.record is not None:
+            raise ConfigurationError(
+                f"servers={self.servers!r} and record={self.record!r}: a record is of one server; leave one of them out"
+            )
+        if (fragments := self.resolved_method().fragments) > 1:
+            raise ConfigurationError(
+                f"servers={self.servers!r} and a method with fragments={fragments}: fragments are cut out of the whole"
+                " model, and each server holds a share of it; leave one of them out"
+            )
+        if type(transport).follow is Transport.follow:
+            raise ConfigurationError(
+                f"servers={self.servers!r} and transport={name_of(transport)!r}: with this transport one server holds"
+                " all weights; leave servers= out"
+            )
 
     def resolved_method(self) -> Method:
         """The method as a value."""

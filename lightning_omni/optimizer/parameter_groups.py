@@ -77,6 +77,12 @@ class ParameterGroups:
         if part.arranged == arrangement:
             return False
         self._channel.finish_exchanges()  # it lies in the layout of before
+        assert self._place.control is not None
+        if self._place.control.shards > 1:
+            raise UnsupportedError(
+                "parameter groups cannot change in mid-run where several servers hold a share each: pass servers=1, or"
+                " build the optimizer whole before training begins"
+            )
         replica, start = part.replica, len(part.replica.ordered)
         try:
             fresh = self._fresh(part)

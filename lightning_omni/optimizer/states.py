@@ -119,8 +119,7 @@ class States:
                 }
                 for part, state in zip_longest(self._place.parts, self._resumed.server)
             ]
-            packed, buffer = pack({"parts": parts})
-            self._channel.ask(m.Seed(packed=packed, nbytes=buffer.numel()), m.Seeded, buffer)
+            self._channel.seed(parts)
         for part in self._place.parts:
             for parameter in () if self._place.steps_here(part) else part.replica.ordered:
                 part.optimizer.state.pop(parameter, None)

@@ -242,7 +242,7 @@ class World(Place):
         self._closed.set()
         if self.control is not None:  # a rank that has trained to the end has not failed, whatever comes then
             self.control.close(reason="" if self.is_finished else f"rank {self.rank} failed: {reason}")
-        self._close_connections()
+        self._close_connections(has_failed=True)
         self.process_groups.abandon(self.topology)
 
     def close(self) -> None:
@@ -269,12 +269,12 @@ class World(Place):
         self._close_connections()
         groups.leave()
 
-    def _close_connections(self) -> None:
+    def _close_connections(self, has_failed: bool = False) -> None:
         self.channel.close()
         self.ever_lost.update(self.lost)
         self.control = None
         self.executor.place_heads()
-        self.server.stop()
+        self.server.stop(has_failed)
 
     # --- Phases ------------------------------------------------------------------------------------------------------
 
@@ -365,6 +365,7 @@ class World(Place):
         self.channel.synchronizations = 0
         layout = Layout(tuple(spec for part in self.parts for spec in part.replica.layout.specs))
         self.control = self.server.transport.join(address, key, run, self.rank, self.size, layout, self._on_end)
+        self.server.share(address, key)
         self.process_groups.join(self.channel.synchronize)
 
     def _form(self, groups: int | None = None, speeds: Mapping[int, float] | None = None) -> None:

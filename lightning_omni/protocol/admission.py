@@ -10,9 +10,11 @@ from collections.abc import Callable
 
 from lightning_omni.errors import Refused
 from lightning_omni.protocol import messages as m
+from lightning_omni.protocol import shard_messages as sm
 from lightning_omni.protocol.handshake import NONCE_BYTES, attach_mac, is_equal, server_mac
 from lightning_omni.protocol.roster import MOST_CHALLENGED, Member, Roster
 from lightning_omni.protocol.service import Out, Payload, Peer, Sender
+from lightning_omni.protocol.shard_servers import Servers
 
 
 class Admission:
@@ -25,6 +27,7 @@ class Admission:
         now: the time of the message that is being handled.
         heartbeat_timeout: told to every admitted rank, and so is ...
         data_port: ... the port of the data socket.
+        servers: those that hold a share each must know the ranks, too.
     """
 
     def __init__(
@@ -35,6 +38,7 @@ class Admission:
         now: Callable[[], float],
         heartbeat_timeout: float,
         data_port: Callable[[], int],
+        servers: Servers,
     ) -> None:
         self._key = key
         self._roster = roster
@@ -42,6 +46,7 @@ class Admission:
         self._now = now
         self._heartbeat_timeout = heartbeat_timeout
         self._data_port = data_port
+        self._servers = servers
         self._attaching: dict[Peer, tuple[m.Attach, bytes]] = {}
         self._attached: dict[Peer, int] = {}
         self._data_peers: dict[int, Peer] = {}
@@ -94,7 +99,9 @@ class Admission:
             mac=server_mac(self._key, hello, challenge),
             data_port=self._data_port(),
             heartbeat_timeout=self._heartbeat_timeout,
+            shards=self._servers.count,
         )
+        self._servers.tell(sm.Admit(hello=hello, challenge=challenge))
         return [Out(sender.peer, m.CONTROL, welcome)]
 
     def challenge(self, sender: Sender, message: m.Attach, payload: Payload) -> list[Out]:

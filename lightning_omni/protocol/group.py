@@ -53,6 +53,7 @@ from lightning_omni.methods.replica import Pulled, Replica
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.lessee import Lessee
+from lightning_omni.protocol.split import Split
 from lightning_omni.protocol.wire_format import (
     RAW,
     Encoded,
@@ -117,7 +118,7 @@ class Said(NamedTuple):
         payload: of a push, its tensors in the run's wire format.
     """
 
-    message: m.PushMessage | m.Fetch | m.Average
+    message: m.PushMessage | m.Fetch | m.Average | m.Seed | m.TakeSnapshot
     payload: Tensor | None = None
 
 
@@ -170,8 +171,8 @@ class _Half:
     """The same if the push that is to be answered is applied, too."""
     under_way: Ask | None = None
     """What was said and not waited for."""
-    said: Said | None = None
-    """How it was said: its tensors have moved on."""
+    said: list[Said] | None = None
+    """How it was said, to each server: its tensors have moved on."""
     sequence: int = 0
     """Pushes answered in this incarnation of the group; the next one is that number and one more."""
 
@@ -366,19 +367,51 @@ class GroupCore:
         """
         half = self._halves[ask.optimizer]
         if ask is half.under_way and half.said is not None:
-            return half.said
+            return half.said[0]
         if isinstance(ask.need, Fetch):
             return Said(m.Fetch(optimizer=ask.optimizer, epoch=ask.epoch, trained=ask.trained))
         if isinstance(ask.need, Average):
             whole = RAW.encode(ask.need.tensors, layout, {}, memory).payload
             return Said(m.Average(optimizer=ask.optimizer, nbytes=whole.numel()), whole)
-        encoded = self.encode(ask.optimizer, ask.need, layout, memory)
-        nbytes = encoded.payload.numel()
-        numbers = ask.epoch, ask.trained, layout.version, self.identity.incarnation
-        message = m.PushMessage.of(ask.need, ask.optimizer, encoded.present, nbytes, *numbers, half.sequence + 1)
-        said = Said(message, encoded.payload)
+        said = self._push(ask, ask.need, self.encode(ask.optimizer, ask.need, layout, memory), layout)
+        half.said = None if ask.waits else [said]
+        return said
+
+    def say_parts(self, ask: Ask, split: Split, memories: Sequence[Memory]) -> list[Said]:
+        """What is said to each of several servers that hold a share, as in `say`. The first one coordinates.
+
+        Args:
+            ask: from this core.
+            split: how the optimizer's parameters are divided.
+            memories: may be used for the payloads, one for each server, as in `say`.
+        """
+        half = self._halves[ask.optimizer]
+        if ask is half.under_way and half.said is not None:
+            return half.said
+        apart = ask._replace(epoch=-1, trained=0)  # of the data the server that coordinates knows alone
+        asks = [ask] + [apart] * (len(split.shares) - 1)
+        if isinstance(ask.need, Fetch):
+            return [self.say(each, split.layout, memories[0]) for each in asks]
+        parts = split.parts(ask.need.tensors)
+        if isinstance(ask.need, Average):
+            wholes = zip(parts, split.shares, memories, strict=True)
+            payloads = [RAW.encode(part, share, {}, memory).payload for part, share, memory in wholes]
+            return [Said(m.Average(optimizer=ask.optimizer, nbytes=each.numel()), each) for each in payloads]
+        pushes = self.wire_format.pushes
+        each_part = zip(parts, split.shares, split.sender_parts(half.sent), memories, strict=True)
+        encoded = [pushes.encode(part, share, state, memory) for part, share, state, memory in each_part]
+        half.sending = split.merged_sender([each.state for each in encoded]) if pushes.is_stateful else {}
+        each_ask = zip(asks, encoded, split.shares, strict=True)
+        said = [self._push(each, ask.need, part, share) for each, part, share in each_ask]
         half.said = None if ask.waits else said
         return said
+
+    def _push(self, ask: Ask, need: Exchange, encoded: Encoded, layout: Layout) -> Said:
+        nbytes = encoded.payload.numel()
+        numbers = ask.epoch, ask.trained, layout.version, self.identity.incarnation
+        sequence = self._halves[ask.optimizer].sequence + 1
+        message = m.PushMessage.of(need, ask.optimizer, encoded.present, nbytes, *numbers, sequence)
+        return Said(message, encoded.payload)
 
     def encode(self, optimizer: int, need: Exchange, layout: Layout, memory: Memory) -> Encoded:
         """A push in the run's wire format, as in `say`."""

@@ -31,6 +31,7 @@ from lightning_omni.protocol.messages import (
     Proof,
     Welcome,
 )
+from lightning_omni.protocol.shard_messages import ShardHello, ShardProof, ShardWelcome
 
 NONCE_BYTES = 32
 Say = Callable[[Message, type[Any]], Any]
@@ -123,6 +124,33 @@ def attach_mac(secret: bytes, side: Literal["rank", "server"], attach: Attach, c
 def share_mac(secret: bytes, side: str, share: tuple[Any, ...]) -> bytes:
     """The MAC by which either side shows that it holds the secret of the connection for which memory is shared."""
     return hmac.digest(secret, msgspec.msgpack.encode(("share", side, share)), hashlib.sha256)
+
+
+def shard_mac(key: bytes, side: Literal["shard", "coordinator"], hello: ShardHello, challenge: bytes) -> bytes:
+    """The MAC by which a server that holds a share, or the one that coordinates, shows that it holds the key."""
+    return hmac.digest(key, msgspec.msgpack.encode(("between servers", side, hello, challenge)), hashlib.sha256)
+
+
+def join_as_shard(say: Say, key: bytes, hello: ShardHello, where: str = "") -> ShardWelcome:
+    """The side of a server that holds a share, of the handshake with the one that coordinates; see `join`.
+
+    Args:
+        say: to the server that coordinates.
+        key: the run's shared secret.
+        hello: what this server says of itself.
+        where: the address of that server, for messages.
+
+    Returns:
+        What it tells a server that it lets in.
+
+    Raises:
+        Refused: the server does not hold the key.
+    """
+    challenge = say(hello, Challenge).nonce
+    welcome: ShardWelcome = say(ShardProof(mac=shard_mac(key, "shard", hello, challenge)), ShardWelcome)
+    if not is_equal(welcome.mac, shard_mac(key, "coordinator", hello, challenge)):
+        raise Refused("key", f"the server at {where} does not hold the run's key; it is not ours")
+    return welcome
 
 
 def derive(key: bytes, purpose: bytes, salt: bytes = b"", length: int = 32) -> bytes:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import msgspec
 import torch
@@ -26,6 +26,7 @@ from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.server import ServerCore
 from lightning_omni.protocol.service import Out, Payload, Peer, as_tensor, nbytes_of
+from lightning_omni.protocol.shard_servers import COORDINATOR
 from lightning_omni.protocol.transport import (
     PATIENCE,
     Address,
@@ -103,8 +104,16 @@ class InMemory(Transport, frozen=True, kw_only=True, tag="in_memory"):
             )
 
     def serve(self, core: ServerCore, host: str = "", port: int = 0, data_port: int = 0) -> InMemoryServer:
-        server = InMemoryServer(f"{_SCHEME}{len(self.servers)}", core)
+        server = InMemoryServer(f"{_SCHEME}{len(self.servers)}", core, self.servers)
         self.servers[server.address] = server
+        return server
+
+    def follow(
+        self, core: ServerCore, coordinator: str, host: str = "", port: int = 0, data_port: int = 0
+    ) -> InMemoryServer:
+        self.check_address(coordinator)
+        server = self.serve(core)
+        server.follow(self.servers[coordinator])
         return server
 
     def join(
@@ -127,17 +136,22 @@ class InMemoryServer:
     Args:
         address: by which ranks join.
         core: its state machine.
+        servers: all servers that there are, by their addresses.
 
     Attributes:
         link: the connections of all ranks.
         leaders: where other leaders are found.
     """
 
-    def __init__(self, address: str, core: ServerCore) -> None:
+    def __init__(self, address: str, core: ServerCore, servers: Mapping[str, InMemoryServer]) -> None:
         self.address = address
         self.link = Link(core)
         self.leaders: dict[str, InMemoryPeers] = {}
-        self._controls: list[InMemoryControl | None] = []
+        self._servers = servers
+        self._coordinator: _ShardLink | None = None
+        self._to_come: deque[tuple[int, m.Message]] = deque()  # from servers that hold a share
+        self._delivering = 0
+        self._controls: list[_Told | None] = []
         self._answers: list[deque[tuple[m.Message, Tensor]]] = []
         self._closed = False
 
@@ -152,12 +166,32 @@ class InMemoryServer:
     def close(self) -> None:
         """Nothing is answered any more, and every rank is told."""
         self._closed = True
+        if self._coordinator is not None:
+            self._coordinator.hang_up()
         for control in self._controls:
             if control is not None:
                 control.end(ConnectionLost(f"the parameter server at {self.address} is gone; the run cannot go on"))
 
-    def connect(self, control: InMemoryControl) -> int:
-        """A rank's connections begin. Returns their number."""
+    def follow(self, coordinator: InMemoryServer) -> None:
+        """Joins the server that coordinates, as one that holds a share."""
+        self._coordinator = _ShardLink(coordinator, self)
+
+    def hear_later(self, number: int, message: m.Message) -> None:
+        """A server that holds a share says something; it is heard when all that is said now was delivered."""
+        self._to_come.append((number, message))
+        self._hear_shards()
+
+    def _hear_shards(self) -> None:
+        while self._to_come and not self._delivering:
+            number, message = self._to_come.popleft()
+            self.say(m.CONTROL, number, message, b"")
+
+    def at(self, address: str) -> InMemoryServer:
+        """Another server."""
+        return self._servers[address]
+
+    def connect(self, control: _Told) -> int:
+        """A rank's connections begin, or that of another server. Returns their number."""
         self._controls.append(control)
         self._answers.append(deque())
         return len(self._controls) - 1
@@ -185,7 +219,12 @@ class InMemoryServer:
 
     def deliver(self, out: Sequence[Out]) -> None:
         """Gives each rank what is sent to it; tensors are copied, for the server's own move on."""
+        self._delivering += 1
         for item in out:
+            if item.peer == COORDINATOR:
+                assert self._coordinator is not None
+                self._coordinator.say(item.message)
+                continue
             number = self.link.rank_of(item.peer)
             if (control := self._controls[number]) is None:
                 continue
@@ -194,6 +233,56 @@ class InMemoryServer:
             else:
                 parts = [as_tensor(part) for part in item.payload]
                 self._answers[number].append((item.message, torch.cat(parts) if parts else _empty()))
+        self._delivering -= 1
+        self._hear_shards()
+
+
+class _Told(Protocol):
+    """What hears what a server says on a control connection."""
+
+    def arrived(self, message: m.Message, payload: Sequence[Payload]) -> None:
+        """The server has said something."""
+
+    def end(self, error: OmniError) -> None:
+        """The server is gone."""
+
+
+class _ShardLink:
+    """The connection of a server that holds a share to the one that coordinates."""
+
+    def __init__(self, coordinator: InMemoryServer, server: InMemoryServer) -> None:
+        self._coordinator, self._server = coordinator, server
+        self._inbox: deque[m.Message] = deque()
+        self._is_open = False
+        self._number = coordinator.connect(self)
+        core = server.link.core
+        handshake.join_as_shard(self._ask, core.key, core.shard_hello(server.address, _NONCE), coordinator.address)
+        self._is_open = True
+        self._hear()
+
+    def say(self, message: m.Message) -> None:
+        """To the server that coordinates."""
+        self._coordinator.hear_later(self._number, message)
+
+    def hang_up(self) -> None:
+        """The server that holds a share is gone."""
+        self._coordinator.hang_up(self._number)
+
+    def arrived(self, message: m.Message, payload: Sequence[Payload]) -> None:
+        self._inbox.append(message)
+        if self._is_open:
+            self._hear()
+
+    def end(self, error: OmniError) -> None:
+        self._server.close()
+
+    def _hear(self) -> None:
+        while self._inbox:
+            self._server.deliver(self._server.link.core.follow(self._inbox.popleft()))
+
+    def _ask(self, message: m.Message, expect: type[Answer]) -> Answer:
+        self._coordinator.say(m.CONTROL, self._number, message, b"")
+        return answer_of(self._inbox.popleft(), expect)
 
 
 class InMemoryControl(Control):
@@ -224,7 +313,7 @@ class InMemoryControl(Control):
         except OmniError:
             server.hang_up(self.number)
             raise
-        self.heartbeat_timeout = welcome.heartbeat_timeout
+        self.heartbeat_timeout, self.shards = welcome.heartbeat_timeout, welcome.shards
 
     def arrived(self, message: m.Message, payload: Sequence[Payload]) -> None:
         """The server has sent something."""
@@ -259,8 +348,9 @@ class InMemoryControl(Control):
     def wait_for_end(self, seconds: float) -> OmniError | None:
         return self._ended
 
-    def attach(self, timeout: float = math.inf) -> InMemoryData:
-        return InMemoryData(self._server, self, self._secret)
+    def attach(self, timeout: float = math.inf, address: str = "") -> InMemoryData:
+        server = self._server.at(address) if address else self._server
+        return InMemoryData(server, self, self._secret, server.connect(self) if address else self.number)
 
     def listen(
         self,
@@ -287,18 +377,18 @@ class InMemoryData(Data):
         server: the server.
         control: of the same rank.
         secret: of this rank's process and the server.
+        number: of its connections, at the server.
     """
 
-    def __init__(self, server: InMemoryServer, control: InMemoryControl, secret: bytes) -> None:
-        self._server, self._control = server, control
+    def __init__(self, server: InMemoryServer, control: InMemoryControl, secret: bytes, number: int) -> None:
+        self._server, self._control, self._number = server, control, number
         handshake.attach(lambda message, expect: self.exchange(message, expect)[0], secret, control.rank, _NONCE)
 
     def send(self, message: m.Message, payload: Tensor | None = None, into: Tensor | None = None) -> None:
         self._control.check()
         self.moved += payload.numel() if payload is not None else 0
         # Copied, as by every other transport: the server may keep it.
-        number = self._control.number
-        self._server.say(m.DATA, number, message, b"" if payload is None else payload.clone())
+        self._server.say(m.DATA, self._number, message, b"" if payload is None else payload.clone())
 
     def receive(self, expect: type[Answer], into: Tensor | None = None) -> tuple[Answer, Tensor]:
         answer = self.take(expect, into)
@@ -308,7 +398,7 @@ class InMemoryData(Data):
 
     def take(self, expect: type[Answer], into: Tensor | None = None) -> tuple[Answer, Tensor] | None:
         """The answer to what was sent, if it has come."""
-        answers = self._server.answers(self._control.number)
+        answers = self._server.answers(self._number)
         if not answers:
             self._control.check()
             return None

@@ -11,11 +11,13 @@ from collections.abc import Callable, Sequence
 
 from lightning_omni.errors import ProtocolError
 from lightning_omni.protocol import messages as m
+from lightning_omni.protocol import shard_messages as sm
 from lightning_omni.protocol import wire_format
 from lightning_omni.protocol.leases import EpochPlan
 from lightning_omni.protocol.monitoring import Monitoring
 from lightning_omni.protocol.roster import Member, Roster
 from lightning_omni.protocol.service import Out, Payload, Peer, Sender, Service
+from lightning_omni.protocol.shard_servers import Servers
 from lightning_omni.topology import Topology
 
 
@@ -29,6 +31,7 @@ class Membership:
         heartbeat_timeout: seconds of silence after which a rank counts as dead.
         join_timeout: seconds that a rank may take to join after the first.
         plan: of the epoch that is under way.
+        servers: those that hold a share each must know, too.
 
     Attributes:
         generation: counts the formings of groups, as the recorder does.
@@ -43,6 +46,7 @@ class Membership:
         heartbeat_timeout: float,
         join_timeout: float,
         plan: Callable[[], EpochPlan | None],
+        servers: Servers,
     ) -> None:
         self._roster = roster
         self._services = services
@@ -51,6 +55,7 @@ class Membership:
         self._heartbeat_timeout = heartbeat_timeout
         self._join_timeout = join_timeout
         self._plan = plan
+        self._servers = servers
         self._formed: m.Form | None = None
         self.generation = 0
         self.over = ""
@@ -124,6 +129,7 @@ class Membership:
     def goodbye(self, sender: Sender, message: m.Goodbye, payload: Payload) -> list[Out]:
         """A rank leaves on its own."""
         out = [Out(sender.peer, m.CONTROL, m.Acknowledged())]
+        self._servers.tell(sm.Relay(rank=sender.rank, said=m.encode(message)))
         if message.reason:
             out += self.lose(sender.rank, message.reason)
         elif sender.group >= 0:
@@ -155,6 +161,7 @@ class Membership:
         """A rank is dead: its group is evicted, and no rank waits for it any more."""
         if rank not in self._roster.live or self.over:  # it is gone already, or came late and is in no group
             return []
+        self._servers.tell(sm.Lose(rank=rank, reason=reason))
         group, over = self._roster.lose(rank, reason)
         if over:
             return self.end(f"{reason}; the run cannot go on without it")
@@ -169,6 +176,7 @@ class Membership:
     def end(self, reason: str) -> list[Out]:
         """The run cannot go on, and every rank is told."""
         self.over = reason
+        self._servers.tell(sm.RunOver(reason=reason))
         return self._tell_everyone(m.Notice(lost=self._roster.lost_ranks, reason=reason, over=True))
 
     def _evict(self, group: int, lost: bool) -> list[Out]:

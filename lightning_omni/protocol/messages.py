@@ -184,6 +184,10 @@ class AskStatus(Message, frozen=True, kw_only=True):
     """How does the run go?"""
 
 
+class AskShards(Message, frozen=True, kw_only=True):
+    """Where are the servers that hold a share each? Answered when all of them are there, and know me."""
+
+
 # --- Control, server to rank -----------------------------------------------------------------------------------------
 
 
@@ -200,11 +204,13 @@ class Welcome(Message, frozen=True, kw_only=True):
         mac: proves that the server holds the key, too.
         data_port: port of the data socket, on the same host; 0 if that is a file beside the control socket's.
         heartbeat_timeout: seconds of silence after which a rank counts as dead.
+        shards: servers that hold a share of the weights each, this one among them; see `AskShards`.
     """
 
     mac: bytes
     data_port: int
     heartbeat_timeout: float
+    shards: int = 1
 
 
 class RefusedMessage(Message, tag="Refused", frozen=True, kw_only=True):
@@ -291,6 +297,16 @@ class Joined(Message, frozen=True, kw_only=True):
     method: dict[str, Any]
     wire_format: dict[str, Any]
     plan: EpochPlan | None = None
+
+
+class Shards(Message, tag="ShardAddresses", frozen=True, kw_only=True):
+    """The data addresses of the servers that hold a share each, but for this one's own, in the order of their numbers.
+
+    Attributes:
+        addresses: one for each.
+    """
+
+    addresses: tuple[str, ...]
 
 
 class EpochOpened(Message, frozen=True, kw_only=True):
@@ -389,10 +405,14 @@ class Collect(Message, frozen=True, kw_only=True):
 
 
 class Seed(Message, frozen=True, kw_only=True):
-    """The recorder hands the master weights and optimizers over. The tensors follow as payload."""
+    """The recorder hands the master weights and optimizers over. The tensors follow as payload.
+
+    ``request`` is as in `PushMessage`.
+    """
 
     packed: Packed
     nbytes: int
+    request: int = 0
 
 
 class Restructure(Message, frozen=True, kw_only=True):
@@ -426,6 +446,7 @@ class PushMessage(Message, tag="Push", frozen=True, kw_only=True):
             0 where nothing is sent: at a merged head, in a replay.
         fragment: which of the method's fragments it is of; -1 for all parameters. ``present`` then has a flag for each
             entry of `lightning_omni.protocol.layout.Layout.fragment`.
+        request: counts what a rank asks of several servers at once, each of which gets a part; 0 if one has all.
     """
 
     optimizer: int
@@ -441,6 +462,7 @@ class PushMessage(Message, tag="Push", frozen=True, kw_only=True):
     incarnation: int = 0
     sequence: int = 0
     fragment: int = -1
+    request: int = 0
 
     @property
     def part(self) -> int | None:
@@ -491,10 +513,14 @@ class PushMessage(Message, tag="Push", frozen=True, kw_only=True):
 
 
 class Average(Message, frozen=True, kw_only=True):
-    """A group's own weights, for the mean of all groups'; answered with it when all have come. Payload follows."""
+    """A group's own weights, for the mean of all groups'; answered with it when all have come. Payload follows.
+
+    ``request`` is as in `PushMessage`.
+    """
 
     optimizer: int
     nbytes: int
+    request: int = 0
 
 
 class GroupState(Message, frozen=True, kw_only=True):
@@ -510,6 +536,7 @@ class Fetch(Message, frozen=True, kw_only=True):
     optimizer: int
     epoch: int = -1
     trained: int = 0
+    request: int = 0
 
 
 class HeadForward(Message, frozen=True, kw_only=True):
@@ -565,9 +592,10 @@ class HeadRelease(Message, frozen=True, kw_only=True):
 
 
 class TakeSnapshot(Message, frozen=True, kw_only=True):
-    """Send everything: weights, optimizer states, clocks, as of one moment."""
+    """Send everything: weights, optimizer states, clocks, as of one moment. ``request`` is as in `PushMessage`."""
 
     with_state: bool = True
+    request: int = 0
 
 
 # --- Data, server to rank --------------------------------------------------------------------------------------------
@@ -706,7 +734,7 @@ class Taken(Message, frozen=True, kw_only=True):
 
 ToControl = (
     Challenge | Welcome | RefusedMessage | Status | Formed | Joined | EpochOpened | Drawn | Verdict | Left | Gathered
-    | Notice | Acknowledged
+    | Notice | Acknowledged | Shards
 )  # fmt: skip
 ToData = (
     AttachChallenge | Attached | Long | Seeded | Restructured | GroupStateStored | Weights | Snapshot | HeadOutput

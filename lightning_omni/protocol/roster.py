@@ -188,11 +188,15 @@ class Roster:
             raise Refused("rank", f"rank {hello.rank} has joined already; is the script running twice?")
         if problem := fingerprint_problem(hello, first):
             raise Refused("fingerprint", problem)
+        self.take_in(peer, hello, challenge, now)
+        return hello, challenge
+
+    def take_in(self, peer: bytes, hello: Hello, challenge: bytes, now: float) -> None:
+        """A rank has shown that it holds the key."""
         if self._first is None:
             self._first, self._began = hello, now
         self.members[hello.rank] = Member(hello.rank, peer, session_key(self._key, hello, challenge), now)
         self._ranks[peer] = hello.rank
-        return hello, challenge
 
     def by_peer(self, peer: bytes) -> Member | None:
         """The admitted rank behind a control connection."""

@@ -18,8 +18,9 @@ from typing import Any
 
 import msgspec
 
-from lightning_omni.errors import ProtocolError, Refused
+from lightning_omni.errors import OmniError, ProtocolError, Refused
 from lightning_omni.protocol import messages as m
+from lightning_omni.protocol import shard_messages as sm
 from lightning_omni.protocol.admission import Admission
 from lightning_omni.protocol.data import Data
 from lightning_omni.protocol.membership import Membership
@@ -28,6 +29,7 @@ from lightning_omni.protocol.messages import CONTROL, DATA
 from lightning_omni.protocol.monitoring import Monitoring
 from lightning_omni.protocol.roster import Roster
 from lightning_omni.protocol.service import Out, Payload, Peer, Sender
+from lightning_omni.protocol.shard_servers import Coordinator, OneServer, Servers
 from lightning_omni.protocol.snapshots import Snapshots
 from lightning_omni.protocol.synchronization import Synchronization
 from lightning_omni.protocol.training import Training
@@ -46,6 +48,8 @@ class Role(Enum):
     """... and speaks for it."""
     RECORDER = auto()
     """The rank that speaks for the run: see `Roster.recorder`."""
+    SHARD = auto()
+    """A server that holds a share of the weights, which is no rank."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,10 @@ class Row:
         when_lost: whether a rank is answered although its group is gone.
         when_over: whether a rank is answered although the run is over.
         does: of a message of the recorder alone, what it does.
+        in_parts: whether each of several servers that hold a share gets a part of it.
+        is_finite: the method that says whether the numbers of such a part are, called as ``handle`` is; None if it has
+            none that must be.
+        told: whether the other servers must do it, too, before it is answered.
     """
 
     message: type[m.Message]
@@ -80,6 +88,9 @@ class Row:
     when_lost: bool = False
     when_over: bool = False
     does: str = ""
+    in_parts: bool = False
+    is_finite: Callable[..., bool] | None = None
+    told: bool = False
 
 
 TABLE = (
@@ -89,13 +100,15 @@ TABLE = (
     Row(m.Attach, DATA, Role.STRANGER, Admission, Admission.challenge),
     Row(m.AttachProof, DATA, Role.STRANGER, Admission, Admission.attach),
     # membership
-    Row(m.Form, CONTROL, Role.RECORDER, Membership, Membership.form, does="forms groups"),
-    Row(m.Join, CONTROL, Role.RANK, Membership, Membership.join),
+    Row(m.Form, CONTROL, Role.RECORDER, Membership, Membership.form, does="forms groups", told=True),
+    Row(m.Join, CONTROL, Role.RANK, Membership, Membership.join, told=True),
     Row(m.Lost, CONTROL, Role.RANK, Membership, Membership.report_lost),
     Row(m.Goodbye, CONTROL, Role.RANK, Membership, Membership.goodbye, resolves=True, when_lost=True, when_over=True),
     # monitoring
     Row(m.Heartbeat, CONTROL, Role.RANK, Monitoring, Monitoring.heartbeat),
     Row(m.AskStatus, CONTROL, Role.RANK, Monitoring, Monitoring.ask, when_over=True),
+    # several servers
+    Row(m.AskShards, CONTROL, Role.RANK, Servers, Servers.ask),
     # data
     Row(m.OpenEpoch, CONTROL, Role.MEMBER, Data, Data.open),
     Row(m.Draw, CONTROL, Role.MEMBER, Data, Data.draw),
@@ -108,20 +121,38 @@ TABLE = (
     Row(m.Long, DATA, Role.RANK, Synchronization, None, Synchronization.check_long, keeps=True),
     Row(m.Collect, DATA, Role.RANK, Synchronization, Synchronization.collect),
     # training
-    Row(m.PushMessage, DATA, Role.LEADER, Training, Training.push, Training.check_push, resolves=True),
-    Row(m.Fetch, DATA, Role.RANK, Training, Training.fetch),
-    Row(m.Average, DATA, Role.LEADER, Training, Training.average, Training.check_average, resolves=True),
+    Row(
+        m.PushMessage, DATA, Role.LEADER, Training, Training.push, Training.check_push,
+        resolves=True, in_parts=True, is_finite=Training.is_push_finite,
+    ),
+    Row(m.Fetch, DATA, Role.RANK, Training, Training.fetch, in_parts=True),
+    Row(
+        m.Average, DATA, Role.LEADER, Training, Training.average, Training.check_average,
+        resolves=True, in_parts=True, is_finite=Training.is_average_finite,
+    ),
     Row(m.Restructure, DATA, Role.LEADER, Training, Training.restructure, Training.check_restructure),
     # snapshots
-    Row(m.Seed, DATA, Role.RECORDER, Snapshots, Snapshots.seed, Snapshots.check_packed, does="hands weights over"),
+    Row(
+        m.Seed, DATA, Role.RECORDER, Snapshots, Snapshots.seed, Snapshots.check_packed,
+        does="hands weights over", in_parts=True,
+    ),
     Row(m.GroupState, DATA, Role.LEADER, Snapshots, Snapshots.store_group_state, Snapshots.check_packed),
-    Row(m.TakeSnapshot, DATA, Role.RANK, Snapshots, Snapshots.take),
+    Row(m.TakeSnapshot, DATA, Role.RANK, Snapshots, Snapshots.take, in_parts=True),
     # merged head
     Row(m.HeadForward, DATA, Role.MEMBER, MergedHeads, MergedHeads.forward, MergedHeads.check_forward),
     Row(m.HeadBackward, DATA, Role.LEADER, MergedHeads, MergedHeads.backward, MergedHeads.check_backward),
     Row(m.HeadRelease, DATA, Role.LEADER, MergedHeads, MergedHeads.release),
-)
+)  # fmt: skip
 """Every message that a server may receive."""
+
+SHARD_TABLE = (
+    Row(sm.ShardHello, CONTROL, Role.STRANGER, Coordinator, Coordinator.greet),
+    Row(sm.ShardProof, CONTROL, Role.STRANGER, Coordinator, Coordinator.admit),
+    Row(sm.ShardReady, CONTROL, Role.SHARD, Coordinator, Coordinator.ready),
+    Row(sm.ShardHeard, CONTROL, Role.SHARD, Coordinator, Coordinator.heard),
+    Row(sm.ShardFailed, CONTROL, Role.SHARD, Coordinator, Coordinator.fail),
+)
+"""What a server that coordinates others may receive besides."""
 
 
 def types_on(channel: m.Channel, rows: Iterable[Row] = TABLE) -> tuple[type[m.Message], ...]:
@@ -136,16 +167,20 @@ class Router:
         rows: the table.
         services: one of each type that the table names.
         roster: the ranks of the run.
+        servers: the others that hold a share each, if there are any.
 
     Raises:
         ValueError: a message has two rows, or a row no service.
     """
 
-    def __init__(self, rows: Iterable[Row], services: Iterable[Any], roster: Roster) -> None:
+    def __init__(
+        self, rows: Iterable[Row], services: Iterable[Any], roster: Roster, servers: Servers | None = None
+    ) -> None:
         rows = tuple(rows)
         self._rows = {row.message: row for row in rows}
         self._services = {type(service): service for service in services}
         self._roster = roster
+        self._servers = self._services[Servers] = servers or OneServer()
         self._admission: Admission = self._services[Admission]
         self._membership: Membership = self._services[Membership]
         twice = sorted(kind.__name__ for kind, count in Counter(row.message for row in rows).items() if count > 1)
@@ -174,7 +209,7 @@ class Router:
             ProtocolError: it is not allowed.
         """
         row = self._row(channel, message)
-        if row.role is Role.STRANGER:
+        if row.role is Role.STRANGER or row.role is Role.SHARD:
             return self._handle(row, Sender(peer), message, payload)
         member = self._admission.member_of(channel, peer)
         notice = self._membership.notice_for(member, row.when_lost, row.when_over)
@@ -183,7 +218,36 @@ class Router:
         member.last_seen = now
         if notice is not None:
             return [Out(peer, channel, notice)]
-        return self._handle(row, Sender(peer, member.rank, self._roster.group_of(member.rank)), message, payload)
+        sender = Sender(peer, member.rank, self._roster.group_of(member.rank))
+        if row.in_parts and self._servers.count > 1:
+            return self._hold(row, sender, message, payload)
+        return self._handle(row, sender, message, payload)
+
+    def _hold(self, row: Row, sender: Sender, message: Any, payload: Payload) -> list[Out]:
+        """A part of a request, of which other servers have parts, too."""
+        service = self._services[row.service]
+        try:
+            self._check(row, sender)
+            self._servers.check_number(sender.rank, message.request)
+            finite = row.is_finite is None or row.is_finite(service, sender, message, payload)
+        except OmniError as error:
+            self._servers.refuse(sender.rank, message.request, str(error))
+            raise
+        return self._servers.hold(
+            sender, message.request, finite, lambda decided: self._handle(row, decided, message, payload)
+        )
+
+    def relay(self, peer: Peer, rank: int, data: bytes) -> list[Out]:
+        """Handles a control message of a rank that the server which coordinates has handled.
+
+        Args:
+            peer: of the rank.
+            rank: that has said it.
+            data: the message.
+        """
+        message = self.decode(CONTROL, data)
+        sender = Sender(peer, rank, self._roster.group_of(rank))
+        return self._handle(self._row(CONTROL, message, is_relayed=True), sender, message, b"")
 
     def forward(self, sender: Sender, data: bytes, payload: Payload) -> list[Out]:
         """Handles a control message that was brought over the data channel, as if it had come over its own.
@@ -206,22 +270,39 @@ class Router:
         row = self._row(DATA, message)
         if row.payload is None:
             return 0
+        if not row.in_parts or self._servers.count == 1:
+            return self._check_payload(row, peer, message)
+        try:
+            return self._check_payload(row, peer, message)
+        except ProtocolError as error:
+            member = self._admission.find(DATA, peer)
+            if member is not None:
+                self._servers.refuse(member.rank, message.request, str(error))  # type: ignore[attr-defined]
+            raise
+
+    def _check_payload(self, row: Row, peer: Peer, message: Any) -> int:
+        assert row.payload is not None
         member = self._admission.member_of(DATA, peer)
         notice = self._membership.notice_for(member, row.when_lost, row.when_over)
         if notice is not None:
             raise _refusal(member.rank, notice)
         sender = Sender(peer, member.rank, self._roster.group_of(member.rank))
         self._check(row, sender)
+        if row.in_parts and self._servers.count > 1:
+            self._servers.check_number(member.rank, message.request)
         return row.payload(self._services[row.service], sender, message)
 
     def keeps_payload(self, message: m.Message) -> bool:
         """Whether the payload of a data message is kept."""
-        return self._row(DATA, message).keeps
+        row = self._row(DATA, message)
+        return row.keeps or (row.in_parts and self._servers.count > 1)
 
-    def _row(self, channel: m.Channel, message: m.Message) -> Row:
+    def _row(self, channel: m.Channel, message: m.Message, is_relayed: bool = False) -> Row:
         row = self._rows.get(type(message))
         if row is None or row.channel != channel:
             raise ProtocolError(f"{type(message).__name__} does not belong on the {channel} channel")
+        if not is_relayed:
+            self._servers.check_belongs(row.message, row.in_parts)
         return row
 
     def _check(self, row: Row, sender: Sender) -> None:
@@ -237,6 +318,9 @@ class Router:
         if row.handle is None:
             raise ProtocolError(f"{type(message).__name__} does not belong on the {row.channel} channel")
         out = row.handle(self._services[row.service], sender, message, payload)
+        if row.told and self._servers.count > 1:
+            self._servers.tell(sm.Relay(rank=sender.rank, said=m.encode(message)))
+            out = self._servers.when_done(out)
         return out + self._membership.resolve_pending() if row.resolves else out
 
 

@@ -9,12 +9,14 @@ Rule 2: the outgoing weights are the live ones: the driver sends (or copies) the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
-from lightning_omni.errors import CollectiveMismatch, OmniError, Refused
+from lightning_omni.errors import CollectiveMismatch, MalformedMessage, OmniError, Refused
 from lightning_omni.methods.master import Resolve, resolver
 from lightning_omni.methods.modules import ResolveModule, module_resolver
 from lightning_omni.protocol import messages as m
+from lightning_omni.protocol import shard_messages as sm
 from lightning_omni.protocol.admission import Admission
 from lightning_omni.protocol.data import Data
 from lightning_omni.protocol.epochs import Epochs
@@ -24,9 +26,10 @@ from lightning_omni.protocol.monitoring import Monitoring
 from lightning_omni.protocol.notes import Notes
 from lightning_omni.protocol.record import Recorder
 from lightning_omni.protocol.roster import Roster
-from lightning_omni.protocol.router import TABLE, Router, Row
+from lightning_omni.protocol.router import SHARD_TABLE, TABLE, Router, Row
 from lightning_omni.protocol.service import Out, Payload, Peer, Service
 from lightning_omni.protocol.shard import Shard
+from lightning_omni.protocol.shard_servers import Coordinator, Follower, OneServer, Servers
 from lightning_omni.protocol.shards import Shards
 from lightning_omni.protocol.snapshots import Snapshots
 from lightning_omni.protocol.synchronization import Synchronization
@@ -50,6 +53,8 @@ class ServerCore:
         record: told of everything that happens to the weights, in order.
         rows: messages beside those of the table, for ...
         services: ... services of your own. Each is a class that is made once for every run, with this core.
+        shards: servers that hold a share of the weights each, this one among them.
+        shard: which of them this is; number 0 coordinates the others.
 
     Attributes:
         key: the run's shared secret.
@@ -71,34 +76,44 @@ class ServerCore:
         clock: Callable[[], float] | None = None,
         rows: Sequence[Row] = (),
         services: Sequence[Callable[[ServerCore], Service]] = (),
+        shards: int = 1,
+        shard: int = 0,
     ) -> None:
         self.key = key
         self._random = random
-        self._heartbeat_timeout = heartbeat_timeout
-        self._join_timeout = join_timeout
+        # Of ranks that are silent the server that coordinates tells the others.
+        self._heartbeat_timeout = heartbeat_timeout if shard == 0 else math.inf
+        self._join_timeout = join_timeout if shard == 0 else math.inf
         self._resolve = resolve or resolver(())
         self._resolve_module = resolve_module or module_resolver(())
         self._clock = clock or self._last_now
         self._record = record
-        self._table = (*TABLE, *rows)
         self._more_services = tuple(services)
+        self._now = 0.0
+        self.servers: Servers = OneServer()
+        if shard > 0:
+            self.servers = Follower(shard, shards)
+        elif shards > 1:
+            self.servers = Coordinator(key, random, shards, heartbeat_timeout, join_timeout, self._last_now)
+        self._table = (*TABLE, *(SHARD_TABLE if isinstance(self.servers, Coordinator) else ()), *rows)
         self.strangers = 0
         self.data_port = 0
         self.reset()
 
     def reset(self) -> None:
         """Forgets the run; the next one may come."""
-        self._now = 0.0
+        self._now, servers = 0.0, self.servers
         self.roster = roster = Roster(self.key)
         self._shards = shards = Shards()
         epochs = Epochs()
         self.notes = notes = Notes(self._record, shards, epochs, self._last_now)
         self._admission = Admission(
-            self.key, roster, self._random, self._last_now, self._heartbeat_timeout, lambda: self.data_port
+            self.key, roster, self._random, self._last_now, self._heartbeat_timeout, lambda: self.data_port, servers
         )
-        self._training = training = Training(roster, self._admission, shards, epochs, notes)
+        self._training = training = Training(roster, self._admission, shards, epochs, notes, servers)
         self._monitoring = Monitoring(roster, shards, self._work_time, lambda: self.strangers)
         services = [
+            servers,
             Synchronization(roster, training, lambda *brought: self._router.forward(*brought)),
             Data(roster, epochs, training, notes),
             training,
@@ -114,8 +129,10 @@ class ServerCore:
             self._heartbeat_timeout,
             self._join_timeout,
             lambda: epochs.book.plan if epochs.book is not None else None,
+            servers,
         )
-        self._router = Router(self._table, [self._admission, self._membership, *services], roster)
+        self._router = Router(self._table, [self._admission, self._membership, *services], roster, servers)
+        servers.begin(self._membership.end, lambda: roster.live)
 
     # --- What drives the machine -------------------------------------------------------------------------------------
 
@@ -157,17 +174,76 @@ class ServerCore:
             payload: the bytes behind it.
             now: seconds, on any clock that only goes forward.
         """
-        self._pass_time(now)
+        self._pass_time(self._now if self.servers.number else now)
         self._monitoring.begin(message)
         try:
-            return self._router.route(channel, peer, message, payload, now)
+            return self._sent(self._router.route(channel, peer, message, payload, now))
         except Refused as no:
             self._count(no)
-            return [Out(peer, channel, m.RefusedMessage(code=no.code, reason=str(no)))]
+            return self._sent([Out(peer, channel, m.RefusedMessage(code=no.code, reason=str(no)))])
         except CollectiveMismatch as mismatch:
-            return self._membership.end(str(mismatch))
+            return self._sent(self._membership.end(str(mismatch)))
         except OmniError as error:
-            return [Out(peer, channel, m.RefusedMessage(code="protocol", reason=str(error)))]
+            return self._sent([Out(peer, channel, m.RefusedMessage(code="protocol", reason=str(error)))])
+
+    def follow(self, message: m.Message) -> list[Out]:
+        """The server that coordinates has said something, to this one that holds a share.
+
+        Args:
+            message: see `lightning_omni.protocol.shard_messages.ToShard`.
+        """
+        servers = self.servers
+        assert isinstance(servers, Follower)
+        if not isinstance(message, sm.Told):
+            return []
+        self._pass_time(message.now)
+        out = self._done_also(servers, message)
+        servers.done()
+        if isinstance(message, (sm.Admit, sm.Relay)):  # a rank waits for it
+            servers.report()
+        return self._sent(out)
+
+    def shard_hello(self, address: str, nonce: bytes) -> sm.ShardHello:
+        """What this server says first to the one that coordinates.
+
+        Args:
+            address: of its own data socket, as ranks can reach it.
+            nonce: random bytes.
+        """
+        servers = self.servers
+        return sm.ShardHello(
+            version=m.VERSION, shard=servers.number, shards=servers.count, address=address, nonce=nonce
+        )
+
+    def _done_also(self, servers: Follower, message: sm.Told) -> list[Out]:
+        match message:
+            case sm.Expire():
+                return self._training.expire(message.now)
+            case sm.Decide():
+                return servers.decide(message)
+            case sm.Idle():
+                return self._training.idle(message.rank)
+            case sm.Resume():
+                self._training.resume(message.rank)
+            case sm.Admit():
+                self.roster.take_in(_peer_of(message.hello.rank), message.hello, message.challenge, self._now)
+            case sm.Relay():
+                return self._router.relay(_peer_of(message.rank), message.rank, message.said)
+            case sm.Lose():
+                return self._membership.lose(message.rank, message.reason)
+            case sm.RunOver(reason=""):
+                self.reset()
+            case sm.RunOver():
+                return self._membership.end(message.reason)
+            case _:
+                raise MalformedMessage(f"{type(message).__name__} is nothing that a server is told to do")
+        return []
+
+    def _sent(self, out: list[Out]) -> list[Out]:
+        """What is sent: a server that holds a share has control connections to the one that coordinates only."""
+        if self.servers.number:
+            out = [each for each in out if each.channel == m.DATA]
+        return out + self.servers.drain() if self.servers.count > 1 else out
 
     def handed_over(self) -> None:
         """The answers to the last message are with the socket; if it was a push, it has taken until now."""
@@ -180,27 +256,33 @@ class ServerCore:
 
     def tick(self, now: float) -> list[Out]:
         """Time passes: a method goes on at a moment that it asked for, ranks that were silent for too long are lost."""
+        if self.servers.number:  # the server that coordinates says what time has brought
+            return self._sent(self.servers.tick(now))
         self._pass_time(now)
         self._monitoring.tick(now)
         # What a method answers has to be with the socket before the loss of a rank can move the weights again.
-        return self._training.expire(now) or self._membership.tick(now)
+        out = self._training.expire(now) or self._membership.tick(now)
+        return self._sent(out + self.servers.tick(now))
 
     @property
     def due(self) -> float:
         """When a method wants `tick` to be called, on the clock of ``now``; infinite for never."""
-        return self._training.due
+        return math.inf if self.servers.number else self._training.due
 
     def lose(self, rank: int, reason: str) -> list[Out]:
         """A rank is dead: its group is evicted, and no rank waits for it any more."""
-        return self._membership.lose(rank, reason)
+        return self._sent(self._membership.lose(rank, reason))
 
     def hang_up(self, peer: Peer) -> list[Out]:
         """A control connection has ended, and its rank did not say goodbye."""
-        return self._membership.hang_up(peer)
+        return self._sent(self._membership.hang_up(peer) + self.servers.hang_up(peer))
 
     def fail(self, reason: str) -> list[Out]:
         """The server itself cannot go on: the run ends, and every rank is told."""
-        return self._membership.end(f"the parameter server failed: {reason}")
+        if isinstance(self.servers, Follower):
+            self.servers.fail(reason)
+            return self._sent([])
+        return self._sent(self._membership.end(f"the parameter server failed: {reason}"))
 
     # --- How it goes -------------------------------------------------------------------------------------------------
 
@@ -221,8 +303,8 @@ class ServerCore:
 
     @property
     def peers(self) -> list[Peer]:
-        """Control connections of the ranks that have not left."""
-        return self._membership.peers
+        """Control connections of the ranks that have not left, and of other servers."""
+        return [] if self.servers.number else self._membership.peers + self.servers.peers
 
     @property
     def attached(self) -> set[Peer]:
@@ -231,6 +313,8 @@ class ServerCore:
 
     def is_admitted(self, channel: m.Channel, peer: Peer) -> bool:
         """Whether a connection is that of an admitted rank."""
+        if channel == m.CONTROL and peer in self.servers.peers:
+            return True
         return self._admission.find(channel, peer) is not None
 
     def data_connection(self, rank: int) -> tuple[Peer, bytes] | None:
@@ -258,8 +342,18 @@ class ServerCore:
     def _count(self, no: Refused) -> None:
         self.strangers += no.code in STRANGE
 
+    @property
+    def gone(self) -> str:
+        """Which server that holds a share is gone for good, so that no run can be served; or an empty string."""
+        return self.servers.gone if isinstance(self.servers, Coordinator) else ""
+
     def _last_now(self) -> float:
         return self._now
 
     def _work_time(self) -> float:
         return self._clock()
+
+
+def _peer_of(rank: int) -> Peer:
+    """A rank's control connection, at a server that has none."""
+    return b"\0%d" % rank

@@ -37,11 +37,14 @@ class Sender(NamedTuple):
         peer: the connection that it came from.
         rank: the admitted rank behind it, or -1.
         group: the group that this rank is in, or -1.
+        finite: whether the numbers of what it sent are finite in all parts, of which this server has one; None if this
+            is all there is.
     """
 
     peer: Peer
     rank: int = -1
     group: int = -1
+    finite: bool | None = None
 
 
 class Service:

@@ -260,7 +260,12 @@ class Shard:
         return of
 
     def push(
-        self, group: int, message: PushMessage, payload: Tensor, layout: Layout | None = None
+        self,
+        group: int,
+        message: PushMessage,
+        payload: Tensor,
+        layout: Layout | None = None,
+        finite: bool | None = None,
     ) -> list[Reply] | None:
         """Merges a push.
 
@@ -269,6 +274,7 @@ class Shard:
             message: the push.
             payload: its tensors, in flat memory.
             layout: how they lie there, if that is known: see `layout_of_push`.
+            finite: whether all of the push is finite; None if that is not known, and this is all of it.
 
         Returns:
             The method's replies, or None if the push was refused because it is not finite.
@@ -279,23 +285,25 @@ class Shard:
         layout = layout or self.layout_of_push(group, message)
         views = iter(layout.views(payload))
         tensors = [next(views) if there else None for there in message.present]
-        return self.take(group, message, tensors, finite=_sums_up(layout, payload), payload=payload)
+        if finite is None and _sums_up(layout, payload):
+            finite = True
+        return self.take(group, message, tensors, finite, payload)
 
     def take(
         self,
         group: int,
         message: PushMessage,
         tensors: Sequence[Tensor | None],
-        finite: bool = False,
+        finite: bool | None = None,
         payload: Tensor | None = None,
     ) -> list[Reply] | None:
-        """Merges a push whose tensors are at hand; ``finite`` if they are known to be. See `push`.
+        """Merges a push whose tensors are at hand. See `push`.
 
         With their ``payload`` it is sensed, too.
         """
         known = self.structures.of(group)
         self._check(message, known)
-        if not (finite or _is_finite(tensors)):
+        if not (_is_finite(tensors) if finite is None else finite):
             self._refuse(group)
             return None
         self.refused_in_row[group] = 0
@@ -377,12 +385,12 @@ class Shard:
 
     # --- The mean of all groups' own weights -------------------------------------------------------------------------
 
-    def average(self, group: int, payload: Tensor) -> None:
+    def average(self, group: int, payload: Tensor, finite: bool | None = None) -> None:
         """A group's own weights, for the mean. Weights that are not finite are refused and counted, not averaged."""
         if group in self._averaging:
             raise ProtocolError(f"group {group} has handed its weights in already")
         weights = self.layout_of(group).views(payload)
-        if good := _is_finite(weights):
+        if good := _is_finite(weights) if finite is None else finite:
             self._mean.add(weights)
             self.refused_in_row[group] = 0
         else:
@@ -426,6 +434,11 @@ def _fits(value: Any, present: Any) -> bool:
     if isinstance(present, (int, float)):
         return isinstance(value, (bool, int, float)) and (math.isfinite(value) or not math.isfinite(present))
     return present is None or value is None or type(value) is type(present)
+
+
+def is_finite(layout: Layout, payload: Tensor) -> bool:
+    """Whether all numbers of a payload are, whose tensors lie in it as the layout has it."""
+    return _sums_up(layout, payload) or _is_finite(layout.views(payload))
 
 
 def _sums_up(layout: Layout, payload: Tensor) -> bool:

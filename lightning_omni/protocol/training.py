@@ -13,9 +13,10 @@ import msgspec
 import torch
 from torch import Tensor
 
-from lightning_omni.errors import MalformedMessage, OmniError, ProtocolError
+from lightning_omni.errors import MalformedMessage, OmniError, ProtocolError, Refused
 from lightning_omni.methods import Method, Reply
 from lightning_omni.protocol import messages as m
+from lightning_omni.protocol import shard_messages as sm
 from lightning_omni.protocol import wire_format
 from lightning_omni.protocol.admission import Admission
 from lightning_omni.protocol.codec import check_specs, unpack
@@ -26,7 +27,8 @@ from lightning_omni.protocol.notes import Notes
 from lightning_omni.protocol.record import Kind
 from lightning_omni.protocol.roster import Roster
 from lightning_omni.protocol.service import Out, Payload, Peer, Sender, Service, as_tensor
-from lightning_omni.protocol.shard import Shard
+from lightning_omni.protocol.shard import Shard, is_finite
+from lightning_omni.protocol.shard_servers import Servers
 from lightning_omni.protocol.shards import Shards
 from lightning_omni.protocol.wire_format import RAW, Memory, WireFormat
 from lightning_omni.topology import Topology
@@ -41,17 +43,27 @@ class Training(Service):
         shards: master weights and the methods' server sides.
         epochs: is told what was trained.
         notes: is told of all of it.
+        servers: those that hold a share each must know which groups wait, too.
 
     Attributes:
         handled: of each group, pushes that were handled since groups were formed, also those that were refused.
     """
 
-    def __init__(self, roster: Roster, admission: Admission, shards: Shards, epochs: Epochs, notes: Notes) -> None:
+    def __init__(
+        self,
+        roster: Roster,
+        admission: Admission,
+        shards: Shards,
+        epochs: Epochs,
+        notes: Notes,
+        servers: Servers,
+    ) -> None:
         self._roster = roster
         self._admission = admission
         self._shards = shards
         self._epochs = epochs
         self._notes = notes
+        self._servers = servers
         self._deliveries = Deliveries()
         self._pending: dict[int, m.PushMessage] = {}  # group: the push that waits
         self._idle_elsewhere: set[int] = set()
@@ -96,6 +108,8 @@ class Training(Service):
 
     def expire(self, now: float) -> list[Out]:
         """Methods that waited for a moment that has come go on."""
+        if self.due <= now:
+            self._servers.tell(sm.Expire())
         out: list[Out] = []
         for number, shard in self._shards.pushed:
             if shard.method_side.due <= now:
@@ -133,7 +147,7 @@ class Training(Service):
             self._epochs.check_trained(group, message.epoch, message.trained)
         layout = shard.layout_of_push(group, message)
         tensors = self._decode(as_tensor(payload), layout)
-        replies = shard.push(group, message, tensors, layout)
+        replies = shard.push(group, message, tensors, layout, sender.finite)
         self.handled[group] += 1
         self._deliveries.count(group, message, applied=replies is not None)
         self._notes.push(group, message, refused=replies is None)
@@ -148,6 +162,12 @@ class Training(Service):
         if group in self._pending:
             out += self._idle_at_others(group, number)
         return out
+
+    def is_push_finite(self, sender: Sender, message: m.PushMessage, payload: Payload) -> bool:
+        """Whether the numbers are in that part of a push which this server has."""
+        shard = self._shards.shard(message.optimizer)
+        layout = shard.layout_of_push(sender.group, message)
+        return is_finite(layout, self._decode(as_tensor(payload), layout))
 
     def _answer_again(self, sender: Sender, message: m.PushMessage, shard: Shard, last: Delivery) -> list[Out]:
         """A push has come once more, because its answer was lost, say; if it has none yet, that comes once."""
@@ -190,11 +210,21 @@ class Training(Service):
 
     def average(self, sender: Sender, message: m.Average, payload: Payload) -> list[Out]:
         """A group's own weights, for the mean of all; answered when all have come."""
-        self._shards.shard(message.optimizer).average(sender.group, as_tensor(payload))
+        self._shards.shard(message.optimizer).average(sender.group, as_tensor(payload), sender.finite)
         return []
+
+    def is_average_finite(self, sender: Sender, message: m.Average, payload: Payload) -> bool:
+        """Whether the numbers are in that part of a group's own weights which this server has."""
+        return is_finite(self._shards.shard(message.optimizer).layout_of(sender.group), as_tensor(payload))
 
     def check_restructure(self, sender: Sender, message: m.Restructure) -> int:
         """Bytes that come with parameters that are new."""
+        if self._servers.count > 1:
+            raise Refused(
+                "structure",
+                "parameters and parameter groups cannot change in mid-run where several servers hold a share each; use"
+                " one server (servers=1)",
+            )
         check_specs(message.packed.specs, message.nbytes)
         self._shards.shard(message.optimizer).check_room(message.nbytes)
         return message.nbytes
@@ -228,11 +258,13 @@ class Training(Service):
         """If this rank leads a group, it waits for others: no rank waits for a push of its group meanwhile."""
         if not self._roster.is_leader(rank):
             return []
+        self._servers.tell(sm.Idle(rank=rank))
         return self._tell_sides("idle", self._roster.group_of(rank), "rest")
 
     def resume(self, rank: int) -> None:
         """If this rank leads a group, it goes on."""
         if self._roster.is_leader(rank):
+            self._servers.tell(sm.Resume(rank=rank))
             self._resume_group(self._roster.group_of(rank))
 
     def _resume_group(self, group: int, but: int = -1) -> None:

@@ -21,7 +21,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from lightning_omni.errors import MalformedMessage, OmniError, ProtocolError, RankLost, Refused
+from lightning_omni.errors import ConfigurationError, MalformedMessage, OmniError, ProtocolError, RankLost, Refused
 from lightning_omni.methods import Inbox
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.layout import Layout
@@ -53,7 +53,10 @@ class Control(ABC):
         status: how the run goes, as heard last.
         lost: ranks lost so far.
         signal: a signal that this rank was given, to be told with the next heartbeat.
+        shards: servers that hold a share of the weights each; see `attach_all`.
     """
+
+    shards = 1
 
     def __init__(self, address: str, rank: int, on_end: Callable[[OmniError], None] | None = None) -> None:
         self.address, self.rank = address, rank
@@ -87,11 +90,12 @@ class Control(ABC):
         """What ended this rank's run, if the server says so within that time."""
 
     @abstractmethod
-    def attach(self, timeout: float = 300.0) -> Data:
+    def attach(self, timeout: float = 300.0, address: str = "") -> Data:
         """Opens this rank's data connection.
 
         Args:
             timeout: seconds to wait for any one answer.
+            address: of the data socket of another server, which holds a share; empty for that of this one.
         """
 
     def empty(self, nbytes: int) -> Tensor:
@@ -121,6 +125,11 @@ class Control(ABC):
         """Says goodbye (with the reason of a failure; None says nothing) and closes the connection."""
 
     # --- What all have in common --------------------------------------------------------------------------------------
+
+    def attach_all(self, timeout: float = 300.0) -> list[Data]:
+        """Opens this rank's data connections to all servers that hold a share each; the first one coordinates."""
+        others = self.request(m.AskShards(), m.Shards).addresses if self.shards > 1 else ()
+        return [self.attach(timeout, address) for address in ("", *others)]
 
     def request(
         self, message: m.Message, expect: type[Answer], payload: bytes = b"", timeout: float = PATIENCE
@@ -323,8 +332,8 @@ def allowed(core: ServerCore, channel: m.Channel, peer: Peer, data: bytes | memo
 def refusal(core: ServerCore, channel: m.Channel, peer: Peer, error: ProtocolError) -> list[Out]:
     """What is sent for a message that was not allowed."""
     if isinstance(error, Refused):  # the server has counted it
-        return [Out(peer, channel, m.RefusedMessage(code=error.code, reason=str(error)))]
-    return core.refuse(channel, peer, str(error))
+        return [Out(peer, channel, m.RefusedMessage(code=error.code, reason=str(error))), *core.servers.drain()]
+    return [*core.refuse(channel, peer, str(error)), *core.servers.drain()]
 
 
 # --- The value -------------------------------------------------------------------------------------------------------
@@ -353,6 +362,23 @@ class Transport(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
             ConfigurationError: it cannot listen there.
         """
         raise NotImplementedError(f"{type(self).__name__} cannot serve")
+
+    def follow(self, core: ServerCore, coordinator: str, host: str = "", port: int = 0, data_port: int = 0) -> Served:
+        """Listens, as a server that holds a share, and joins the one that coordinates.
+
+        Args:
+            core: its state machine; the number of its share is in it.
+            coordinator: address of that server. When it is gone, `Served.run` returns.
+            host: as in `serve`, and so are ...
+            port: ... this ...
+            data_port: ... and this.
+
+        Raises:
+            ConfigurationError: it cannot listen there, or there are no such servers with this transport.
+            ConnectionLost: the server that coordinates cannot be reached.
+            Refused: it does not want this one, and says why.
+        """
+        raise ConfigurationError(f"transport={name_of(self)}: with it one server holds all weights; pass servers=1")
 
     def join(
         self,

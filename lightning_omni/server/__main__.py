@@ -1,7 +1,8 @@
 """The embedded server's process: ``python -m lightning_omni.server``, started by rank 0 and ended with it.
 
 The first line of standard input is the settings, with the key; standard input then stays open for as long as the
-parent lives. One line with the addresses goes to standard output.
+parent lives. One line with the addresses goes to standard output. A server that holds a share of the weights ends with
+the one that coordinates instead.
 """
 
 from __future__ import annotations
@@ -59,12 +60,23 @@ def main() -> int:
             clock=time.monotonic,
             resolve_module=module_resolver(settings.allow_modules),
             record=RecordFile(settings.record) if settings.record else None,
+            shards=settings.shards,
+            shard=settings.shard,
         )
-        server = transport.from_wire(settings.transport).serve(core, settings.host, settings.port)
+        chosen = transport.from_wire(settings.transport)
+        if settings.shard:
+            server = chosen.follow(core, settings.coordinator, settings.host, settings.port)
+        else:
+            server = chosen.serve(core, settings.host, settings.port)
     except Exception as error:
         _say(Ready(address="", error=str(error)))
         return 1
     _say(Ready(address=server.address))
+    if settings.shard:
+        # It ends with the server that coordinates: a rank that dies costs its own group, not the share that is here.
+        server.run(until=lambda: False)
+        server.close()
+        return 0
     orphaned = threading.Event()
     threading.Thread(target=_watch_parent, args=(orphaned,), daemon=True).start()
     parent = os.getppid()

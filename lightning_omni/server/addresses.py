@@ -23,6 +23,8 @@ from lightning_omni.errors import ConfigurationError
 
 PREFIX = "lightning-omni-"
 CONTROL, DATA, MEMORY = "control", "data", "memory"
+EVERYWHERE = "0.0.0.0"
+"""The address of all interfaces of a machine."""
 _SCHEME = "ipc://"
 _LONGEST_NAME = "peer-65535-0123abcd"
 _NEW = ".new-"
@@ -112,6 +114,18 @@ def data_address(control: str, port: int) -> str:
 def memory_path(control: str) -> str:
     """Path of the socket over which memory is handed to a server in a private directory."""
     return sibling(control, MEMORY).removeprefix(_SCHEME)
+
+
+def beside(address: str, server: str) -> str:
+    """Address of a socket, on the host of a server if it is bound to all interfaces there.
+
+    Example:
+        >>> beside("tcp://0.0.0.0:7000", "tcp://10.0.0.1:5555"), beside("tcp://10.0.0.2:7000", "tcp://10.0.0.1:5555")
+        ('tcp://10.0.0.1:7000', 'tcp://10.0.0.2:7000')
+    """
+    if is_private(address) or urlsplit(address).hostname != EVERYWHERE:
+        return address
+    return data_address(server, urlsplit(address).port or 0)
 
 
 def own_host(server: str) -> str:

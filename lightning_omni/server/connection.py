@@ -27,7 +27,14 @@ from lightning_omni.protocol.quoting import quoted
 from lightning_omni.protocol.transport import PATIENCE, Control, Data, answer_of
 from lightning_omni.protocol.wire_format import RAW, WireFormat
 from lightning_omni.server import segments, sharing
-from lightning_omni.server.addresses import check_address, data_address, is_private, memory_path, remove_if_abandoned
+from lightning_omni.server.addresses import (
+    beside,
+    check_address,
+    data_address,
+    is_private,
+    memory_path,
+    remove_if_abandoned,
+)
 from lightning_omni.server.dialing import Dialed, attach, dial
 from lightning_omni.server.frames import (
     CHUNK_MARK,
@@ -115,7 +122,7 @@ class ControlConnection(Control):
             self.close()
             raise
         self._wire, self._monitor = self._dialed.wire, self._dialed.monitor
-        self.heartbeat_timeout = welcome.heartbeat_timeout
+        self.heartbeat_timeout, self.shards = welcome.heartbeat_timeout, welcome.shards
         self.data_address = data_address(address, welcome.data_port)
         shares = shared_memory and is_private(address) and segments.is_offered()
         self.session = Session(self.data_address, rank, self._secret, self.keys, memory_path(address) if shares else "")
@@ -158,8 +165,11 @@ class ControlConnection(Control):
     def post(self, message: m.Message) -> None:
         self._posted.append(message)
 
-    def attach(self, timeout: float = 300.0) -> DataConnection:
-        return DataConnection(self.session, self.check, timeout)
+    def attach(self, timeout: float = 300.0, address: str = "") -> DataConnection:
+        session = self.session
+        if address:
+            session = dataclasses.replace(session, address=beside(address, self.address), memory="")
+        return DataConnection(session, self.check, timeout)
 
     def empty(self, nbytes: int) -> Tensor:
         if self.session.memory:

@@ -6,6 +6,7 @@ import random
 import secrets
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import zmq
@@ -41,12 +42,19 @@ class Dialed:
         keys: of the run.
         largest_frame: bytes of a frame that may come.
         channel: what is spoken.
+        decode: makes messages of bytes, where these are none to a rank.
     """
 
     def __init__(
-        self, context: zmq.Context[Any], address: str, keys: RunKeys, largest_frame: int, channel: m.Channel
+        self,
+        context: zmq.Context[Any],
+        address: str,
+        keys: RunKeys,
+        largest_frame: int,
+        channel: m.Channel,
+        decode: Callable[[bytes], Any] | None = None,
     ) -> None:
-        self._channel = channel
+        self._decode = decode or partial(m.decode, at="rank", channel=channel)
         self.wire: zmq.Socket[bytes] = context.socket(zmq.DEALER)
         configure(self.wire, largest_frame)
         self.wire.setsockopt(zmq.IPV6, int("[" in address))
@@ -79,7 +87,7 @@ class Dialed:
                 raise _Ended
             if time.monotonic() > deadline:
                 raise TimeoutError
-        answer = m.decode(self.wire.recv_multipart()[0], at="rank", channel=self._channel)
+        answer = self._decode(self.wire.recv_multipart()[0])
         if isinstance(answer, m.RefusedMessage):
             raise Refused(answer.code, answer.reason)
         if not isinstance(answer, expect):

@@ -16,6 +16,8 @@ from torch import Tensor
 from lightning_omni.errors import ConfigurationError, MalformedMessage, ProtocolError, Refused
 from lightning_omni.protocol import Out, ServerCore
 from lightning_omni.protocol import messages as m
+from lightning_omni.protocol.shard_messages import ShardProof
+from lightning_omni.protocol.shard_servers import COORDINATOR
 from lightning_omni.protocol.transport import refusal
 from lightning_omni.server import segments, sharing
 from lightning_omni.server.addresses import CONTROL, DATA, PrivateDirectory, memory_path, tcp_endpoint
@@ -31,6 +33,7 @@ from lightning_omni.server.frames import (
 from lightning_omni.server.guard import ConnectionGuard
 from lightning_omni.server.keys import RunKeys
 from lightning_omni.server.rate_limits import RefusalLog
+from lightning_omni.server.shard_link import ShardLink, reachable
 from lightning_omni.server.sharing import NOWHERE, Place, Places, SegmentSocket, SharedMemory
 
 _log = logging.getLogger(__name__)
@@ -80,12 +83,13 @@ class Server:
         shared_memory: bool = True,
     ) -> None:
         self.core = core
-        self._directory = directory
+        self._directory, self._encryption = directory, encryption
         keys, self._context = RunKeys(core.key, encryption), zmq.Context()
         self._guard = ConnectionGuard(self._context, keys)
         self._refusal_log = RefusalLog(_log)
         self._sockets: dict[m.Channel, zmq.Socket[bytes]] = {}
         self._segment_socket: SegmentSocket | None = None
+        self._coordinator: ShardLink | None = None
         try:
             for channel, number, name in ((m.CONTROL, port, CONTROL), (m.DATA, data_port, DATA)):
                 endpoint = tcp_endpoint(host, number) if directory is None else directory.address(name)
@@ -114,6 +118,19 @@ class Server:
         self._turned_away = 0
         self._guard.start()
 
+    def follow(self, coordinator: str) -> None:
+        """Joins the server that coordinates, as one that holds a share. When that is gone, `run` returns.
+
+        Args:
+            coordinator: its address.
+
+        Raises:
+            ConnectionLost: it cannot be reached.
+            Refused: it does not want this server, and says why.
+        """
+        own = self._sockets[m.DATA].getsockopt_string(zmq.LAST_ENDPOINT)
+        self._coordinator = ShardLink(self.core, coordinator, reachable(own, coordinator), self._encryption)
+
     def run(self, until: Callable[[], bool]) -> None:
         """Serves until ``until()`` is true; it is asked several times a second."""
         poller = zmq.Poller()
@@ -121,14 +138,18 @@ class Server:
             poller.register(socket, zmq.POLLIN)
         if self._segment_socket is not None:
             poller.register(self._segment_socket, zmq.POLLIN)
+        if self._coordinator is not None:
+            self._coordinator.watch(poller)
         due = time.monotonic()
-        while not until():
+        while not until() and (self._coordinator is None or self._coordinator.stands):
             poller.poll(int(max(0.0, min(due, self.core.due) - time.monotonic()) * 1000) + 1)
             try:
                 for channel in (m.CONTROL, m.DATA):
                     self._drain(channel)
                 if self._segment_socket is not None:
                     self._segment_socket.serve()
+                for message in self._coordinator.hear() if self._coordinator is not None else ():
+                    self._send(self.core.follow(message))
                 if self.core.due <= time.monotonic():
                     self._send(self.core.tick(time.monotonic()))
             except Exception as error:
@@ -148,6 +169,9 @@ class Server:
 
     def close(self) -> None:
         """Closes both sockets, as soon as the last words are out."""
+        if self._coordinator is not None:
+            self._coordinator.close()
+            self._coordinator = None
         self._refusal_log.close()
         self._guard.close()
         if self._segment_socket is not None:
@@ -187,7 +211,7 @@ class Server:
             raise MalformedMessage(f"{len(frames)} frames on the control channel")
         message = self.core.decode(m.CONTROL, frames[0].buffer)
         payload = frames[1].bytes if len(frames) == 2 else b""
-        if isinstance(message, m.Proof):
+        if isinstance(message, (m.Proof, ShardProof)):
             return self._decide(m.CONTROL, peer, message, frames[0])
         return self.core.receive(m.CONTROL, peer, message, payload, time.monotonic())
 
@@ -296,6 +320,9 @@ class Server:
 
     def _send(self, out: list[Out]) -> None:
         for item in out:
+            if self._coordinator is not None and item.peer == COORDINATOR:
+                self._coordinator.say(item.message)
+                continue
             if isinstance(item.message, m.RefusedMessage) and not self._worth_an_answer(item):
                 continue
             if item.channel == m.CONTROL:

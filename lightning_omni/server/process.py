@@ -26,6 +26,9 @@ class ServerSettings(msgspec.Struct, frozen=True):
         wire_formats: class paths of those that the run may use beside the package's own.
         transport: how the ranks speak to it, as plain data.
         transports: class path of that transport, if it is none of the package's own.
+        shards: servers that hold a share of the weights each, this one among them.
+        shard: which of them this is; number 0 coordinates the others.
+        coordinator: the address of that one, for the others.
     """
 
     key: str
@@ -41,6 +44,9 @@ class ServerSettings(msgspec.Struct, frozen=True):
     wire_formats: tuple[str, ...] = ()
     transport: dict[str, Any] = msgspec.field(default_factory=lambda: {"name": "zeromq"})
     transports: tuple[str, ...] = ()
+    shards: int = 1
+    shard: int = 0
+    coordinator: str = ""
 
 
 class Ready(msgspec.Struct, frozen=True):
@@ -99,12 +105,16 @@ class ServerProcess:
             self._address = ready.address
         return self._address
 
-    def stop(self, timeout: float = 5.0) -> None:
-        """Ends the process; closing its standard input is the signal, killing it the last resort."""
+    def leave(self) -> None:
+        """This process ends, and the server may go on: one that holds a share ends with the one that coordinates."""
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 with contextlib.suppress(OSError):
                     pipe.close()
+
+    def stop(self, timeout: float = 5.0) -> None:
+        """Ends the process; closing its standard input is the signal, killing it the last resort."""
+        self.leave()
         try:
             self._process.wait(timeout)
         except subprocess.TimeoutExpired:

@@ -8,7 +8,14 @@ from lightning_omni.errors import OmniError
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.server import ServerCore
 from lightning_omni.protocol.transport import Transport, register
-from lightning_omni.server.addresses import PrivateDirectory, check_address, is_offered, remove_if_abandoned
+from lightning_omni.server.addresses import (
+    PrivateDirectory,
+    check_address,
+    is_offered,
+    is_private,
+    own_host,
+    remove_if_abandoned,
+)
 from lightning_omni.server.connection import ControlConnection
 from lightning_omni.server.keys import check_encryption
 from lightning_omni.server.loop import Server
@@ -40,6 +47,17 @@ class ZeroMQ(Transport, frozen=True, kw_only=True, tag="zeromq"):
         if host or not is_offered():
             return Server(core, host or "127.0.0.1", port, data_port, encryption=self.encryption)
         return Server(core, directory=PrivateDirectory(), encryption=self.encryption, shared_memory=self.shared_memory)
+
+    def follow(self, core: ServerCore, coordinator: str, host: str = "", port: int = 0, data_port: int = 0) -> Server:
+        if not host and not is_private(coordinator):
+            host = own_host(coordinator)
+        server = self.serve(core, host, port, data_port)
+        try:
+            server.follow(coordinator)
+        except BaseException:
+            server.close()
+            raise
+        return server
 
     def join(
         self,

@@ -115,6 +115,7 @@ def check_strategy(
     record: object,
     wire: object,
     overlap: object,
+    servers: object,
 ) -> None:
     """Refuses arguments of OmniStrategy that are of the wrong kind; the code that uses them checks what they mean.
 
@@ -136,6 +137,8 @@ def check_strategy(
         'a name, as "int8", a value, as wire_formats.TopK(fraction=0.001), or both ways',
     )
     check_kind("overlap", overlap, bool, "True or False")
+    if servers != "per-node":
+        check_whole("servers", servers, 'a number of servers, 1 or more, or "per-node"', low=1)
 
 
 def _parameters(kind: type) -> list[str]:

@@ -75,6 +75,9 @@ class OmniStrategyHooks(GroupedStrategy):
         overlap: whether a group's exchange travels while it computes its next gradient, which is then one step older;
             for methods whose optimizer steps at the server. Worth it where exchanges take long: see
             docs/performance.md. With one group nothing is exchanged.
+        servers: how many parameter servers hold a share of the weights each, so that no single link carries the pushes
+            of all groups: a number, all beside rank 0; or ``"per-node"``, one on each node, with which an exchange of
+            all groups costs no more bytes on any link than a ring all-reduce. See docs/servers.md.
         **ddp: DDPStrategy's own arguments.
 
     Raises:
@@ -106,6 +109,7 @@ class OmniStrategyHooks(GroupedStrategy):
         encryption: Literal["curve", "off"] = "curve",
         wire: Wire = "fp32",
         overlap: bool = False,
+        servers: int | Literal["per-node"] = 1,
         **ddp: Any,
     ) -> None:
         if "refusals" in ddp:
@@ -120,7 +124,9 @@ class OmniStrategyHooks(GroupedStrategy):
         asked = self._asked = Asked(groups, method, data)
         with asked.naming_variables():
             groups, method, data = asked.groups, asked.method, asked.data
-            check_strategy(method, server, host, heartbeat_timeout, max_nonfinite_pushes, merged, record, wire, overlap)
+            check_strategy(
+                method, server, host, heartbeat_timeout, max_nonfinite_pushes, merged, record, wire, overlap, servers
+            )
             if data == "static" and rebalance == "auto":
                 raise ConfigurationError(
                     'rebalance="auto" with data="static": samples that are dealt out beforehand cannot be split by'
@@ -137,6 +143,7 @@ class OmniStrategyHooks(GroupedStrategy):
                 record=record,
                 wire=wire,
                 overlap=overlap,
+                servers=servers,
             )
         super().__init__(**ddp)
         self.ddp_options = dict(vars(self).get("_ddp_kwargs", {}))

@@ -1,0 +1,111 @@
+"""What a rank asks of several servers that hold a share each, or of the one that holds everything."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import msgspec
+from torch import Tensor
+
+from lightning_omni.errors import ProtocolError, Refused
+from lightning_omni.protocol import messages as m
+from lightning_omni.protocol.group import Said
+from lightning_omni.protocol.transport import Data
+
+Answer = TypeVar("Answer", bound=m.Message)
+
+
+class Requests:
+    """A rank's data connections, used at once: each server gets its part before any answer is waited for.
+
+    Args:
+        connections: to each server; the first one coordinates.
+    """
+
+    def __init__(self, connections: Sequence[Data]) -> None:
+        self._connections = list(connections)
+        self._number = 0
+
+    @property
+    def count(self) -> int:
+        """Servers that hold a share each."""
+        return len(self._connections)
+
+    @property
+    def coordinator(self) -> Data:
+        """The connection to the server that coordinates."""
+        return self._connections[0]
+
+    @property
+    def moved(self) -> int:
+        """Bytes of payload that went out and came in so far."""
+        return sum(connection.moved for connection in self._connections)
+
+    @property
+    def shared(self) -> int:
+        """Bytes of these that lay in memory that both sides have."""
+        return sum(connection.shared for connection in self._connections)
+
+    def send(self, said: Sequence[Said], into: Sequence[Tensor | None] | None = None) -> None:
+        """Says its part to each server.
+
+        Args:
+            said: one for each, the payloads as in `lightning_omni.protocol.transport.Data.send`.
+            into: memory for the answers' payloads, as there.
+        """
+        self._number += 1
+        rooms = into or [None] * self.count
+        for connection, (message, payload), room in zip(self._connections, said, rooms, strict=True):
+            if self.count > 1:
+                message = msgspec.structs.replace(message, request=self._number)
+            connection.send(message, payload, room)
+
+    def receive(self, expect: type[Answer], into: Sequence[Tensor | None] | None = None) -> list[tuple[Answer, Tensor]]:
+        """Waits for all answers.
+
+        Args:
+            expect: type of them.
+            into: memory for their payloads, as in `lightning_omni.protocol.transport.Data.receive`.
+
+        Raises:
+            Refused: a server refused; then none has done anything.
+        """
+        memories = into or [None] * self.count
+        # All of them: the answers to the next request are not to be taken for these.
+        heard = [_heard(each, expect, memory) for each, memory in zip(self._connections, memories, strict=True)]
+        answers = []
+        for each in heard:
+            if isinstance(each, Refused):
+                raise each
+            answers.append(each)
+        return answers
+
+    def exchange(self, said: Sequence[Said], expect: type[Answer]) -> list[tuple[Answer, Tensor]]:
+        """`send` and `receive`, with fresh memory."""
+        self.send(said)
+        return self.receive(expect)
+
+    def close(self) -> None:
+        """Closes all connections at once."""
+        for connection in self._connections:
+            connection.close()
+
+
+def _heard(connection: Data, expect: type[Answer], memory: Tensor | None) -> tuple[Answer, Tensor] | Refused:
+    try:
+        return connection.receive(expect, memory)
+    except Refused as no:
+        return no
+
+
+def alike(answers: list[tuple[m.Weights, Tensor]]) -> list[tuple[m.Weights, Tensor]]:
+    """Weights that servers have sent, which all must have moved by the same pushes.
+
+    Raises:
+        ProtocolError: they have not.
+    """
+    clocks = [answer.clock for answer, _ in answers]
+    if len(set(clocks)) > 1:
+        raise ProtocolError(f"servers that hold a share each have applied different numbers of updates: {clocks}")
+    return answers

@@ -1,0 +1,486 @@
+"""Several servers that hold a share of the weights each, and act as one; or one, which has nothing to agree on.
+
+Every server runs the whole state machine of training on its share. One of them, number 0, coordinates: ranks join it,
+and it says in which order things happen. It tells the others what has come true (a rank was admitted, groups were
+formed, a group is dead or waits) and which request is next, and each does the same in the same order. So clocks,
+staleness and what a method decides are the same at all of them, and every moment between two requests is a consistent
+cut.
+
+Rule 1: a request of a rank comes in parts, one for each server. It is handled by all of them once all parts are there,
+or by none: a push that is not finite in one part, that one server refuses, or that does not come whole because its
+leader dies.
+Rule 2: who decides that is the coordinator alone; a leader may die at any moment, and no server waits for it.
+Rule 3: what the coordinator answers, and others may act upon at the other servers, it answers when these have done it.
+Rule 4: a server that is gone takes its share of the weights along, and the run with it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Container
+from dataclasses import dataclass, field
+from typing import ClassVar, NamedTuple
+
+import msgspec
+
+from lightning_omni.errors import OmniError, ProtocolError, Refused
+from lightning_omni.protocol import messages as m
+from lightning_omni.protocol import shard_messages as sm
+from lightning_omni.protocol.handshake import NONCE_BYTES, is_equal, shard_mac
+from lightning_omni.protocol.service import Out, Payload, Peer, Sender, Service
+
+COORDINATOR: Peer = b"\0coordinator"
+"""The connection of a server to the one that coordinates, as the former's driver has it."""
+MOST_HELD = 16
+"""Requests of one rank that may wait for the rest of their parts."""
+
+Handle = Callable[[Sender], list[Out]]
+"""Handles a request whose part is here, as its row in the table says."""
+
+
+class Held(NamedTuple):
+    """A part of a request that waits for the others.
+
+    Attributes:
+        sender: the rank.
+        handle: what is to be done with it.
+    """
+
+    sender: Sender
+    handle: Handle
+
+
+Key = tuple[int, int]
+"""Rank and number of a request."""
+
+
+class Servers(Service, ABC):
+    """What a server has to do with others that hold a share each.
+
+    Attributes:
+        count: servers that hold a share each.
+        number: which of them this is; 0 coordinates.
+    """
+
+    count: int = 1
+    number: int = 0
+
+    def begin(self, end: Callable[[str], list[Out]], live: Callable[[], Container[int]]) -> None:
+        """A run may come.
+
+        Args:
+            end: ends it, for a reason.
+            live: the ranks that take part.
+        """
+
+    def tell(self, message: sm.Told) -> None:
+        """The other servers must do this, too, and after all that they were told before."""
+
+    def when_done(self, out: list[Out]) -> list[Out]:
+        """Answers that others may act upon: what of them may go out now; the rest when all have done what was told."""
+        return out
+
+    def drain(self) -> list[Out]:
+        """What there is to be said to other servers, in order."""
+        return []
+
+    def tick(self, now: float) -> list[Out]:
+        """Time passes."""
+        return []
+
+    @property
+    def peers(self) -> list[Peer]:
+        """Connections of other servers."""
+        return []
+
+    def hang_up(self, peer: Peer) -> list[Out]:
+        """A connection has ended, perhaps that of another server."""
+        return []
+
+    def check_belongs(self, message: type[m.Message], in_parts: bool) -> None:
+        """Raises `ProtocolError` if such messages are not for this server."""
+
+    def check_number(self, rank: int, request: int) -> None:
+        """Raises `ProtocolError` if a request cannot have this number."""
+
+    @abstractmethod
+    def hold(self, sender: Sender, request: int, finite: bool, handle: Handle) -> list[Out]:
+        """A part of a request has come.
+
+        Args:
+            sender: the rank.
+            request: its number.
+            finite: whether the numbers in this part are.
+            handle: handles it.
+        """
+
+    def refuse(self, rank: int, request: int, problem: str) -> None:
+        """This server has refused its part of a request, so all must."""
+
+    # --- Messages ----------------------------------------------------------------------------------------------------
+
+    def ask(self, sender: Sender, message: m.AskShards, payload: Payload) -> list[Out]:
+        """A rank asks where the others are."""
+        return self.tell_addresses(sender.peer)
+
+    def tell_addresses(self, peer: Peer) -> list[Out]:
+        """Where the others are, when all of them are there."""
+        return [Out(peer, m.CONTROL, m.Shards(addresses=()))]
+
+
+class OneServer(Servers):
+    """It holds everything."""
+
+    def hold(self, sender: Sender, request: int, finite: bool, handle: Handle) -> list[Out]:
+        return handle(sender)
+
+
+class _InParts(Servers):
+    """What all servers have in common that hold a share each.
+
+    Args:
+        number: which of them this is.
+        count: of how many.
+    """
+
+    def __init__(self, number: int, count: int) -> None:
+        self.number, self.count = number, count
+        self._out: list[Out] = []
+        self._held: dict[Key, Held] = {}
+        self._refused: dict[Key, str] = {}  # parts that are to be refused when they come
+
+    def begin(self, end: Callable[[str], list[Out]], live: Callable[[], Container[int]]) -> None:
+        self._end, self._live = end, live
+        self._held.clear()
+        self._refused.clear()
+
+    def evict(self, group: int, lost: bool) -> list[Out]:
+        live = self._live()
+        self._held = {key: held for key, held in self._held.items() if key[0] in live}
+        self._refused = {key: problem for key, problem in self._refused.items() if key[0] in live}
+        return []
+
+    def drain(self) -> list[Out]:
+        out, self._out = self._out, []
+        return out
+
+    def check_number(self, rank: int, request: int) -> None:
+        if request < 1 or (rank, request) in self._held:
+            raise ProtocolError(f"request {request} of rank {rank}: the parts of a request have one number, from 1 on")
+        if sum(key[0] == rank for key in self._held) >= MOST_HELD:
+            raise ProtocolError(f"{MOST_HELD} requests of rank {rank} wait for the rest of their parts; no more may")
+
+    def hold(self, sender: Sender, request: int, finite: bool, handle: Handle) -> list[Out]:
+        key = sender.rank, request
+        if (problem := self._refused.pop(key, None)) is not None:
+            return [_refusal(sender.peer, problem)]
+        self._held[key] = Held(sender, handle)
+        return self._has(key, finite)
+
+    @abstractmethod
+    def _has(self, key: Key, finite: bool) -> list[Out]:
+        """This server has its part of a request."""
+
+    def _decided(self, key: Key, finite: bool, problem: str) -> list[Out]:
+        """All parts are here, or one was refused: this server's is handled, as all others are."""
+        held = self._held.pop(key, None)
+        if held is None:
+            if problem and sum(each[0] == key[0] for each in self._refused) < MOST_HELD:
+                self._refused[key] = problem
+            return []
+        if problem:
+            return [_refusal(held.sender.peer, problem)]
+        try:
+            return held.handle(held.sender._replace(finite=finite))
+        except Refused as no:
+            return [Out(held.sender.peer, m.DATA, m.RefusedMessage(code=no.code, reason=str(no)))]
+        except OmniError as error:
+            return [_refusal(held.sender.peer, str(error))]
+
+
+@dataclass
+class _Link:
+    """The connection of a server, at the one that coordinates.
+
+    Attributes:
+        peer: the connection.
+        address: of the server's data socket.
+        last_seen: when it last said something.
+        done: of what it was told, so much it has done.
+    """
+
+    peer: Peer
+    address: str
+    last_seen: float
+    done: int = 0
+
+
+@dataclass
+class _Parts:
+    """Which servers have their part of a request, and whether all of it is finite so far."""
+
+    here: set[int] = field(default_factory=set)
+    finite: bool = True
+
+
+class Coordinator(_InParts):
+    """The server that says in which order things happen.
+
+    Args:
+        key: the run's shared secret.
+        random: draws that many random bytes (nonces).
+        count: servers that hold a share each, this one among them.
+        heartbeat_timeout: seconds of silence after which a server counts as gone.
+        join_timeout: seconds that the others may take to come once a rank has asked for them.
+        now: the time of the message that is being handled.
+    """
+
+    def __init__(
+        self,
+        key: bytes,
+        random: Callable[[int], bytes],
+        count: int,
+        heartbeat_timeout: float,
+        join_timeout: float,
+        now: Callable[[], float],
+    ) -> None:
+        super().__init__(0, count)
+        self._key, self._random, self._now = key, random, now
+        self._heartbeat_timeout, self._join_timeout = heartbeat_timeout, join_timeout
+        self._challenged: dict[Peer, tuple[sm.ShardHello, bytes]] = {}
+        self._links: dict[int, _Link] = {}
+        self._gone: dict[int, str] = {}
+        self._history: list[sm.Told] = []  # for those that have not come yet
+        self._told = 0
+        self._waiting: list[tuple[int, Callable[[], list[Out]]]] = []
+        self._asked_at: float | None = None
+        self._parts: dict[Key, _Parts] = {}
+
+    def begin(self, end: Callable[[str], list[Out]], live: Callable[[], Container[int]]) -> None:
+        super().begin(end, live)
+        self._parts.clear()
+        self._waiting.clear()
+        self._asked_at = None
+        if self._told:
+            self.tell(sm.RunOver())
+
+    @property
+    def gone(self) -> str:
+        """Why no run can be served any more, or an empty string."""
+        return next(iter(self._gone.values()), "")
+
+    @property
+    def peers(self) -> list[Peer]:
+        return [link.peer for link in self._links.values()]
+
+    # --- What the others are told ------------------------------------------------------------------------------------
+
+    def tell(self, message: sm.Told) -> None:
+        self._told += 1
+        message = msgspec.structs.replace(message, now=self._now())
+        if not self._is_complete:
+            self._history.append(message)
+        self._out += [Out(link.peer, m.CONTROL, message) for link in self._links.values()]
+
+    def when_done(self, out: list[Out]) -> list[Out]:
+        return self._when_done(lambda: out)
+
+    def _when_done(self, answer: Callable[[], list[Out]]) -> list[Out]:
+        if not self._is_complete and self._asked_at is None:
+            self._asked_at = self._now()
+        self._waiting.append((self._told, answer))
+        return self._answers_due()
+
+    def _answers_due(self) -> list[Out]:
+        done = min((link.done for link in self._links.values()), default=0) if self._is_complete else -1
+        if self._gone:  # a run that is over keeps no rank waiting
+            done = self._told
+        due = [answer for told, answer in self._waiting if told <= done]
+        self._waiting = [each for each in self._waiting if each[0] > done]
+        return [out for answer in due for out in answer()]
+
+    @property
+    def _is_complete(self) -> bool:
+        return len(self._links) == self.count - 1
+
+    # --- Servers come and go -----------------------------------------------------------------------------------------
+
+    def greet(self, sender: Sender, message: sm.ShardHello, payload: Payload) -> list[Out]:
+        """A server says hello."""
+        if message.version != m.VERSION:
+            raise Refused(
+                "version",
+                f"server {message.shard} speaks protocol version {message.version}, the one that coordinates"
+                f" {m.VERSION}; install the same version of lightning-omni on both",
+            )
+        challenge = self._random(NONCE_BYTES)
+        self._challenged[sender.peer] = (message, challenge)
+        while len(self._challenged) > 4 * self.count:  # strangers may say hello, but not fill the memory
+            self._challenged.pop(next(iter(self._challenged)))
+        return [Out(sender.peer, m.CONTROL, m.Challenge(nonce=challenge))]
+
+    def admit(self, sender: Sender, message: sm.ShardProof, payload: Payload) -> list[Out]:
+        """A server proves that it holds the key."""
+        hello, challenge = self._challenged.pop(sender.peer, (None, b""))
+        if hello is None or not is_equal(message.mac, shard_mac(self._key, "shard", hello, challenge)):
+            raise Refused("key", "the key does not match the server's; both sides must be given the same key")
+        if hello.shards != self.count or not 0 < hello.shard < self.count:
+            raise Refused(
+                "shard",
+                f"server {hello.shard} of {hello.shards} cannot hold a share here: this one coordinates {self.count};"
+                " give all of them the same number of shards",
+            )
+        if hello.shard in self._links or hello.shard in self._gone:
+            raise Refused("shard", f"there was a server {hello.shard} already; give each another number")
+        link = self._links[hello.shard] = _Link(sender.peer, hello.address, self._now())
+        welcome = sm.ShardWelcome(
+            mac=shard_mac(self._key, "coordinator", hello, challenge), heartbeat_timeout=self._heartbeat_timeout
+        )
+        out = [Out(link.peer, m.CONTROL, each) for each in (welcome, *self._history)]
+        link.done = self._told - len(self._history)
+        if self._is_complete:
+            self._history.clear()
+            self._asked_at = None
+        return out
+
+    def tell_addresses(self, peer: Peer) -> list[Out]:
+        return self._when_done(lambda: [Out(peer, m.CONTROL, self._addresses())] if self._is_complete else [])
+
+    def _addresses(self) -> m.Shards:
+        return m.Shards(addresses=tuple(self._links[number].address for number in range(1, self.count)))
+
+    def tick(self, now: float) -> list[Out]:
+        for number, link in list(self._links.items()):
+            if now - link.last_seen > self._heartbeat_timeout:
+                return self._lose(number, f"gave no sign of life for {self._heartbeat_timeout:.0f} s")
+        missing = sorted(set(range(1, self.count)) - self._links.keys() - self._gone.keys())
+        if missing and self._asked_at is not None and now - self._asked_at > self._join_timeout:
+            self._asked_at = None
+            return self._end(
+                f"parameter server {missing[0]} of {self.count}, which is to hold a share of the weights, did not come"
+                f" within {self._join_timeout:.0f} s; the run cannot go on without it"
+            )
+        return []
+
+    def hang_up(self, peer: Peer) -> list[Out]:
+        for number, link in list(self._links.items()):
+            if link.peer == peer:
+                return self._lose(number, "is gone: its process or its machine failed")
+        return []
+
+    def _lose(self, number: int, what: str) -> list[Out]:
+        link = self._links.pop(number)
+        reason = f"parameter server {number} of {self.count} at {link.address} {what}, and its share of the weights"
+        self._gone[number] = f"{reason} is lost"
+        return self._end(f"{reason} with it; the run cannot go on") + self._answers_due()
+
+    def fail(self, sender: Sender, message: sm.ShardFailed, payload: Payload) -> list[Out]:
+        """A server cannot go on."""
+        return self._lose(self._number_of(sender), f"failed: {message.reason}")
+
+    def heard(self, sender: Sender, message: sm.ShardHeard, payload: Payload) -> list[Out]:
+        """A server lives, and has done what it was told."""
+        link = self._links[self._number_of(sender)]
+        link.last_seen = self._now()
+        link.done = max(link.done, message.count)
+        return [Out(link.peer, m.CONTROL, m.Acknowledged()), *self._answers_due()]
+
+    def _number_of(self, sender: Sender) -> int:
+        for number, link in self._links.items():
+            if link.peer == sender.peer:
+                return number
+        raise Refused("stranger", "say ShardHello first: this connection is of no server that holds a share")
+
+    # --- Requests ----------------------------------------------------------------------------------------------------
+
+    def ready(self, sender: Sender, message: sm.ShardReady, payload: Payload) -> list[Out]:
+        """Another server has its part of a request, or has refused it."""
+        number = self._number_of(sender)
+        key = message.rank, message.request
+        if message.rank not in self._live():  # it has died meanwhile
+            return []
+        if message.problem:
+            return self._refuse(key, message.problem)
+        return self._take(key, number, message.finite)
+
+    def refuse(self, rank: int, request: int, problem: str) -> None:
+        self._out += self._refuse((rank, request), problem)
+
+    def evict(self, group: int, lost: bool) -> list[Out]:
+        live = self._live()
+        self._parts = {key: parts for key, parts in self._parts.items() if key[0] in live}
+        return super().evict(group, lost)
+
+    def _has(self, key: Key, finite: bool) -> list[Out]:
+        return self._take(key, 0, finite)
+
+    def _take(self, key: Key, number: int, finite: bool) -> list[Out]:
+        parts = self._parts.setdefault(key, _Parts())
+        parts.here.add(number)
+        parts.finite &= finite
+        if len(parts.here) < self.count:
+            return []
+        del self._parts[key]
+        self.tell(sm.Decide(rank=key[0], request=key[1], finite=parts.finite))
+        return self._decided(key, parts.finite, "")
+
+    def _refuse(self, key: Key, problem: str) -> list[Out]:
+        self._parts.pop(key, None)
+        self.tell(sm.Decide(rank=key[0], request=key[1], problem=problem))
+        return self._decided(key, False, problem)
+
+
+class Follower(_InParts):
+    """A server that holds a share, and does what the one that coordinates says.
+
+    Args:
+        number: which of them this is, from 1.
+        count: of how many.
+    """
+
+    IN_PARTS: ClassVar[tuple[type[m.Message], ...]] = (m.Attach, m.AttachProof, m.Long)
+
+    def __init__(self, number: int, count: int) -> None:
+        super().__init__(number, count)
+        self._count_heard = 0
+
+    def check_belongs(self, message: type[m.Message], in_parts: bool) -> None:
+        if not in_parts and message not in self.IN_PARTS:
+            raise ProtocolError(
+                f"this server holds share {self.number} of {self.count}, and takes no {message.__name__}; speak to the"
+                " server that coordinates, server 0"
+            )
+
+    def done(self) -> None:
+        """What was told last is done."""
+        self._count_heard += 1
+
+    def report(self) -> None:
+        """Says what is done."""
+        self._say(sm.ShardHeard(count=self._count_heard))
+
+    def tick(self, now: float) -> list[Out]:
+        self.report()
+        return []
+
+    def decide(self, message: sm.Decide) -> list[Out]:
+        """The coordinator has decided on a request."""
+        return self._decided((message.rank, message.request), message.finite, message.problem)
+
+    def refuse(self, rank: int, request: int, problem: str) -> None:
+        self._say(sm.ShardReady(rank=rank, request=request, problem=problem))
+
+    def fail(self, reason: str) -> None:
+        """This server cannot go on."""
+        self._say(sm.ShardFailed(reason=reason))
+
+    def _has(self, key: Key, finite: bool) -> list[Out]:
+        self._say(sm.ShardReady(rank=key[0], request=key[1], finite=finite))
+        return []
+
+    def _say(self, message: m.Message) -> None:
+        self._out.append(Out(COORDINATOR, m.CONTROL, message))
+
+
+def _refusal(peer: Peer, problem: str) -> Out:
+    return Out(peer, m.DATA, m.RefusedMessage(code="protocol", reason=problem))

@@ -1,0 +1,376 @@
+"""How the parameters of one optimizer are divided over several servers, and what belongs to them with them.
+
+Rule 1: both sides of a run that has the same layout, number of servers and optimizer divide alike; no place travels.
+Rule 2: where the optimizer treats each number by itself, servers hold ranges of equal bytes; a tensor may be cut. Where
+it does not, or that is not known, they hold whole parameters.
+Rule 3: a cut lies at a multiple of `UNIT` numbers of its tensor, so that vectors of the processor are not cut: a share
+is stepped to the same bits as the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from lightning_omni.errors import MalformedMessage
+from lightning_omni.methods.contract import Tensors
+from lightning_omni.methods.master import class_path
+from lightning_omni.protocol.layout import DTYPES, Layout, TensorSpec
+from lightning_omni.protocol.wire_format import RESIDUAL, State
+
+UNIT = 64
+"""Numbers of a tensor that stay together."""
+ELEMENTWISE = frozenset(
+    class_path(kind)
+    for kind in (
+        torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam,
+        torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.ASGD, torch.optim.Rprop,
+    )
+)  # fmt: skip
+"""Class paths of optimizers that treat each number by itself. A subclass is another class, and may not."""
+_SENDERS = "shards"
+"""Where in a sender's state lies what it remembers for each server, but for residuals."""
+
+
+class Split(msgspec.Struct, frozen=True, dict=True):
+    """The parameters of one optimizer, divided.
+
+    Attributes:
+        layout: of all of it.
+        shares: of each server, what it holds: an entry is a whole tensor, or a range of its numbers.
+        places: of each entry of each share, the place of its parameter among all.
+
+    Example:
+        >>> layout = Layout.of({"w": torch.ones(3, 64), "b": torch.ones(4)})
+        >>> split = Split.of(layout, 2, elementwise=True)
+        >>> [[(spec.name, spec.range) for spec in share.specs] for share in split.shares]
+        [[('w', (0, 128))], [('w', (128, 192)), ('b', None)]]
+        >>> [[part.numel() for part in parts] for parts in split.parts([torch.ones(3, 64), torch.ones(4)])]
+        [[128], [64, 4]]
+    """
+
+    layout: Layout
+    shares: tuple[Layout, ...]
+    places: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, layout: Layout, servers: int, elementwise: bool) -> Split:
+        """Divides a layout.
+
+        Args:
+            layout: of all parameters of the optimizer.
+            servers: that hold a share each.
+            elementwise: whether tensors may be cut.
+        """
+        cut = _ranges(layout, servers) if elementwise else _wholes(layout, servers)
+        return cls(
+            layout,
+            tuple(Layout(tuple(spec for _, spec in share), layout.version) for share in cut),
+            tuple(tuple(place for place, _ in share) for share in cut),
+        )
+
+    @classmethod
+    def whole(cls, layout: Layout) -> Split:
+        """Of one server, which holds all of it."""
+        return cls(layout, (layout,), (tuple(range(len(layout.specs))),))
+
+    # --- Tensors -----------------------------------------------------------------------------------------------------
+
+    def parts(self, tensors: Tensors) -> list[list[Tensor | None]]:
+        """Tensors, one for each parameter, as what each server gets of them; views where memory allows."""
+        return [self._share_of(server, tensors) for server in range(len(self.shares))]
+
+    def _share_of(self, server: int, tensors: Tensors) -> list[Tensor | None]:
+        return [
+            None if (tensor := tensors[place]) is None else _piece(tensor, spec)
+            for spec, place in zip(self.shares[server].specs, self.places[server], strict=True)
+        ]
+
+    def merged(self, parts: Sequence[Tensors]) -> list[Tensor | None]:
+        """The tensors, one for each parameter, of which each server has these; None where it is None for a server."""
+        pieces: list[list[Tensor | None]] = [[] for _ in self.layout.specs]
+        for places, part in zip(self.places, parts, strict=True):
+            for place, tensor in zip(places, part, strict=True):
+                pieces[place].append(tensor)
+        return [_joined(spec, each) for spec, each in zip(self.layout.specs, pieces, strict=True)]
+
+    def memories(self, into: Tensor) -> list[Tensor] | None:
+        """The parts of flat memory of the whole in which shares lie as each is laid out; None if they do not so."""
+        if not self._is_contiguous:
+            return None
+        ends = zip(self._begins, self.shares, strict=True)
+        return [into[begin : begin + share.nbytes] for begin, share in ends]
+
+    def write(self, into: Tensor, parts: Sequence[Tensor]) -> None:
+        """Flat memory of all servers, each as its share is laid out, written into flat memory of the whole.
+
+        Args:
+            into: uint8, as `layout` has it.
+            parts: uint8, one for each server; nothing is done for those that lie there already, as `memories`.
+
+        Raises:
+            MalformedMessage: a part is not as large as its share.
+        """
+        for share, part in zip(self.shares, parts, strict=True):
+            if part.numel() != share.nbytes:
+                raise MalformedMessage(f"{part.numel()} bytes of weights came, {share.nbytes} were expected")
+        if (memories := self.memories(into)) is not None:
+            for memory, part in zip(memories, parts, strict=True):
+                if part.data_ptr() != memory.data_ptr():
+                    memory.copy_(part)
+            return
+        views = self.layout.views(into)
+        for share, places, part in zip(self.shares, self.places, parts, strict=True):
+            for spec, place, tensor in zip(share.specs, places, share.views(part), strict=True):
+                _piece(views[place], spec).copy_(tensor)
+
+    @cached_property
+    def _offsets(self) -> list[list[int]]:
+        """Of each entry of each share, where it begins in flat memory of the whole, in bytes."""
+        return [
+            [
+                self.layout.offsets[place] + _begin(spec, self.layout.specs[place]) * DTYPES[spec.dtype].itemsize
+                for spec, place in zip(share.specs, places, strict=True)
+            ]
+            for share, places in zip(self.shares, self.places, strict=True)
+        ]
+
+    @cached_property
+    def _begins(self) -> list[int]:
+        return [offsets[0] if offsets else 0 for offsets in self._offsets]
+
+    @cached_property
+    def _is_contiguous(self) -> bool:
+        return all(
+            offsets == [begin + here for here in share.offsets]
+            for offsets, begin, share in zip(self._offsets, self._begins, self.shares, strict=True)
+        )
+
+    # --- What a sender of pushes remembers ---------------------------------------------------------------------------
+
+    def sender_parts(self, state: State) -> list[State]:
+        """What the sender of a push remembers, as what it remembers for each server's part."""
+        own = state.get(_SENDERS, ())
+        rest = own if len(own) == len(self.shares) else [{}] * len(self.shares)
+        if RESIDUAL not in state:
+            return list(rest)
+        owed = [*state[RESIDUAL], *[None] * (len(self.layout.specs) - len(state[RESIDUAL]))]
+        return [{**each, RESIDUAL: part} for each, part in zip(rest, self.parts(owed), strict=True)]
+
+    def merged_sender(self, states: Sequence[State]) -> State:
+        """The same of all parts together."""
+        rest = [{key: value for key, value in state.items() if key != RESIDUAL} for state in states]
+        merged: dict[str, Any] = {_SENDERS: rest} if any(rest) else {}
+        if any(RESIDUAL in state for state in states):
+            owed = [
+                [*state.get(RESIDUAL, ()), *[None] * (len(share.specs) - len(state.get(RESIDUAL, ())))]
+                for state, share in zip(states, self.shares, strict=True)
+            ]
+            merged[RESIDUAL] = self._merged_residual(owed)
+        return merged
+
+    def _merged_residual(self, owed: Sequence[Tensors]) -> list[Tensor | None]:
+        """As `merged`, where what one server is not owed is zeros."""
+        known = {
+            place: part
+            for places, parts in zip(self.places, owed, strict=True)
+            for place, part in zip(places, parts, strict=True)
+            if part is not None
+        }
+        filled = [
+            [
+                torch.zeros(spec.local_shape, dtype=known[place].dtype, device=known[place].device)
+                if part is None and place in known
+                else part
+                for spec, place, part in zip(share.specs, places, parts, strict=True)
+            ]
+            for share, places, parts in zip(self.shares, self.places, owed, strict=True)
+        ]
+        return self.merged(filled)
+
+    # --- Trees: what optimizers and methods remember ------------------------------------------------------------------
+
+    def tree_parts(self, tree: Any) -> list[Any]:
+        """A tree, as `lightning_omni.methods.ServerSide.state` has it, as what each server gets of it.
+
+        A list with one entry a parameter is divided, and so is what stands in a dict by their places, as in the state
+        of torch's optimizers; all else every server gets.
+        """
+        return [self._cut(tree, server) for server in range(len(self.shares))]
+
+    def _cut(self, tree: Any, server: int) -> Any:
+        specs, places = self.shares[server].specs, self.places[server]
+        if _is_by_place(tree):
+            return {
+                here: {key: _piece_of(value, self.layout.specs[place], spec) for key, value in tree[place].items()}
+                for here, (place, spec) in enumerate(zip(places, specs, strict=True))
+                if place in tree
+            }
+        if isinstance(tree, Mapping):
+            return {key: self._cut(value, server) for key, value in tree.items()}
+        if _is_for_each(tree, self.layout.specs):
+            return [
+                _piece_of(tree[place], self.layout.specs[place], spec)
+                for place, spec in zip(places, specs, strict=True)
+            ]
+        if isinstance(tree, (list, tuple)):
+            return type(tree)(self._cut(item, server) for item in tree)
+        return tree
+
+    def merged_tree(self, trees: Sequence[Any]) -> Any:
+        """The tree of which each server has one of these."""
+        first = trees[0]
+        if any(_is_by_place(tree) and tree for tree in trees):
+            return self._merged_places(trees)
+        if isinstance(first, Mapping):
+            return {key: self.merged_tree([tree[key] for tree in trees]) for key in first}
+        if all(_is_for_each(tree, share.specs) for tree, share in zip(trees, self.shares, strict=True)):
+            return [
+                _joined_of([trees[server][here] for server, here in found], spec)
+                for found, spec in zip(self._found, self.layout.specs, strict=True)
+            ]
+        if isinstance(first, (list, tuple)):
+            return type(first)(self.merged_tree(items) for items in zip(*trees, strict=True))
+        return first
+
+    def _merged_places(self, trees: Sequence[Mapping[int, Mapping[str, Any]]]) -> dict[int, dict[str, Any]]:
+        merged = {}
+        for place, (spec, found) in enumerate(zip(self.layout.specs, self._found, strict=True)):
+            states = [trees[server][here] for server, here in found if here in trees[server]]
+            if states:
+                merged[place] = {key: _joined_of([each[key] for each in states], spec) for key in states[0]}
+        return merged
+
+    @cached_property
+    def _found(self) -> list[list[tuple[int, int]]]:
+        """Of each parameter, the servers and entries that have it, in order."""
+        found: list[list[tuple[int, int]]] = [[] for _ in self.layout.specs]
+        for server, places in enumerate(self.places):
+            for here, place in enumerate(places):
+                found[place].append((server, here))
+        return found
+
+    # --- Optimizers --------------------------------------------------------------------------------------------------
+
+    def described(self, description: Mapping[str, Any] | None, server: int) -> dict[str, Any] | None:
+        """What `lightning_omni.methods.master.describe` says of the optimizer, for what a server holds of it."""
+        if description is None:
+            return None
+        held = [name for group in description["groups"] for name in group["params"]]  # its states have their places
+        states = description["state"]
+        by_name = {name: states[place] for place, name in enumerate(held) if place in states}
+        specs = {spec.name: (whole, spec) for spec, whole in self._specs_of(server)}
+        groups = [
+            {**group, "params": [name for name in group["params"] if name in specs]} for group in description["groups"]
+        ]
+        kept = [name for group in groups for name in group["params"]]
+        state = {
+            place: {key: _piece_of(value, *specs[name]) for key, value in by_name[name].items()}
+            for place, name in enumerate(kept)
+            if name in by_name
+        }
+        return {**description, "groups": groups, "state": state}
+
+    def _specs_of(self, server: int) -> Iterable[tuple[TensorSpec, TensorSpec]]:
+        places = self.places[server]
+        return zip(self.shares[server].specs, [self.layout.specs[place] for place in places], strict=True)
+
+
+def _ranges(layout: Layout, servers: int) -> list[list[tuple[int, TensorSpec]]]:
+    total = sum(spec.nbytes for spec in layout.specs)
+    bounds = [total * server // servers for server in range(servers)] + [total]
+    shares: list[list[tuple[int, TensorSpec]]] = [[] for _ in range(servers)]
+    begin = 0
+    for place, spec in enumerate(layout.specs):
+        count, size = prod(spec.shape), DTYPES[spec.dtype].itemsize
+        cuts = [_cut((bound - begin) // size, count) for bound in bounds]
+        cuts[-1] = count  # of bounds that fall together at its beginning, the last one ends it
+        for server in range(servers):
+            start, stop = cuts[server], cuts[server + 1]
+            if start < stop:
+                part = spec if stop - start == count else msgspec.structs.replace(spec, range=(start, stop))
+                shares[server].append((place, part))
+        if not count:  # beside what is before it
+            next((share for share in reversed(shares) if share), shares[0]).append((place, spec))
+        begin += spec.nbytes
+    return shares
+
+
+def _cut(at: int, count: int) -> int:
+    """Where a tensor of so many numbers is cut, if a share ends at this one."""
+    return min(count, max(0, at)) if not 0 < at < count else min(count, round(at / UNIT) * UNIT)
+
+
+def _wholes(layout: Layout, servers: int) -> list[list[tuple[int, TensorSpec]]]:
+    """The largest first, each to the server that has the fewest bytes."""
+    loads = [0] * servers
+    owner = {}
+    for place in sorted(range(len(layout.specs)), key=lambda place: -layout.specs[place].nbytes):
+        owner[place] = loads.index(min(loads))
+        loads[owner[place]] += layout.specs[place].nbytes
+    return [
+        [(place, spec) for place, spec in enumerate(layout.specs) if owner[place] == server]
+        for server in range(servers)
+    ]
+
+
+def _piece(tensor: Tensor, spec: TensorSpec) -> Tensor:
+    """What a share has of a tensor: memory of its own only where the tensor is not contiguous."""
+    if spec.range is None:
+        return tensor
+    start, stop = spec.range
+    return tensor.reshape(-1)[start:stop]
+
+
+def _begin(part: TensorSpec, whole: TensorSpec) -> int:
+    """The first number of a part, among those of the whole, which may itself be a range of a tensor."""
+    return (part.range[0] if part.range else 0) - (whole.range[0] if whole.range else 0)
+
+
+def _joined(spec: TensorSpec, pieces: Sequence[Tensor | None]) -> Tensor | None:
+    if len(pieces) == 1:
+        return pieces[0]
+    there = [piece for piece in pieces if piece is not None]
+    if len(there) < len(pieces):
+        return None
+    return torch.cat([piece.reshape(-1) for piece in there]).view(spec.shape)
+
+
+def _is_like(value: Any, spec: TensorSpec) -> bool:
+    return isinstance(value, Tensor) and tuple(value.shape) == spec.local_shape
+
+
+def _piece_of(value: Any, whole: TensorSpec, part: TensorSpec) -> Any:
+    return _piece(value, part) if _is_like(value, whole) else value
+
+
+def _joined_of(values: Sequence[Any], spec: TensorSpec) -> Any:
+    """What several servers have of one parameter: the whole of a tensor, or what is the same for all."""
+    if len(values) > 1 and all(isinstance(value, Tensor) and value.dim() == 1 for value in values):
+        return _joined(spec, values)
+    return values[0]
+
+
+def _is_by_place(tree: Any) -> bool:
+    """Whether a dict is like the state of an optimizer: by places, of dicts by names."""
+    return isinstance(tree, Mapping) and all(
+        isinstance(place, int) and isinstance(value, Mapping) for place, value in tree.items()
+    )
+
+
+def _is_for_each(tree: Any, specs: Sequence[TensorSpec]) -> bool:
+    """Whether a list has one entry for each parameter: its tensor, None, or a number."""
+    return (
+        isinstance(tree, list)
+        and len(tree) == len(specs)
+        and all(
+            value is None or isinstance(value, (int, float)) or _is_like(value, spec)
+            for value, spec in zip(tree, specs, strict=True)
+        )
+    )

@@ -1,0 +1,354 @@
+"""Several servers that hold a share each and their groups of one rank, in memory: what is said arrives in any order.
+
+Each connection keeps its order; which one is served next, a random number says.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from random import Random
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_omni.errors import MalformedMessage
+from lightning_omni.methods import Gradient, Method, NextGradient, Replica
+from lightning_omni.methods.master import describe, hyperparameters_of
+from lightning_omni.protocol import ServerCore, handshake
+from lightning_omni.protocol import messages as m
+from lightning_omni.protocol.codec import pack, unpack
+from lightning_omni.protocol.group import Action, Ask, GroupCore, Heard, Said
+from lightning_omni.protocol.layout import Layout
+from lightning_omni.protocol.record import Event
+from lightning_omni.protocol.service import Out, as_tensor
+from lightning_omni.protocol.shard_servers import COORDINATOR
+from lightning_omni.protocol.split import Split
+from lightning_omni.protocol.wire_format import RAW, Memory, WireFormat, decode
+from lightning_omni.registry import to_wire
+from lightning_omni.topology import GroupId
+
+KEY = bytes(range(32))
+NONCE = bytes(32)
+SHAPES = ((5, 40), (3,), (130,), ())
+
+Make = Callable[[Sequence[Parameter]], torch.optim.Optimizer]
+
+
+class Ensemble:
+    """The run.
+
+    Args:
+        shards: servers that hold a share each.
+        groups: of one rank.
+        method: what they follow.
+        make: makes the user's optimizer.
+        wire_format: of pushes.
+        seed: of the order in which things arrive.
+
+    Attributes:
+        order: groups of the pushes that were handled, in order.
+        dead: ranks that have died.
+    """
+
+    def __init__(
+        self,
+        shards: int,
+        groups: int,
+        method: Method,
+        make: Make,
+        wire_format: WireFormat = RAW,
+        seed: int = 0,
+    ) -> None:
+        self.random, self.method, self.wire_format = Random(seed), method, wire_format
+        self.order: list[int] = []
+        self.dead: set[int] = set()
+        self.said: list[m.Message] = []
+        self.queues: dict[tuple[Any, ...], deque[Any]] = defaultdict(deque)
+        self.cores = [
+            ServerCore(KEY, Random(9).randbytes, record=self._note if shard == 0 else None, shards=shards, shard=shard)
+            for shard in range(shards)
+        ]
+        for shard in range(1, shards):
+            self._link(shard)
+        self.groups = [Group(self, rank, make) for rank in range(groups)]
+        for group in self.groups:
+            group.join(groups)
+        first = self.groups[0]
+        form = m.Form(
+            generation=1,
+            groups=tuple((rank,) for rank in range(groups)),
+            method=m.method_to_wire(method),
+            wire_format=to_wire(wire_format),
+        )
+        self.control(0, form, m.Formed)
+        first.seed()
+
+    def _note(self, event: Event) -> None:
+        if event.kind == "push":
+            self.order.append(event.group)
+
+    # --- What is said ------------------------------------------------------------------------------------------------
+
+    def control(self, rank: int, message: m.Message, expect: type[Any]) -> Any:
+        """A rank's request on its control connection, answered in time."""
+        self.queues["control", rank].append(message)
+        answers = self.queues["told", rank]
+        while True:
+            while not answers:
+                self.step()
+            answer = answers.popleft()
+            if isinstance(answer, expect):
+                return answer
+            assert isinstance(answer, (m.Status, m.Notice)), answer
+
+    def tell(self, server: int, rank: int, message: m.Message, payload: Any = b"") -> None:
+        """A rank's message on its data connection is on its way."""
+        self.queues["data", server, rank].append((message, payload))
+
+    def answers(self, rank: int) -> list[tuple[m.Message, Tensor]] | None:
+        """What all servers have answered, if they have."""
+        queues = [self.queues["answer", server, rank] for server in range(len(self.cores))]
+        return [queue.popleft() for queue in queues] if all(queues) else None
+
+    def step(self) -> bool:
+        """One thing arrives. Returns whether anything could."""
+        ready = [key for key, queue in self.queues.items() if queue and key[0] in ("control", "data", "up", "down")]
+        if not ready:
+            return False
+        self._arrive(self.random.choice(ready))
+        return True
+
+    def arrive(self) -> None:
+        """All that is on its way arrives."""
+        while self.step():
+            pass
+
+    def lose(self, rank: int) -> None:
+        """A rank dies; what it has said may still arrive."""
+        self.dead.add(rank)
+        self._send(0, self.cores[0].hang_up(b"c%d" % rank))
+
+    def _arrive(self, key: tuple[Any, ...]) -> None:
+        what = self.queues[key].popleft()
+        if key[0] == "control":
+            self._send(0, self.cores[0].receive(m.CONTROL, b"c%d" % key[1], what, b"", 0.0))
+        elif key[0] == "up":
+            self._send(0, self.cores[0].receive(m.CONTROL, b"s%d" % key[1], what, b"", 0.0))
+        elif key[0] == "down":
+            self._send(key[1], self.cores[key[1]].follow(what))
+        else:
+            _, server, rank = key
+            message, payload = what
+            core, peer = self.cores[server], b"d%d" % rank
+            out: list[Out] = []
+            try:
+                core.check_payload(peer, message)
+            except MalformedMessage as error:
+                out = [*core.refuse(m.DATA, peer, str(error)), *core.servers.drain()]
+            except Exception as error:
+                out = [Out(peer, m.DATA, m.RefusedMessage(code="protocol", reason=str(error)))]
+                out += core.servers.drain()
+            else:
+                out = core.receive(m.DATA, peer, message, payload, 0.0)
+            self._send(server, out)
+
+    def _send(self, server: int, out: Sequence[Out]) -> None:
+        for item in out:
+            if item.peer == COORDINATOR:
+                self.queues["up", server].append(item.message)
+            elif item.peer[:1] == b"s":
+                self.queues["down", int(item.peer[1:])].append(item.message)
+            elif item.channel == m.CONTROL:
+                self.said.append(item.message)
+                self.queues["told", int(item.peer[1:])].append(item.message)
+            else:
+                parts = [as_tensor(part) for part in item.payload]
+                payload = torch.cat(parts).clone() if parts else torch.empty(0, dtype=torch.uint8)
+                self.queues["answer", server, int(item.peer[1:])].append((item.message, payload))
+
+    def _link(self, shard: int) -> None:
+        def say(message: m.Message, expect: type[Any]) -> Any:
+            out = self.cores[0].receive(m.CONTROL, b"s%d" % shard, message, b"", 0.0)
+            answer, rest = out[0].message, out[1:]
+            self._send(0, rest)
+            assert isinstance(answer, expect), answer
+            return answer
+
+        core = self.cores[shard]
+        handshake.join_as_shard(say, core.key, core.shard_hello(f"memory://{shard}", NONCE))
+
+
+class Group:
+    """A group of one rank.
+
+    Args:
+        ensemble: the run.
+        rank: its number.
+        make: makes the user's optimizer.
+    """
+
+    def __init__(self, ensemble: Ensemble, rank: int, make: Make) -> None:
+        self.ensemble, self.rank = ensemble, rank
+        generator = torch.Generator().manual_seed(0)
+        self.parameters = {
+            f"p{place}": Parameter(torch.randn(shape, generator=generator)) for place, shape in enumerate(SHAPES)
+        }
+        self.layout = Layout.of({name: parameter.detach() for name, parameter in self.parameters.items()})
+        self.split = Split.of(self.layout, len(ensemble.cores), elementwise=True)
+        self.replica = Replica(list(self.parameters.values()), make(list(self.parameters.values())), rank)
+        self.core = GroupCore(ensemble.method, ensemble.wire_format)
+        self.core.attach(self.replica)
+        self.core.form(GroupId(str(rank), 1))
+        self.gradients = torch.Generator().manual_seed(100 + rank)
+        self.action: Action = NextGradient()
+        self.requests = 0
+        self.given: list[Tensor] = []
+        self.refused: list[str] = []
+        self._memories = [Memory() for _ in ensemble.cores]
+
+    def join(self, size: int) -> None:
+        hello = handshake.hello_of("run", self.rank, size, self.layout, NONCE)
+        welcome, secret = handshake.join(
+            lambda message, expect: self.ensemble.control(self.rank, message, expect), KEY, hello
+        )
+        assert welcome.shards == len(self.ensemble.cores)
+        self.ensemble.control(self.rank, m.AskShards(), m.Shards)
+        for server in range(len(self.ensemble.cores)):
+            handshake.attach(partial(self._ask_one, server), secret, self.rank, NONCE)
+
+    def _ask_one(self, server: int, message: m.Message, expect: type[Any]) -> Any:
+        self.ensemble.tell(server, self.rank, message)
+        answers = self.ensemble.queues["answer", server, self.rank]
+        while not answers:
+            self.ensemble.step()
+        return answers.popleft()[0]
+
+    def seed(self) -> None:
+        """Hands weights and optimizer over."""
+        names: dict[Tensor, str] = {parameter: name for name, parameter in self.parameters.items()}
+        at_server = self.core.method.steps_at == "server"
+        description = describe(self.replica.optimizer, names) if at_server else None
+        said = []
+        for server, weights in enumerate(self.split.parts(self.replica.weights())):
+            specs = self.split.shares[server].specs
+            part = {
+                "optimizer": self.split.described(description, server),
+                "weights": {spec.name: weight for spec, weight in zip(specs, weights, strict=True)},
+                "clock": 0,
+            }
+            packed, buffer = pack({"parts": [part]})
+            said.append(Said(m.Seed(packed=packed, nbytes=buffer.numel()), buffer))
+        self.ask(said)
+        assert all(isinstance(answer, m.Seeded) for answer, _ in self.hear())
+
+    def ask(self, said: Sequence[Said], servers: Sequence[int] | None = None) -> None:
+        """Says its part to each server, or to some."""
+        self.requests += 1
+        for server, (message, payload) in enumerate(said):
+            if servers is None or server in servers:
+                numbered = msgspec.structs.replace(message, request=self.requests)
+                self.ensemble.tell(server, self.rank, numbered, b"" if payload is None else payload.clone())
+
+    def hear(self) -> list[tuple[m.Message, Tensor]]:
+        """What all servers answer, when they have."""
+        while (answers := self.ensemble.answers(self.rank)) is None:
+            assert self.ensemble.step(), "nothing is on its way, and no answer has come"
+        return answers
+
+    def snapshot(self) -> list[Any]:
+        """Of every server, what it holds."""
+        self.ask([Said(m.TakeSnapshot())] * len(self.ensemble.cores))
+        return [(answer, unpack(answer.packed, payload)) for answer, payload in self.hear()]  # type: ignore[attr-defined]
+
+    @property
+    def is_computing(self) -> bool:
+        return isinstance(self.action, NextGradient)
+
+    @torch.no_grad()
+    def compute(self, gradient: list[Any] | None = None, servers: Sequence[int] | None = None) -> None:
+        """Computes a gradient, and says what follows from it."""
+        if gradient is None:
+            gradient = [torch.randn(shape, generator=self.gradients) for shape in SHAPES]
+        self.action = self.core.gradient(0, Gradient(gradient, hyperparameters_of(self.replica.optimizer)))
+        self._say(servers)
+
+    def _say(self, servers: Sequence[int] | None = None) -> None:
+        if isinstance(self.action, Ask):
+            self.given = [tensor.clone() for tensor in self.action.tensors if tensor is not None]
+            self.said = self.core.say_parts(self.action, self.split, self._memories)
+            self.ask(self.said, servers)
+
+    @torch.no_grad()
+    def go_on(self) -> bool:
+        """Goes on, if all servers have answered. Returns whether they have."""
+        if self.is_computing or (answers := self.ensemble.answers(self.rank)) is None:
+            return False
+        refusals = [answer.reason for answer, _ in answers if isinstance(answer, m.RefusedMessage)]
+        if refusals:
+            assert len(refusals) == len(answers), "what one server refuses all do"
+            self.refused += refusals
+            return True
+        weights = [answer for answer, _ in answers if isinstance(answer, m.Weights)]
+        assert len({(each.clock, each.staleness, each.applied, each.repeated) for each in weights}) == 1
+        assert isinstance(self.action, Ask)
+        into = self.layout.empty()
+        if self.action.pulls:
+            self.split.write(into, [payload for _, payload in answers])
+        heard, first = Heard.of(weights[0]), weights[0]
+        tensors = self.layout.views(into) if self.action.pulls else []
+        self.action = self.core.answer(0, self.core.hear(heard, tensors, first.clock, first.note))
+        self._say()
+        return True
+
+
+def train(ensemble: Ensemble, pushes: int, order: Sequence[int] | None = None) -> list[int]:
+    """Groups compute in some order, or in a given one, and all that is said arrives in some order.
+
+    Returns:
+        The order of gradients.
+    """
+    wanted = deque(order) if order is not None else None
+    computed: list[int] = []
+    while True:
+        live = [group for group in ensemble.groups if group.rank not in ensemble.dead]
+        for group in live:
+            group.go_on()
+        ready = [group for group in live if group.is_computing]
+        if wanted is not None:
+            ready = [group for group in ready if wanted and group.rank == wanted[0]]
+        if ready and len(computed) < pushes and (wanted is not None or ensemble.random.random() < 0.3):
+            group = ensemble.random.choice(ready)
+            if wanted is not None:
+                wanted.popleft()
+            group.compute()
+            computed.append(group.rank)
+            if wanted is not None:
+                ensemble.arrive()
+        elif (
+            not ensemble.step() and not (ready and len(computed) < pushes) and not any(group.go_on() for group in live)
+        ):
+            return computed
+
+
+def whole(group: Group, trees: Sequence[Any], what: str) -> Any:
+    """What servers hold together of the one optimizer."""
+    parts = [tree["parts"][0] for tree in trees]
+    if what == "weights":
+        return group.split.merged([list(part["weights"].values()) for part in parts])
+    return group.split.merged_tree([part[what] for part in parts])
+
+
+def decoded(group: Group) -> list[Tensor]:
+    """What servers make of the last push."""
+    pushes = group.ensemble.wire_format.pushes
+    parts = [
+        share.views(decode(pushes, said.payload, share, Memory()).clone())
+        for said, share in zip(group.said, group.split.shares, strict=True)
+        if said.payload is not None
+    ]
+    return [tensor for tensor in group.split.merged(parts) if tensor is not None]

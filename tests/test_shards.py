@@ -1,0 +1,442 @@
+"""Several servers that hold a share of the weights each: they act as one, whatever arrives first and whoever dies."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from ensemble import KEY, NONCE, SHAPES, Ensemble, Make, decoded, train, whole
+from hypothesis import given, settings
+from runs import Running
+from stream import Stream
+from torch import Tensor
+
+from lightning_omni.cli.serve import serve
+from lightning_omni.errors import ConfigurationError, ProtocolError, Refused
+from lightning_omni.methods import AsyncSGD, Method, method_named
+from lightning_omni.optimizer.options import WorldOptions
+from lightning_omni.protocol import ServerCore, handshake
+from lightning_omni.protocol import messages as m
+from lightning_omni.protocol import shard_messages as sm
+from lightning_omni.protocol.layout import DTYPES, Layout
+from lightning_omni.protocol.split import UNIT, Split
+from lightning_omni.protocol.transport import Control
+from lightning_omni.protocol.wire_format import RAW, RESIDUAL, WireFormat
+from lightning_omni.protocol.wire_formats import wire_of
+from lightning_omni.server import ZeroMQ
+
+OPTIMIZERS: dict[str, Make] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=1e-2),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+}
+METHODS = (
+    "async_sgd", "hardsync", "softsync", "downpour:n_push=2,n_fetch=2", "delay_compensated",
+    "elastic_averaging:period=2", "local_sgd:period=2", "diloco:period=2", "async_diloco:period=2",
+)  # fmt: skip
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return one.shape == other.shape and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+def run_of(
+    shards: int,
+    groups: int = 2,
+    method: Method | str = "async_sgd",
+    optimizer: str = "sgd",
+    wire: WireFormat = RAW,
+    seed: int = 0,
+) -> Ensemble:
+    chosen = method_named(method) if isinstance(method, str) else method
+    return Ensemble(shards, groups, chosen, OPTIMIZERS[optimizer], wire, seed)
+
+
+def held(ensemble: Ensemble) -> list[Tensor]:
+    return [shard.buffer.clone() for core in ensemble.cores for shard in core.shards]
+
+
+# --- How parameters are divided --------------------------------------------------------------------------------------
+
+layouts = st.lists(
+    st.tuples(st.lists(st.integers(0, 90), max_size=2).map(tuple), st.sampled_from(["float32", "float64", "bfloat16"])),
+    min_size=1,
+    max_size=6,
+)
+
+
+def tensors_of(specs: list[tuple[tuple[int, ...], str]]) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {
+        f"p{place}": torch.randn(shape, generator=generator, dtype=torch.float64).to(DTYPES[dtype])
+        for place, (shape, dtype) in enumerate(specs)
+    }
+
+
+@given(layouts, st.integers(1, 6), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_shares_put_together_are_the_tensors_and_every_number_is_in_one(
+    specs: list[tuple[tuple[int, ...], str]], servers: int, elementwise: bool
+) -> None:
+    tensors = tensors_of(specs)
+    layout = Layout.of(tensors)
+    split = Split.of(layout, servers, elementwise)
+    assert len(split.shares) == servers
+    assert sum(share.numel for share in split.shares) == layout.numel
+    assert same(split.merged(split.parts(list(tensors.values()))), list(tensors.values()))
+    into, parts = layout.empty(), [share.empty() for share in split.shares]
+    for share, part, pieces in zip(split.shares, parts, split.parts(list(tensors.values())), strict=True):
+        for view, piece in zip(share.views(part), pieces, strict=True):
+            assert piece is not None
+            view.copy_(piece)
+    split.write(into, parts)
+    assert same(layout.views(into), list(tensors.values()))
+    if (memories := split.memories(into)) is not None:
+        assert same([memory.tolist() for memory in memories], [part.tolist() for part in parts])
+    if elementwise:
+        each = [sum(spec.nbytes for spec in share.specs) for share in split.shares]
+        assert max(each) - min(each) <= 2 * UNIT * 8
+        assert split.memories(into) is not None
+    else:
+        assert all(spec.range is None for share in split.shares for spec in share.specs)
+
+
+@given(layouts, st.integers(1, 5), st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_what_is_remembered_of_parameters_is_divided_and_put_together_with_them(
+    specs: list[tuple[tuple[int, ...], str]], servers: int, elementwise: bool
+) -> None:
+    tensors = list(tensors_of(specs).values())
+    split = Split.of(Layout.of(tensors_of(specs)), servers, elementwise)
+    tree = {
+        "total": {"count": 3, "sum": [None if place % 3 == 1 else each for place, each in enumerate(tensors)]},
+        "state": {place: {"step": torch.tensor(4.0), "exp_avg": each} for place, each in enumerate(tensors)},
+        "read": {7: tensors, 9: [each + 1 for each in tensors]},
+        "settings": [{"lr": 0.1}],
+        "times": {0: 1.5, 2: 0.5},
+    }
+    assert same(split.merged_tree(split.tree_parts(tree)), tree)
+    owed = {RESIDUAL: tree["total"]["sum"]}  # type: ignore[index]
+    assert same(dict(split.merged_sender(split.sender_parts(owed))).get(RESIDUAL), owed[RESIDUAL])
+
+
+def test_what_treats_tensors_as_wholes_is_not_cut_and_the_largest_go_apart() -> None:
+    layout = Layout.of({"a": torch.ones(8), "b": torch.ones(100), "c": torch.ones(90), "d": torch.ones(5)})
+    split = Split.of(layout, 2, elementwise=False)
+    assert [[spec.name for spec in share.specs] for share in split.shares] == [["b"], ["a", "c", "d"]]
+
+
+# --- They act as one -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_several_servers_hold_bitwise_what_one_would_after_the_same_pushes(method: str, optimizer: str) -> None:
+    several = run_of(3, 3, method, optimizer, seed=len(method))
+    computed = Counter(train(several, 24))
+    each = 2 if "=2" in method else 1  # gradients to a push
+    order = [group for group in several.order for _ in range(each)]
+    order += list((computed - Counter(order)).elements())
+    one = run_of(1, 3, method, optimizer)
+    train(one, len(order), order)
+    assert several.order == one.order
+    for what in ("weights", "state", "method"):
+        there = whole(several.groups[0], [tree for _, tree in several.groups[0].snapshot()], what)
+        here = whole(one.groups[0], [tree for _, tree in one.groups[0].snapshot()], what)
+        assert same(there, here), what
+    for here, there in zip(one.groups, several.groups, strict=True):
+        assert same(here.replica.weights(), there.replica.weights())
+
+
+@given(st.integers(0, 10**6), st.integers(2, 4), st.sampled_from(METHODS))
+@settings(max_examples=25, deadline=None)
+def test_a_snapshot_is_of_one_moment_at_all_servers_whatever_arrives_first(seed: int, shards: int, method: str) -> None:
+    ensemble = run_of(shards, 3, method, seed=seed)
+    reader = ensemble.groups[2]
+    for _ in range(3):
+        for group in ensemble.groups[:2]:
+            group.go_on()
+            if group.is_computing:
+                group.compute()
+        for _ in range(ensemble.random.randrange(12)):
+            ensemble.step()
+        cuts = [answer.cut for answer, _ in reader.snapshot()]
+        assert all(cut == cuts[0] for cut in cuts)
+
+
+@given(st.integers(0, 10**6), st.sampled_from(["int8", "topk:0.1", "bf16", {"push": "int8", "pull": "bf16"}]))
+@settings(max_examples=12, deadline=None)
+def test_nothing_is_lost_or_counted_twice_in_any_wire_format(seed: int, wire: Any) -> None:
+    ensemble = run_of(3, 1, wire=wire_of(wire).pushes, seed=seed)
+    (group,) = ensemble.groups
+    for _ in range(4):
+        before = group.core.sender_state(0).get(RESIDUAL)
+        group.compute()
+        given_now, arrived = group.given, decoded(group)
+        while not group.go_on():
+            ensemble.step()
+        after = group.core.sender_state(0)[RESIDUAL]
+        for place in range(len(SHAPES)):
+            owed = before[place] if before is not None else torch.zeros(SHAPES[place])
+            assert torch.allclose(given_now[place] + owed, arrived[place] + after[place], atol=1e-5)
+
+
+# --- All of it or nothing --------------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 10**6), st.integers(0, len(SHAPES) - 1), st.sampled_from(["async_sgd", "hardsync"]))
+@settings(max_examples=20, deadline=None)
+def test_a_push_that_is_not_finite_in_one_part_is_refused_by_all(seed: int, place: int, method: str) -> None:
+    ensemble = run_of(3, 1, method, seed=seed)
+    (group,) = ensemble.groups
+    train(ensemble, 2)
+    before = held(ensemble)
+    gradient = [torch.ones(shape) for shape in SHAPES]
+    gradient[place].view(-1)[-1] = torch.inf
+    group.compute(gradient)
+    while not group.go_on():
+        assert ensemble.step()
+    assert group.core.heard.applied is False
+    assert group.core.heard.refused_in_row == 1
+    assert same(held(ensemble), before)
+    assert {core.clock for core in ensemble.cores} == {2}
+
+
+@given(st.integers(0, 10**6), st.lists(st.integers(0, 2), max_size=2, unique=True), st.integers(0, 30))
+@settings(max_examples=30, deadline=None)
+def test_of_a_push_whose_leader_dies_all_servers_apply_everything_or_nothing(
+    seed: int, servers: list[int], later: int
+) -> None:
+    ensemble = run_of(3, 3, "hardsync", seed=seed)
+    train(ensemble, 6)
+    dying = ensemble.groups[1]
+    ensemble.groups[0].compute()
+    dying.compute(servers=servers)  # of what it says a part was not sent
+    for _ in range(later):
+        ensemble.step()
+    ensemble.lose(1)
+    ensemble.groups[2].compute()
+    for group in (ensemble.groups[0], ensemble.groups[2]):
+        while not group.go_on():
+            assert ensemble.step(), "a group waits for one that is dead"
+    ensemble.arrive()
+    assert {core.clock for core in ensemble.cores} == {3}
+    assert same(ensemble.groups[0].replica.weights(), ensemble.groups[2].replica.weights())
+    assert all(not core.servers._held for core in ensemble.cores)  # type: ignore[attr-defined]
+    assert len({len(core.roster.groups) for core in ensemble.cores}) == 1
+
+
+def test_a_push_of_which_one_part_is_malformed_is_refused_by_all_and_the_next_one_counts() -> None:
+    ensemble = run_of(3, 1)
+    (group,) = ensemble.groups
+    before = held(ensemble)
+    group.compute()
+    ((message, payload),) = [ensemble.queues["data", 1, 0].pop()]
+    shorter = payload[:-4]
+    ensemble.tell(1, 0, type(message)(**{**_fields(message), "nbytes": shorter.numel()}), shorter)
+    while not group.go_on():
+        assert ensemble.step()
+    assert "bytes" in group.refused[0]
+    assert same(held(ensemble), before)
+    group._say()  # once more, whole
+    while not group.go_on():
+        assert ensemble.step()
+    assert {core.clock for core in ensemble.cores} == {1}
+
+
+def _fields(message: m.Message) -> dict[str, Any]:
+    return {name: getattr(message, name) for name in message.__struct_fields__}
+
+
+def test_a_request_without_a_number_and_too_many_of_them_are_refused() -> None:
+    ensemble = run_of(2, 1)
+    ensemble.tell(0, 0, m.Fetch(optimizer=0))
+    ensemble.arrive()
+    ((answer, _),) = ensemble.queues["answer", 0, 0]
+    assert isinstance(answer, m.RefusedMessage)
+    assert "one number, from 1 on" in answer.reason
+    ensemble.queues["answer", 0, 0].clear()
+    for number in range(10, 30):
+        ensemble.tell(0, 0, m.Fetch(optimizer=0, request=number))
+    ensemble.arrive()
+    assert sum("wait for the rest" in answer.reason for answer, _ in ensemble.queues["answer", 0, 0]) >= 1
+    assert len(ensemble.cores[0].servers._held) <= 16  # type: ignore[attr-defined]
+
+
+# --- Servers come and go ---------------------------------------------------------------------------------------------
+
+
+def test_the_run_ends_and_says_which_server_is_gone() -> None:
+    ensemble = run_of(3, 2)
+    ensemble._send(0, ensemble.cores[0].hang_up(b"s2"))
+    notices = [message for message in ensemble.said if isinstance(message, m.Notice)]
+    assert notices
+    assert all(notice.over for notice in notices)
+    assert "parameter server 2 of 3 at memory://2 is gone" in notices[0].reason
+    assert "parameter server 2 of 3" in ensemble.cores[0].gone
+    ensemble.arrive()
+    assert ensemble.cores[1].over == ensemble.cores[0].over
+
+
+def test_a_silent_server_and_one_that_never_comes_end_the_run() -> None:
+    ensemble = run_of(2, 1)
+    ensemble._send(0, ensemble.cores[0].tick(1e6))
+    assert "parameter server 1 of 2" in ensemble.cores[0].over
+    alone = ServerCore(KEY, os.urandom, join_timeout=5.0, shards=2)
+    hello = handshake.hello_of("run", 0, 1, Layout(()), NONCE)
+    handshake.join(lambda message, _: alone.receive(m.CONTROL, b"c0", message, b"", 0.0)[0].message, KEY, hello)
+    assert alone.receive(m.CONTROL, b"c0", m.AskShards(), b"", 0.0) == []
+    (notice,) = [out.message for out in alone.tick(6.0) if isinstance(out.message, m.Notice)]
+    assert "parameter server 1 of 2" in notice.reason
+    assert "did not come within 5 s" in notice.reason
+
+
+def test_what_is_no_server_of_the_run_is_refused_as_one() -> None:
+    core = ServerCore(KEY, os.urandom, shards=3)
+
+    def say(message: m.Message, expect: type[Any]) -> Any:
+        answer = core.receive(m.CONTROL, b"stranger", message, b"", 0.0)[0].message
+        if isinstance(answer, m.RefusedMessage):
+            raise Refused(answer.code, answer.reason)
+        return answer
+
+    def hello(shard: int, shards: int) -> sm.ShardHello:
+        return sm.ShardHello(version=m.VERSION, shard=shard, shards=shards, address="memory://", nonce=NONCE)
+
+    with pytest.raises(Refused, match="key does not match"):
+        handshake.join_as_shard(say, bytes(32), hello(1, 3))
+    with pytest.raises(Refused, match="this one coordinates 3"):
+        handshake.join_as_shard(say, KEY, hello(1, 2))
+    with pytest.raises(Refused, match="protocol version"):
+        handshake.join_as_shard(say, KEY, sm.ShardHello(**{**_fields(hello(1, 3)), "version": 1}))
+    with pytest.raises(Refused, match="of no server"):
+        say(sm.ShardReady(rank=0, request=1), m.Acknowledged)
+    handshake.join_as_shard(say, KEY, hello(1, 3))
+    with pytest.raises(Refused, match="already"):
+        handshake.join_as_shard(say, KEY, hello(1, 3))
+
+
+def test_a_server_that_holds_a_share_lets_no_stranger_in_and_takes_no_other_messages() -> None:
+    ensemble = run_of(2, 1)
+    follower = ensemble.cores[1]
+    hello = handshake.hello_of("run", 5, 9, ensemble.groups[0].layout, NONCE)
+    assert follower.receive(m.CONTROL, b"stranger", hello, b"", 0.0) == []
+    assert isinstance(follower.receive(m.DATA, b"x", m.Fetch(optimizer=0), b"", 0.0)[0].message, m.RefusedMessage)
+    with pytest.raises(ProtocolError, match="holds share 1 of 2"):
+        follower.check_payload(b"d0", m.Bring(nbytes=3))
+    (answer,) = follower.receive(m.DATA, b"d7", m.Attach(rank=7, nonce=NONCE), b"", 0.0)
+    assert isinstance(answer.message, m.AttachChallenge)
+    (refusal,) = follower.receive(m.DATA, b"d7", m.AttachProof(mac=bytes(32)), b"", 0.0)
+    assert isinstance(refusal.message, m.RefusedMessage)
+
+
+def test_when_a_run_is_over_the_servers_are_ready_for_the_next() -> None:
+    ensemble = run_of(2, 1)
+    ensemble.control(0, m.Goodbye(), m.Acknowledged)
+    assert ensemble.cores[0].is_over
+    ensemble.cores[0].reset()
+    ensemble._send(0, ensemble.cores[0].tick(0.0))
+    ensemble.arrive()
+    assert all(not core.roster.members for core in ensemble.cores)
+    assert ensemble.cores[1].shards == []
+
+
+def test_methods_that_do_not_treat_each_number_by_itself_say_so() -> None:
+    assert AsyncSGD.elementwise is True
+
+
+# --- In real processes ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.processes
+def test_real_servers_hold_bitwise_what_one_would_and_a_dead_one_is_named() -> None:
+    barrier = {"method": "hardsync", "optimizer": "adamw"}
+    cases = [
+        barrier,
+        {**barrier, "servers": "per-node"},
+        {"servers": 2, "wire": {"push": "int8", "pull": "bf16"}, "poisons": True, "regroups": True, "steps": 9},
+        {"servers": "per-node", "method": "local_sgd:period=2", "kills": "server"},
+    ]
+    with Running("shards.py", {"cases": cases}) as running:
+        finished = running.wait(200)
+        assert running.survivors == []
+    assert finished.code == 0, finished.output[-4000:]
+    for rank, (one, several, lossy, killed) in finished.results.items():
+        assert (one["shards"], several["shards"], lossy["shards"]) == (1, 2, 2)
+        assert one["weights"] == several["weights"]
+        assert lossy["finite"]
+        assert lossy["refused"] == rank  # the one that was poisoned
+        assert lossy["last"] < lossy["first"]
+        assert "parameter server 1 of 2 at tcp://127.0.0.1:" in killed["error"]
+        if rank == 0:
+            assert several["shapes"] == one["shapes"]
+            assert several["shapes"]["0"]["exp_avg"] == [70, 40]
+            assert one["clock"] == several["clock"] == 6
+
+
+@pytest.mark.processes
+def test_a_server_that_stands_by_itself_tells_where_its_shares_are(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "lightning_omni", "serve", "--port", "0", "--shards", "2", "--key-file"]
+    process = subprocess.Popen([*command, str(tmp_path / "key")], stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        found = re.search(r"parameter server on (tcp://\S+),", process.stderr.readline())
+        assert found
+        key = bytes.fromhex((tmp_path / "key").read_text().strip())
+        layout = Layout.of({"w": torch.zeros(300)})
+        with closing_as_rank(ZeroMQ().join(found.group(1), key, "run", 0, 1, layout)) as control:
+            assert control.shards == 2
+            connections = control.attach_all(60.0)
+            assert len(connections) == 2
+            for connection in connections:
+                connection.close()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 130
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@contextmanager
+def closing_as_rank(control: Control) -> Iterator[Control]:
+    yield control
+    control.close("")
+
+
+def test_shards_of_a_server_are_checked() -> None:
+    for options, text in (
+        ({"shards": 0}, "--shards 0"),
+        ({"shards": 2, "shards_here": 3}, "--shards-here 3"),
+        ({"shards": 2, "shard": 2, "coordinator": "tcp://a:1"}, "--shard 2"),
+        ({"shards": 2, "shard": 1}, "needs the address of the one that coordinates"),
+        ({"shards": 2, "record": Path("record")}, "a record is of one server"),
+    ):
+        with pytest.raises(ConfigurationError, match=text):
+            serve(**options)
+
+
+def test_what_several_servers_cannot_do_is_refused_before_training() -> None:
+    for options, text in (
+        ({"server": "tcp://10.0.0.1:5555"}, "lightning-omni serve --shards N"),
+        ({"record": "record"}, "a record is of one server"),
+        ({"method": "local_sgd:period=8,fragments=2"}, "fragments"),
+        ({"transport": Stream()}, "leave servers= out"),
+    ):
+        with pytest.raises(ConfigurationError, match=text):
+            WorldOptions(servers=2, **options)
