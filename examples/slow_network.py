@@ -105,13 +105,18 @@ class Outcome:
     step: float = float("nan")
     work: float = 0.0
     megabytes: float = 0.0
-    curve: list[tuple[float, float]] = field(default_factory=list)
+    curve: list[tuple[float, float, int]] = field(default_factory=list)
     failed: str = ""
 
     @property
     def seconds(self) -> float:
         """To the target; infinite if it was not reached."""
-        return next((time for time, accuracy in self.curve if accuracy >= self.scene.target), float("inf"))
+        return next((time for time, accuracy, _ in self.curve if accuracy >= self.scene.target), float("inf"))
+
+    @property
+    def steps(self) -> float:
+        """Of the first host to the target; infinite if it was not reached."""
+        return next((steps for _, accuracy, steps in self.curve if accuracy >= self.scene.target), float("inf"))
 
     @property
     def counts(self) -> bool:
@@ -261,11 +266,12 @@ def show(outcomes: Sequence[Outcome], title: str) -> None:
             each.way.settings,
             seconds,
             f"{each.seconds / reference:.2f}",
+            f"{each.steps:g}",
             f"{each.step * 1e3:.0f} ms",
             f"{each.megabytes:.0f}",
             "" if each.counts else "busy",
         ))  # fmt: skip
-    names = ("way", "where", "settings", "to the target", "over the first", "a step", "MB", "")
+    names = ("way", "where", "settings", "to the target", "over the first", "steps", "a step", "MB", "")
     show_table(title, names, rows)
 
 
@@ -275,7 +281,7 @@ def draw(outcomes: Sequence[Outcome], path: Path) -> None:
     axis = axes[0][0]
     for each in outcomes:
         if each.curve:
-            times, accuracies = zip(*each.curve, strict=True)
+            times, accuracies, _ = zip(*each.curve, strict=True)
             style = "-" if each.way.is_ours else "--"
             axis.plot(times, accuracies, style, marker=".", label=f"{each.way.name}, {each.seconds:.0f} s")
     axis.axhline(outcomes[0].scene.target, color="black", linewidth=0.5)
@@ -292,6 +298,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--mbit", type=float, default=100, help="of the slow links, in each direction")
     parser.add_argument("--hosts", type=int, help="so many hosts, each behind a slow link, instead of two sites")
     parser.add_argument("--slow", type=float, default=1, help="how much longer the last host takes for a step")
+    parser.add_argument("--step", type=float, default=SECONDS_PER_STEP, help="seconds of a device's step")
     parser.add_argument("--steps", type=int, default=500, help="most steps of the fastest host")
     parser.add_argument("--limit", type=float, default=120, help="most seconds of a training here")
     parser.add_argument("--target", type=float, default=TARGET, help="test accuracy")
@@ -316,7 +323,7 @@ def main() -> None:
         slowness = (1.0,) * (network.size - 1) + (arguments.slow,)
         steps = 60 if arguments.quick else arguments.steps
         target = 0.7 if arguments.quick else arguments.target
-        slow = Scene(network, slowness, steps=steps, limit=arguments.limit, target=target, seed=arguments.seed)
+        slow = Scene(network, slowness, arguments.step, steps=steps, limit=arguments.limit, target=target, seed=arguments.seed)
         fast = replace(slow, network=Network(network.sites))
         chosen = ways()
         if arguments.quick:
@@ -327,7 +334,7 @@ def main() -> None:
             chosen = tuned(chosen, slow, data)
         reference = next((way for way in chosen if way.name == "DDP"), ways()[0])
         outcomes = compare([(reference, fast), *((way, slow) for way in chosen)], data)
-    show(outcomes, f"{source} to {target:.0%}, device steps of {SECONDS_PER_STEP * 1e3:.0f} ms ({watch})")
+    show(outcomes, f"{source} to {target:.0%}, device steps of {arguments.step * 1e3:.0f} ms ({watch})")
     draw(outcomes, arguments.out)
 
 

@@ -147,8 +147,8 @@ def train(told: dict[str, Any]) -> dict[str, Any]:
 
 def evaluate(
     model: nn.Module, copies: list[tuple[float, Tensor]], test: tuple[Tensor, Tensor], target: float
-) -> list[tuple[float, float]]:
-    """Time and test accuracy of copies, at least up to the first that reaches the target."""
+) -> list[tuple[float, float, int]]:
+    """Time, test accuracy and steps of copies, at least up to the first that reaches the target."""
     images, labels = test
     found: dict[int, float] = {}
 
@@ -165,7 +165,7 @@ def evaluate(
                 if accuracy(between) >= target:
                     break
             break
-    return [(copies[number][0], found[number]) for number in sorted(found)]
+    return [(copies[number][0], found[number], (number + 1) * COPY_EVERY) for number in sorted(found)]
 
 
 def main() -> None:
