@@ -323,7 +323,7 @@ def main() -> None:
         slowness = (1.0,) * (network.size - 1) + (arguments.slow,)
         steps = 60 if arguments.quick else arguments.steps
         target = 0.7 if arguments.quick else arguments.target
-        slow = Scene(network, slowness, arguments.step, steps=steps, limit=arguments.limit, target=target, seed=arguments.seed)
+        slow = Scene(network, slowness, arguments.step, steps, arguments.limit, target, arguments.seed)
         fast = replace(slow, network=Network(network.sites))
         chosen = ways()
         if arguments.quick:
