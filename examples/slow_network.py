@@ -124,12 +124,13 @@ class Outcome:
         return self.work < 0.5 * self.scene.seconds_per_step * (os.cpu_count() or 1)
 
 
-RATES = ({"lr": 0.05}, {"lr": 0.2})
+RATES = ({"lr": 0.03}, {"lr": 0.08})
 
 
 def ways() -> list[Way]:
     """What is compared, with the settings that ``--tune`` has found best for 100 megabits a second on each host."""
-    plain = {"lr": 0.1, "momentum": 0.9}
+    plain = {"lr": 0.05, "momentum": 0.9}
+    lossy, shared = {"push": "int8", "pull": "bf16"}, {"servers": "per-node"}
     local = tuple({"period": period, **rate} for period in (4, 16) for rate in ({}, *RATES))
     return [
         Way("DDP", {"way": "ddp", **plain}, RATES),
@@ -138,15 +139,17 @@ def ways() -> list[Way]:
             (*RATES, {"rank": 1}, {"rank": 4})),
         Way("PostLocalSGD", {"way": "post_local_sgd", **plain, "period": 8, "warmup": 10}, (*RATES, *local)),
         Way("local SGD", {"way": "omni", **plain, "method": "local_sgd:period=8,warmup_steps=10",
-                          "options": {"wire": "fp32"}}, RATES),
-        Way("hardsync, int8", {"way": "omni", **plain, "method": "hardsync",
-                               "options": {"wire": {"push": "int8", "pull": "bf16"}}}, RATES),
-        Way("DiLoCo, int8", {"way": "omni", **plain, "method": "diloco:period=8,outer_lr=0.9,outer_momentum=0.3",
-                             "options": {"wire": {"push": "int8", "pull": "bf16"}}}, RATES),
-        Way("elastic averaging, int8", {"way": "omni", **plain, "method": "elastic_averaging:period=8",
-                                        "options": {"wire": {"push": "int8", "pull": "int8"}}}, RATES),
-        Way("async SGD, int8", {"way": "omni", "lr": 0.05, "momentum": 0.6, "method": "async_sgd",
-                                "options": {"wire": {"push": "int8", "pull": "bf16"}}}, RATES),
+                          "options": shared}, RATES),
+        Way("hardsync, overlapped", {"way": "omni", **plain, "method": "hardsync",
+                                     "options": {"wire": lossy, "overlap": True, **shared}}, RATES),
+        Way("async SGD, overlapped", {"way": "omni", "lr": 0.05, "momentum": 0.6, "method": "async_sgd",
+                                      "options": {"wire": lossy, "overlap": True, **shared}}, RATES),
+        Way("DiLoCo", {"way": "omni", **plain, "method": "diloco:period=4,outer_lr=1.0,outer_momentum=0",
+                       "options": {"wire": lossy, **shared}}, RATES),
+        Way("streaming DiLoCo", {"way": "omni", **plain, "options": {"wire": lossy, **shared},
+                                 "method": "diloco:period=8,fragments=4,delay=1,outer_lr=1.0,outer_momentum=0"}, RATES),
+        Way("elastic averaging", {"way": "omni", **plain, "method": "elastic_averaging:period=4",
+                                  "options": {"wire": {"push": "int8", "pull": "int8"}, **shared}}, RATES),
     ]  # fmt: skip
 
 

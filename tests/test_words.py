@@ -252,3 +252,9 @@ def test_the_glossary_has_its_words_in_order() -> None:
     words = re.findall(r"^- \*\*(.+?)\*\*: ", page, re.MULTILINE)
     assert words == sorted(words, key=str.lower)
     assert len(words) > 30
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_page_has_two_versions_of_a_line(page: Path) -> None:
+    """What git leaves where two changes meet is read by people, and by no tool that would complain."""
+    assert not re.findall(r"^(?:<{7}|={7}|>{7})(?: .*)?$", page.read_text(), re.MULTILINE)
