@@ -142,10 +142,11 @@ class Server:
             self._coordinator.watch(poller)
         due = time.monotonic()
         while not until() and (self._coordinator is None or self._coordinator.stands):
-            poller.poll(int(max(0.0, min(due, self.core.due) - time.monotonic()) * 1000) + 1)
+            ready = dict(poller.poll(int(max(0.0, min(due, self.core.due) - time.monotonic()) * 1000) + 1))
             try:
-                for channel in (m.CONTROL, m.DATA):
-                    self._drain(channel)
+                for channel, socket in self._sockets.items():
+                    if socket in ready:
+                        self._drain(channel)
                 if self._segment_socket is not None:
                     self._segment_socket.serve()
                 for message in self._coordinator.hear() if self._coordinator is not None else ():
