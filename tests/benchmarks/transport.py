@@ -43,10 +43,11 @@ from lightning_omni.server.keys import new_key
 from lightning_omni.server.process import ServerSettings
 
 Once = Callable[[], None]
+PLAIN = "TCP"
 WAYS: dict[str, dict[str, Any]] = {
     "shared memory": {"host": ""},
     "ipc": {"host": "", "transport": to_wire(ZeroMQ(shared_memory=False))},
-    "TCP": {"host": "127.0.0.1", "transport": to_wire(ZeroMQ(encryption="off"))},
+    PLAIN: {"host": "127.0.0.1", "transport": to_wire(ZeroMQ(encryption="off"))},
     "TCP with CURVE": {"host": "127.0.0.1"},
 }
 """Settings of the server for each way."""
@@ -335,6 +336,7 @@ def main() -> None:
             told = []
             if name in WAYS:
                 told.append(tell(name, times, FLOORS[name]))
+                told += [tell(name, times, [PLAIN])] if PLAIN in times and name != PLAIN else []
                 if _nothing(name) in times:
                     told += [tell(name, times, [_nothing(name)]), tell(name, times, [SOCKETS])]
             elif name == _several(arguments.groups, arguments.ways[0]):
