@@ -28,8 +28,10 @@ from lightning_omni.methods import (
     Push,
     ReadInbox,
     ReadPeer,
+    Receive,
     Replica,
     Reply,
+    Send,
     SendPeer,
 )
 from lightning_omni.methods.master import hyperparameters_of
@@ -114,6 +116,8 @@ class Cluster:
         self.step_time = [1.0] * groups
         self.alive = set(range(groups))
         self.waiting: set[int] = set()
+        self.sent: dict[int, Exchange] = {}
+        self.answers: dict[int, Pulled] = {}
         self.staleness: dict[int, list[int]] = defaultdict(list)
         if state:
             self._load(state)
@@ -159,9 +163,17 @@ class Cluster:
         need = self.need(group)
         if isinstance(need, Exchange):
             self.waiting.add(group)
-            with torch.no_grad(), lent(need.tensors) as tensors:
-                replies = self.side.receive(Push(group, need.read_at, tensors, need.hyperparameters, need.note))
+            self.deliver(self._receive(group, need))
+        elif isinstance(need, Send):
+            self.sent[group] = need.exchange
+            replies = self._receive(group, need.exchange)
+            self._send(group, None)
             self.deliver(replies)
+        elif isinstance(need, Receive):
+            if group in self.answers:
+                self._send(group, self.answers.pop(group))
+            else:
+                self.waiting.add(group)
         elif isinstance(need, Fetch):
             self.side.fetched(group)
             with lent(self.master.weights()) as tensors:
@@ -180,21 +192,48 @@ class Cluster:
             total = self.inboxes[group].take()
             self._send(group, Inbox(total or None, count))  # type: ignore[arg-type]
 
+    def _receive(self, group: int, need: Exchange) -> list[Reply]:
+        with torch.no_grad(), lent(need.tensors) as tensors:
+            push = Push(group, need.read_at, tensors, need.hyperparameters, need.note, need.fragment)
+            return self.side.receive(push)
+
+    def _arrive(self, reply: Reply, sent: Exchange) -> None:
+        """The answer to what a group has under way."""
+        self.staleness[reply.group].append(reply.staleness)
+        tensors = self.master.weights(sent.fragment) if reply.tensors is None else reply.tensors
+        given = [tensor.clone() for tensor in tensors if tensor is not None] if sent.pull else []
+        self.answers[reply.group] = Pulled(given, self.master.clock, reply.note, fragment=sent.fragment)
+        if reply.group in self.waiting:
+            self.waiting.discard(reply.group)
+            self.drive(reply.group)
+        elif reply.group in self.side.idle_groups:
+            self.finish(reply.group)
+
+    def finish(self, group: int) -> None:
+        """What the group has under way is answered, and applied before its time."""
+        if group in self.answers:
+            with torch.no_grad():
+                self.cores[group].apply_answer(0, self.answers.pop(group))
+
     def deliver(self, replies: Iterable[Reply]) -> None:
         for reply in replies:
             assert reply.group in self.alive, "answered a group that is gone"
+            if reply.group in self.sent:
+                self._arrive(reply, self.sent.pop(reply.group))
+                continue
             assert reply.group in self.waiting, "answered a group that did not ask, or twice"
             self.waiting.discard(reply.group)
             self.staleness[reply.group].append(reply.staleness)
             need = self.need(reply.group)
             assert isinstance(need, Exchange)
-            tensors = self.master.weights() if reply.tensors is None else reply.tensors
+            tensors = self.master.weights(need.fragment) if reply.tensors is None else reply.tensors
             with lent(tensors if need.pull else []) as given:
-                self._send(reply.group, Pulled(given, self.master.clock, reply.note))
+                self._send(reply.group, Pulled(given, self.master.clock, reply.note, fragment=need.fragment))
             self.drive(reply.group)
 
     def idle(self, group: int) -> None:
         assert group not in self.waiting
+        self.finish(group)
         with torch.no_grad():
             replies = self.side.idle(group)
         self.deliver(replies)
@@ -205,6 +244,7 @@ class Cluster:
     def evict(self, group: int) -> None:
         self.alive.discard(group)
         self.waiting.discard(group)
+        self.sent.pop(group, None)
         self._tell_peers()
         with torch.no_grad():
             replies = self.side.evict(group)
@@ -236,8 +276,9 @@ class Cluster:
             self.idle(group)
 
     def remake(self, group: int) -> None:
-        """The group's generator is thrown away and made again."""
-        self.cores[group].form()
+        """The group's generator is thrown away and made again, unless an exchange is under way."""
+        if group not in self.sent and group not in self.answers:
+            self.cores[group].form()
 
     # --- What is the case --------------------------------------------------------------------------------------------
 

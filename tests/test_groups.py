@@ -33,6 +33,17 @@ FITS: dict[str, dict[str, Any]] = {
         "trainer": {"max_epochs": 50},
     },
     "two optimizers by hand": {"net": "manual"},
+    "two optimizers by hand, overlapping": {"net": "manual", "strategy": {"groups": 2, "overlap": True}},
+    "overlapping, accumulation, validation in mid-epoch": {
+        "strategy": {"groups": 2, "overlap": True},
+        "sleep": SLOW,
+        "trainer": {"accumulate_grad_batches": 2, "val_check_interval": 0.25, "max_epochs": 2},
+    },
+    "overlapping, gradients that are not finite": {
+        "net": "nan",
+        "strategy": {"groups": 2, "overlap": True},
+        "data": {"samples": 512},
+    },
     "static": {"strategy": {"groups": 2, "data": "static"}, "sleep": SLOW, "sync": True},
     "iterable": {"loader": "iterable"},
     "own sampler": {"loader": "sampler"},
@@ -105,6 +116,8 @@ def test_all_ranks_end_with_the_same_weights_and_validation(trained: Run, name: 
         "loader workers",
         "uneven groups",
         "gradients that are not finite",
+        "overlapping, accumulation, validation in mid-epoch",
+        "overlapping, gradients that are not finite",
     ],
 )
 def test_every_sample_of_an_epoch_is_trained_exactly_once(trained: Run, name: str) -> None:

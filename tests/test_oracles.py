@@ -6,6 +6,7 @@ mathematics.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -832,6 +833,92 @@ def test_diloco_is_torchs_nesterov_on_the_mean_change_to_the_bit(make: Make, bet
     assert cluster.master.clock == 4
 
 
+# --- Streaming -------------------------------------------------------------------------------------------------------
+
+
+class Streamed(DiLoCo, frozen=True, kw_only=True, tag="test_streamed"):
+    """DiLoCo by the way of streaming, whatever its settings."""
+
+    @property
+    def streams(self) -> bool:
+        return True
+
+
+class StreamedMean(LocalSGD, frozen=True, kw_only=True, tag="test_streamed_mean"):
+    """The same for local SGD."""
+
+    @property
+    def streams(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("make", [sgd(0.1, momentum=0.9), RULES["adamw"]], ids=["SGD", "AdamW"])
+@pytest.mark.parametrize(
+    ("plain", "streamed"), [(DiLoCo(period=3), Streamed(period=3)), (LocalSGD(period=3), StreamedMean(period=3))]
+)
+def test_one_fragment_without_delay_and_mixing_is_the_plain_method_bitwise(
+    plain: Method, streamed: Method, make: Make
+) -> None:
+    clusters = [Cluster(method, 3, make=make) for method in (plain, streamed)]
+    for cluster in clusters:
+        cluster.run([0, 1, 2] * 10)
+    for mine, theirs in zip(*(cluster.everything() for cluster in clusters), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize(("fragments", "delay", "alpha"), [(1, 2, 0.0), (2, 0, 0.0), (2, 1, 0.5), (3, 1, 0.25)])
+def test_streaming_diloco_is_the_papers_algorithm(fragments: int, delay: int, alpha: float) -> None:
+    """Algorithm 2 of arXiv:2501.18512, with SGD as the inner optimizer and Nesterov's as the outer one."""
+    period, groups, steps, lr, outer_lr, beta = 6, 2, 30, 0.1, 0.7, 0.9
+    method = DiLoCo(
+        period=period, fragments=fragments, delay=delay, alpha=alpha, outer_lr=outer_lr, outer_momentum=beta
+    )
+    cluster = Cluster(method, groups, make=sgd(lr))
+    cluster.run(list(range(groups)) * steps)
+
+    flat = torch.cat([weight.flatten() for weight in start()])
+    outer, momentum = flat.clone(), torch.zeros_like(flat)
+    own = [flat.clone() for _ in range(groups)]
+    anchor = flat.clone()
+    bounds = [-(-number * len(flat) // fragments) for number in range(fragments + 1)]
+    due: dict[int, tuple[slice, Tensor]] = {}
+    exchanges = itertools.count()
+    for step in range(1, steps + 1):
+        for group, x in enumerate(own):
+            weights = [part.view_as(like) for part, like in zip(x.split([6, 4]), start(), strict=True)]
+            x -= lr * torch.cat([each.flatten() for each in noisy(weights, group, step - 1)])
+        if step % (period // fragments) == 0:
+            number = next(exchanges) % fragments
+            part = slice(bounds[number], bounds[number + 1])
+            change = torch.stack([anchor[part] - x[part] for x in own]).mean(0)
+            momentum[part] = beta * momentum[part] + change
+            outer[part] -= outer_lr * (change + beta * momentum[part])
+            due[step + delay] = part, outer[part].clone()
+        if step in due:
+            part, theirs = due.pop(step)
+            anchor[part] = theirs
+            for x in own:
+                x[part] = alpha * x[part] + (1 - alpha) * theirs
+    for group, x in enumerate(own):
+        torch.testing.assert_close(torch.cat([each.flatten() for each in cluster.weights(group)]), x)
+    torch.testing.assert_close(torch.cat([each.flatten() for each in cluster.weights()]), outer)
+
+
+def test_groups_that_are_at_different_fragments_after_an_epochs_end_exchange_the_same_fragment_again() -> None:
+    method = LocalSGD(period=4, fragments=2)
+    cluster = Cluster(method, 2)
+    cluster.run([0, 1, 0, 1])  # both: the first
+    cluster.idle(1)
+    cluster.run([0, 0])  # one alone: the second
+    cluster.resume(1)
+    met = []
+    for _ in range(4):
+        cluster.run([0, 1, 0, 1])
+        parts = [[replica.part(number, 2) for replica in cluster.replicas] for number in range(2)]
+        met.append([all(map(torch.equal, *both)) for both in parts])
+    assert met[1:] in ([[True, False], [False, True], [True, False]], [[False, True], [True, False], [False, True]])
+
+
 # --- Asynchronous DiLoCo ---------------------------------------------------------------------------------------------
 
 
@@ -948,7 +1035,10 @@ MANY: dict[str, Method] = {
     "pull_gossip": Gossip(kind="pull"),
     "push_gossip": Gossip(kind="push", period=2),
     "local_sgd": LocalSGD(period=2, warmup_steps=1),
+    "local_sgd in fragments, delayed": LocalSGD(period=4, fragments=2, delay=1),
     "diloco": DiLoCo(period=2),
+    "diloco in fragments": DiLoCo(period=2, fragments=2),
+    "diloco in fragments, delayed": DiLoCo(period=4, fragments=2, delay=1, alpha=0.5),
     "async_diloco": AsyncDiLoCo(period=2, buffer=3, activation=0.1),
     "delay_compensated adaptive": DelayCompensated(strength=2.0, adaptive=True),
 }
@@ -1213,6 +1303,12 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("gossip", {"period": 0}, r"period=0.*1 or more"),
     ("local_sgd", {"period": 0}, r"period=0.*1 or more"),
     ("local_sgd", {"warmup_steps": -1}, r"warmup_steps=-1.*0"),
+    ("local_sgd", {"warmup_steps": 1, "delay": 1}, r"warmup_steps=1 with fragments=, delay=.*leave either out"),
+    ("local_sgd", {"fragments": 0}, r"fragments=0.*1 or more"),
+    ("local_sgd", {"period": 6, "fragments": 4}, r"fragments=4 with period=6.*divides the period"),
+    ("diloco", {"period": 6, "fragments": 3, "delay": 2}, r"delay=2.*0 to 1 steps"),
+    ("diloco", {"delay": -1}, r"delay=-1"),
+    ("diloco", {"alpha": 1}, r"alpha=1.*0 <= alpha < 1"),
     ("diloco", {"period": 0}, r"period=0.*1 or more"),
     ("diloco", {"outer_lr": 0}, r"outer_lr=0.*above 0"),
     ("diloco", {"outer_lr": float("inf")}, r"outer_lr=inf"),

@@ -9,21 +9,27 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from rounds import sgd
+from runs import run as real_run
+from test_cluster_methods import MOMENTUM, Net, batch_of, loss_of, untrained
 from test_server_core import varied
-from test_simulator import DATA, loss, new_model
+from test_simulator import DATA, INPUTS, LABELS, loss, new_model
 from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.data import ConcatDataset
 
-from lightning_omni.errors import ProtocolError
+from lightning_omni import OmniStrategy
+from lightning_omni.errors import ConfigurationError, ProtocolError
 from lightning_omni.methods import (
     AsyncSGD,
+    DelayCompensated,
     Exchange,
     Gradient,
     GroupSide,
+    Master,
     Method,
     NextGradient,
     Pulled,
+    Push,
     Receive,
     Replica,
     Send,
@@ -34,7 +40,7 @@ from lightning_omni.protocol import messages as m
 from lightning_omni.protocol import wire_format
 from lightning_omni.protocol.group import Ask, GroupCore, Heard
 from lightning_omni.protocol.layout import Layout, TensorSpec
-from lightning_omni.protocol.record import Event
+from lightning_omni.protocol.record import Event, read_record
 from lightning_omni.protocol.wire_format import Memory
 from lightning_omni.protocol.wire_formats import wire_named
 from lightning_omni.simulator import Cluster, Link, replay, simulate
@@ -253,7 +259,7 @@ def test_gradients_are_one_step_of_their_group_older(method: str, c: int) -> Non
     With a barrier it is one.
     """
     groups = 4
-    data: ConcatDataset[Any] = ConcatDataset([DATA] * 8)
+    data: ConcatDataset[Any] = ConcatDataset([DATA] * 4)
     for overlap, expected in ((False, (groups - 1) / c), (True, (2 * groups - 1) / c)):
         if method == "hardsync":
             expected = float(overlap)
@@ -275,3 +281,111 @@ def test_a_run_with_exchanges_under_way_is_replayed_bitwise(method: str, wire: s
     )
     for name, weight in trace.weights.items():
         assert torch.equal(again.weights[name], torch.from_numpy(weight))
+
+
+@pytest.mark.parametrize("wire", ["fp32", "int8", {"push": "topk:0.2", "pull": "bf16"}], ids=str)
+@pytest.mark.parametrize("streaming", ["fragments=3", "delay=2", "fragments=2,delay=1,alpha=0.5"])
+def test_a_streaming_run_is_replayed_bitwise(streaming: str, wire: Any) -> None:
+    events: list[Event] = []
+    options: dict[str, Any] = {"wire": wire, "batched": False, "record": events.append}
+    trace = run(f"diloco:period=6,{streaming}", max_epochs=2, seconds=0.006, **options)
+    samples = Samples(DATA, 0)
+    optimizer = sgd(0.05, momentum=0.9, fused=True)
+    again = replay(events, new_model(), loss, lambda *at: samples.batch(samples.at(*at)), optimizer)
+    for name, weight in trace.weights.items():
+        assert torch.equal(again.weights[name], torch.from_numpy(weight))
+
+
+def test_streaming_takes_the_time_of_its_steps_where_a_fragment_travels_no_longer_than_its_delay() -> None:
+    """Whole, an exchange takes 24 ms, as long as six steps; a quarter takes 6, and two steps 8."""
+    options: dict[str, Any] = {"seconds": 0.024, "max_epochs": 1, "data": ConcatDataset([DATA] * 8)}
+    plain, streamed = (run(f"local_sgd:period=12{more}", **options) for more in ("", ",fragments=4,delay=2"))
+    computing = 0.004 * 240 * 8 / 16
+    assert plain.seconds > 1.4 * computing
+    assert streamed.seconds < 1.1 * computing, "but for the last one"
+
+
+MATRIX = [
+    (method, wire, overlap)
+    for method, overlap in (
+        ("async_sgd", True),
+        ("hardsync", True),
+        ("softsync:n=2", True),
+        ("delay_compensated", True),
+        ("downpour:n_push=2,n_fetch=2", True),
+        ("local_sgd:period=4,fragments=2", False),
+        ("local_sgd:period=4,fragments=2,delay=1", False),
+        ("diloco:period=4,fragments=4,outer_momentum=0.5", False),
+        ("diloco:period=4,fragments=1,delay=2,alpha=0.5,outer_momentum=0.5", False),
+        ("diloco:period=4,fragments=2,delay=1,alpha=0.25,outer_momentum=0.5", False),
+    )
+    for wire in (("fp32", "int8") if "local" in method else ("fp32", "int8", "topk:0.3"))
+]
+
+
+@pytest.mark.parametrize(("method", "wire", "overlap"), MATRIX, ids=lambda each: str(each))
+def test_every_method_trains_in_every_format_with_exchanges_under_way(method: str, wire: str, overlap: bool) -> None:
+    @torch.no_grad()
+    def evaluate(model: Any) -> dict[str, float]:
+        return {"loss": float(loss(model, (INPUTS, LABELS)))}
+
+    trace = run(
+        method,
+        wire=wire,
+        overlap=overlap,
+        max_epochs=3,
+        optimizer=sgd(0.05, momentum=0.5),
+        evaluate=evaluate,
+    )
+    assert trace.meta["refused"] == 0
+    assert trace.evaluated["loss"][-1] < 0.8 * evaluate(new_model())["loss"]
+
+
+def test_delay_is_compensated_from_the_weights_that_a_gradient_was_computed_at() -> None:
+    """With one weight of 1, a gradient of 1 and strength 1 the correction is the way since those weights were read."""
+    weight = Parameter(torch.ones(1))
+    master = Master({"w": weight}, torch.optim.SGD([weight], lr=0.5))
+    side = DelayCompensated(strength=1.0).server_side(master, [0])
+    side.overlaps = True
+    with torch.no_grad():
+        for read_at, expected in ((0, 0.5), (0, 0.25), (1, 0.25 - 0.5 * (1 + 0.25 - 0.5))):
+            side.receive(Push(0, read_at, [torch.ones(1)], [{"lr": 0.5}]))
+            assert weight.item() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("method", ["local_sgd", "elastic_averaging", "gossip", "diloco", "gpu_asgd"])
+def test_methods_that_step_at_the_workers_are_told_what_to_take_in_place_of_overlap(method: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"overlap=True with .*delay="):
+        OmniStrategy(method=method, overlap=True)
+    with pytest.raises(ConfigurationError, match=r"overlap=True with .*delay="):
+        run(method, max_updates=1, overlap=True)
+
+
+@pytest.mark.timeout(240)
+def test_real_ranks_overlap_their_exchanges_and_their_record_replays_bitwise() -> None:
+    points: list[tuple[dict[str, Any], int]] = [
+        ({"name": "async_sgd"}, 4),
+        ({"name": "hardsync"}, 2),
+        ({"name": "delay_compensated"}, 4),
+        ({"name": "downpour", "n_push": 2, "n_fetch": 3}, 4),
+    ]
+    common = {"optimizer": MOMENTUM, "trainer": {"max_epochs": 2}, "strategy": {"overlap": True, "wire": "int8"}}
+    fits = [
+        {**common, "method": method, "groups": groups, "record": f"{number}.jsonl"}
+        for number, (method, groups) in enumerate(points)
+    ]
+    alone = {**common, "method": {"name": "async_sgd"}, "groups": 1}
+    finished = real_run("methods.py", {"fits": [*fits, alone]}, timeout=200)
+    assert "nothing is pushed, and wire='int8' and overlap=True are without effect" in finished.output
+    for number, _ in enumerate(points):
+        ranks = [finished.results[rank][number] for rank in range(4)]
+        assert len({rank["end"] for rank in ranks}) == 1
+        assert ranks[0]["metrics"]["val_loss"] < 0.98 * untrained(ranks[0])
+        model = Net()
+        model.load_state_dict({name: torch.tensor(value) for name, value in ranks[0]["initial"].items()})
+        events = list(read_record(ranks[0]["record"]))
+        again = replay(events, model, loss_of, batch_of, sgd(0.05, **MOMENTUM))
+        assert again.clock == ranks[0]["report"]["updates"] > 0
+        for name, value in again.weights.items():
+            assert torch.equal(value, torch.tensor(ranks[0]["weights"][name]))
+    assert finished.results[0][1]["report"]["staleness_max"] == 1, "behind a barrier a gradient is one update older"

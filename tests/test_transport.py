@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_omni.errors import ConfigurationError, ConnectionLost, OmniError, RankLost, Refused
-from lightning_omni.methods import AsyncSGD, Method, method_named
-from lightning_omni.methods.contract import Gradient, NextGradient
+from lightning_omni.methods import AsyncSGD, DiLoCo, Method, method_named
+from lightning_omni.methods.contract import Gradient, NextGradient, Receive
 from lightning_omni.methods.master import describe, hyperparameters_of
-from lightning_omni.methods.replica import Replica
+from lightning_omni.methods.replica import Pulled, Replica, copies
 from lightning_omni.optimizer.options import WorldOptions
 from lightning_omni.protocol import ServerCore, transport
 from lightning_omni.protocol import messages as m
@@ -84,7 +84,15 @@ def served(chosen: Transport) -> Iterator[Serving]:
 class Group:
     """A group of one rank: what a rank does for real, here at the test's word."""
 
-    def __init__(self, serving: Serving, rank: int, size: int, numel: int = 5, method: Method | None = None) -> None:
+    def __init__(
+        self,
+        serving: Serving,
+        rank: int,
+        size: int,
+        numel: int = 5,
+        method: Method | None = None,
+        overlap: bool = False,
+    ) -> None:
         self.parameters = {"w": Parameter(torch.linspace(-1, 1, numel)), "b": Parameter(torch.zeros(3))}
         self.layout = Layout.of({name: parameter.detach() for name, parameter in self.parameters.items()})
         self.rank = rank
@@ -93,7 +101,7 @@ class Group:
         self.method = method or AsyncSGD()
         optimizer = torch.optim.SGD(list(self.parameters.values()), lr=0.1, momentum=0.9)
         self.replica = Replica(list(self.parameters.values()), optimizer, rank)
-        self.core = GroupCore(self.method)
+        self.core = GroupCore(self.method, overlap=overlap)
         self.core.attach(self.replica)
         self.core.form(GroupId(str(rank), 1))
         self._memory, self._into = Memory(self.control.empty), self.control.empty(self.layout.nbytes)
@@ -120,17 +128,41 @@ class Group:
             action = self.core.answer(0, self.do(action))
 
     def do(self, action: Action) -> Any:
+        if isinstance(action, Receive):
+            return self.receive()
         assert isinstance(action, Ask)
         said = self.core.say(action, self.layout, self._memory)
-        answer, payload = self.data.exchange(said.message, m.Weights, said.payload, self._into)
-        tensors = self.layout.views(payload) if action.pulls else []
-        return self.core.hear(Heard.of(answer), tensors, answer.clock, answer.note)
+        self.data.send(said.message, said.payload, self._into)
+        self._asked = action
+        return self.receive() if action.waits else None
+
+    def receive(self) -> Pulled:
+        """The answer to what was said last."""
+        answer, payload = self.data.receive(m.Weights, self._into)
+        layout = self.layout.fragment(self._asked.fragment, self.method.fragments)
+        tensors = layout.views(payload) if self._asked.pulls else []
+        return self.core.hear(Heard.of(answer), tensors, answer.clock, answer.note, self._asked.fragment)
 
 
 def two(serving: Serving, **options: Any) -> list[Group]:
     groups = [Group(serving, rank, 2, **options) for rank in range(2)]
     groups[0].form([(0,), (1,)])
     return groups
+
+
+@torch.no_grad()
+def test_of_two_groups_each_computes_while_its_fragment_is_under_way(serving: Serving) -> None:
+    groups = two(serving, method=DiLoCo(period=4, fragments=2, delay=1, alpha=0.5), numel=500)
+    start, before = copies(groups[0].replica.weights()), [group.data.moved for group in groups]
+    for step in range(8):
+        for group in groups:  # behind a barrier; if a group waited, none would go on
+            group.step(seed=step)
+    whole = groups[0].layout.nbytes
+    for group, moved in zip(groups, before, strict=True):
+        group.receive()
+        assert 4 * 2 * 0.45 * whole < group.data.moved - moved < 4 * 2 * 0.55 * whole, "four exchanges of a half"
+    assert serving.core.clock == 4
+    assert not any(map(torch.equal, serving.core.shards[0].master.weights(), start))
 
 
 def eventually(is_true: Callable[[], bool]) -> bool:

@@ -77,6 +77,7 @@ class Task:
             "rebalance": settings.rebalance,
             "merged": settings.merged,
             "wire": settings.wire,
+            "overlap": settings.overlap,
             "evaluate": workload.evaluate,
             "max_updates": settings.updates,
             "max_epochs": epochs_of(settings),

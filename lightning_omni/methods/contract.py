@@ -202,6 +202,8 @@ class ServerSide(ABC):
         idle_groups: those among them that have nothing to push for now: they wait for others at the end of an epoch, or
             at a synchronization point of all ranks. No group must wait for a push of theirs.
         as_sent: what a group gets of tensors that it is answered; where both sides apply them, both apply this.
+        overlaps: whether groups compute while their exchanges are under way, so that a push may come from weights that
+            are not the last ones its group was sent.
         now: the moment of what happens now, in seconds on a clock that only goes forward. What drives the side sets it.
         due: when `expire` is to be called, on the same clock; infinite for never.
     """
@@ -214,6 +216,7 @@ class ServerSide(ABC):
         self.idle_groups: set[int] = set()
         master.cut(method.fragments)
         self.as_sent: Callable[[Tensors], Tensors] = lambda tensors: tensors
+        self.overlaps = False
         self.now, self.due = 0.0, math.inf
         self.setup()
 

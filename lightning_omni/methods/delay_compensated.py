@@ -13,6 +13,9 @@ from lightning_omni.methods.contract import Method, Push, Reply, ServerSide
 from lightning_omni.methods.replica import copies
 
 _EPSILON = 1e-7
+_READS = 3
+"""Of what a group has read, the server needs no more: with an exchange under way, the gradient that comes next was
+computed at the weights before those that were answered last."""
 
 
 class _Compensate(ServerSide):
@@ -22,7 +25,7 @@ class _Compensate(ServerSide):
 
     def setup(self) -> None:
         start = copies(self.master.weights())
-        self._read: dict[int, list[Tensor]] = dict.fromkeys(self.groups, start)
+        self._read = {group: [(self.master.clock, start)] for group in self.groups}
         self._square: dict[int, list[Tensor]] = {}
 
     def receive(self, push: Push) -> list[Reply]:
@@ -34,7 +37,8 @@ class _Compensate(ServerSide):
         return [Reply(push.group, staleness)]
 
     def fetched(self, group: int) -> None:
-        self._read[group] = copies(self.master.weights())
+        before = self._read.get(group, []) if self.overlaps else []
+        self._read[group] = [*before, (self.master.clock, copies(self.master.weights()))][-_READS:]
 
     def join(self, group: int) -> None:
         super().join(group)
@@ -42,11 +46,12 @@ class _Compensate(ServerSide):
 
     def grow(self, start: int) -> None:
         new = copies(self.master.weights()[start:])
-        self._read = {group: [*read, *new] for group, read in self._read.items()}
+        self._read = {group: [(clock, [*read, *new]) for clock, read in reads] for group, reads in self._read.items()}
         self._square = {group: [*means, *map(torch.zeros_like, new)] for group, means in self._square.items()}
 
     def read_from(self, group: int, start: int) -> None:
-        self._read[group] = [*self._read[group][:start], *copies(self.master.weights()[start:])]
+        new = copies(self.master.weights()[start:])
+        self._read[group] = [(clock, [*read[:start], *new]) for clock, read in self._read[group]]
 
     def evict(self, group: int) -> list[Reply]:
         self._read.pop(group, None)
@@ -55,9 +60,10 @@ class _Compensate(ServerSide):
 
     def _compensated(self, push: Push) -> list[Tensor | None]:
         corrected: list[Tensor | None] = []
-        for index, (gradient, now, then) in enumerate(
-            zip(push.tensors, self.master.weights(), self._read[push.group], strict=True)
-        ):
+        # Of several reads, the one that this push was computed from.
+        reads = self._read[push.group]
+        _, read = next((each for each in reads if each[0] >= push.read_at), reads[-1])
+        for index, (gradient, now, then) in enumerate(zip(push.tensors, self.master.weights(), read, strict=True)):
             if gradient is None:
                 corrected.append(None)
                 continue
@@ -89,7 +95,8 @@ class DelayCompensated(Method, frozen=True, kw_only=True, tag="delay_compensated
     with g taken at :math:`w_{t-\tau}`, the weights that this group last read; :math:`g \odot g` stands for the
     Hessian's diagonal. The constant form has :math:`\lambda_t = \lambda`; the adaptive one
     :math:`\lambda_t = \lambda / \sqrt{m_t + 10^{-7}}` with :math:`m_t = \mu m_{t-1} + (1-\mu)\, g \odot g`, kept for
-    each group. The server remembers what every group read, so it holds one more copy of the model for each group.
+    each group. The server remembers what every group read, so it holds one more copy of the model for each group, or
+    three with ``overlap=True``.
 
     Args:
         strength: :math:`\lambda`, 0 or more; 0 is `AsyncSGD`. Usual are 0.04 (constant) and 2 (adaptive).

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 
 from lightning_omni.checks import check_number
-from lightning_omni.methods.contract import Barrier, Exchange, GroupSide, Method, NextGradient, Push, Step, check_period
-from lightning_omni.methods.replica import Replica
+from lightning_omni.methods.contract import Barrier, Exchange, GroupSide, NextGradient, Push, Step, Tensors
+from lightning_omni.methods.fragments import write
+from lightning_omni.methods.replica import Pulled, Replica
+from lightning_omni.methods.streaming import Streaming
 from lightning_omni.methods.totals import Total
 
 
@@ -20,29 +22,32 @@ class _OuterStep(Barrier):
 
     def setup(self) -> None:
         super().setup()
-        self._outer = torch.optim.SGD(
-            list(self.master.parameters.values()),
-            lr=self.method.outer_lr,
-            momentum=self.method.outer_momentum,
-            nesterov=self.method.outer_momentum > 0,
-        )
+        momentum = self.method.outer_momentum
+        self._outer = [
+            torch.optim.SGD(parameters, lr=self.method.outer_lr, momentum=momentum, nesterov=momentum > 0)
+            for parameters in map(self.master.fragment, range(self.method.fragments))
+        ]
 
     def merge(self, total: Total, last: Push) -> None:
-        self.master.step(self._outer, total.scaled(1 / total.count))
+        self.master.step(self._outer[last.fragment or 0], total.scaled(1 / total.count), last.fragment)
 
     def grow(self, start: int) -> None:
         super().grow(start)
-        self._outer.param_groups[0]["params"].extend(list(self.master.parameters.values())[start:])
+        for number, outer in enumerate(self._outer):
+            parameters = outer.param_groups[0]["params"]
+            parameters.extend(self.master.fragment(number)[len(parameters) :])
 
     def state(self) -> dict[str, Any]:
-        return {**super().state(), "outer": self._outer.state_dict()["state"]}
+        first, *others = [outer.state_dict()["state"] for outer in self._outer]
+        return {**super().state(), "outer": first, **({"others_outer": others} if others else {})}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         super().load_state(state)
-        self._outer.load_state_dict({**self._outer.state_dict(), "state": state["outer"]})
+        for outer, saved in zip(self._outer, (state["outer"], *state.get("others_outer", ())), strict=True):
+            outer.load_state_dict({**outer.state_dict(), "state": saved})
 
 
-class DiLoCo(Method, frozen=True, kw_only=True, tag="diloco"):
+class DiLoCo(Streaming, frozen=True, kw_only=True, tag="diloco"):
     r"""DiLoCo: local training with an outer Nesterov optimizer at the server.
 
     Each group makes H steps of the user's optimizer from the outer weights :math:`\theta`; then, at a barrier,
@@ -52,10 +57,22 @@ class DiLoCo(Method, frozen=True, kw_only=True, tag="diloco"):
 
     The inner optimizer's state stays at the worker and is neither reset nor averaged.
 
+    Streaming DiLoCo: with P fragments, one of them, p, is exchanged every H/P steps. Its change is captured after step
+    t, and the outer step with it is taken while the groups make :math:`\tau` further ones; then
+
+    .. math:: x_{i,p} \leftarrow \alpha\, x_{i,p} + (1 - \alpha)\, \theta_p
+
+    and the next change of this fragment is measured from :math:`\theta_p`. P = 1, :math:`\tau = 0` and
+    :math:`\alpha = 0` is DiLoCo.
+
     Args:
-        period: H, inner steps between two outer ones, in steps.
+        period: H, inner steps between two outer ones of the same weight, in steps.
         outer_lr: :math:`\eta_o`, above 0.
         outer_momentum: :math:`\beta`, from 0 to less than 1.
+        fragments: P, parts of equal bytes that are exchanged one after the other; P divides H.
+        delay: :math:`\tau`, steps that an exchange may take without being waited for, fewer than H/P; 0 waits.
+        alpha: :math:`\alpha`, the part of its own weights that a group keeps, from 0 to less than 1. With 0 what it
+            learned in the last :math:`\tau` steps is lost.
 
     The model that is evaluated is the server's outer weights.
 
@@ -63,11 +80,13 @@ class DiLoCo(Method, frozen=True, kw_only=True, tag="diloco"):
         ConfigurationError: an argument is out of range.
 
     Example:
-        >>> DiLoCo(period=50)
-        DiLoCo(period=50, outer_lr=0.7, outer_momentum=0.9)
+        >>> DiLoCo(period=48, fragments=4, delay=2, alpha=0.5)
+        DiLoCo(period=48, fragments=4, delay=2, alpha=0.5, outer_lr=0.7, outer_momentum=0.9)
 
     References:
-        Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language Models", arXiv:2311.08105.
+        Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language Models", arXiv:2311.08105;
+        Douillard et al. 2025, "Streaming DiLoCo with overlapping communication: Towards a Distributed Free Lunch",
+        arXiv:2501.18512.
     """
 
     steps_at = "worker"
@@ -77,11 +96,13 @@ class DiLoCo(Method, frozen=True, kw_only=True, tag="diloco"):
     outer_momentum: float = 0.9
 
     def __post_init__(self) -> None:
-        check_period(self.period)
+        super().__post_init__()
         check_outer(self.outer_lr, self.outer_momentum)
 
     def group_side(self, replica: Replica) -> GroupSide:
         """``period`` inner steps; push what they changed; go on from the outer weights."""
+        if self.streams:
+            yield from self.stream(replica)
         memory = replica.memory
         while True:
             gradient = yield NextGradient()
@@ -92,6 +113,15 @@ class DiLoCo(Method, frozen=True, kw_only=True, tag="diloco"):
                 pulled = yield Exchange(replica.change(since=outer, factor=-1.0), replica.clock)
                 replica.go_on_from(pulled)
                 memory.clear()
+
+    def begin(self, replica: Replica) -> None:
+        replica.remember("outer")
+
+    def given(self, replica: Replica, fragment: int | None) -> Tensors:
+        return replica.change(replica.remember("outer"), -1.0, fragment, self.fragments)
+
+    def keep(self, replica: Replica, pulled: Pulled) -> None:
+        write(replica.remember("outer"), replica.pieces(pulled.fragment, self.fragments), pulled.tensors)
 
 
 def check_outer(outer_lr: float, outer_momentum: float) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from lightning_omni.checks import check_whole
-from lightning_omni.methods.contract import Barrier, Exchange, GroupSide, Method, NextGradient, Push, Step, check_period
+from lightning_omni.errors import ConfigurationError
+from lightning_omni.methods.contract import Barrier, Exchange, GroupSide, NextGradient, Push, Step
 from lightning_omni.methods.replica import Replica
+from lightning_omni.methods.streaming import Streaming
 from lightning_omni.methods.totals import Total
 
 
@@ -12,10 +14,10 @@ class _Mean(Barrier):
     """Averages when all working groups have pushed."""
 
     def merge(self, total: Total, last: Push) -> None:
-        self.master.overwrite(total.means())  # a group may not know of all parameters yet
+        self.master.overwrite(total.means(), last.fragment)  # a group may not know of all parameters yet
 
 
-class LocalSGD(Method, frozen=True, kw_only=True, tag="local_sgd"):
+class LocalSGD(Streaming, frozen=True, kw_only=True, tag="local_sgd"):
     r"""Local SGD and post-local SGD: parameter averaging at a barrier.
 
     .. math:: x_i \leftarrow \mathrm{step}(x_i, g_i) \quad\text{at every step}, \qquad
@@ -27,6 +29,9 @@ class LocalSGD(Method, frozen=True, kw_only=True, tag="local_sgd"):
     Args:
         period: H, local steps between two averages, in steps.
         warmup_steps: steps in the beginning that are averaged one by one (post-local SGD), in steps.
+        fragments: P, parts of the weights that are averaged one by one, every H/P steps; P divides H.
+        delay: steps that are made while an average is computed and travels, fewer than H/P; 0 waits for it.
+        alpha: part of its own weights that a group keeps at an average, from 0 to less than 1.
 
     The model that is evaluated is the exact mean of all groups' weights.
 
@@ -34,12 +39,14 @@ class LocalSGD(Method, frozen=True, kw_only=True, tag="local_sgd"):
         ConfigurationError: an argument is out of range.
 
     Example:
-        >>> LocalSGD(period=8, warmup_steps=100)
-        LocalSGD(period=8, warmup_steps=100)
+        >>> LocalSGD(period=8, fragments=4, delay=1)
+        LocalSGD(period=8, fragments=4, delay=1, alpha=0.0, warmup_steps=0)
 
     References:
         Stich 2019, "Local SGD Converges Fast and Communicates Little", arXiv:1805.09767;
-        Lin et al. 2020, "Don't Use Large Mini-batches, Use Local SGD", arXiv:1808.07217 (post-local).
+        Lin et al. 2020, "Don't Use Large Mini-batches, Use Local SGD", arXiv:1808.07217 (post-local);
+        Douillard et al. 2025, "Streaming DiLoCo with overlapping communication", arXiv:2501.18512 (fragments, delay and
+        alpha).
     """
 
     steps_at = "worker"
@@ -51,11 +58,18 @@ class LocalSGD(Method, frozen=True, kw_only=True, tag="local_sgd"):
     warmup_steps: int = 0
 
     def __post_init__(self) -> None:
-        check_period(self.period)
+        super().__post_init__()
         check_whole("warmup_steps", self.warmup_steps, "a number of steps, 0 for none")
+        if self.warmup_steps and self.streams:
+            raise ConfigurationError(
+                f"warmup_steps={self.warmup_steps} with fragments=, delay= or alpha=: in the warm-up all weights are"
+                " averaged at every step; leave either out"
+            )
 
     def group_side(self, replica: Replica) -> GroupSide:
         """Local steps; after every ``period``-th, the mean of all groups."""
+        if self.streams:
+            yield from self.stream(replica)
         memory = replica.memory
         while True:
             gradient = yield NextGradient()

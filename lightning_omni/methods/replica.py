@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_omni.methods.fragments import Piece, Pieces, cut, sizes_of
+from lightning_omni.methods.fragments import Piece, Pieces, cut, read, sizes_of, write
 
 Hyperparameters = Sequence[Mapping[str, Any]]
 """One mapping for each parameter group of the optimizer: lr, momentum, betas, ... without ``params``."""
@@ -113,6 +113,18 @@ class Replica:
         with torch.enable_grad():
             type(self.optimizer).step(self.optimizer)
 
+    def part(self, fragment: int | None, of: int) -> list[Tensor]:
+        """The weights' pieces of a fragment; None for the weights."""
+        return read(self.weights(), self.pieces(fragment, of))
+
+    def mix(self, pulled: Pulled, of: int, own: float = 0.0) -> None:
+        """``weights = own * weights + (1 - own) * pulled``, of the fragment that was pulled."""
+        pieces, weights = self.pieces(pulled.fragment, of), self.weights()
+        values = [value.to(mine) for mine, value in zip(read(weights, pieces), pulled.tensors, strict=True)]
+        if own:
+            values = [torch.lerp(value, mine, own) for value, mine in zip(values, read(weights, pieces), strict=True)]
+        write(weights, pieces, values)
+
     def remember(self, name: str) -> list[Tensor]:
         """The weights as they were when this was first asked for by this name, kept in ``memory``.
 
@@ -122,19 +134,24 @@ class Replica:
         kept.extend(copies(self.weights()[len(kept) :]))
         return kept
 
-    def change(self, since: Sequence[Tensor], factor: float = 1.0) -> list[Tensor | None]:
+    def change(
+        self, since: Sequence[Tensor], factor: float = 1.0, fragment: int | None = None, of: int = 1
+    ) -> list[Tensor | None]:
         """``factor * (weights - since)``; None for what no optimizer moves any more and nothing has moved.
 
         Args:
             since: from `remember`.
             factor: 1 or -1.
+            fragment: of which fragment; None for all.
+            of: how many fragments there are.
         """
-        weights = self.weights()
-        changes = minus(weights, since) if factor == 1.0 else minus(since, weights)
+        pieces = self.pieces(fragment, of)
+        weights, before = read(self.weights(), pieces), read(since, pieces)
+        changes = minus(weights, before) if factor == 1.0 else minus(before, weights)
         held = {id(each) for group in self.optimizer.param_groups for each in group["params"] if each.requires_grad}
         return [
-            change if id(parameter) in held or bool(change.count_nonzero()) else None
-            for parameter, change in zip(self.ordered, changes, strict=True)
+            change if id(self.ordered[piece.place]) in held or bool(change.count_nonzero()) else None
+            for piece, change in zip(pieces, changes, strict=True)
         ]
 
     def base(self) -> list[Tensor]:

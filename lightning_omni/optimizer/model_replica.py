@@ -107,6 +107,14 @@ class ModelReplica(Replica):
         self.clock = pulled.clock
         self._writes.remember(self.ordered, pulled.tensors)
 
+    def mix(self, pulled: Pulled, of: int, own: float = 0.0) -> None:
+        """Mixes weights with what was pulled, but for frozen ones that the group has written by itself."""
+        kept = {name: self.parameters[name].detach().clone() for name in self.own_frozen()}
+        super().mix(pulled, of, own)
+        for name, value in kept.items():
+            self.parameters[name].detach().copy_(value)
+        self._writes.remember(self.ordered, self.weights())
+
     def know(self) -> None:
         """What the weights are now, the server knows."""
         self._writes.remember(self.ordered, copies(self.weights()))

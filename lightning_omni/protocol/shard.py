@@ -324,8 +324,14 @@ class Shard:
             self.sensing.after()
             return replies
 
-    def answer_in(self, answers: WireFormat) -> None:
-        """Answers to pushes travel in this format, for as long as the method is the same."""
+    def answer_in(self, answers: WireFormat, overlaps: bool = False) -> None:
+        """How answers to pushes travel, for as long as the method is the same.
+
+        Args:
+            answers: their wire format.
+            overlaps: whether groups compute meanwhile.
+        """
+        self.method_side.overlaps = overlaps
         self._answers = RAW if answers == RAW else answers
         if answers != RAW:
             self.method_side.as_sent = self._as_sent

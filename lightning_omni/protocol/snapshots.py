@@ -86,7 +86,7 @@ class Snapshots(Service):
             raise MalformedMessage(f"not a seed: {type(error).__name__}: {error}") from error
         answers = wire_format.from_wire(self._formed.wire_format).answers
         for _, shard in self._shards.pushed:
-            shard.answer_in(answers)
+            shard.answer_in(answers, self._formed.overlap)
         formed = self._roster.topology
         for number in range(len(self._shards.all)):
             self._notes.seed(number, formed.groups if formed else (), self._formed)

@@ -79,7 +79,7 @@ class Training(Service):
         wire = wire_format.from_wire(message.wire_format)
         self._wire_format = wire.pushes
         for _, shard in self._shards.pushed:
-            shard.answer_in(wire.answers)
+            shard.answer_in(wire.answers, message.overlap)
         self._notes.form(topology.groups, message)
         self._pending.clear()
         self.handled.clear()

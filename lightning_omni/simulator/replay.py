@@ -322,7 +322,7 @@ class _Replay:
                 self._head_shard = self._shard_of(self._head, self._optimizer, 0, AsyncSGD(), topology)
         else:
             self._shard.change_method(method, topology.alive)
-        self._shard.answer_in(self._wire_format.answers)
+        self._shard.answer_in(self._wire_format.answers, self._overlap)
         self._groups = {number: self._new_group(number, topology) for number in topology.alive}
 
     def _shard_of(
