@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import os
 import secrets
 import socket
@@ -24,6 +25,8 @@ from lightning_omni.server import ServerProcess
 from lightning_omni.server.keys import ENVIRONMENT, key_of_environment, new_key
 from lightning_omni.server.keys import load as load_key
 from lightning_omni.server.process import ServerSettings
+
+_log = logging.getLogger(__name__)
 
 
 class RunServer:
@@ -75,6 +78,8 @@ class RunServer:
                 self._shares[number] = ServerProcess()
         if self._rank != 0:
             return
+        if self._options.servers == "per-node" and self.count == 1:
+            _log.info('servers="per-node" on one node is one server')
         if self.process is None:
             self.process = ServerProcess()
         if not self.process.is_told:
