@@ -48,6 +48,7 @@ METHODS: Mapping[str, str] = {
     "local_sgd": "#882255",
     "diloco": "#6f4fa0",
     "async_diloco": "#b07aa1",
+    "decoupled_diloco": "#cc6677",
 }
 """By a method's name."""
 _OTHERS = ("#117733", "#ddaa33", "#88ccee", "#661100", "#aaaa00")

@@ -25,6 +25,7 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "local_sgd": [{"period": 3, "warmup_steps": 2}, {"period": 4, "fragments": 2, "delay": 1, "alpha": 0.25}],
     "diloco": [{"period": 3}, {"period": 4, "fragments": 2, "delay": 1}],
     "async_diloco": [{"period": 4}],
+    "decoupled_diloco": [{"period": 4, "fragments": 2}],
     "delay_compensated": [{"strength": 2.0, "adaptive": True}],
 }
 POINTS = [{"name": name, **settings} for name, each in SETTINGS.items() for settings in each]

@@ -63,6 +63,38 @@ def test_an_exception_in_one_group_is_told_to_the_others_who_go_on() -> None:
     assert finished.results[0][0]["report"]["ranks_lost"] == [2, 3]
 
 
+def test_a_group_that_is_stopped_for_half_of_the_run_holds_up_none_and_takes_part_again() -> None:
+    method = "decoupled_diloco:period=4,fragments=2,outer_momentum=0.5"
+    fit = {
+        "data": {"samples": 1024},
+        "sleep": {str(rank): 0.02 for rank in range(4)},
+        "strategy": {"groups": 4, "method": method},
+        "trainer": {"max_epochs": 1},
+    }
+
+    def batches(running: Running, rank: int) -> int:
+        return sum(line.startswith("batch") for line in (running.folder / f"events{rank}").read_text().splitlines())
+
+    with Running("groups.py", {"fits": [fit]}) as running:
+        until(lambda: begun(running, 3), 120, "training never began")
+        pid = int((running.folder / "events3").read_text().split()[1])
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            before = sum(batches(running, rank) for rank in range(3))
+            until(lambda: sum(batches(running, rank) for rank in range(3)) > before + 64, 60, "the others wait for it")
+            own = batches(running, 3)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        finished = finish(running)
+        assert finished.code == 0, finished.output[-4000:]
+        assert batches(running, 3) > own
+    samples = [sample for rank in range(4) for sample in finished.results[rank][0]["samples"][0]]
+    assert set(samples) == set(range(1024))
+    assert finished.results[0][0]["report"]["ranks_lost"] == []
+    assert len({finished.results[rank][0]["weights"] for rank in range(4)}) == 1
+    assert finished.results[0][0]["metrics"]["val_loss"] < 0.9
+
+
 def test_a_death_in_the_first_group_ends_the_run_and_says_why() -> None:
     with Running("groups.py", {"fits": [{**FIT, "die_at": {"1": 5}}]}) as running:
         finished = finish(running, timeout=60)

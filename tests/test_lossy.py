@@ -286,13 +286,19 @@ def test_formats_that_cannot_answer_are_refused(wire: Any, method: str, says: st
 # --- Training --------------------------------------------------------------------------------------------------------
 
 
+def short(method: str) -> str:
+    """Settings for exchanges every other step or oftener."""
+    fields = METHODS[method].__struct_fields__
+    return ":period=2" * ("period" in fields) + ",fragments=2" * ("fragments" in fields)
+
+
 @every_format
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_trains_in_every_format_when_simulated(method: str, name: str) -> None:
     if method_named(method).pushes_weights and name.startswith("topk"):
         pytest.skip("refused: see above")
     name = name.replace("0.1", "0.4")  # of nine numbers
-    setting = ":period=2" if "period" in METHODS[method].__struct_fields__ else ""
+    setting = short(method)
     trace = simulated(name, method + setting, max_epochs=12)
     losses = trace.columns()["loss"]
     assert losses[-6:].mean() < losses[:6].mean() / 3
@@ -304,7 +310,7 @@ def test_every_method_trains_in_every_format_when_simulated(method: str, name: s
 def test_every_method_trains_with_answers_in_every_format_when_simulated(method: str, name: str) -> None:
     if method == "local_sgd":
         pytest.skip("refused: see above")
-    setting = ":period=2" if "period" in METHODS[method].__struct_fields__ else ""
+    setting = short(method)
     wire = {"push": "fp32", "pull": name}
     trace = simulated(wire, method + setting, max_epochs=12)
     losses = trace.columns()["loss"]

@@ -29,6 +29,7 @@ from lightning_omni.methods import (
     PRESETS,
     AsyncDiLoCo,
     AsyncSGD,
+    DecoupledDiLoCo,
     DelayCompensated,
     DiLoCo,
     Downpour,
@@ -1040,6 +1041,8 @@ MANY: dict[str, Method] = {
     "diloco in fragments": DiLoCo(period=2, fragments=2),
     "diloco in fragments, delayed": DiLoCo(period=4, fragments=2, delay=1, alpha=0.5),
     "async_diloco": AsyncDiLoCo(period=2, buffer=3, activation=0.1),
+    "decoupled_diloco": DecoupledDiLoCo(period=2, fragments=2, delay=0, grace=0),
+    "decoupled_diloco 1": DecoupledDiLoCo(period=1, fragments=1, quorum=3, delay=0, grace=0),
     "delay_compensated adaptive": DelayCompensated(strength=2.0, adaptive=True),
 }
 many = pytest.mark.parametrize("method", MANY.values(), ids=MANY.keys())
@@ -1314,6 +1317,13 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("diloco", {"outer_lr": float("inf")}, r"outer_lr=inf"),
     ("diloco", {"outer_momentum": 1}, r"outer_momentum=1.*< 1"),
     ("diloco", {"outer_momentum": -0.5}, r"outer_momentum=-0.5.*0 <="),
+    ("decoupled_diloco", {"period": 0}, r"period=0.*1 or more"),
+    ("decoupled_diloco", {"outer_lr": 0}, r"outer_lr=0.*above 0"),
+    ("decoupled_diloco", {"fragments": 0}, r"fragments=0.*1 to period=48"),
+    ("decoupled_diloco", {"fragments": 5}, r"fragments=5.*divides period=48"),
+    ("decoupled_diloco", {"quorum": 0}, r"quorum=0.*1 or more, or None"),
+    ("decoupled_diloco", {"grace": 1}, r"grace=1.*0 <= grace < 1"),
+    ("decoupled_diloco", {"delay": 13}, r"delay=13.*0 to period/fragments=12"),
     ("async_diloco", {"period": 0}, r"period=0.*1 or more"),
     ("async_diloco", {"outer_lr": 0}, r"outer_lr=0.*above 0"),
     ("async_diloco", {"outer_momentum": 1}, r"outer_momentum=1.*< 1"),
@@ -1362,6 +1372,7 @@ def test_a_wrong_word_that_arrives_is_a_malformed_message(name: str, arguments: 
         (SoftSync(n=5), 4, r"n=5.*4 groups.*n<=4"),
         (Gossip(), 1, r"gossip.*just 1.*groups=2 or more"),
         (AsyncDiLoCo(activation=0.5), 4, r"activation=0.5.*0.25"),
+        (DecoupledDiLoCo(quorum=5), 4, r"quorum=5.*4 groups"),
     ],
 )
 def test_a_method_that_cannot_work_with_so_many_groups_says_so(method: Method, groups: int, message: str) -> None:
@@ -1392,6 +1403,7 @@ TABLE = {
     "local_sgd": ("mean", "worker"),
     "diloco": ("server", "worker"),
     "async_diloco": ("server", "worker"),
+    "decoupled_diloco": ("server", "worker"),
 }
 
 

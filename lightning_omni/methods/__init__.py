@@ -27,6 +27,7 @@ from lightning_omni.methods.contract import (
     Step,
     StepTime,
 )
+from lightning_omni.methods.decoupled_diloco import DecoupledDiLoCo
 from lightning_omni.methods.delay_compensated import DelayCompensated
 from lightning_omni.methods.diloco import DiLoCo
 from lightning_omni.methods.downpour import Downpour
@@ -49,6 +50,7 @@ METHODS: dict[str, type[Method]] = {
     "local_sgd": LocalSGD,
     "diloco": DiLoCo,
     "async_diloco": AsyncDiLoCo,
+    "decoupled_diloco": DecoupledDiLoCo,
     "delay_compensated": DelayCompensated,
 }
 """Every method by the name under which it travels."""
@@ -121,6 +123,7 @@ __all__ = [
     "AsyncDiLoCo",
     "AsyncSGD",
     "Barrier",
+    "DecoupledDiLoCo",
     "DelayCompensated",
     "DiLoCo",
     "Downpour",

@@ -46,10 +46,12 @@ class Gradient(msgspec.Struct, frozen=True):
     Attributes:
         tensors: one for each parameter.
         hyperparameters: the worker's hyperparameters at this step.
+        samples: in the group's batch; 0 if that is not known, for data that are not leased.
     """
 
     tensors: Tensors
     hyperparameters: Hyperparameters
+    samples: int = 0
 
 
 class Step(msgspec.Struct, frozen=True):
@@ -351,6 +353,8 @@ class Method(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
             each hold a part of a tensor; what it remembers for each parameter then stands in lists of one entry a
             parameter, or by place, as in the state of torch's optimizers.
         talks_to_peers: whether group sides need `Publish`, `ReadPeer`, `SendPeer` or `ReadInbox`.
+        resyncs: whether a group that has read newer weights than the server has, which went back to an earlier state,
+            is refused and begins again from what there is (`Pulled.refused`); without it that is an error.
         fragments: how many parts the parameters are cut into, each of which is exchanged by itself; 1 exchanges them
             whole. What the server side computes must be element-wise, for the cuts go through tensors.
         side: class of the server side.
@@ -362,6 +366,7 @@ class Method(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
     answers_changes: ClassVar[bool] = False
     elementwise: ClassVar[bool] = True
     talks_to_peers: ClassVar[bool] = False
+    resyncs: ClassVar[bool] = False
     fragments: ClassVar[int] = 1
     side: ClassVar[type[ServerSide] | None] = None
 

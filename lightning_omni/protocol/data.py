@@ -41,7 +41,7 @@ class Data(Service):
 
     def resolve_pending(self) -> list[Out]:
         out = []
-        for rank, verdict in self._epochs.resolve_pending():
+        for rank, verdict in self._epochs.resolve_pending(self._training.all_answered):
             out.append(Out(self._roster.members[rank].peer, m.CONTROL, m.Verdict(next=verdict)))
             self._training.resume(rank)
         return out

@@ -147,13 +147,18 @@ class Epochs:
         if self.book is not None and self.book.has(group):
             self.book.evict(group)
 
-    def resolve_pending(self) -> list[tuple[int, str]]:
-        """Verdicts that can now be given: rank and verdict."""
+    def resolve_pending(self, all_answered: bool = True) -> list[tuple[int, str]]:
+        """Verdicts that can now be given: rank and verdict.
+
+        Args:
+            all_answered: whether no group waits for the answer to a push. If one does, the epoch is not over yet: that
+                the others are idle may be what the group's answer follows from.
+        """
         if not self._waiting:
             return []
         given: list[tuple[int, str]] = []
         # A verdict can make another possible (an interval closes), so go on until nothing moves.
-        while ready := self._next_verdict():
+        while ready := self._next_verdict(all_answered):
             del self._waiting[ready[0]]
             given.append(ready)
             self._dirty = True
@@ -167,9 +172,9 @@ class Epochs:
         self._validations = 0
         self._validated.clear()
 
-    def _next_verdict(self) -> tuple[int, str] | None:
+    def _next_verdict(self, all_answered: bool) -> tuple[int, str] | None:
         """The first verdict that can be given."""
-        state = _QuiescenceCheck(self)
+        state = _QuiescenceCheck(self, all_answered)
         # With a thousand groups, most questions at an epoch's end change nothing for ranks that wait already.
         all_again = self._dirty or self.stop or state.is_finished or state.all_wait
         ranks = sorted(self._waiting if all_again else self._asked & self._waiting.keys())
@@ -218,14 +223,14 @@ class Epochs:
 class _QuiescenceCheck:
     """What is the same for all that wait until the next verdict is given: read once, not once for each."""
 
-    def __init__(self, epochs: Epochs) -> None:
-        self._epochs = epochs
+    def __init__(self, epochs: Epochs, all_answered: bool) -> None:
+        self._epochs, self._all_answered = epochs, all_answered
 
     @cached_property
     def is_finished(self) -> bool:
-        """Whether the epoch is trained."""
+        """Whether the epoch is trained, and every group has its answer."""
         assert self._epochs.book is not None
-        return self._epochs.book.is_finished
+        return self._all_answered and self._epochs.book.is_finished
 
     @cached_property
     def all_wait(self) -> bool:

@@ -259,6 +259,8 @@ class GroupCore:
         """The group has the gradient that it wanted."""
         if not isinstance(need := self.waits_for(optimizer), NextGradient):
             raise ProtocolError(f"a gradient of optimizer {optimizer}, whose group waits for {need}")
+        if self.data is not None and (batch := self.data.current) is not None:
+            gradient = msgspec.structs.replace(gradient, samples=batch.stop - batch.start)
         return self._go_on(optimizer, gradient)
 
     def answer(self, optimizer: int, answer: Answer) -> Action:

@@ -277,7 +277,8 @@ class Shard:
             finite: whether all of the push is finite; None if that is not known, and this is all of it.
 
         Returns:
-            The method's replies, or None if the push was refused because it is not finite.
+            The method's replies, or None if the push was refused because it is not finite, or is of newer weights than
+            these and the method resyncs.
 
         Raises:
             ProtocolError: the push cannot be (read in the future, other parameter groups).
@@ -302,6 +303,8 @@ class Shard:
         With their ``payload`` it is sensed, too.
         """
         known = self.structures.of(group)
+        if message.read_at > self.master.clock and self.method_side.method.resyncs:
+            return None
         self._check(message, known)
         if not (_is_finite(tensors) if finite is None else finite):
             self._refuse(group)

@@ -97,6 +97,11 @@ class Training(Service):
         return self._tell_sides("evict", group, "retire" if lost else "leave")
 
     @property
+    def all_answered(self) -> bool:
+        """Whether no living group waits for the answer to a push."""
+        return not any(group in self._roster.groups for group in self._pending)
+
+    @property
     def due(self) -> float:
         """When `expire` is to be called: the earliest moment that a method waits for."""
         return min((shard.method_side.due for _, shard in self._shards.pushed), default=math.inf)

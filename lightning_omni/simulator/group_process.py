@@ -147,6 +147,7 @@ class SimulatedGroup:
             self._data.restart(epoch)
         self._account = Account()
         self._under_way: Ask | None = None
+        self._before = self._pushed = (0, 0)  # epoch, and batches of it, of the last push but one, and of the last
         self._published: list[Tensor] | None = None
         self._inbox = Total()
         self.process = Process(self.live(joins=epoch is not None))
@@ -187,7 +188,7 @@ class SimulatedGroup:
         around.monitor.end(self.number)
         while True:
             if data.drawn == data.trained:
-                (out,) = around.server.control(self.leader, data.draw(data.drawn))
+                (out,) = around.server.control(self.leader, data.draw(data.drawn, self._told))
                 data.drew(cast(m.Drawn, out.message).batches)
             if data.drawn > data.trained:
                 data.begin_batch()
@@ -197,6 +198,14 @@ class SimulatedGroup:
             around.network.deliver(around.server.control(self.leader, data.question()))
             if (yield None) != "more":
                 return None
+
+    @property
+    def _told(self) -> int:
+        """Batches of the epoch whose training is over: those of a push that is under way are not."""
+        if self._under_way is None:
+            return self._data.trained
+        epoch, trained = self._before
+        return trained if epoch == self._data.epoch else 0
 
     # --- Its gradients -----------------------------------------------------------------------------------------------
 
@@ -277,6 +286,7 @@ class SimulatedGroup:
     def _begin(self, ask: Ask) -> None:
         """A push goes its way while the group goes on."""
         process = Process(self._push(ask))
+        self._before, self._pushed = self._pushed, (ask.epoch, ask.trained)
         self._under_way, self._around.network.exchanges[self.number] = ask, process
         self._around.engine.resume(process)
 

@@ -456,4 +456,11 @@ def batch_size_of(loader: DataLoader[Any]) -> int:
 
 def with_period(method: Any, period: int) -> Any:
     """A method with so many local steps between two exchanges, if it has such a number."""
-    return replace(method, period=period) if hasattr(method, "period") and method.period != period else method
+    if not hasattr(method, "period") or method.period == period:
+        return method
+    changes = {"period": period}
+    if method.fragments > 1:  # as many as can be sent at equal distances, and answered before the next is sent
+        changes["fragments"] = math.gcd(method.fragments, period)
+        if method.delay is not None:
+            changes["delay"] = min(method.delay, period // changes["fragments"])
+    return msgspec.structs.replace(method, **changes)

@@ -31,7 +31,7 @@ SEED = 11
 METHODS = (
     *("async_sgd", "hardsync", "softsync", "delay_compensated", "downpour:n_push=3,n_fetch=2"),
     *("elastic_averaging:period=3", "gossip:period=2", "local_sgd:period=3,warmup_steps=2", "diloco:period=3"),
-    "async_diloco:period=4",
+    *("async_diloco:period=4", "decoupled_diloco:period=4,fragments=2"),
 )
 """Each method of the registry, with periods that fit into a short run."""
 VARIANTS = (
@@ -39,6 +39,7 @@ VARIANTS = (
     *("softsync:n=4", "downpour:n_push=2,n_fetch=2,send=updates", "downpour:n_push=2,warm_start=3"),
     *("delay_compensated:strength=2,adaptive=true", "gossip:kind=push", "elastic_averaging:period=2,moving_rate=0.3"),
     *("async_diloco:period=4,buffer=2,activation=0.25", "async_diloco:period=3,dynamic_steps=false"),
+    "decoupled_diloco:period=4,quorum=2,grace=0.8,delay=1",
 )
 """Settings that take another way through their method."""
 

@@ -133,6 +133,7 @@ class Notes(pl.Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
         self.is_server_prepared = trainer.strategy.world.server.process is not None  # none is needed yet
+        self.say(f"process {os.getpid()}")
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         self.samples.append([])

@@ -1,0 +1,308 @@
+"""Decoupled DiLoCo: groups on clocks of their own, merged fragment by fragment when enough of them have come."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from lightning_omni.checks import check_number, check_whole
+from lightning_omni.errors import ConfigurationError, ProtocolError
+from lightning_omni.methods.contract import (
+    Exchange,
+    Fetch,
+    Gradient,
+    GroupSide,
+    Method,
+    NextGradient,
+    Push,
+    Receive,
+    Reply,
+    Send,
+    ServerSide,
+    Step,
+    check_period,
+)
+from lightning_omni.methods.diloco import check_outer
+from lightning_omni.methods.fragments import read, write
+from lightning_omni.methods.replica import Pulled, Replica, copies, minus
+from lightning_omni.methods.totals import Total
+
+_MOST = 1e15
+"""The largest weight of a group's part: sums of those that are larger would overflow."""
+
+
+class _Round:
+    """What has come of one fragment since it was merged last.
+
+    Attributes:
+        total: of the changes, each with the weight of its group in ...
+        unit: ... this unit, which is that of the first.
+        came: groups that it is of.
+        in_time: those among them that had read what was merged last.
+        merged_at: clock of the last merge.
+        closes: when the window of grace ends, if enough groups have come.
+    """
+
+    def __init__(self) -> None:
+        self.total, self.unit = Total(), 0.0
+        self.came: set[int] = set()
+        self.in_time: set[int] = set()
+        self.merged_at = 0
+        self.closes = math.inf
+
+
+class _Syncer(ServerSide):
+    """Merges a fragment when a quorum of groups has come with it, and a window of grace for others is over."""
+
+    method: DecoupledDiLoCo
+
+    def setup(self) -> None:
+        self._rounds = [_Round() for _ in range(self.method.fragments)]
+        self._waiting: dict[int, tuple[int, int]] = {}  # group: fragment that it waits for, and staleness
+        self._pushed: dict[int, tuple[float, float]] = {}  # group: when it pushed last, seconds since the push before
+        pieces = [piece for number in range(self.method.fragments) for piece in self.master.fragment(number)]
+        lr, momentum = self.method.outer_lr, self.method.outer_momentum
+        self._outer = torch.optim.SGD(pieces, lr=lr, momentum=momentum, nesterov=momentum > 0)
+
+    @property
+    def _quorum(self) -> int:
+        """Groups that a merge needs."""
+        quorum = self.method.quorum
+        return len(self.groups) // 2 + 1 if quorum is None else quorum
+
+    def receive(self, push: Push) -> list[Reply]:
+        weight = push.note or 1.0
+        if not 1 <= weight <= _MOST:
+            raise ProtocolError(f"the weight of a group's part is 1 to {_MOST:g}, not {weight:g}")
+        number = push.fragment or 0
+        current = self._rounds[number]
+        current.unit = current.unit or weight
+        current.total.add(push.tensors, weight / current.unit)
+        current.came.add(push.group)
+        self._waiting[push.group] = number, self.staleness_of(push)
+        last, _ = self._pushed.get(push.group, (self.now, 0.0))
+        self._pushed[push.group] = self.now, self.now - last
+        if push.read_at >= current.merged_at:
+            current.in_time.add(push.group)
+        replies = self.released()
+        if push.group not in current.in_time and push.group in self._waiting and current.closes == math.inf:
+            replies.append(self._reply(push.group))  # its part is in the next merge, for which it need not wait
+        return replies
+
+    def released(self) -> list[Reply]:
+        complete = waited_for = sorted({number for number, _ in self._waiting.values()})
+        if not self.working <= self._waiting.keys():  # else none that could come is free to
+            complete = [number for number in waited_for if self._is_complete(number, self._rounds[number])]
+        replies = [reply for number in complete for reply in self._merge(number, self._rounds[number])]
+        self.due = min((self._rounds[number].closes for number in waited_for), default=math.inf)
+        return replies
+
+    def expire(self) -> list[Reply]:
+        return self.released()
+
+    def _is_complete(self, number: int, current: _Round) -> bool:
+        if len(current.came if self._quorum == 1 else current.in_time) < self._quorum:
+            return False
+        if current.closes == math.inf:
+            current.closes = self.now + self.method.grace * self._slack(number)
+        return self.now >= current.closes or self.working <= current.in_time | self._waiting.keys()
+
+    def _slack(self, number: int) -> float:
+        """Seconds until the first of those that wait for a fragment wants it, by the time between its pushes."""
+        waiting = [self._pushed[group] for group, (fragment, _) in self._waiting.items() if fragment == number]
+        return max(0.0, min((last + between for last, between in waiting), default=0.0) - self.now)
+
+    def _merge(self, number: int, current: _Round) -> list[Reply]:
+        merged = current.total.scaled(1 / current.total.weight)
+        self.master.step(self._outer, merged, self._fragment(number))
+        current.total.clear()
+        current.unit = 0.0
+        current.came.clear()
+        current.in_time.clear()
+        current.merged_at, current.closes = self.master.clock, math.inf
+        waiting = [group for group, (fragment, _) in self._waiting.items() if fragment == number]
+        return [self._reply(group) for group in waiting]
+
+    def _reply(self, group: int) -> Reply:
+        _, staleness = self._waiting.pop(group)
+        return Reply(group, staleness)
+
+    def _fragment(self, number: int) -> int | None:
+        return None if self.method.fragments == 1 else number
+
+    def evict(self, group: int) -> list[Reply]:
+        # What it pushed stays in the totals: those samples were trained.
+        number, _ = self._waiting.pop(group, (None, 0))
+        if number is not None and number not in {waited_for for waited_for, _ in self._waiting.values()}:
+            self._rounds[number].closes = math.inf  # no window is open for none
+        self._pushed.pop(group, None)
+        return super().evict(group)
+
+    def grow(self, start: int) -> None:
+        pieces = self._outer.param_groups[0]["params"]
+        known = set(pieces)
+        for number, current in enumerate(self._rounds):
+            pieces.extend(piece for piece in self.master.fragment(number) if piece not in known)
+            current.total.reach(len(self.master.fragment(number)))
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "totals": [current.total.state() for current in self._rounds],
+            "units": [current.unit for current in self._rounds],
+            "came": [sorted(current.came) for current in self._rounds],
+            "in_time": [sorted(current.in_time) for current in self._rounds],
+            "merged_at": [current.merged_at for current in self._rounds],
+            "outer": self._outer.state_dict()["state"],
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        # What had come in is part of the next merges; groups have read the weights as they are without it.
+        for number, current in enumerate(self._rounds):
+            current.total.load_state(state["totals"][number])
+            current.unit = float(state["units"][number])
+            current.came, current.in_time = set(state["came"][number]), set(state["in_time"][number])
+            current.merged_at = int(state["merged_at"][number])
+        self._outer.load_state_dict({**self._outer.state_dict(), "state": state["outer"]})
+
+
+class DecoupledDiLoCo(Method, frozen=True, kw_only=True, tag="decoupled_diloco"):
+    r"""Decoupled DiLoCo: no group waits for one that is slow or dead.
+
+    The parameters are cut into P fragments. Each group makes steps of the user's optimizer on a clock of its own; every
+    H/P of them it sends the change of the next fragment, and computes on. The server merges fragment p when K groups
+    have come with it and a window of grace for others is over:
+
+    .. math:: w_m \propto n_m \frac{n_m}{s_m}, \quad \sum_m w_m = 1; \qquad
+        \Delta_p = \sum_m w_m (\Theta_p - \theta_{m,p}), \quad m_p \leftarrow \beta m_p + \Delta_p, \quad
+        \Theta_p \leftarrow \Theta_p - \eta_o (\Delta_p + \beta m_p)
+
+    over the groups m that have come, which have trained :math:`n_m` samples in :math:`s_m` steps since they sent this
+    fragment last. A group loads :math:`\Theta_p` when it is about to send its next fragment, and keeps what it has
+    changed in between. One that comes late is answered at once, and counts in the next merge, with what it has changed
+    since the :math:`\Theta_p` that it had read. The inner optimizer's state stays at the worker.
+
+    Args:
+        period: H, inner steps between two exchanges of the same fragment, in steps.
+        fragments: P, of equal bytes; divides ``period``.
+        quorum: K, groups that a merge needs; None for more than half of those that live. The fewer they are, the more
+            often a fragment is merged, each time with the whole outer step.
+        grace: for how long a merge that has its quorum waits for others: the part, from 0 to less than 1, of the time
+            until the first of the waiting groups wants it; 0 for no window.
+        delay: steps after which what was merged is loaded; None for H/P, when the next one is sent. With 0 a
+            group waits for the merge, as in `DiLoCo`.
+        outer_lr: :math:`\eta_o`, above 0.
+        outer_momentum: :math:`\beta`, from 0 to less than 1.
+
+    The model that is evaluated is the server's outer weights.
+
+    Raises:
+        ConfigurationError: an argument is out of range.
+
+    Example:
+        >>> DecoupledDiLoCo(period=24, fragments=4, quorum=2).outer_lr
+        0.7
+
+    References:
+        Douillard et al. 2026, "Decoupled DiLoCo for Resilient Distributed Pre-training", arXiv:2604.21428 (algorithms 1
+        and 2, equation 3). There a late fragment's change is taken from the server's present weights, and the change
+        made while a fragment is under way is overwritten.
+    """
+
+    steps_at = "worker"
+    resyncs = True
+    side = _Syncer
+    period: int = 48
+    fragments: int = 4  # type: ignore[misc]
+    quorum: int | None = None
+    grace: float = 0.5
+    delay: int | None = None
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
+
+    def __post_init__(self) -> None:
+        check_period(self.period)
+        check_outer(self.outer_lr, self.outer_momentum)
+        check_whole("fragments", self.fragments, f"1 to period={self.period}", 1, self.period)
+        if self.period % self.fragments:
+            raise ConfigurationError(
+                f"fragments={self.fragments}: they are sent at equal distances; pass a number that divides"
+                f" period={self.period}"
+            )
+        if self.quorum is not None:
+            check_whole("quorum", self.quorum, "the groups that a merge needs, 1 or more, or None", 1)
+        check_number("grace", self.grace, "0 <= grace < 1; 0 waits for no group beyond the quorum", 0, below=1)
+        if self.delay is not None:
+            check_whole("delay", self.delay, f"0 to period/fragments={self._stride} steps, or None", 0, self._stride)
+
+    def check(self, groups: int) -> None:
+        """No more groups can come than there are."""
+        if self.quorum is not None and self.quorum > groups:
+            raise ConfigurationError(f"quorum={self.quorum}: there are {groups} groups; pass 1 to {groups}, or None")
+
+    @property
+    def _stride(self) -> int:
+        """Steps between two exchanges."""
+        return self.period // self.fragments
+
+    def group_side(self, replica: Replica) -> GroupSide:
+        """Inner steps; every H/P of them what one fragment has changed by goes out, and what was merged is loaded."""
+        memory, delay = replica.memory, self._stride if self.delay is None else self.delay
+        while True:
+            gradient = yield NextGradient()
+            if memory.get("is_lost"):
+                yield from self._begin_again(replica)
+                continue
+            replica.remember("outer")
+            yield Step(gradient)
+            step = self._count(replica, gradient)
+            if "sent" in memory and memory["under_way"] >= delay:
+                self.apply_answer(replica, (yield Receive()))
+            if step % self._stride == 0 and not memory.get("is_lost"):
+                exchange = self._exchange(replica, step // self._stride - 1)
+                if delay:
+                    yield Send(exchange)
+                else:
+                    self.apply_answer(replica, (yield exchange))
+            if memory.get("is_lost"):
+                yield from self._begin_again(replica)
+
+    def apply_answer(self, replica: Replica, pulled: Pulled) -> None:
+        """The merged fragment, and on top of it what the group has changed since it was sent."""
+        memory, pieces = replica.memory, replica.pieces(pulled.fragment, self.fragments)
+        sent, _ = memory.pop("sent"), memory.pop("under_way")
+        if pulled.refused:  # the others are no better, and are not at hand
+            memory["is_lost"] = True
+            return
+        weights = replica.weights()
+        since = minus(read(weights, pieces), sent)
+        write(memory["outer"], pieces, pulled.tensors)
+        write(weights, pieces, [merged + change for merged, change in zip(pulled.tensors, since, strict=True)])
+        memory["read_at"][pulled.fragment or 0] = replica.clock = pulled.clock
+
+    def _begin_again(self, replica: Replica) -> GroupSide:
+        """Own weights and optimizer state have diverged, or are those of a server that has gone back in time."""
+        replica.restart((yield Fetch()))
+        replica.memory.clear()
+
+    def _count(self, replica: Replica, gradient: Gradient) -> int:
+        """A step was made. Returns its number in the period, from 1."""
+        memory = replica.memory
+        for name, count in (("steps", 1), ("samples", gradient.samples or 1)):
+            memory[name] = [before + count for before in memory.get(name, [0] * self.fragments)]
+        memory["under_way"] = memory.get("under_way", 0) + 1
+        memory["step"] = memory.get("step", 0) % self.period + 1
+        return int(memory["step"])
+
+    def _exchange(self, replica: Replica, fragment: int) -> Exchange:
+        """What a fragment has changed by since it was loaded, and how much it is to count."""
+        memory, number = replica.memory, None if self.fragments == 1 else fragment
+        change = replica.change(memory["outer"], -1.0, number, self.fragments)
+        memory["sent"] = copies(read(replica.weights(), replica.pieces(number, self.fragments)))
+        memory["under_way"] = 0
+        samples, steps = memory["samples"][fragment], memory["steps"][fragment]
+        memory["samples"][fragment] = memory["steps"][fragment] = 0
+        read_at = memory.setdefault("read_at", [replica.clock] * self.fragments)[fragment]
+        return Exchange(change, read_at, note=samples * (samples / steps), fragment=number)
