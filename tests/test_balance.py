@@ -22,8 +22,8 @@ from lightning_omni.performance.balance import (
     Throughput,
     seconds,
 )
+from lightning_omni.performance.step_parts import straggler_sentence
 from lightning_omni.protocol.messages import GroupStatus, Status
-from lightning_omni.strategy.live_metrics import straggler_sentence
 
 varied = settings(deadline=None, max_examples=100, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 

@@ -46,6 +46,7 @@ HOMES = {
     "lightning": {"strategy", "tuner"},
     "skopt": {"search"},
     "jinja2": {"report"},
+    "prometheus_client": {"server"},
 }
 PICKLES = {"pickle", "cPickle", "_pickle", "cloudpickle", "marshal", "dill", "shelve", "joblib"}
 PICKLING_CALLS = {"send_pyobj", "recv_pyobj", "send_serialized", "recv_serialized"}

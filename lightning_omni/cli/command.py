@@ -14,6 +14,7 @@ from lightning_omni.cli.device import device
 from lightning_omni.cli.plan import plan
 from lightning_omni.cli.serve import serve
 from lightning_omni.cli.simulate import compare, simulate
+from lightning_omni.cli.top import top
 from lightning_omni.errors import OmniError
 
 
@@ -42,6 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
     """
     commands: dict[str, Any] = {
         "serve": serve,
+        "top": top,
         "simulate": simulate,
         "compare": compare,
         "device": device,

@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 from types import FrameType
 
-import msgspec
 from rich.console import Console
 
 from lightning_omni.cli.console import INTERRUPTED
@@ -36,6 +35,8 @@ def serve(
     shards_here: int = 0,
     shard: int = 0,
     coordinator: str = "",
+    http: int | None = None,
+    http_host: str = "127.0.0.1",
 ) -> int:
     """Runs a parameter server that trainings join with OmniStrategy(server="tcp://host:port").
 
@@ -61,11 +62,16 @@ def serve(
             theirs, each with a number of its own: lightning-omni serve --shards 4 --shard 1 --coordinator tcp://...
         shard: Number of the share that this server holds, if another one coordinates them.
         coordinator: Address of the server that coordinates.
+        http: Port for /metrics (Prometheus), /status (JSON), /healthz and /readyz, which anyone who can connect may
+            read; 0 takes a free one. Without it nothing is served over HTTP.
+        http_host: Address for these. Loopback by default: other machines can connect only if you name an address here.
     """
     # Not above: --help is not to wait for torch.
+    import msgspec
     import torch
 
     from lightning_omni import methods
+    from lightning_omni.cli.run_log import RunLog
     from lightning_omni.methods.master import resolver
     from lightning_omni.methods.modules import module_resolver
     from lightning_omni.protocol import transport as transports
@@ -76,6 +82,7 @@ def serve(
     from lightning_omni.server.addresses import EVERYWHERE
     from lightning_omni.server.keys import load_or_create
     from lightning_omni.server.process import ServerProcess, ServerSettings, raise_limit_of_files
+    from lightning_omni.server.web import StatusServer
 
     console = Console(stderr=True)
     here = _check_shards(shards, shards_here, shard, coordinator, record)
@@ -98,10 +105,17 @@ def serve(
     )
     raise_limit_of_files()
     chosen = transports.load(transport)() if transport else ZeroMQ(encryption=encryption)
-    if shard:
-        server = chosen.follow(core, coordinator, host, port, data_port)
-    else:
-        server = chosen.serve(core, host, port, data_port)
+    web = StatusServer(http_host, http) if http is not None else None
+    try:
+        if shard:
+            server = chosen.follow(core, coordinator, host, port, data_port)
+        else:
+            server = chosen.serve(core, host, port, data_port)
+    except BaseException:
+        if web is not None:
+            web.close()
+        raise
+    run_log = RunLog(core, console) if not shard else None  # what the one that coordinates has in its log
     settings = ServerSettings(
         key=key.hex(),
         host=host,
@@ -133,10 +147,19 @@ def serve(
         f"parameter server on {server.address}, key from {where or 'the environment'}", soft_wrap=True, markup=False
     )
 
+    if web is not None:
+        console.print(f"status on {web.url}", soft_wrap=True, markup=False)
+
     def is_over() -> bool:
+        if run_log is not None:
+            run_log.tell()
+        if web is not None:
+            web.tend(core)
         if core.gone:
             stopped.set()
         if core.is_over:
+            if run_log is not None:
+                run_log.tell(at_once=True)
             console.print(f"a run is over: {core.clock} updates, ranks lost: {len(core.roster.lost)}")
             if once:
                 stopped.set()
@@ -147,6 +170,8 @@ def serve(
         server.run(until=is_over)
     finally:
         server.close()
+        if web is not None:
+            web.close()
         for process in beside:  # they end with this one
             process.stop()
     if core.gone:

@@ -23,6 +23,7 @@ class Epochs:
         self.book: LeaseBook | None = None
         self.stop = ""
         self.generation = 0
+        self.samples: Counter[int] = Counter()  # of each group, trained since groups were formed
         self._sizes: dict[int, int] = {}
         self._waiting: dict[int, tuple[int, Await]] = {}
         self._asked: set[int] = set()  # ranks whose questions have not been looked at yet
@@ -51,6 +52,7 @@ class Epochs:
         self.generation = generation
         self.stop = ""
         self._begin()
+        self.samples.clear()
         if self.book is not None and keep_epoch:
             self.book.regroup(self._sizes)
         else:
@@ -82,7 +84,7 @@ class Epochs:
             raise ProtocolError(
                 f"epoch {plan.epoch} cannot begin: ranks {sorted(self._waiting)} wait for another's end"
             )
-        self.book = LeaseBook(plan, self._sizes)
+        self.book = LeaseBook(plan, self._sizes, self.samples)
         self.stop = "" if self.stop == "skip" else self.stop
         self._begin()
 

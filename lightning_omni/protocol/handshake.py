@@ -28,6 +28,9 @@ from lightning_omni.protocol.messages import (
     Challenge,
     Hello,
     Message,
+    Observe,
+    ObserverProof,
+    Observing,
     Proof,
     Welcome,
 )
@@ -101,6 +104,25 @@ def attach(say: Say, secret: bytes, number: int, nonce: bytes) -> None:
         raise Refused("key", "the process that answers does not hold the secret of this connection; it is not ours")
 
 
+def observe(say: Say, key: bytes, nonce: bytes, where: str = "") -> None:
+    """The handshake of a process that watches and is no rank.
+
+    Args:
+        say: to the server.
+        key: the run's shared secret.
+        nonce: random bytes.
+        where: the server's address, for messages.
+
+    Raises:
+        Refused: the server does not hold the key.
+    """
+    hello = Observe(version=VERSION, nonce=nonce)
+    challenge = say(hello, Challenge).nonce
+    observing = say(ObserverProof(mac=observer_mac(key, "observer", hello, challenge)), Observing)
+    if not is_equal(observing.mac, observer_mac(key, "server", hello, challenge)):
+        raise Refused("key", f"the server at {where} does not hold the run's key; it is not ours")
+
+
 def rank_mac(key: bytes, hello: Hello, challenge: bytes) -> bytes:
     """The MAC by which a rank answers a challenge."""
     return _mac(key, b"rank", hello, challenge)
@@ -124,6 +146,11 @@ def attach_mac(secret: bytes, side: Literal["rank", "server"], attach: Attach, c
 def share_mac(secret: bytes, side: str, share: tuple[Any, ...]) -> bytes:
     """The MAC by which either side shows that it holds the secret of the connection for which memory is shared."""
     return hmac.digest(secret, msgspec.msgpack.encode(("share", side, share)), hashlib.sha256)
+
+
+def observer_mac(key: bytes, side: Literal["observer", "server"], hello: Observe, challenge: bytes) -> bytes:
+    """The MAC by which a process that watches, or the server to it, shows that it holds the key."""
+    return hmac.digest(key, msgspec.msgpack.encode(("observe", side, hello, challenge)), hashlib.sha256)
 
 
 def shard_mac(key: bytes, side: Literal["shard", "coordinator"], hello: ShardHello, challenge: bytes) -> bytes:
@@ -175,12 +202,13 @@ def is_equal(one: bytes, other: bytes) -> bool:
     return hmac.compare_digest(one, other)
 
 
-def version_problem(hello: Hello) -> str:
+def version_problem(hello: Hello | Observe) -> str:
     """Why this version cannot be served, or an empty string."""
     if hello.version == VERSION:
         return ""
+    speaker = f"rank {hello.rank}" if isinstance(hello, Hello) else "the process that watches"
     return (
-        f"rank {hello.rank} speaks protocol version {hello.version}, the server {VERSION}; install the same version of"
+        f"{speaker} speaks protocol version {hello.version}, the server {VERSION}; install the same version of"
         " lightning-omni on both sides"
     )
 

@@ -9,6 +9,7 @@ Rule 3: the answer to (group, batch number) never changes, so the members of a g
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Sequence
 from math import inf
 from operator import itemgetter
@@ -57,6 +58,11 @@ class Batch(msgspec.Struct, frozen=True, array_like=True):
 class LeaseBook:
     """One epoch's samples: which are free, which are out on lease, which are trained.
 
+    Args:
+        plan: of the epoch.
+        group_sizes: ranks of each group.
+        samples: counts, for each group, the positions that it has trained first, on from what was before.
+
     Raises:
         ProtocolError: no epoch can have this plan.
 
@@ -66,7 +72,7 @@ class LeaseBook:
         ([Batch(start=0, stop=2, interval=0)], [Batch(start=2, stop=6, interval=0)])
     """
 
-    def __init__(self, plan: EpochPlan, group_sizes: dict[int, int]) -> None:
+    def __init__(self, plan: EpochPlan, group_sizes: dict[int, int], samples: Counter[int] | None = None) -> None:
         spans_in_range = all(0 <= start < stop <= plan.total for start, stop in plan.trained)
         if plan.batch_size < 1 or not 0 <= plan.budget <= plan.total <= LARGEST_EPOCH or not spans_in_range:
             raise ProtocolError(f"no epoch can be as in {plan}")
@@ -83,6 +89,7 @@ class LeaseBook:
         self._drawn: dict[int, list[Batch]] = {group: [] for group in group_sizes}
         self._trained: dict[int, int] = dict.fromkeys(group_sizes, 0)
         self._repeats: set[int] = set()  # groups whose first batch is another's
+        self._samples = Counter[int]() if samples is None else samples
 
     @property
     def trained(self) -> int:
@@ -166,7 +173,9 @@ class LeaseBook:
         self.check_trained(group, batches)
         drawn = self._drawn[group]
         for batch in drawn[self._trained[group] : batches]:
-            self._done_size += _insert(self._done, batch.start, batch.stop)
+            new = _insert(self._done, batch.start, batch.stop)
+            self._done_size += new
+            self._samples[group] += new
         self._trained[group] = max(batches, self._trained[group])
 
     def untrained_spans(self, group: int, batches: int) -> tuple[tuple[int, int], ...]:

@@ -126,6 +126,24 @@ class Membership:
             raise ProtocolError(f"there is no rank {message.rank} to be lost")
         return self.lose(message.rank, message.reason)
 
+    def evict(self, sender: Sender, message: m.Evict, payload: Payload) -> list[Out]:
+        """A person who watches takes a group out of the run.
+
+        Raises:
+            ProtocolError: the group is none any more, or the run would end with it.
+        """
+        roster, group = self._roster, message.group
+        if self.over:
+            raise ProtocolError(f"the run is over: {self.over}")
+        if group not in roster.groups or roster.identity(group).incarnation != message.incarnation:
+            raise ProtocolError(f"there is no group {group} of incarnation {message.incarnation} any more")
+        assert roster.topology is not None
+        name, ranks = roster.identity(group).name, roster.topology.members(group)
+        if roster.recorder in ranks or roster.topology.is_synchronous:
+            raise ProtocolError(f"group {name} cannot be evicted, for the run would end with it; stop the run instead")
+        live = next(rank for rank in ranks if rank in roster.live)
+        return [*self.lose(live, f"group {name} was evicted by hand"), Out(sender.peer, m.CONTROL, m.Acknowledged())]
+
     def goodbye(self, sender: Sender, message: m.Goodbye, payload: Payload) -> list[Out]:
         """A rank leaves on its own."""
         out = [Out(sender.peer, m.CONTROL, m.Acknowledged())]

@@ -188,6 +188,38 @@ class AskShards(Message, frozen=True, kw_only=True):
     """Where are the servers that hold a share each? Answered when all of them are there, and know me."""
 
 
+# --- Control, observer to server -------------------------------------------------------------------------------------
+
+
+class Observe(Message, frozen=True, kw_only=True):
+    """The first message of a process that watches and is no rank. ``version`` is as in `Hello`."""
+
+    version: int
+    nonce: Secret
+
+
+class ObserverProof(Message, frozen=True, kw_only=True):
+    """The answer to a `Challenge`: proves that the process that watches holds the key."""
+
+    mac: Secret
+
+
+class AskOverview(Message, frozen=True, kw_only=True):
+    """How does the run go, with all that there is to be seen of it?"""
+
+
+class Evict(Message, frozen=True, kw_only=True):
+    """Take a group out of the run.
+
+    Attributes:
+        group: its number.
+        incarnation: of the group that is meant, for numbers are given again.
+    """
+
+    group: int
+    incarnation: int
+
+
 # --- Control, server to rank -----------------------------------------------------------------------------------------
 
 
@@ -268,6 +300,82 @@ class Status(Message, frozen=True, kw_only=True):
     serve_time: float = 0.0
     total_momentum: float | None = None
     signal: int = 0
+
+
+class Observing(Message, frozen=True, kw_only=True):
+    """The process that watches is let in; ``mac`` proves that the server holds the key, too."""
+
+    mac: bytes
+
+
+class GroupOverview(msgspec.Struct, frozen=True):
+    """What is seen of one group beside its status.
+
+    Attributes:
+        status: how it does.
+        hosts: addresses from which its ranks have connected, each once; none where the transport knows none.
+        age: seconds since the last of its ranks was admitted.
+        silence: seconds since the last sign of life of the rank that has been silent for the longest.
+        samples: of leased data that it trained since groups were formed, each counted when it was trained first; None
+            if the data is not leased.
+    """
+
+    status: GroupStatus
+    hosts: tuple[str, ...]
+    age: float
+    silence: float
+    samples: int | None
+
+
+class LogEntry(msgspec.Struct, frozen=True):
+    """Something that happened to the run, ``age`` seconds ago.
+
+    ``kind`` is one of ``"joined"``, ``"formed"``, ``"lost"``, ``"left"`` and ``"over"``.
+    """
+
+    age: float
+    kind: str
+    text: str
+
+
+class Overview(Message, frozen=True, kw_only=True):
+    """How the run goes, for those that watch it.
+
+    Attributes:
+        run: its name; empty while no rank has come.
+        age: seconds since its first rank was admitted.
+        announced: number of ranks that it was announced with.
+        live: ranks that take part.
+        missing: ranks that were announced and have not come yet.
+        recorder: the rank that logs and saves; the run ends with its group.
+        status: how it goes, as every rank is told.
+        groups: those that take part.
+        method: as in `Form`, and so is ...
+        wire_format: ... this; None before groups are formed.
+        plan: the epoch that is under way, or was last; None if its data is not leased.
+        trained: positions of this epoch that are trained.
+        pushes: that the server has handled.
+        serve_time: seconds of the server's own time that they have taken.
+        log: what happened, the oldest first.
+        over: why the run cannot go on, or an empty string.
+    """
+
+    run: str
+    age: float
+    announced: int
+    live: tuple[int, ...]
+    missing: tuple[int, ...]
+    recorder: int
+    status: Status
+    groups: tuple[GroupOverview, ...]
+    method: dict[str, Any] | None
+    wire_format: dict[str, Any] | None
+    plan: EpochPlan | None
+    trained: int
+    pushes: int
+    serve_time: float
+    log: tuple[LogEntry, ...]
+    over: str
 
 
 class Formed(Message, frozen=True, kw_only=True):
@@ -734,7 +842,7 @@ class Taken(Message, frozen=True, kw_only=True):
 
 ToControl = (
     Challenge | Welcome | RefusedMessage | Status | Formed | Joined | EpochOpened | Drawn | Verdict | Left | Gathered
-    | Notice | Acknowledged | Shards
+    | Notice | Acknowledged | Shards | Observing | Overview
 )  # fmt: skip
 ToData = (
     AttachChallenge | Attached | Long | Seeded | Restructured | GroupStateStored | Weights | Snapshot | HeadOutput

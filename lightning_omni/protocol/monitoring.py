@@ -28,6 +28,10 @@ class Monitoring(Service):
         shards: what they train.
         clock: tells the time that the server's arithmetic takes, in seconds.
         strangers: messages refused because they were malformed or their sender had not been admitted.
+
+    Attributes:
+        pushes: that were handled so far.
+        total_serve_time: seconds that they have taken.
     """
 
     def __init__(
@@ -41,6 +45,8 @@ class Monitoring(Service):
         self._push_began: float | None = None
         self._serve_times: deque[float] = deque(maxlen=LATELY)
         self._serves = False
+        self.pushes = 0
+        self.total_serve_time = 0.0
 
     def form(self, topology: Topology, method: Method, message: m.Form) -> None:
         self._serve_times.clear()
@@ -56,6 +62,8 @@ class Monitoring(Service):
             return
         lasted = max(0.0, self._clock() - self._push_began)
         self._push_began = None
+        self.pushes += 1
+        self.total_serve_time += lasted
         if self._serves:
             self._serve_times.append(lasted)
         self._serves = True  # the first after groups were formed has memory to find

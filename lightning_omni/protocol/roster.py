@@ -24,13 +24,24 @@ MOST_CHALLENGED = 1024
 
 @dataclass
 class Member:
-    """An admitted rank. ``session`` is the secret that it shares with the server; it never travels."""
+    """An admitted rank.
+
+    Attributes:
+        session: the secret that it shares with the server; it never travels.
+        since: when it was admitted.
+        host: the address from which it has connected, where the transport knows it.
+    """
 
     rank: int
     peer: bytes
     session: bytes
     last_seen: float
     timings: Heartbeat = field(default_factory=lambda: Heartbeat(sent=0.0))
+    since: float = field(init=False)
+    host: str = ""
+
+    def __post_init__(self) -> None:
+        self.since = self.last_seen
 
 
 class Roster:
@@ -49,6 +60,16 @@ class Roster:
         self.late: list[int] = []
         self._identities: dict[int, GroupId] = {}
         self._ranks: dict[bytes, int] = {}
+
+    @property
+    def run(self) -> str:
+        """The run's name; empty while no rank has come."""
+        return self._first.run if self._first else ""
+
+    @property
+    def began(self) -> float:
+        """When the first rank was admitted."""
+        return self._began
 
     @property
     def world_size(self) -> int:

@@ -27,6 +27,7 @@ from lightning_omni.protocol.membership import Membership
 from lightning_omni.protocol.merged_head import MergedHeads
 from lightning_omni.protocol.messages import CONTROL, DATA
 from lightning_omni.protocol.monitoring import Monitoring
+from lightning_omni.protocol.observation import Observation
 from lightning_omni.protocol.roster import Roster
 from lightning_omni.protocol.service import Out, Payload, Peer, Sender
 from lightning_omni.protocol.shard_servers import Coordinator, OneServer, Servers
@@ -40,6 +41,8 @@ class Role(Enum):
 
     STRANGER = auto()
     """Any connection, also one that has not been admitted."""
+    OBSERVER = auto()
+    """A process that holds the key, watches, and is no rank."""
     RANK = auto()
     """An admitted rank."""
     MEMBER = auto()
@@ -109,6 +112,11 @@ TABLE = (
     Row(m.AskStatus, CONTROL, Role.RANK, Monitoring, Monitoring.ask, when_over=True),
     # several servers
     Row(m.AskShards, CONTROL, Role.RANK, Servers, Servers.ask),
+    # observation
+    Row(m.Observe, CONTROL, Role.STRANGER, Observation, Observation.greet),
+    Row(m.ObserverProof, CONTROL, Role.STRANGER, Observation, Observation.admit),
+    Row(m.AskOverview, CONTROL, Role.OBSERVER, Observation, Observation.ask),
+    Row(m.Evict, CONTROL, Role.OBSERVER, Membership, Membership.evict),
     # data
     Row(m.OpenEpoch, CONTROL, Role.MEMBER, Data, Data.open),
     Row(m.Draw, CONTROL, Role.MEMBER, Data, Data.draw),
@@ -183,6 +191,7 @@ class Router:
         self._servers = self._services[Servers] = servers or OneServer()
         self._admission: Admission = self._services[Admission]
         self._membership: Membership = self._services[Membership]
+        self._observation: Observation = self._services[Observation]
         twice = sorted(kind.__name__ for kind, count in Counter(row.message for row in rows).items() if count > 1)
         if twice:
             raise ValueError(f"rows: {', '.join(twice)} cannot have two; give each message one row")
@@ -210,6 +219,9 @@ class Router:
         """
         row = self._row(channel, message)
         if row.role is Role.STRANGER or row.role is Role.SHARD:
+            return self._handle(row, Sender(peer), message, payload)
+        if row.role is Role.OBSERVER:
+            self._observation.check(peer)
             return self._handle(row, Sender(peer), message, payload)
         member = self._admission.member_of(channel, peer)
         notice = self._membership.notice_for(member, row.when_lost, row.when_over)
@@ -257,7 +269,7 @@ class Router:
         """
         message = self.decode(CONTROL, data)
         row = self._row(CONTROL, message)
-        if row.role is Role.STRANGER or row.message is m.ReadBrought:
+        if row.role in (Role.STRANGER, Role.OBSERVER) or row.message is m.ReadBrought:
             raise ProtocolError(f"a {type(message).__name__} cannot be brought")
         return self._handle(row, sender, message, payload)
 

@@ -24,6 +24,7 @@ from lightning_omni.protocol.membership import Membership
 from lightning_omni.protocol.merged_head import MergedHeads
 from lightning_omni.protocol.monitoring import Monitoring
 from lightning_omni.protocol.notes import Notes
+from lightning_omni.protocol.observation import Happening, Observation, Observers
 from lightning_omni.protocol.record import Recorder
 from lightning_omni.protocol.roster import Roster
 from lightning_omni.protocol.router import SHARD_TABLE, TABLE, Router, Row
@@ -98,6 +99,7 @@ class ServerCore:
         self._table = (*TABLE, *(SHARD_TABLE if isinstance(self.servers, Coordinator) else ()), *rows)
         self.strangers = 0
         self.data_port = 0
+        self._observers = Observers(key, random)
         self.reset()
 
     def reset(self) -> None:
@@ -112,6 +114,9 @@ class ServerCore:
         )
         self._training = training = Training(roster, self._admission, shards, epochs, notes, servers)
         self._monitoring = Monitoring(roster, shards, self._work_time, lambda: self.strangers)
+        self._observation = Observation(
+            roster, epochs, self._monitoring, self._observers, self._last_now, lambda: self._membership.over
+        )
         services = [
             servers,
             Synchronization(roster, training, lambda *brought: self._router.forward(*brought)),
@@ -120,6 +125,7 @@ class ServerCore:
             Snapshots(roster, shards, training, epochs, notes, self._resolve, self._resolve_module),
             MergedHeads(roster, shards, notes, self._work_time),
             self._monitoring,
+            self._observation,
             *(service(self) for service in self._more_services),
         ]
         self._membership = Membership(
@@ -260,6 +266,7 @@ class ServerCore:
             return self._sent(self.servers.tick(now))
         self._pass_time(now)
         self._monitoring.tick(now)
+        self._observation.tick(now)
         # What a method answers has to be with the socket before the loss of a rank can move the weights again.
         out = self._training.expire(now) or self._membership.tick(now)
         return self._sent(out + self.servers.tick(now))
@@ -275,6 +282,7 @@ class ServerCore:
 
     def hang_up(self, peer: Peer) -> list[Out]:
         """A control connection has ended, and its rank did not say goodbye."""
+        self._observers.forget(peer)
         return self._sent(self._membership.hang_up(peer) + self.servers.hang_up(peer))
 
     def fail(self, reason: str) -> list[Out]:
@@ -303,8 +311,10 @@ class ServerCore:
 
     @property
     def peers(self) -> list[Peer]:
-        """Control connections of the ranks that have not left, and of other servers."""
-        return [] if self.servers.number else self._membership.peers + self.servers.peers
+        """Control connections of the ranks that have not left, of other servers, and of processes that watch."""
+        if self.servers.number:
+            return []
+        return self._membership.peers + self.servers.peers + self._observers.peers
 
     @property
     def attached(self) -> set[Peer]:
@@ -312,8 +322,8 @@ class ServerCore:
         return self._admission.attached
 
     def is_admitted(self, channel: m.Channel, peer: Peer) -> bool:
-        """Whether a connection is that of an admitted rank."""
-        if channel == m.CONTROL and peer in self.servers.peers:
+        """Whether a connection is that of an admitted rank or server, or of a process that watches."""
+        if channel == m.CONTROL and (peer in self.servers.peers or self._observers.has(peer)):
             return True
         return self._admission.find(channel, peer) is not None
 
@@ -334,6 +344,20 @@ class ServerCore:
     def status(self, sent: float) -> m.Status:
         """How the run goes; ``sent`` is as in `lightning_omni.protocol.messages.Status`."""
         return self._monitoring.status(sent)
+
+    def overview(self) -> m.Overview:
+        """How the run goes, with all that there is to be seen of it."""
+        return self._observation.overview()
+
+    @property
+    def happenings(self) -> Sequence[Happening]:
+        """What happened to the run, up to this moment."""
+        return self._observation.happenings
+
+    def locate(self, peer: Peer, host: str) -> None:
+        """A rank's control connection comes from this address."""
+        if (member := self.roster.by_peer(peer)) is not None:
+            member.host = host
 
     def _pass_time(self, now: float) -> None:
         self._now = now

@@ -212,7 +212,7 @@ class Server:
             raise MalformedMessage(f"{len(frames)} frames on the control channel")
         message = self.core.decode(m.CONTROL, frames[0].buffer)
         payload = frames[1].bytes if len(frames) == 2 else b""
-        if isinstance(message, (m.Proof, ShardProof)):
+        if isinstance(message, (m.Proof, m.ObserverProof, ShardProof)):
             return self._decide(m.CONTROL, peer, message, frames[0])
         return self.core.receive(m.CONTROL, peer, message, payload, time.monotonic())
 
@@ -223,6 +223,9 @@ class Server:
             out = self.core.receive(channel, peer, message, b"", time.monotonic())
             if not was_admitted and self.core.is_admitted(channel, peer):
                 self._guard.let_in(frame.get(zmq.SRCFD))
+                if isinstance(message, m.Proof):
+                    host = "localhost" if self._directory is not None else str(frame.get("Peer-Address"))
+                    self.core.locate(peer, host)
         return out
 
     def _on_data(self, peer: bytes, frames: list[Any]) -> list[Out]:

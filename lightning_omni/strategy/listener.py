@@ -11,10 +11,11 @@ import torch
 from lightning_omni.errors import UnsupportedError
 from lightning_omni.metrics import Staleness
 from lightning_omni.optimizer.balance import Balance
+from lightning_omni.performance.step_parts import straggler_sentence
 from lightning_omni.strategy import _private
 from lightning_omni.strategy.epochs import EpochDriver
 from lightning_omni.strategy.grouping import GroupedStrategy
-from lightning_omni.strategy.live_metrics import ProgressDisplay, live_metrics, straggler_sentence
+from lightning_omni.strategy.live_metrics import ProgressDisplay, live_metrics
 from lightning_omni.topology import Topology
 
 if TYPE_CHECKING:

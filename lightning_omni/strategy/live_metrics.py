@@ -21,10 +21,6 @@ ENTRY = "omni"
 """Name of the entry in the progress bar."""
 SMOOTHING = 0.9
 """Weight of the past in the running means."""
-STRAGGLES = 1.5
-"""A rank is called a straggler if it works that many times as long as the rest of its group."""
-NOTICEABLE = 0.005
-"""Seconds by which it must be slower, at least."""
 
 
 class StepTimes:
@@ -107,30 +103,6 @@ def live_metrics(status: Status | None, staleness: Staleness, step_times: StepTi
         values[f"omni/group_{group.group}/slowest_rank"] = float(group.slowest_rank)
         values[f"omni/group_{group.group}/slowest_time"] = group.slowest_time
     return values
-
-
-def straggler_sentence(status: Status, can_rebalance: bool = False) -> str:
-    """Names the rank that holds its group up most, if one does.
-
-    Args:
-        status: what the server says of all groups.
-        can_rebalance: whether the batch could be split by speed, and is not.
-    """
-    worst, sentence = STRAGGLES, ""
-    for group in status.groups:
-        others = len(group.ranks) - 1
-        if not others:
-            continue
-        rest = (group.compute_time * len(group.ranks) - group.slowest_time) / others
-        if group.slowest_time - rest > NOTICEABLE and rest > 0 and group.slowest_time / rest > worst:
-            worst = group.slowest_time / rest
-            sentence = (
-                f"rank {group.slowest_rank} holds group {group.group} up: {group.slowest_time * 1e3:.0f} ms to the end"
-                f" of its forward pass, against {rest * 1e3:.0f} ms on the others"
-            )
-    if sentence and can_rebalance:
-        sentence += '; rebalance="auto" splits the batch in proportion to the speeds'
-    return sentence
 
 
 def gathering_sentence(world: World) -> str:

@@ -1,0 +1,59 @@
+"""The log of a server that stands by itself: which ranks came, which were lost and why, each line with its time."""
+
+from __future__ import annotations
+
+import time
+from datetime import datetime
+from itertools import takewhile
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from lightning_omni.protocol.quoting import quoted
+
+if TYPE_CHECKING:
+    from lightning_omni.protocol.observation import Happening
+    from lightning_omni.protocol.server import ServerCore
+
+EVERY = 0.25
+"""Seconds after which what has happened is told, at most."""
+
+
+class RunLog:
+    """Tells what happens to the runs of a server.
+
+    Args:
+        core: the server, driven on the clock of `time.monotonic`.
+        console: where to.
+    """
+
+    def __init__(self, core: ServerCore, console: Console) -> None:
+        self._core, self._console = core, console
+        self._last: Happening | None = None
+        self._due = 0.0
+
+    def tell(self, at_once: bool = False) -> None:
+        """Writes down what is new, if it is time.
+
+        Args:
+            at_once: even if it is not.
+        """
+        now = time.monotonic()
+        if now < self._due and not at_once:
+            return
+        self._due = now + EVERY
+        new = list(takewhile(lambda each: each is not self._last, reversed(self._core.happenings)))
+        for happening in reversed(new):
+            self._last = happening
+            self._console.print(line_of(happening, now), soft_wrap=True, markup=False, highlight=False)
+
+
+def line_of(happening: Happening, now: float) -> str:
+    """One line: local time and what happened.
+
+    Args:
+        happening: on the clock of `time.monotonic`.
+        now: on the same clock.
+    """
+    when = datetime.fromtimestamp(time.time() - (now - happening.at))
+    return f"{when:%Y-%m-%d %H:%M:%S} {quoted(happening.text)}"

@@ -1,0 +1,56 @@
+"""``lightning-omni top``: watches the run of a server, and evicts a group when told to."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from rich.console import Console
+
+from lightning_omni.cli.units import Quantity, check_above_zero, seconds_of
+
+CONNECT_TIME = 10.0
+"""Seconds in which the server must answer at the beginning."""
+
+
+def top(
+    address: str,
+    key_file: Path | None = None,
+    every: Quantity = 1.0,
+    once: bool = False,
+    encryption: str = "curve",
+) -> int:
+    """Watches the run of a parameter server: groups, speeds, staleness, progress, joins and losses.
+
+    It needs the run's key, in LIGHTNING_OMNI_KEY or a file, as the ranks do. It takes no part in the run.
+
+    Args:
+        address: Of the server, as in tcp://host:5555.
+        key_file: File with the shared key, by default the one that lightning-omni serve makes.
+        every: Time between two questions to the server, as in 2s, or in seconds.
+        once: Write the table once, and end. So it is where standard output is no terminal.
+        encryption: "curve", or "off", as the server's.
+    """
+    # Not above: --help is not to wait for torch.
+    from lightning_omni.cli.console import show
+    from lightning_omni.cli.live_table import AGAIN, watch
+    from lightning_omni.cli.overview import Rates, picture
+    from lightning_omni.server.keys import load
+    from lightning_omni.server.observer import Observer
+
+    seconds = seconds_of("--every", every)
+    check_above_zero({"every": seconds})
+    key = load(key_file)
+    observer = Observer(address, key, encryption, CONNECT_TIME)
+    console = Console()
+    if not once and console.is_terminal:
+        return watch(console, observer, lambda: Observer(address, key, encryption, AGAIN), seconds)
+    try:
+        rates = Rates()
+        rates.add(time.monotonic(), observer.overview())
+        time.sleep(seconds)  # a rate needs two readings
+        rates.add(time.monotonic(), overview := observer.overview())
+    finally:
+        observer.close()
+    show(picture(overview, rates, keys=False))
+    return 0

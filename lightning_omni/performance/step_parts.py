@@ -1,0 +1,54 @@
+"""Where the time of a step goes, as ranks tell it: what can be said of one step, and of the slowest rank of a group."""
+
+from __future__ import annotations
+
+from lightning_omni.protocol.messages import Status
+
+STRAGGLES = 1.5
+"""A rank is called a straggler if it works that many times as long as the rest of its group."""
+NOTICEABLE = 0.005
+"""Seconds by which it must be slower, at least."""
+
+
+def parts_of_step(step: float, forward: float, exchange: float) -> dict[str, float]:
+    """The parts of a step, in seconds; empty before one was timed.
+
+    Args:
+        step: seconds of a whole step.
+        forward: of these, to the end of the forward pass.
+        exchange: of these, in the exchange with the server.
+
+    Returns:
+        ``"forward"``, ``"exchange"`` and ``"rest"``: the backward pass, the all-reduce and waiting for the group.
+
+    Example:
+        >>> parts_of_step(0.5, 0.125, 0.25)
+        {'forward': 0.125, 'exchange': 0.25, 'rest': 0.125}
+    """
+    if not step:
+        return {}
+    return {"forward": forward, "exchange": exchange, "rest": max(0.0, step - forward - exchange)}
+
+
+def straggler_sentence(status: Status, can_rebalance: bool = False) -> str:
+    """Names the rank that holds its group up most, if one does.
+
+    Args:
+        status: what the server says of all groups.
+        can_rebalance: whether the batch could be split by speed, and is not.
+    """
+    worst, sentence = STRAGGLES, ""
+    for group in status.groups:
+        others = len(group.ranks) - 1
+        if not others:
+            continue
+        rest = (group.compute_time * len(group.ranks) - group.slowest_time) / others
+        if group.slowest_time - rest > NOTICEABLE and rest > 0 and group.slowest_time / rest > worst:
+            worst = group.slowest_time / rest
+            sentence = (
+                f"rank {group.slowest_rank} holds group {group.group} up: {group.slowest_time * 1e3:.0f} ms to the end"
+                f" of its forward pass, against {rest * 1e3:.0f} ms on the others"
+            )
+    if sentence and can_rebalance:
+        sentence += '; rebalance="auto" splits the batch in proportion to the speeds'
+    return sentence

@@ -1,0 +1,240 @@
+"""Observation: processes that watch the run and are no ranks of it, and what they are shown.
+
+Rule 1: a process that watches proves that it holds the run's key, as a rank does; to all others nothing is said.
+Rule 2: it takes no part: no rank and no collective waits for it, and the run is the same without it. It outlasts the
+run, and sees the next one.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from lightning_omni.errors import Refused
+from lightning_omni.methods import Method
+from lightning_omni.protocol import messages as m
+from lightning_omni.protocol.epochs import Epochs
+from lightning_omni.protocol.handshake import NONCE_BYTES, is_equal, observer_mac, version_problem
+from lightning_omni.protocol.monitoring import Monitoring
+from lightning_omni.protocol.roster import Roster
+from lightning_omni.protocol.service import Out, Payload, Peer, Sender, Service
+from lightning_omni.topology import Topology
+
+MOST_OBSERVERS = 64
+"""Processes that may watch; a further one displaces the one that has been let in first."""
+MOST_CHALLENGED = 256
+"""Connections that may be about to prove that they hold the key; a further one displaces the first."""
+LONGEST_LOG = 256
+"""Things that happened that are kept; the oldest go."""
+
+
+class Happening(NamedTuple):
+    """Something that happened to the run: when, on the server's clock, of which kind (see `LogEntry`), and what."""
+
+    at: float
+    kind: str
+    text: str
+
+
+class Observers:
+    """Lets processes in that watch. It outlasts a run.
+
+    Args:
+        key: the run's shared secret.
+        random: draws that many random bytes (nonces).
+    """
+
+    def __init__(self, key: bytes, random: Callable[[int], bytes]) -> None:
+        self._key, self._random = key, random
+        self._challenged: dict[Peer, tuple[m.Observe, bytes]] = {}
+        self._admitted: dict[Peer, None] = {}
+
+    @property
+    def peers(self) -> list[Peer]:
+        """Connections of those that were let in."""
+        return list(self._admitted)
+
+    def has(self, peer: Peer) -> bool:
+        """Whether a connection is that of a process that was let in."""
+        return peer in self._admitted
+
+    def challenge(self, peer: Peer, message: m.Observe) -> bytes:
+        """What a process that wants to watch is to answer.
+
+        Raises:
+            Refused: another protocol version.
+        """
+        if problem := version_problem(message):
+            raise Refused("version", problem)
+        self._challenged.pop(peer, None)
+        self._challenged[peer] = message, (challenge := self._random(NONCE_BYTES))
+        while len(self._challenged) > MOST_CHALLENGED:
+            self._challenged.pop(next(iter(self._challenged)))
+        return challenge
+
+    def admit(self, peer: Peer, proof: m.ObserverProof) -> bytes:
+        """Lets a process in that holds the key. Returns the server's own proof.
+
+        Raises:
+            Refused: it does not.
+        """
+        hello, challenge = self._challenged.pop(peer, (None, b""))
+        if hello is None or not is_equal(proof.mac, observer_mac(self._key, "observer", hello, challenge)):
+            raise Refused("key", "the key does not match the server's; both sides must be given the same key")
+        self._admitted[peer] = None
+        while len(self._admitted) > MOST_OBSERVERS:
+            self._admitted.pop(next(iter(self._admitted)))
+        return observer_mac(self._key, "server", hello, challenge)
+
+    def forget(self, peer: Peer) -> None:
+        """A connection has ended."""
+        self._admitted.pop(peer, None)
+
+
+class Observation(Service):
+    """Shows a run to those that watch it, and keeps a log of what happened to it.
+
+    Args:
+        roster: the ranks of the run.
+        epochs: the epoch that is under way.
+        monitoring: how it goes, as ranks are told.
+        observers: those that watch.
+        now: the time of the message that is being handled.
+        over: why the run cannot go on, or an empty string.
+    """
+
+    def __init__(
+        self,
+        roster: Roster,
+        epochs: Epochs,
+        monitoring: Monitoring,
+        observers: Observers,
+        now: Callable[[], float],
+        over: Callable[[], str],
+    ) -> None:
+        self._roster, self._epochs, self._monitoring = roster, epochs, monitoring
+        self._observers, self._now, self._over = observers, now, over
+        self._formed: m.Form | None = None
+        self._happenings: deque[Happening] = deque(maxlen=LONGEST_LOG)
+        self._counts: tuple[Any, ...] = (0, 0, 0, "")
+        self._joined: set[int] = set()
+        self._lost: set[int] = set()
+        self._left: set[int] = set()
+
+    # --- Messages ----------------------------------------------------------------------------------------------------
+
+    def check(self, peer: Peer) -> None:
+        """Raises `Refused` unless a process that was let in is behind a connection."""
+        if not self._observers.has(peer):
+            raise Refused("stranger", "say Hello first: this connection has not been admitted")
+
+    def greet(self, sender: Sender, message: m.Observe, payload: Payload) -> list[Out]:
+        """A process wants to watch."""
+        return [Out(sender.peer, m.CONTROL, m.Challenge(nonce=self._observers.challenge(sender.peer, message)))]
+
+    def admit(self, sender: Sender, message: m.ObserverProof, payload: Payload) -> list[Out]:
+        """It proves that it holds the key."""
+        return [Out(sender.peer, m.CONTROL, m.Observing(mac=self._observers.admit(sender.peer, message)))]
+
+    def ask(self, sender: Sender, message: m.AskOverview, payload: Payload) -> list[Out]:
+        """It asks how the run goes."""
+        return [Out(sender.peer, m.CONTROL, self.overview())]
+
+    # --- What it is shown --------------------------------------------------------------------------------------------
+
+    def overview(self) -> m.Overview:
+        """How the run goes."""
+        roster, epochs, now = self._roster, self._epochs, self._now()
+        status = self._monitoring.status(0.0)
+        return m.Overview(
+            run=roster.run,
+            age=now - roster.began if roster.run else 0.0,
+            announced=roster.world_size,
+            live=roster.live,
+            missing=tuple(rank for rank in roster.live if rank not in roster.members),
+            recorder=roster.recorder,
+            status=status,
+            groups=tuple(self._group(group, now) for group in status.groups),
+            method=self._formed.method if self._formed else None,
+            wire_format=self._formed.wire_format if self._formed else None,
+            plan=epochs.plan,
+            trained=epochs.progress,
+            pushes=self._monitoring.pushes,
+            serve_time=self._monitoring.total_serve_time,
+            log=tuple(m.LogEntry(now - each.at, each.kind, each.text) for each in self.happenings),
+            over=self._over(),
+        )
+
+    def _group(self, status: m.GroupStatus, now: float) -> m.GroupOverview:
+        members = [self._roster.members[rank] for rank in status.ranks if rank in self._roster.members]
+        return m.GroupOverview(
+            status=status,
+            hosts=tuple(dict.fromkeys(member.host for member in members if member.host)),
+            age=now - max((member.since for member in members), default=now),
+            silence=now - min((member.last_seen for member in members), default=now),
+            samples=self._epochs.samples[status.group] if self._epochs.book is not None else None,
+        )
+
+    # --- What happens ------------------------------------------------------------------------------------------------
+
+    @property
+    def happenings(self) -> Sequence[Happening]:
+        """What happened so far, up to this moment."""
+        self.tick(self._now())
+        return self._happenings
+
+    def form(self, topology: Topology, method: Method, message: m.Form) -> None:
+        self._formed = message
+        self.tick(self._now())
+        names = ", ".join(self._roster.identity(group).name for group in topology.alive)
+        count = len(topology.alive)
+        self._note(self._now(), "formed", f"{count} group{'s' * (count > 1)} formed ({names}): {method!r}")
+
+    def join(self, group: int, ranks: tuple[int, ...]) -> None:
+        self.tick(self._now())
+        name = self._roster.identity(group).name
+        self._note(self._now(), "joined", f"group {name} takes part: {ranks_text(ranks)}")
+
+    def tick(self, now: float) -> None:
+        """Time passes: notes down which ranks have come and gone since it was asked last."""
+        roster = self._roster
+        counts = (len(roster.members), len(roster.lost), len(roster.gone), self._over())
+        if counts == self._counts:
+            return
+        self._counts = counts
+        if new := sorted(roster.members.keys() - self._joined):
+            hosts = ", ".join(sorted({roster.members[rank].host for rank in new} - {""}))
+            self._note(now, "joined", f"{ranks_text(new)} joined" + f" from {hosts}" * bool(hosts))
+        lost = roster.lost.keys() - self._lost
+        for reason in dict.fromkeys(roster.lost[rank] for rank in sorted(lost)):
+            ranks = [rank for rank in sorted(lost) if roster.lost[rank] == reason]
+            self._note(now, "lost", f"{ranks_text(ranks)} lost: {reason}")
+        if left := sorted(roster.gone - roster.lost.keys() - self._left):
+            self._note(now, "left", f"{ranks_text(left)} left in good order")
+        over = self._over()
+        if over and not any(each.kind == "over" for each in self._happenings):
+            self._note(now, "over", f"the run is over: {over}")
+        self._joined.update(new)
+        self._lost.update(lost)
+        self._left.update(left)
+
+    def _note(self, now: float, kind: str, text: str) -> None:
+        self._happenings.append(Happening(now, kind, text))
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """Ranks in words.
+
+    Example:
+        >>> ranks_text([3]), ranks_text([0, 1, 2, 5])
+        ('rank 3', 'ranks 0 to 2, 5')
+    """
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1] = [runs[-1][0], rank]
+        else:
+            runs.append([rank])
+    parts = [str(run[0]) if len(run) == 1 else f"{run[0]} to {run[1]}" for run in runs]
+    return f"rank{'s' * (len(runs) > 1 or any(len(run) > 1 for run in runs))} {', '.join(parts)}"

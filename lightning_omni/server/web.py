@@ -1,0 +1,188 @@
+"""HTTP beside a server: metrics, status and probes, read-only, from a snapshot that the server's loop publishes.
+
+Rule 1: nothing here touches the server's state. Requests are answered by threads of their own from the last snapshot.
+Rule 2: a request is bounded in time and size, and so are the connections that stand at once. Nothing that is said here
+changes anything; every process that can connect can read, and no key is asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from functools import lru_cache
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socketserver import TCPServer
+from typing import Any
+
+from lightning_omni.errors import ConfigurationError
+from lightning_omni.protocol import ServerCore
+from lightning_omni.protocol import messages as m
+from lightning_omni.server import exposition
+
+EVERY = 1.0
+"""Seconds between two snapshots."""
+STALLED = 60.0
+"""Seconds without a snapshot after which the loop does not count as alive: it stands still during an update."""
+READY = 10.0
+"""Seconds without a snapshot after which it does not count as ready for ranks."""
+MOST_CONNECTIONS = 16
+"""Connections that may stand at once; a further one is ended at once."""
+REQUEST_TIME = 5.0
+"""Seconds that a connection may stand."""
+_POLL = 0.25
+_TEXT = "text/plain; charset=utf-8"
+_PATHS = b"there are /metrics, /status, /healthz and /readyz\n"
+
+
+@dataclass(frozen=True, eq=False)
+class Snapshot:
+    """A run at one moment: ``at`` on the monotonic clock, ``taken`` in seconds since 1970."""
+
+    overview: m.Overview
+    at: float
+    taken: float
+
+
+class StatusServer:
+    """Serves a run's status over HTTP.
+
+    Args:
+        host: address to listen on.
+        port: port; 0 takes a free one.
+
+    Attributes:
+        url: by which it is reached.
+
+    Raises:
+        ConfigurationError: it cannot listen there, or prometheus_client is not installed.
+    """
+
+    def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
+        exposition.check_installed()
+        try:
+            self._server = _Server(host, port)
+        except (OSError, OverflowError) as error:
+            raise ConfigurationError(
+                f"--http {port}: cannot listen on {host}:{port}: {error}; pass another port (0 takes a free one) or the"
+                " address of this machine as --http-host"
+            ) from error
+        shown = f"[{host}]" if ":" in host else host
+        self.url = f"http://{shown}:{self._server.server_address[1]}"
+        self._due = 0.0
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(_POLL,), name="omni-http", daemon=True)
+        self._thread.start()
+
+    def tend(self, core: ServerCore) -> None:
+        """Publishes a snapshot if it is time; called by the server's loop, as often as it likes."""
+        now = time.monotonic()
+        if now >= self._due:
+            self._due = now + EVERY
+            self.publish(core.overview())
+
+    def publish(self, overview: m.Overview) -> None:
+        """Requests are answered from this from now on."""
+        self._server.snapshot = Snapshot(overview, time.monotonic(), time.time())
+
+    def close(self) -> None:
+        """Listens no more."""
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+class _Server(ThreadingHTTPServer):
+    """Ends connections that are too many or stand for too long."""
+
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = MOST_CONNECTIONS
+
+    def __init__(self, host: str, port: int) -> None:
+        self.snapshot: Snapshot | None = None
+        self._lock = threading.RLock()
+        self._standing: dict[socket.socket, float] = {}
+        if ":" in host:
+            self.address_family = socket.AF_INET6
+        super().__init__((host, port), _Handler)
+
+    def server_bind(self) -> None:
+        TCPServer.server_bind(self)  # not HTTPServer's, which asks the name service who this machine is
+        self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            if len(self._standing) >= MOST_CONNECTIONS:
+                self.shutdown_request(request)
+                return
+            self._standing[request] = time.monotonic() + REQUEST_TIME
+        super().process_request(request, client_address)
+
+    def close_request(self, request: Any) -> None:
+        with self._lock:
+            self._standing.pop(request, None)
+        super().close_request(request)
+
+    def service_actions(self) -> None:
+        with self._lock:
+            for request, until in self._standing.items():
+                if time.monotonic() > until:
+                    with contextlib.suppress(OSError):
+                        request.shutdown(socket.SHUT_RDWR)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A reader that has gone is no error of the server's."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Answers one request, and ends the connection."""
+
+    server: _Server
+    server_version, sys_version = "lightning-omni", ""
+    timeout = REQUEST_TIME
+
+    def do_GET(self) -> None:
+        code, kind, body = self._answer()
+        self.send_response(code)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    do_HEAD = do_GET
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Requests are not logged: strangers would fill the log."""
+
+    def _answer(self) -> tuple[HTTPStatus, str, bytes]:
+        snapshot, path = self.server.snapshot, self.path.partition("?")[0]
+        if path not in ("/metrics", "/status", "/healthz", "/readyz"):
+            return HTTPStatus.NOT_FOUND, _TEXT, _PATHS
+        if snapshot is None:
+            return _sentence(HTTPStatus.SERVICE_UNAVAILABLE, "the server has not begun to serve")
+        age = time.monotonic() - snapshot.at
+        if path == "/metrics":
+            body, kind = _metrics(snapshot, self.headers.get("Accept", "")[:200])
+            return HTTPStatus.OK, kind, body
+        if path == "/status":
+            return HTTPStatus.OK, "application/json", exposition.status_json(snapshot.overview, age, snapshot.taken)
+        if age > (STALLED if path == "/healthz" else READY):
+            return _sentence(HTTPStatus.SERVICE_UNAVAILABLE, f"the server's loop was not heard for {age:.0f} s")
+        if path == "/readyz" and snapshot.overview.over:
+            return _sentence(HTTPStatus.SERVICE_UNAVAILABLE, f"the run is over: {snapshot.overview.over}")
+        return _sentence(HTTPStatus.OK, "ok")
+
+
+@lru_cache(maxsize=4)
+def _metrics(snapshot: Snapshot, accept: str) -> tuple[bytes, str]:
+    """Rendered once for each snapshot, however many ask."""
+    return exposition.metrics_text(snapshot.overview, snapshot.taken, accept)
+
+
+def _sentence(code: HTTPStatus, sentence: str) -> tuple[HTTPStatus, str, bytes]:
+    return code, _TEXT, f"{sentence}\n".encode()

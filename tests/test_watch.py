@@ -1,0 +1,459 @@
+"""A run that is watched: over HTTP, with ``lightning-omni top``, and in the server's log."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import pty
+import re
+import select
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from processes import Process
+from prometheus_client.openmetrics import parser as openmetrics
+from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Console
+from runs import free_port, search_path
+
+from lightning_omni.cli import main
+from lightning_omni.cli.live_table import DOWN, EVICT, QUIT, UP, View, press
+from lightning_omni.cli.overview import Rates, picture
+from lightning_omni.errors import ConfigurationError, OmniError, Refused
+from lightning_omni.protocol import messages as m
+from lightning_omni.protocol.leases import EpochPlan
+from lightning_omni.server import exposition, web
+from lightning_omni.server.observer import Observer
+from lightning_omni.server.web import StatusServer
+
+DOCS = Path(__file__).parents[1] / "docs"
+SCRIPT = Path(__file__).parent / "scripts" / "regression.py"
+COMMAND = [sys.executable, "-c", "from lightning_omni.cli import main; raise SystemExit(main())"]
+START = 150.0
+"""Seconds for a process to import what it needs, and for a run to begin, on a busy machine."""
+KEY = "5a" * 32
+ENVIRONMENT = {"LIGHTNING_OMNI_KEY": KEY, "OMP_NUM_THREADS": "1", "PYTHONPATH": search_path()}
+
+
+def group(number: int, **changes: Any) -> m.GroupOverview:
+    fields = {
+        "group": number, "ranks": (2 * number, 2 * number + 1), "updates": 30, "staleness_mean": 1.5,
+        "step_time": 0.1, "compute_time": 0.03, "exchange_time": 0.05, "slowest_rank": 2 * number,
+        "slowest_time": 0.03, "name": f"g{number}", "incarnation": 1,
+    }  # fmt: skip
+    status = m.GroupStatus(**{**fields, **changes})
+    return m.GroupOverview(status=status, hosts=("10.0.0.7",), age=4000.0, silence=0.2, samples=100 * (number + 1))
+
+
+def overview(*groups: m.GroupOverview, **changes: Any) -> m.Overview:
+    """A run with everything that there can be."""
+    groups = groups or (group(0), group(1))
+    status = m.Status(
+        sent=0.0, clock=60, updates_per_second=4.0, refused=2, strangers=3, groups=tuple(g.status for g in groups),
+        staleness=(10, 30, 15, 0, 0, 5), lost=(4, 5), head_time=0.02, serve_time=0.001, total_momentum=0.8,
+    )  # fmt: skip
+    whole = m.Overview(
+        run="a run", age=5000.0, announced=6, live=(0, 1, 2, 3), missing=(), recorder=0, status=status, groups=groups,
+        method={"name": "async_sgd"}, wire_format={"name": "raw"}, pushes=61, serve_time=3.0, trained=300, over="",
+        plan=EpochPlan(epoch=2, total=1000, batch_size=8, budget=1000),
+        log=(m.LogEntry(70.0, "lost", "ranks 4 to 5 lost: \x1b[2Jkilled"),),
+    )  # fmt: skip
+    return msgspec.structs.replace(whole, **changes)
+
+
+NO_RUN = msgspec.structs.replace(
+    overview(), run="", live=(), announced=0, groups=(), log=(), plan=None, method=None, wire_format=None,
+    status=msgspec.structs.replace(overview().status, groups=(), lost=(), staleness=(), head_time=0.0, serve_time=0.0),
+)  # fmt: skip
+
+
+def samples_of(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    """What Prometheus would read: a value for each name and its labels."""
+    families = text_string_to_metric_families(text)
+    return {(s.name, tuple(sorted(s.labels.items()))): s.value for family in families for s in family.samples}
+
+
+def rendered(shown: Any) -> str:
+    console = Console(width=180, record=True, file=open(os.devnull, "w"), force_terminal=False)  # noqa: SIM115
+    with console.file:
+        console.print(shown)
+    return console.export_text()
+
+
+# --- Metrics ---------------------------------------------------------------------------------------------------------
+
+
+def test_metrics_are_what_prometheus_reads() -> None:
+    text, kind = exposition.metrics_text(overview(), taken=10_000.0)
+    assert kind.startswith("text/plain")
+    seen = samples_of(text.decode())
+    assert seen["lightning_omni_updates_total", ()] == 60
+    assert seen["lightning_omni_run_start_time_seconds", ()] == 5000
+    assert seen["lightning_omni_group_samples_total", (("group", "g1"),)] == 200
+    assert seen["lightning_omni_group_exchange_seconds", (("group", "g0"),)] == 0.05
+    assert seen["lightning_omni_staleness_updates_bucket", (("le", "2.0"),)] == 55
+    assert seen["lightning_omni_staleness_updates_count", ()] == 60
+    assert seen["lightning_omni_staleness_updates_sum", ()] == 30 + 2 * 15 + 5 * 5
+    assert seen["lightning_omni_ranks_lost_total", ()] == 2
+    labels = (("group", "g0"), ("hosts", "10.0.0.7"), ("incarnation", "1"))
+    assert seen["lightning_omni_group_info", labels] == 1
+    text, kind = exposition.metrics_text(overview(), 10_000.0, "application/openmetrics-text; version=1.0.0")
+    assert kind.startswith("application/openmetrics-text")
+    read = openmetrics.text_string_to_metric_families(text.decode())  # type: ignore[no-untyped-call]
+    assert "lightning_omni_updates" in [family.name for family in read]
+
+
+@pytest.mark.parametrize("name", ['a"b', "a\nb", "a\\b", "\x00é"])
+def test_any_name_of_a_group_is_one_label(name: str) -> None:
+    text, _ = exposition.metrics_text(overview(group(0, name=name)), taken=0.0)
+    assert samples_of(text.decode())["lightning_omni_group_ranks", (("group", name),)] == 2
+
+
+def test_what_is_not_known_is_left_out() -> None:
+    early = group(0, updates=0, step_time=0.0, compute_time=0.0, exchange_time=0.0)
+    early = msgspec.structs.replace(early, samples=None)
+    names = {name for name, _ in samples_of(exposition.metrics_text(overview(early, plan=None), 0.0)[0].decode())}
+    assert "lightning_omni_group_ranks" in names
+    for missing in ("group_step_seconds", "group_samples_total", "group_staleness_mean_updates", "epoch"):
+        assert f"lightning_omni_{missing}" not in names
+    idle = samples_of(exposition.metrics_text(NO_RUN, 0.0)[0].decode())
+    assert idle["lightning_omni_run_active", ()] == 0
+
+
+def test_names_follow_the_conventions_of_prometheus() -> None:
+    for family in exposition.families(overview(), 0.0):
+        assert re.fullmatch(r"lightning_omni_[a-z_]+", family.name)
+        assert family.documentation.endswith(".")
+        assert not family.name.endswith(("_total", "_ms", "_count"))
+        for sample in family.samples:
+            assert sample.name.endswith("_total") == (family.type == "counter")
+
+
+def test_the_dashboard_names_only_metrics_that_there_are() -> None:
+    board = json.loads((DOCS / "grafana-dashboard.json").read_text())
+    text = exposition.metrics_text(overview(), taken=0.0)[0].decode()
+    known = {name for name, _ in samples_of(text)}
+    asked = [target["expr"] for panel in board["panels"] for target in panel.get("targets", ())]
+    used = {name for expr in asked for name in re.findall(r"\b(?:lightning_omni|process)_\w+", expr)}
+    assert len(used) > 15
+    assert used <= known, used - known
+    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
+    documented = set(re.findall(r"`(lightning_omni_\w+)`", (DOCS / "watching.md").read_text()))
+    own = {re.sub(r"_(bucket|sum|count)$", "", name) for name in known if name.startswith("lightning_omni_")}
+    assert documented == own
+
+
+# --- HTTP ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def status_server() -> Iterator[StatusServer]:
+    server = StatusServer()
+    yield server
+    server.close()
+
+
+def get(url: str, path: str, method: str = "GET", **headers: str) -> tuple[int, str]:
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=10)
+    try:
+        connection.request(method, path, headers=headers)
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode()
+    finally:
+        connection.close()
+
+
+def test_probes_tell_whether_the_loop_goes_round(status_server: StatusServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = status_server.url
+    assert get(url, "/healthz")[0] == get(url, "/readyz")[0] == 503  # nothing is served yet
+    status_server.publish(NO_RUN)
+    assert get(url, "/healthz") == get(url, "/readyz") == (200, "ok\n")
+    status_server.publish(overview(over="rank 0 is gone"))
+    assert get(url, "/healthz")[0] == 200
+    assert get(url, "/readyz") == (503, "the run is over: rank 0 is gone\n")
+    monkeypatch.setattr(web, "READY", -1.0)
+    status_server.publish(NO_RUN)
+    assert get(url, "/healthz")[0] == 200
+    assert get(url, "/readyz")[0] == 503
+
+
+def test_http_only_reads(status_server: StatusServer) -> None:
+    status_server.publish(overview())
+    for method in ("POST", "PUT", "DELETE", "PATCH"):
+        assert get(status_server.url, "/status", method)[0] == 501
+    assert get(status_server.url, "/status", "HEAD") == (200, "")
+    assert get(status_server.url, "/../etc/passwd")[0] == 404
+    status = json.loads(get(status_server.url, "/status?x=1")[1])
+    assert status["groups"][1]["status"]["name"] == "g1"
+    assert status["snapshot_age"] < 60
+    assert KEY not in json.dumps(status)
+
+
+def test_connections_are_bounded_in_number_and_time(
+    status_server: StatusServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(web, "REQUEST_TIME", 1.0)
+    status_server.publish(overview())
+    host, port = status_server.url.removeprefix("http://").split(":")
+    began = time.monotonic()
+    idle = [socket.create_connection((host, int(port)), timeout=10) for _ in range(web.MOST_CONNECTIONS)]
+    try:
+        for each in idle:
+            each.sendall(b"GET /status HTTP/1.1\r\nX: ")  # and never more
+        assert get_or_none(status_server.url, "/healthz") is None  # one too many
+        for each in idle:
+            assert each.recv(100) == b""  # ended by the server
+    finally:
+        for each in idle:
+            each.close()
+    assert time.monotonic() - began < 8
+    deadline = time.monotonic() + 10
+    while get_or_none(status_server.url, "/healthz") is None:
+        assert time.monotonic() < deadline
+
+
+def get_or_none(url: str, path: str) -> tuple[int, str] | None:
+    try:
+        return get(url, path)
+    except (OSError, http.client.HTTPException):
+        return None
+
+
+def test_without_prometheus_client_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(ConfigurationError, match=r"pip install 'lightning-omni\[metrics\]'"):
+        StatusServer()
+
+
+def test_a_port_that_is_taken_is_told_with_the_remedy(status_server: StatusServer) -> None:
+    port = int(status_server.url.rpartition(":")[2])
+    for host, number in (("127.0.0.1", port), ("127.0.0.1", 70_000), ("192.0.2.1", 0)):
+        with pytest.raises(ConfigurationError, match=r"cannot listen on .*; pass another port"):
+            StatusServer(host, number)
+
+
+# --- The table -------------------------------------------------------------------------------------------------------
+
+
+def test_the_table_has_the_parts_of_a_step_and_rates_between_looks() -> None:
+    rates, first = Rates(), overview()
+    rates.add(10.0, first)
+    busy, slow = msgspec.structs.replace(group(0), samples=180), group(1)
+    status = msgspec.structs.replace(first.status, clock=80)
+    last = overview(busy, slow, status=status, serve_time=4.0)
+    rates.add(12.0, last)
+    text = rendered(picture(last, rates))
+    row = next(line for line in text.splitlines() if "g0" in line)
+    for cell in ("10.0.0.7", "1h06m", "100.0 ms", "30.0 ms", "50.0 ms", "20.0 ms", "40", "47 %", "1.5", "exchange"):
+        assert cell in row
+    assert "80 updates (10/s), 40 samples/s, server busy 50 %, 2 pushes refused, 3 strangers refused" in text
+    assert "epoch 2" in text
+    assert "300 of 1000 samples, 30 %" in text
+    assert "1m10s ago  ranks 4 to 5 lost: \\x1b[2Jkilled" in text  # escaped
+
+
+def test_a_rate_begins_again_with_the_counters() -> None:
+    rates = Rates()
+    rates.add(0.0, overview())
+    rates.add(1.0, overview(group(0, incarnation=2)))
+    assert rates.of(lambda seen: seen.status.clock) is None
+    assert "-/s" in rendered(picture(overview(), rates))
+
+
+def test_a_server_without_a_run_and_groups_that_have_not_stepped_are_shown() -> None:
+    assert "waits for ranks" in rendered(picture(NO_RUN, Rates()))
+    early = msgspec.structs.replace(group(0, step_time=0.0, updates=0, slowest_time=0.0), samples=None, hosts=())
+    assert "0.0 ms" not in rendered(picture(overview(early, plan=None), Rates()))
+
+
+def test_keys_choose_a_group_and_ask_before_one_is_evicted() -> None:
+    seen, evicted = overview(), list[str]()
+
+    def evict(status: m.GroupStatus) -> str:
+        evicted.append(status.name)
+        return f"group {status.name} is evicted"
+
+    view = View()
+    for key, chosen in ((UP, 0), (DOWN, 1), (DOWN, 1), ("x", 1)):
+        view = press(view, key, seen, evict)
+        assert view.chosen == chosen
+    asked = press(view, EVICT, seen, evict)
+    assert "evict group g1 with its 2 ranks?" in asked.note
+    assert not evicted
+    for key in ("n", QUIT, EVICT, DOWN):
+        assert press(asked, key, seen, evict).note == "group g1 stays"
+    assert not evicted
+    # The group that was asked about, even if another stands in its place by now.
+    assert press(asked, "y", overview(group(0)), evict).note == "group g1 is evicted"
+    assert evicted == ["g1"]
+    assert press(view, QUIT, seen, evict).is_over
+    assert press(View(), EVICT, NO_RUN, evict) == View()
+
+
+# --- A real run ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Process]]:
+    processes: list[Process] = []
+
+    def start(*command: str, **env: str) -> Process:
+        processes.append(Process(command, {**ENVIRONMENT, **env}))
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        process.kill()
+
+
+def wait_for(what: Callable[[], Any], seconds: float = 30.0) -> Any:
+    deadline = time.monotonic() + seconds
+    while not (found := what()):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.timeout(400)
+def test_a_run_is_watched_and_a_group_of_it_evicted(
+    start: Callable[..., Process], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the commands of docs/watching.md."""
+    server = start(
+        *COMMAND, *documented("serve --host 10.0.0.9 --http 9464", host="127.0.0.1", http="0"), "--port", "0"
+    )
+    address = server.expect(r"parameter server on (tcp://\S+), key from", START)[1]
+    url = server.expect(r"status on (http://127\.0\.0\.1:\d+)", 10)[1]
+    wait_for(lambda: get(url, "/readyz")[0] == 200)
+    with pytest.raises(Refused, match="the key does not match"):
+        Observer(address, bytes(32), timeout=3.0)
+
+    train = [sys.executable, str(SCRIPT), "--groups=2", f"--server={address}", "--epochs=1000", "--pace=0.05"]
+    run = start(*train, MASTER_PORT=str(free_port()))
+    observer = Observer(address, bytes.fromhex(KEY))
+    try:
+
+        def trains() -> m.Overview | None:
+            seen = observer.overview()
+            ready = len(seen.groups) == 2 and all(g.status.step_time and g.samples for g in seen.groups)
+            return seen if ready and seen.plan is not None else None
+
+        first = wait_for(trains, START)
+        rates = Rates()
+        rates.add(time.monotonic(), first)
+        time.sleep(1.0)
+        rates.add(time.monotonic(), second := observer.overview())
+        check_table(rendered(picture(second, rates)), second)
+        check_metrics(wait_for(lambda: metrics_of_two_groups(url)))
+        status = json.loads(get(url, "/status")[1])
+        assert status["live"] == [0, 1]
+        assert [each["hosts"] for each in status["groups"]] == [["127.0.0.1"], ["127.0.0.1"]]
+        monkeypatch.setenv("LIGHTNING_OMNI_KEY", KEY)
+        assert main([*documented("top tcp://10.0.0.9:5555", address=address), "--once", "--every", "0.3s"]) == 0
+        check_table(capsys.readouterr().out, second)
+        check_terminal(address)
+
+        with pytest.raises(Refused, match="the run would end with it"):
+            observer.evict(second.groups[0].status)
+        observer.evict(second.groups[1].status)
+        after = wait_for(lambda: (seen := observer.overview()) and seen.status.lost == (1,) and seen)
+        assert [g.status.name for g in after.groups] == ["0"]
+        assert after.log[-1].text == "rank 1 lost: group 1 was evicted by hand"
+        run.expect("group 1 was evicted by hand", 30)
+        progress = after.trained
+        wait_for(lambda: observer.overview().trained != progress)  # the other one goes on
+        run.kill()
+        assert wait_for(lambda: not (seen := observer.overview()).run and not seen.live)  # the next run may come
+    finally:
+        observer.close()
+    server.interrupt()
+    assert server.end(timeout=30) == 130
+    check_log(server.output)
+
+
+def metrics_of_two_groups(url: str) -> dict[Any, float] | None:
+    seen = samples_of(get(url, "/metrics")[1])
+    return seen if ("lightning_omni_group_step_seconds", (("group", "1"),)) in seen else None
+
+
+def check_metrics(seen: dict[Any, float]) -> None:
+    assert seen["lightning_omni_run_active", ()] == 1
+    assert seen["lightning_omni_ranks_live", ()] == 2
+    assert seen["lightning_omni_updates_total", ()] == seen["lightning_omni_staleness_updates_count", ()]
+    for number in "01":
+        labels = (("group", number),)
+        assert seen["lightning_omni_group_step_seconds", labels] >= 0.04  # it waits for 0.05 s in each
+        assert seen["lightning_omni_group_silent_seconds", labels] < 5
+        assert seen["lightning_omni_group_samples_total", labels] % 8 == 0
+
+
+def check_table(text: str, seen: m.Overview) -> None:
+    rows = [line for line in text.splitlines() if "127.0.0.1" in line and "ms" in line]
+    assert len(rows) == 2
+    assert all(re.search(r"│ +\d+ +│ +\d+ %", row) for row in rows)  # samples/s and share
+    assert f"of {seen.plan and seen.plan.budget} samples" in text
+    assert "ranks 0 to 1 joined from 127.0.0.1" in text or text.count("joined from 127.0.0.1") == 2
+    assert "2 groups formed (0, 1): AsyncSGD" in text
+
+
+def documented(command: str, **instead: str) -> list[str]:
+    """A command as the page has it, with addresses of this machine."""
+    assert f"\nlightning-omni {command}\n" in (DOCS / "watching.md").read_text()
+    words = command.split()
+    for name, value in instead.items():
+        place = words.index(f"--{name}") + 1 if f"--{name}" in words else len(words) - 1
+        words[place] = value
+    return words
+
+
+def check_terminal(address: str) -> None:
+    """The table in a terminal, until a key ends it."""
+    environment = {**os.environ, **ENVIRONMENT, "TERM": "xterm", "COLUMNS": "160", "LINES": "40"}
+    command = [*COMMAND, "top", address, "--every", "0.3s"]
+    ours, theirs = pty.openpty()
+    live = subprocess.Popen(command, env=environment, stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    shown, deadline = b"", time.monotonic() + START
+    try:
+        while b"quit" not in shown:
+            assert select.select([ours], [], [], max(0.0, deadline - time.monotonic()))[0], shown
+            shown += os.read(ours, 4096)
+        os.write(ours, b"q")
+        while live.poll() is None and time.monotonic() < deadline:
+            with contextlib.suppress(OSError):  # the other end may have been closed already
+                if select.select([ours], [], [], 0.1)[0]:
+                    os.read(ours, 4096)
+        assert live.returncode == 0, shown
+        assert b"samples/s" in shown
+    finally:
+        live.kill()
+        live.wait()
+        os.close(ours)
+
+
+def check_log(output: str) -> None:
+    time_of_day = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
+    for line in (
+        "joined from 127.0.0.1",
+        r"2 groups formed \(0, 1\): AsyncSGD",
+        "rank 1 lost: group 1 was evicted by hand",
+    ):
+        assert re.search(rf"^{time_of_day} .*{line}", output, re.MULTILINE), output
+    assert re.search(r"a run is over: \d+ updates, ranks lost: 2", output)
+
+
+@pytest.mark.processes
+def test_watching_a_server_that_is_not_there_is_one_line(start: Callable[..., Process]) -> None:
+    with pytest.raises(OmniError, match="no parameter server answers"):
+        Observer(f"tcp://127.0.0.1:{free_port()}", bytes(32), timeout=0.5)
