@@ -375,9 +375,12 @@ def some(kind: type[Any], **fixed: st.SearchStrategy[Any]) -> st.SearchStrategy[
     return st.builds(kind, **{name: fixed.get(name, values(hints[name])) for name in kind.__struct_fields__})
 
 
+BEFORE_ADMISSION = (m.Hello, m.Proof, m.Observe, m.ObserverProof)
+
+
 @varied
 @given(st.data())
-@pytest.mark.parametrize("kind", [kind for kind in CONTROL_MESSAGES if kind not in (m.Hello, m.Proof)])
+@pytest.mark.parametrize("kind", [kind for kind in CONTROL_MESSAGES if kind not in BEFORE_ADMISSION])
 def test_a_stranger_is_refused_on_the_control_channel(kind: type[m.Message], data: st.DataObject) -> None:
     core = Link().core
     (out,) = core.receive(m.CONTROL, b"stranger", data.draw(some(kind)), b"payload", 0.0)
