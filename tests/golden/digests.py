@@ -1,6 +1,6 @@
 """What is kept of one golden case: bits, order and a few numbers.
 
-Bits hold where they were recorded (torch, machine and instruction set are kept beside them) and nowhere else for sure:
+Bits hold where they were recorded (torch, machine and processor are kept beside them) and nowhere else for sure:
 matrix libraries and vectorised functions may differ in the last place. The order of events, staleness and counts hold
 everywhere, and the numbers do to 1e-5.
 """
@@ -10,8 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -59,17 +61,29 @@ class Outcome:
 
 
 def here() -> dict[str, str]:
-    """Where bits are the same: torch without its build, machine, and the instruction set that torch uses.
+    """Where bits are the same: torch without its build, machine, processor, and the instruction set that torch uses.
 
     AVX2 and AVX512 give the same bits in all cases (compare runs with ``ATEN_CPU_CAPABILITY=avx2`` and without); below,
-    products are rounded before they are added, and most cases differ in their last bits.
+    products are rounded before they are added, and most cases differ in their last bits. The libraries that multiply
+    matrices choose their code by the processor, however torch is built, and a few cases differ from one to another.
     """
     instructions = torch.backends.cpu.get_cpu_capability()
     return {
         "torch": torch.__version__.partition("+")[0],
         "machine": platform.machine(),
+        "processor": _processor(),
         "instructions": "AVX2 or AVX512" if instructions in ("AVX2", "AVX512") else instructions,
     }
+
+
+def _processor() -> str:
+    """Its name and a digest of what it can do, where the system tells."""
+    told = Path("/proc/cpuinfo")
+    if not told.exists():
+        return platform.processor()
+    first = dict(re.findall(r"^(model name|flags)\s*: (.*)$", told.read_text().partition("\n\n")[0], re.MULTILINE))
+    flags = " ".join(sorted(first.get("flags", "").split()))
+    return f"{first.get('model name', platform.processor())} {hashlib.sha256(flags.encode()).hexdigest()[:8]}"
 
 
 def digest(parts: Iterable[Any]) -> str:

@@ -83,7 +83,7 @@ def text_of(found: Mapping[str, Outcome]) -> str:
     """Outcomes as JSON, a line a case."""
     lines = (f"  {json.dumps(name)}: {json.dumps(found[name].plain())}" for name in sorted(found))
     about = (
-        "Bits hold with the torch, machine and instruction set named here; order everywhere, numbers to 1e-5."
+        "Bits hold with the torch, machine and processor named here; order everywhere, numbers to 1e-5."
         " See tests/golden/record.py."
     )
     head = f' "about": {json.dumps(about)},\n "recorded": {json.dumps(here())},\n'
