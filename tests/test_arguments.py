@@ -231,7 +231,7 @@ def test_whatever_is_imported_is_among_the_dependencies_or_an_extra() -> None:
     extras = project["optional-dependencies"]
     listed = [
         *project["dependencies"],
-        *(each for name in ("tune", "plot", "lightning", "pytorch-lightning") for each in extras[name]),
+        *(each for name in ("tune", "plot", "metrics", "lightning", "pytorch-lightning") for each in extras[name]),
     ]
     names = {inspect.cleandoc(each).split("[")[0].split(">")[0].split("=")[0].strip() for each in listed}
     for path in sorted((ROOT / "lightning_omni").rglob("*.py")):

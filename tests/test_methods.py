@@ -474,9 +474,16 @@ def test_pushes_of_all_groups_are_answered(kind: type[Method]) -> None:
     master = Master(parameters, optimizer if method.steps_at == "server" else None)
     server = method.server_side(master, range(3))
     answered: list[Reply] = []
+    fragment = 0 if method.fragments > 1 else None
     for group in range(3):
         answered += server.receive(
-            Push(group, 0, [torch.ones_like(w) for w in master.weights()], hyperparameters_of(optimizer))
+            Push(
+                group,
+                0,
+                [torch.ones_like(w) for w in master.weights(fragment)],
+                hyperparameters_of(optimizer),
+                fragment=fragment,
+            )
         )
     assert sorted(reply.group for reply in answered) == [0, 1, 2]
     assert all(0 <= reply.staleness <= master.clock for reply in answered)

@@ -43,6 +43,7 @@ FITS: dict[str, dict[str, Any]] = {
     "local steps": {"tuner": ONCE, "strategy": {"method": "local_sgd:period=4"}},
     "a dimension of the user's own": {
         "tuner": {"budget": 0.9, "retune_every": None, "search": "random", "space": {**HERE, "groups": [2]}},
+        "trainer": {"max_epochs": 12},
         "sends": 0.5,
         "sent": [0.5, 0.25, 0.1],
     },

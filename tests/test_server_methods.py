@@ -166,7 +166,8 @@ def test_a_refused_group_is_compensated_from_what_it_was_sent() -> None:
     push(link, 1, gradient(1))
     push(link, 0, own(float("nan")))
     now = link.weights()
-    assert_same(link.core.shards[0].method_side._read[0], now)  # type: ignore[attr-defined]
+    [(_, read)] = link.core.shards[0].method_side._read[0]  # type: ignore[attr-defined]
+    assert_same(read, now)
 
 
 def test_elastic_averaging_answers_with_the_move_and_not_with_the_weights() -> None:

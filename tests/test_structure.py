@@ -16,6 +16,7 @@ from lightning_omni.errors import MalformedMessage, ProtocolError, Refused
 from lightning_omni.methods import (
     METHODS,
     AsyncSGD,
+    DecoupledDiLoCo,
     DiLoCo,
     Downpour,
     Exchange,
@@ -241,6 +242,7 @@ EVERY = {name: kind() for name, kind in METHODS.items()} | {
     "gpu_asgd": Downpour(n_push=3, n_fetch=3, send="updates"),
     "local_sgd": LocalSGD(period=3),
     "diloco": DiLoCo(period=2),
+    "decoupled_diloco": DecoupledDiLoCo(period=2, fragments=1, delay=0),
 }
 every = pytest.mark.parametrize("method", EVERY.values(), ids=EVERY.keys())
 makes = pytest.mark.parametrize("make", [sgd, adamw], ids=["sgd", "adamw"])

@@ -383,8 +383,10 @@ def test_a_run_is_watched_and_a_group_of_it_evicted(
 
 
 def metrics_of_two_groups(url: str) -> dict[Any, float] | None:
+    """As soon as the mean step of both is that of their later steps: they wait for 0.05 s in each."""
     seen = samples_of(get(url, "/metrics")[1])
-    return seen if ("lightning_omni_group_step_seconds", (("group", "1"),)) in seen else None
+    steps = [seen.get(("lightning_omni_group_step_seconds", (("group", number),)), 0.0) for number in "01"]
+    return seen if min(steps) >= 0.04 else None
 
 
 def check_metrics(seen: dict[Any, float]) -> None:
@@ -393,7 +395,6 @@ def check_metrics(seen: dict[Any, float]) -> None:
     assert seen["lightning_omni_updates_total", ()] == seen["lightning_omni_staleness_updates_count", ()]
     for number in "01":
         labels = (("group", number),)
-        assert seen["lightning_omni_group_step_seconds", labels] >= 0.04  # it waits for 0.05 s in each
         assert seen["lightning_omni_group_silent_seconds", labels] < 5
         assert seen["lightning_omni_group_samples_total", labels] % 8 == 0
 

@@ -75,8 +75,8 @@ def method_named(text: str) -> Method:
     Example:
         >>> method_named("gpu_asgd")
         Downpour(n_push=10, n_fetch=10, send='updates', warm_start=0)
-        >>> method_named("diloco:period=50,outer_lr=1.0")
-        DiLoCo(period=50, outer_lr=1.0, outer_momentum=0.9)
+        >>> method_named("elastic_averaging:period=8").period
+        8
     """
     return REGISTRY.named(text, PRESETS)
 

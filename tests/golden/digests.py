@@ -71,13 +71,13 @@ def here() -> dict[str, str]:
     return {
         "torch": torch.__version__.partition("+")[0],
         "machine": platform.machine(),
-        "processor": _processor(),
+        "processor": processor(),
         "instructions": "AVX2 or AVX512" if instructions in ("AVX2", "AVX512") else instructions,
     }
 
 
-def _processor() -> str:
-    """Its name and a digest of what it can do, where the system tells."""
+def processor() -> str:
+    """The processor's name and a digest of what it can do, where the system tells."""
     told = Path("/proc/cpuinfo")
     if not told.exists():
         return platform.processor()

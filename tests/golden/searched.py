@@ -26,7 +26,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from golden.digests import digest
+from golden.digests import digest, processor
 from lightning_omni.performance.forecast import SampleEfficiency, Scaling, Setting, TrialResult
 from lightning_omni.performance.profile import Measured
 from lightning_omni.report.digest import Digest
@@ -40,7 +40,7 @@ START = Setting(1, 0.9, 0.05)
 
 def here() -> dict[str, str]:
     """Where digests are the same."""
-    return {"machine": platform.machine(), **{name: version(name) for name in LIBRARIES}}
+    return {"machine": platform.machine(), "processor": processor(), **{name: version(name) for name in LIBRARIES}}
 
 
 @dataclass(frozen=True)

@@ -783,8 +783,13 @@ def travels() -> Outcome:
     return Outcome(digest(sorted(bits)), (), bits)
 
 
-TRAVELLING = (m.Long, READ_PUBLISHED, PEER_MESSAGE, PUBLISHED, m.Taken)
-"""Messages that no transcript holds: those from leader to leader, and the one that announces others."""
+OBSERVING = ("Observe", "ObserverProof", "Observing", "AskOverview", "Overview", "Evict")
+TRAVELLING = (
+    *(m.Long, READ_PUBLISHED, PEER_MESSAGE, PUBLISHED, m.Taken),
+    *(getattr(m, name) for name in OBSERVING if hasattr(m, name)),
+)
+"""Messages that no transcript holds: those from leader to leader, the one that announces others, and those of observers
+(tests/test_observation.py has them)."""
 
 
 def sessions() -> dict[str, Callable[[], Session]]:
