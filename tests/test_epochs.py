@@ -58,6 +58,15 @@ def test_a_push_that_ends_the_epoch_lets_the_waiting_go() -> None:
     assert epochs.progress == 4
 
 
+def test_at_a_trained_epochs_end_all_wait_for_the_answer_to_a_push_and_none_validates() -> None:
+    epochs = opened(total=4, groups=2)
+    draw(epochs, 0, 0), draw(epochs, 1, 0)
+    for group in range(2):
+        epochs.wait(group, group, Await(epoch=1, generation=4, trained=1, interval=0))
+        assert epochs.resolve_pending(all_answered=False) == []
+    assert epochs.resolve_pending(all_answered=True) == [(0, "over"), (1, "over")]
+
+
 def test_a_push_of_another_epoch_trains_nothing() -> None:
     epochs = opened()
     draw(epochs, 0, 0)

@@ -178,7 +178,7 @@ class Epochs:
         """The first verdict that can be given."""
         state = _QuiescenceCheck(self, all_answered)
         # With a thousand groups, most questions at an epoch's end change nothing for ranks that wait already.
-        all_again = self._dirty or self.stop or state.is_finished or state.all_wait
+        all_again = self._dirty or self.stop or state.is_trained or state.all_wait
         ranks = sorted(self._waiting if all_again else self._asked & self._waiting.keys())
         verdicts = ((rank, self._verdict(rank, state)) for rank in ranks)
         return next((given for given in verdicts if given[1]), None)
@@ -192,8 +192,8 @@ class Epochs:
                 return "more"
             if self.stop:
                 return f"stop:{self.stop}"
-            if state.is_finished:
-                return "over"
+            if state.is_trained:
+                return "over" if state.all_answered else ""
             if not state.all_wait:
                 return ""
             self.book.advance()
@@ -226,13 +226,13 @@ class _QuiescenceCheck:
     """What is the same for all that wait until the next verdict is given: read once, not once for each."""
 
     def __init__(self, epochs: Epochs, all_answered: bool) -> None:
-        self._epochs, self._all_answered = epochs, all_answered
+        self._epochs, self.all_answered = epochs, all_answered
 
     @cached_property
-    def is_finished(self) -> bool:
-        """Whether the epoch is trained, and every group has its answer."""
+    def is_trained(self) -> bool:
+        """Whether every batch of the epoch is trained."""
         assert self._epochs.book is not None
-        return self._all_answered and self._epochs.book.is_finished
+        return self._epochs.book.is_finished
 
     @cached_property
     def all_wait(self) -> bool:
