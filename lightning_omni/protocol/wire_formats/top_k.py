@@ -59,7 +59,7 @@ class TopK(Lossy, frozen=True, kw_only=True, tag="topk"):
         return [places.to(torch.int32), numbers[places].float()]
 
     def expand(self, payload: Tensor, count: int) -> Tensor:
-        places, numbers = payload.view(2, -1)
+        places, numbers = payload.tensor_split(2)
         where = places.view(torch.int32).long()
         if where.numel() and not 0 <= int(where.min()) <= int(where.max()) < count:
             raise ValueError(f"a place is not among {count} numbers")
