@@ -201,6 +201,33 @@ def test_answers_get_a_wire_format_of_their_own_either_way_it_is_written(tmp_pat
     assert json != push
 
 
+def test_several_servers_are_said_by_options_or_with_the_cluster(tmp_path: Path) -> None:
+    plain = ["--updates", "6", "--batch-size", "8", "--lr", "0.1", "--no-picture"]
+    options = ["--devices", "4", "--jitter", "none", "--servers", "per-node", "--nodes", "2"]
+    cluster = ["--cluster.devices", '[{"count": 4}]', "--cluster.servers", "per-node", "--cluster.nodes", "2"]
+    for folder, how in (("one", options), ("other", cluster)):
+        assert main(["simulate", *plain, *how, "--out", str(tmp_path / folder)]) == 0
+    one, other = (Trace.load(tmp_path / name / "async_sgd.npz").meta["cluster"] for name in ("one", "other"))
+    assert one == other
+    assert (one["servers"], one["nodes"]) == ("per-node", 2)
+
+
+def test_compare_overlaps_what_it_can_and_says_which_methods_ran_without(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    methods = "async_sgd, hardsync@1, local_sgd:period=2, elastic_averaging"
+    command = ["compare", "--methods", methods, *SHARED, "--updates", "6", "--no-picture", "--out", str(tmp_path)]
+    assert main(command) == 0
+    waited = capsys.readouterr().out
+    assert main([*command, "--overlap"]) == 0
+    overlapped = capsys.readouterr().out
+    same = [one["loss"] == other["loss"] for one, other in zip(rows(waited), rows(overlapped), strict=True)]
+    assert same == [False, True, True, True]
+    assert "local_sgd:period=2, elastic_averaging ran without" in overlapped
+    assert "ran without" not in waited
+    assert "overlap=True with LocalSGD" in refusal(capsys, "compare", "--methods", "local_sgd", "--overlap")
+
+
 def test_one_seed_gives_one_file(tmp_path: Path) -> None:
     for folder, seed in (("one", "3"), ("same", "3"), ("other", "4")):
         command = ["simulate", *SHORT, "--jitter", "exponential", "--seed", seed, "--no-picture"]
@@ -310,6 +337,9 @@ def test_wrong_workloads_are_told(workload: str, capsys: pytest.CaptureFixture[s
         (("--lr", "-1"), "--lr -1.0: pass a number, 0 or more"),
         (("--bandwidth", "0"), "--bandwidth 0.0: pass bytes per second"),
         (("--jitter", "lognormal"), "pass lognormal:0.2"),
+        (("--servers", "some"), "servers='some': pass a number of servers, 1 or more, or \"per-node\""),
+        (("--servers", "per-node", "--nodes", "3"), "nodes=3: 8 devices cannot be spread over them evenly"),
+        (("--overlap", "--method", "diloco"), "overlap=True with DiLoCo"),
         (("--jitter", "much"), "--jitter much: pass none, exponential"),
         (("--cluster.devices", '[{"count": 2}]', "--devices", "4"), "move --devices into it"),
         (

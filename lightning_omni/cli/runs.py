@@ -20,7 +20,9 @@ from lightning_omni.cli.settings import SimulationSettings
 from lightning_omni.cli.task import Task
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import Method, method_named
+from lightning_omni.methods.overlap import check_overlap
 from lightning_omni.palette import check_can_draw
+from lightning_omni.protocol.split import check_servers
 from lightning_omni.simulator import Enough
 from lightning_omni.topology import Topology
 from lightning_omni.trace import Trace, plot_comparison
@@ -67,6 +69,18 @@ class Entrant:
             raise ConfigurationError(f"{name}: {error}") from error
         return cls(name, method, topology)
 
+    def check_servers(self, servers: int | str) -> None:
+        """Raises `ConfigurationError` if several servers cannot hold a share each with the method."""
+        try:
+            check_servers(servers, self.method)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{self.name}: {error}") from error
+
+    @property
+    def waits(self) -> bool:
+        """Whether it exchanges anything, and waits for that whatever is asked for."""
+        return len(self.topology.alive) > 1 and self.method.steps_at == "worker"
+
 
 @dataclass(frozen=True)
 class Run:
@@ -102,6 +116,11 @@ def run(names: Sequence[str], settings: SimulationSettings, together: bool = Fal
         check_can_draw(remedy=", or pass --no-picture")
     task = Task.of(settings)
     entrants = [Entrant.of(name, len(task.cluster.devices), settings.groups) for name in names]
+    if task.cluster.server_count > 1:
+        for entrant in entrants:
+            entrant.check_servers(task.cluster.servers)
+    if settings.overlap and not (together and any(not entrant.waits for entrant in entrants)):
+        check_overlap(entrants[0].method)
     files = _Files(settings.out, "comparison" if together else _file_name(names[0]), together)
     files.make_folder()
     torch.set_num_threads(settings.threads)
@@ -188,7 +207,7 @@ def _simulated(entrant: Entrant, rate: float | None, task: Task, progress: Told)
         loss=task.workload.loss,
         target=task.target,
         progress=progress,
-        **task.options,
+        **{**task.options, "overlap": task.options["overlap"] and entrant.method.steps_at == "server"},
     )
 
 
@@ -246,6 +265,8 @@ def _report(runs: Sequence[Run], task: Task, files: _Files, picture: bool, toget
     show(table_of(rows, left=("method", "ended")), _tall_table(rows))
     if together:
         tell(_of_rates(runs, task))
+        if waiting := [each.entrant.name for each in runs if task.options["overlap"] and each.entrant.waits]:
+            tell(f"--overlap is for methods whose optimizer steps at the server: {', '.join(waiting)} ran without")
     for kind, path in (
         *((("picture", files.picture),) if picture else ()),
         *(("trace", files.trace(each.entrant.name)) for each in runs),

@@ -97,6 +97,8 @@ class Machines:
         update_seconds: Time that the server takes for one push.
         head_seconds_per_sample: Time that a merged head takes for one sample.
         events: Ranks that die (rank, time), or are slow for a while (rank, start, stop, factor).
+        servers: Parameter servers that hold a share of the weights each; or per-node, one on each node.
+        nodes: Over which the devices are spread evenly, in the order of ranks; None: each is a node of its own.
     """
 
     devices: tuple[Devices, ...]
@@ -106,6 +108,8 @@ class Machines:
     update_seconds: Quantity = 0.0
     head_seconds_per_sample: Quantity = 0.0
     events: tuple[Death | SlowTime, ...] = ()
+    servers: int | str = 1
+    nodes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -127,6 +131,9 @@ class SimulationSettings:
         server_bandwidth: Of the server's network card, which all groups share. None for that of the links.
         update_seconds: Time that the server takes for one push.
         head_seconds_per_sample: Time that a merged head takes for one sample, one group at a time.
+        servers: Parameter servers that hold a share of the weights each; or per-node, one on each node, of which a
+            group reaches its own without a link.
+        nodes: Over which the devices are spread evenly, for per-node; None makes each a node of its own.
         cluster: A whole cluster with different devices, links and failures (best in YAML), instead of these settings.
         workload: What is trained: synthetic, or file.py:function or package.module:function that returns a
             lightning_omni.simulator.Workload.
@@ -136,7 +143,7 @@ class SimulationSettings:
         wire: How pushes are put into bytes: fp32, bf16, fp16, int8 or topk:0.01; with their answers, as in
             {"push": "int8", "pull": "bf16"}.
         overlap: Exchanges travel while groups compute their next gradient, for methods whose optimizer steps at the
-            server.
+            server; compare runs the others without, and says which.
         lr: Learning rate, or several as in [0.03, 0.1]: then each method is shown with the one that suits it best, the
             target reached soonest or else the lowest last loss. None: simulate takes the workload's, and compare finds
             each method's best around it.
@@ -164,6 +171,8 @@ class SimulationSettings:
     server_bandwidth: Quantity | None = None
     update_seconds: Quantity = 0.0
     head_seconds_per_sample: Quantity = 0.0
+    servers: int | str = 1
+    nodes: int | None = None
     cluster: Machines | None = None
     workload: str = "synthetic"
     batch_size: int = 32

@@ -30,6 +30,8 @@ _OF_CLUSTER = (
     "server_bandwidth",
     "update_seconds",
     "head_seconds_per_sample",
+    "servers",
+    "nodes",
 )
 """The settings whose place a whole cluster takes."""
 _POSITIVE = ("devices", "straggler", "batch_size", "epochs", "updates", "evaluate_every", "threads")
@@ -148,6 +150,8 @@ def cluster_of(settings: SimulationSettings) -> Cluster:
         group_link=link,
         update_seconds=seconds_of("--update-seconds", settings.update_seconds),
         head_seconds_per_sample=seconds_of("--head-seconds-per-sample", settings.head_seconds_per_sample),
+        servers=settings.servers,
+        nodes=settings.nodes,
     )
 
 
@@ -164,6 +168,8 @@ def _whole(machines: Machines) -> Cluster:
         seconds_of("cluster.update_seconds", machines.update_seconds),
         seconds_of("cluster.head_seconds_per_sample", machines.head_seconds_per_sample),
         tuple(_event(f"cluster.events[{place}]", event) for place, event in enumerate(machines.events)),
+        machines.servers,  # type: ignore[arg-type]  # which it checks
+        machines.nodes,
     )
 
 

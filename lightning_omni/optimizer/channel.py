@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_map
 
 from lightning_omni.errors import ProtocolError, UnsupportedError
 from lightning_omni.methods import Exchange, Inbox, Publish, Pulled, ReadInbox, ReadPeer, Receive, SendPeer
-from lightning_omni.methods.master import class_path
 from lightning_omni.optimizer.model_replica import Part
 from lightning_omni.optimizer.place import Place
 from lightning_omni.protocol import messages as m
@@ -27,7 +26,7 @@ from lightning_omni.protocol.cut import Cut
 from lightning_omni.protocol.group import Action, Ask, Heard, Said
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.requests import Requests, alike
-from lightning_omni.protocol.split import ELEMENTWISE, Split
+from lightning_omni.protocol.split import Split, is_elementwise
 from lightning_omni.protocol.transport import Address, Peers
 from lightning_omni.protocol.wire_format import RAW, Memory, WireFormat, check_size, decode
 
@@ -185,10 +184,8 @@ class Channel:
         """How the parameters of an optimizer are divided over the servers."""
         layout = part.replica.layout
         if part.split is None or part.split.layout is not layout or len(part.split.shares) != servers:
-            elementwise = self._place.method.elementwise and (
-                self._place.steps_here(part) or class_path(type(part.optimizer)) in ELEMENTWISE
-            )
-            part.split = Split.of(layout, servers, elementwise)
+            at_servers = None if self._place.steps_here(part) else part.optimizer
+            part.split = Split.of(layout, servers, is_elementwise(self._place.method, at_servers))
         return part.split
 
     def fetch(self, index: int) -> Pulled:

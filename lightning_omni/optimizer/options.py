@@ -11,6 +11,7 @@ from lightning_omni.checks import check_whole
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import Method, checked, method_named
 from lightning_omni.methods.overlap import check_overlap
+from lightning_omni.protocol.split import check_servers
 from lightning_omni.protocol.transport import TRANSPORTS, Transport, name_of
 from lightning_omni.protocol.wire_format import WireFormat
 from lightning_omni.protocol.wire_formats import Wire, wire_of
@@ -103,11 +104,7 @@ class WorldOptions:
             raise ConfigurationError(
                 f"servers={self.servers!r} and record={self.record!r}: a record is of one server; leave one of them out"
             )
-        if (fragments := self.resolved_method().fragments) > 1:
-            raise ConfigurationError(
-                f"servers={self.servers!r} and a method with fragments={fragments}: fragments are cut out of the whole"
-                " model, and each server holds a share of it; leave one of them out"
-            )
+        check_servers(self.servers, self.resolved_method())
         if type(transport).follow is Transport.follow:
             raise ConfigurationError(
                 f"servers={self.servers!r} and transport={name_of(transport)!r}: with this transport one server holds"

@@ -17,8 +17,10 @@ from typing import Any
 import msgspec
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
-from lightning_omni.errors import MalformedMessage
+from lightning_omni.errors import ConfigurationError, MalformedMessage
+from lightning_omni.methods import Method
 from lightning_omni.methods.contract import Tensors
 from lightning_omni.methods.master import class_path
 from lightning_omni.protocol.layout import DTYPES, Layout, TensorSpec
@@ -79,6 +81,12 @@ class Split(msgspec.Struct, frozen=True, dict=True):
     def whole(cls, layout: Layout) -> Split:
         """Of one server, which holds all of it."""
         return cls(layout, (layout,), (tuple(range(len(layout.specs))),))
+
+    @property
+    def fractions(self) -> list[float]:
+        """What part of the bytes each server holds; equal ones if there are none."""
+        sizes = [sum(spec.nbytes for spec in share.specs) for share in self.shares]
+        return [size / sum(sizes) if any(sizes) else 1 / len(sizes) for size in sizes]
 
     # --- Tensors -----------------------------------------------------------------------------------------------------
 
@@ -280,6 +288,30 @@ class Split(msgspec.Struct, frozen=True, dict=True):
     def _specs_of(self, server: int) -> Iterable[tuple[TensorSpec, TensorSpec]]:
         places = self.places[server]
         return zip(self.shares[server].specs, [self.layout.specs[place] for place in places], strict=True)
+
+
+def is_elementwise(method: Method, optimizer: Optimizer | None) -> bool:
+    """Whether tensors may be cut, for what a method does and the user's optimizer.
+
+    Args:
+        method: of the run.
+        optimizer: that steps at the servers; None if it steps at the workers.
+    """
+    return method.elementwise and (optimizer is None or class_path(type(optimizer)) in ELEMENTWISE)
+
+
+def check_servers(servers: int | str, method: Method) -> None:
+    """Raises `ConfigurationError` if several servers cannot hold a share each with a method.
+
+    Args:
+        servers: as the user has passed it; not 1.
+        method: of the run.
+    """
+    if method.fragments > 1:
+        raise ConfigurationError(
+            f"servers={servers!r} and a method with fragments={method.fragments}: fragments are cut out of the whole"
+            " model, and each server holds a share of it; leave one of them out"
+        )
 
 
 def _ranges(layout: Layout, servers: int) -> list[list[tuple[int, TensorSpec]]]:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from lightning_omni.checks import check_choice, check_number
+from lightning_omni.checks import check_choice, check_number, check_whole
 from lightning_omni.errors import ConfigurationError
 
 _SLOWEST_NORMAL = 0.05
@@ -116,7 +116,7 @@ class Link:
         check_number("bandwidth", self.bandwidth, "bytes per second, above 0", above=0)
         _check_time("latency", self.latency)
 
-    def seconds(self, nbytes: int) -> float:
+    def seconds(self, nbytes: float) -> float:
         """Time of one message, in seconds."""
         return self.latency + nbytes / self.bandwidth
 
@@ -182,16 +182,24 @@ class Cluster:
 
     Args:
         devices: one for each rank.
-        link: from each group to the server, and from group to group.
-        server: the server's network card, which all transfers share: one at a time inwards, one at a time outwards.
+        link: from each group to the server, and from group to group. What a group exchanges with several servers shares
+            it.
+        server: the server's network card, which all transfers share: one at a time inwards, one at a time outwards. Of
+            several servers each has one.
         group_link: between neighbours in a group's ring all-reduce.
-        update_seconds: time that the server takes for one push, in seconds; one at a time.
+        update_seconds: time that the server takes for one push, in seconds; one at a time. A server that holds a
+            share of the weights takes that part of it.
         head_seconds_per_sample: time that a merged head takes for one sample, forward and backward, in seconds; one
             group at a time.
         events: ranks that die, or are slow for a while.
+        servers: parameter servers, which hold a share of the weights each if there are several; ``"per-node"``: one on
+            each node, and what a group exchanges with that of its own node crosses no link.
+        nodes: over which the devices are spread evenly, in the order of ranks, for ``servers="per-node"``; None: each
+            device is a node of its own.
 
     Raises:
-        ConfigurationError: there is no device, or an event is about a rank that is none.
+        ConfigurationError: there is no device, an event is about a rank that is none, or the devices cannot be spread
+            over the nodes.
 
     Example:
         >>> Cluster.of_speeds([1, 2], seconds_per_sample=0.01).devices[1].seconds_per_sample
@@ -205,10 +213,13 @@ class Cluster:
     update_seconds: float = 0.0
     head_seconds_per_sample: float = 0.0
     events: tuple[Failure | Slowdown, ...] = ()
+    servers: int | Literal["per-node"] = 1
+    nodes: int | None = None
 
     def __post_init__(self) -> None:
         if not self.devices:
             raise ConfigurationError("devices=(): a cluster needs at least one device")
+        self._check_servers()
         for name in ("update_seconds", "head_seconds_per_sample"):
             _check_time(name, getattr(self, name))
         for name in ("devices", "events"):  # a list from YAML is as good
@@ -217,6 +228,17 @@ class Cluster:
             if not 0 <= event.rank < len(self.devices):
                 raise ConfigurationError(
                     f"events: there is no rank {event.rank}; ranks are 0 to {len(self.devices) - 1}"
+                )
+
+    def _check_servers(self) -> None:
+        if self.servers != "per-node":
+            check_whole("servers", self.servers, 'a number of servers, 1 or more, or "per-node"', 1)
+        if self.nodes is not None:
+            count = len(self.devices)
+            check_whole("nodes", self.nodes, f"a number of nodes, 1 to {count}, or None", 1, count)
+            if count % self.nodes:
+                raise ConfigurationError(
+                    f"nodes={self.nodes}: {count} devices cannot be spread over them evenly; pass a divisor of {count}"
                 )
 
     @classmethod
@@ -283,6 +305,15 @@ class Cluster:
         return math.prod(event.factor for event in slow if event.start <= time < event.stop)
 
     @property
+    def server_count(self) -> int:
+        """How many parameter servers there are."""
+        return (self.nodes or len(self.devices)) if self.servers == "per-node" else self.servers
+
+    def node_of(self, rank: int) -> int:
+        """The node that a rank is on."""
+        return rank * (self.nodes or len(self.devices)) // len(self.devices)
+
+    @property
     def words(self) -> str:
         """The cluster for people, in a line.
 
@@ -290,7 +321,8 @@ class Cluster:
             >>> Cluster.with_straggler(8, 4.0, jitter=Jitter("gamma", 0.3), link=Link(1.25e9, 5e-5)).words
             '8 devices, 1 of them 4× as slow, gamma jitter 0.3; link 10 Gbit/s, 0.05 ms'
         """
-        return "; ".join(filter(None, (self._devices_in_words, self._link_in_words, self._events_in_words)))
+        servers = f"{self.server_count} servers" if self.server_count > 1 else ""
+        return "; ".join(filter(None, (self._devices_in_words, self._link_in_words, servers, self._events_in_words)))
 
     @property
     def _devices_in_words(self) -> str:
@@ -317,9 +349,11 @@ class Cluster:
 
     def summary(self) -> dict[str, Any]:
         """The cluster in plain values, equal devices counted instead of repeated."""
-        plain = asdict(replace(self, devices=self.devices[:1], events=()))
+        plain = {**asdict(replace(self, devices=self.devices[:1], nodes=None, events=())), "nodes": self.nodes}
         plain["events"] = [{"kind": type(event).__name__, **_given(asdict(event))} for event in self.events]
         plain["devices"] = [{"count": count, **asdict(device)} for device, count in Counter(self.devices).items()]
+        if self.server_count == 1:  # as it was written before there could be several
+            del plain["servers"], plain["nodes"]
         return plain
 
 

@@ -23,7 +23,8 @@ from lightning_omni.protocol.head_side import HeadSide
 from lightning_omni.protocol.leases import apportion, positions
 from lightning_omni.simulator.cluster import Cluster
 from lightning_omni.simulator.engine import Engine, Timeline
-from lightning_omni.simulator.server import HEAD, SimulatedNetwork, SimulatedServer
+from lightning_omni.simulator.exchange import Exchanges
+from lightning_omni.simulator.server import HEAD, SimulatedServer
 from lightning_omni.simulator.workbench import Result, Workbench
 from lightning_omni.simulator.workload import Loss
 
@@ -73,6 +74,11 @@ class Members:
         self._ranks, self._link = ranks, cluster.group_link
         self._clocks = [Clockwork(cluster, rank, seed) for rank in ranks]
         self._is_balanced = is_balanced and len(ranks) > 1
+
+    @property
+    def first(self) -> int:
+        """Rank of the first one."""
+        return self._ranks[0]
 
     def positions(self, batch: Batch, now: float) -> list[range]:
         """Each member's positions of a batch that begins now."""
@@ -239,15 +245,15 @@ class ThroughHead(Gradients):
         engine: virtual time.
         bench: computes.
         head: the merged head.
-        network: the way there.
+        costs: how long the way there takes.
         sizes: bytes of one sample that go into the head and come out of it.
     """
 
     def __init__(
-        self, engine: Engine, bench: Workbench, head: SimulatedHead, network: SimulatedNetwork, sizes: tuple[int, int]
+        self, engine: Engine, bench: Workbench, head: SimulatedHead, costs: Exchanges, sizes: tuple[int, int]
     ) -> None:
         super().__init__(engine, bench)
-        self._head, self._network = head, network
+        self._head, self._costs = head, costs
         self._bytes_in, self._bytes_out = sizes
         self._lost: set[int] = set()
 
@@ -262,12 +268,12 @@ class ThroughHead(Gradients):
         (part,) = work.parts
         nbytes = self._bytes_in * len(part)
         yield self._engine.now + work.seconds * FORWARD
-        yield from self._network.to_head(nbytes, self._bytes_out * len(part), len(part))
+        yield from self._costs.to_head(work.group, nbytes, self._bytes_out * len(part), len(part))
         if work.group in self._lost:
             return None
         # Nothing else has had the head since its access began, so all of it may be computed now.
         self._head.access_for(work.leader, *work.place)
         batch = self._bench.samples.batch(self._bench.samples.at(work.place[0], part))
         result: Result = self._bench.compute(work.weights, [batch])
-        yield self._network.from_head(nbytes) + work.seconds * (1 - FORWARD)
+        yield self._costs.from_head(work.group, nbytes) + work.seconds * (1 - FORWARD)
         return result

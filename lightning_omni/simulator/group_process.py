@@ -311,7 +311,7 @@ class SimulatedGroup:
         nbytes, said = server.prepare(self.core, ask)
         done, self._account = self._account, Account()
         # A process of its own: what is on its way is served even if this group dies meanwhile.
-        yield self._around.engine.start(network.push(nbytes))
+        yield self._around.engine.start(network.costs.push(self.number, nbytes))
         shard = server.shard
         clock, refused = shard.master.clock, shard.refused
         staleness = shard.method_side.staleness_of(Push(self.number, need.read_at, ()))
@@ -333,7 +333,7 @@ class SimulatedGroup:
             )
 
     def _fetch(self, ask: Ask) -> Timeline:
-        yield self._around.network.arrival(self._around.engine.now)
+        yield self._around.network.costs.ask(self.number)
         self._around.network.deliver(self._around.server.ask(self.leader, self.core, ask))
         return self._hear((yield None))
 

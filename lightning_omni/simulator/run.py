@@ -11,6 +11,7 @@ from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import HardSync, Method, checked, method_named
 from lightning_omni.methods.overlap import check_overlap
 from lightning_omni.protocol.record import Recorder
+from lightning_omni.protocol.split import check_servers
 from lightning_omni.protocol.wire_formats import Wire, wire_of
 from lightning_omni.simulator.cluster import Cluster
 from lightning_omni.simulator.settings import Batches, Cadence, Formation, Progress, RunLimits, progress_of
@@ -123,6 +124,8 @@ def simulate(
     wire_format.check(chosen)
     if overlap:
         check_overlap(chosen)
+    if cluster.server_count > 1:
+        check_servers(cluster.servers, chosen)
     formation = Formation(chosen, topology, merged, wire_format, overlap)
     if topology.is_synchronous:
         formation = Formation(HardSync(), topology)  # whatever the method, one group is plain synchronous training

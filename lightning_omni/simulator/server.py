@@ -1,6 +1,7 @@
 """The real server as simulated groups speak to it, all ranks at once, and the way there and back.
 
-It refuses nothing they say. On the way are links, the server's network card, and the queues at both ends.
+It refuses nothing they say. Several servers that hold a share of the weights each do what one does, in the same order,
+so there is one here, too; what they cost is counted in `lightning_omni.simulator.exchange`.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.record import Recorder
 from lightning_omni.protocol.shard import Shard
 from lightning_omni.protocol.wire_format import Memory, WireFormat, to_wire
-from lightning_omni.simulator.cluster import Cluster
+from lightning_omni.simulator.cluster import Link as NetworkLink
 from lightning_omni.simulator.engine import Engine, Process, Timeline
+from lightning_omni.simulator.exchange import Exchanges
 from lightning_omni.simulator.replicas import WeightsByClock
 from lightning_omni.topology import Topology
 
@@ -190,25 +192,14 @@ class SimulatedServer:
         return _accepted(self._link.data(rank, message, payload))
 
 
-class Queue:
-    """Serves one after the other, first come, first served."""
-
-    def __init__(self) -> None:
-        self._free_at = 0.0
-
-    def serve(self, arrival: float, seconds: float) -> float:
-        """Something comes that takes that long to serve. Returns when that is done."""
-        self._free_at = max(arrival, self._free_at) + seconds
-        return self._free_at
-
-
 class SimulatedNetwork:
-    """How long messages travel and queue.
+    """What the server sends goes where it is to go, and takes its time.
 
     Args:
         engine: virtual time.
-        cluster: the links.
+        between: the link from group to group.
         server: at the far end.
+        costs: how long exchanges with it take; kept.
 
     Attributes:
         processes: what waits for what the server sends, by the number of the group.
@@ -216,38 +207,12 @@ class SimulatedNetwork:
         exchanges: what waits for weights in their place, while they compute.
     """
 
-    def __init__(self, engine: Engine, cluster: Cluster, server: SimulatedServer) -> None:
-        self._engine, self._server = engine, server
-        self._cluster, self._link, self._card = cluster, cluster.link, cluster.server
-        self._inwards, self._outwards, self._updates, self._head = Queue(), Queue(), Queue(), Queue()
+    def __init__(self, engine: Engine, between: NetworkLink, server: SimulatedServer, costs: Exchanges) -> None:
+        self._engine, self._between, self._server, self.costs = engine, between, server, costs
         self.processes: dict[int, Process] = {}
         self.expired: Callable[[], None] = lambda: None
         self._due = math.inf
         self.exchanges: dict[int, Process] = {}
-
-    # --- To the server and back --------------------------------------------------------------------------------------
-
-    def arrival(self, sent: float, nbytes: int = 0) -> float:
-        """When a message has come over the link. Control messages have no size, and no queue either."""
-        return sent + self._link.seconds(nbytes) + self._card.latency
-
-    def push(self, nbytes: int) -> Timeline:
-        """A push travels until it is served: over the link, through the server's card, to the server itself."""
-        yield self.arrival(self._engine.now, nbytes)
-        received = self._inwards.serve(self._engine.now, nbytes / self._card.bandwidth)
-        yield self._updates.serve(received, self._cluster.update_seconds)
-
-    def to_head(self, nbytes: int, bytes_back: int, size: int) -> Timeline:
-        """A batch of ``size`` samples travels to a merged head, until its exclusive access there is over."""
-        yield self.arrival(self._engine.now, nbytes)
-        received = self._inwards.serve(self._engine.now, nbytes / self._card.bandwidth)
-        # The outputs go out and their gradients come in while the head is this group's alone.
-        travel = 2 * (self._link.seconds(bytes_back) + self._card.seconds(bytes_back))
-        yield self._head.serve(received, size * self._cluster.head_seconds_per_sample + travel)
-
-    def from_head(self, nbytes: int) -> float:
-        """When the gradients of a batch are back, if they are sent now."""
-        return self.arrival(self._outwards.serve(self._engine.now, nbytes / self._card.bandwidth), nbytes)
 
     def deliver(self, out: list[Out]) -> None:
         """What the server sends now goes where it is to go: weights take their time, verdicts none."""
@@ -258,9 +223,7 @@ class SimulatedNetwork:
                 process = self.exchanges.get(group, process)
                 # Copied now: the server's answer is only valid until the next message.
                 answer = item.message, self._server.tensors_of(item)
-                sent = self._outwards.serve(self._engine.now, item.message.nbytes / self._card.bandwidth)
-                arrival = sent + (self._link.seconds(item.message.nbytes) + self._card.latency)
-                self._engine.resume_at(arrival, process, answer)
+                self._engine.resume_at(self.costs.answer(group, item.message.nbytes), process, answer)
             elif isinstance(item.message, m.Verdict):
                 self._engine.resume_at(self._engine.now, process, item.message.next)
         if (due := self._server.core.due) < self._due:
@@ -279,7 +242,7 @@ class SimulatedNetwork:
 
     def to_peer(self, nbytes: int = 0) -> float:
         """When a message to another group is there, if it is sent now. Links between groups are not shared."""
-        return self._engine.now + self._link.seconds(nbytes)
+        return self._engine.now + self._between.seconds(nbytes)
 
 
 def part_of(

@@ -14,14 +14,17 @@ from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.group import GroupCore
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.record import Recorder
+from lightning_omni.protocol.split import Split, is_elementwise
 from lightning_omni.simulator.cluster import Cluster, Failure
 from lightning_omni.simulator.engine import Engine, Priority, Timeline
+from lightning_omni.simulator.exchange import Exchanges
 from lightning_omni.simulator.gradients import Gradients, Members, SimulatedHead, ThroughHead
 from lightning_omni.simulator.group_process import MOST_REFUSED, EpochBarrier, SimulatedGroup, Surroundings
 from lightning_omni.simulator.monitor import Monitor, arrays, evaluated
 from lightning_omni.simulator.replicas import SharingReplica, named_parameters, own_replica
 from lightning_omni.simulator.server import HEAD, SimulatedNetwork, SimulatedServer, part_of
 from lightning_omni.simulator.settings import Batches, Cadence, Enough, Formation, Progress, RunLimits
+from lightning_omni.simulator.shares import by_share
 from lightning_omni.simulator.workbench import Samples, Workbench
 from lightning_omni.simulator.workload import Workload
 from lightning_omni.topology import GroupId
@@ -71,7 +74,10 @@ class Simulation:
         self.server = SimulatedServer(self._engine, layout, topology, batches.seed, self._optimizer, record)
         # One group has no server in its path: there exchanges take no time.
         between = Cluster(cluster.devices) if topology.is_synchronous else cluster
-        self._network = SimulatedNetwork(self._engine, between, self.server)
+        split = self._split(layout, between.server_count)
+        self._wire_format = by_share(formation.wire_format, formation.method, split)
+        self._costs = Exchanges(self._engine, between, split.fractions)
+        self._network = SimulatedNetwork(self._engine, between.link, self.server, self._costs)
         self._gradients = self._new_gradients(workload)
         self._form()
         metrics = self._metrics if self._evaluate is not None else None
@@ -86,6 +92,12 @@ class Simulation:
 
     # --- Its parts ---------------------------------------------------------------------------------------------------
 
+    def _split(self, layout: Layout, servers: int) -> Split:
+        """The weights, divided over the servers as a real run divides them."""
+        method = self._formation.method
+        at_servers = self._optimizer if method.steps_at == "server" else None
+        return Split.of(layout, servers, is_elementwise(method, at_servers)) if servers > 1 else Split.whole(layout)
+
     def _new_gradients(self, workload: Workload) -> Gradients:
         batches, topology, head = self._batches, self._formation.topology, self._head
         batched = False if batches.members_apart or head is not None else batches.batched
@@ -95,7 +107,7 @@ class Simulation:
             return Gradients(self._engine, bench)
         one = self._samples.batch(self._samples.at(0, range(1)))
         sizes = head.sizes(self._model, workload.loss, one)
-        return ThroughHead(self._engine, bench, head, self._network, sizes)
+        return ThroughHead(self._engine, bench, head, self._costs, sizes)
 
     def _form(self) -> None:
         """The server gets weights and optimizers, and knows the groups."""
@@ -103,7 +115,7 @@ class Simulation:
         parts = [part_of(self._parameters, self._optimizer if method.steps_at == "server" else None)]
         if self._head is not None:
             parts.append(part_of(self._head.parameters, self._optimizer, self._head.part(self._batches.seed)))
-        self.server.form(method, self._formation.wire_format, self._formation.overlap, parts)
+        self.server.form(method, self._wire_format, self._formation.overlap, parts)
         if self._head is not None:
             self._head.install(self.server)
 
@@ -135,10 +147,11 @@ class Simulation:
         else:
             replica = own_replica(self._make, self._model, self._parameters, shard.master.weights(), number)
         replica.peers = self.server.core.roster.groups
-        core = GroupCore(method, self._formation.wire_format, MOST_REFUSED, self._formation.overlap)
+        core = GroupCore(method, self._wire_format, MOST_REFUSED, self._formation.overlap)
         core.form(identity)
         group = self.groups[number] = SimulatedGroup(core, replica, ranks, members, self._around, epoch)
         self._network.processes[number] = group.process
+        self._costs.nodes[number] = self._cluster.node_of(members.first)
         return group
 
     # --- The run -----------------------------------------------------------------------------------------------------

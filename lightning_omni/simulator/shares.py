@@ -1,0 +1,107 @@
+"""A wire format applied to each share by itself, as several servers have it: they get a part of each push."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_omni.errors import ConfigurationError
+from lightning_omni.methods import Method
+from lightning_omni.protocol.layout import Layout
+from lightning_omni.protocol.split import Split
+from lightning_omni.protocol.wire_format import (
+    RAW,
+    Encoded,
+    Memory,
+    State,
+    WireFormat,
+    from_wire,
+    name_of,
+    register,
+    to_wire,
+)
+from lightning_omni.protocol.wire_formats import BothWays
+
+_LENGTH = 8
+"""Bytes that say how long a part is."""
+
+
+def by_share(wire_format: WireFormat, method: Method, split: Split) -> WireFormat:
+    """What several servers make of a wire format: the one server of the simulator and the replay then holds their bits.
+
+    Tensors as they are, are the same in parts; and what groups send one another has no parts.
+
+    Args:
+        wire_format: of a run.
+        method: of the run.
+        split: how the weights are divided.
+    """
+    if len(split.shares) == 1 or method.talks_to_peers:
+        return wire_format
+    push, pull = (
+        each if each == RAW else ByShare(wire_format=to_wire(each), split=split)
+        for each in (wire_format.pushes, wire_format.answers)
+    )
+    return push if pull == RAW else BothWays(push=to_wire(push), pull=to_wire(pull))
+
+
+@register
+class ByShare(WireFormat, frozen=True, kw_only=True, dict=True, tag="by_share"):
+    """Each share in the format, one after the other; in front the lengths of all.
+
+    No server knows it that others can reach: there each share travels by itself.
+
+    Args:
+        wire_format: of each share, as plain data.
+        split: how the tensors of all parameters are divided.
+    """
+
+    wire_format: dict[str, Any]
+    split: Split
+
+    @cached_property
+    def _each(self) -> WireFormat:
+        return from_wire(self.wire_format)
+
+    def sizes(self, layout: Layout) -> tuple[int, int]:
+        least, most = zip(*map(self._each.sizes, self._split_of(layout).shares), strict=True)
+        lengths = _LENGTH * len(self.split.shares)
+        return lengths + sum(least), lengths + sum(most)
+
+    def encode(self, tensors: Sequence[Tensor | None], layout: Layout, state: State, memory: Memory) -> Encoded:
+        split, present = self.split, tuple(tensor is not None for tensor in tensors)
+        parts = zip(split.parts(tensors), split.shares, split.sender_parts(state), strict=True)
+        encoded = [self._each.encode(part, share, before, Memory()) for part, share, before in parts]
+        if [part.present for part in encoded] != [tuple(present[place] for place in places) for places in split.places]:
+            raise ConfigurationError(
+                f"wire={name_of(self._each)!r} pushes other tensors than it is given, which is simulated and replayed"
+                " with one server only; pass servers=1"
+            )
+        lengths = torch.tensor([part.payload.numel() for part in encoded]).view(torch.uint8)
+        payload = torch.cat([lengths, *(part.payload for part in encoded)])
+        return Encoded(payload, present, split.merged_sender([part.state for part in encoded]))
+
+    def decode(self, payload: Tensor, layout: Layout, memory: Memory) -> Tensor:
+        split, start = self._split_of(layout), _LENGTH * len(self.split.shares)
+        parts = payload[start:].split(payload[:start].clone().view(torch.int64).tolist())
+        buffer, _ = memory.hold(layout)
+        split.write(
+            buffer, [self._each.decode(part, of, Memory()) for part, of in zip(parts, split.shares, strict=True)]
+        )
+        return buffer
+
+    def _split_of(self, layout: Layout) -> Split:
+        """The same cuts where only some of the tensors are there."""
+        if len(layout.specs) == len(self.split.layout.specs):
+            return self.split
+        there = {spec.name: place for place, spec in enumerate(layout.specs)}
+        kept = [[(spec, there[spec.name]) for spec in share.specs if spec.name in there] for share in self.split.shares]
+        return Split(
+            layout,
+            tuple(Layout(tuple(spec for spec, _ in share)) for share in kept),
+            tuple(tuple(place for _, place in share) for share in kept),
+        )
