@@ -374,6 +374,7 @@ def test_real_ranks_overlap_their_exchanges_and_their_record_replays_bitwise() -
         {**common, "method": method, "groups": groups, "record": f"{number}.jsonl"}
         for number, (method, groups) in enumerate(points)
     ]
+    fits[2]["strategy"] = {"overlap": True, "wire": {"push": "int8", "pull": "bf16"}, "servers": 3}
     alone = {**common, "method": {"name": "async_sgd"}, "groups": 1}
     finished = real_run("methods.py", {"fits": [*fits, alone]}, timeout=200)
     assert "nothing is pushed, and wire='int8' and overlap=True are without effect" in finished.output
@@ -386,6 +387,7 @@ def test_real_ranks_overlap_their_exchanges_and_their_record_replays_bitwise() -
         events = list(read_record(ranks[0]["record"]))
         again = replay(events, model, loss_of, batch_of, sgd(0.05, **MOMENTUM))
         assert again.clock == ranks[0]["report"]["updates"] > 0
+        assert events[0].servers == (3 if number == 2 else 1)
         for name, value in again.weights.items():
             assert torch.equal(value, torch.tensor(ranks[0]["weights"][name]))
     assert finished.results[0][1]["report"]["staleness_max"] == 1, "behind a barrier a gradient is one update older"

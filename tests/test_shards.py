@@ -425,7 +425,10 @@ def test_shards_of_a_server_are_checked() -> None:
         ({"shards": 2, "shards_here": 3}, "--shards-here 3"),
         ({"shards": 2, "shard": 2, "coordinator": "tcp://a:1"}, "--shard 2"),
         ({"shards": 2, "shard": 1}, "needs the address of the one that coordinates"),
-        ({"shards": 2, "record": Path("record")}, "a record is of one server"),
+        (
+            {"shards": 2, "shard": 1, "coordinator": "tcp://a:1", "record": Path("r")},
+            "the server that coordinates records",
+        ),
     ):
         with pytest.raises(ConfigurationError, match=text):
             serve(**options)
@@ -434,7 +437,6 @@ def test_shards_of_a_server_are_checked() -> None:
 def test_what_several_servers_cannot_do_is_refused_before_training() -> None:
     for options, text in (
         ({"server": "tcp://10.0.0.1:5555"}, "lightning-omni serve --shards N"),
-        ({"record": "record"}, "a record is of one server"),
         ({"method": "local_sgd:period=8,fragments=2"}, "fragments"),
         ({"transport": Stream()}, "leave servers= out"),
     ):

@@ -52,7 +52,8 @@ def serve(
         heartbeat_timeout: Silence after which a rank counts as dead, as in 30s, or in seconds.
         threads: Threads for the optimizer's arithmetic.
         once: End after the first run.
-        record: File for a record of everything that moves the weights, to be gone through again in the simulator.
+        record: File for a record of everything that moves the weights, to be gone through again in the simulator. Of
+            several servers the one that coordinates writes it.
         method: Methods of your own that runs may use, as module:Class, separated by commas.
         encryption: "curve", or "off" on a network whose every user you trust; the runs must be given the same.
         wire_format: Wire formats of your own that runs may use, as module:Class, separated by commas.
@@ -194,6 +195,8 @@ def _check_shards(shards: int, here: int, shard: int, coordinator: str, record: 
             f"--shard {shard} --coordinator {coordinator!r}: a server with a number other than 0 needs the address of"
             " the one that coordinates, and that one needs none"
         )
-    if shards > 1 and record is not None:
-        raise ConfigurationError(f"--record {record} --shards {shards}: a record is of one server; leave one out")
+    if shard and record is not None:
+        raise ConfigurationError(
+            f"--record {record} --shard {shard}: the server that coordinates records what all do; give it --record"
+        )
     return 1 if shard else here or shards

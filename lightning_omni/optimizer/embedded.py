@@ -103,9 +103,8 @@ class RunServer:
             if not process.is_told:
                 # On this node it listens as the first does; elsewhere on the address by which that is reached.
                 host = settings.host if self._rank == 0 else ""
-                process.tell(
-                    msgspec.structs.replace(settings, key=key.hex(), host=host, shard=number, coordinator=address)
-                )
+                own = {"key": key.hex(), "host": host, "shard": number, "coordinator": address, "record": ""}
+                process.tell(msgspec.structs.replace(settings, **own))
         for process in self._shares.values():
             process.address()
 

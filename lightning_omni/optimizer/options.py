@@ -100,10 +100,6 @@ class WorldOptions:
                 f"servers={self.servers!r} and server={self.server!r}: how many servers hold a share each is said where"
                 " they are started, with lightning-omni serve --shards N; leave servers= out"
             )
-        if self.record is not None:
-            raise ConfigurationError(
-                f"servers={self.servers!r} and record={self.record!r}: a record is of one server; leave one of them out"
-            )
         check_servers(self.servers, self.resolved_method())
         if type(transport).follow is Transport.follow:
             raise ConfigurationError(

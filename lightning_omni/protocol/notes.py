@@ -20,27 +20,31 @@ class Notes:
         shards: those that the events happen to.
         epochs: knows which batches a message brings news of.
         now: the time of the message that is being handled.
+        servers: how many hold a share of the weights each.
 
     Attributes:
         record: as above.
     """
 
-    def __init__(self, record: Recorder | None, shards: Shards, epochs: Epochs, now: Callable[[], float]) -> None:
+    def __init__(
+        self, record: Recorder | None, shards: Shards, epochs: Epochs, now: Callable[[], float], servers: int
+    ) -> None:
         self.record = record
         self._shards = shards
         self._epochs = epochs
         self._now = now
+        self._servers = servers
         self._present: dict[tuple[int, int], tuple[bool, ...]] = {}
 
     def form(self, groups: tuple[tuple[int, ...], ...], message: m.Form) -> None:
         """Groups were formed on the same weights."""
         for number, _ in self._shards.pushed:
-            self.note("form", -1, number, groups=groups, **_agreed(message))
+            self.note("form", -1, number, groups=groups, **self._agreed(message))
         self._present.clear()
 
     def seed(self, number: int, groups: tuple[tuple[int, ...], ...], message: m.Form) -> None:
         """An optimizer's weights were handed over, for groups that stand."""
-        self.note("seed", -1, number, groups=groups, **_agreed(message))
+        self.note("seed", -1, number, groups=groups, **self._agreed(message))
 
     def note(self, kind: Kind, group: int, optimizer: int, **more: Any) -> None:
         """One event; see `lightning_omni.protocol.record.Event`."""
@@ -84,8 +88,12 @@ class Notes:
         same = message.present == before if before is not None else all(message.present)
         return () if same else message.present
 
-
-def _agreed(message: m.Form) -> dict[str, Any]:
-    """How the groups exchange, as it is written down."""
-    wire_format = {} if message.wire_format == to_wire(RAW) else message.wire_format
-    return {"method": message.method, "wire_format": wire_format, "overlap": message.overlap}
+    def _agreed(self, message: m.Form) -> dict[str, Any]:
+        """How the groups exchange, as it is written down."""
+        wire_format = {} if message.wire_format == to_wire(RAW) else message.wire_format
+        return {
+            "method": message.method,
+            "wire_format": wire_format,
+            "overlap": message.overlap,
+            "servers": self._servers,
+        }

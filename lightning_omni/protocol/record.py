@@ -49,11 +49,12 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         method: of a seed or form, the method as plain data.
         wire_format: of the same, how pushes are put into bytes, as plain data; none if they travel raw.
         overlap: of the same, whether exchanges travel while groups compute.
+        servers: of a seed or form, how many hold a share of the weights each; the record is of the first.
         parameters: of a restructuring, the names of the parameters that are new to the group.
         param_groups: of the same, the settings of each parameter group, with places of its parameters as ``params``;
             none if the optimizer steps at the workers.
         present: of a push, which parameters have a tensor, if it is not the same as in the group's last push (or all,
-            in its first).
+            in its first). Of several servers: for each entry of the share that the first holds.
     """
 
     kind: Kind
@@ -71,6 +72,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     method: dict[str, Any] = {}
     wire_format: dict[str, Any] = {}
     overlap: bool = False
+    servers: int = 1
     parameters: tuple[str, ...] = ()
     param_groups: tuple[dict[str, Any], ...] = ()
     present: tuple[bool, ...] = ()

@@ -108,7 +108,7 @@ class ServerCore:
         self.roster = roster = Roster(self.key)
         self._shards = shards = Shards()
         epochs = Epochs()
-        self.notes = notes = Notes(self._record, shards, epochs, self._last_now)
+        self.notes = notes = Notes(self._record, shards, epochs, self._last_now, servers.count)
         self._admission = Admission(
             self.key, roster, self._random, self._last_now, self._heartbeat_timeout, lambda: self.data_port, servers
         )

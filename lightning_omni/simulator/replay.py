@@ -21,12 +21,15 @@ from lightning_omni.methods.replica import Hyperparameters, Pulled, Replica, cop
 from lightning_omni.protocol import Batch, positions
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.group import Action, Ask, GroupCore
+from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.record import Event, Spans
 from lightning_omni.protocol.shard import Shard
+from lightning_omni.protocol.split import Split, is_elementwise
 from lightning_omni.protocol.wire_format import RAW, Encoded, Memory, WireFormat, decode, from_wire, name_of
 from lightning_omni.simulator.monitor import Row, arrays
 from lightning_omni.simulator.replicas import named_parameters, own_replica
 from lightning_omni.simulator.server import resolve_also
+from lightning_omni.simulator.shares import by_share
 from lightning_omni.simulator.workbench import Samples, Workbench
 from lightning_omni.simulator.workload import Loss, MakeOptimizer
 from lightning_omni.topology import Topology
@@ -217,6 +220,7 @@ class _Replay:
         self._head_shard: Shard | None = None
         self._method: Method
         self._wire_format: WireFormat
+        self._split: Split
         self._overlap = False
         self._out, self._in = Memory(), Memory()
         self._groups: dict[int, _Group] = {}
@@ -313,7 +317,9 @@ class _Replay:
                 f" wire format {name_of(self._wire_format)} is not on record"
             )
         self._method = method
-        self._wire_format, self._overlap = from_wire(event.wire_format) if event.wire_format else RAW, event.overlap
+        wire_format = from_wire(event.wire_format) if event.wire_format else RAW
+        self._split = self._divided(event.servers)
+        self._wire_format, self._overlap = by_share(wire_format, method, self._split), event.overlap
         if not self._is_formed:
             self._is_formed = True
             at_server = self._optimizer if method.steps_at == "server" else None
@@ -324,6 +330,12 @@ class _Replay:
             self._shard.change_method(method, topology.alive)
         self._shard.answer_in(self._wire_format.answers, self._overlap)
         self._groups = {number: self._new_group(number, topology) for number in topology.alive}
+
+    def _divided(self, servers: int) -> Split:
+        """The weights, as so many servers have them."""
+        layout = Layout.of({name: parameter.detach() for name, parameter in self._body.items()})
+        at_servers = self._optimizer if self._method.steps_at == "server" else None
+        return Split.of(layout, servers, is_elementwise(self._method, at_servers))
 
     def _shard_of(
         self,
@@ -398,6 +410,12 @@ class _Replay:
         park(group.replica.optimizer, {})
 
     def _mask(self, group: _Group, present: tuple[bool, ...]) -> None:
+        if len(self._split.shares) > 1:
+            # Which gradients came to the other servers is not on record.
+            present = tuple(
+                present[self._split.places[0].index(place)] if place in self._split.places[0] else True
+                for place in range(len(self._body))
+            )
         group.present = present
         for name, there in zip(self._body, present, strict=False):
             if there and not self._body[name].requires_grad:
@@ -430,10 +448,20 @@ class _Replay:
         used = hyperparameters or hyperparameters_of(group.replica.optimizer, set(group.replica.ordered))
         own = [gradient[name] for name, _ in zip(self._body, group.replica.ordered, strict=False)]
         if len(group.present) == len(own):
+            self._check_known(group, own)
             own = [tensor if there else None for tensor, there in zip(own, group.present, strict=True)]
         group.core.steps_take(0, self._step_time)
         self._go_on(group, group.core.gradient(0, Gradient(own, used)))
         return [gradient[name] for name in self._head]
+
+    def _check_known(self, group: _Group, gradient: Tensors) -> None:
+        if len(self._split.shares) > 1 and any(
+            tensor is not None and not there for tensor, there in zip(gradient, group.present, strict=True)
+        ):
+            raise ConfigurationError(
+                "events: parameters were frozen in mid-run, and several servers held a share of the weights each, of"
+                " which only the first one's are on record"
+            )
 
     def _head_access(self, event: Event) -> None:
         """A group's access to the merged head: its gradient is computed now, and the head is stepped with it."""
