@@ -35,6 +35,7 @@ def serve(
     shards_here: int = 0,
     shard: int = 0,
     coordinator: str = "",
+    upstream: str = "",
     http: int | None = None,
     http_host: str = "127.0.0.1",
 ) -> int:
@@ -63,6 +64,8 @@ def serve(
             theirs, each with a number of its own: lightning-omni serve --shards 4 --shard 1 --coordinator tcp://...
         shard: Number of the share that this server holds, if another one coordinates them.
         coordinator: Address of the server that coordinates.
+        upstream: Address of another server, for which this one adds up what groups push: it holds no weights itself.
+            Trainings are told the address of that other one.
         http: Port for /metrics (Prometheus), /status (JSON), /healthz and /readyz, which anyone who can connect may
             read; 0 takes a free one. Without it nothing is served over HTTP.
         http_host: Address for these. Loopback by default: other machines can connect only if you name an address here.
@@ -87,6 +90,8 @@ def serve(
 
     console = Console(stderr=True)
     here = _check_shards(shards, shards_here, shard, coordinator, record)
+    if upstream:
+        _check_upstream(shards, record, http, once)
     key, where = load_or_create(key_file)
     torch.set_num_threads(threads)
     for path in method.split(",") if method else ():
@@ -103,20 +108,23 @@ def serve(
         record=RecordFile(record) if record is not None else None,
         shards=shards,
         shard=shard,
+        adds_up=bool(upstream),
     )
     raise_limit_of_files()
     chosen = transports.load(transport)() if transport else ZeroMQ(encryption=encryption)
     web = StatusServer(http_host, http) if http is not None else None
     try:
-        if shard:
-            server = chosen.follow(core, coordinator, host, port, data_port)
+        if shard or upstream:
+            server = chosen.follow(core, coordinator or upstream, host, port, data_port)
         else:
             server = chosen.serve(core, host, port, data_port)
     except BaseException:
         if web is not None:
             web.close()
         raise
-    run_log = RunLog(core, console) if not shard else None  # what the one that coordinates has in its log
+    run_log = (
+        RunLog(core, console) if not shard and not upstream else None
+    )  # what the one that coordinates has in its log
     settings = ServerSettings(
         key=key.hex(),
         host=host,
@@ -144,9 +152,8 @@ def serve(
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
     # Never wrapped: programs read the address.
-    console.print(
-        f"parameter server on {server.address}, key from {where or 'the environment'}", soft_wrap=True, markup=False
-    )
+    name = f"aggregator for {upstream}" if upstream else "parameter server"
+    console.print(f"{name} on {server.address}, key from {where or 'the environment'}", soft_wrap=True, markup=False)
 
     if web is not None:
         console.print(f"status on {web.url}", soft_wrap=True, markup=False)
@@ -178,7 +185,9 @@ def serve(
     if core.gone:
         console.print(core.gone, style="red", markup=False)
         return 1
-    console.print("parameter server stopped")
+    if upstream and not signals:
+        console.print(f"the parameter server at {upstream} is gone", markup=False)
+    console.print(f"{'aggregator' if upstream else 'parameter server'} stopped")
     return INTERRUPTED if signal.SIGINT in signals else 0
 
 
@@ -200,3 +209,16 @@ def _check_shards(shards: int, here: int, shard: int, coordinator: str, record: 
             f"--record {record} --shard {shard}: the server that coordinates records what all do; give it --record"
         )
     return 1 if shard else here or shards
+
+
+def _check_upstream(shards: int, record: Path | None, http: int | None, once: bool) -> None:
+    for option, given in (
+        ("--shards", shards > 1),
+        ("--record", record),
+        ("--http", http is not None),
+        ("--once", once),
+    ):
+        if given:
+            raise ConfigurationError(
+                f"{option} --upstream: an aggregator holds no weights and ends with its server; give {option} to that"
+            )

@@ -26,6 +26,7 @@ from lightning_omni.methods.contract import (
     ServerSide,
     Step,
     StepTime,
+    Sum,
 )
 from lightning_omni.methods.decoupled_diloco import DecoupledDiLoCo
 from lightning_omni.methods.delay_compensated import DelayCompensated
@@ -155,6 +156,7 @@ __all__ = [
     "SoftSync",
     "Step",
     "StepTime",
+    "Sum",
     "checked",
     "load",
     "method_named",

@@ -174,6 +174,20 @@ class Push(msgspec.Struct, frozen=True):
     fragment: int | None = None
 
 
+class Sum(msgspec.Struct, frozen=True):
+    """Pushes of several groups that an aggregator has added up.
+
+    Attributes:
+        parts: the pushes, in the order in which they came, all of the same fragment, and each without its tensors.
+        tensors: their sum, valid for as long as `Push.tensors`; None where no push had one.
+        counts: of each tensor, how many of the pushes had one.
+    """
+
+    parts: Sequence[Push]
+    tensors: Tensors
+    counts: Sequence[int]
+
+
 class Reply(msgspec.Struct, frozen=True):
     """The server side's answer to a group.
 
@@ -233,6 +247,10 @@ class ServerSide(ABC):
     @abstractmethod
     def receive(self, push: Push) -> list[Reply]:
         """Merges a push and says which groups now get an answer."""
+
+    def receive_sum(self, pushes: Sum) -> list[Reply]:
+        """Merges pushes that come as their sum; only where `Method.most_added` allows it."""
+        raise NotImplementedError(f"{type(self).__name__} needs each push by itself")
 
     def released(self) -> list[Reply]:
         """Groups that need not wait any more, now that another is gone or idle. None waits unless a method makes it."""
@@ -299,10 +317,22 @@ class Barrier(ServerSide):
         """One update of the master, or of ``last.fragment``, from all groups' pushes, of which ``last`` came last."""
 
     def receive(self, push: Push) -> list[Reply]:
+        self._totals[push.fragment or 0].add(push.tensors)
+        return self._wait(push)
+
+    def receive_sum(self, pushes: Sum) -> list[Reply]:
+        *others, last = pushes.parts
+        self._totals[last.fragment or 0].add(pushes.tensors, counts=pushes.counts, pushes=len(pushes.parts))
+        for push in others:
+            self._waiting[push.group] = self.staleness_of(push)
+        return self._wait(last)
+
+    def _wait(self, push: Push) -> list[Reply]:
+        """What a group has pushed is in the total."""
         self._waiting[push.group] = self.staleness_of(push)
-        number = push.fragment or 0
-        self._totals[number].add(push.tensors)
-        self._last[number] = Push(push.group, push.read_at, (), push.hyperparameters, push.note, push.fragment)
+        self._last[push.fragment or 0] = Push(
+            push.group, push.read_at, (), push.hyperparameters, push.note, push.fragment
+        )
         return self.released()
 
     def released(self) -> list[Reply]:
@@ -381,6 +411,10 @@ class Method(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
         while True:
             gradient = yield NextGradient()
             replica.load((yield Exchange(gradient.tensors, replica.clock, gradient.hyperparameters)))
+
+    def most_added(self, groups: int) -> int:
+        """Pushes that may come to the server side as one `Sum`, of so many groups; 0 if it needs each by itself."""
+        return 0
 
     def apply_answer(self, replica: Replica, pulled: Pulled) -> None:
         """What a group does with the answer of an exchange that was under way, if it comes before it is received.

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from lightning_omni.checks import check_choice, check_whole
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.methods.contract import Method, Push, Reply, ServerSide
+from lightning_omni.methods.contract import Method, Push, Reply, ServerSide, Sum
 from lightning_omni.methods.totals import Total
 
 
@@ -34,6 +34,15 @@ class _EveryC(ServerSide):
         if self._total.count >= self.c:
             self._update()
         return [Reply(push.group, staleness)]
+
+    def receive_sum(self, pushes: Sum) -> list[Reply]:
+        staleness = [self.staleness_of(push) for push in pushes.parts]
+        self._total.add(pushes.tensors, counts=pushes.counts, pushes=len(pushes.parts))
+        self._staleness += sum(staleness)
+        self._hyperparameters = pushes.parts[-1].hyperparameters
+        if self._total.count >= self.c:
+            self._update()
+        return [Reply(push.group, stale) for push, stale in zip(pushes.parts, staleness, strict=True)]
 
     def released(self) -> list[Reply]:
         enough = 1 if self.groups <= self.idle_groups else self.c
@@ -82,6 +91,9 @@ class SoftSync(Method, frozen=True, kw_only=True, tag="softsync"):
         n: 1 to the number of groups.
         modulation: what becomes of the learning rate.
 
+    Where aggregators add pushes up (``lightning-omni serve --upstream``), an update is of c gradients or more: a sum
+    comes whole. With "each" none may.
+
     When all groups are idle (before a validation, say) what has come in is applied even if it is less than c gradients,
     so that no sample is lost. The model that is evaluated is the server's.
 
@@ -112,3 +124,7 @@ class SoftSync(Method, frozen=True, kw_only=True, tag="softsync"):
                 f"n={self.n}, but there are only {groups} groups: an update needs floor(groups / n) >= 1 gradients;"
                 f" pass n<={groups} or more groups"
             )
+
+    def most_added(self, groups: int) -> int:
+        """As many as there are in an update; none, if each is weighted by its own staleness."""
+        return 0 if self.modulation == "each" else max(1, groups // self.n)

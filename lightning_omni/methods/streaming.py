@@ -58,6 +58,10 @@ class Streaming(Method, frozen=True, kw_only=True):
         check_whole("delay", self.delay, f"0 to {most} steps: fewer than period / fragments", 0, most)
         check_number("alpha", self.alpha, "0 <= alpha < 1, the part of its own weights that a group keeps", 0, below=1)
 
+    def most_added(self, groups: int) -> int:
+        """All: the server goes by their mean."""
+        return groups
+
     @property
     def streams(self) -> bool:
         """Whether it is told to exchange in another way than all at once, waiting, and overwriting."""

@@ -38,20 +38,33 @@ class Total:
         self._sum.extend([None] * missing)
         self._counts.extend([0] * missing)
 
-    def add(self, tensors: Sequence[Tensor | None], weight: float = 1.0) -> None:
-        """``sum += weight * tensors``; copies what it keeps."""
+    def add(
+        self,
+        tensors: Sequence[Tensor | None],
+        weight: float = 1.0,
+        counts: Sequence[int] | None = None,
+        pushes: int = 1,
+    ) -> None:
+        """``sum += weight * tensors``; copies what it keeps.
+
+        Args:
+            tensors: of one push, or the sum of several.
+            weight: of each of these pushes.
+            counts: of each tensor, how many of the pushes had it; None if this is one push.
+            pushes: how many they are.
+        """
         self.reach(len(tensors))
         for index, tensor in enumerate(tensors):
             if tensor is None:
                 continue
-            self._counts[index] += 1
+            self._counts[index] += 1 if counts is None else counts[index]
             mine = self._sum[index]
             if mine is None:
                 self._sum[index] = tensor.detach().clone() if weight == 1.0 else tensor.detach() * weight
             else:
                 mine.add_(tensor, alpha=weight)
-        self.count += 1
-        self.weight += weight
+        self.count += pushes
+        self.weight += weight * pushes
 
     def scaled(self, factor: float) -> list[Tensor | None]:
         """The sum times a factor, in place: the total is as good as cleared."""

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from lightning_omni.errors import ProtocolError, UnsupportedError
+from lightning_omni.errors import ConnectionLost, ProtocolError, UnsupportedError
 from lightning_omni.methods import Exchange, Inbox, Publish, Pulled, ReadInbox, ReadPeer, Receive, SendPeer
 from lightning_omni.optimizer.model_replica import Part
 from lightning_omni.optimizer.place import Place
@@ -25,9 +25,9 @@ from lightning_omni.protocol.codec import pack, unpack
 from lightning_omni.protocol.cut import Cut
 from lightning_omni.protocol.group import Action, Ask, Heard, Said
 from lightning_omni.protocol.layout import Layout
-from lightning_omni.protocol.requests import Requests, alike
+from lightning_omni.protocol.requests import ByAggregator, Requests, alike
 from lightning_omni.protocol.split import Split, is_elementwise
-from lightning_omni.protocol.transport import Address, Peers
+from lightning_omni.protocol.transport import Address, Control, Data, Peers
 from lightning_omni.protocol.wire_format import RAW, Memory, WireFormat, check_size, decode
 
 _log = logging.getLogger(__name__)
@@ -505,6 +505,9 @@ class Channel:
             self._requests = None
         self._close_peers()
 
+    def _warn_of_aggregator(self, error: ConnectionLost) -> None:
+        _log.warning("group %d pushes to the parameter server itself from now on: %s", self._place.group, error)
+
     def _close_peers(self) -> None:
         if self._peers is not None:
             self._peers.close()
@@ -526,8 +529,15 @@ class Channel:
                     f"the method's fragments={self._place.method.fragments}, and {self._place.control.shards} servers"
                     " hold a share of the weights each: pass fragments=1, or servers=1"
                 )
-            self._requests = Requests(self._place.control.attach_all(self._place.options.timeout.total_seconds()))
+            self._requests = Requests(self._connect(self._place.control, self._place.options.timeout.total_seconds()))
         return self._requests
+
+    def _connect(self, control: Control, timeout: float) -> list[Data]:
+        """To all servers that hold a share each; or to the one, by way of an aggregator if there is one."""
+        connections = control.attach_all(timeout)
+        if len(connections) == 1 and (aggregator := control.attach_aggregator(timeout)) is not None:
+            return [ByAggregator(connections[0], aggregator, self._warn_of_aggregator)]
+        return connections
 
 
 def _decoded(answers: WireFormat, payload: Tensor, layout: Layout, memory: Memory) -> Tensor:

@@ -54,7 +54,8 @@ class Admission:
     @property
     def attached(self) -> set[Peer]:
         """Data connections of ranks that are still here."""
-        return {peer for peer, rank in self._attached.items() if rank not in self._roster.gone}
+        own = {peer for peer, rank in self._attached.items() if rank not in self._roster.gone}
+        return own.union(self._servers.data_peers)
 
     def find(self, channel: m.Channel, peer: Peer) -> Member | None:
         """The admitted rank behind a connection."""
@@ -115,13 +116,21 @@ class Admission:
     def attach(self, sender: Sender, message: m.AttachProof, payload: Payload) -> list[Out]:
         """A rank proves that its own process is behind the data connection."""
         attach, challenge = self._attaching.pop(sender.peer, (None, b""))
-        member = self._roster.members.get(attach.rank) if attach is not None else None
-        if attach is None or member is None:
+        secret = self._secret_of(attach.rank) if attach is not None else b""
+        if attach is None or not secret or not is_equal(message.mac, attach_mac(secret, "rank", attach, challenge)):
             raise Refused("stranger", "this proof opens nothing")
-        if not is_equal(message.mac, attach_mac(member.session, "rank", attach, challenge)):
-            raise Refused("stranger", "this proof opens nothing")
-        if member.rank in self._data_peers:
-            raise Refused("attached", f"rank {member.rank} has a data connection already; it keeps that one")
-        self._attached[sender.peer] = member.rank
-        self._data_peers[member.rank] = sender.peer
-        return [Out(sender.peer, m.DATA, m.Attached(mac=attach_mac(member.session, "server", attach, challenge)))]
+        if attach.rank in self._data_peers:
+            raise Refused("attached", f"rank {attach.rank} has a data connection already; it keeps that one")
+        if attach.rank < 0:
+            self._servers.attached(attach.rank, sender.peer)
+        else:
+            self._attached[sender.peer] = attach.rank
+            self._data_peers[attach.rank] = sender.peer
+        return [Out(sender.peer, m.DATA, m.Attached(mac=attach_mac(secret, "server", attach, challenge)))]
+
+    def _secret_of(self, rank: int) -> bytes:
+        """Of an admitted rank, or an aggregator; empty if there is none."""
+        if rank < 0:
+            return self._servers.secret_of(rank)
+        member = self._roster.members.get(rank)
+        return member.session if member is not None else b""

@@ -158,8 +158,13 @@ def shard_mac(key: bytes, side: Literal["shard", "coordinator"], hello: ShardHel
     return hmac.digest(key, msgspec.msgpack.encode(("between servers", side, hello, challenge)), hashlib.sha256)
 
 
-def join_as_shard(say: Say, key: bytes, hello: ShardHello, where: str = "") -> ShardWelcome:
-    """The side of a server that holds a share, of the handshake with the one that coordinates; see `join`.
+def aggregator_key(key: bytes, hello: ShardHello, challenge: bytes) -> bytes:
+    """The secret of one admitted aggregator and its server; it opens its data connection."""
+    return derive(key, b"aggregator", msgspec.msgpack.encode((hello, challenge)))
+
+
+def join_as_shard(say: Say, key: bytes, hello: ShardHello, where: str = "") -> tuple[ShardWelcome, bytes]:
+    """The side of a server that holds a share, or adds pushes up, of the handshake with the one that coordinates.
 
     Args:
         say: to the server that coordinates.
@@ -168,7 +173,7 @@ def join_as_shard(say: Say, key: bytes, hello: ShardHello, where: str = "") -> S
         where: the address of that server, for messages.
 
     Returns:
-        What it tells a server that it lets in.
+        What it tells a server that it lets in, and the secret that opens an aggregator's data connection.
 
     Raises:
         Refused: the server does not hold the key.
@@ -177,7 +182,7 @@ def join_as_shard(say: Say, key: bytes, hello: ShardHello, where: str = "") -> S
     welcome: ShardWelcome = say(ShardProof(mac=shard_mac(key, "shard", hello, challenge)), ShardWelcome)
     if not is_equal(welcome.mac, shard_mac(key, "coordinator", hello, challenge)):
         raise Refused("key", f"the server at {where} does not hold the run's key; it is not ours")
-    return welcome
+    return welcome, aggregator_key(key, hello, challenge)
 
 
 def derive(key: bytes, purpose: bytes, salt: bytes = b"", length: int = 32) -> bytes:

@@ -23,6 +23,7 @@ from lightning_omni.methods import Inbox
 from lightning_omni.methods.totals import Total
 from lightning_omni.protocol import handshake
 from lightning_omni.protocol import messages as m
+from lightning_omni.protocol.aggregator import Aggregator
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.server import ServerCore
 from lightning_omni.protocol.service import Out, Payload, Peer, as_tensor, nbytes_of
@@ -112,6 +113,10 @@ class InMemory(Transport, frozen=True, kw_only=True, tag="in_memory"):
         self, core: ServerCore, coordinator: str, host: str = "", port: int = 0, data_port: int = 0
     ) -> InMemoryServer:
         self.check_address(coordinator)
+        if isinstance(core.servers, Aggregator):
+            raise ConfigurationError(
+                "--upstream: inside one process there are no links that an aggregator could relieve; leave it out"
+            )
         server = self.serve(core)
         server.follow(self.servers[coordinator])
         return server

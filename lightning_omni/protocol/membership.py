@@ -90,6 +90,7 @@ class Membership:
             )
         method = m.method_from_wire(message.method)
         wire_format.from_wire(message.wire_format)  # or it is refused, before anything has changed
+        self._servers.check_method(method, len(topology.alive))
         self._roster.form(topology, message.names)
         self.generation = message.generation
         self._formed = message

@@ -17,7 +17,7 @@ from lightning_omni.protocol.cut import Cut
 from lightning_omni.protocol.leases import Batch, EpochPlan
 from lightning_omni.registry import to_wire
 
-VERSION = 9
+VERSION = 10
 """Protocol version. Both sides must have the same."""
 LARGEST_INLINE = 32 << 10
 """Bytes of message or payload that a rank may send on the control channel; more is brought over the data channel."""
@@ -186,6 +186,10 @@ class AskStatus(Message, frozen=True, kw_only=True):
 
 class AskShards(Message, frozen=True, kw_only=True):
     """Where are the servers that hold a share each? Answered when all of them are there, and know me."""
+
+
+class AskAggregator(Message, frozen=True, kw_only=True):
+    """Which aggregator am I to push to? Answered when it knows me."""
 
 
 # --- Control, observer to server -------------------------------------------------------------------------------------
@@ -415,6 +419,16 @@ class Shards(Message, tag="ShardAddresses", frozen=True, kw_only=True):
     """
 
     addresses: tuple[str, ...]
+
+
+class Aggregator(Message, tag="AggregatorAddress", frozen=True, kw_only=True):
+    """The data address of the aggregator that this rank may push to; empty if there is none."""
+
+    address: str
+
+
+class PushDirectly(Message, frozen=True, kw_only=True):
+    """The aggregator that this rank was told to push to is gone: push to the server itself."""
 
 
 class EpochOpened(Message, frozen=True, kw_only=True):
@@ -842,7 +856,7 @@ class Taken(Message, frozen=True, kw_only=True):
 
 ToControl = (
     Challenge | Welcome | RefusedMessage | Status | Formed | Joined | EpochOpened | Drawn | Verdict | Left | Gathered
-    | Notice | Acknowledged | Shards | Observing | Overview
+    | Notice | Acknowledged | Shards | Observing | Overview | Aggregator | PushDirectly
 )  # fmt: skip
 ToData = (
     AttachChallenge | Attached | Long | Seeded | Restructured | GroupStateStored | Weights | Snapshot | HeadOutput

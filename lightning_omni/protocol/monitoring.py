@@ -8,6 +8,7 @@ from statistics import fmean
 
 from lightning_omni.methods import Method
 from lightning_omni.protocol import messages as m
+from lightning_omni.protocol import shard_messages as sm
 from lightning_omni.protocol.roster import Roster
 from lightning_omni.protocol.sensing import total_momentum
 from lightning_omni.protocol.service import Out, Payload, Sender, Service
@@ -54,7 +55,7 @@ class Monitoring(Service):
 
     def begin(self, message: m.Message) -> None:
         """A message has come in, and is about to be handled."""
-        self._push_began = self._clock() if isinstance(message, m.PushMessage) else None
+        self._push_began = self._clock() if isinstance(message, (m.PushMessage, sm.Sum)) else None
 
     def end(self) -> None:
         """The answers to the last message are with the socket; if it was a push, it has taken until now."""

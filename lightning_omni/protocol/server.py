@@ -12,12 +12,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+from torch import Tensor
+
 from lightning_omni.errors import CollectiveMismatch, MalformedMessage, OmniError, Refused
 from lightning_omni.methods.master import Resolve, resolver
 from lightning_omni.methods.modules import ResolveModule, module_resolver
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol import shard_messages as sm
 from lightning_omni.protocol.admission import Admission
+from lightning_omni.protocol.aggregator import Aggregator
+from lightning_omni.protocol.aggregators import Aggregators
 from lightning_omni.protocol.data import Data
 from lightning_omni.protocol.epochs import Epochs
 from lightning_omni.protocol.membership import Membership
@@ -27,10 +31,10 @@ from lightning_omni.protocol.notes import Notes
 from lightning_omni.protocol.observation import Happening, Observation, Observers
 from lightning_omni.protocol.record import Recorder
 from lightning_omni.protocol.roster import Roster
-from lightning_omni.protocol.router import SHARD_TABLE, TABLE, Router, Row
+from lightning_omni.protocol.router import AGGREGATOR_TABLE, AGGREGATORS_TABLE, SHARD_TABLE, TABLE, Router, Row
 from lightning_omni.protocol.service import Out, Payload, Peer, Service
 from lightning_omni.protocol.shard import Shard
-from lightning_omni.protocol.shard_servers import Coordinator, Follower, OneServer, Servers
+from lightning_omni.protocol.shard_servers import Coordinator, Follower, Servers
 from lightning_omni.protocol.shards import Shards
 from lightning_omni.protocol.snapshots import Snapshots
 from lightning_omni.protocol.synchronization import Synchronization
@@ -56,6 +60,7 @@ class ServerCore:
         services: ... services of your own. Each is a class that is made once for every run, with this core.
         shards: servers that hold a share of the weights each, this one among them.
         shard: which of them this is; number 0 coordinates the others.
+        adds_up: whether it holds no weights, but adds up what groups push for another one: an aggregator.
 
     Attributes:
         key: the run's shared secret.
@@ -79,24 +84,35 @@ class ServerCore:
         services: Sequence[Callable[[ServerCore], Service]] = (),
         shards: int = 1,
         shard: int = 0,
+        adds_up: bool = False,
     ) -> None:
         self.key = key
         self._random = random
         # Of ranks that are silent the server that coordinates tells the others.
-        self._heartbeat_timeout = heartbeat_timeout if shard == 0 else math.inf
-        self._join_timeout = join_timeout if shard == 0 else math.inf
+        is_told = shard > 0 or adds_up
+        self._heartbeat_timeout = math.inf if is_told else heartbeat_timeout
+        self._join_timeout = math.inf if is_told else join_timeout
         self._resolve = resolve or resolver(())
         self._resolve_module = resolve_module or module_resolver(())
         self._clock = clock or self._last_now
         self._record = record
         self._more_services = tuple(services)
         self._now = 0.0
-        self.servers: Servers = OneServer()
-        if shard > 0:
+        self.servers: Servers
+        table: Sequence[Row] = TABLE
+        if adds_up:
+            self.servers, table = Aggregator(), AGGREGATOR_TABLE
+        elif shard > 0:
             self.servers = Follower(shard, shards)
         elif shards > 1:
             self.servers = Coordinator(key, random, shards, heartbeat_timeout, join_timeout, self._last_now)
-        self._table = (*TABLE, *(SHARD_TABLE if isinstance(self.servers, Coordinator) else ()), *rows)
+            table = (*TABLE, *SHARD_TABLE)
+        else:
+            self.servers = Aggregators(
+                key, random, heartbeat_timeout, self._last_now, lambda: self.data_port, record is not None
+            )
+            table = (*TABLE, *AGGREGATORS_TABLE)
+        self._table = (*table, *rows)
         self.strangers = 0
         self.data_port = 0
         self._observers = Observers(key, random)
@@ -122,7 +138,7 @@ class ServerCore:
             Synchronization(roster, training, lambda *brought: self._router.forward(*brought)),
             Data(roster, epochs, training, notes),
             training,
-            Snapshots(roster, shards, training, epochs, notes, self._resolve, self._resolve_module),
+            Snapshots(roster, shards, training, epochs, notes, servers, self._resolve, self._resolve_module),
             MergedHeads(roster, shards, notes, self._work_time),
             self._monitoring,
             self._observation,
@@ -139,6 +155,11 @@ class ServerCore:
         )
         self._router = Router(self._table, [self._admission, self._membership, *services], roster, servers)
         servers.begin(self._membership.end, lambda: roster.live)
+        if isinstance(servers, Aggregators):
+            servers.serve(roster, shards)
+        elif isinstance(servers, Aggregator):
+            admission = self._admission
+            servers.watch(lambda rank: admission.data_connection(rank) is not None)
 
     # --- What drives the machine -------------------------------------------------------------------------------------
 
@@ -199,7 +220,7 @@ class ServerCore:
             message: see `lightning_omni.protocol.shard_messages.ToShard`.
         """
         servers = self.servers
-        assert isinstance(servers, Follower)
+        assert isinstance(servers, (Follower, Aggregator))
         if not isinstance(message, sm.Told):
             return []
         self._pass_time(message.now)
@@ -209,6 +230,16 @@ class ServerCore:
             servers.report()
         return self._sent(out)
 
+    def hear_answer(self, message: m.Message, payload: Tensor) -> list[Out]:
+        """The server for which this one adds up has said something on the data connection.
+
+        Args:
+            message: see `lightning_omni.protocol.shard_messages.decode_answer`.
+            payload: the bytes behind it; they are sent on before the next message in.
+        """
+        assert isinstance(self.servers, Aggregator)
+        return self._sent(self.servers.answered(message, payload))
+
     def shard_hello(self, address: str, nonce: bytes) -> sm.ShardHello:
         """What this server says first to the one that coordinates.
 
@@ -217,15 +248,16 @@ class ServerCore:
             nonce: random bytes.
         """
         servers = self.servers
-        return sm.ShardHello(
-            version=m.VERSION, shard=servers.number, shards=servers.count, address=address, nonce=nonce
-        )
+        shard, shards = (0, 0) if isinstance(servers, Aggregator) else (servers.number, servers.count)
+        return sm.ShardHello(version=m.VERSION, shard=shard, shards=shards, address=address, nonce=nonce)
 
-    def _done_also(self, servers: Follower, message: sm.Told) -> list[Out]:
+    def _done_also(self, servers: Follower | Aggregator, message: sm.Told) -> list[Out]:
+        if isinstance(servers, Aggregator) and not isinstance(message, (sm.Admit, sm.RunOver)):
+            return servers.told(message)
         match message:
             case sm.Expire():
                 return self._training.expire(message.now)
-            case sm.Decide():
+            case sm.Decide() if isinstance(servers, Follower):
                 return servers.decide(message)
             case sm.Idle():
                 return self._training.idle(message.rank)
@@ -246,10 +278,14 @@ class ServerCore:
         return []
 
     def _sent(self, out: list[Out]) -> list[Out]:
-        """What is sent: a server that holds a share has control connections to the one that coordinates only."""
+        """What is sent: a server that holds a share has control connections to the one that coordinates only.
+
+        An aggregator also tells those who take it for the server that it is none.
+        """
         if self.servers.number:
-            out = [each for each in out if each.channel == m.DATA]
-        return out + self.servers.drain() if self.servers.count > 1 else out
+            also = m.RefusedMessage if isinstance(self.servers, Aggregator) else ()
+            out = [each for each in out if each.channel == m.DATA or isinstance(each.message, also)]
+        return out + self.servers.drain()
 
     def handed_over(self) -> None:
         """The answers to the last message are with the socket; if it was a push, it has taken until now."""
@@ -287,7 +323,7 @@ class ServerCore:
 
     def fail(self, reason: str) -> list[Out]:
         """The server itself cannot go on: the run ends, and every rank is told."""
-        if isinstance(self.servers, Follower):
+        if isinstance(self.servers, (Follower, Aggregator)):
             self.servers.fail(reason)
             return self._sent([])
         return self._sent(self._membership.end(f"the parameter server failed: {reason}"))
@@ -324,6 +360,8 @@ class ServerCore:
     def is_admitted(self, channel: m.Channel, peer: Peer) -> bool:
         """Whether a connection is that of an admitted rank or server, or of a process that watches."""
         if channel == m.CONTROL and (peer in self.servers.peers or self._observers.has(peer)):
+            return True
+        if channel == m.DATA and peer in self.servers.data_peers:
             return True
         return self._admission.find(channel, peer) is not None
 

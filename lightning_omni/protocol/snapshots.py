@@ -19,6 +19,7 @@ from lightning_omni.protocol.notes import Notes
 from lightning_omni.protocol.roster import Roster
 from lightning_omni.protocol.service import Out, Payload, Sender, Service, as_tensor
 from lightning_omni.protocol.shard import ROOM, Shard
+from lightning_omni.protocol.shard_servers import Servers
 from lightning_omni.protocol.shards import Shards
 from lightning_omni.protocol.training import Training
 from lightning_omni.topology import Topology
@@ -32,7 +33,8 @@ class Snapshots(Service):
         shards: where the weights and optimizers are held.
         training: knows what was pushed.
         epochs: the epoch that is under way.
-        notes: is told of what was handed over.
+        notes: is told of what was handed over, and so are ...
+        servers: ... the others.
         resolve: finds the class of an optimizer's class path.
         resolve_module: finds the class of a merged head's module.
     """
@@ -44,6 +46,7 @@ class Snapshots(Service):
         training: Training,
         epochs: Epochs,
         notes: Notes,
+        servers: Servers,
         resolve: Resolve,
         resolve_module: ResolveModule,
     ) -> None:
@@ -52,6 +55,7 @@ class Snapshots(Service):
         self._training = training
         self._epochs = epochs
         self._notes = notes
+        self._servers = servers
         self._resolve = resolve
         self._resolve_module = resolve_module
         self._method: Method | None = None
@@ -90,6 +94,7 @@ class Snapshots(Service):
         formed = self._roster.topology
         for number in range(len(self._shards.all)):
             self._notes.seed(number, formed.groups if formed else (), self._formed)
+        self._servers.seeded()
         return [Out(sender.peer, m.DATA, m.Seeded())]
 
     def store_group_state(self, sender: Sender, message: m.GroupState, payload: Payload) -> list[Out]:

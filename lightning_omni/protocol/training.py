@@ -26,7 +26,7 @@ from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.notes import Notes
 from lightning_omni.protocol.record import Kind
 from lightning_omni.protocol.roster import Roster
-from lightning_omni.protocol.service import Out, Payload, Peer, Sender, Service, as_tensor
+from lightning_omni.protocol.service import Out, Payload, Peer, Sender, Service, as_tensor, nbytes_of
 from lightning_omni.protocol.shard import Shard, is_finite
 from lightning_omni.protocol.shard_servers import Servers
 from lightning_omni.protocol.shards import Shards
@@ -66,6 +66,7 @@ class Training(Service):
         self._servers = servers
         self._deliveries = Deliveries()
         self._pending: dict[int, m.PushMessage] = {}  # group: the push that waits
+        self._via: dict[int, Peer] = {}  # group: the aggregator in whose sum that came
         self._idle_elsewhere: set[int] = set()
         self.handled: Counter[int] = Counter()
         self._wire_format: WireFormat = RAW
@@ -82,6 +83,7 @@ class Training(Service):
             shard.answer_in(wire.answers, message.overlap)
         self._notes.form(topology.groups, message)
         self._pending.clear()
+        self._via.clear()
         self.handled.clear()
         self._deliveries.clear()
         self._idle_elsewhere.clear()
@@ -146,6 +148,8 @@ class Training(Service):
         shard = self._shards.shard(number)
         if shard.is_head:
             raise ProtocolError(f"optimizer {number} is a merged head; nothing is pushed to it")
+        self._via.pop(group, None)  # whatever came of that, the answer is wanted here
+        self._servers.pushed_directly(sender.rank)
         if (last := self._deliveries.check(group, self._roster.identity(group), message)) is not None:
             return self._answer_again(sender, message, shard, last)
         if message.epoch >= 0:
@@ -167,6 +171,53 @@ class Training(Service):
         if group in self._pending:
             out += self._idle_at_others(group, number)
         return out
+
+    def check_sum(self, sender: Sender, message: sm.Sum) -> int:
+        """Bytes of a sum."""
+        self._servers.check_adds_up(sender.peer)
+        if not 0 <= message.nbytes <= self._shards.shard(message.optimizer).layout.nbytes:
+            raise MalformedMessage(f"{message.nbytes} bytes are the sum of no pushes to optimizer {message.optimizer}")
+        return message.nbytes
+
+    def push_sum(self, sender: Sender, message: sm.Sum, payload: Payload) -> list[Out]:
+        """Pushes that an aggregator has added up: all of them count, or none does."""
+        self._servers.check_adds_up(sender.peer)
+        number, parts, tensors = message.optimizer, message.parts, as_tensor(payload)
+        try:
+            shard = self._shards.shard(number)
+            self._check_parts(shard, message, tensors)
+        except OmniError as error:
+            return [Out(sender.peer, m.DATA, sm.SumRefused(number=message.number, reason=str(error)))]
+        replies = shard.take_sum(parts, tensors)
+        for group, push in ((part.group, part.push) for part in parts):
+            self.handled[group] += 1
+            self._deliveries.count(group, push, applied=True)
+            if push.epoch >= 0:
+                self._epochs.train(group, push.epoch, push.trained)
+            self._pending[group], self._via[group] = push, sender.peer
+        out = self._answers(number, replies)
+        for part in parts:
+            if part.group in self._pending:
+                out += self._idle_at_others(part.group, number)
+        return out
+
+    def _check_parts(self, shard: Shard, message: sm.Sum, payload: Tensor) -> None:
+        """Raises `OmniError` unless every push of a sum counts. Nothing has changed then."""
+        groups = [part.group for part in message.parts]
+        if shard.is_head or len(set(groups)) < len(groups):
+            raise ProtocolError(f"the pushes of groups {groups} to optimizer {message.optimizer} cannot be added up")
+        if len(groups) > shard.method_side.method.most_added(len(self._roster.groups)):
+            raise ProtocolError(f"{len(groups)} pushes were added up, more than there may be in one update")
+        for group, push in ((part.group, part.push) for part in message.parts):
+            if group not in self._roster.groups or push.optimizer != message.optimizer:
+                raise Refused("late", f"group {group} takes no part any more")
+            if self._deliveries.check(group, self._roster.identity(group), push) is not None:
+                raise Refused("late", f"push {push.sequence} of group {group} has counted")
+            if push.epoch >= 0:
+                self._epochs.check_trained(group, push.epoch, push.trained)
+        layout = shard.layout_of_sum(message.parts)
+        if payload.numel() != layout.nbytes or not is_finite(layout, payload):
+            raise MalformedMessage("the sum is not finite, or not as large as the tensors that its pushes speak of")
 
     def is_push_finite(self, sender: Sender, message: m.PushMessage, payload: Payload) -> bool:
         """Whether the numbers are in that part of a push which this server has."""
@@ -303,10 +354,37 @@ class Training(Service):
     # --- Answers -----------------------------------------------------------------------------------------------------
 
     def _answers(self, number: int, replies: list[Reply]) -> list[Out]:
-        return [self._answer(number, reply, only=len(replies) == 1) for reply in replies]
+        out = []
+        sums: dict[tuple[Peer, int | None, bool, int], list[Reply]] = {}
+        for reply in replies:
+            aggregator, push = self._via.pop(reply.group, None), self._pending.get(reply.group)
+            if aggregator is None or push is None:
+                out.append(self._answer(number, reply, only=len(replies) == 1))
+            else:
+                sums.setdefault((aggregator, push.part, push.pull, push.layout), []).append(reply)
+        return out + [self._answer_sum(number, alike[0], theirs) for alike, theirs in sums.items()]
 
-    def _answer(self, number: int, reply: Reply, only: bool) -> Out:
-        """The answer to the push that a group is waiting with."""
+    def _answer_sum(self, number: int, peer: Peer, replies: list[Reply]) -> Out:
+        """One answer for several groups, by way of their aggregator: weights as they are, and what differs."""
+        answers, payload = [], None
+        for reply in replies:
+            push = self._pending[reply.group]
+            out = self._answer(number, reply, only=True, like=payload)
+            assert isinstance(out.message, m.Weights)
+            answers.append(sm.Answered(reply.group, push.incarnation, push.sequence, out.message))
+            payload = out.payload
+        assert payload is not None
+        return Out(peer, m.DATA, sm.Summed(answers=tuple(answers), nbytes=answers[0].answer.nbytes), payload)
+
+    def _answer(self, number: int, reply: Reply, only: bool, like: tuple[Payload, ...] | None = None) -> Out:
+        """The answer to the push that a group is waiting with.
+
+        Args:
+            number: of the optimizer.
+            reply: from the method.
+            only: whether no other is made before this one is sent.
+            like: the payload, if another group has the same answer.
+        """
         shard, peer = self._shards.shard(number), self._admission.leader_peer(reply.group)
         push = self._pending.pop(reply.group, None)
         self._deliveries.answer(reply.group, number, reply.staleness)
@@ -314,12 +392,20 @@ class Training(Service):
             self._idle_elsewhere.discard(reply.group)
             self._resume_group(reply.group, but=number)
         payload = None
-        if push is None or push.pull:
+        if like is None and (push is None or push.pull):
             payload = shard.payload_of(reply, push.part if push is not None else None)
         if payload is not None and payload is not shard.buffer and not only:
             payload = payload.clone()  # the next one is written into the same memory
         return self._weights(
-            peer, number, shard, reply.staleness, group=reply.group, payload=payload, note=reply.note, push=push
+            peer,
+            number,
+            shard,
+            reply.staleness,
+            group=reply.group,
+            payload=payload,
+            note=reply.note,
+            push=push,
+            like=like,
         )
 
     def _weights(
@@ -335,10 +421,11 @@ class Training(Service):
         known: int = -1,
         to_push: bool = True,
         push: m.PushMessage | None = None,
+        like: tuple[Payload, ...] | None = None,
     ) -> Out:
-        parts: tuple[Tensor, ...] = ()
+        parts = like or ()
         fragment = push.part if push is not None else None
-        if push is None or push.pull:
+        if like is None and (push is None or push.pull):
             of = shard.method_side.method.fragments
             layout = shard.layout_of(group if known < 0 else known).fragment(fragment, of)
             whole = shard.payload_of(Reply(group, staleness), fragment) if payload is None else payload
@@ -352,7 +439,7 @@ class Training(Service):
             refused_in_row=shard.refused_in_row[group],
             progress=self._epochs.progress,
             stop=self._epochs.stop,
-            nbytes=sum(each.numel() for each in parts),
+            nbytes=sum(map(nbytes_of, parts)),
             note=note,
             fragment=-1 if fragment is None else fragment,
         )

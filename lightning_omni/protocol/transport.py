@@ -21,7 +21,15 @@ import msgspec
 import torch
 from torch import Tensor
 
-from lightning_omni.errors import ConfigurationError, MalformedMessage, OmniError, ProtocolError, RankLost, Refused
+from lightning_omni.errors import (
+    ConfigurationError,
+    ConnectionLost,
+    MalformedMessage,
+    OmniError,
+    ProtocolError,
+    RankLost,
+    Refused,
+)
 from lightning_omni.methods import Inbox
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.layout import Layout
@@ -63,6 +71,7 @@ class Control(ABC):
         self.status: m.Status | None = None
         self.lost: tuple[int, ...] = ()
         self.signal = 0
+        self._pushes_directly = False
         self._timings = (0.0, 0.0, 0.0)
         self._ended: OmniError | None = None
         self._on_end = on_end or (lambda error: None)
@@ -131,6 +140,17 @@ class Control(ABC):
         others = self.request(m.AskShards(), m.Shards).addresses if self.shards > 1 else ()
         return [self.attach(timeout, address) for address in ("", *others)]
 
+    def attach_aggregator(self, timeout: float = 300.0) -> Data | None:
+        """Opens this rank's data connection to the aggregator that the server tells it of.
+
+        Args:
+            timeout: seconds to wait for any one answer.
+
+        Returns:
+            None if there is no aggregator, or this transport has none.
+        """
+        return None
+
     def request(
         self, message: m.Message, expect: type[Answer], payload: bytes = b"", timeout: float = PATIENCE
     ) -> Answer:
@@ -147,6 +167,12 @@ class Control(ABC):
         if self._ended is not None:
             raise self._ended
 
+    def check_aggregator(self) -> None:
+        """Raises what ended this rank's run, or `ConnectionLost` if the server says that its aggregator is gone."""
+        self.check()
+        if self._pushes_directly:
+            raise ConnectionLost("the aggregator is gone")
+
     def report_timings(self, compute: float, step: float, exchange: float) -> None:
         """Seconds for the next heartbeat: compute time, whole step, exchange."""
         self._timings = (compute, step, exchange)
@@ -161,6 +187,9 @@ class Control(ABC):
         if isinstance(message, m.Status):
             self.status, self.lost = message, message.lost
             return not message.sent  # the others answer heartbeats, or nothing
+        if isinstance(message, m.PushDirectly):
+            self._pushes_directly = True
+            return False
         if not isinstance(message, m.Notice):
             return True
         self.lost = message.lost

@@ -18,7 +18,7 @@ import zmq
 from torch import Tensor
 from zmq.utils.monitor import recv_monitor_message
 
-from lightning_omni.errors import ConnectionLost, MalformedMessage, OmniError
+from lightning_omni.errors import ConnectionLost, MalformedMessage, OmniError, Refused
 from lightning_omni.protocol import handshake
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.handshake import NONCE_BYTES, hello_of
@@ -171,6 +171,20 @@ class ControlConnection(Control):
             session = dataclasses.replace(session, address=beside(address, self.address), memory="")
         return DataConnection(session, self.check, timeout)
 
+    def attach_aggregator(self, timeout: float = 300.0) -> DataConnection | None:
+        address = self.request(m.AskAggregator(), m.Aggregator).address
+        if not address:
+            return None
+        session = dataclasses.replace(self.session, address=beside(address, self.address), memory="")
+        try:
+            return DataConnection(session, self.check_aggregator, timeout, is_watched=True)
+        except (ConnectionLost, Refused) as error:
+            self.check()
+            _log.warning(
+                "pushes go to the parameter server itself: the aggregator does not let this rank in: %s", error
+            )
+            return None
+
     def empty(self, nbytes: int) -> Tensor:
         if self.session.memory:
             try:
@@ -309,13 +323,16 @@ class DataConnection(Data):
         session: from the control connection.
         check: called while waiting; raises what makes waiting pointless.
         timeout: seconds to wait for any one answer.
+        is_watched: whether it is noticed here if the other side ends it; else ``check`` tells.
 
     Attributes:
         moved: bytes of payload that went out and came in so far.
         shared: of these, bytes that lay in memory that is shared with the server.
     """
 
-    def __init__(self, session: Session, check: Callable[[], None], timeout: float = 300.0) -> None:
+    def __init__(
+        self, session: Session, check: Callable[[], None], timeout: float = 300.0, is_watched: bool = False
+    ) -> None:
         self._check = check
         self._timeout = timeout
         self._context = zmq.Context()
@@ -332,8 +349,9 @@ class DataConnection(Data):
         except BaseException:
             self._context.term()
             raise
-        dialed.unwatch()
-        self._wire = dialed.wire
+        if not is_watched:
+            dialed.unwatch()
+        self._dialed, self._wire = dialed, dialed.wire
         self._sharing = Sharing(session.memory, session.rank, session.secret, min(timeout, CONNECT_TIME))
         self._offered: set[Place] = set()
         self._awaited: tuple[Place, Tensor] | None = None
@@ -382,7 +400,7 @@ class DataConnection(Data):
 
     def close(self) -> None:
         """Closes the connection at once."""
-        self._wire.close(0)
+        self._dialed.close()
         self._context.term()
 
     def _assemble(self, message: m.Message, buffer: Tensor) -> Tensor:
@@ -395,6 +413,8 @@ class DataConnection(Data):
         deadline = time.monotonic() + self._timeout
         while not self._wire.poll(_SLICE):
             self._check()
+            if not self._dialed.monitor.closed and self._dialed.monitor.poll(0):
+                raise ConnectionLost("the other side has ended this data connection")
             if time.monotonic() > deadline:
                 raise ConnectionLost(
                     f"the parameter server sent no tensors for {self._timeout:.0f} s; if the method has groups wait for"

@@ -16,6 +16,7 @@ from torch import Tensor
 from lightning_omni.errors import ConfigurationError, MalformedMessage, ProtocolError, Refused
 from lightning_omni.protocol import Out, ServerCore
 from lightning_omni.protocol import messages as m
+from lightning_omni.protocol.aggregator import DIRECTLY, Aggregator
 from lightning_omni.protocol.shard_messages import ShardProof
 from lightning_omni.protocol.shard_servers import COORDINATOR
 from lightning_omni.protocol.transport import refusal
@@ -33,7 +34,7 @@ from lightning_omni.server.frames import (
 from lightning_omni.server.guard import ConnectionGuard
 from lightning_omni.server.keys import RunKeys
 from lightning_omni.server.rate_limits import RefusalLog
-from lightning_omni.server.shard_link import ShardLink, reachable
+from lightning_omni.server.shard_link import ShardLink, UpstreamLink, reachable
 from lightning_omni.server.sharing import NOWHERE, Place, Places, SegmentSocket, SharedMemory
 
 _log = logging.getLogger(__name__)
@@ -119,7 +120,7 @@ class Server:
         self._guard.start()
 
     def follow(self, coordinator: str) -> None:
-        """Joins the server that coordinates, as one that holds a share. When that is gone, `run` returns.
+        """Joins another server, for which this one holds a share or adds pushes up. When that is gone, `run` returns.
 
         Args:
             coordinator: its address.
@@ -129,7 +130,8 @@ class Server:
             Refused: it does not want this server, and says why.
         """
         own = self._sockets[m.DATA].getsockopt_string(zmq.LAST_ENDPOINT)
-        self._coordinator = ShardLink(self.core, coordinator, reachable(own, coordinator), self._encryption)
+        kind = UpstreamLink if isinstance(self.core.servers, Aggregator) else ShardLink
+        self._coordinator = kind(self.core, coordinator, reachable(own, coordinator), self._encryption)
 
     def run(self, until: Callable[[], bool]) -> None:
         """Serves until ``until()`` is true; it is asked several times a second."""
@@ -151,6 +153,8 @@ class Server:
                     self._segment_socket.serve()
                 for message in self._coordinator.hear() if self._coordinator is not None else ():
                     self._send(self.core.follow(message))
+                for message, payload in self._coordinator.hear_answers() if self._coordinator is not None else ():
+                    self._send(self.core.hear_answer(message, payload))
                 if self.core.due <= time.monotonic():
                     self._send(self.core.tick(time.monotonic()))
             except Exception as error:
@@ -325,7 +329,7 @@ class Server:
     def _send(self, out: list[Out]) -> None:
         for item in out:
             if self._coordinator is not None and item.peer == COORDINATOR:
-                self._coordinator.say(item.message)
+                self._coordinator.say(item.message, item.payload)
                 continue
             if isinstance(item.message, m.RefusedMessage) and not self._worth_an_answer(item):
                 continue
@@ -360,6 +364,8 @@ class Server:
 
     def _worth_an_answer(self, item: Out) -> bool:
         assert isinstance(item.message, m.RefusedMessage)
+        if item.message.code == DIRECTLY:  # an aggregator's, which is nothing to be warned of
+            return True
         self._refusals[item.peer] += 1
         if self._refusals[item.peer] == 1:
             self._refusal_log.say(f"refused a {item.channel} message", item.message.reason)
