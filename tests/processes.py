@@ -16,9 +16,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from runs import search_path, start
+
 
 def interpret(program: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     """Runs a program that imports, says something and ends, in an interpreter of its own.
+
+    For what depends on the order of imports; a `Process` has torch and Lightning already.
 
     Its garbage collector is off, which otherwise takes as long as to import torch and Lightning.
     """
@@ -37,24 +41,19 @@ class Process:
     """A process in a session of its own, and whatever that starts.
 
     Args:
-        command: the command line.
+        command: the command line; where it names this Python, a copy of a process runs it that has torch and Lightning.
         env: additions to this process's environment; None removes a variable.
     """
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str | None] | None = None) -> None:
-        environment = {**os.environ, **(env or {})}
-        self._popen = subprocess.Popen(
-            list(command),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            env={name: value for name, value in environment.items() if value is not None},
-            start_new_session=True,
-            # Shells have what they start in the background ignore Ctrl-C, and children inherit that.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        )
+        additions = {"PYTHONPATH": search_path(), "OMP_NUM_THREADS": "1", **(env or {})}
+        environment = {name: value for name, value in {**os.environ, **additions}.items() if value is not None}
+        reader, writer = os.pipe()
+        self._stdout = os.fdopen(reader, errors="replace")
+        try:
+            self._popen = start(list(command), environment, writer)
+        finally:
+            os.close(writer)
         self.pid = self._popen.pid
         self._coming: queue.Queue[str | None] = queue.Queue()
         self._lines: list[str] = []
@@ -102,12 +101,10 @@ class Process:
         self._popen.wait(10)
         self._reader.join(10)
         if not self._reader.is_alive():
-            assert self._popen.stdout is not None
-            self._popen.stdout.close()
+            self._stdout.close()
 
     def _read(self) -> None:
-        assert self._popen.stdout is not None
-        for line in self._popen.stdout:
+        for line in self._stdout:
             self._lines.append(line)
             self._coming.put(line)
         self._coming.put(None)

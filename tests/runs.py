@@ -68,9 +68,12 @@ class Started:
             self._wire.close()
         return self.returncode
 
-    def kill(self) -> None:
+    def send_signal(self, number: int) -> None:
         if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
 
 
 @cache
@@ -100,26 +103,30 @@ def search_path() -> str:
     return f"{SCRIPTS}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
 
 
-def start(command: list[str], environment: dict[str, str], output: int) -> Started | subprocess.Popen[bytes]:
-    """Starts a Python script in a session of its own.
+def start(
+    command: list[str], environment: dict[str, str], output: int, folder: Path | None = None
+) -> Started | subprocess.Popen[bytes]:
+    """Starts a program in a session of its own.
 
     Args:
-        command: path of the script, and its arguments.
+        command: the command line. Where it begins with this Python, a copy of the warm process goes on as that.
         environment: all of it.
-        output: file for what the script prints.
+        output: file for what it prints.
+        folder: where it runs; None is here.
     """
-    if sys.platform == "linux" and environment["PYTHONPATH"] == search_path():
+    if sys.platform == "linux" and command[0] == sys.executable and environment["PYTHONPATH"] == search_path():
         ours, theirs = socket.socketpair()
-        job = json.dumps({"command": command, "environment": environment}).encode()
-        socket.send_fds(_warm(), [job], [output, theirs.fileno()])
+        job = {"command": command[1:], "environment": environment, "folder": str(folder or Path.cwd())}
+        socket.send_fds(_warm(), [json.dumps(job).encode()], [output, theirs.fileno()])
         theirs.close()
         return Started(ours)
     return subprocess.Popen(
-        [sys.executable, *command],
+        command,
         stdout=output,
         stderr=subprocess.STDOUT,
         stdin=subprocess.DEVNULL,
         env=environment,
+        cwd=folder,
         start_new_session=True,
         # Shells have what they start in the background ignore Ctrl-C, and children inherit that.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
@@ -150,7 +157,7 @@ class Running:
         environment["OMNI_TEST_SPARES"] = str(spares)
         environment["MASTER_PORT"] = str(free_port())
         environment["PYTHONPATH"] = search_path()
-        command = [str(SCRIPTS / script), json.dumps(options or {})]
+        command = [sys.executable, str(SCRIPTS / script), json.dumps(options or {})]
         self.process = start(command, environment | (env or {}), self._log.fileno())
 
     def __enter__(self) -> Running:

@@ -18,7 +18,7 @@ from lightning_omni.cli.units import rate_of, seconds_of
 from lightning_omni.errors import ConfigurationError
 
 COMMAND = [sys.executable, "-m", "lightning_omni"]
-START = 60.0
+START = 150.0
 
 
 def test_help_and_version_do_not_wait_for_torch() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from processes import Process
+from processes import interpret
 
 from lightning_omni import palette, simulator
 from lightning_omni.cli import main
@@ -23,7 +23,6 @@ ROOT = Path(__file__).parent.parent
 SHORT = ("--devices", "4", "--batch-size", "8", "--updates", "24")
 SHARED = (*SHORT, "--lr", "0.1")
 """One rate for all methods: none is looked for."""
-START = 60.0
 """Seconds for a process to import what it needs, on a busy machine."""
 
 WORKLOAD = """
@@ -417,15 +416,11 @@ def test_nothing_can_not_be_compared(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 def test_the_command_runs_without_lightning(tmp_path: Path) -> None:
-    program = (
-        "import sys; from lightning_omni.cli import main; code = main();"
-        " assert not {'lightning', 'pytorch_lightning', 'skopt'} & set(sys.modules); raise SystemExit(code)"
-    )
     command = ["simulate", *SHORT, "--out", str(tmp_path)]
-    process = Process([sys.executable, "-c", program, *command], {"OMP_NUM_THREADS": "1"})
-    try:
-        assert process.end(timeout=START) == 0, process.output
-    finally:
-        process.kill()
-    assert rows(process.output)[0]["updates"] == "24"
+    ended = interpret(
+        f"import sys; from lightning_omni.cli import main; assert main({command}) == 0;"
+        " assert not {'lightning', 'pytorch_lightning', 'skopt'} & set(sys.modules)"
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert rows(ended.stdout)[0]["updates"] == "24"
     assert_is_picture(tmp_path / "async_sgd.png")

@@ -41,7 +41,7 @@ COMMAND = [sys.executable, "-c", "from lightning_omni.cli import main; raise Sys
 START = 150.0
 """Seconds for a process to import what it needs, and for a run to begin, on a busy machine."""
 KEY = "5a" * 32
-ENVIRONMENT = {"LIGHTNING_OMNI_KEY": KEY, "OMP_NUM_THREADS": "1", "PYTHONPATH": search_path()}
+ENVIRONMENT = {"LIGHTNING_OMNI_KEY": KEY, "OMNI_TEST_SPARES": "1"}
 
 
 def group(number: int, **changes: Any) -> m.GroupOverview:
@@ -420,7 +420,14 @@ def documented(command: str, **instead: str) -> list[str]:
 
 def check_terminal(address: str) -> None:
     """The table in a terminal, until a key ends it."""
-    environment = {**os.environ, **ENVIRONMENT, "TERM": "xterm", "COLUMNS": "160", "LINES": "40"}
+    environment = {
+        **os.environ,
+        **ENVIRONMENT,
+        "PYTHONPATH": search_path(),
+        "TERM": "xterm",
+        "COLUMNS": "160",
+        "LINES": "40",
+    }
     command = [*COMMAND, "top", address, "--every", "0.3s"]
     ours, theirs = pty.openpty()
     live = subprocess.Popen(command, env=environment, stdin=theirs, stdout=theirs, stderr=theirs)

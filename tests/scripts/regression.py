@@ -17,6 +17,7 @@ from typing import Any
 gc.disable()  # what is imported stays: to look for garbage in it takes as long as to import it
 
 import pytorch_lightning as pl
+import spares
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -25,6 +26,7 @@ from lightning_omni.strategy.pytorch_lightning import OmniStrategy
 
 gc.freeze()
 gc.enable()
+spares.prepare(ranks=int(os.environ.get("OMNI_TEST_SPARES", 0)), servers=0)
 TRUTH = torch.tensor([[1.0], [-2.0], [0.5], [3.0]])
 
 

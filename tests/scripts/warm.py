@@ -21,6 +21,7 @@ import torch
 import torchmetrics  # noqa: F401
 
 import lightning_omni
+import lightning_omni.cli.serve
 import lightning_omni.server.__main__  # noqa: F401
 
 
@@ -69,10 +70,20 @@ def become(job: dict, output: int) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(job["environment"])
+    os.chdir(job["folder"])
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     rank_zero.rank_zero_only.rank = rank_zero._get_rank() or 0  # what Lightning reads when it is imported
-    sys.argv = sys.orig_argv[1:] = job["command"]
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    sys.orig_argv[1:] = job["command"]
+    what, *rest = job["command"]
+    if what == "-m":
+        sys.path[0], sys.argv = os.getcwd(), rest
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    elif what == "-c":
+        sys.path[0], sys.argv = "", ["-c", *rest[1:]]
+        exec(compile(rest[0], "<string>", "exec"), vars(sys.modules["__main__"]))
+    else:
+        sys.path[0], sys.argv = os.path.dirname(what), job["command"]
+        runpy.run_path(what, run_name="__main__")
 
 
 if __name__ == "__main__":
