@@ -35,6 +35,7 @@ from lightning_omni.protocol.wire_format import RAW, Memory, WireFormat
 from lightning_omni.protocol.wire_formats import BF16, FP16, Int8, TopK, wire_named, wire_of
 from lightning_omni.simulator import replay
 from lightning_omni.simulator.workbench import Samples
+from lightning_omni.trace import Trace
 
 NAMES = ("bf16", "fp16", "int8", "topk:0.1")
 every_format = pytest.mark.parametrize("name", NAMES)
@@ -292,14 +293,18 @@ def short(method: str) -> str:
     return ":period=2" * ("period" in fields) + ",fragments=2" * ("fragments" in fields)
 
 
+@cache
+def trained(method: str, push: str = "fp32", pull: str = "fp32") -> Trace:
+    """A run in which losses fall a hundred times, if all is well."""
+    return simulated({"push": push, "pull": pull}, method + short(method), lr=0.06, max_epochs=5)
+
+
 @every_format
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_trains_in_every_format_when_simulated(method: str, name: str) -> None:
     if method_named(method).pushes_weights and name.startswith("topk"):
         pytest.skip("refused: see above")
-    name = name.replace("0.1", "0.4")  # of nine numbers
-    setting = short(method)
-    trace = simulated(name, method + setting, max_epochs=12)
+    trace = trained(method, push=name.replace("0.1", "0.4"))  # of nine numbers
     losses = trace.columns()["loss"]
     assert losses[-6:].mean() < losses[:6].mean() / 3
     assert trace.meta["refused"] == 0
@@ -310,20 +315,18 @@ def test_every_method_trains_in_every_format_when_simulated(method: str, name: s
 def test_every_method_trains_with_answers_in_every_format_when_simulated(method: str, name: str) -> None:
     if method == "local_sgd":
         pytest.skip("refused: see above")
-    setting = short(method)
-    wire = {"push": "fp32", "pull": name}
-    trace = simulated(wire, method + setting, max_epochs=12)
+    trace = trained(method, pull=name)
     losses = trace.columns()["loss"]
     assert losses[-6:].mean() < losses[:6].mean() / 3
     if method != "gossip":  # which gets nothing from the server
-        plain = simulated("fp32", method + setting, max_epochs=12)
+        plain = trained(method)
         assert trace.seconds < plain.seconds
         assert any((trace.weights[key] != weight).any() for key, weight in plain.weights.items())
 
 
 @pytest.mark.parametrize("kind", ["pull", "push"])
 def test_gossip_takes_less_time_in_fewer_bytes_and_does_not_part_groups_that_agree(kind: str) -> None:
-    plain, rounded = (simulated(wire, f"gossip:kind={kind}", max_epochs=40) for wire in ("fp32", "int8"))
+    plain, rounded = (simulated(wire, f"gossip:kind={kind}", lr=0.06, max_epochs=20) for wire in ("fp32", "int8"))
     assert rounded.seconds < plain.seconds or (kind == "push" and rounded.seconds == plain.seconds)  # no group waits
     assert any((rounded.weights[key] != weight).any() for key, weight in plain.weights.items())
     method, own = method_named(f"gossip:kind={kind}"), Parameter(drawn((300,), 0))

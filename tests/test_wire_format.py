@@ -240,17 +240,17 @@ def squares(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return difference.square().mean()
 
 
-def simulated(wire: Any, method: str = "async_sgd", **options: Any) -> Trace:
-    model, data, make = problem()
+def simulated(wire: Any, method: str = "async_sgd", lr: float = 0.03, **options: Any) -> Trace:
+    model, data, make = problem(lr)
     cluster = Cluster.even(3, jitter=Jitter("exponential"), link=NetworkLink(bandwidth=100.0))
     return simulate(method, 3, cluster, model, data, optimizer=make, loss=squares, batch_size=4, wire=wire, **options)
 
 
-def problem() -> tuple[nn.Module, TensorDataset, Callable[[Any], torch.optim.Optimizer]]:
+def problem(lr: float = 0.03) -> tuple[nn.Module, TensorDataset, Callable[[Any], torch.optim.Optimizer]]:
     torch.manual_seed(0)
     inputs = torch.randn(96, 8)
     model = nn.Linear(8, 1)
-    return model, TensorDataset(inputs, inputs.sum(1, keepdim=True)), lambda own: torch.optim.SGD(own, lr=0.03)
+    return model, TensorDataset(inputs, inputs.sum(1, keepdim=True)), lambda own: torch.optim.SGD(own, lr=lr)
 
 
 @pytest.mark.parametrize("method", ["async_sgd", "hardsync", "diloco:period=2"])

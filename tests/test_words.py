@@ -11,6 +11,7 @@ import functools
 import io
 import re
 import tokenize
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,15 @@ ROOT = Path(__file__).resolve().parent.parent
 MODULES = sorted([*(ROOT / "lightning_omni").rglob("*.py"), *(ROOT / "examples").glob("*.py")])
 PAGES = [ROOT / "README.md", *(ROOT / ".github").rglob("*.md"), *sorted((ROOT / "docs").glob("*.md"))]
 WORD_OF_A_NAME = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+
+
+def in_one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+@functools.cache
+def words_of(name: str) -> frozenset[str]:
+    return frozenset(word.lower() for word in WORD_OF_A_NAME.findall(name))
 
 
 @dataclass(frozen=True)
@@ -44,14 +54,14 @@ class Replaced:
     kept_names: str = ""
 
     def in_text(self, text: str) -> bool:
-        plain = re.sub(self.kept, "", " ".join(text.split()))
-        return re.search(self.text, plain, re.IGNORECASE) is not None
+        wanted = re.compile(self.text, re.IGNORECASE)
+        return bool(wanted.search(text)) and bool(wanted.search(re.sub(self.kept, "", text)))
 
     def in_name(self, name: str) -> bool:
         if name in self.kept_names.split():
             return False
-        own = {word.lower() for word in WORD_OF_A_NAME.findall(name)}
-        return bool(own & set(self.names.split())) or name.strip("._") in self.exact.split()
+        unwanted = frozenset(self.names.split())
+        return not unwanted.isdisjoint(words_of(name)) or name.strip("._") in self.exact.split()
 
 
 # Functions and attributes have a dot before their name here: `rest` may be the rest of a list, `.rest` may not.
@@ -174,16 +184,23 @@ def texts(source: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 @functools.cache
-def parsed(module: str) -> tuple[list[tuple[int, str]], list[tuple[int, str]]]:
-    """Names and texts of a module."""
+def parsed(module: str) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
+    """Names and texts of a module, each with its lines."""
     tree = ast.parse(module)
-    return list(names(tree)), list(texts(module, tree))
+    named, said = defaultdict[str, list[int]](list), defaultdict[str, list[int]](list)
+    for line, name in names(tree):
+        named[name].append(line)
+    for line, text in texts(module, tree):
+        said[in_one_line(text)].append(line)
+    return named, said
 
 
 def found_in(module: str, word: Replaced) -> list[int]:
     """The lines of a module where the word stands."""
     named, said = parsed(module)
-    return sorted({line for line, name in named if word.in_name(name)} | {line for line, t in said if word.in_text(t)})
+    found = [lines for name, lines in named.items() if word.in_name(name)]
+    found += [lines for text, lines in said.items() if word.in_text(text)]
+    return sorted({line for lines in found for line in lines})
 
 
 @pytest.fixture(scope="module")
@@ -196,7 +213,7 @@ def test_a_word_that_was_replaced_stands_nowhere(word: Replaced, sources: dict[s
     found = [
         f"{path}:{line}" for path, text in sources.items() if path.endswith(".py") for line in found_in(text, word)
     ]
-    found += [path for path, text in sources.items() if path.endswith(".md") and word.in_text(text)]
+    found += [path for path, text in sources.items() if path.endswith(".md") and word.in_text(in_one_line(text))]
     found += [path for path in sources if word.in_name(path)]
     assert not found, f"say {word.instead!r} at {', '.join(found)}"
 
