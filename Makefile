@@ -16,8 +16,9 @@ help:
 demo: $(READY)
 	$(BIN)/python examples/fashion_mnist.py --workers 4 --groups 2
 
+# Tests start hundreds of processes; what is compiled once need not be compiled in each.
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
+	env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
 
 lint: $(READY)
 	$(BIN)/ruff check

@@ -33,7 +33,7 @@ def interpret(program: str, cwd: Path | None = None) -> subprocess.CompletedProc
         stdin=subprocess.DEVNULL,
         timeout=110,
         cwd=cwd,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": search_path()},
     )
 
 

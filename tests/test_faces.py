@@ -23,16 +23,31 @@ def test_the_strategy_works_with_the_other_namespace_too() -> None:
         assert each[0]["report"]["groups"] == 2
 
 
-@pytest.mark.parametrize("order", ["lightning_omni, {0}", "{0}, lightning_omni"])
-@pytest.mark.parametrize("namespace", ["pytorch_lightning", "lightning.pytorch"])
-def test_the_name_is_registered_in_whatever_order_things_are_imported(order: str, namespace: str) -> None:
-    code = (
-        f"import {order.format(namespace)}, sys;"
-        f"trainer = sys.modules['{namespace}'].Trainer(strategy='omni', accelerator='cpu', devices=2, logger=False);"
-        "print(type(trainer.strategy).__name__, isinstance(trainer.strategy, lightning_omni.OmniStrategy))"
-    )
-    done = interpret(code)
-    assert done.stdout.strip() == "OmniStrategy True", done.stderr[-2000:]
+ORDERS = """
+import os, sys
+import torch, torch._dynamo, torchmetrics  # what both namespaces import: once, and not in each of the copies
+assert not {"lightning", "pytorch_lightning", "lightning_omni"} & set(sys.modules)
+for namespace in ("pytorch_lightning", "lightning.pytorch"):
+    for order in (f"lightning_omni, {namespace}", f"{namespace}, lightning_omni"):
+        if os.fork():
+            os.wait()
+            continue
+        exec(f"import {order}")
+        import lightning_omni
+        options = dict(strategy="omni", accelerator="cpu", devices=2, logger=False)
+        strategy = sys.modules[namespace].Trainer(**options).strategy
+        print(order, type(strategy).__name__, isinstance(strategy, lightning_omni.OmniStrategy), flush=True)
+        os._exit(0)
+"""
+
+
+def test_the_name_is_registered_in_whatever_order_things_are_imported() -> None:
+    done = interpret(ORDERS)
+    assert done.stdout.splitlines() == [
+        f"{order} OmniStrategy True"
+        for namespace in ("pytorch_lightning", "lightning.pytorch")
+        for order in (f"lightning_omni, {namespace}", f"{namespace}, lightning_omni")
+    ], done.stderr[-2000:]
 
 
 def test_importing_the_package_imports_no_lightning() -> None:

@@ -1009,7 +1009,8 @@ def _least_squares(
     """The costs, in units, of the last of which is the busiest station; and how the misses depend on them."""
 
     def slopes(costs: Array) -> Array:
-        return np.stack([(misses(costs + step) - misses(costs)) / _STEP for step in _STEP * np.eye(count)], axis=1)
+        here = misses(costs)
+        return np.stack([(misses(costs + step) - here) / _STEP for step in _STEP * np.eye(count)], axis=1)
 
     least = min(each.least for each in segments) / unit
     most = max(float(each.mean[0]) / each.think.shape[1] for each in segments) / unit
