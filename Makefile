@@ -11,7 +11,7 @@ READY := $(VENV)/.ready
 .PHONY: help demo test lint format install clean
 
 help:
-	@sed -n 's/^# //p' Makefile
+	@sed -n '/^$$/q; s/^# //p' Makefile
 
 demo: $(READY)
 	$(BIN)/python examples/fashion_mnist.py --workers 4 --groups 2

@@ -31,7 +31,7 @@ def interpret(program: str, cwd: Path | None = None) -> subprocess.CompletedProc
         capture_output=True,
         text=True,
         stdin=subprocess.DEVNULL,
-        timeout=110,
+        timeout=220,
         cwd=cwd,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": search_path()},
     )

@@ -204,7 +204,7 @@ class Running:
 
 
 def run(
-    script: str, options: dict[str, Any] | None = None, *, timeout: float = 120.0, env: dict[str, str] | None = None
+    script: str, options: dict[str, Any] | None = None, *, timeout: float = 300.0, env: dict[str, str] | None = None
 ) -> Run:
     """Runs a script to its end and expects it to succeed."""
     with Running(script, options, env) as running:

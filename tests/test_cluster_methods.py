@@ -33,7 +33,6 @@ NAMES = ["-".join(map(str, point.values())) for point in POINTS]
 TRAINER = {"max_epochs": 2}
 MOMENTUM: dict[str, Any] = {"momentum": 0.5, "nesterov": True}
 
-pytestmark = pytest.mark.timeout(240)  # the first test that asks for a launch waits for it
 # In groups of two, one method of each kind: what the others change does not depend on the size of a group.
 PAIRED = [NAMES.index(name) for name in ("async_sgd", "downpour-2-3-4", "gossip-pull", "local_sgd-3-2")]
 CASES = [(4, number) for number in range(len(POINTS))] + [(2, number) for number in PAIRED]
@@ -69,7 +68,7 @@ def in_groups(groups: int) -> dict[int, dict[int, Any]]:
         }
         for number in numbers
     ]
-    results = run("methods.py", {"fits": fits}, timeout=220).results
+    results = run("methods.py", {"fits": fits}, timeout=440).results
     return {rank: dict(zip(numbers, each, strict=True)) for rank, each in results.items()}
 
 
@@ -84,7 +83,7 @@ def resumed() -> dict[int, list[Any]]:
             {**common, "trainer": {"max_epochs": 4}, "checkpoint": folder},
             {**common, "trainer": {"max_epochs": 4}, "resume": f"{folder}/epoch=1-step=16.ckpt"},
         ]
-    return run("methods.py", {"fits": fits}, timeout=220).results
+    return run("methods.py", {"fits": fits}, timeout=440).results
 
 
 def test_every_method_is_tried() -> None:
@@ -204,7 +203,7 @@ def interrupted() -> dict[int, list[Any]]:
         }
         for method in STOPPED
     ]
-    return run("methods.py", {"fits": [*regrouped, *stopped]}, timeout=220).results
+    return run("methods.py", {"fits": [*regrouped, *stopped]}, timeout=440).results
 
 
 @pytest.mark.parametrize("number", range(len(REGROUPED)), ids=[method["name"] for method in REGROUPED])

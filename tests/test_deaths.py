@@ -16,7 +16,6 @@ FIT = {
     "sleep": {str(rank): 0.02 for rank in range(4)},
     "trainer": {"max_epochs": 2, "val_check_interval": 0.5},
 }
-pytestmark = pytest.mark.timeout(240)
 
 
 def finish(running: Running, timeout: float = 90) -> Run:

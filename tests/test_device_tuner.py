@@ -345,7 +345,7 @@ FITS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def ranks() -> dict[str, list[Any]]:
     """What rank 0 and rank 1 report of each fit."""
-    finished = run("device_tuner.py", {"fits": list(FITS.values())}, timeout=110)
+    finished = run("device_tuner.py", {"fits": list(FITS.values())}, timeout=220)
     return {name: [finished.results[rank][number] for rank in (0, 1)] for number, name in enumerate(FITS)}
 
 

@@ -17,7 +17,7 @@ import lightning_omni as omni
 
 def test_the_strategy_works_with_the_other_namespace_too() -> None:
     options = {"fits": [{"devices": 2}]}
-    finished = run("groups.py", options, timeout=110, env={"OMNI_TEST_NAMESPACE": "lightning.pytorch"})
+    finished = run("groups.py", options, timeout=220, env={"OMNI_TEST_NAMESPACE": "lightning.pytorch"})
     for each in finished.results.values():
         assert each[0]["report"]["updates"] == 256 // 8
         assert each[0]["report"]["groups"] == 2
@@ -72,7 +72,7 @@ def test_a_loop_without_lightning_trains_under_torchrun(options: list[str], tmp_
         ],
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=220,
         env={**os.environ, "OMNI_TEST_FOLDER": str(tmp_path), "OMP_NUM_THREADS": "1", "PYTHONPATH": search_path()},
     )
     assert done.returncode == 0, done.stderr[-4000:]

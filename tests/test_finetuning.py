@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from lightning_omni.protocol.record import Event, read_record
 from lightning_omni.simulator import replay, trace_of
 
-pytestmark = pytest.mark.timeout(240)  # the first test waits for the launch
 RANKS = range(4)
 FITS = (
     *("ddp", "one", "tuned", "resumed", "ddp resumed", "thawed", "dropped", "late", "mean", "gossip", "outer"),
@@ -32,7 +31,7 @@ REPLAYED: dict[str, Callable[..., torch.optim.Optimizer]] = {
 def fits() -> dict[int, dict[str, Any]]:
     """Every rank's results of all fits in one launch, with the records that rank 0 left."""
     with Running("structure.py", {"devices": len(RANKS), "fits": FITS}) as running:
-        finished = running.wait(200)
+        finished = running.wait(400)
         assert finished.code == 0, finished.output[-6000:]
         for name in REPLAYED:
             finished.results[0][name]["events"] = list(read_record(Path(running.folder) / name))

@@ -36,8 +36,6 @@ TEXTS = ("", "float32", "validate", "a run", "torch.optim:SGD", "x\n\x1b[2J", "\
 MARK = b""
 """The first of the two frames of a chunk."""
 
-pytestmark = pytest.mark.timeout(300)
-
 
 # --- Valid messages of every type -------------------------------------------------------------------------------------
 

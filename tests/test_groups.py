@@ -94,7 +94,6 @@ def samples_of_epoch(ranks: list[Any], epoch: int) -> Counter[int]:
     return Counter(sample for each in ranks for sample in each["samples"][epoch])
 
 
-@pytest.mark.timeout(420)
 @pytest.mark.parametrize("name", FITS)
 def test_all_ranks_end_with_the_same_weights_and_validation(trained: Run, name: str) -> None:
     ranks = result(trained, name)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
 from runs import free_port, run
-
-pytestmark = pytest.mark.timeout(240)
 
 
 def test_fits_of_one_script_need_no_equal_histories_of_their_ranks() -> None:

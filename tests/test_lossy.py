@@ -421,12 +421,11 @@ def for_real() -> dict[int, list[Any]]:
         for number, (method, name, groups) in enumerate(REAL)
     ]
     alone = {**common, "method": {"name": "async_sgd"}, "groups": 1}
-    finished = run("methods.py", {"fits": [*fits, {**alone, "strategy": {"wire": "int8"}}, alone]}, timeout=200)
+    finished = run("methods.py", {"fits": [*fits, {**alone, "strategy": {"wire": "int8"}}, alone]}, timeout=400)
     assert "nothing is pushed, and wire='int8' is without effect" in finished.output
     return finished.results
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("number", range(len(REAL)), ids=[f"{method['name']} {name}" for method, name, _ in REAL])
 def test_real_ranks_train_alike_and_their_record_replays_bitwise(number: int) -> None:
     ranks = [for_real()[rank][number] for rank in range(4)]
@@ -446,7 +445,6 @@ def test_real_ranks_train_alike_and_their_record_replays_bitwise(number: int) ->
         torch.testing.assert_close(value, torch.tensor(ranks[0]["weights"][name]), rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.timeout(240)
 def test_with_one_group_a_format_is_without_effect() -> None:
     for results in for_real().values():
         assert results[-1]["end"] == results[-2]["end"]

@@ -26,7 +26,7 @@ COUNTED_BY_GROUP = {"global_step", "batch_idx", "total_batch_idx", "is_last_batc
 
 @pytest.fixture(scope="module")
 def read() -> Run:
-    return run("manners.py", {"fits": list(FITS.values())}, timeout=200)
+    return run("manners.py", {"fits": list(FITS.values())}, timeout=400)
 
 
 def fits(read: Run, name: str) -> list[dict[str, Any]]:
@@ -103,7 +103,7 @@ FINDERS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def found() -> Run:
-    return run("finder.py", {"fits": list(FINDERS.values())}, timeout=200)
+    return run("finder.py", {"fits": list(FINDERS.values())}, timeout=400)
 
 
 def finds(found: Run, name: str) -> list[dict[str, Any]]:

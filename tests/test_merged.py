@@ -18,7 +18,6 @@ from lightning_omni.simulator.workbench import Samples
 HEAD = 1
 SUM = {"model": {"optimizer": "sum"}, "trainer": {"max_epochs": 1}}
 ADAM = {"optimizer": "adam", "dropout": 0.2}
-pytestmark = pytest.mark.timeout(240)  # the first test waits for the launch
 FITS: dict[str, dict[str, Any]] = {
     "sums of pairs": {"strategy": {"groups": 2, "data": "static"}, **SUM},
     "adam": {
@@ -69,7 +68,7 @@ FITS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def fits() -> dict[str, list[Any]]:
-    finished = run("merged.py", {"devices": 4, "fits": list(FITS.values())}, timeout=220)
+    finished = run("merged.py", {"devices": 4, "fits": list(FITS.values())}, timeout=440)
     for number, name in enumerate(FITS):
         record = finished.results[0][number]["record"]
         if record:

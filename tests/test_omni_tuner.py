@@ -18,7 +18,7 @@ from runs import SCRIPTS, Run, Running, free_port, run
 from lightning_omni.report import TuningReport
 from lightning_omni.report.digest import duration, number
 
-pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.timeout(660)]  # the first test waits for all fits
 
 EVEN = {"seconds": {"0": 5e-4, "1": 5e-4}, "trainer": {"max_epochs": 4}, "data": {"samples": 1024}}
 ONCE = {"budget": 0.4, "retune_every": None}
@@ -67,7 +67,7 @@ def fits(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, A
     fits["resumed"]["trainer"] = {"max_epochs": 5}
     fits |= MONITORS
     fits["own sampler"] = {"tuner": ONCE, "data": {"samples": 1024, "half": True}, "trainer": {"max_epochs": 1}}
-    finished = run("omni_tuner.py", {"fits": [{**EVEN, **fit} for fit in fits.values()]}, timeout=230)
+    finished = run("omni_tuner.py", {"fits": [{**EVEN, **fit} for fit in fits.values()]}, timeout=600)
     found = {name: [finished.results[rank][number] for rank in (0, 1)] for number, name in enumerate(fits)}
     return {**found, "printed": [{"text": finished.output}]}
 
@@ -284,7 +284,7 @@ def test_nodes_that_begin_as_groups_are_tuned_about_the_users_rate() -> None:
             )
             for node in (0, 1)
         ]
-        ended = [each.wait(100) for each in started]
+        ended = [each.wait(200) for each in started]
     assert [each.code for each in ended] == [0, 0], "".join(each.output for each in ended)
     first, second = (each.results[0][0] for each in ended)
     assert first["weights"] == second["weights"]
@@ -313,7 +313,7 @@ def four() -> Run:
     dying = {"devices": 4, "seconds": even, "trainer": {"max_epochs": 2}, "tuner": ONCE, "dies": [3, 1]}
     plain = {"devices": 4, "seconds": even, "trainer": {"max_epochs": 1}}
     searched = {**plain, "tuner": {**ONCE, "budget": 0.9, "space": HERE}}
-    return run("omni_tuner.py", {"fits": [straggling, diverged, plain, searched, dying]}, timeout=200)
+    return run("omni_tuner.py", {"fits": [straggling, diverged, plain, searched, dying]}, timeout=400)
 
 
 def test_sums_are_rounded_as_if_there_had_been_no_probes(four: Run) -> None:
@@ -355,7 +355,7 @@ def test_a_worker_lost_in_training_is_not_counted_on_later() -> None:
     seconds = {"0": 1e-3, "1": 1e-3, "2": 8e-3}
     tuner = {"budget": 0.9, "space": {"rebalance": False, "groups": [1, 3]}}
     fit = {"devices": 3, "seconds": seconds, "trainer": {"max_epochs": 3}, "tuner": tuner, "dies_in_training": [2, 2]}
-    finished = run("omni_tuner.py", {"fits": [{**fit, "data": {"samples": 1536}}]}, timeout=100)
+    finished = run("omni_tuner.py", {"fits": [{**fit, "data": {"samples": 1536}}]}, timeout=200)
     assert sorted(finished.results) == [0, 1]
     assert "retunes" in finished.output
     for each in finished.results.values():
@@ -365,7 +365,7 @@ def test_a_worker_lost_in_training_is_not_counted_on_later() -> None:
 def test_ctrl_c_in_a_probe_saves_the_runs_own_weights() -> None:
     fit = {**EVEN, "tuner": ONCE, "interrupted": 5, "exception_checkpoint": True}
     with Running("omni_tuner.py", {"fits": [fit]}) as running:
-        finished = running.wait(100)
+        finished = running.wait(200)
         assert finished.code != 0
         assert not running.survivors
         checkpoint = torch.load(Path(running.folder) / "stopped.ckpt", weights_only=False)

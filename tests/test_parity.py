@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from runs import Run, run
 
-pytestmark = pytest.mark.timeout(260)
 ROW_NAMES = [
     "SGD",
     "AdamW",
@@ -29,7 +28,7 @@ ROW_NAMES = [
 
 @pytest.fixture(scope="module")
 def both() -> Run:
-    return run("parity.py", timeout=240)
+    return run("parity.py", timeout=480)
 
 
 @pytest.mark.parametrize("row", ROW_NAMES)

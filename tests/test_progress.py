@@ -15,7 +15,7 @@ NOMINAL = 32
 def run() -> Run:
     fits = [{"bar": "tqdm", "groups": 2}, {"bar": "rich", "groups": 2}, {"bar": "tqdm", "groups": 1}]
     with Running("bars.py", {"fits": fits}, spares=1) as running:
-        run = running.wait(110)
+        run = running.wait(220)
     assert run.code == 0, run.output[-4000:]
     return run
 

@@ -85,7 +85,7 @@ FITS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def trained() -> Run:
-    return run("balance.py", {"fits": list(FITS.values())}, timeout=240)
+    return run("balance.py", {"fits": list(FITS.values())}, timeout=480)
 
 
 def result(trained: Run, name: str) -> list[Any]:
@@ -94,7 +94,6 @@ def result(trained: Run, name: str) -> list[Any]:
     return [trained.results[rank][place] for rank in sorted(trained.results)]
 
 
-@pytest.mark.timeout(250)
 @pytest.mark.parametrize("name", [name for name in FITS if FITS[name].get("compare", True) and "sorted" not in name])
 def test_the_weighted_gradient_is_the_mean_over_the_groups_batch(trained: Run, name: str) -> None:
     for each in result(trained, name):

@@ -21,7 +21,7 @@ def everything(results: dict[int, Any], epochs: int) -> list[Counter[int]]:
 def test_regrouping_from_any_count_to_any_count_loses_no_sample_and_repeats_none() -> None:
     steps = {str(4 * number): groups for number, groups in enumerate(WALK[1:], start=1)}
     options = {"groups": WALK[0], "regroup": steps, "data": {"samples": 2048}, "schedule": "onecycle"}
-    finished = run("regroup.py", options, timeout=100)
+    finished = run("regroup.py", options, timeout=200)
     assert everything(finished.results, 1) == [Counter(range(2048))]
     for each in finished.results.values():
         assert len(each["times"]) == len(WALK) - 1
@@ -34,7 +34,7 @@ def test_many_regroupings_leak_neither_threads_nor_files() -> None:
     counts = [2, 4, 1, 3]
     steps = {str(number): counts[number % 4] for number in range(1, 41)}
     options = {"groups": 2, "regroup": steps, "data": {"samples": 2048}}
-    finished = run("regroup.py", options, timeout=110)
+    finished = run("regroup.py", options, timeout=220)
     assert everything(finished.results, 1) == [Counter(range(2048))]
     for each in finished.results.values():
         assert len(each["times"]) == 40
@@ -45,7 +45,7 @@ def test_many_regroupings_leak_neither_threads_nor_files() -> None:
 
 def test_batches_loaded_ahead_by_workers_go_back() -> None:
     options = {"groups": 2, "regroup": {"5": 4, "9": 1, "14": 2}, "data": {"samples": 1024, "num_workers": 1}}
-    finished = run("regroup.py", options, timeout=100)
+    finished = run("regroup.py", options, timeout=200)
     assert everything(finished.results, 1) == [Counter(range(1024))]
 
 

@@ -374,7 +374,7 @@ def test_real_servers_hold_bitwise_what_one_would_and_a_dead_one_is_named() -> N
         {"servers": "per-node", "method": "local_sgd:period=2", "kills": "server"},
     ]
     with Running("shards.py", {"cases": cases}) as running:
-        finished = running.wait(200)
+        finished = running.wait(400)
         assert running.survivors == []
     assert finished.code == 0, finished.output[-4000:]
     for rank, (one, several, lossy, killed) in finished.results.items():

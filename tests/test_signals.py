@@ -16,7 +16,6 @@ import pytest
 import torch
 from runs import Run, Running, free_port
 
-pytestmark = pytest.mark.timeout(240)
 TERMINATED = 128 + signal.SIGTERM
 
 
@@ -39,7 +38,7 @@ def has_ended(running: Running) -> bool:
 
 
 def finish(running: Running) -> Run:
-    finished = running.wait(90)
+    finished = running.wait(180)
     assert not running.survivors, "processes are left behind"
     return finished
 

@@ -53,7 +53,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.processes,
     pytest.mark.network,
-    pytest.mark.timeout(400),
 ]
 
 

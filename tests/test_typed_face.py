@@ -92,7 +92,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[int,
         cwd=ROOT.parent,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=220,
     )
     errors: dict[str, list[tuple[int, str]]] = {name: [] for name in PROGRAMS}
     lines = [line for line in ran.stdout.splitlines() if ": error: " in line]

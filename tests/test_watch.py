@@ -325,7 +325,6 @@ def wait_for(what: Callable[[], Any], seconds: float = 30.0) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.timeout(400)
 def test_a_run_is_watched_and_a_group_of_it_evicted(
     start: Callable[..., Process], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,7 +12,6 @@ from matrix import check
 
 @pytest.mark.processes
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_quick_cases_hold() -> None:
     failed = {case.name: found for case, found, _ in check([case for case in CASES if case.quick], ranks=2) if found}
     assert failed == {}
