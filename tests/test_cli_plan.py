@@ -66,8 +66,10 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
          {"ranks": 32, "bandwidth": 1.25e9, "latency": 1e-4}, {}),
         (["--bandwidth", "100MB/s", "--latency", "50us"], {"bandwidth": 1e8, "latency": 5e-5}, {}),
         (["--batch-size", "64", "--period", "4"], {}, {"batch_size": 64, "period": 4}),
+        (["--servers", "per-node", "--nodes", "4", "--latency", "50us"],
+         {"servers": 4, "per_node": True, "latency": 5e-5}, {}),
     ],
-    ids=["as measured", "more ranks", "another network", "another batch"],
+    ids=["as measured", "more ranks", "another network", "another batch", "a server on each node"],
 )  # fmt: skip
 def test_numbers_are_those_of_the_profile(
     options: list[str],
@@ -201,6 +203,9 @@ def test_wrong_options_are_one_line_that_names_the_flag(
     assert "--period=0: pass local steps" in refusal(capsys, file, "--period", "0")
     assert "--momentum 1.0: pass a number from 0 up to 1" in refusal(capsys, file, "--momentum", "1")
     assert "--lr 0.0: pass a number above 0" in refusal(capsys, file, "--lr", "0")
+    assert "--servers all: pass a number of servers, or per-node" in refusal(capsys, file, "--servers", "all")
+    assert "--servers 0: pass a number above 0" in refusal(capsys, file, "--servers", "0")
+    assert "--nodes 2: it is for --servers per-node" in refusal(capsys, file, "--nodes", "2")
     (tmp_path / "taken").write_text("")
     assert main(["plan", file, "--out", str(tmp_path / "taken")]) == 2
     assert "pass a folder that can be written" in capsys.readouterr().err

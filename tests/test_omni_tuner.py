@@ -38,6 +38,7 @@ FITS: dict[str, dict[str, Any]] = {
         "tuner": {**ONCE, "target": 1e9},
         "seconds": {"0": 2e-3, "1": 2e-3},
         "trainer": {"max_epochs": 4, "max_steps": 72},  # an eighth of the second epoch
+        "strategy": {"servers": 2},
         "logger": True,
     },
     "local steps": {"tuner": ONCE, "strategy": {"method": "local_sgd:period=4"}},
@@ -257,6 +258,12 @@ def test_each_figure_of_a_run_is_the_same_wherever_it_is_told(fits: dict[str, li
     assert report.rounds[-1].measured_after == {groups: rate}
     assert rate * times.training >= 0.9 * 70 * 16
     assert f'<td class="number">{number(rate)}</td>' in page
+
+
+def test_what_exchanges_take_is_noted_with_the_number_of_servers(fits: dict[str, list[dict[str, Any]]]) -> None:
+    report = TuningReport.from_dict(json.loads(fits["cut short"][0]["files"]["omni-tuning.json"]))
+    observed = [each for round_ in report.rounds for each in round_.search.measured]
+    assert {each.servers for each in observed if len(each.groups) > 1} == {2}
 
 
 def test_the_users_rate_is_that_of_all_ranks_if_several_groups_come_first(

@@ -65,15 +65,28 @@ def seconds(prediction: Prediction) -> float:
     groups=st.sampled_from([2, 3, 4, 6, 12]),
     batch=st.integers(1, 8),
     period=st.integers(1, 4),
+    servers=st.sampled_from([1, 1, 4]),
+    per_node=st.booleans(),
 )
 def test_known_costs_give_the_largest_of_the_serial_parts_and_the_groups_share(
-    parts: list[float], groups: int, batch: int, period: int
+    parts: list[float], groups: int, batch: int, period: int, servers: int, per_node: bool
 ) -> None:
     sample, overhead, bytes_, hop, delay, serve, link = parts
-    costs = Costs(1e-3 + sample, overhead, bytes_, hop, delay + serve + link, serve, link, sample / 10, 1000, period)
+    costs = Costs(
+        1e-3 + sample, overhead, bytes_, hop, delay + serve + link, serve, link, sample / 10, 1000, period,
+        servers, per_node,
+    )  # fmt: skip
+    if servers > 1:  # each has a share, they agree, and a quarter stays on the node
+        delay, serve, link = 2 * delay, serve / 4, link / 4 * (0.75 if per_node else 1)
     size = 12 // groups
     head = size * batch * costs.head_per_sample
-    step = overhead + batch * costs.per_sample + 2 * (size - 1) * (bytes_ / size + hop) + costs.exchange / period + head
+    step = (
+        overhead
+        + batch * costs.per_sample
+        + 2 * (size - 1) * (bytes_ / size + hop)
+        + (delay + serve + link) / period
+        + head
+    )
     profile = Profile.of(costs, ranks=12, batch_size=batch)
     assert seconds(profile.predict(groups)) == pytest.approx(max(serve / period, link / period, head, step / groups))
     again = Profile.from_dict(json.loads(json.dumps(profile.scaled(slowest=2.0).to_dict())))
@@ -412,6 +425,7 @@ def test_a_profile_survives_json() -> None:
         ({"head": math.nan}, "head=nan"),
         ({"period": 0}, "period=0"),
         ({"nbytes": -1}, "nbytes=-1"),
+        ({"servers": 0}, "servers=0"),
     ],
 )
 def test_what_cannot_have_been_measured_is_refused_by_name(changed: dict[str, Any], named: str) -> None:
@@ -439,6 +453,8 @@ def test_what_cannot_have_been_measured_is_refused_by_name(changed: dict[str, An
         (lambda profile: profile.scaled(bandwidth=1e9), "bandwidth=.*Measured"),
         (lambda profile: profile.scaled(latency=-1), "latency=-1"),
         (lambda profile: profile.scaled(slowest=math.inf), "slowest=inf"),
+        (lambda profile: profile.scaled(servers=0), "servers=0"),
+        (lambda profile: profile.scaled(per_node=True), "per_node=True: pass servers="),
         (lambda profile: Profile.from_dict({}), "plain"),
         (lambda profile: Profile.from_dict({**profile.to_dict(), "measured": [{"ranks": 1}]}), "plain"),
         (lambda profile: Measured.of(Trace({})), "trace"),
@@ -606,3 +622,51 @@ def test_the_steps_of_a_group_fill_its_time_but_for_synchronization() -> None:
     assert (steps["exchange"] < steps["seconds"]).all()
     assert len(work["rank"]) == 2 * len(steps["group"])
     assert (work["samples"] == 8).all()
+
+
+# --- Several servers --------------------------------------------------------------------------------------------------
+
+
+class Wide(nn.Module):
+    """Weights that four servers can hold 64 numbers each of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 128, bias=False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.layer(inputs).mean(1, keepdim=True)
+        return outputs
+
+
+WIDE = 2 * 128 * 4
+NETWORKS: dict[str, dict[str, Any]] = {
+    "server": {"link": Link(latency=MS / 4), "update_seconds": 4 * MS},
+    "links": {"link": Link(WIDE / (4 * MS), MS), "server": Link(WIDE / (MS / 2)), "update_seconds": MS / 4},
+}
+SERVERS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"servers": 2}, {"servers": 2}),
+    ({"servers": 4}, {"servers": 4}),
+    ({"servers": "per-node", "nodes": 4}, {"servers": 4, "per_node": True}),
+]
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_other_numbers_of_servers_are_predicted_to_fifteen_per_cent(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def trained(updates: int, seed: int, **servers: Any) -> Trace:
+        cluster = Cluster.even(8, MS, jitter=Jitter("lognormal", 0.2), **NETWORKS[name], **servers)
+        monkeypatch.setitem(CLUSTERS, "servers", cluster)
+        return run("servers", 8, updates, seed, model=Wide(), batched=False)
+
+    profile = Profile.fit([Measured.of(trained(120, seed=2))], draws=2)
+    for truly, scaled in SERVERS:
+        trace = trained(160, seed=3, **truly)
+        assert seconds(profile.scaled(**scaled).predict(8)) == pytest.approx(pace(trace), rel=0.15)
+    # And the other way round.
+    measured = Measured.of(trace)
+    assert (measured.servers, measured.per_node) == (4, True)
+    before = replace(measured, servers=1, per_node=False, serve=0.1)  # says nothing of how it is now
+    several = Profile.fit([before, measured], draws=2)
+    assert several.servers == 4
+    assert seconds(several.predict(8)) == pytest.approx(pace(trace), rel=0.05)
+    assert seconds(several.scaled(servers=1).predict(8)) == pytest.approx(seconds(profile.predict(8)), rel=0.2)

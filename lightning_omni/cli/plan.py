@@ -16,6 +16,8 @@ def plan(
     ranks: int | None = None,
     bandwidth: Quantity | None = None,
     latency: Quantity | None = None,
+    servers: int | str | None = None,
+    nodes: int | None = None,
     batch_size: float | None = None,
     period: int | None = None,
     samples: float | None = None,
@@ -30,6 +32,9 @@ def plan(
         ranks: Devices of the planned machines, of the kinds that were measured. None for those that were.
         bandwidth: Of the network, as in 10Gbit or 1GB/s, or in bytes per second. None for the one that was measured.
         latency: Of one message, as in 50us, or in seconds. None for the one that was measured.
+        servers: Parameter servers that hold a share of the weights each; or per-node, one on each node. None for those
+            that were measured.
+        nodes: Of the planned machines, for per-node. None makes each device a node of its own.
         batch_size: Samples in one device's batch. None for those that were measured.
         period: Local steps between two exchanges. None for those that were measured.
         samples: Samples that training takes with the sample efficiency of the best probe, to know the time.
@@ -44,12 +49,15 @@ def plan(
         raise ConfigurationError(f"--momentum {momentum}: pass a number from 0 up to 1, without 1")
     if out is not None:
         check_can_draw("--out: ")
+    _check_servers(servers, nodes)
     rate = None if bandwidth is None else rate_of("--bandwidth", bandwidth)
     delay = None if latency is None else seconds_of("--latency", latency)
     from lightning_omni.cli import planning as of  # not above: --help is not to wait for torch
 
     known = of.PlanSource.of(file)
-    cluster = of.PlannedCluster(known.profile, ranks, rate, delay)
+    per_node = servers == "per-node"
+    count = nodes or ranks or known.profile.ranks if per_node else servers
+    cluster = of.PlannedCluster(known.profile, ranks, rate, delay, count, per_node)  # type: ignore[arg-type]
     has_lr = known.search is not None or lr is not None
     planned = of.Plan(cluster, known, known.efficiency(momentum, lr), batch_size, period, has_lr)
     show(of.table(planned, samples), of.tall_table(planned, samples))
@@ -58,3 +66,11 @@ def plan(
     if out is not None:
         say(f"picture: {of.draw(planned, out)}")
     return 0
+
+
+def _check_servers(servers: int | str | None, nodes: int | None) -> None:
+    if isinstance(servers, str) and servers != "per-node":
+        raise ConfigurationError(f"--servers {servers}: pass a number of servers, or per-node")
+    check_above_zero({name: each for name, each in (("servers", servers), ("nodes", nodes)) if isinstance(each, int)})
+    if nodes is not None and servers != "per-node":
+        raise ConfigurationError(f"--nodes {nodes}: it is for --servers per-node; pass both, or leave it out")

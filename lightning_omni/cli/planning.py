@@ -117,12 +117,16 @@ class PlannedCluster:
         ranks: how many.
         bandwidth: in bytes per second.
         latency: in seconds.
+        servers: how many hold a share of the weights each.
+        per_node: whether they are one on each node.
     """
 
     measured: Profile
     ranks: int | None = None
     bandwidth: float | None = None
     latency: float | None = None
+    servers: int | None = None
+    per_node: bool = False
 
     @cached_property
     def profile(self) -> Profile:
@@ -132,10 +136,14 @@ class PlannedCluster:
             ConfigurationError: an option is out of range.
         """
         changes: dict[str, Any] = {
-            name: getattr(self, name) for name in ("ranks", "bandwidth", "latency") if getattr(self, name) is not None
+            name: getattr(self, name)
+            for name in ("ranks", "bandwidth", "latency", "servers")
+            if getattr(self, name) is not None
         }
         if not changes:
             return self.measured
+        if self.servers is not None:
+            changes["per_node"] = self.per_node
         try:
             return self.measured.scaled(**changes)
         except ConfigurationError as error:
@@ -274,7 +282,8 @@ def _table_of(
 
 def _title(plan: Plan) -> str:
     profile = plan.cluster.profile
-    return f"{profile.ranks} ranks, {_speeds(profile)}"
+    servers = f", {profile.servers} servers" if profile.servers > 1 else ""
+    return f"{profile.ranks} ranks, {_speeds(profile)}{servers}"
 
 
 def _rows(plan: Plan, samples: float | None) -> list[dict[str, str]]:

@@ -12,7 +12,7 @@ from lightning_omni.serialization import Serializable
 
 @dataclass(frozen=True)
 class Costs(Serializable):
-    """Seconds, of equal ranks that do not scatter.
+    """Seconds, of equal ranks that do not scatter. ``exchange``, ``serve`` and ``link`` are those of one server.
 
     Args:
         per_sample: forward and backward pass of a sample on one rank.
@@ -25,6 +25,8 @@ class Costs(Serializable):
         head_per_sample: of each sample of a group's batch, in exclusive access to a merged head.
         nbytes: bytes of one exchange, one way; 0 if unknown.
         period: local steps between two exchanges, H.
+        servers: that hold a share of the weights each; every one takes its share of ``serve`` and ``link``.
+        per_node: whether they are one on each node, so that a share of each exchange crosses no link.
 
     Raises:
         ConfigurationError: a number is out of range.
@@ -40,10 +42,14 @@ class Costs(Serializable):
     head_per_sample: float = 0.0
     nbytes: int = 0
     period: int = 1
+    servers: int = 1
+    per_node: bool = False
 
     def __post_init__(self) -> None:
         for each in fields(self):
-            least = int(each.name == "period")
+            if each.name == "per_node":
+                continue
+            least = int(each.name in ("period", "servers"))
             check_number(each.name, getattr(self, each.name), f"a number, {least} or more", least, below=math.inf)
         if self.per_sample + self.overhead <= 0:
             raise ConfigurationError("per_sample=0: pass the seconds of a sample, or overhead= of a step")

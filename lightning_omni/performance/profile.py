@@ -9,6 +9,10 @@ and every number has an interval.
     all-reduce of k members = (k - 1) / k × 2 a + (k - 1) × 2 l
     exchange = delay + service at what is shared, and the wait for it (`lightning_omni.performance.queueing`)
 
+Of S servers that hold a share of the weights each, every one takes 1 / S of the service, and all groups' shares queue
+at all of them alike; the delay, which bytes do not cause, comes twice, for the servers agree on what is applied; and if
+each node has one, 1 / S of an exchange crosses no link. What is fitted are the costs of one server.
+
 Groups do not wait for each other but there, so an update comes every 1 / Σ 1 / (step of each group) seconds.
 """
 
@@ -64,10 +68,12 @@ class Measured(Serializable):
         steps: of each group: seconds of each of its steps, from the end of one to the end of the next.
         exchanges: of each group: seconds of each of these steps that went into the exchange with the server; zeros if
             there is one group.
-        serve: seconds of the server's own time for one push; 0 if unknown.
+        serve: seconds of a server's own time for one push, or its share of one; 0 if unknown.
         head: seconds of exclusive access to a merged head; 0 if there is none.
         period: local steps between two exchanges, H.
         nbytes: bytes of one exchange, one way; 0 if unknown.
+        servers: that held a share of the weights each.
+        per_node: whether they were one on each node.
 
     Raises:
         ConfigurationError: something is missing or cannot be.
@@ -90,6 +96,8 @@ class Measured(Serializable):
     head: float = 0.0
     period: int = 1
     nbytes: int = 0
+    servers: int = 1
+    per_node: bool = False
 
     def __post_init__(self) -> None:
         for name in ("groups", "samples", "own", "steps", "exchanges"):  # lists and arrays are as good
@@ -122,6 +130,9 @@ class Measured(Serializable):
         steps, exchanges = (_columns(trace.steps, "group", numbers, name) for name in ("seconds", "exchange"))
         cluster, pushed = trace.meta["cluster"], trace.rows["steps"]
         several = len(groups) > 1
+        per_node = cluster.get("servers") == "per-node"
+        devices = sum(kind["count"] for kind in cluster["devices"])
+        servers = (cluster["nodes"] or devices) if per_node else cluster.get("servers", 1)
         # A merged head is not pushed.
         merged = f"{trace.meta['merged']}." if trace.meta.get("merged") else ()
         per_access = len(ranks) / len(groups) * float(trace.meta["batch_size"])
@@ -131,12 +142,14 @@ class Measured(Serializable):
             own,
             steps,
             exchanges,
-            serve=float(cluster["update_seconds"]) if several else 0.0,
+            serve=float(cluster["update_seconds"]) / servers if several else 0.0,
             head=per_access * float(cluster["head_seconds_per_sample"])
             if several and trace.meta.get("merged")
             else 0.0,
             period=max(1, round(float(pushed.mean()))) if several and len(pushed) else 1,
             nbytes=sum(weight.nbytes for name, weight in trace.weights.items() if not name.startswith(merged)),
+            servers=servers if several else 1,
+            per_node=per_node and several,
         )
 
 
@@ -178,7 +191,7 @@ def _check_numbers(measured: Measured) -> None:
             raise ConfigurationError(f"{name}: pass numbers above 0; leave out steps that were not measured")
     if not all(0 <= number < math.inf for row in measured.exchanges for number in row):
         raise ConfigurationError("exchanges: pass seconds, 0 or more")
-    for name, least in (("serve", 0), ("head", 0), ("period", 1), ("nbytes", 0)):
+    for name, least in (("serve", 0), ("head", 0), ("period", 1), ("nbytes", 0), ("servers", 1)):
         check_number(name, getattr(measured, name), f"a number, {least} or more", least, below=math.inf)
 
 
@@ -226,7 +239,8 @@ class Profile(Serializable):
     """Ranks and what is between them, as measured; answers how fast another grouping would be.
 
     Args:
-        measured: segments of training; see `fit`, which is the way to make a profile.
+        measured: segments of training; see `fit`, which is the way to make a profile. What exchanges take is read off
+            those with as many servers as the last one had.
         draws: number of resampled fits for the intervals.
         seed: of these.
         changes: what `scaled` was asked for, one after the other.
@@ -334,6 +348,11 @@ class Profile(Serializable):
         return _mean_samples(self.measured) if self.measured else self.equal_ranks[1]
 
     @property
+    def servers(self) -> int:
+        """Parameter servers that hold a share of the weights each."""
+        return self._model.servers
+
+    @property
     def speeds(self) -> tuple[float, ...]:
         """Samples per second of each rank alone, in batches of the measured size, in ascending order of ranks."""
         return tuple(self._model.speeds(self.batch_size).values())
@@ -425,6 +444,8 @@ class Profile(Serializable):
         bandwidth: float | None = None,
         latency: float | None = None,
         slowest: float | None = None,
+        servers: int | None = None,
+        per_node: bool = False,
     ) -> Profile:
         """A cluster that was not measured.
 
@@ -434,6 +455,10 @@ class Profile(Serializable):
                 the link twice, once waiting for it to be free.
             latency: seconds of one message, on both.
             slowest: by what factor the last rank's compute time takes longer than it did.
+            servers: parameter servers that hold a share of the weights each. The message each way by which they agree
+                takes the delay of an exchange that its bytes do not cause. If exchanges of one size were measured, none
+                is known to be that: pass ``latency``, too.
+            per_node: whether they are one on each node, so that a share of each exchange crosses no link.
 
         Raises:
             ConfigurationError: an argument is out of range, or the bytes for a bandwidth were not measured.
@@ -444,8 +469,14 @@ class Profile(Serializable):
             >>> [round(1000 * profile.predict(groups).seconds_per_update.value, 2) for groups in (1, 4, 16)]
             [130.0, 27.0, 6.38]
         """
-        asked = {"ranks": ranks, "bandwidth": bandwidth, "latency": latency, "slowest": slowest}
-        change = {name: value for name, value in asked.items() if value is not None}
+        asked = {"ranks": ranks, "bandwidth": bandwidth, "latency": latency, "slowest": slowest, "servers": servers}
+        change: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
+        if servers is not None:
+            check_whole("servers", servers, "a whole number, 1 or more", low=1)
+        if per_node:
+            if servers is None:
+                raise ConfigurationError("per_node=True: pass servers=, the number of nodes, as well")
+            change["per_node"] = True
         if ranks is not None:
             check_whole("ranks", ranks, "a whole number, 1 or more", low=1)
         if bandwidth is not None:
@@ -455,7 +486,9 @@ class Profile(Serializable):
             check_number("latency", latency, "a positive number", low=0, below=math.inf)
         if slowest is not None:
             check_number("slowest", slowest, "a positive number", above=0, below=math.inf)
-        return replace(self, changes=(*self.changes, change))
+        scaled = replace(self, changes=(*self.changes, change))
+        vars(scaled)["_model"] = _changed(self._model, **change)  # which is fitted once
+        return scaled
 
     def saturating_groups(self) -> int:
         """The fewest groups, at least 2, of which a serial part is always busy; the number of ranks if it never is.
@@ -528,6 +561,8 @@ class _Model:
         serve: seconds of the server for a push, shape (draws,).
         link_per_byte: seconds of a byte on the server's link, shape (draws,).
         head_per_sample: seconds of a sample of a group's batch at a merged head.
+        servers: that hold a share of the weights each. What an exchange costs is said of one that holds everything.
+        per_node: whether they are one on each node.
     """
 
     devices: Mapping[int, tuple[int, float]]
@@ -545,6 +580,13 @@ class _Model:
     nbytes: int
     knows_overhead: bool
     knows_exchange: bool
+    servers: int = 1
+    per_node: bool = False
+
+    @property
+    def away(self) -> float:
+        """What part of an exchange's bytes crosses links."""
+        return _away(self.servers, self.per_node)
 
     def check_nbytes(self, asked: str) -> None:
         """Refuses what depends on the bytes of an exchange, where these are not known."""
@@ -563,8 +605,12 @@ def _changed(
     bandwidth: float | None = None,
     latency: float | None = None,
     slowest: float | None = None,
+    servers: int | None = None,
+    per_node: bool = False,
 ) -> _Model:
     alike = np.ones_like(model.delay)
+    if servers is not None:
+        model = replace(model, servers=servers, per_node=per_node)
     if ranks is not None:
         known = list(model.devices.values())
         model = replace(model, devices={rank: known[rank % len(known)] for rank in range(ranks)})
@@ -579,6 +625,16 @@ def _changed(
         device, slower = model.devices[last]
         model = replace(model, devices={**model.devices, last: (device, slower * slowest)})
     return model
+
+
+def _away(servers: int, per_node: bool) -> float:
+    """What part of an exchange's bytes crosses links."""
+    return (servers - 1) / servers if per_node and servers > 1 else 1.0
+
+
+def _messages(servers: int) -> int:
+    """How often a message goes there and back in an exchange."""
+    return 1 if servers == 1 else 2
 
 
 @dataclass(frozen=True)
@@ -604,15 +660,16 @@ class _TrainingPlan:
         if len(groups) == 1:  # plain synchronous training, with no server and no head
             nothing = np.zeros_like(model.delay)
             return _Outcome(sizes * self.batch, compute, allreduce, nothing, nothing, nothing, 0.0, nothing)
-        link = model.link_per_byte * self.nbytes
+        away = model.away * self.nbytes
+        serve, link = model.serve / model.servers, model.link_per_byte * away / model.servers
         # What comes one after the other and takes equally long each time makes one queue only, at the longest.
-        busy, rest = np.maximum(model.serve, link), np.minimum(model.serve, link)
-        delay = model.delay + model.delay_per_byte * self.nbytes + rest
+        busy, rest = np.maximum(serve, link), np.minimum(serve, link)
+        delay = model.delay * _messages(model.servers) + model.delay_per_byte * away + rest
         head = model.head_per_sample * self.batch * float(sizes.mean())
         service, visits = np.stack([busy, np.full_like(busy, head)], axis=1), np.array([1, self.period])
         think = self.period * (compute + allreduce) + delay[:, None]
         shared = residence(think, self.period * variance, service, visits) / self.period
-        exchange, serve, link = delay / self.period, model.serve / self.period, link / self.period
+        exchange, serve, link = delay / self.period, serve / self.period, link / self.period
         return _Outcome(sizes * self.batch, compute, allreduce, exchange, serve, link, head, shared)
 
     def _work(self, groups: Sequence[tuple[int, ...]]) -> tuple[Array, Array]:
@@ -721,6 +778,8 @@ def _known(costs: Costs, ranks: int) -> _Model:
         nbytes=costs.nbytes,
         knows_overhead=True,
         knows_exchange=True,
+        servers=costs.servers,
+        per_node=costs.per_node,
     )
 
 
@@ -792,8 +851,10 @@ def _fit(measured: Sequence[Measured], draws: int, seed: int) -> _Model:
     times = [_fit_rank(drawn, rank) for rank in ranks]
     overhead, per_sample, factors = (list(column) for column in zip(*times, strict=True))
     ring, hop = _fit_allreduce(drawn)
-    delay, delay_per_byte, serve, link_per_byte = _fit_exchange(drawn)
     several = [each for each in measured if len(each.groups) > 1]
+    servers, per_node = _servers_of(measured)
+    away = _away(servers, per_node)
+    delay, delay_per_byte, serve, link_per_byte = _fit_exchange(drawn)
     heads = [each for each in several if each.head]
     # A group has its batch of samples there.
     batches = [_mean_samples([each]) * len(each.ranks) / len(each.groups) for each in heads]
@@ -805,16 +866,23 @@ def _fit(measured: Sequence[Measured], draws: int, seed: int) -> _Model:
         jitter=_jitter(factors),
         ring=ring,
         hop=hop,
-        delay=delay,
-        delay_per_byte=delay_per_byte,
-        serve=serve,
-        link_per_byte=link_per_byte,
+        delay=delay / _messages(servers),
+        delay_per_byte=delay_per_byte / away,
+        serve=serve * servers,
+        link_per_byte=link_per_byte * servers / away,
         head_per_sample=sum(each.head for each in heads) / max(sum(batches), 1e-300),
         period=several[0].period if several else 1,
         nbytes=max(each.nbytes for each in measured),
         knows_overhead=len(sizes) > 1,
         knows_exchange=bool(several),
+        servers=servers,
+        per_node=per_node,
     )
+
+
+def _servers_of(measured: Sequence[Measured]) -> tuple[int, bool]:
+    """How many servers the last segment with several groups had, and whether they were one on each node."""
+    return next(((each.servers, each.per_node) for each in reversed(measured) if len(each.groups) > 1), (1, False))
 
 
 def _mean_samples(measured: Sequence[Measured]) -> float:
@@ -898,7 +966,9 @@ def _fit_allreduce(drawn: Sequence[_Draws]) -> tuple[Array, Array]:
 def _seconds_of_bytes(drawn: Sequence[_Draws]) -> Array:
     """What the bytes of a gradient can take at most on their way between two ranks, shape (draws,)."""
     shortest = [
-        each.measured.period * np.min([row.mean(axis=1) for row in each.exchanges], axis=0) / 2
+        each.measured.period
+        * np.min([row.mean(axis=1) for row in each.exchanges], axis=0)
+        / (2 * _away(each.measured.servers, each.measured.per_node))
         for each in drawn
         if len(each.measured.groups) > 1
     ]
@@ -954,7 +1024,12 @@ class _Exchanges:
 
 def _fit_exchange(drawn: Sequence[_Draws]) -> tuple[Array, Array, Array, Array]:
     """Delay, delay of a byte, the server's time, and the link's of a byte: each in seconds, of shape (draws,)."""
-    several = [each for each in drawn if len(each.measured.groups) > 1]
+    servers = _servers_of([each.measured for each in drawn])
+    several = [
+        each
+        for each in drawn
+        if len(each.measured.groups) > 1 and (each.measured.servers, each.measured.per_node) == servers
+    ]
     if not several:
         nothing = np.zeros(len(drawn[0].steps[0]))
         return nothing, nothing, nothing, nothing

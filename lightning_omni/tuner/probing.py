@@ -148,7 +148,7 @@ class Prober:
         seconds = float(self._strategy.joined.tell(repr(time.perf_counter() - began)))
         serve = float(self._strategy.joined.tell(repr(serve)))
         tried = replace(_tried(probe.setting, table, seconds, problem), gathers=self._gathers)
-        measured = None if lost else _measured(groups, table, probe.setting.period, self._nbytes, serve)
+        measured = None if lost else _measured(groups, table, probe.setting.period, self._nbytes, serve, self._servers)
         return Observation(tried, measured)
 
     def names_of(self, setting: Setting, samples: int) -> set[str]:
@@ -324,6 +324,12 @@ class Prober:
         return float(status.serve_time)
 
     @property
+    def _servers(self) -> tuple[int, bool]:
+        """How many servers hold a share of the weights each, and whether they are one on each node."""
+        world = self._strategy.joined
+        return (1 if world.control is None else world.control.shards), world.options.servers == "per-node"
+
+    @property
     def _nbytes(self) -> int:
         return sum(part.replica.layout.nbytes for part in self._strategy.joined.parts if part.head is None)
 
@@ -382,7 +388,12 @@ def _tried(setting: Setting, table: Mapping[int, ProbedRank], seconds: float, pr
 
 
 def _measured(
-    groups: Sequence[tuple[int, ...]], table: Mapping[int, ProbedRank], period: int, nbytes: int, serve: float
+    groups: Sequence[tuple[int, ...]],
+    table: Mapping[int, ProbedRank],
+    period: int,
+    nbytes: int,
+    serve: float,
+    servers: tuple[int, bool],
 ) -> Measured | None:
     """The times of all ranks and groups; None if there are too few."""
     groups = [members for members in groups if members]
@@ -406,6 +417,8 @@ def _measured(
         serve=serve if len(groups) > 1 else 0.0,
         period=period if len(groups) > 1 else 1,
         nbytes=nbytes,
+        servers=servers[0] if len(groups) > 1 else 1,
+        per_node=servers[1] and len(groups) > 1,
     )
 
 
