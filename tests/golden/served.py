@@ -784,12 +784,13 @@ def travels() -> Outcome:
 
 
 OBSERVING = ("Observe", "ObserverProof", "Observing", "AskOverview", "Overview", "Evict")
+AGGREGATING = ("AskAggregator", "Aggregator", "PushDirectly")
 TRAVELLING = (
     *(m.Long, READ_PUBLISHED, PEER_MESSAGE, PUBLISHED, m.Taken),
-    *(getattr(m, name) for name in OBSERVING if hasattr(m, name)),
+    *(getattr(m, name) for name in (*OBSERVING, *AGGREGATING) if hasattr(m, name)),
 )
-"""Messages that no transcript holds: those from leader to leader, the one that announces others, and those of observers
-(tests/test_observation.py has them)."""
+"""Messages that no transcript holds: those from leader to leader, the one that announces others, those of observers
+(tests/test_observation.py has them) and those of aggregators (tests/test_aggregators.py)."""
 
 
 def sessions() -> dict[str, Callable[[], Session]]:
