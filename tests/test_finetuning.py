@@ -18,7 +18,7 @@ from lightning_omni.simulator import replay, trace_of
 RANKS = range(4)
 FITS = (
     *("ddp", "one", "tuned", "resumed", "ddp resumed", "thawed", "dropped", "late", "mean", "gossip", "outer"),
-    *("regrouped", "head", "odd"),
+    *("regrouped", "written", "head", "odd"),
 )
 REPLAYED: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "tuned": partial(torch.optim.AdamW, lr=0.02),
@@ -61,7 +61,7 @@ def test_the_loss_falls_as_it_does_without_groups() -> None:
     assert len({tuple(losses) for losses in each("tuned", "val")}) == 1
 
 
-@pytest.mark.parametrize("name", ["thawed", "mean", "gossip", "outer", "regrouped", "head"])
+@pytest.mark.parametrize("name", ["thawed", "mean", "gossip", "outer", "regrouped", "written", "head"])
 def test_however_it_is_unfrozen_it_moves_and_all_ranks_evaluate_the_same(name: str) -> None:
     assert each(name, "error") == [""] * 4
     assert len({tuple(digests) for digests in each(name, "digests")}) == 1

@@ -145,6 +145,8 @@ class Edits:
             part.replica.abandon()
         if keep_states:
             self._states.keep()
+        for part in place.parts:
+            part.replica.begin_layout()
         self._states.seed()
         self._states.forget()
         for index, part in enumerate(place.parts):

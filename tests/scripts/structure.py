@@ -139,6 +139,15 @@ class Drop(pl.Callback):
             assert torch.equal(pl_module.backbone[0].weight, self.before)
 
 
+class Write(pl.Callback):
+    """Writes the backbone at the first epoch's end."""
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.current_epoch == 0:
+            with torch.no_grad():
+                pl_module.backbone[0].weight.mul_(0.5)
+
+
 class Unlike(pl.Callback):
     """One member of a group adds a parameter, and the others another one, or none."""
 
@@ -223,6 +232,7 @@ def main() -> None:
         "gossip": lambda: fit(groups(groups=4, method="gossip"), 2, [Add(2)]),
         "outer": lambda: fit(groups(groups=2, method="diloco:period=2", record=str(FOLDER / "outer")), 2, [Again(1)]),
         "regrouped": lambda: fit(groups(groups=4), 2, [Add(1), Regroup({2: 2, 3: 1, 4: 4})]),
+        "written": lambda: fit(groups(groups=2), 2, [Add(2), Write()], "adamw"),
         "head": lambda: fit(groups(groups=2, merged="head.2"), 2, [Again(1)]),
         "unlike": lambda: fit(groups(groups=2), 1, [Unlike(True)]),
         "alone": lambda: fit(groups(groups=2), 1, [Unlike(False)]),
