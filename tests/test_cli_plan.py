@@ -11,6 +11,7 @@ import pytest
 from searches import BATCH, START, found, observed, search, smaller
 
 from lightning_omni.cli import main
+from lightning_omni.performance.costs import Costs
 from lightning_omni.performance.forecast import Setting
 from lightning_omni.performance.profile import Profile
 from lightning_omni.report import Round, TuningReport
@@ -180,6 +181,20 @@ def test_what_to_buy_next_is_the_bottleneck(file: str, profile: str, capsys: pyt
     )
     gain = float(slow.split("would be ")[1].split()[0])
     assert 1.3 < gain < 2.05
+
+
+def test_where_the_server_is_always_busy_more_of_them_are_advised(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "known.json"
+    costs = Costs(per_sample=0.01, allreduce=1.0, exchange=0.1, serve=0.1)
+    path.write_text(json.dumps(Profile.of(costs, ranks=8, batch_size=8).to_dict()))
+    assert re.search(r"server is the bottleneck; 2 servers would be 2\.00 times", said(capsys, str(path)))
+    several = said(capsys, str(path), "--servers", "2")
+    assert "8 ranks, 100 samples/s each, 2 servers" in several
+    assert "4 servers would be 2.00 times" in several
+    nodes = said(capsys, str(path), "--servers", "per-node", "--nodes", "2")
+    assert "servers twice as fast would be at most 2.00 times" in nodes
 
 
 def test_a_picture_is_drawn_into_a_folder(file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -343,8 +343,11 @@ def _advice(plan: Plan) -> str:
         said, other = f"{count} ranks", plan.with_cluster(ranks=count)
     elif bottleneck in ("allreduce", "exchange", "link") and cluster.bandwidth is not None:
         said, other = "twice the bandwidth", plan.with_cluster(bandwidth=2 * cluster.bandwidth)
+    elif bottleneck in ("server", "link") and not cluster.profile.per_node:
+        count = 2 * cluster.profile.servers
+        said, other = f"{count} servers", plan.with_cluster(servers=count)
     else:
-        what = "a server twice as fast" if bottleneck == "server" else "a network twice as fast"
+        what = "servers twice as fast" if bottleneck == "server" else "a network twice as fast"
         what = "a merged head twice as fast" if bottleneck == "head" else what
         faster = f"{what} would be at most {_halved(plan.best.prediction):.2f} times faster"
         return f"{_BOTTLENECKS[bottleneck]} is the bottleneck; {faster}"

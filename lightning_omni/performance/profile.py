@@ -353,6 +353,11 @@ class Profile(Serializable):
         return self._model.servers
 
     @property
+    def per_node(self) -> bool:
+        """Whether they are one on each node."""
+        return self._model.per_node
+
+    @property
     def speeds(self) -> tuple[float, ...]:
         """Samples per second of each rank alone, in batches of the measured size, in ascending order of ranks."""
         return tuple(self._model.speeds(self.batch_size).values())
