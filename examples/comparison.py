@@ -157,6 +157,7 @@ class Run:
         evaluate_every: updates between two evaluations; None for one at the end only.
         target: steady test accuracy (see `Evaluator`) at which the run ends early.
         seed: of everything that is random, the initial weights included.
+        overlap: whether exchanges travel while the next gradient is computed.
     """
 
     method: str | Method
@@ -170,6 +171,7 @@ class Run:
     evaluate_every: int | None = 50
     target: float | None = None
     seed: int = 0
+    overlap: bool = False
 
     def model(self) -> nn.Module:
         """The network that the run begins with."""
@@ -193,6 +195,7 @@ class Run:
             max_seconds=self.seconds,
             target=None if self.target is None else ("steady", self.target),
             seed=self.seed,
+            overlap=self.overlap,
         )
 
 

@@ -196,6 +196,8 @@ class Cluster:
             each node, and what a group exchanges with that of its own node crosses no link.
         nodes: over which the devices are spread evenly, in the order of ranks, for ``servers="per-node"``; None: each
             device is a node of its own.
+        aggregators: between groups and the one server: they add up what groups push, and hand its answers on. Groups
+            are spread evenly over them, in the order of ranks. Each has a card like ``server`` and a ``link`` to it.
 
     Raises:
         ConfigurationError: there is no device, an event is about a rank that is none, or the devices cannot be spread
@@ -215,6 +217,7 @@ class Cluster:
     events: tuple[Failure | Slowdown, ...] = ()
     servers: int | Literal["per-node"] = 1
     nodes: int | None = None
+    aggregators: int = 0
 
     def __post_init__(self) -> None:
         if not self.devices:
@@ -233,6 +236,12 @@ class Cluster:
     def _check_servers(self) -> None:
         if self.servers != "per-node":
             check_whole("servers", self.servers, 'a number of servers, 1 or more, or "per-node"', 1)
+        check_whole("aggregators", self.aggregators, "how many add pushes up before the server, 0 for none")
+        if self.aggregators and self.servers != 1:
+            raise ConfigurationError(
+                f"aggregators={self.aggregators} with servers={self.servers!r}: aggregators add up for one server;"
+                " leave either out"
+            )
         if self.nodes is not None:
             count = len(self.devices)
             check_whole("nodes", self.nodes, f"a number of nodes, 1 to {count}, or None", 1, count)
@@ -322,7 +331,9 @@ class Cluster:
             '8 devices, 1 of them 4× as slow, gamma jitter 0.3; link 10 Gbit/s, 0.05 ms'
         """
         servers = f"{self.server_count} servers" if self.server_count > 1 else ""
-        return "; ".join(filter(None, (self._devices_in_words, self._link_in_words, servers, self._events_in_words)))
+        between = f"{self.aggregators} aggregator{'s' * (self.aggregators > 1)}" if self.aggregators else ""
+        parts = (self._devices_in_words, self._link_in_words, servers, between, self._events_in_words)
+        return "; ".join(filter(None, parts))
 
     @property
     def _devices_in_words(self) -> str:
@@ -354,6 +365,8 @@ class Cluster:
         plain["devices"] = [{"count": count, **asdict(device)} for device, count in Counter(self.devices).items()]
         if self.server_count == 1:  # as it was written before there could be several
             del plain["servers"], plain["nodes"]
+        if not self.aggregators:
+            del plain["aggregators"]
         return plain
 
 

@@ -112,6 +112,9 @@ class Exchanges:
             arrival = max(arrival, left + (self._link.seconds(behind) + self._card.latency))
         return arrival
 
+    def resolve_pending(self) -> None:
+        """What the server has heard and said at this moment is done: groups may be idle, or gone, that were not."""
+
     def _parts(self, group: int, nbytes: float) -> list[float]:
         """The bytes of each server's part that leave the group's node."""
         return [0.0 if self._is_at_home(group, server) else nbytes * share for server, share in enumerate(self._shares)]

@@ -126,6 +126,7 @@ def simulate(
         check_overlap(chosen)
     if cluster.server_count > 1:
         check_servers(cluster.servers, chosen)
+    _check_aggregators(cluster, topology, chosen)
     formation = Formation(chosen, topology, merged, wire_format, overlap)
     if topology.is_synchronous:
         formation = Formation(HardSync(), topology)  # whatever the method, one group is plain synchronous training
@@ -135,6 +136,17 @@ def simulate(
         run = Simulation(workload, cluster, formation, batches, limits, cadence, record)
         with progress_of(progress) as shown:
             return run.run(shown, returns_if_interrupted=progress is not False)
+
+
+def _check_aggregators(cluster: Cluster, topology: Topology, method: Method) -> None:
+    groups = len(topology.alive)
+    if not cluster.aggregators or groups == 1:
+        return
+    if not method.most_added(groups):
+        raise ConfigurationError(
+            f"aggregators={cluster.aggregators} with method={method!r}, which needs each push by itself: take hardsync,"
+            " local_sgd, diloco or softsync:modulation=average, or leave aggregators= out"
+        )
 
 
 def _check_together(topology: Topology, cluster: Cluster, batches: Batches, rebalance: str, merged: str | None) -> None:

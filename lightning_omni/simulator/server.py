@@ -226,6 +226,7 @@ class SimulatedNetwork:
                 self._engine.resume_at(self.costs.answer(group, item.message.nbytes), process, answer)
             elif isinstance(item.message, m.Verdict):
                 self._engine.resume_at(self._engine.now, process, item.message.next)
+        self.costs.resolve_pending()
         if (due := self._server.core.due) < self._due:
             self._due = due
             self._engine.start(self._expire(due))
