@@ -130,6 +130,34 @@ def test_what_arrives_of_fragments_and_what_is_owed_add_up_to_what_was_given(nam
         torch.testing.assert_close(there_ + (0 if left is None else left), total, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_arrives_of_steps_under_way_and_what_is_owed_add_up_to_all_gradients(name: str) -> None:
+    wire, memory = wire_named(name), Memory()
+    own = [Parameter(torch.zeros_like(each)) for each in drawn(0)]
+    core = GroupCore(AsyncSGD(), wire, overlap=True)
+    core.attach(Replica(own, sgd(0.1)(own)))
+    layout = Layout.of({str(place): each.detach() for place, each in enumerate(own)})
+    given_, arrived = ([torch.zeros(shape, dtype=torch.float64) for shape in SHAPES] for _ in range(2))
+    for number in range(1, 13):
+        gradient = drawn(number)
+        action = core.gradient(0, Gradient(list(gradient), [{"lr": 0.1}]))
+        if action == Receive():
+            action = core.answer(0, core.hear(Heard(staleness=0), drawn(0), clock=number))
+        assert isinstance(action, Ask)
+        payload = core.say(action, layout, memory).payload
+        assert core.answer(0, None) == NextGradient()
+        assert payload is not None
+        came = layout.views(wire_format.decode(wire, payload, layout, Memory()))
+        for totals, values in ((given_, gradient), (arrived, came)):
+            for total, value in zip(totals, values, strict=True):
+                total += value
+    core.apply_answer(0, core.hear(Heard(staleness=0), drawn(0), clock=13))
+    owed = core.sender_state(0).get("residual", [None] * len(SHAPES))
+    assert any(each is not None for each in owed) == (name != "fp32")
+    for total, there, left in zip(given_, arrived, owed, strict=True):
+        torch.testing.assert_close(there + (0 if left is None else left), total, rtol=1e-5, atol=1e-5)
+
+
 class Fragmented(Method, frozen=True, kw_only=True, tag="test_fragmented"):
     """Only for its number of fragments."""
 
