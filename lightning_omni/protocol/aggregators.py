@@ -23,11 +23,11 @@ from lightning_omni.errors import Refused, UnsupportedError
 from lightning_omni.methods import Method
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol import shard_messages as sm
-from lightning_omni.protocol.handshake import NONCE_BYTES, aggregator_key, is_equal, shard_mac
+from lightning_omni.protocol.handshake import aggregator_key, shard_mac
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.roster import Roster
 from lightning_omni.protocol.service import Out, Payload, Peer, Sender
-from lightning_omni.protocol.shard_servers import OneServer
+from lightning_omni.protocol.shard_servers import Newcomers, OneServer
 from lightning_omni.protocol.shards import Shards
 from lightning_omni.topology import Topology
 
@@ -83,9 +83,9 @@ class Aggregators(OneServer):
         data_port: Callable[[], int],
         is_recorded: bool,
     ) -> None:
-        self._key, self._random, self._now, self._data_port = key, random, now, data_port
+        self._key, self._now, self._data_port = key, now, data_port
         self._heartbeat_timeout, self._is_recorded = heartbeat_timeout, is_recorded
-        self._challenged: dict[Peer, tuple[sm.ShardHello, bytes]] = {}
+        self._newcomers = Newcomers(key, random, MOST)
         self._links: dict[int, _Link] = {}
         self._count = 0
         self._out: list[Out] = []
@@ -190,23 +190,11 @@ class Aggregators(OneServer):
 
     def greet(self, sender: Sender, message: sm.ShardHello, payload: Payload) -> list[Out]:
         """An aggregator says hello."""
-        if message.version != m.VERSION:
-            raise Refused(
-                "version",
-                f"the aggregator speaks protocol version {message.version}, the server {m.VERSION}; install the same"
-                " version of lightning-omni on both",
-            )
-        challenge = self._random(NONCE_BYTES)
-        self._challenged[sender.peer] = (message, challenge)
-        while len(self._challenged) > MOST:  # strangers may say hello, but not fill the memory
-            self._challenged.pop(next(iter(self._challenged)))
-        return [Out(sender.peer, m.CONTROL, m.Challenge(nonce=challenge))]
+        return self._newcomers.challenge(sender.peer, message)
 
     def admit(self, sender: Sender, message: sm.ShardProof, payload: Payload) -> list[Out]:
         """An aggregator proves that it holds the key."""
-        hello, challenge = self._challenged.pop(sender.peer, (None, b""))
-        if hello is None or not is_equal(message.mac, shard_mac(self._key, "shard", hello, challenge)):
-            raise Refused("key", "the key does not match the server's; both sides must be given the same key")
+        hello, challenge = self._newcomers.proved(sender.peer, message)
         if hello.shard or hello.shards:
             raise Refused(
                 "shard",

@@ -207,11 +207,17 @@ def is_equal(one: bytes, other: bytes) -> bool:
     return hmac.compare_digest(one, other)
 
 
-def version_problem(hello: Hello | Observe) -> str:
+def version_problem(hello: Hello | Observe | ShardHello) -> str:
     """Why this version cannot be served, or an empty string."""
     if hello.version == VERSION:
         return ""
-    speaker = f"rank {hello.rank}" if isinstance(hello, Hello) else "the process that watches"
+    match hello:
+        case Hello():
+            speaker = f"rank {hello.rank}"
+        case Observe():
+            speaker = "the process that watches"
+        case _:
+            speaker = f"server {hello.shard}" if hello.shards else "the aggregator"
     return (
         f"{speaker} speaks protocol version {hello.version}, the server {VERSION}; install the same version of"
         " lightning-omni on both sides"

@@ -27,7 +27,7 @@ from lightning_omni.errors import OmniError, ProtocolError, Refused
 from lightning_omni.methods import Method
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol import shard_messages as sm
-from lightning_omni.protocol.handshake import NONCE_BYTES, is_equal, shard_mac
+from lightning_omni.protocol.handshake import NONCE_BYTES, is_equal, shard_mac, version_problem
 from lightning_omni.protocol.service import Out, Payload, Peer, Sender, Service
 
 COORDINATOR: Peer = b"\0coordinator"
@@ -259,6 +259,45 @@ class _Parts:
     finite: bool = True
 
 
+class Newcomers:
+    """Servers and aggregators that have said hello, and have yet to prove that they hold the key.
+
+    Args:
+        key: the run's shared secret.
+        random: draws that many random bytes (nonces).
+        most: how many are remembered: strangers may say hello, but not fill the memory.
+    """
+
+    def __init__(self, key: bytes, random: Callable[[int], bytes], most: int) -> None:
+        self._key, self._random, self._most = key, random, most
+        self._challenged: dict[Peer, tuple[sm.ShardHello, bytes]] = {}
+
+    def challenge(self, peer: Peer, hello: sm.ShardHello) -> list[Out]:
+        """What is said to one that says hello.
+
+        Raises:
+            Refused: another protocol version.
+        """
+        if problem := version_problem(hello):
+            raise Refused("version", problem)
+        nonce = self._random(NONCE_BYTES)
+        self._challenged[peer] = hello, nonce
+        while len(self._challenged) > self._most:
+            self._challenged.pop(next(iter(self._challenged)))
+        return [Out(peer, m.CONTROL, m.Challenge(nonce=nonce))]
+
+    def proved(self, peer: Peer, proof: sm.ShardProof) -> tuple[sm.ShardHello, bytes]:
+        """What it said, and the nonce that it was given.
+
+        Raises:
+            Refused: it does not hold the key.
+        """
+        hello, nonce = self._challenged.pop(peer, (None, b""))
+        if hello is None or not is_equal(proof.mac, shard_mac(self._key, "shard", hello, nonce)):
+            raise Refused("key", "the key does not match the server's; both sides must be given the same key")
+        return hello, nonce
+
+
 class Coordinator(_InParts):
     """The server that says in which order things happen.
 
@@ -281,9 +320,9 @@ class Coordinator(_InParts):
         now: Callable[[], float],
     ) -> None:
         super().__init__(0, count)
-        self._key, self._random, self._now = key, random, now
+        self._key, self._now = key, now
         self._heartbeat_timeout, self._join_timeout = heartbeat_timeout, join_timeout
-        self._challenged: dict[Peer, tuple[sm.ShardHello, bytes]] = {}
+        self._newcomers = Newcomers(key, random, most=4 * count)
         self._links: dict[int, _Link] = {}
         self._gone: dict[int, str] = {}
         self._history: list[sm.Told] = []  # for those that have not come yet
@@ -343,23 +382,11 @@ class Coordinator(_InParts):
 
     def greet(self, sender: Sender, message: sm.ShardHello, payload: Payload) -> list[Out]:
         """A server says hello."""
-        if message.version != m.VERSION:
-            raise Refused(
-                "version",
-                f"server {message.shard} speaks protocol version {message.version}, the one that coordinates"
-                f" {m.VERSION}; install the same version of lightning-omni on both",
-            )
-        challenge = self._random(NONCE_BYTES)
-        self._challenged[sender.peer] = (message, challenge)
-        while len(self._challenged) > 4 * self.count:  # strangers may say hello, but not fill the memory
-            self._challenged.pop(next(iter(self._challenged)))
-        return [Out(sender.peer, m.CONTROL, m.Challenge(nonce=challenge))]
+        return self._newcomers.challenge(sender.peer, message)
 
     def admit(self, sender: Sender, message: sm.ShardProof, payload: Payload) -> list[Out]:
         """A server proves that it holds the key."""
-        hello, challenge = self._challenged.pop(sender.peer, (None, b""))
-        if hello is None or not is_equal(message.mac, shard_mac(self._key, "shard", hello, challenge)):
-            raise Refused("key", "the key does not match the server's; both sides must be given the same key")
+        hello, challenge = self._newcomers.proved(sender.peer, message)
         if not hello.shards:
             raise Refused(
                 "shard",
