@@ -23,7 +23,8 @@ from lightning_omni.methods import Method, method_named
 from lightning_omni.methods.overlap import check_overlap
 from lightning_omni.palette import check_can_draw
 from lightning_omni.protocol.split import check_servers
-from lightning_omni.simulator import Enough
+from lightning_omni.simulator import Cluster, Enough
+from lightning_omni.simulator.run import check_aggregators
 from lightning_omni.topology import Topology
 from lightning_omni.trace import Trace, plot_comparison
 
@@ -69,10 +70,12 @@ class Entrant:
             raise ConfigurationError(f"{name}: {error}") from error
         return cls(name, method, topology)
 
-    def check_servers(self, servers: int | str) -> None:
-        """Raises `ConfigurationError` if several servers cannot hold a share each with the method."""
+    def check(self, cluster: Cluster) -> None:
+        """Raises `ConfigurationError` if the method cannot do with the cluster's servers or aggregators."""
         try:
-            check_servers(servers, self.method)
+            if cluster.server_count > 1:
+                check_servers(cluster.servers, self.method)
+            check_aggregators(cluster, self.topology, self.method)
         except ConfigurationError as error:
             raise ConfigurationError(f"{self.name}: {error}") from error
 
@@ -116,9 +119,8 @@ def run(names: Sequence[str], settings: SimulationSettings, together: bool = Fal
         check_can_draw(remedy=", or pass --no-picture")
     task = Task.of(settings)
     entrants = [Entrant.of(name, len(task.cluster.devices), settings.groups) for name in names]
-    if task.cluster.server_count > 1:
-        for entrant in entrants:
-            entrant.check_servers(task.cluster.servers)
+    for entrant in entrants:
+        entrant.check(task.cluster)
     if settings.overlap and not (together and any(not entrant.waits for entrant in entrants)):
         check_overlap(entrants[0].method)
     files = _Files(settings.out, "comparison" if together else _file_name(names[0]), together)

@@ -99,6 +99,7 @@ class Machines:
         events: Ranks that die (rank, time), or are slow for a while (rank, start, stop, factor).
         servers: Parameter servers that hold a share of the weights each; or per-node, one on each node.
         nodes: Over which the devices are spread evenly, in the order of ranks; None: each is a node of its own.
+        aggregators: Between groups and the server: they add pushes up. 0 for none.
     """
 
     devices: tuple[Devices, ...]
@@ -110,6 +111,7 @@ class Machines:
     events: tuple[Death | SlowTime, ...] = ()
     servers: int | str = 1
     nodes: int | None = None
+    aggregators: int = 0
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,7 @@ class SimulationSettings:
         servers: Parameter servers that hold a share of the weights each; or per-node, one on each node, of which a
             group reaches its own without a link.
         nodes: Over which the devices are spread evenly, for per-node; None makes each a node of its own.
+        aggregators: Between groups and the server: they add pushes up, for methods that go by their sum. 0 for none.
         cluster: A whole cluster with different devices, links and failures (best in YAML), instead of these settings.
         workload: What is trained: synthetic, or file.py:function or package.module:function that returns a
             lightning_omni.simulator.Workload.
@@ -173,6 +176,7 @@ class SimulationSettings:
     head_seconds_per_sample: Quantity = 0.0
     servers: int | str = 1
     nodes: int | None = None
+    aggregators: int = 0
     cluster: Machines | None = None
     workload: str = "synthetic"
     batch_size: int = 32

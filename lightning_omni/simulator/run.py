@@ -126,7 +126,7 @@ def simulate(
         check_overlap(chosen)
     if cluster.server_count > 1:
         check_servers(cluster.servers, chosen)
-    _check_aggregators(cluster, topology, chosen)
+    check_aggregators(cluster, topology, chosen)
     formation = Formation(chosen, topology, merged, wire_format, overlap)
     if topology.is_synchronous:
         formation = Formation(HardSync(), topology)  # whatever the method, one group is plain synchronous training
@@ -138,7 +138,8 @@ def simulate(
             return run.run(shown, returns_if_interrupted=progress is not False)
 
 
-def _check_aggregators(cluster: Cluster, topology: Topology, method: Method) -> None:
+def check_aggregators(cluster: Cluster, topology: Topology, method: Method) -> None:
+    """Raises `ConfigurationError` if the cluster has aggregators, and the method needs each push by itself."""
     groups = len(topology.alive)
     if not cluster.aggregators or groups == 1:
         return
