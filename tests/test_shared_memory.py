@@ -8,6 +8,7 @@ import logging
 import os
 import secrets
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -364,7 +365,7 @@ class Process:
     def __init__(self, *arguments: str) -> None:
         self._lines, output = os.pipe()
         environment = {**os.environ, "PYTHONPATH": search_path(), "OMP_NUM_THREADS": "1"}
-        self._process = start([str(SCRIPTS / "killed.py"), *arguments], environment, output)
+        self._process = start([sys.executable, str(SCRIPTS / "killed.py"), *arguments], environment, output)
         os.close(output)
         self.pid = self._process.pid
 

@@ -359,6 +359,7 @@ def test_a_run_is_watched_and_a_group_of_it_evicted(
         assert status["live"] == [0, 1]
         assert [each["hosts"] for each in status["groups"]] == [["127.0.0.1"], ["127.0.0.1"]]
         monkeypatch.setenv("LIGHTNING_OMNI_KEY", KEY)
+        monkeypatch.delenv("COLUMNS", raising=False)
         assert main([*documented("top tcp://10.0.0.9:5555", address=address), "--once", "--every", "0.3s"]) == 0
         check_table(capsys.readouterr().out, second)
         check_terminal(address)

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_omni.optimizer import parameter_groups
 
-parameter_groups.PATIENCE = timedelta(seconds=2)
+parameter_groups.PATIENCE = timedelta(seconds=8)
 RANK = int(os.environ.get("LOCAL_RANK", 0))
 
 
