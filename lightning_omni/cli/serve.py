@@ -92,6 +92,7 @@ def serve(
     here = _check_shards(shards, shards_here, shard, coordinator, record)
     if upstream:
         _check_upstream(shards, record, http, once)
+    follows = bool(shard or upstream)
     key, where = load_or_create(key_file)
     torch.set_num_threads(threads)
     for path in method.split(",") if method else ():
@@ -114,7 +115,7 @@ def serve(
     chosen = transports.load(transport)() if transport else ZeroMQ(encryption=encryption)
     web = StatusServer(http_host, http) if http is not None else None
     try:
-        if shard or upstream:
+        if follows:
             server = chosen.follow(core, coordinator or upstream, host, port, data_port)
         else:
             server = chosen.serve(core, host, port, data_port)
@@ -122,9 +123,7 @@ def serve(
         if web is not None:
             web.close()
         raise
-    run_log = (
-        RunLog(core, console) if not shard and not upstream else None
-    )  # what the one that coordinates has in its log
+    run_log = None if follows else RunLog(core, console)  # what happens stands in the log of the one it follows
     settings = ServerSettings(
         key=key.hex(),
         host=host,
