@@ -122,21 +122,33 @@ class Registry(Generic[Kind]):
 _NOTHING = ("None", "none", "null")
 
 
+def _value_of(setting: str, field: msgspec.structs.FieldInfo) -> str | None:
+    """What a user means by a setting's text: None only where the text itself is no value."""
+    if setting not in _NOTHING:
+        return setting
+    try:
+        return msgspec.convert(setting, field.type)  # type: ignore[no-any-return]
+    except msgspec.ValidationError:
+        return None
+
+
 def _with_settings(kind: type[Kind], plain: Mapping[str, Any], settings: str) -> Kind:
-    changes: dict[str, str | None] = {}
+    changes: dict[str, str] = {}
     for part in settings.split(","):
         name, equals, setting = (each.strip() for each in part.partition("="))
         if not equals and name and kind.__struct_fields__:
             name, setting = kind.__struct_fields__[0], name
         if name:
-            changes[name] = None if setting in _NOTHING else setting
+            changes[name] = setting
     if unknown := changes.keys() - set(kind.__struct_fields__):
         raise ConfigurationError(
             f"{kind.__name__} has no setting {', '.join(sorted(unknown))}; it has"
             f" {', '.join(kind.__struct_fields__) or 'none'}"
         )
+    fields = {field.name: field for field in msgspec.structs.fields(kind)}
+    values = {name: _value_of(setting, fields[name]) for name, setting in changes.items()}
     try:
-        return msgspec.convert({**plain, **changes}, kind, strict=False)
+        return msgspec.convert({**plain, **values}, kind, strict=False)
     except msgspec.ValidationError as error:
         raise ConfigurationError(f"{kind.__name__}: {error}") from error
 

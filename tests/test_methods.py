@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 import numpy as np
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_omni.errors import MalformedMessage, UnsupportedError
+from lightning_omni.errors import ConfigurationError, MalformedMessage, UnsupportedError
 from lightning_omni.methods import (
     METHODS,
     AsyncSGD,
@@ -31,10 +31,12 @@ from lightning_omni.methods import (
     Push,
     Replica,
     Reply,
+    method_named,
 )
 from lightning_omni.methods.master import class_path, describe, hyperparameters_of, rebuild, resolver
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.codec import pack, unpack
+from lightning_omni.registry import Registry
 
 varied = settings(deadline=None, max_examples=40, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 SHAPES = {"first.weight": (3, 4), "second.weight": (4, 2)}
@@ -457,6 +459,31 @@ def test_a_method_travels_as_plain_data(kind: type[Method]) -> None:
     plain = msgspec.msgpack.decode(msgspec.msgpack.encode(m.method_to_wire(kind())))
     assert m.method_from_wire(plain) == kind()
     assert METHODS[plain["name"]] is kind
+
+
+@every_method
+def test_every_setting_of_a_method_can_be_written_as_text(kind: type[Method]) -> None:
+    name = str(kind.__struct_config__.tag)
+    for field in msgspec.structs.fields(kind):
+        choices = get_args(field.type) if get_origin(field.type) is Literal else (field.default,)
+        for value in choices:
+            assert method_named(f"{name}:{field.name}={value}") == kind(**{field.name: value}), field.name
+        for nothing in ("none", "None", "null") if type(None) in get_args(field.type) else ():
+            assert method_named(f"{name}:{field.name}={nothing}") == kind(**{field.name: None})
+
+
+def test_a_text_stays_one_where_a_setting_is_a_text() -> None:
+    class Labelled(Method, frozen=True, kw_only=True, tag="test_labelled"):
+        label: str = ""
+        other: str | None = None
+        count: int | None = 3
+
+    registry: Registry[Method] = Registry({"test_labelled": Labelled}, Method, "method", "method", "", "")
+    for nothing in ("none", "None", "null"):
+        made = registry.named(f"test_labelled:label={nothing},other={nothing},count={nothing}")
+        assert made == Labelled(label=nothing, other=nothing, count=None)
+    with pytest.raises(ConfigurationError, match="Expected `int`, got `null`"):
+        method_named("softsync:n=none")
 
 
 @every_method
