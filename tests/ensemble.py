@@ -52,6 +52,7 @@ class Ensemble:
 
     Attributes:
         order: groups of the pushes that were handled, in order.
+        events: what the server that coordinates records.
         dead: ranks that have died.
     """
 
@@ -66,6 +67,7 @@ class Ensemble:
     ) -> None:
         self.random, self.method, self.wire_format = Random(seed), method, wire_format
         self.order: list[int] = []
+        self.events: list[Event] = []
         self.dead: set[int] = set()
         self.said: list[m.Message] = []
         self.queues: dict[tuple[Any, ...], deque[Any]] = defaultdict(deque)
@@ -89,6 +91,7 @@ class Ensemble:
         first.seed()
 
     def _note(self, event: Event) -> None:
+        self.events.append(event)
         if event.kind == "push":
             self.order.append(event.group)
 

@@ -8,12 +8,14 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import hypothesis.strategies as st
+import msgspec
 import pytest
 import torch
 from ensemble import KEY, NONCE, SHAPES, Ensemble, Make, decoded, train, whole
@@ -35,6 +37,7 @@ from lightning_omni.protocol.transport import Control
 from lightning_omni.protocol.wire_format import RAW, RESIDUAL, WireFormat
 from lightning_omni.protocol.wire_formats import wire_of
 from lightning_omni.server import ZeroMQ
+from lightning_omni.simulator import replay
 
 OPTIMIZERS: dict[str, Make] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=1e-2),
@@ -162,6 +165,54 @@ def test_several_servers_hold_bitwise_what_one_would_after_the_same_pushes(metho
         assert same(there, here), what
     for here, there in zip(one.groups, several.groups, strict=True):
         assert same(here.replica.weights(), there.replica.weights())
+
+
+class Linear(torch.nn.Module):
+    """The weights of a run, and a loss whose gradients are given."""
+
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        for name, weight in weights.items():
+            self.register_parameter(name, torch.nn.Parameter(weight.detach().clone()))
+
+    @staticmethod
+    def loss(model: torch.nn.Module, batch: list[Tensor]) -> Tensor:
+        return torch.stack([(own * each).sum() for own, each in zip(model.parameters(), batch, strict=True)]).sum()
+
+
+@pytest.mark.parametrize("method", ["async_sgd", "hardsync"])
+def test_a_record_of_several_servers_knows_what_was_frozen_at_any_of_them(method: str) -> None:
+    ensemble, random = run_of(3, 2, method), Random(5)
+    model = Linear(ensemble.groups[0].parameters)
+    computed: dict[int, list[list[Tensor]]] = {0: [], 1: []}
+    trainable = [True] * len(SHAPES)
+    for step in range(16):
+        group = ensemble.groups[step % 2]
+        while not group.is_computing:
+            assert group.go_on() or ensemble.step()
+        gradient = [torch.randn(shape, generator=group.gradients) for shape in SHAPES]
+        computed[group.rank].append(gradient)
+        if step % 3 == 0:  # one is frozen or unfrozen, by its requires_grad alone
+            place = random.randrange(len(SHAPES))
+            trainable[place] = not trainable[place]
+        group.compute([each if there else None for each, there in zip(gradient, trainable, strict=True)])
+    train(ensemble, 0)
+    counts, events = Counter[int](), []
+    for event in ensemble.events:
+        if event.kind == "push":
+            at = counts[event.group]
+            counts[event.group] += 1
+            event = msgspec.structs.replace(
+                event, epoch=0, spans=((1000 * event.group + at, 1000 * event.group + at + 1),)
+            )
+        events.append(event)
+    assert any(not all(flags) for event in events for flags in event.elsewhere)
+    again = replay(
+        events, model, Linear.loss, lambda _, at: computed[at.start // 1000][at.start % 1000], OPTIMIZERS["sgd"]
+    )
+    assert again.clock == len(ensemble.order) // (2 if method == "hardsync" else 1)
+    there = whole(ensemble.groups[0], [tree for _, tree in ensemble.groups[0].snapshot()], "weights")
+    assert same(list(again.weights.values()), there)
 
 
 @given(st.integers(0, 10**6), st.integers(2, 4), st.sampled_from(METHODS))
@@ -366,7 +417,7 @@ def test_methods_that_do_not_treat_each_number_by_itself_say_so() -> None:
 
 @pytest.mark.processes
 def test_real_servers_hold_bitwise_what_one_would_and_a_dead_one_is_named() -> None:
-    barrier = {"method": "hardsync", "optimizer": "adamw"}
+    barrier = {"method": "hardsync", "optimizer": "adamw", "freezes": True}
     cases = [
         barrier,
         {**barrier, "servers": "per-node"},

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.epochs import Epochs
 from lightning_omni.protocol.record import Event, Kind, Recorder, Spans
 from lightning_omni.protocol.shards import Shards
 from lightning_omni.protocol.wire_format import RAW, to_wire
+
+
+class Presence(NamedTuple):
+    """Which tensors a push has, at this server and at others; see `lightning_omni.protocol.record.Event`."""
+
+    present: tuple[bool, ...]
+    elsewhere: tuple[tuple[bool, ...], ...]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of them are there."""
+        return all(self.present) and not any(self.elsewhere)
 
 
 class Notes:
@@ -34,7 +46,7 @@ class Notes:
         self._epochs = epochs
         self._now = now
         self._servers = servers
-        self._present: dict[tuple[int, int], tuple[bool, ...]] = {}
+        self._present: dict[tuple[int, int], Presence] = {}
 
     def form(self, groups: tuple[tuple[int, ...], ...], message: m.Form) -> None:
         """Groups were formed on the same weights."""
@@ -64,8 +76,17 @@ class Notes:
             for number, _ in self._shards.pushed:
                 self.note("train", group, number, epoch=epoch, spans=spans)
 
-    def push(self, group: int, message: m.PushMessage, refused: bool) -> None:
-        """A push was merged, or refused; its epoch does not know yet what it has trained."""
+    def push(
+        self, group: int, message: m.PushMessage, refused: bool, elsewhere: tuple[tuple[bool, ...], ...] = ()
+    ) -> None:
+        """A push was merged, or refused; its epoch does not know yet what it has trained.
+
+        Args:
+            group: number of the group.
+            message: the push.
+            refused: whether it was.
+            elsewhere: which of its tensors are at other servers; see `lightning_omni.protocol.service.Sender`.
+        """
         if self.record is None:
             return
         self.note(
@@ -78,15 +99,14 @@ class Notes:
             spans=self._epochs.new_spans(group, message.epoch, message.trained),
             hyperparameters=message.hyperparameters,
             note=message.note,
-            present=self._news_of_presence(group, message),
+            **self._news_of_presence((group, message.optimizer), Presence(message.present, elsewhere)),
         )
 
-    def _news_of_presence(self, group: int, message: m.PushMessage) -> tuple[bool, ...]:
+    def _news_of_presence(self, where: tuple[int, int], now: Presence) -> dict[str, Any]:
         """Which parameters had a tensor, if it is not the same as in the group's last push."""
-        where, before = (group, message.optimizer), self._present.get((group, message.optimizer))
-        self._present[where] = message.present
-        same = message.present == before if before is not None else all(message.present)
-        return () if same else message.present
+        before, self._present[where] = self._present.get(where), now
+        same = now == before if before is not None else now.is_whole
+        return {} if same else now._asdict()
 
     def _agreed(self, message: m.Form) -> dict[str, Any]:
         """How the groups exchange, as it is written down."""

@@ -55,6 +55,8 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             none if the optimizer steps at the workers.
         present: of a push, which parameters have a tensor, if it is not the same as in the group's last push (or all,
             in its first). Of several servers: for each entry of the share that the first holds.
+        elsewhere: of several servers, the same at each of the others; nothing for one at which all entries have a
+            tensor. It stands wherever ``present`` does, and if either is not the same as in the group's last push.
     """
 
     kind: Kind
@@ -76,6 +78,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     parameters: tuple[str, ...] = ()
     param_groups: tuple[dict[str, Any], ...] = ()
     present: tuple[bool, ...] = ()
+    elsewhere: tuple[tuple[bool, ...], ...] = ()
 
 
 Recorder = Callable[[Event], None]

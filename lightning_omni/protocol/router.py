@@ -268,9 +268,7 @@ class Router:
         except OmniError as error:
             self._servers.refuse(sender.rank, message.request, str(error))
             raise
-        return self._servers.hold(
-            sender, message.request, finite, lambda decided: self._handle(row, decided, message, payload)
-        )
+        return self._servers.hold(sender, message, finite, lambda decided: self._handle(row, decided, message, payload))
 
     def relay(self, peer: Peer, rank: int, data: bytes) -> list[Out]:
         """Handles a control message of a rank that the server which coordinates has handled.

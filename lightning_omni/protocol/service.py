@@ -39,12 +39,15 @@ class Sender(NamedTuple):
         group: the group that this rank is in, or -1.
         finite: whether the numbers of what it sent are finite in all parts, of which this server has one; None if this
             is all there is.
+        elsewhere: of a push that comes in parts, for each other server which entries of its share have a tensor; empty
+            for those where all do.
     """
 
     peer: Peer
     rank: int = -1
     group: int = -1
     finite: bool | None = None
+    elsewhere: tuple[tuple[bool, ...], ...] = ()
 
 
 class Service:

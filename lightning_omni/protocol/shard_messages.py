@@ -50,12 +50,14 @@ class ShardReady(m.Message, frozen=True, kw_only=True):
         request: its number.
         finite: whether the numbers in it are.
         problem: why it was refused, or an empty string.
+        present: of a push, which entries of my share have a tensor; empty if all do.
     """
 
     rank: int
     request: int
     finite: bool = True
     problem: str = ""
+    present: tuple[bool, ...] = ()
 
 
 class ShardHeard(m.Message, frozen=True, kw_only=True):

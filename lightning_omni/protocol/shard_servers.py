@@ -35,6 +35,8 @@ COORDINATOR: Peer = b"\0coordinator"
 MOST_HELD = 16
 """Requests of one rank that may wait for the rest of their parts."""
 
+Request = m.PushMessage | m.Fetch | m.Average | m.Seed | m.TakeSnapshot
+"""What a rank asks of all servers at once, each of which gets a part."""
 Handle = Callable[[Sender], list[Out]]
 """Handles a request whose part is here, as its row in the table says."""
 
@@ -105,12 +107,12 @@ class Servers(Service, ABC):
         """Raises `ProtocolError` if a request cannot have this number."""
 
     @abstractmethod
-    def hold(self, sender: Sender, request: int, finite: bool, handle: Handle) -> list[Out]:
+    def hold(self, sender: Sender, message: Request, finite: bool, handle: Handle) -> list[Out]:
         """A part of a request has come.
 
         Args:
             sender: the rank.
-            request: its number.
+            message: the part, but for its payload.
             finite: whether the numbers in this part are.
             handle: handles it.
         """
@@ -167,7 +169,7 @@ class Servers(Service, ABC):
 class OneServer(Servers):
     """It holds everything."""
 
-    def hold(self, sender: Sender, request: int, finite: bool, handle: Handle) -> list[Out]:
+    def hold(self, sender: Sender, message: Request, finite: bool, handle: Handle) -> list[Out]:
         return handle(sender)
 
 
@@ -206,18 +208,19 @@ class _InParts(Servers):
         if sum(key[0] == rank for key in self._held) >= MOST_HELD:
             raise ProtocolError(f"{MOST_HELD} requests of rank {rank} wait for the rest of their parts; no more may")
 
-    def hold(self, sender: Sender, request: int, finite: bool, handle: Handle) -> list[Out]:
-        key = sender.rank, request
+    def hold(self, sender: Sender, message: Request, finite: bool, handle: Handle) -> list[Out]:
+        key = sender.rank, message.request
         if (problem := self._refused.pop(key, None)) is not None:
             return [_refusal(sender.peer, problem)]
         self._held[key] = Held(sender, handle)
-        return self._has(key, finite)
+        present = message.present if isinstance(message, m.PushMessage) else ()
+        return self._has(key, finite, () if all(present) else present)
 
     @abstractmethod
-    def _has(self, key: Key, finite: bool) -> list[Out]:
-        """This server has its part of a request."""
+    def _has(self, key: Key, finite: bool, present: tuple[bool, ...]) -> list[Out]:
+        """This server has its part of a request; see `lightning_omni.protocol.shard_messages.ShardReady`."""
 
-    def _decided(self, key: Key, finite: bool, problem: str) -> list[Out]:
+    def _decided(self, key: Key, finite: bool, problem: str, elsewhere: tuple[tuple[bool, ...], ...] = ()) -> list[Out]:
         """All parts are here, or one was refused: this server's is handled, as all others are."""
         held = self._held.pop(key, None)
         if held is None:
@@ -227,7 +230,7 @@ class _InParts(Servers):
         if problem:
             return [_refusal(held.sender.peer, problem)]
         try:
-            return held.handle(held.sender._replace(finite=finite))
+            return held.handle(held.sender._replace(finite=finite, elsewhere=elsewhere))
         except Refused as no:
             return [Out(held.sender.peer, m.DATA, m.RefusedMessage(code=no.code, reason=str(no)))]
         except OmniError as error:
@@ -253,9 +256,9 @@ class _Link:
 
 @dataclass
 class _Parts:
-    """Which servers have their part of a request, and whether all of it is finite so far."""
+    """Which servers have their part of a request, with which tensors, and whether all of it is finite so far."""
 
-    here: set[int] = field(default_factory=set)
+    here: dict[int, tuple[bool, ...]] = field(default_factory=dict)
     finite: bool = True
 
 
@@ -470,7 +473,7 @@ class Coordinator(_InParts):
             return []
         if message.problem:
             return self._refuse(key, message.problem)
-        return self._take(key, number, message.finite)
+        return self._take(key, number, message.finite, message.present)
 
     def refuse(self, rank: int, request: int, problem: str) -> None:
         self._out += self._refuse((rank, request), problem)
@@ -480,18 +483,18 @@ class Coordinator(_InParts):
         self._parts = {key: parts for key, parts in self._parts.items() if key[0] in live}
         return super().evict(group, lost)
 
-    def _has(self, key: Key, finite: bool) -> list[Out]:
-        return self._take(key, 0, finite)
+    def _has(self, key: Key, finite: bool, present: tuple[bool, ...]) -> list[Out]:
+        return self._take(key, 0, finite, present)
 
-    def _take(self, key: Key, number: int, finite: bool) -> list[Out]:
+    def _take(self, key: Key, number: int, finite: bool, present: tuple[bool, ...]) -> list[Out]:
         parts = self._parts.setdefault(key, _Parts())
-        parts.here.add(number)
+        parts.here[number] = present
         parts.finite &= finite
         if len(parts.here) < self.count:
             return []
         del self._parts[key]
         self.tell(sm.Decide(rank=key[0], request=key[1], finite=parts.finite))
-        return self._decided(key, parts.finite, "")
+        return self._decided(key, parts.finite, "", tuple(parts.here[number] for number in range(1, self.count)))
 
     def _refuse(self, key: Key, problem: str) -> list[Out]:
         self._parts.pop(key, None)
@@ -543,8 +546,8 @@ class Follower(_InParts):
         """This server cannot go on."""
         self._say(sm.ShardFailed(reason=reason))
 
-    def _has(self, key: Key, finite: bool) -> list[Out]:
-        self._say(sm.ShardReady(rank=key[0], request=key[1], finite=finite))
+    def _has(self, key: Key, finite: bool, present: tuple[bool, ...]) -> list[Out]:
+        self._say(sm.ShardReady(rank=key[0], request=key[1], finite=finite, present=present))
         return []
 
     def _say(self, message: m.Message) -> None:

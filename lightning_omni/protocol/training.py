@@ -159,7 +159,7 @@ class Training(Service):
         replies = shard.push(group, message, tensors, layout, sender.finite)
         self.handled[group] += 1
         self._deliveries.count(group, message, applied=replies is not None)
-        self._notes.push(group, message, refused=replies is None)
+        self._notes.push(group, message, refused=replies is None, elsewhere=sender.elsewhere)
         if message.epoch >= 0:
             self._epochs.train(group, message.epoch, message.trained)
         if replies is None:

@@ -264,8 +264,8 @@ class _Replay:
             self._finish_exchange(group)
             self._restructure(group, event)
             return
-        if event.present and self._method.steps_at == "server":
-            self._mask(group, event.present)
+        if (event.present or event.elsewhere) and self._method.steps_at == "server":
+            self._mask(group, event)
         self._step_time = event.note
         self._train(group, event.epoch, event.spans, event.hyperparameters)
         if event.kind == "push":
@@ -409,13 +409,12 @@ class _Replay:
             groups.remove(each)
         park(group.replica.optimizer, {})
 
-    def _mask(self, group: _Group, present: tuple[bool, ...]) -> None:
-        if len(self._split.shares) > 1:
-            # Which gradients came to the other servers is not on record.
-            present = tuple(
-                present[self._split.places[0].index(place)] if place in self._split.places[0] else True
-                for place in range(len(self._body))
-            )
+    def _mask(self, group: _Group, event: Event) -> None:
+        present = event.present
+        if event.elsewhere:
+            each = zip(self._split.places, (event.present, *event.elsewhere), strict=True)
+            absent = {place for places, flags in each for place, there in zip(places, flags, strict=False) if not there}
+            present = tuple(place not in absent for place in range(len(self._body)))
         group.present = present
         for name, there in zip(self._body, present, strict=False):
             if there and not self._body[name].requires_grad:
@@ -448,20 +447,10 @@ class _Replay:
         used = hyperparameters or hyperparameters_of(group.replica.optimizer, set(group.replica.ordered))
         own = [gradient[name] for name, _ in zip(self._body, group.replica.ordered, strict=False)]
         if len(group.present) == len(own):
-            self._check_known(group, own)
             own = [tensor if there else None for tensor, there in zip(own, group.present, strict=True)]
         group.core.steps_take(0, self._step_time)
         self._go_on(group, group.core.gradient(0, Gradient(own, used)))
         return [gradient[name] for name in self._head]
-
-    def _check_known(self, group: _Group, gradient: Tensors) -> None:
-        if len(self._split.shares) > 1 and any(
-            tensor is not None and not there for tensor, there in zip(gradient, group.present, strict=True)
-        ):
-            raise ConfigurationError(
-                "events: parameters were frozen in mid-run, and several servers held a share of the weights each, of"
-                " which only the first one's are on record"
-            )
 
     def _head_access(self, event: Event) -> None:
         """A group's access to the merged head: its gradient is computed now, and the head is stepped with it."""

@@ -36,6 +36,7 @@ def train(
     regroups: bool = False,
     kills: str = "",
     poisons: bool = False,
+    freezes: bool = False,
 ) -> dict[str, Any]:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(40, 70), torch.nn.Tanh(), torch.nn.Linear(70, 3))
@@ -51,6 +52,8 @@ def train(
                 kill(kills, world)
             if regroups and step in (2, 4):
                 world.regroup(1 if step == 2 else RANKS)
+            for parameter in model[2].parameters() if freezes and step in (2, 4) else ():
+                parameter.requires_grad_(step == 4)
             x = torch.randn(32, 40)
             stepped.zero_grad()
             loss = (model(x) - x[:, :3]).square().mean()
