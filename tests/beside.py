@@ -130,7 +130,7 @@ class Target:
         rank = self._join(self._next)
         self._next += 1
         try:
-            rank.data.exchange(m.Fetch(optimizer=0), m.Weights)
+            rank.data.exchange(m.FetchMessage(optimizer=0), m.Weights)
             lasted = time.monotonic() - began
             rank.control.request(m.Goodbye(), m.Acknowledged, timeout=SOON)
         finally:

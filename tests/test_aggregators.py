@@ -240,7 +240,7 @@ def test_of_a_sum_that_comes_once_more_or_of_groups_that_are_gone_nothing_is_app
     (refused,) = tree.cores[0].receive(m.DATA, b"a1", message, payload, 0.0)
     assert isinstance(refused.message, sm.SumRefused)
     assert "has counted" in refused.message.reason
-    late = sm.Part(0, type(message.parts[0].push)(**_fields(message.parts[0].push, incarnation=7)))
+    late = sm.SummedPush(0, type(message.parts[0].push)(**_fields(message.parts[0].push, incarnation=7)))
     (refused,) = tree.cores[0].receive(m.DATA, b"a1", type(message)(**_fields(message, parts=(late,))), payload, 0.0)
     assert isinstance(refused.message, sm.SumRefused)
     assert all(map(torch.equal, before, weights(tree)))
@@ -384,9 +384,9 @@ def test_a_push_that_an_aggregator_does_not_take_or_answer_goes_to_the_server_an
         aggregator, server = Scripted("summed", trouble), Scripted("fetched", "applied", "again")
         data: Any = ByAggregator(server, aggregator, seen.append)
         assert data.exchange(push, m.Weights, payload)[0] == "summed"
-        assert data.exchange(m.Fetch(optimizer=0), m.Weights)[0] == "fetched"
+        assert data.exchange(m.FetchMessage(optimizer=0), m.Weights)[0] == "fetched"
         assert data.exchange(push, m.Weights, payload)[0] == "applied"
-        assert server.said == [m.Fetch(optimizer=0), push]
+        assert server.said == [m.FetchMessage(optimizer=0), push]
         assert aggregator.is_closed is closes
         assert data.moved >= 8
         if closes:

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.optimizer.balance import Balance, EventClock, OwnTime
-from lightning_omni.performance.balance import (
+from lightning_omni.performance.batch_split import (
     AT_ONCE,
     ENOUGH,
     NOTICEABLE,
     WARM_UP,
     WINDOW,
     Balancer,
-    Split,
+    BatchSplit,
     Throughput,
     seconds,
 )
@@ -58,7 +58,7 @@ def test_only_the_latest_batches_count() -> None:
 
 
 def test_a_large_gain_is_taken_at_once() -> None:
-    assert Balancer().decide((8, 8), (1.0, 3.0)) == Split((4, 12), 1.0)
+    assert Balancer().decide((8, 8), (1.0, 3.0)) == BatchSplit((4, 12), 1.0)
 
 
 def test_a_small_gain_has_to_be_seen_twice_in_a_row() -> None:

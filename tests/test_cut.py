@@ -104,7 +104,7 @@ def test_a_cut_has_exactly_the_pushes_that_were_handled_before_it(moves: list[tu
                 assert torch.equal(
                     part["state"][place]["momentum_buffer"], twin.optimizer.state[parameter]["momentum_buffer"]
                 )
-        assert link.data(0, m.Fetch(optimizer=0))[0].clock == twins[0].steps  # and training goes on
+        assert link.data(0, m.FetchMessage(optimizer=0))[0].clock == twins[0].steps  # and training goes on
 
 
 def test_pushes_are_counted_since_groups_were_formed() -> None:
@@ -113,7 +113,7 @@ def test_pushes_are_counted_since_groups_were_formed() -> None:
     assert link.data(0, m.TakeSnapshot())[0].cut.pushes == {1: 1}
     link.form((0, 1), (2,), generation=2)
     assert link.data(0, m.TakeSnapshot())[0].cut == Cut(clocks=(1, 0))
-    assert as_tensors(link.data(0, m.Fetch(optimizer=1))[1])[0].shape == (2, 3)
+    assert as_tensors(link.data(0, m.FetchMessage(optimizer=1))[1])[0].shape == (2, 3)
 
 
 # --- In a checkpoint -------------------------------------------------------------------------------------------------

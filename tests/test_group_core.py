@@ -86,7 +86,7 @@ def test_steps_of_the_groups_own_optimizer_need_no_other() -> None:
 def test_what_the_server_says_is_heard_whether_the_method_asked_or_not() -> None:
     core, (replica,) = group(AsyncSGD())
     ask = core.fetch(0)
-    assert core.say(ask, Layout(()), Memory()).message == m.Fetch(optimizer=0, epoch=-1, trained=0)
+    assert core.say(ask, Layout(()), Memory()).message == m.FetchMessage(optimizer=0, epoch=-1, trained=0)
     pulled = core.hear(Heard(staleness=-1, progress=40, stop="validate"), [torch.zeros(2)], clock=9)
     assert (core.heard.progress, core.heard.stop, pulled.clock, pulled.refused) == (40, "validate", 9, False)
     assert core.waits_for(0) == NextGradient(), "the method has asked for nothing"
@@ -98,18 +98,22 @@ def test_what_the_server_says_is_heard_whether_the_method_asked_or_not() -> None
 
 @torch.no_grad()
 def test_at_a_synchronization_point_a_group_hands_in_its_own_weights_if_there_are_no_others() -> None:
-    for method, expected in ((AsyncSGD(), m.Fetch), (LocalSGD(period=2), m.Average), (Gossip(), m.Average)):
+    for method, expected in (
+        (AsyncSGD(), m.FetchMessage),
+        (LocalSGD(period=2), m.AverageMessage),
+        (Gossip(), m.AverageMessage),
+    ):
         core, (replica,) = group(method)
         layout = Layout.of({"weight": replica.ordered[0].detach()})
         said = core.say(core.synchronize(0), layout, Memory())
         assert type(said.message) is expected
-        if isinstance(said.message, m.Average):
+        if isinstance(said.message, m.AverageMessage):
             assert said.payload is not None
             assert said.message.nbytes == said.payload.numel()
             assert torch.equal(layout.views(said.payload)[0], replica.ordered[0].detach())
     core, (replica,) = group(Gossip())
     head = core.attach(replica, is_head=True)  # which the server holds, whatever the method
-    assert core.say(core.synchronize(head), Layout(()), Memory()).message == m.Fetch(
+    assert core.say(core.synchronize(head), Layout(()), Memory()).message == m.FetchMessage(
         optimizer=head, epoch=-1, trained=0
     )
 

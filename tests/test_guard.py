@@ -111,7 +111,7 @@ def test_a_stranger_that_says_nothing_is_ended_and_a_silent_rank_is_not(
     with closing(serving.join(0, 1)) as rank, closing(DataConnection(rank.session, rank.check, DEADLINE)) as data:
         with serving.connect(m.CONTROL) as one, serving.connect(m.DATA) as other:
             wait_for(lambda: is_ended(one) and is_ended(other))
-        refused = m.Fetch(optimizer=0)
+        refused = m.FetchMessage(optimizer=0)
         with pytest.raises(Exception, match="there is no optimizer 0"):  # it is heard, after all that time
             data.exchange(refused, m.Weights)
         assert rank.request(m.AskStatus(), m.Status, timeout=DEADLINE).lost == ()

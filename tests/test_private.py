@@ -110,8 +110,8 @@ def recorder(said: list[str], who: str, *bases: type) -> Any:
     return type(who, bases, {hook: lambda *_, hook=hook: said.append(f"{who} {hook}") for hook in HOOKS})()
 
 
-class Follower:
-    """A leader that lets the loops decide, until it is told to."""
+class Control:
+    """Lets the loops decide, until it is told to."""
 
     step_limit: int | None = None
     is_open_ended = False
@@ -171,29 +171,29 @@ def test_a_hook_is_known_from_inside(fitting: Trainer) -> None:
             inside.append(_private.is_inside_a_hook(trainer))
 
     fitting.callbacks = [Asks()]
-    _private.lead(fitting, Follower(fitting))  # which asks when the loop is run
+    _private.control_loops(fitting, Control(fitting))  # which asks when the loop is run
     fitting.fit(Tiny())
     assert inside == [True]
 
 
-def test_loops_ask_their_leader_and_show_what_they_showed(fitting: Trainer) -> None:
+def test_loops_ask_what_controls_them_and_show_what_they_showed(fitting: Trainer) -> None:
     kinds = type(fitting.fit_loop), type(fitting.fit_loop.epoch_loop)
-    leader = Follower(fitting)
-    _private.lead(fitting, leader)
-    _private.lead(fitting, leader)  # again, not once more
+    control = Control(fitting)
+    _private.control_loops(fitting, control)
+    _private.control_loops(fitting, control)  # again, not once more
     validations: list[str] = []
     fitting.callbacks = [recorder(validations, "callback", Callback)]
     fitting.fit(Tiny())
-    assert leader.began == [(0, False), (1, False)]
+    assert control.began == [(0, False), (1, False)]
     assert (fitting.global_step, sum("validation" in line for line in validations)) == (8, 4)
-    _private.stop_leading(fitting)
+    _private.release_loops(fitting)
     assert (type(fitting.fit_loop), type(fitting.fit_loop.epoch_loop)) == kinds
 
 
-def test_a_leader_sets_steps_and_validations_without_the_users_noticing(fitting: Trainer) -> None:
-    leader = Follower(fitting)
-    leader.step_limit, leader.validation = 3, True
-    _private.lead(fitting, leader)
+def test_steps_and_validations_are_controlled_without_the_users_noticing(fitting: Trainer) -> None:
+    control = Control(fitting)
+    control.step_limit, control.validation = 3, True
+    _private.control_loops(fitting, control)
     said: list[str] = []
     fitting.callbacks = [recorder(said, "callback", Callback)]
     fitting.fit(Tiny())
@@ -203,9 +203,9 @@ def test_a_leader_sets_steps_and_validations_without_the_users_noticing(fitting:
 
 
 def test_an_open_ended_epoch_does_not_end_with_a_number_of_batches(fitting: Trainer) -> None:
-    leader = Follower(fitting)
-    leader.is_open_ended = True
-    _private.lead(fitting, leader)
+    control = Control(fitting)
+    control.is_open_ended = True
+    _private.control_loops(fitting, control)
     loop = fitting.fit_loop.epoch_loop
     fitting.fit_loop.max_batches = loop.batch_progress.current.ready = 5
     assert not loop._num_ready_batches_reached()

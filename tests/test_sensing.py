@@ -300,7 +300,7 @@ def ticking(link: Link, seconds: float) -> Link:
 
 def test_the_time_of_a_push_is_measured_until_its_answer_is_handed_over() -> None:
     link = ticking(trained_link((0, 1), (2,)), 0.25)
-    link.data(0, m.Fetch(optimizer=0))
+    link.data(0, m.FetchMessage(optimizer=0))
     link.core.handed_over()
     assert link.core.status(0.0).serve_time == 0
     for step in range(3):

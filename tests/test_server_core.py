@@ -207,7 +207,7 @@ class Link:
         self.deliver(self.core.tick(self.now))
 
     def weights(self) -> list[Tensor]:
-        return as_tensors(self.data(0, m.Fetch(optimizer=0))[1])
+        return as_tensors(self.data(0, m.FetchMessage(optimizer=0))[1])
 
 
 def trained_link(*groups: tuple[int, ...], **options: Any) -> Link:
@@ -579,7 +579,7 @@ def test_a_seed_that_is_none_is_refused_and_the_old_weights_stay(link: Link, mak
 
 
 def test_fetched_weights_are_those_that_were_handed_over(link: Link) -> None:
-    answer, payload = link.data(2, m.Fetch(optimizer=0))
+    answer, payload = link.data(2, m.FetchMessage(optimizer=0))
     assert (answer.clock, answer.staleness, answer.applied) == (0, -1, True)
     assert_same(as_tensors(payload), [parameter.detach() for parameter in new_parameters().values()])
     assert link.core.clock == 0
@@ -715,7 +715,7 @@ def test_a_parameter_group_that_comes_in_mid_run_is_one_groups_first_and_then_th
     _, payload = link.data(2, *growth("x"))
     assert payload == torch.full((3,), 0.5).numpy().tobytes()  # as the first group left it
     assert link.data(2, *growth())[0] == m.Restructured(optimizer=0, layout=1, nbytes=0)  # said twice, it is done once
-    assert link.data(2, m.Fetch(optimizer=0))[0].nbytes == len(payload) + -(-LAYOUT.nbytes // 64) * 64
+    assert link.data(2, m.FetchMessage(optimizer=0))[0].nbytes == len(payload) + -(-LAYOUT.nbytes // 64) * 64
 
 
 def test_growth_that_cannot_be_is_refused_and_changes_nothing(link: Link) -> None:
@@ -801,7 +801,7 @@ def test_a_question_from_before_a_regrouping_is_refused(link: Link) -> None:
 
 def test_a_stop_travels_with_the_weights(link: Link) -> None:
     assert link.control(2, m.Leave(epoch=-1, generation=1, trained=0, stop="end")) == m.Left()
-    assert link.data(0, m.Fetch(optimizer=0))[0].stop == "end"
+    assert link.data(0, m.FetchMessage(optimizer=0))[0].stop == "end"
 
 
 # --- Collectives -----------------------------------------------------------------------------------------------------
@@ -849,7 +849,7 @@ def test_two_purposes_of_one_collective_end_the_run_with_a_sentence(link: Link) 
         assert "rank 2 called all_reduce(float32[2]) while rank 0 called barrier" in notice.reason
     answer = link.control(1, m.Draw(epoch=0, generation=1, number=0))
     assert (type(answer), answer.over) == (m.Notice, True)
-    (out,) = link.core.receive(m.DATA, data_peer(0), m.Fetch(optimizer=0), b"", link.now)
+    (out,) = link.core.receive(m.DATA, data_peer(0), m.FetchMessage(optimizer=0), b"", link.now)
     expect_refusal(out.message, "over", "while rank 0 called barrier")
 
 
@@ -1032,14 +1032,14 @@ SAMPLES: dict[type[m.Message], m.Message] = {
         seed_of({"parts": [torch.ones(2)]})[0],
         m.Restructure(optimizer=0, packed=pack({"groups": [], "weights": {}, "state": {}})[0], nbytes=0),
         push_of(gradient(0))[0],
-        m.Average(optimizer=0, nbytes=LAYOUT.nbytes),
+        m.AverageMessage(optimizer=0, nbytes=LAYOUT.nbytes),
         m.GroupState(packed=pack([torch.ones(2)])[0], nbytes=8),
         m.HeadForward(
             optimizer=1, packed=pack([[torch.ones(2)], {}])[0], nbytes=8, training=(True,), trainable=(True, False)
         ),
         m.HeadBackward(optimizer=1, packed=pack([torch.ones(2)])[0], nbytes=8, hyperparameters=({"lr": 0.1},)),
         m.HeadRelease(optimizer=1),
-        m.Fetch(optimizer=0),
+        m.FetchMessage(optimizer=0),
         m.TakeSnapshot(),
     )
 }

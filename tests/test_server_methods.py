@@ -157,7 +157,7 @@ def test_a_peer_that_asks_after_its_group_has_left_hears_that_there_is_nothing()
     link.control(0, m.Draw(epoch=0, generation=1, number=0))
     link.control(0, m.Leave(epoch=0, generation=1, trained=1, stop="skip"))
     assert link.control(1, m.Draw(epoch=0, generation=1, number=1)).batches == ()
-    answer, _ = link.data(0, m.Fetch(optimizer=0, epoch=0, trained=1))
+    answer, _ = link.data(0, m.FetchMessage(optimizer=0, epoch=0, trained=1))
     assert isinstance(answer, m.Weights)
 
 
@@ -211,7 +211,7 @@ def test_an_optimizer_must_come_where_the_method_steps_and_only_there() -> None:
 
 
 def average(link: Link, rank: int, tensors: Any) -> list[Any]:
-    message = m.Average(optimizer=0, nbytes=LAYOUT.nbytes)
+    message = m.AverageMessage(optimizer=0, nbytes=LAYOUT.nbytes)
     return link.say(data_peer(rank), message, as_bytes(tensors), m.DATA)
 
 
@@ -252,7 +252,7 @@ def test_no_rank_hands_in_twice_nor_for_others() -> None:
     average(link, 0, own(1.0))
     ((answer, _),) = average(link, 0, own(1.0))
     expect_refusal(answer, "protocol", "already")
-    ((answer, _),) = link.say(data_peer(2), m.Average(optimizer=0, nbytes=0), b"", m.DATA)
+    ((answer, _),) = link.say(data_peer(2), m.AverageMessage(optimizer=0, nbytes=0), b"", m.DATA)
     expect_refusal(answer, "malformed", "only leaders")
 
 

@@ -317,14 +317,14 @@ def _fields(message: m.Message) -> dict[str, Any]:
 
 def test_a_request_without_a_number_and_too_many_of_them_are_refused() -> None:
     ensemble = run_of(2, 1)
-    ensemble.tell(0, 0, m.Fetch(optimizer=0))
+    ensemble.tell(0, 0, m.FetchMessage(optimizer=0))
     ensemble.arrive()
     ((answer, _),) = ensemble.queues["answer", 0, 0]
     assert isinstance(answer, m.RefusedMessage)
     assert "one number, from 1 on" in answer.reason
     ensemble.queues["answer", 0, 0].clear()
     for number in range(10, 30):
-        ensemble.tell(0, 0, m.Fetch(optimizer=0, request=number))
+        ensemble.tell(0, 0, m.FetchMessage(optimizer=0, request=number))
     ensemble.arrive()
     assert sum("wait for the rest" in answer.reason for answer, _ in ensemble.queues["answer", 0, 0]) >= 1
     assert len(ensemble.cores[0].servers._held) <= 16  # type: ignore[attr-defined]
@@ -388,7 +388,8 @@ def test_a_server_that_holds_a_share_lets_no_stranger_in_and_takes_no_other_mess
     follower = ensemble.cores[1]
     hello = handshake.hello_of("run", 5, 9, ensemble.groups[0].layout, NONCE)
     assert follower.receive(m.CONTROL, b"stranger", hello, b"", 0.0) == []
-    assert isinstance(follower.receive(m.DATA, b"x", m.Fetch(optimizer=0), b"", 0.0)[0].message, m.RefusedMessage)
+    (out,) = follower.receive(m.DATA, b"x", m.FetchMessage(optimizer=0), b"", 0.0)
+    assert isinstance(out.message, m.RefusedMessage)
     with pytest.raises(ProtocolError, match="holds share 1 of 2"):
         follower.check_payload(b"d0", m.Bring(nbytes=3))
     (answer,) = follower.receive(m.DATA, b"d7", m.Attach(rank=7, nonce=NONCE), b"", 0.0)

@@ -124,7 +124,7 @@ def test_pushes_and_answers_lie_in_shared_memory_and_train_exactly(serving: Serv
     with leaders(serving, numel=300_000) as (leader,):
         assert_exact_training(leader, [Parameter(torch.arange(n) / 7) for n in (300_000, 3)], steps=3)
         assert leader.data.shared == 6 * leader.layout.nbytes
-        answer, payload = leader.data.exchange(m.Fetch(optimizer=0), m.Weights, None, leader.into)
+        answer, payload = leader.data.exchange(m.FetchMessage(optimizer=0), m.Weights, None, leader.into)
         assert leader.data.shared == 7 * leader.layout.nbytes
         assert (answer.clock, payload.data_ptr()) == (3, leader.into.data_ptr())
 
@@ -338,10 +338,13 @@ def test_room_whose_answer_never_came_is_not_offered_again(serving: Serving) -> 
 def test_an_answer_where_there_was_no_room_for_it_is_an_error(serving: Serving) -> None:
     with leaders(serving) as (leader,):
         leader.push(0, read_at=0)
-        fetch = [m.encode(m.Fetch(optimizer=0)), sharing.encode(Places(answer=leader.data._sharing.place(leader.into)))]
+        fetch = [
+            m.encode(m.FetchMessage(optimizer=0)),
+            sharing.encode(Places(answer=leader.data._sharing.place(leader.into))),
+        ]
         leader.data._wire.send_multipart(fetch)
         with pytest.raises(MalformedMessage, match="no room"):
-            leader.data.exchange(m.Fetch(optimizer=0), m.Weights)
+            leader.data.exchange(m.FetchMessage(optimizer=0), m.Weights)
 
 
 # --- Nothing is left behind ------------------------------------------------------------------------------------------

@@ -210,8 +210,8 @@ def test_a_refusal_arrives_as_one_on_both_connections_and_harms_nothing(serving:
         second.control.request(m.Form(generation=2, groups=((0, 1),), method={}), m.Formed, timeout=DEADLINE)
     assert refused.value.code == "protocol"
     with pytest.raises(Refused, match="there is no optimizer 7"):
-        second.data.exchange(m.Fetch(optimizer=7), m.Weights)
-    own = m.Average(optimizer=0, nbytes=20)
+        second.data.exchange(m.FetchMessage(optimizer=7), m.Weights)
+    own = m.AverageMessage(optimizer=0, nbytes=20)
     with pytest.raises(Refused, match="20 bytes, 76 were expected"):  # before its payload has been looked at
         second.data.exchange(own, m.Weights, torch.zeros(20, dtype=torch.uint8))
     for group in (second, first):
@@ -253,7 +253,7 @@ def test_a_group_that_was_not_announced_joins_and_trains_and_is_missed_by_none_w
     late = Group(serving, 4, 0)
     joined = late.control.request(m.Join(ranks=(4,), name="guest"), m.Joined, timeout=DEADLINE)
     late.core.form(GroupId("guest", joined.incarnation))
-    late.replica.clock = late.data.exchange(m.Fetch(optimizer=0), m.Weights)[0].clock
+    late.replica.clock = late.data.exchange(m.FetchMessage(optimizer=0), m.Weights)[0].clock
     for group in (late, first, second):
         group.step(seed=1)
     assert serving.core.clock == 3

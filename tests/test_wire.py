@@ -227,7 +227,7 @@ def test_weights_and_snapshots_are_of_one_moment_while_others_push(serving: Serv
         def poll() -> None:
             try:
                 for _ in range(20):
-                    answer, payload = second.data.exchange(m.Fetch(optimizer=0), m.Weights)
+                    answer, payload = second.data.exchange(m.FetchMessage(optimizer=0), m.Weights)
                     seen[answer.clock] = payload.clone()
             except BaseException as error:
                 failed.append(error)
@@ -348,7 +348,9 @@ def garbage(seed: int) -> Iterator[list[bytes]]:
     for _ in range(60):
         yield [source.randbytes(source.randrange(200)) for _ in range(source.randrange(1, 5))]
     yield from ([push], [push[: len(push) // 2]], [seed_message], [b"", b"x" * 1000], [b"", b""], [b""], [b""] * 5)
-    yield from ([m.encode(message)] for message in (m.AskStatus(), m.Fetch(optimizer=0), m.AttachProof(mac=b"x" * 32)))
+    yield from (
+        [m.encode(message)] for message in (m.AskStatus(), m.FetchMessage(optimizer=0), m.AttachProof(mac=b"x" * 32))
+    )
     yield [b"\x80\x04\x95" + b"cos\nsystem\n(S'true'\ntR."]  # a pickle
     yield [b"\xdd\xff\xff\xff\xff"]
 
@@ -395,7 +397,7 @@ def test_bytes_that_are_not_even_zeromq_harm_no_exchange(serving: Serving) -> No
         assert_exact_training(rank, parameters, steps=3)
 
 
-@pytest.mark.parametrize("message", [m.Fetch(optimizer=0), m.Seed(packed=Packed(b"", ()), nbytes=2**50)])
+@pytest.mark.parametrize("message", [m.FetchMessage(optimizer=0), m.Seed(packed=Packed(b"", ()), nbytes=2**50)])
 def test_a_stranger_on_the_data_channel_is_refused_as_a_stranger_once(plain: Serving, message: m.Message) -> None:
     with raw_dealer(plain.data_address) as dealer:
         dealer.send(m.encode(message))
@@ -599,7 +601,7 @@ def test_a_rank_that_waits_is_told_when_the_server_disappears() -> None:
         with pytest.raises(ConnectionLost, match="is gone; the run cannot go on"):
             rank.control.request(m.Contribute(number=0, what="barrier"), m.Gathered, timeout=600.0)
         with pytest.raises(ConnectionLost, match="is gone; the run cannot go on"):
-            rank.data.exchange(m.Fetch(optimizer=0), m.Weights)
+            rank.data.exchange(m.FetchMessage(optimizer=0), m.Weights)
         assert time.monotonic() - began < DEADLINE / 2
         assert [type(error) for error in told] == [ConnectionLost]
 

@@ -203,6 +203,26 @@ def found_in(module: str, word: Replaced) -> list[int]:
     return sorted({line for lines in found for line in lines})
 
 
+NAMESPACES = ("lightning.py", "pytorch_lightning.py")
+"""Modules of these names have the same classes, one each for the two packages that Lightning comes as."""
+SHARED = {
+    "Aggregator": "the state machine; and the message with its address, which is written `m.Aggregator` everywhere",
+    "Place": "a rank's among the groups; and of a payload in shared memory, which rooms without sockets do not know",
+    "Sum": "of pushes, as methods take it; and the message that brings it, which is written `sm.Sum` everywhere",
+}
+"""Names of two classes, and why no reader takes the one for the other."""
+
+
+def test_no_two_classes_have_one_name() -> None:
+    found: dict[str, set[str]] = defaultdict(set)
+    for path in (ROOT / "lightning_omni").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                where = str(path.parent) if path.name in NAMESPACES else f"{path}:{node.lineno}"
+                found[node.name].add(str(Path(where).relative_to(ROOT)))
+    assert {name: sorted(found[name]) for name in found if len(found[name]) > 1}.keys() == SHARED.keys()
+
+
 @pytest.fixture(scope="module")
 def sources() -> dict[str, str]:
     return {str(path.relative_to(ROOT)): path.read_text() for path in (*MODULES, *PAGES)}

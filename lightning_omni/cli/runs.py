@@ -16,7 +16,7 @@ from rich.text import Text
 from lightning_omni import simulator
 from lightning_omni.cli.console import INTERRUPTED, progress_bar, say, show, table_of, tell
 from lightning_omni.cli.rates import FIRST, SECOND, best_rate, merit
-from lightning_omni.cli.settings import SimulationSettings
+from lightning_omni.cli.simulation_settings import SimulationSettings
 from lightning_omni.cli.task import Task
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import Method, method_named

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from lightning_omni.cli.settings import SimulationSettings
+from lightning_omni.cli.simulation_settings import SimulationSettings
 from lightning_omni.errors import ConfigurationError
 
 _SEPARATORS = re.compile(r"[\s;]+|,(?!\s*\w+\s*=)")

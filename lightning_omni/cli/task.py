@@ -11,7 +11,15 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from lightning_omni.cli.settings import Death, Devices, Machines, NetworkSettings, Scatter, SimulationSettings, SlowTime
+from lightning_omni.cli.simulation_settings import (
+    Death,
+    Devices,
+    Machines,
+    NetworkSettings,
+    Scatter,
+    SimulationSettings,
+    SlowTime,
+)
 from lightning_omni.cli.units import check_above_zero, flag, rate_of, seconds_of
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.simulator import Cluster, Device, Failure, Jitter, Link, Slowdown, Workload, workload_named

@@ -19,7 +19,7 @@ from torch.nn import Module
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.optimizer.loaders import Leases
 from lightning_omni.optimizer.world import World
-from lightning_omni.performance.balance import ENOUGH, WARM_UP, Balancer, Throughput
+from lightning_omni.performance.batch_split import ENOUGH, WARM_UP, Balancer, Throughput
 
 FIRST = 1 + WARM_UP + ENOUGH
 """Batches after which the members of a group tell each other their speeds for the first time (an epoch's first batch

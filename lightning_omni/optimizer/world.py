@@ -154,7 +154,7 @@ class World(Place):
         return number
 
     def attach_head(self, name: str, model: Module, optimizers: Sequence[Optimizer]) -> RemoteHead:
-        """Takes a submodule in as a merged head, before training begins: see `lightning_omni.protocol.head`.
+        """Takes a submodule in as a merged head, before training begins: see `lightning_omni.protocol.head_shard`.
 
         The optimizer that holds its parameters is attached for the others by `attach`, with these left out.
 

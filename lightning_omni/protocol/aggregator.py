@@ -255,7 +255,7 @@ class Aggregator(OneServer):
         parts = []
         for group in batch.groups:
             self._held[group].sum = self._sums
-            parts.append(sm.Part(group, self._held[group].push))
+            parts.append(sm.SummedPush(group, self._held[group].push))
         payload = RAW.encode(batch.total.take(), plan.layout(parts[0].push), {}, self._coded).payload
         message = sm.Sum(number=self._sums, optimizer=key[0], parts=tuple(parts), nbytes=payload.numel())
         return Out(COORDINATOR, m.DATA, message, (payload,))

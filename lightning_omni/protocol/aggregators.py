@@ -28,7 +28,7 @@ from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.roster import Roster
 from lightning_omni.protocol.service import Out, Payload, Peer, Sender
 from lightning_omni.protocol.shard_servers import Newcomers, OneServer
-from lightning_omni.protocol.shards import Shards
+from lightning_omni.protocol.shards import HeldShards
 from lightning_omni.topology import Topology
 
 MOST = 256
@@ -36,7 +36,7 @@ MOST = 256
 
 
 @dataclass
-class _Link:
+class _AggregatorLink:
     """The connections of an aggregator.
 
     Attributes:
@@ -86,7 +86,7 @@ class Aggregators(OneServer):
         self._key, self._now, self._data_port = key, now, data_port
         self._heartbeat_timeout, self._is_recorded = heartbeat_timeout, is_recorded
         self._newcomers = Newcomers(key, random, MOST)
-        self._links: dict[int, _Link] = {}
+        self._links: dict[int, _AggregatorLink] = {}
         self._count = 0
         self._out: list[Out] = []
         self._forget_run()
@@ -98,7 +98,7 @@ class Aggregators(OneServer):
         self._formed: m.Form | None = None
         self._adds_up = False
 
-    def serve(self, roster: Roster, shards: Shards) -> None:
+    def serve(self, roster: Roster, shards: HeldShards) -> None:
         """A run may come, with these ranks and weights."""
         self._roster, self._shards = roster, shards
         self._forget_run()
@@ -153,7 +153,7 @@ class Aggregators(OneServer):
         if (link := self._links.get(self._of.get(rank, 0))) is not None:
             self._say(link, message)
 
-    def _gather(self, link: _Link) -> None:
+    def _gather(self, link: _AggregatorLink) -> None:
         if self._formed is None or not self._shards.all:
             return
         leaders = [
@@ -165,7 +165,7 @@ class Aggregators(OneServer):
             link, sm.Gather(method=method, wire_format=wire_format, leaders=tuple(leaders), layouts=tuple(layouts))
         )
 
-    def _say(self, link: _Link, message: sm.Told) -> None:
+    def _say(self, link: _AggregatorLink, message: sm.Told) -> None:
         link.told += 1
         self._out.append(Out(link.control, m.CONTROL, message))
 
@@ -209,7 +209,9 @@ class Aggregators(OneServer):
             raise Refused("busy", f"there are {MOST} aggregators already")
         self._count += 1
         number = -self._count
-        link = _Link(number, sender.peer, hello.address, aggregator_key(self._key, hello, challenge), self._now())
+        link = _AggregatorLink(
+            number, sender.peer, hello.address, aggregator_key(self._key, hello, challenge), self._now()
+        )
         self._links[number] = link
         welcome = sm.ShardWelcome(
             mac=shard_mac(self._key, "coordinator", hello, challenge),
@@ -261,13 +263,13 @@ class Aggregators(OneServer):
         gone = [link for link in self._links.values() if link.control == peer]
         return [out for link in gone for out in self._lose(link)]
 
-    def _link_of(self, peer: Peer) -> _Link:
+    def _link_of(self, peer: Peer) -> _AggregatorLink:
         for link in self._links.values():
             if link.control == peer:
                 return link
         raise Refused("stranger", "say ShardHello first: this connection is of no aggregator")
 
-    def _lose(self, link: _Link) -> list[Out]:
+    def _lose(self, link: _AggregatorLink) -> list[Out]:
         """An aggregator is gone. A rank that has noticed it itself does no more than it did."""
         del self._links[link.number]
         theirs = [rank for rank, number in self._of.items() if number == link.number]

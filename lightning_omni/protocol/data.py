@@ -12,7 +12,7 @@ from lightning_omni.protocol.training import Training
 from lightning_omni.topology import Topology
 
 
-class Data(Service):
+class DataLeasing(Service):
     """Leases samples.
 
     Args:

@@ -118,7 +118,7 @@ class Said(NamedTuple):
         payload: of a push, its tensors in the run's wire format.
     """
 
-    message: m.PushMessage | m.Fetch | m.Average | m.Seed | m.TakeSnapshot
+    message: m.PushMessage | m.FetchMessage | m.AverageMessage | m.Seed | m.TakeSnapshot
     payload: Tensor | None = None
 
 
@@ -371,10 +371,10 @@ class GroupCore:
         if ask is half.under_way and half.said is not None:
             return half.said[0]
         if isinstance(ask.need, Fetch):
-            return Said(m.Fetch(optimizer=ask.optimizer, epoch=ask.epoch, trained=ask.trained))
+            return Said(m.FetchMessage(optimizer=ask.optimizer, epoch=ask.epoch, trained=ask.trained))
         if isinstance(ask.need, Average):
             whole = RAW.encode(ask.need.tensors, layout, {}, memory).payload
-            return Said(m.Average(optimizer=ask.optimizer, nbytes=whole.numel()), whole)
+            return Said(m.AverageMessage(optimizer=ask.optimizer, nbytes=whole.numel()), whole)
         said = self._push(ask, ask.need, self.encode(ask.optimizer, ask.need, layout, memory), layout)
         half.said = None if ask.waits else [said]
         return said
@@ -398,7 +398,7 @@ class GroupCore:
         if isinstance(ask.need, Average):
             wholes = zip(parts, split.shares, memories, strict=True)
             payloads = [RAW.encode(part, share, {}, memory).payload for part, share, memory in wholes]
-            return [Said(m.Average(optimizer=ask.optimizer, nbytes=each.numel()), each) for each in payloads]
+            return [Said(m.AverageMessage(optimizer=ask.optimizer, nbytes=each.numel()), each) for each in payloads]
         pushes = self.wire_format.pushes
         each_part = zip(parts, split.shares, split.sender_parts(half.sent), memories, strict=True)
         encoded = [pushes.encode(part, share, state, memory) for part, share, state, memory in each_part]

@@ -1,7 +1,7 @@
 """Both sides in one process: what a rank says is handled before the call returns. No sockets, clocks or threads.
 
-`Link` is all connections of a run at once and gives back what the server sends, in its order; the simulator and replays
-stand on it. `InMemory` is the transport on top of it, in which each rank hears what is sent to it.
+`InMemoryConnections` is all connections of a run at once and gives back what the server sends, in its order; the
+simulator and replays stand on it. `InMemory` is the transport on top of it, in which each rank hears what it is sent.
 
 Rule: nothing waits. A request that other ranks have to make answerable is said with `InMemoryData.send`, and its answer
 taken when it has come; `receive`, `exchange` and `request` raise where nothing came.
@@ -47,7 +47,7 @@ _NONCE = bytes(handshake.NONCE_BYTES)
 _SCHEME = "memory://"
 
 
-class Link:
+class InMemoryConnections:
     """The connections of all ranks to a server in this process.
 
     Args:
@@ -150,7 +150,7 @@ class InMemoryServer:
 
     def __init__(self, address: str, core: ServerCore, servers: Mapping[str, InMemoryServer]) -> None:
         self.address = address
-        self.link = Link(core)
+        self.link = InMemoryConnections(core)
         self.leaders: dict[str, InMemoryPeers] = {}
         self._servers = servers
         self._coordinator: _ShardLink | None = None
@@ -161,7 +161,7 @@ class InMemoryServer:
         self._closed = False
 
     def run(self, until: Callable[[], bool]) -> None:
-        """Returns at once: what is said is handled when it is said, and time passes when `Link.now` is set."""
+        """Returns at once: what is said is handled when it is said, and time is what `InMemoryConnections.now` says."""
         self.deliver(self.link.core.tick(self.link.now))
 
     def farewell(self, reason: str) -> None:

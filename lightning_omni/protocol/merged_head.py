@@ -10,11 +10,11 @@ from collections.abc import Callable
 from lightning_omni.errors import OmniError, ProtocolError, Refused
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.codec import check_specs, pack, unpack
-from lightning_omni.protocol.head import Arrival, HeadShard
+from lightning_omni.protocol.head_shard import Arrival, HeadShard
 from lightning_omni.protocol.notes import Notes
 from lightning_omni.protocol.roster import Roster
 from lightning_omni.protocol.service import Out, Payload, Peer, Sender, Service, as_tensor
-from lightning_omni.protocol.shards import Shards
+from lightning_omni.protocol.shards import HeldShards
 
 
 class MergedHeads(Service):
@@ -27,7 +27,7 @@ class MergedHeads(Service):
         clock: tells the time that the server's arithmetic takes, in seconds.
     """
 
-    def __init__(self, roster: Roster, shards: Shards, notes: Notes, clock: Callable[[], float]) -> None:
+    def __init__(self, roster: Roster, shards: HeldShards, notes: Notes, clock: Callable[[], float]) -> None:
         self._roster = roster
         self._shards = shards
         self._notes = notes

@@ -634,7 +634,7 @@ class PushMessage(Message, tag="Push", frozen=True, kw_only=True):
         )
 
 
-class Average(Message, frozen=True, kw_only=True):
+class AverageMessage(Message, tag="Average", frozen=True, kw_only=True):
     """A group's own weights, for the mean of all groups'; answered with it when all have come. Payload follows.
 
     ``request`` is as in `PushMessage`.
@@ -652,7 +652,7 @@ class GroupState(Message, frozen=True, kw_only=True):
     nbytes: int
 
 
-class Fetch(Message, frozen=True, kw_only=True):
+class FetchMessage(Message, tag="Fetch", frozen=True, kw_only=True):
     """Send the master weights of one optimizer. By now my group has trained that much, as in `PushMessage`."""
 
     optimizer: int

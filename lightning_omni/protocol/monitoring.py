@@ -12,7 +12,7 @@ from lightning_omni.protocol import shard_messages as sm
 from lightning_omni.protocol.roster import Roster
 from lightning_omni.protocol.sensing import total_momentum
 from lightning_omni.protocol.service import Out, Payload, Sender, Service
-from lightning_omni.protocol.shards import Shards
+from lightning_omni.protocol.shards import HeldShards
 from lightning_omni.topology import Topology
 
 LATELY = 64
@@ -36,7 +36,7 @@ class Monitoring(Service):
     """
 
     def __init__(
-        self, roster: Roster, shards: Shards, clock: Callable[[], float], strangers: Callable[[], int]
+        self, roster: Roster, shards: HeldShards, clock: Callable[[], float], strangers: Callable[[], int]
     ) -> None:
         self._roster = roster
         self._shards = shards

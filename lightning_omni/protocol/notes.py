@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.epochs import Epochs
 from lightning_omni.protocol.record import Event, Kind, Recorder, Spans
-from lightning_omni.protocol.shards import Shards
+from lightning_omni.protocol.shards import HeldShards
 from lightning_omni.protocol.wire_format import RAW, to_wire
 
 
@@ -39,7 +39,7 @@ class Notes:
     """
 
     def __init__(
-        self, record: Recorder | None, shards: Shards, epochs: Epochs, now: Callable[[], float], servers: int
+        self, record: Recorder | None, shards: HeldShards, epochs: Epochs, now: Callable[[], float], servers: int
     ) -> None:
         self.record = record
         self._shards = shards
@@ -64,7 +64,7 @@ class Notes:
             clock = self._shards.all[optimizer].master.clock
             self.record(Event(kind=kind, time=self._now(), group=group, optimizer=optimizer, clock=clock, **more))
 
-    def new_spans(self, group: int, message: m.Draw | m.Await | m.Leave | m.Fetch | m.HeadBackward) -> Spans:
+    def new_spans(self, group: int, message: m.Draw | m.Await | m.Leave | m.FetchMessage | m.HeadBackward) -> Spans:
         """The batches that a message brings news of; none if there is no recorder."""
         if self.record is None or not self._epochs.holds(group, message.epoch):
             return ()

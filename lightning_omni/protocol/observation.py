@@ -92,7 +92,7 @@ class Observers:
         self._admitted.pop(peer, None)
 
 
-class Observation(Service):
+class RunObservation(Service):
     """Shows a run to those that watch it, and keeps a log of what happened to it.
 
     Args:

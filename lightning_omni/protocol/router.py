@@ -24,12 +24,12 @@ from lightning_omni.protocol import shard_messages as sm
 from lightning_omni.protocol.admission import Admission
 from lightning_omni.protocol.aggregator import Aggregator
 from lightning_omni.protocol.aggregators import Aggregators
-from lightning_omni.protocol.data import Data
+from lightning_omni.protocol.data import DataLeasing
 from lightning_omni.protocol.membership import Membership
 from lightning_omni.protocol.merged_head import MergedHeads
 from lightning_omni.protocol.messages import CONTROL, DATA
 from lightning_omni.protocol.monitoring import Monitoring
-from lightning_omni.protocol.observation import Observation
+from lightning_omni.protocol.observation import RunObservation
 from lightning_omni.protocol.roster import Roster
 from lightning_omni.protocol.service import Out, Payload, Peer, Sender
 from lightning_omni.protocol.shard_servers import Coordinator, OneServer, Servers
@@ -116,15 +116,15 @@ TABLE = (
     Row(m.AskShards, CONTROL, Role.RANK, Servers, Servers.ask),
     Row(m.AskAggregator, CONTROL, Role.RANK, Servers, Servers.ask_aggregator),
     # observation
-    Row(m.Observe, CONTROL, Role.STRANGER, Observation, Observation.greet),
-    Row(m.ObserverProof, CONTROL, Role.STRANGER, Observation, Observation.admit),
-    Row(m.AskOverview, CONTROL, Role.OBSERVER, Observation, Observation.ask),
+    Row(m.Observe, CONTROL, Role.STRANGER, RunObservation, RunObservation.greet),
+    Row(m.ObserverProof, CONTROL, Role.STRANGER, RunObservation, RunObservation.admit),
+    Row(m.AskOverview, CONTROL, Role.OBSERVER, RunObservation, RunObservation.ask),
     Row(m.Evict, CONTROL, Role.OBSERVER, Membership, Membership.evict),
     # data
-    Row(m.OpenEpoch, CONTROL, Role.MEMBER, Data, Data.open),
-    Row(m.Draw, CONTROL, Role.MEMBER, Data, Data.draw),
-    Row(m.Await, CONTROL, Role.MEMBER, Data, Data.wait, resolves=True),
-    Row(m.Leave, CONTROL, Role.MEMBER, Data, Data.leave, resolves=True),
+    Row(m.OpenEpoch, CONTROL, Role.MEMBER, DataLeasing, DataLeasing.open),
+    Row(m.Draw, CONTROL, Role.MEMBER, DataLeasing, DataLeasing.draw),
+    Row(m.Await, CONTROL, Role.MEMBER, DataLeasing, DataLeasing.wait, resolves=True),
+    Row(m.Leave, CONTROL, Role.MEMBER, DataLeasing, DataLeasing.leave, resolves=True),
     # synchronization
     Row(m.Contribute, CONTROL, Role.RANK, Synchronization, Synchronization.contribute, resolves=True),
     Row(m.ReadBrought, CONTROL, Role.RANK, Synchronization, Synchronization.read_brought),
@@ -136,9 +136,9 @@ TABLE = (
         m.PushMessage, DATA, Role.LEADER, Training, Training.push, Training.check_push,
         resolves=True, in_parts=True, is_finite=Training.is_push_finite,
     ),
-    Row(m.Fetch, DATA, Role.RANK, Training, Training.fetch, in_parts=True),
+    Row(m.FetchMessage, DATA, Role.RANK, Training, Training.fetch, in_parts=True),
     Row(
-        m.Average, DATA, Role.LEADER, Training, Training.average, Training.check_average,
+        m.AverageMessage, DATA, Role.LEADER, Training, Training.average, Training.check_average,
         resolves=True, in_parts=True, is_finite=Training.is_average_finite,
     ),
     Row(m.Restructure, DATA, Role.LEADER, Training, Training.restructure, Training.check_restructure),
@@ -213,7 +213,7 @@ class Router:
         self._servers = self._services[Servers] = servers or OneServer()
         self._admission: Admission = self._services[Admission]
         self._membership: Membership = self._services[Membership]
-        self._observation: Observation = self._services[Observation]
+        self._observation: RunObservation = self._services[RunObservation]
         twice = sorted(kind.__name__ for kind, count in Counter(row.message for row in rows).items() if count > 1)
         if twice:
             raise ValueError(f"rows: {', '.join(twice)} cannot have two; give each message one row")

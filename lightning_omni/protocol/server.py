@@ -22,20 +22,20 @@ from lightning_omni.protocol import shard_messages as sm
 from lightning_omni.protocol.admission import Admission
 from lightning_omni.protocol.aggregator import Aggregator
 from lightning_omni.protocol.aggregators import Aggregators
-from lightning_omni.protocol.data import Data
+from lightning_omni.protocol.data import DataLeasing
 from lightning_omni.protocol.epochs import Epochs
 from lightning_omni.protocol.membership import Membership
 from lightning_omni.protocol.merged_head import MergedHeads
 from lightning_omni.protocol.monitoring import Monitoring
 from lightning_omni.protocol.notes import Notes
-from lightning_omni.protocol.observation import Happening, Observation, Observers
+from lightning_omni.protocol.observation import Happening, Observers, RunObservation
 from lightning_omni.protocol.record import Recorder
 from lightning_omni.protocol.roster import Roster
 from lightning_omni.protocol.router import AGGREGATOR_TABLE, AGGREGATORS_TABLE, SHARD_TABLE, TABLE, Router, Row
 from lightning_omni.protocol.service import Out, Payload, Peer, Service
 from lightning_omni.protocol.shard import Shard
 from lightning_omni.protocol.shard_servers import Coordinator, Follower, Servers
-from lightning_omni.protocol.shards import Shards
+from lightning_omni.protocol.shards import HeldShards
 from lightning_omni.protocol.snapshots import Snapshots
 from lightning_omni.protocol.synchronization import Synchronization
 from lightning_omni.protocol.training import Training
@@ -122,7 +122,7 @@ class ServerCore:
         """Forgets the run; the next one may come."""
         self._now, servers = 0.0, self.servers
         self.roster = roster = Roster(self.key)
-        self._shards = shards = Shards()
+        self._shards = shards = HeldShards()
         epochs = Epochs()
         self.notes = notes = Notes(self._record, shards, epochs, self._last_now, servers.count)
         self._admission = Admission(
@@ -130,13 +130,13 @@ class ServerCore:
         )
         self._training = training = Training(roster, self._admission, shards, epochs, notes, servers)
         self._monitoring = Monitoring(roster, shards, self._work_time, lambda: self.strangers)
-        self._observation = Observation(
+        self._observation = RunObservation(
             roster, epochs, self._monitoring, self._observers, self._last_now, lambda: self._membership.over
         )
         services = [
             servers,
             Synchronization(roster, training, lambda *brought: self._router.forward(*brought)),
-            Data(roster, epochs, training, notes),
+            DataLeasing(roster, epochs, training, notes),
             training,
             Snapshots(roster, shards, training, epochs, notes, servers, self._resolve, self._resolve_module),
             MergedHeads(roster, shards, notes, self._work_time),

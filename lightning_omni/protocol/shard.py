@@ -23,7 +23,7 @@ from lightning_omni.methods.totals import Total
 from lightning_omni.protocol.layout import DTYPES, Layout
 from lightning_omni.protocol.messages import PushMessage
 from lightning_omni.protocol.sensing import Sensing
-from lightning_omni.protocol.shard_messages import Part
+from lightning_omni.protocol.shard_messages import SummedPush
 from lightning_omni.protocol.structure import Structure, Structures, read_structure, settings_of, specs_of
 from lightning_omni.protocol.wire_format import RAW, Memory, WireFormat, decode
 
@@ -330,7 +330,7 @@ class Shard:
 
     # --- Sums of pushes ----------------------------------------------------------------------------------------------
 
-    def layout_of_sum(self, parts: Sequence[Part]) -> Layout:
+    def layout_of_sum(self, parts: Sequence[SummedPush]) -> Layout:
         """How the sum of some pushes lies in flat memory.
 
         Raises:
@@ -345,7 +345,7 @@ class Shard:
         present = [any(flags) for flags in zip(*(part.push.present for part in parts), strict=True)]
         return self.layout.fragment(first.part, self._check_fragment(first)).subset(present)
 
-    def take_sum(self, parts: Sequence[Part], payload: Tensor) -> list[Reply]:
+    def take_sum(self, parts: Sequence[SummedPush], payload: Tensor) -> list[Reply]:
         """Merges pushes whose sum this is, raw; `layout_of_sum` and `is_finite` were asked before."""
         views = iter(self.layout_of_sum(parts).views(payload))
         counts = [sum(flags) for flags in zip(*(part.push.present for part in parts), strict=True)]

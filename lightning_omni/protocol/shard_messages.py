@@ -181,7 +181,7 @@ class Gather(Told, frozen=True, kw_only=True):
 # --- Between an aggregator and its server, on the data channel -------------------------------------------------------
 
 
-class Part(msgspec.Struct, frozen=True, array_like=True):
+class SummedPush(msgspec.Struct, frozen=True, array_like=True):
     """A push that is in a sum: the number of its group, and what that has said."""
 
     group: int
@@ -199,7 +199,7 @@ class Sum(m.Message, frozen=True, kw_only=True):
 
     number: int
     optimizer: int
-    parts: Annotated[tuple[Part, ...], msgspec.Meta(min_length=1)]
+    parts: Annotated[tuple[SummedPush, ...], msgspec.Meta(min_length=1)]
     nbytes: int
 
 

@@ -238,7 +238,7 @@ class _InParts(Servers):
 
 
 @dataclass
-class _Link:
+class _FollowerLink:
     """The connection of a server, at the one that coordinates.
 
     Attributes:
@@ -326,7 +326,7 @@ class Coordinator(_InParts):
         self._key, self._now = key, now
         self._heartbeat_timeout, self._join_timeout = heartbeat_timeout, join_timeout
         self._newcomers = Newcomers(key, random, most=4 * count)
-        self._links: dict[int, _Link] = {}
+        self._links: dict[int, _FollowerLink] = {}
         self._gone: dict[int, str] = {}
         self._history: list[sm.Told] = []  # for those that have not come yet
         self._told = 0
@@ -404,7 +404,7 @@ class Coordinator(_InParts):
             )
         if hello.shard in self._links or hello.shard in self._gone:
             raise Refused("shard", f"there was a server {hello.shard} already; give each another number")
-        link = self._links[hello.shard] = _Link(sender.peer, hello.address, self._now())
+        link = self._links[hello.shard] = _FollowerLink(sender.peer, hello.address, self._now())
         welcome = sm.ShardWelcome(
             mac=shard_mac(self._key, "coordinator", hello, challenge), heartbeat_timeout=self._heartbeat_timeout
         )

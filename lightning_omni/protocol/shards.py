@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning_omni.errors import ProtocolError
-from lightning_omni.protocol.head import HeadShard
+from lightning_omni.protocol.head_shard import HeadShard
 from lightning_omni.protocol.shard import Shard
 
 
-class Shards:
+class HeldShards:
     """What the server holds; nothing before the recorder has handed it over.
 
     Attributes:

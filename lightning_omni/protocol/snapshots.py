@@ -14,13 +14,13 @@ from lightning_omni.protocol import wire_format
 from lightning_omni.protocol.codec import check_specs, pack, unpack
 from lightning_omni.protocol.cut import Cut
 from lightning_omni.protocol.epochs import Epochs
-from lightning_omni.protocol.head import HeadShard
+from lightning_omni.protocol.head_shard import HeadShard
 from lightning_omni.protocol.notes import Notes
 from lightning_omni.protocol.roster import Roster
 from lightning_omni.protocol.service import Out, Payload, Sender, Service, as_tensor
 from lightning_omni.protocol.shard import ROOM, Shard
 from lightning_omni.protocol.shard_servers import Servers
-from lightning_omni.protocol.shards import Shards
+from lightning_omni.protocol.shards import HeldShards
 from lightning_omni.protocol.training import Training
 from lightning_omni.topology import Topology
 
@@ -42,7 +42,7 @@ class Snapshots(Service):
     def __init__(
         self,
         roster: Roster,
-        shards: Shards,
+        shards: HeldShards,
         training: Training,
         epochs: Epochs,
         notes: Notes,

@@ -29,7 +29,7 @@ from lightning_omni.protocol.roster import Roster
 from lightning_omni.protocol.service import Out, Payload, Peer, Sender, Service, as_tensor, nbytes_of
 from lightning_omni.protocol.shard import Shard, is_finite
 from lightning_omni.protocol.shard_servers import Servers
-from lightning_omni.protocol.shards import Shards
+from lightning_omni.protocol.shards import HeldShards
 from lightning_omni.protocol.wire_format import RAW, Memory, WireFormat
 from lightning_omni.topology import Topology
 
@@ -53,7 +53,7 @@ class Training(Service):
         self,
         roster: Roster,
         admission: Admission,
-        shards: Shards,
+        shards: HeldShards,
         epochs: Epochs,
         notes: Notes,
         servers: Servers,
@@ -246,7 +246,7 @@ class Training(Service):
         wire_format.check_size(self._wire_format, payload.numel(), layout)
         return wire_format.decode(self._wire_format, payload, layout, self._memory)
 
-    def fetch(self, sender: Sender, message: m.Fetch, payload: Payload) -> list[Out]:
+    def fetch(self, sender: Sender, message: m.FetchMessage, payload: Payload) -> list[Out]:
         """A rank reads the master weights of one optimizer outside an exchange."""
         shard, group = self._shards.shard(message.optimizer), sender.group
         if group >= 0:
@@ -257,19 +257,19 @@ class Training(Service):
             self._notes.note("fetch", group, message.optimizer, epoch=message.epoch, spans=spans)
         return [self._weights(sender.peer, message.optimizer, shard, known=group, to_push=False)]
 
-    def check_average(self, sender: Sender, message: m.Average) -> int:
+    def check_average(self, sender: Sender, message: m.AverageMessage) -> int:
         """Bytes of a group's own weights."""
         expected = self._shards.shard(message.optimizer).layout_of(sender.group).nbytes
         if message.nbytes != expected:
             raise MalformedMessage(f"the weights have {message.nbytes} bytes, {expected} were expected")
         return message.nbytes
 
-    def average(self, sender: Sender, message: m.Average, payload: Payload) -> list[Out]:
+    def average(self, sender: Sender, message: m.AverageMessage, payload: Payload) -> list[Out]:
         """A group's own weights, for the mean of all; answered when all have come."""
         self._shards.shard(message.optimizer).average(sender.group, as_tensor(payload), sender.finite)
         return []
 
-    def is_average_finite(self, sender: Sender, message: m.Average, payload: Payload) -> bool:
+    def is_average_finite(self, sender: Sender, message: m.AverageMessage, payload: Payload) -> bool:
         """Whether the numbers are in that part of a group's own weights which this server has."""
         return is_finite(self._shards.shard(message.optimizer).layout_of(sender.group), as_tensor(payload))
 

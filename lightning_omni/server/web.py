@@ -39,7 +39,7 @@ _PATHS = b"there are /metrics, /status, /healthz and /readyz\n"
 
 
 @dataclass(frozen=True, eq=False)
-class Snapshot:
+class TimedOverview:
     """A run at one moment: ``at`` on the monotonic clock, ``taken`` in seconds since 1970."""
 
     overview: m.Overview
@@ -64,7 +64,7 @@ class StatusServer:
     def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
         exposition.check_installed()
         try:
-            self._server = _Server(host, port)
+            self._server = _StatusHTTPServer(host, port)
         except (OSError, OverflowError) as error:
             raise ConfigurationError(
                 f"--http {port}: cannot listen on {host}:{port}: {error}; pass another port (0 takes a free one) or the"
@@ -85,7 +85,7 @@ class StatusServer:
 
     def publish(self, overview: m.Overview) -> None:
         """Requests are answered from this from now on."""
-        self._server.snapshot = Snapshot(overview, time.monotonic(), time.time())
+        self._server.snapshot = TimedOverview(overview, time.monotonic(), time.time())
 
     def close(self) -> None:
         """Listens no more."""
@@ -94,7 +94,7 @@ class StatusServer:
         self._server.server_close()
 
 
-class _Server(ThreadingHTTPServer):
+class _StatusHTTPServer(ThreadingHTTPServer):
     """Ends connections that are too many or stand for too long."""
 
     daemon_threads = True
@@ -102,7 +102,7 @@ class _Server(ThreadingHTTPServer):
     request_queue_size = MOST_CONNECTIONS
 
     def __init__(self, host: str, port: int) -> None:
-        self.snapshot: Snapshot | None = None
+        self.snapshot: TimedOverview | None = None
         self._lock = threading.RLock()
         self._standing: dict[socket.socket, float] = {}
         if ":" in host:
@@ -140,7 +140,7 @@ class _Server(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     """Answers one request, and ends the connection."""
 
-    server: _Server
+    server: _StatusHTTPServer
     server_version, sys_version = "lightning-omni", ""
     timeout = REQUEST_TIME
 
@@ -179,7 +179,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @lru_cache(maxsize=4)
-def _metrics(snapshot: Snapshot, accept: str) -> tuple[bytes, str]:
+def _metrics(snapshot: TimedOverview, accept: str) -> tuple[bytes, str]:
     """Rendered once for each snapshot, however many ask."""
     return exposition.metrics_text(snapshot.overview, snapshot.taken, accept)
 

@@ -28,7 +28,7 @@ class Queue:
         return self._free_at
 
 
-class _Server:
+class _ServerQueues:
     """The queues at one server: of its network card, in both directions, of its updates and of a merged head."""
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class Exchanges:
     def __init__(self, engine: Engine, cluster: Cluster, shares: Sequence[float]) -> None:
         self._engine, self._cluster, self._shares = engine, cluster, shares
         self._link, self._card = cluster.link, cluster.server
-        self._servers = [_Server() for _ in shares]
+        self._servers = [_ServerQueues() for _ in shares]
         self.nodes: dict[int, int] = {}
 
     # --- Shares of the weights ---------------------------------------------------------------------------------------

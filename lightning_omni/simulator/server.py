@@ -23,12 +23,12 @@ from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.codec import pack
 from lightning_omni.protocol.group import Ask, GroupCore, Said
 from lightning_omni.protocol.handshake import NONCE_BYTES
-from lightning_omni.protocol.in_memory import Link
+from lightning_omni.protocol.in_memory import InMemoryConnections
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.record import Recorder
 from lightning_omni.protocol.shard import Shard
 from lightning_omni.protocol.wire_format import Memory, WireFormat, to_wire
-from lightning_omni.simulator.cluster import Link as NetworkLink
+from lightning_omni.simulator.cluster import Link
 from lightning_omni.simulator.engine import Engine, Process, Timeline
 from lightning_omni.simulator.exchange import Exchanges
 from lightning_omni.simulator.replicas import WeightsByClock
@@ -79,7 +79,7 @@ class SimulatedServer:
         )
         self.snapshots = WeightsByClock(layout)
         self._engine, self._layout, self._topology = engine, layout, topology
-        self._link, self._memory = Link(self.core), Memory()
+        self._link, self._memory = InMemoryConnections(self.core), Memory()
         self.incarnation = 0
         self.shard: Shard
         for rank in topology.ranks:
@@ -207,7 +207,7 @@ class SimulatedNetwork:
         exchanges: what waits for weights in their place, while they compute.
     """
 
-    def __init__(self, engine: Engine, between: NetworkLink, server: SimulatedServer, costs: Exchanges) -> None:
+    def __init__(self, engine: Engine, between: Link, server: SimulatedServer, costs: Exchanges) -> None:
         self._engine, self._between, self._server, self.costs = engine, between, server, costs
         self.processes: dict[int, Process] = {}
         self.expired: Callable[[], None] = lambda: None

@@ -218,7 +218,7 @@ def stop_listening(trainer: Trainer) -> None:
 # --- What the loops decide -------------------------------------------------------------------------------------------
 
 
-class Leader(Protocol):
+class LoopControl(Protocol):
     """Decides in the place of the loops when an epoch begins and ends, and when to validate."""
 
     @property
@@ -239,46 +239,46 @@ class Leader(Protocol):
         """Whether to validate after this batch; ``is_due`` is what the loop itself would say."""
 
 
-class _LedFitLoop(_FitLoop):
+class _ControlledFitLoop(_FitLoop):
     """Mixed into the fit loop's own class."""
 
-    _leader: Leader
+    _control: LoopControl
 
     @override
     def run(self) -> None:
-        self._leader.run(super().run)
+        self._control.run(super().run)
 
     @property
     @override
     def done(self) -> bool:
-        with _limited(self.epoch_loop, self._leader.step_limit):
+        with _limited(self.epoch_loop, self._control.step_limit):
             return super().done
 
 
-class _LedEpochLoop(_TrainingEpochLoop):
+class _ControlledEpochLoop(_TrainingEpochLoop):
     """Mixed into the epoch loop's own class."""
 
-    _leader: Leader
+    _control: LoopControl
 
     @override
     def on_run_start(self, data_fetcher: Any) -> None:
-        self._leader.begin_epoch(partial(super().on_run_start, data_fetcher))
+        self._control.begin_epoch(partial(super().on_run_start, data_fetcher))
 
     @property
     @override
     def _is_training_done(self) -> bool:
-        with _limited(self, self._leader.step_limit):
+        with _limited(self, self._control.step_limit):
             return super()._is_training_done
 
     @override
     def _num_ready_batches_reached(self) -> bool:
-        if self._leader.is_open_ended:
+        if self._control.is_open_ended:
             return self.batch_progress.is_last_batch
         return super()._num_ready_batches_reached()
 
     @override
     def _should_check_val_fx(self, data_fetcher: Any) -> bool:
-        return self._leader.validates(partial(super()._should_check_val_fx, data_fetcher))
+        return self._control.validates(partial(super()._should_check_val_fx, data_fetcher))
 
 
 @contextmanager
@@ -293,22 +293,22 @@ def _limited(epoch_loop: Any, max_steps: int | None) -> Iterator[None]:
         epoch_loop.max_steps = before
 
 
-def lead(trainer: Trainer, leader: Leader) -> None:
-    """From now on the Trainer's loops ask the leader. What they show of themselves remains Lightning's."""
-    for loop, mixin in ((trainer.fit_loop, _LedFitLoop), (trainer.fit_loop.epoch_loop, _LedEpochLoop)):
+def control_loops(trainer: Trainer, control: LoopControl) -> None:
+    """From now on the Trainer's loops ask `control`. What they show of themselves remains Lightning's."""
+    for loop, mixin in ((trainer.fit_loop, _ControlledFitLoop), (trainer.fit_loop.epoch_loop, _ControlledEpochLoop)):
         _give_back_class(loop)
         own = type(loop)
-        fields = {"_leader": leader, "__module__": own.__module__, "__doc__": own.__doc__}
+        fields = {"_control": control, "__module__": own.__module__, "__doc__": own.__doc__}
         loop.__class__ = type(own.__name__, (mixin, own), fields)
 
 
-def stop_leading(trainer: Trainer) -> None:
-    """Undoes `lead`."""
+def release_loops(trainer: Trainer) -> None:
+    """Undoes `control_loops`."""
     for loop in (trainer.fit_loop, trainer.fit_loop.epoch_loop):
         _give_back_class(loop)
 
 
 def _give_back_class(loop: Any) -> None:
-    if isinstance(loop, (_LedFitLoop, _LedEpochLoop)):
-        del type(loop)._leader  # a class is freed late, and must keep nothing of the run alive
+    if isinstance(loop, (_ControlledFitLoop, _ControlledEpochLoop)):
+        del type(loop)._control  # a class is freed late, and must keep nothing of the run alive
         loop.__class__ = type(loop).__mro__[2]

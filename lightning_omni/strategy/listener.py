@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class Listener:
     """Follows one fit, in no list of callbacks: is told of its hooks by `_private.listen`, and asked by its loops.
 
-    What they ask stands in `_private.Leader`.
+    What they ask stands in `_private.LoopControl`.
 
     Args:
         strategy: what is told of them.
@@ -40,12 +40,12 @@ class Listener:
         self._staleness = Staleness()
         self._display = ProgressDisplay()
         _private.listen(trainer, self)
-        _private.lead(trainer, self)
+        _private.control_loops(trainer, self)
 
     def close(self) -> None:
         """The fit is over, however it ended: the Trainer is as it was."""
         _private.stop_listening(self._trainer)
-        _private.stop_leading(self._trainer)
+        _private.release_loops(self._trainer)
         self._display.release()
 
     # --- What the loops ask ------------------------------------------------------------------------------------------

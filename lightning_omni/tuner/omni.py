@@ -53,7 +53,7 @@ from lightning_omni.tuner import _private
 from lightning_omni.tuner.divergence import DivergenceGuard, loss_in
 from lightning_omni.tuner.hyperparameters import Hyperparameters
 from lightning_omni.tuner.loggers import log
-from lightning_omni.tuner.monitor import MonitoredMetric
+from lightning_omni.tuner.monitored_metric import MonitoredMetric
 from lightning_omni.tuner.probing import Prober, batch_size_of, probed_loader, with_period
 from lightning_omni.tuner.search_progress import SearchProgress
 from lightning_omni.tuner.throughput import RunThroughput, samples_in

@@ -54,6 +54,16 @@ GROUP_STATE = message_named("GroupState", "Deposit")
 READ_PUBLISHED = message_named("ReadPublished", "ReadWindow")
 PUBLISHED = message_named("Published", "Window")
 PEER_MESSAGE = message_named("PeerMessage", "Gift")
+FETCH = message_named("FetchMessage", "Fetch")
+AVERAGE = message_named("AverageMessage", "Average")
+RECORDED = {"Push": "PushMessage", "Refused": "RefusedMessage", "ShardAddresses": "Shards"}
+"""What messages are called in transcripts, where that is not what they are called on the wire."""
+
+
+def kind_of(message: m.Message) -> str:
+    """What a message is called in transcripts."""
+    tag = str(message.__struct_config__.tag)
+    return RECORDED.get(tag, tag)
 
 
 def weights_of(seed: int = 0, shapes: Mapping[str, tuple[int, ...]] | None = None) -> dict[str, Parameter]:
@@ -282,7 +292,7 @@ class Session:
         counted: list[Any] = []
         sizes: list[float] = []
         for way, channel, peer, message, payload in self.spoken:
-            kind = type(message).__name__
+            kind = kind_of(message)
             by_type["said" if way == "in" else kind].append(m.encode(message))
             fields = {name: getattr(message, name) for name in COUNTED if hasattr(message, name)}
             counted.append([way, channel, peer.decode(), kind, fields])
@@ -290,7 +300,7 @@ class Session:
                 sizes.append(size_of(torch.frombuffer(bytearray(payload), dtype=torch.float32)))
         bits = {name: digest(encoded) for name, encoded in sorted(by_type.items())}
         bits["sequence"] = digest(
-            [way, channel, peer, type(message).__name__] for way, channel, peer, message, _ in self.spoken
+            [way, channel, peer, kind_of(message)] for way, channel, peer, message, _ in self.spoken
         )
         bits["payloads"] = digest(payload for way, *_, payload in self.spoken if way == "out")
         bits["events"] = digest(self.events)
@@ -395,7 +405,7 @@ def trains(method: str, is_leased: bool, make: Callable[[Any], Optimizer] = sgd)
         )
         if step == 12:
             trained = leases.trained[2] if leases is not None else 0
-            session.data(2, m.Fetch(optimizer=0, epoch=0 if is_leased else -1, trained=trained))
+            session.data(2, FETCH(optimizer=0, epoch=0 if is_leased else -1, trained=trained))
         if step == 14:
             session.control(1, m.Heartbeat(sent=1.5, compute_time=0.25, step_time=0.5, exchange_time=0.125))
     _finish(session, leases)
@@ -412,7 +422,7 @@ def _finish(session: Session, leases: Leases | None) -> None:
         payload = flat_bytes(
             [fractions(500 + group + place, *shape).float() for place, shape in enumerate(SHAPES.values())]
         )
-        session.data(session.leader(group), m.Average(optimizer=0, nbytes=len(payload)), payload)
+        session.data(session.leader(group), AVERAGE(optimizer=0, nbytes=len(payload)), payload)
     for group in range(len(session.groups)):
         own = {"memory": {"steps": group}, "weights": [fractions(600 + group, 3).float()]}
         packed, payload = packed_bytes(own)
@@ -438,7 +448,7 @@ def regroups(method: str) -> Session:
         session.synchronize(2 * number + 1)
         leases = Leases(session, plan_of(96))
         for group in (1, 0, 2, 2, 0, 1):
-            session.data(session.leader(group), m.Fetch(optimizer=0))
+            session.data(session.leader(group), FETCH(optimizer=0))
             leases.push(group)
     for group in range(3):
         leases.wait(group)
@@ -476,7 +486,7 @@ def resumes(method: str, make: Callable[[Any], Optimizer]) -> Session:
     session.seed(*_handed_back(session, tree, make))
     again = Leases(session, plan_of(trained=tuple(tree["trained"])))
     for group in range(4):
-        session.data(group, m.Fetch(optimizer=0))
+        session.data(group, FETCH(optimizer=0))
     for group in ORDER[9:]:
         again.push(group)
     session.take_snapshot()
@@ -515,7 +525,7 @@ def loses(method: str) -> Session:
     leases.wait(0)
     session.control(0, m.Goodbye(reason="out of memory"))
     session.control(0, m.AskStatus())
-    session.data(0, m.Fetch(optimizer=0))
+    session.data(0, FETCH(optimizer=0))
     return session
 
 
@@ -700,7 +710,7 @@ def grows(method: str) -> Session:
         session.settings = before
         session.push(1)
     session.take_snapshot()
-    session.data(1, m.Fetch(optimizer=0))
+    session.data(1, FETCH(optimizer=0))
     return session
 
 
@@ -711,7 +721,7 @@ def admits() -> Session:
     """Strangers, wrong keys, wrong versions, bytes that are no message, and a second run after the first."""
     session = Session(2)
     session.control(0, m.Heartbeat(sent=0.0))
-    session.data(0, m.Fetch(optimizer=0))
+    session.data(0, FETCH(optimizer=0))
     for changes in ({"version": m.VERSION + 1}, {"rank": 9}):
         session.control(7, session.hello(1, **changes))
     session.control(7, m.Proof(mac=b"no"))
@@ -755,7 +765,7 @@ def joins() -> Session:
     session.control(6, m.Join(ranks=(6,), name="1"))
     session.control(6, m.Join(ranks=(6,), name="guest"))
     session.groups = ((0,), (1,), (6,))
-    session.data(6, m.Fetch(optimizer=0))
+    session.data(6, FETCH(optimizer=0))
     session.control(6, m.Draw(epoch=0, generation=1, number=0))
     session.push(2, epoch=0, trained=1)
     session.control(1, m.Goodbye())
@@ -779,7 +789,7 @@ def travels() -> Outcome:
         PUBLISHED(nbytes=96),
         m.Taken(),
     )
-    bits = {type(message).__name__: digest([m.encode(message)]) for message in messages}
+    bits = {kind_of(message): digest([m.encode(message)]) for message in messages}
     return Outcome(digest(sorted(bits)), (), bits)
 
 

@@ -63,7 +63,7 @@ class Throughput:
 
 
 @dataclass(frozen=True)
-class Split:
+class BatchSplit:
     """A better split of a group's batch.
 
     Attributes:
@@ -80,7 +80,7 @@ class Balancer:
 
     Example:
         >>> Balancer().decide(shares=(8, 8), speeds=(10.0, 30.0))
-        Split(shares=(4, 12), gain=1.0)
+        BatchSplit(shares=(4, 12), gain=1.0)
         >>> Balancer().decide(shares=(8, 8), speeds=(100.0, 104.0)) is None
         True
     """
@@ -88,7 +88,7 @@ class Balancer:
     def __init__(self) -> None:
         self._relieved: frozenset[int] = frozenset()
 
-    def decide(self, shares: Sequence[int], speeds: Sequence[float]) -> Split | None:
+    def decide(self, shares: Sequence[int], speeds: Sequence[float]) -> BatchSplit | None:
         """What would be better, if anything is.
 
         Args:
@@ -105,7 +105,7 @@ class Balancer:
         seen_before = slowest(shares, speeds) in self._relieved
         self._relieved = frozenset()
         if gain > AT_ONCE or (gain > NOTICEABLE and seen_before):
-            return Split(best, gain)
+            return BatchSplit(best, gain)
         if gain > NOTICEABLE:
             self._relieved = frozenset(place for place, share in enumerate(best) if share < shares[place])
         return None
