@@ -35,7 +35,7 @@ COORDINATOR: Peer = b"\0coordinator"
 MOST_HELD = 16
 """Requests of one rank that may wait for the rest of their parts."""
 
-Request = m.PushMessage | m.Fetch | m.Average | m.Seed | m.TakeSnapshot
+Request = m.PushMessage | m.FetchMessage | m.AverageMessage | m.Seed | m.TakeSnapshot
 """What a rank asks of all servers at once, each of which gets a part."""
 Handle = Callable[[Sender], list[Out]]
 """Handles a request whose part is here, as its row in the table says."""
