@@ -11,17 +11,8 @@ from hypothesis import strategies as st
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.optimizer.balance import Balance, EventClock, OwnTime
-from lightning_omni.performance.batch_split import (
-    AT_ONCE,
-    ENOUGH,
-    NOTICEABLE,
-    WARM_UP,
-    WINDOW,
-    Balancer,
-    BatchSplit,
-    Throughput,
-    seconds,
-)
+from lightning_omni.performance import constants as c
+from lightning_omni.performance.batch_split import Balancer, BatchSplit, Throughput, seconds
 from lightning_omni.performance.step_parts import straggler_sentence
 from lightning_omni.protocol.messages import GroupStatus, Status
 
@@ -32,9 +23,9 @@ varied = settings(deadline=None, max_examples=100, derandomize=True, suppress_he
 
 def test_the_first_batches_do_not_count() -> None:
     throughput = Throughput()
-    for _ in range(WARM_UP):
+    for _ in range(c.SPLIT_WARM_UP):
         throughput.note(8, 100.0)
-    for _ in range(ENOUGH):
+    for _ in range(c.SPLIT_FEWEST):
         assert throughput.speed == 0.0
         throughput.note(8, 0.1)
     assert throughput.speed == pytest.approx(80.0)
@@ -49,7 +40,7 @@ def test_a_batch_that_took_long_by_chance_does_not_count_for_much() -> None:
 
 def test_only_the_latest_batches_count() -> None:
     throughput = Throughput(warm_up=0)
-    for duration in [0.1] * WINDOW + [0.2] * WINDOW:
+    for duration in [0.1] * c.SPLIT_WINDOW + [0.2] * c.SPLIT_WINDOW:
         throughput.note(8, duration)
     assert throughput.speed == pytest.approx(40.0)
 
@@ -69,7 +60,7 @@ def test_a_small_gain_has_to_be_seen_twice_in_a_row() -> None:
     split = balancer.decide((80, 80), faster)
     assert split is not None
     assert split.shares == (73, 87)
-    assert NOTICEABLE < split.gain < AT_ONCE
+    assert c.SPLIT_GAIN < split.gain < c.SPLIT_AT_ONCE
 
 
 def test_a_small_gain_has_to_be_seen_twice_with_the_same_member_too_slow() -> None:

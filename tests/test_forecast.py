@@ -13,8 +13,8 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from lightning_omni.errors import ConfigurationError
+from lightning_omni.performance.constants import FAILED
 from lightning_omni.performance.forecast import (
-    FAILED,
     Forecast,
     SampleEfficiency,
     Scaling,

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +20,7 @@ from middle_first import MiddleFirst
 
 from lightning_omni import OmniTuner
 from lightning_omni.errors import ConfigurationError
+from lightning_omni.performance import constants as model_constants
 from lightning_omni.performance.forecast import Setting
 from lightning_omni.report import TuningReport
 from lightning_omni.search import (
@@ -190,19 +191,31 @@ def test_a_report_of_an_earlier_version_says_what_it_said() -> None:
 # --- Constants -------------------------------------------------------------------------------------------------------
 
 
-def test_the_table_of_the_docs_has_every_constant_and_its_value() -> None:
-    rows = re.findall(r"^\| `([A-Z_]+)` \| ([\d.]+) \| (\S.+?) \| (\S.+?) \|$", (DOCS / "tuning.md").read_text(), re.M)
+TABLES = pytest.mark.parametrize(
+    ("module", "page"),
+    [(constants, "tuning.md"), (model_constants, "performance.md")],
+    ids=["search", "performance"],
+)
+
+
+@TABLES
+def test_the_table_of_the_docs_has_every_constant_and_its_value(module: ModuleType, page: str) -> None:
+    rows = re.findall(r"^\| `([A-Z_]+)` \| ([\d.]+) \| (\S.+?) \| (\S.+?) \|$", (DOCS / page).read_text(), re.M)
     documented = {name: float(value) for name, value, _, _ in rows}
-    assert documented == {name: value for name, value in vars(constants).items() if name.isupper()}
+    assert documented == {name: value for name, value in vars(module).items() if name.isupper()}
 
 
-def test_no_number_is_decided_by_that_is_not_in_the_table() -> None:
-    for path in Path(constants.__file__).parent.rglob("*.py"):
-        if path.name == "constants.py":
+@TABLES
+def test_no_number_is_decided_by_that_is_not_in_the_table(module: ModuleType, page: str) -> None:
+    file = Path(str(module.__file__))
+    for path in file.parent.rglob("*.py"):
+        if path == file:
             continue
         for node in ast.parse(path.read_text()).body:
             value = node.value if isinstance(node, (ast.Assign, ast.AnnAssign)) else None
-            assert not isinstance(value, ast.Constant) or isinstance(value.value, str), f"{path}:{node.lineno}"
+            parts = ast.walk(value) if value is not None else ()
+            kinds = {type(part.value) for part in parts if isinstance(part, ast.Constant)}
+            assert not kinds & {int, float}, f"{path}:{node.lineno} belongs into {file.name}"
 
 
 # --- Golden ----------------------------------------------------------------------------------------------------------

@@ -19,9 +19,10 @@ from torch.nn import Module
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.optimizer.loaders import Leases
 from lightning_omni.optimizer.world import World
-from lightning_omni.performance.batch_split import ENOUGH, WARM_UP, Balancer, Throughput
+from lightning_omni.performance import constants as c
+from lightning_omni.performance.batch_split import Balancer, Throughput
 
-FIRST = 1 + WARM_UP + ENOUGH
+FIRST = 1 + c.SPLIT_WARM_UP + c.SPLIT_FEWEST
 """Batches after which the members of a group tell each other their speeds for the first time (an epoch's first batch
 is not measured)."""
 EVERY = 10
@@ -111,7 +112,7 @@ class Balance:
 
     def regrouped(self) -> None:
         """This rank has new peers. What is known of its speed remains."""
-        self._balancer, self._until_agreement = Balancer(), ENOUGH
+        self._balancer, self._until_agreement = Balancer(), c.SPLIT_FEWEST
         self._own.skip()
 
     def begin_epoch(self) -> None:
@@ -147,7 +148,7 @@ class Balance:
         self._until_agreement -= 1
         if self._until_agreement <= 0 and not self._only_measures:
             is_known = len(self._world.members) == 1 or self._agree(self._world, leases)
-            self._until_agreement = EVERY if is_known else ENOUGH
+            self._until_agreement = EVERY if is_known else c.SPLIT_FEWEST
         self._own.start()
 
     def after_validation(self) -> None:

@@ -11,18 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from lightning_omni.performance import constants as c
 from lightning_omni.protocol.leases import apportion
-
-WARM_UP = 5
-"""Batches that are left out at first: memory is allocated, kernels are chosen, caches are filled."""
-WINDOW = 10
-"""Batches whose median counts."""
-ENOUGH = 3
-"""Batches that must be known before anything is said of a speed."""
-NOTICEABLE = 0.05
-"""A split is changed if the group's step would get faster by more than this part."""
-AT_ONCE = 0.25
-"""Beyond this part, it is changed at once."""
 
 
 class Throughput:
@@ -40,7 +30,7 @@ class Throughput:
         80.0
     """
 
-    def __init__(self, warm_up: int = WARM_UP, window: int = WINDOW) -> None:
+    def __init__(self, warm_up: int = c.SPLIT_WARM_UP, window: int = c.SPLIT_WINDOW) -> None:
         self._to_skip = warm_up
         self._speeds: deque[float] = deque(maxlen=window)
 
@@ -59,7 +49,7 @@ class Throughput:
     @property
     def speed(self) -> float:
         """Samples per second; 0.0 if too little is known."""
-        return median(self._speeds) if len(self._speeds) >= ENOUGH else 0.0
+        return median(self._speeds) if len(self._speeds) >= c.SPLIT_FEWEST else 0.0
 
 
 @dataclass(frozen=True)
@@ -104,9 +94,9 @@ class Balancer:
         gain = seconds(shares, speeds) / seconds(best, speeds) - 1
         seen_before = slowest(shares, speeds) in self._relieved
         self._relieved = frozenset()
-        if gain > AT_ONCE or (gain > NOTICEABLE and seen_before):
+        if gain > c.SPLIT_AT_ONCE or (gain > c.SPLIT_GAIN and seen_before):
             return BatchSplit(best, gain)
-        if gain > NOTICEABLE:
+        if gain > c.SPLIT_GAIN:
             self._relieved = frozenset(place for place, share in enumerate(best) if share < shares[place])
         return None
 

@@ -12,14 +12,9 @@ from typing import Any
 
 import numpy as np
 
-Array = np.ndarray[Any, Any]
+from lightning_omni.performance import constants as c
 
-_NODES = 25
-_SHORTEST, _LONGEST = 1e-5, 30.0  # T in lengths of the data: to slower decays the data are a straight line
-SLOWEST = 5.0  # q; a power of 0.2
-_UNLIKELY = 8.0  # nodes less likely than e^-8 of the best are left out where the grid is narrowed
-_ROUNDS = 8
-_CANDIDATES = 2000
+Array = np.ndarray[Any, Any]
 
 
 def shape_of(moments: Array, scale: Array, bend: Array) -> Array:
@@ -119,9 +114,9 @@ def candidates(data: DecayData, slowest: float, random: np.random.Generator) -> 
     """Decays in proportion to the likelihood, of bends from 0 to ``slowest``."""
     grid, steps = _narrowed(data, slowest)
     weights = np.exp(grid.likely)
-    which = random.choice(len(weights), size=_CANDIDATES, p=weights / weights.sum())
+    which = random.choice(len(weights), size=c.CANDIDATES, p=weights / weights.sum())
     # A node stands for its cell; what is not equally likely within a cell is put right by weights.
-    away = steps * random.uniform(-0.5, 0.5, (_CANDIDATES, 2))
+    away = steps * random.uniform(-0.5, 0.5, (c.CANDIDATES, 2))
     nodes = data.solve(grid.scale[which] * np.exp(away[:, 0]), np.abs(grid.bend[which] + away[:, 1]))
     weights = np.exp(nodes.likely) / weights[which]
     return Candidates(nodes, weights / weights.sum())
@@ -129,13 +124,13 @@ def candidates(data: DecayData, slowest: float, random: np.random.Generator) -> 
 
 def _narrowed(data: DecayData, slowest: float) -> tuple[Nodes, Array]:
     """A grid over the likely (T, q), and its steps in log T and q."""
-    low, high = np.array([math.log(_SHORTEST), 0.0]), np.array([math.log(_LONGEST), slowest])
-    for _ in range(_ROUNDS):
-        across, down = np.linspace(low[0], high[0], _NODES), np.unique(np.linspace(low[1], high[1], _NODES))
+    low, high = np.array([math.log(c.SHORTEST_DECAY), 0.0]), np.array([math.log(c.LONGEST_DECAY), slowest])
+    for _ in range(c.GRID_ROUNDS):
+        across, down = np.linspace(low[0], high[0], c.GRID_NODES), np.unique(np.linspace(low[1], high[1], c.GRID_NODES))
         logs, bends = (axis.ravel() for axis in np.meshgrid(across, down))
         nodes = data.solve(np.exp(logs), bends)
         step = np.array([across[1] - across[0], down[1] - down[0] if len(down) > 1 else 0.0])
-        kept = np.stack([logs, bends])[:, nodes.likely > -_UNLIKELY]
+        kept = np.stack([logs, bends])[:, nodes.likely > -c.UNLIKELY]
         lower, upper = np.maximum(kept.min(1) - step, low), np.minimum(kept.max(1) + step, high)
         if (upper - lower >= 0.7 * (high - low)).all():
             break

@@ -19,20 +19,11 @@ from typing import Any
 
 import numpy as np
 
+from lightning_omni.performance import constants as c
 from lightning_omni.performance.statistical import DecayFit, Estimate, LossCurve, check_level, fit_decay
 from lightning_omni.serialization import Serializable
 
 Array = np.ndarray[Any, Any]
-
-_BLOCKS, _TAIL = 8, 3
-"""A probe's losses are averaged over so many equal segments, of which the last few say where it came."""
-_SLOWEST = 0.02
-"""No sample efficiency is read off as lower than that: such a probe learned nothing."""
-_DEVIATION, _NOISE = 0.25, 1.0
-"""Standard deviations of what theory is off by, and of what a short probe from a cold start says of the whole run, in
-logarithms. Both are experience: such probes show little but whether they diverge."""
-FAILED = 3.0
-"""A setting that diverged counts as so many times as slow as the slowest that did not."""
 
 
 # --- Settings --------------------------------------------------------------------------------------------------------
@@ -158,7 +149,7 @@ class TrialResult(Serializable):
         """What `to_dict` gave."""
         return super().from_dict({**plain, "losses": [math.nan if loss is None else loss for loss in plain["losses"]]})
 
-    def blocks(self, until: float, count: int = _BLOCKS) -> Array:
+    def blocks(self, until: float, count: int = c.BLOCKS) -> Array:
         """Mean loss of each of ``count`` equal segments of the first ``until`` samples, shape (count,)."""
         edges = np.linspace(0, until, count + 1)
         ends = np.asarray(self.samples)
@@ -203,7 +194,7 @@ class _Curve:
 
     @classmethod
     def of(cls, tried: TrialResult, until: float) -> _Curve:
-        centres = (np.arange(_BLOCKS) + 0.5) * until / _BLOCKS
+        centres = (np.arange(c.BLOCKS) + 0.5) * until / c.BLOCKS
         update = tried.end / len(tried.samples)  # samples of one
         momentum = min(tried.setting.momentum, 0.99) if tried.gathers else 0.0
         held_up = momentum / (1 - momentum) * (1 - momentum ** (centres / update)) * update
@@ -213,25 +204,25 @@ class _Curve:
     @property
     def level(self) -> float:
         """The loss at the end."""
-        return float(self.losses[-_TAIL:].mean())
+        return float(self.losses[-c.TAIL :].mean())
 
     @property
     def place(self) -> float:
         """The samples that led to it."""
-        return float(self.places[-_TAIL:].mean())
+        return float(self.places[-c.TAIL :].mean())
 
     def log_cost(self, best: _Curve) -> tuple[float, float]:
         """Samples to come where this is, relative to those of the best."""
         curve = np.minimum.accumulate(best.losses)
         span = float(curve[0] - curve[-1])
-        if not np.isfinite(self.losses).all() or self.level >= curve[0] + 0.25 * max(span, 1e-12):
+        if not np.isfinite(self.losses).all() or self.level >= curve[0] + c.WORSE * max(span, 1e-12):
             return math.inf, 0.0  # worse than where all began
         if span <= 0:
             return 0.0, 1.0  # no probe learns anything
         reached, middle = (float(np.interp(-level, -curve, best.places)) for level in (self.level, best.level))
-        efficiency = max(_SLOWEST, reached / middle * best.place / self.place)
+        efficiency = max(c.SLOWEST_PROBE, reached / middle * best.place / self.place)
         # What the paired differences scatter, in units of samples by the slope of the best.
-        scatter = float(np.std((self.losses - best.losses)[-_TAIL:], ddof=1)) / math.sqrt(_TAIL)
+        scatter = float(np.std((self.losses - best.losses)[-c.TAIL :], ddof=1)) / math.sqrt(c.TAIL)
         error = scatter / span * float(best.places[-1]) / max(reached, 0.1 * middle)
         return -math.log(efficiency), min(1.0, error)
 
@@ -326,7 +317,7 @@ class SampleEfficiency:
         settings: Sequence[Setting] = (),
         costs: Sequence[float] = (),
         errors: Sequence[float] = (),
-        noise: float = _NOISE,
+        noise: float = c.PROBE_ERROR,
         further: Callable[[Setting], list[float]] | None = None,
     ) -> None:
         self.theory, self._further = theory, further
@@ -344,9 +335,9 @@ class SampleEfficiency:
     def of(
         cls, theory: Theory, tried: Sequence[TrialResult], further: Callable[[Setting], list[float]] | None = None
     ) -> SampleEfficiency:
-        """From probes, all of one start; what diverged counts as `FAILED` times as slow as the slowest that did not."""
+        """From probes of one start; what diverged is `constants.FAILED` times slower than the slowest of the others."""
         costs = log_costs(tried)
-        worst = max((cost for cost, _ in costs if math.isfinite(cost)), default=0.0) + math.log(FAILED)
+        worst = max((cost for cost, _ in costs if math.isfinite(cost)), default=0.0) + math.log(c.FAILED)
         return cls(
             theory,
             [each.setting for each in tried],
@@ -359,9 +350,9 @@ class SampleEfficiency:
         """The logarithm of the samples to the target, relative to the theory's start, and its standard deviation."""
         expected = self.theory(setting)
         if not len(self._left):
-            return expected, _DEVIATION
+            return expected, c.THEORY_ERROR
         near = _kernel(np.array([self._place(setting)]), self._places)[0]
-        variance = _DEVIATION**2 - near @ self._inverse @ near
+        variance = c.THEORY_ERROR**2 - near @ self._inverse @ near
         return float(expected + near @ self._inverse @ self._left), math.sqrt(max(float(variance), 1e-6))
 
     def deviation(self, one: Setting, other: Setting) -> float:
@@ -376,16 +367,16 @@ class SampleEfficiency:
 
     def _place(self, setting: Setting) -> list[float]:
         return [
-            math.log(setting.groups) / math.log(2.5),
-            setting.momentum / 0.4,
-            math.log(max(self.theory.scaling.step(setting), 1e-12)) / math.log(3),
-            math.log(setting.period) / math.log(4),
+            math.log(setting.groups) / math.log(c.NEAR_GROUPS),
+            setting.momentum / c.NEAR_MOMENTUM,
+            math.log(max(self.theory.scaling.step(setting), 1e-12)) / math.log(c.NEAR_STEP),
+            math.log(setting.period) / math.log(c.NEAR_PERIOD),
             *(self._further(setting) if self._further is not None else ()),
         ]
 
 
 def _kernel(a: Array, b: Array) -> Array:
-    return np.asarray(_DEVIATION**2 * np.exp(-0.5 * ((a[:, None] - b[None]) ** 2).sum(-1)))
+    return np.asarray(c.THEORY_ERROR**2 * np.exp(-0.5 * ((a[:, None] - b[None]) ** 2).sum(-1)))
 
 
 # --- Forecast --------------------------------------------------------------------------------------------------------

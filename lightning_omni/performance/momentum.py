@@ -27,10 +27,9 @@ import numpy as np
 
 from lightning_omni.checks import check_number
 from lightning_omni.errors import ConfigurationError
+from lightning_omni.performance import constants as c
 
 Array = np.ndarray[Any, Any]
-
-_CONSTANT, _GEOMETRIC = 0.5, 1.5
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ class Implicit:
     @property
     def holds(self) -> bool:
         """Whether staleness is random enough for the theorem: none at all, or of half to 1.5 times the spread."""
-        return self.mean == 0 or _CONSTANT <= self.spread <= _GEOMETRIC
+        return self.mean == 0 or c.LEAST_SPREAD <= self.spread <= c.MOST_SPREAD
 
     @property
     def statement(self) -> str:
@@ -67,7 +66,7 @@ class Implicit:
             return "no staleness: no implicit momentum"
         if self.holds:
             return f"{told}: implicit momentum {self.momentum:.3g}"
-        if self.spread < _CONSTANT:
+        if self.spread < c.LEAST_SPREAD:
             return f"{told}: nearly constant, a delay and not a momentum; the theorem does not hold, so search instead"
         return f"{told}: a few pushes are very late; the theorem does not hold, so search instead"
 

@@ -30,6 +30,7 @@ import numpy as np
 
 from lightning_omni.checks import check_number, check_whole
 from lightning_omni.errors import ConfigurationError
+from lightning_omni.performance import constants as c
 from lightning_omni.performance.costs import Costs
 from lightning_omni.performance.queueing import residence, slowest
 from lightning_omni.performance.statistical import Estimate, check_level
@@ -40,17 +41,6 @@ from lightning_omni.trace import Trace
 
 Array = np.ndarray[Any, Any]
 _WithDraws = TypeVar("_WithDraws", "_Model", "_Exchanges")
-
-_QUANTILES = 64
-_POOLED = 8.0
-"""Jitter of all ranks counts as that many more steps of each."""
-_ALIKE = 0.05
-"""Ranks whose speeds differ by no more than that are not sorted by them."""
-_NOTICED = 0.1
-"""The server is held up by something else if it is busy for longer than it says, by more than that part."""
-_STEP = 1e-3
-_HINT = 0.05
-"""How much the shortest exchange counts, as one that did not wait, where nothing speaks against it."""
 
 
 # --- What was measured -----------------------------------------------------------------------------------------------
@@ -423,7 +413,7 @@ class Profile(Serializable):
         check_whole("groups", groups, f"1 to {self.ranks}, the number of ranks, or a topology", 1, self.ranks)
         speeds = plan.speeds
         even = Topology.of(speeds, groups)
-        if max(speeds.values()) <= (1 + _ALIKE) * min(speeds.values()) or groups in (1, self.ranks):
+        if max(speeds.values()) <= (1 + c.ALIKE) * min(speeds.values()) or groups in (1, self.ranks):
             return even
         alike = Topology.by_speed(speeds, groups)
         quick = replace(plan, model=_first(plan.model))
@@ -924,19 +914,19 @@ def _jitter(factors: Sequence[Array]) -> Array:
 
     Of few steps those of all ranks count, too.
     """
-    edges = np.arange(_QUANTILES + 1) / _QUANTILES
+    edges = np.arange(c.QUANTILES + 1) / c.QUANTILES
     pool = np.concatenate(factors, axis=1)
     found = []
     for own in factors:
         count = own.shape[1]
         values = np.concatenate([own, pool], axis=1)
-        weights = np.concatenate([np.ones(count), np.full(pool.shape[1], _POOLED / pool.shape[1])])
+        weights = np.concatenate([np.ones(count), np.full(pool.shape[1], c.POOLED / pool.shape[1])])
         order = np.argsort(values, axis=1)
-        shares = weights[order] / (count + _POOLED)
+        shares = weights[order] / (count + c.POOLED)
         # The mean up to each point is a broken line; its rises from edge to edge are the means in between.
         up_to = np.cumsum(shares, axis=1), np.cumsum(shares * np.take_along_axis(values, order, axis=1), axis=1)
         lines = [np.interp(edges, np.append(0.0, x), np.append(0.0, y)) for x, y in zip(*up_to, strict=True)]
-        found.append(np.diff(lines, axis=1) * _QUANTILES)
+        found.append(np.diff(lines, axis=1) * c.QUANTILES)
     jitter = np.stack(found, axis=1)
     return np.asarray(jitter / jitter.mean(axis=2, keepdims=True))
 
@@ -1024,7 +1014,7 @@ class _Exchanges:
         """
         there = residence(self.think + away[:, None], self.variance, busy[:, None], np.ones(1))
         cycle, over = float(self.think[0].mean() + self.mean[0]), away + busy - self.least
-        return [(away + there - self.mean) / cycle, (np.maximum(over, 0.0) + _HINT * over) / cycle]
+        return [(away + there - self.mean) / cycle, (np.maximum(over, 0.0) + c.SHORTEST_EXCHANGE * over) / cycle]
 
 
 def _fit_exchange(drawn: Sequence[_Draws]) -> tuple[Array, Array, Array, Array]:
@@ -1046,7 +1036,7 @@ def _fit_exchange(drawn: Sequence[_Draws]) -> tuple[Array, Array, Array, Array]:
     if not known:  # the server and its link cannot be told apart
         return delay, per_byte, busy, np.zeros_like(busy)
     served = np.full_like(busy, serve)
-    if busy[0] <= (1 + _NOTICED) * serve:
+    if busy[0] <= (1 + c.NOTICED) * serve:
         return delay, per_byte, served, np.zeros_like(busy)
     # Something is busy for longer than the server is, whose time then is a part of the delay.
     if not nbytes:
@@ -1090,7 +1080,7 @@ def _least_squares(
 
     def slopes(costs: Array) -> Array:
         here = misses(costs)
-        return np.stack([(misses(costs + step) - here) / _STEP for step in _STEP * np.eye(count)], axis=1)
+        return np.stack([(misses(costs + step) - here) / c.SLOPE_STEP for step in c.SLOPE_STEP * np.eye(count)], axis=1)
 
     least = min(each.least for each in segments) / unit
     most = max(float(each.mean[0]) / each.think.shape[1] for each in segments) / unit

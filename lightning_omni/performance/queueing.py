@@ -10,12 +10,9 @@ from typing import Any
 
 import numpy as np
 
-Array = np.ndarray[Any, Any]
+from lightning_omni.performance import constants as c
 
-_ROUNDS = 40
-_TOLERANCE = 1e-6
-_BUMPING = 0.2
-"""How much small scatter counts near saturation; set so that the model agrees with 192 simulated queues."""
+Array = np.ndarray[Any, Any]
 
 
 def slowest(values: Array, counts: Array) -> tuple[Array, Array]:
@@ -85,7 +82,7 @@ def residence(think: Array, variance: Array, service: Array, visits: Array) -> A
     groups = think.shape[1]
     scatter = variance.mean(axis=1) + think.var(axis=1)
     spent = service @ visits
-    for number in range(_ROUNDS):
+    for number in range(c.QUEUE_ROUNDS):
         cycle = groups / (1 / (think + spent[:, None])).sum(axis=1)
         if service.size == 1:  # as in every step of a fit
             one = _residence_at_one_station(
@@ -97,7 +94,7 @@ def residence(think: Array, variance: Array, service: Array, visits: Array) -> A
         change = np.abs(found - spent).max(initial=0.0)
         # Equal groups are done after the first round; of very different ones the estimates would swing.
         spent = found if number == 0 else (spent + found) / 2
-        if change <= _TOLERANCE * cycle.max():
+        if change <= c.QUEUE_TOLERANCE * cycle.max():
             break
     return np.asarray(spent)
 
@@ -116,7 +113,7 @@ def _residence_of_equals(groups: int, think: Array, scatter: Array, service: Arr
     single = np.take_along_axis(service, which[:, None], axis=1)[:, 0]
     spread = scatter / visits[which]
     slack = 1 - groups * demand.max(axis=1) / rhythm
-    against = single**2 * slack + _BUMPING * single * np.sqrt(spread)
+    against = single**2 * slack + c.QUEUE_SCATTER * single * np.sqrt(spread)
     random = np.divide(spread, spread + against, out=np.zeros_like(spread), where=spread + against > 0)
     return np.asarray(rhythm + random * np.maximum(cycle - rhythm, 0.0) - think)
 
@@ -133,6 +130,6 @@ def _residence_at_one_station(groups: int, think: float, scatter: float, service
         busy = min(group * demand / cycle, 1.0) if cycle else math.nan
     spread = scatter / visits
     slack = 1 - groups * demand / rhythm if rhythm else math.nan
-    against = service * service * slack + _BUMPING * service * math.sqrt(spread)
+    against = service * service * slack + c.QUEUE_SCATTER * service * math.sqrt(spread)
     random = spread / (spread + against) if spread + against > 0 else 0.0
     return rhythm + random * max(cycle - rhythm, 0.0) - think

@@ -23,17 +23,11 @@ import numpy as np
 
 from lightning_omni.checks import check_number, check_whole
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.performance.decay import SLOWEST, DecayData, autocorrelation_time, candidates
+from lightning_omni.performance import constants as c
+from lightning_omni.performance.decay import DecayData, autocorrelation_time, candidates
 from lightning_omni.trace import Trace
 
 Array = np.ndarray[Any, Any]
-
-_FEWEST = 8
-_MOST = 256
-_WINDOW = 0.2
-_ERRORS = 4.0
-"""Standard errors of a difference that is no noise."""
-_SKIPPED, _CROWDED, _IMPROVED = (0.25, 0.5), 2.0, 1.5
 
 
 # --- What is said ----------------------------------------------------------------------------------------------------
@@ -312,11 +306,11 @@ def fit_decay(curve: LossCurve, lowest: float = 0.0, draws: int = 1000, seed: in
     finite = np.isfinite(curve.losses)
     usable = LossCurve(curve.moments[finite], _without_spikes(curve.losses[finite]))
     best = _fit(usable, 0, lowest, draws, seed)
-    for share in _SKIPPED:
-        if best.autocorrelation_time <= _CROWDED or len(usable) * (1 - share) < 4 * _FEWEST:
+    for share in (c.LITTLE_SKIPPED, c.MUCH_SKIPPED):
+        if best.autocorrelation_time <= c.CORRELATED or len(usable) * (1 - share) < 4 * c.FEWEST_POINTS:
             break
         later = _fit(usable, round(share * len(usable)), lowest, draws, seed)
-        best = later if later.autocorrelation_time < best.autocorrelation_time / _IMPROVED else best
+        best = later if later.autocorrelation_time < best.autocorrelation_time / c.LESS_CORRELATED else best
     return best
 
 
@@ -327,7 +321,7 @@ def _fit(curve: LossCurve, skipped: int, lowest: float, draws: int, seed: int) -
     # In units of the data the bounds on T mean the same for every curve.
     start, end, unit = float(losses.min()), float(moments[-1]), float(np.ptp(losses)) or 1.0
     data = DecayData(moments / end, (losses - start) / unit, _precision(losses), (lowest - start) / unit)
-    exponential, general = (candidates(data, slowest, random) for slowest in (0.0, SLOWEST))
+    exponential, general = (candidates(data, slowest, random) for slowest in (0.0, c.LARGEST_BEND))
     # Akaike's criterion: one parameter more has to gain two in -2 log likelihood.
     ratio = exponential.nodes.squares.min() / general.nodes.squares.min()
     gain = general.nodes.freedom * math.log(ratio) - 2
@@ -353,9 +347,9 @@ def _fit(curve: LossCurve, skipped: int, lowest: float, draws: int, seed: int) -
 def _check(curve: LossCurve, lowest: float) -> None:
     finite = curve.losses[np.isfinite(curve.losses)]
     # Trouble in most of the points is a verdict, not a lack of points.
-    if len(curve) < _FEWEST:
+    if len(curve) < c.FEWEST_POINTS:
         raise ConfigurationError(
-            f"{len(curve)} points: a decay needs at least {_FEWEST}; log more often or lengthen the probe"
+            f"{len(curve)} points: a decay needs at least {c.FEWEST_POINTS}; log more often or lengthen the probe"
         )
     if len(finite) and finite.min() < lowest:
         raise ConfigurationError(
@@ -366,25 +360,25 @@ def _check(curve: LossCurve, lowest: float) -> None:
 def _divergence(curve: LossCurve, lowest: float) -> Diverged | None:
     moments, losses = curve.moments, curve.losses
     broken = ~np.isfinite(losses)
-    tail = max(3, round(_WINDOW * len(losses)))
-    if broken[-tail:].any() or broken.mean() > 0.1:
+    tail = max(3, round(c.ENDS * len(losses)))
+    if broken[-tail:].any() or broken.mean() > c.BROKEN:
         at = float(moments[broken][0])
         return Diverged(at, f"{int(broken.sum())} of {len(losses)} losses are not finite, the first at {at:g}")
     moments, losses = moments[~broken], _without_spikes(losses[~broken])
     (first, error), (last, other) = level(moments[:tail], losses[:tail]), level(moments[-tail:], losses[-tail:])
     height = first - (lowest if math.isfinite(lowest) else 0.0)
-    if last - first > max(_ERRORS * math.hypot(error, other), abs(height)):
+    if last - first > max(c.RISEN * math.hypot(error, other), abs(height)):
         return Diverged(float(moments[-tail]), f"the loss rose from {first:.4g} to {last:.4g}")
     return None
 
 
-def _without_spikes(losses: Array, width: int = 7) -> Array:
+def _without_spikes(losses: Array, width: int = c.SPIKE_WINDOW) -> Array:
     """Pulls in points far from the median of their neighbours, which on a monotone curve is the curve itself."""
     padded = np.pad(losses, width // 2, mode="reflect", reflect_type="odd")
     middle = np.median(np.lib.stride_tricks.sliding_window_view(padded, width), axis=1)
     away = np.abs(losses - middle)
     # 1.48 times the median deviation is the standard deviation of normal noise.
-    return np.where(away > 10 * 1.48 * np.median(away), middle, losses) if np.median(away) > 0 else losses
+    return np.where(away > c.SPIKE * 1.48 * np.median(away), middle, losses) if np.median(away) > 0 else losses
 
 
 def _precision(losses: Array) -> Array:
@@ -393,7 +387,7 @@ def _precision(losses: Array) -> Array:
     Read off second differences, in which a straight line leaves nothing, averaged over a fifth of the points.
     """
     variance = np.pad(np.diff(losses, 2) ** 2, 1, mode="edge")
-    width = min(max(len(losses) // 5, _FEWEST), len(losses)) // 2
+    width = min(max(len(losses) // 5, c.FEWEST_POINTS), len(losses)) // 2
     padded = np.pad(variance, width, mode="reflect")
     spread = np.sqrt(np.lib.stride_tricks.sliding_window_view(padded, 2 * width + 1).mean(axis=1))
     typical = float(np.median(spread))
@@ -401,8 +395,8 @@ def _precision(losses: Array) -> Array:
 
 
 def _thin(moments: Array, losses: Array) -> tuple[Array, Array]:
-    """Means of blocks of neighbours, so that there are at most `_MOST` points."""
-    size = max(1, -(-len(moments) // _MOST))
+    """Means of blocks of neighbours, so that there are at most `constants.MOST_POINTS` points."""
+    size = max(1, -(-len(moments) // c.MOST_POINTS))
     starts = np.arange(0, len(moments), size)
     counts = np.diff(np.append(starts, len(moments)))
     return np.add.reduceat(moments, starts) / counts, np.add.reduceat(losses, starts) / counts

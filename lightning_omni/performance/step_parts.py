@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
+from lightning_omni.performance import constants as c
 from lightning_omni.protocol.messages import Status
-
-STRAGGLES = 1.5
-"""A rank is called a straggler if it works that many times as long as the rest of its group."""
-NOTICEABLE = 0.005
-"""Seconds by which it must be slower, at least."""
 
 
 def parts_of_step(step: float, forward: float, exchange: float) -> dict[str, float]:
@@ -37,13 +33,13 @@ def straggler_sentence(status: Status, can_rebalance: bool = False) -> str:
         status: what the server says of all groups.
         can_rebalance: whether the batch could be split by speed, and is not.
     """
-    worst, sentence = STRAGGLES, ""
+    worst, sentence = c.STRAGGLER, ""
     for group in status.groups:
         others = len(group.ranks) - 1
         if not others:
             continue
         rest = (group.compute_time * len(group.ranks) - group.slowest_time) / others
-        if group.slowest_time - rest > NOTICEABLE and rest > 0 and group.slowest_time / rest > worst:
+        if group.slowest_time - rest > c.STRAGGLER_SECONDS and rest > 0 and group.slowest_time / rest > worst:
             worst = group.slowest_time / rest
             sentence = (
                 f"rank {group.slowest_rank} holds group {group.group} up: {group.slowest_time * 1e3:.0f} ms to the end"

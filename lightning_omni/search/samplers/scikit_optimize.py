@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from lightning_omni.performance.forecast import FAILED, log_costs
+from lightning_omni.performance.constants import FAILED
+from lightning_omni.performance.forecast import log_costs
 from lightning_omni.search.evidence import Evidence
 from lightning_omni.search.samplers.sampler import Proposal, Sampler
 from lightning_omni.search.surrogate import Axes, ask

@@ -1,0 +1,84 @@
+"""Every number that the models decide by. What each means and where it comes from is in ``docs/performance.md``."""
+
+from __future__ import annotations
+
+# --- Hardware efficiency (`profile`, `queueing`) ---------------------------------------------------------------------
+
+QUANTILES = 64
+"""Equally likely values by which a rank's jitter is represented."""
+POOLED = 8.0
+"""Jitter of all ranks counts as that many more steps of each."""
+ALIKE = 0.05
+"""Ranks whose speeds differ by no more than this part are not sorted by them."""
+NOTICED = 0.1
+"""Something else than the server holds exchanges up if it is busy for longer by more than this part."""
+SHORTEST_EXCHANGE = 0.05
+"""How much the shortest exchange counts, as one that did not wait, where nothing speaks against it."""
+SLOPE_STEP = 1e-3
+"""Step of the finite differences of a fit, as a part of the longest cycle."""
+QUEUE_ROUNDS = 40
+"""Rounds of the fixed point for the times that groups spend in queues, at most."""
+QUEUE_TOLERANCE = 1e-6
+"""Part of a cycle by which that fixed point may still change in the last round."""
+QUEUE_SCATTER = 0.2
+"""How much small scatter counts near saturation."""
+
+# --- Statistical efficiency (`statistical`, `decay`) -----------------------------------------------------------------
+
+FEWEST_POINTS, MOST_POINTS = 8, 256
+"""Points of a loss curve: fewer are refused, of more the means of neighbours are taken."""
+ENDS = 0.2
+"""Part of a curve at either end that says whether it diverged."""
+BROKEN = 0.1
+"""Part of the losses that may be not finite, none of them at the end."""
+RISEN = 4.0
+"""Standard errors by which the end of a curve has to be above its beginning to have diverged."""
+SPIKE_WINDOW, SPIKE = 7, 10.0
+"""Points whose median a loss is compared with, and how many standard deviations it may be away from it."""
+LITTLE_SKIPPED, MUCH_SKIPPED = 0.25, 0.5
+"""Parts of a curve that are left out at its beginning where the whole does not follow one law."""
+CORRELATED, LESS_CORRELATED = 2.0, 1.5
+"""Autocorrelation time, in points, from which on this is tried; and by what it has to shrink for that to be taken."""
+SHORTEST_DECAY, LONGEST_DECAY = 0.00001, 30.0
+"""Time constants that are fitted, in lengths of the curve."""
+LARGEST_BEND = 5.0
+"""The slowest decay that is fitted, (1 + 5 t)^(-1/5)."""
+GRID_NODES, GRID_ROUNDS = 25, 8
+"""Nodes of the likelihood's grid in each direction, and how often it is narrowed at most."""
+UNLIKELY = 8.0
+"""Nodes whose log likelihood is that much below the best are left out where the grid is narrowed."""
+CANDIDATES = 2000
+"""Decays that represent the likelihood."""
+
+# --- Momentum (`momentum`) -------------------------------------------------------------------------------------------
+
+LEAST_SPREAD, MOST_SPREAD = 0.5, 1.5
+"""Standard deviations of staleness, relative to a geometric one of that mean, between which it acts as momentum."""
+
+# --- Forecast (`forecast`) -------------------------------------------------------------------------------------------
+
+BLOCKS, TAIL = 8, 3
+"""A probe's losses are averaged over so many equal segments, of which the last few say where it came."""
+WORSE = 0.25
+"""A probe failed that ended above where the best began by this part of what the best gained."""
+SLOWEST_PROBE = 0.02
+"""No sample efficiency is read off as lower than that: such a probe learned nothing."""
+FAILED = 3.0
+"""A setting that diverged counts as so many times as slow as the slowest that did not."""
+THEORY_ERROR, PROBE_ERROR = 0.25, 1.0
+"""Standard deviations of what theory is off by, and of what a short probe from a cold start says of the whole run, in
+logarithms."""
+NEAR_GROUPS, NEAR_MOMENTUM, NEAR_STEP, NEAR_PERIOD = 2.5, 0.4, 3.0, 4.0
+"""How far settings are from each other when theory's errors for them have a correlation of exp(-1/2): factors for
+groups, step and period, a difference for momentum."""
+
+# --- Splits of a batch, and what is said of a step (`batch_split`, `step_parts`) -------------------------------------
+
+SPLIT_WARM_UP = 5
+"""Batches that are left out at first: memory is allocated, kernels are chosen, caches are filled."""
+SPLIT_WINDOW, SPLIT_FEWEST = 10, 3
+"""Batches whose median is a rank's speed, at most and at least."""
+SPLIT_GAIN, SPLIT_AT_ONCE = 0.05, 0.25
+"""A split is changed if the group's step gets faster by more than this part, seen twice; beyond the other, at once."""
+STRAGGLER, STRAGGLER_SECONDS = 1.5, 0.005
+"""A straggler works that many times as long as the rest of its group, and so many seconds more."""
