@@ -5,6 +5,7 @@ Each connection keeps its order; which one is served next, a random number says.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -17,8 +18,24 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_omni.errors import MalformedMessage
-from lightning_omni.methods import Gradient, Method, NextGradient, Replica
+from lightning_omni.methods import (
+    Answer,
+    Exchange,
+    Gradient,
+    Inbox,
+    Method,
+    NextGradient,
+    Publish,
+    Pulled,
+    ReadInbox,
+    ReadPeer,
+    Receive,
+    Replica,
+    SendPeer,
+)
 from lightning_omni.methods.master import describe, hyperparameters_of
+from lightning_omni.methods.replica import copies
+from lightning_omni.methods.totals import Total
 from lightning_omni.protocol import ServerCore, handshake
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.codec import pack, unpack
@@ -34,9 +51,17 @@ from lightning_omni.topology import GroupId
 
 KEY = bytes(range(32))
 NONCE = bytes(32)
+TICK = 1e-3
+"""Seconds from one thing that arrives to the next."""
 SHAPES = ((5, 40), (3,), (130,), ())
 
 Make = Callable[[Sequence[Parameter]], torch.optim.Optimizer]
+
+
+def drawn_parameters() -> dict[str, Parameter]:
+    """Weights of no model."""
+    generator = torch.Generator().manual_seed(0)
+    return {f"p{place}": Parameter(torch.randn(shape, generator=generator)) for place, shape in enumerate(SHAPES)}
 
 
 class Ensemble:
@@ -47,13 +72,19 @@ class Ensemble:
         groups: of one rank.
         method: what they follow.
         make: makes the user's optimizer.
-        wire_format: of pushes.
+        wire_format: of pushes and their answers.
         seed: of the order in which things arrive.
+        overlap: whether exchanges travel while groups compute.
+        parameters: makes the weights that each group begins with.
+        member: the class of its groups.
 
     Attributes:
         order: groups of the pushes that were handled, in order.
         events: what the server that coordinates records.
         dead: ranks that have died.
+        now: the time, which passes with each thing that arrives.
+        published: of each group, what it has published.
+        inboxes: of each group, what others have sent it.
     """
 
     def __init__(
@@ -64,20 +95,18 @@ class Ensemble:
         make: Make,
         wire_format: WireFormat = RAW,
         seed: int = 0,
+        overlap: bool = False,
+        parameters: Callable[[], dict[str, Parameter]] = drawn_parameters,
+        member: type[Group] | None = None,
     ) -> None:
-        self.random, self.method, self.wire_format = Random(seed), method, wire_format
-        self.order: list[int] = []
-        self.events: list[Event] = []
-        self.dead: set[int] = set()
-        self.said: list[m.Message] = []
-        self.queues: dict[tuple[Any, ...], deque[Any]] = defaultdict(deque)
+        self.begin(method, wire_format, seed, overlap, parameters)
         self.cores = [
             ServerCore(KEY, Random(9).randbytes, record=self._note if shard == 0 else None, shards=shards, shard=shard)
             for shard in range(shards)
         ]
         for shard in range(1, shards):
             self._link(shard)
-        self.groups = [Group(self, rank, make) for rank in range(groups)]
+        self.groups = [(member or Group)(self, rank, make) for rank in range(groups)]
         for group in self.groups:
             group.join(groups)
         first = self.groups[0]
@@ -86,9 +115,30 @@ class Ensemble:
             groups=tuple((rank,) for rank in range(groups)),
             method=m.method_to_wire(method),
             wire_format=to_wire(wire_format),
+            overlap=overlap,
         )
         self.control(0, form, m.Formed)
         first.seed()
+
+    def begin(
+        self,
+        method: Method,
+        wire_format: WireFormat,
+        seed: int,
+        overlap: bool = False,
+        parameters: Callable[[], dict[str, Parameter]] = drawn_parameters,
+    ) -> None:
+        """Nothing has happened yet."""
+        self.random, self.method, self.wire_format = Random(seed), method, wire_format
+        self.overlap, self.parameters = overlap, parameters
+        self.now = 0.0
+        self.published: dict[int, list[Tensor]] = {}
+        self.inboxes: dict[int, Total] = defaultdict(Total)
+        self.order: list[int] = []
+        self.events: list[Event] = []
+        self.dead: set[int] = set()
+        self.said: list[m.Message] = []
+        self.queues: dict[tuple[Any, ...], deque[Any]] = defaultdict(deque)
 
     def _note(self, event: Event) -> None:
         self.events.append(event)
@@ -119,10 +169,15 @@ class Ensemble:
         return [queue.popleft() for queue in queues] if all(queues) else None
 
     def step(self) -> bool:
-        """One thing arrives. Returns whether anything could."""
+        """One thing arrives, or the moment comes that a method waits for. Returns whether anything did."""
+        self.now += TICK
+        if (due := self.cores[0].due) <= self.now:
+            self._send(0, self.cores[0].tick(self.now))
+            return True
         ready = [key for key, queue in self.queues.items() if queue and key[0] in ("control", "data", "up", "down")]
         if not ready:
-            return False
+            self.now = max(self.now, due) if due < math.inf else self.now
+            return due < math.inf
         self._arrive(self.random.choice(ready))
         return True
 
@@ -130,6 +185,16 @@ class Ensemble:
         """All that is on its way arrives."""
         while self.step():
             pass
+
+    def read(self, group: int) -> list[Tensor] | None:
+        """What a living group has published."""
+        published = None if group in self.dead else self.published.get(group)
+        return copies(published) if published is not None else None
+
+    def empty(self, group: int) -> Inbox:
+        """A group reads its inbox."""
+        count = self.inboxes[group].count
+        return Inbox(self.inboxes[group].take() if count else None, count)  # type: ignore[arg-type]
 
     def lose(self, rank: int) -> None:
         """A rank dies; what it has said may still arrive."""
@@ -139,9 +204,9 @@ class Ensemble:
     def _arrive(self, key: tuple[Any, ...]) -> None:
         what = self.queues[key].popleft()
         if key[0] == "control":
-            self._send(0, self.cores[0].receive(m.CONTROL, b"c%d" % key[1], what, b"", 0.0))
+            self._send(0, self.cores[0].receive(m.CONTROL, b"c%d" % key[1], what, b"", self.now))
         elif key[0] == "up":
-            self._send(0, self.cores[0].receive(m.CONTROL, b"s%d" % key[1], what, b"", 0.0))
+            self._send(0, self.cores[0].receive(m.CONTROL, b"s%d" % key[1], what, b"", self.now))
         elif key[0] == "down":
             self._send(key[1], self.cores[key[1]].follow(what))
         else:
@@ -157,7 +222,7 @@ class Ensemble:
                 out = [Out(peer, m.DATA, m.RefusedMessage(code="protocol", reason=str(error)))]
                 out += core.servers.drain()
             else:
-                out = core.receive(m.DATA, peer, message, payload, 0.0)
+                out = core.receive(m.DATA, peer, message, payload, self.now)
             self._send(server, out)
 
     def _send(self, server: int, out: Sequence[Out]) -> None:
@@ -176,7 +241,7 @@ class Ensemble:
 
     def _link(self, shard: int) -> None:
         def say(message: m.Message, expect: type[Any]) -> Any:
-            out = self.cores[0].receive(m.CONTROL, b"s%d" % shard, message, b"", 0.0)
+            out = self.cores[0].receive(m.CONTROL, b"s%d" % shard, message, b"", self.now)
             answer, rest = out[0].message, out[1:]
             self._send(0, rest)
             assert isinstance(answer, expect), answer
@@ -197,18 +262,16 @@ class Group:
 
     def __init__(self, ensemble: Ensemble, rank: int, make: Make) -> None:
         self.ensemble, self.rank = ensemble, rank
-        generator = torch.Generator().manual_seed(0)
-        self.parameters = {
-            f"p{place}": Parameter(torch.randn(shape, generator=generator)) for place, shape in enumerate(SHAPES)
-        }
+        self.parameters = ensemble.parameters()
         self.layout = Layout.of({name: parameter.detach() for name, parameter in self.parameters.items()})
         self.split = Split.of(self.layout, len(ensemble.cores), elementwise=True)
         self.replica = Replica(list(self.parameters.values()), make(list(self.parameters.values())), rank)
-        self.core = GroupCore(ensemble.method, ensemble.wire_format)
+        self.core = GroupCore(ensemble.method, ensemble.wire_format, overlap=ensemble.overlap)
         self.core.attach(self.replica)
         self.core.form(GroupId(str(rank), 1))
         self.gradients = torch.Generator().manual_seed(100 + rank)
         self.action: Action = NextGradient()
+        self.under_way: Ask | None = None
         self.requests = 0
         self.given: list[Tensor] = []
         self.refused: list[str] = []
@@ -277,36 +340,68 @@ class Group:
         """Computes a gradient, and says what follows from it."""
         if gradient is None:
             gradient = [torch.randn(shape, generator=self.gradients) for shape in SHAPES]
-        self.action = self.core.gradient(0, Gradient(gradient, hyperparameters_of(self.replica.optimizer)))
-        self._say(servers)
+        self._do(self.core.gradient(0, Gradient(gradient, hyperparameters_of(self.replica.optimizer))), servers)
 
-    def _say(self, servers: Sequence[int] | None = None) -> None:
-        if isinstance(self.action, Ask):
-            self.given = [tensor.clone() for tensor in self.action.tensors if tensor is not None]
-            self.said = self.core.say_parts(self.action, self.split, self._memories)
-            self.ask(self.said, servers)
+    def _do(self, action: Action, servers: Sequence[int] | None = None) -> None:
+        """Does what can be done at once, and says what is to be said."""
+        while True:
+            self.action = action
+            answer: Answer = None
+            match action:
+                case Ask():
+                    self.say(action, servers)
+                    if action.waits:
+                        return
+                    self.under_way = action
+                case Publish():
+                    self.ensemble.published[self.rank] = copies(action.tensors)
+                case SendPeer():
+                    self.ensemble.inboxes[action.group].add(action.tensors)
+                case ReadPeer():
+                    answer = self.ensemble.read(action.group)
+                case ReadInbox():
+                    answer = self.ensemble.empty(self.rank)
+                case NextGradient() | Receive():
+                    return
+            action = self.core.answer(0, answer)
+
+    def say(self, ask: Ask, servers: Sequence[int] | None = None) -> None:
+        """Says it; again, if the answer was lost."""
+        self.given = [tensor.clone() for tensor in ask.tensors if tensor is not None]
+        if len(self.ensemble.cores) == 1:
+            self.said = [self.core.say(ask, self.layout, self._memories[0])]
+        else:
+            self.said = self.core.say_parts(ask, self.split, self._memories)
+        self.ask(self.said, servers)
 
     @torch.no_grad()
     def go_on(self) -> bool:
         """Goes on, if all servers have answered. Returns whether they have."""
         if self.is_computing or (answers := self.ensemble.answers(self.rank)) is None:
             return False
+        asked, self.under_way = self.under_way or self.action, None
         refusals = [answer.reason for answer, _ in answers if isinstance(answer, m.RefusedMessage)]
         if refusals:
             assert len(refusals) == len(answers), "what one server refuses all do"
             self.refused += refusals
             return True
+        assert isinstance(asked, Ask)
+        self._do(self.core.answer(0, self.pulled_of(asked, answers)))
+        return True
+
+    def pulled_of(self, asked: Ask, answers: Sequence[tuple[m.Message, Tensor]]) -> Pulled:
+        """What the servers' answers are to the method."""
         weights = [answer for answer, _ in answers if isinstance(answer, m.Weights)]
         assert len({(each.clock, each.staleness, each.applied, each.repeated) for each in weights}) == 1
-        assert isinstance(self.action, Ask)
-        into = self.layout.empty()
-        if self.action.pulls:
-            self.split.write(into, [payload for _, payload in answers])
-        heard, first = Heard.of(weights[0]), weights[0]
-        tensors = self.layout.views(into) if self.action.pulls else []
-        self.action = self.core.answer(0, self.core.hear(heard, tensors, first.clock, first.note))
-        self._say()
-        return True
+        layout = self.layout.fragment(asked.fragment, self.core.method.fragments)
+        split = self.split if len(answers) > 1 else Split.whole(layout)
+        into, first = layout.empty(), weights[0]
+        if asked.pulls:
+            coded = self.core.wire_format.answers if isinstance(asked.need, Exchange) else RAW
+            parts = zip(answers, split.shares, strict=True)
+            split.write(into, [decode(coded, payload, share, Memory()) for (_, payload), share in parts])
+        tensors = layout.views(into) if asked.pulls else []
+        return self.core.hear(Heard.of(first), tensors, first.clock, first.note, asked.fragment)
 
 
 def train(ensemble: Ensemble, pushes: int, order: Sequence[int] | None = None) -> list[int]:

@@ -31,6 +31,7 @@ from lightning_omni.optimizer.options import WorldOptions
 from lightning_omni.protocol import ServerCore, handshake
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol import shard_messages as sm
+from lightning_omni.protocol.group import Ask
 from lightning_omni.protocol.layout import DTYPES, Layout
 from lightning_omni.protocol.split import UNIT, Split
 from lightning_omni.protocol.transport import Control
@@ -305,7 +306,8 @@ def test_a_push_of_which_one_part_is_malformed_is_refused_by_all_and_the_next_on
         assert ensemble.step()
     assert "bytes" in group.refused[0]
     assert same(held(ensemble), before)
-    group._say()  # once more, whole
+    assert isinstance(group.action, Ask)
+    group.say(group.action)  # once more, whole
     while not group.go_on():
         assert ensemble.step()
     assert {core.clock for core in ensemble.cores} == {1}

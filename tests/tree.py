@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from functools import partial
 from random import Random
@@ -56,9 +56,7 @@ class Tree(Ensemble):
         wire_format: WireFormat = RAW,
         seed: int = 0,
     ) -> None:
-        self.random, self.method, self.wire_format = Random(seed), method, wire_format
-        self.order, self.dead, self.said = [], set(), []
-        self.queues: dict[tuple[Any, ...], deque[Any]] = defaultdict(deque)
+        self.begin(method, wire_format, seed)
         self.cores = [ServerCore(KEY, Random(9).randbytes)]
         self.gone: set[int] = set()
         self.sums: list[sm.Sum] = []
@@ -249,15 +247,14 @@ class Leaf(Group):
         self.asked = to
         self.ensemble.tell(to, self.rank, message, b"" if payload is None else payload.clone())
 
-    def _say(self, servers: Sequence[int] | None = None) -> None:
-        if isinstance(self.action, Ask):
-            self.said = [self.core.say(self.action, self.layout, self._memories[0])]
-            ((message, payload),) = self.said
-            if isinstance(message, m.PushMessage) and payload is not None:
-                layout = self.layout.fragment(message.part, self.core.method.fragments)
-                flat = decode(self.core.wire_format.pushes, payload, layout.subset(message.present), Memory())
-                self.pushed.append((message.part, [view.clone() for view in layout.views(flat)]))
-            self.ask(self.said)
+    def say(self, ask: Ask, servers: Sequence[int] | None = None) -> None:
+        self.said = [self.core.say(ask, self.layout, self._memories[0])]
+        ((message, payload),) = self.said
+        if isinstance(message, m.PushMessage) and payload is not None:
+            layout = self.layout.fragment(message.part, self.core.method.fragments)
+            flat = decode(self.core.wire_format.pushes, payload, layout.subset(message.present), Memory())
+            self.pushed.append((message.part, [view.clone() for view in layout.views(flat)]))
+        self.ask(self.said)
 
     @torch.no_grad()
     def go_on(self) -> bool:
@@ -277,8 +274,7 @@ class Leaf(Group):
         answers = self.core.wire_format.answers
         flat = decode(answers, payload, layout, Memory()) if ask.pulls else layout.empty()
         tensors = layout.views(flat) if ask.pulls else []
-        self.action = self.core.answer(0, self.core.hear(heard, tensors, answer.clock, answer.note, ask.fragment))
-        self._say()
+        self._do(self.core.answer(0, self.core.hear(heard, tensors, answer.clock, answer.note, ask.fragment)))
         return True
 
 
