@@ -115,7 +115,8 @@ def test_bytes_counted_whole_are_a_part_of_what_fp32_takes(name: str) -> None:
 def accumulated_errors(wire: WireFormat, with_feedback: bool) -> tuple[float, float]:
     """By how much the sum of what arrived is off, after 100 pushes and after 1,000 of about the same numbers."""
     offset = torch.linspace(0.5, 100.0, 256)  # large, and common to all pushes
-    total, state, errors = torch.zeros(256, dtype=torch.float64), {}, []
+    state: dict[str, Any] = {}
+    total, errors = torch.zeros(256, dtype=torch.float64), []
     layout, memory = Layout.of({"w": offset}), Memory()
     for number in range(1000):
         gradient = offset + 0.01 * drawn((256,), number)
@@ -171,7 +172,8 @@ def test_what_is_not_finite_comes_out_as_such(name: str, value: float) -> None:
 
 @every_format
 def test_a_number_beyond_the_range_of_a_format_is_sent_in_parts(name: str) -> None:
-    wire, state, total = wire_named(name), {}, torch.zeros(4)
+    state: dict[str, Any] = {}
+    wire, total = wire_named(name), torch.zeros(4)
     for push in range(8):
         (arrived,), state = sent(wire, [torch.full((4,), 3e5 * (push == 0))], state)
         assert arrived is not None

@@ -118,13 +118,15 @@ def test_mixed_precision_is_the_owners_too() -> None:
 
 
 def test_layers_that_work_in_place_may_begin_a_head() -> None:
-    module = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(2, 1))
+    module: Any = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(2, 1))
     x = torch.tensor([[1.0, -1.0]])
     head = MergedHead(module, dict(module.named_parameters()))
     head.forward((x,), {})
     passed = head.backward([torch.ones(1, 1)])
     assert x.tolist() == [[1.0, -1.0]]
-    assert passed.inputs[0].tolist() == [[module[1].weight[0, 0].item(), 0.0]]  # type: ignore[union-attr]
+    (gradient,) = passed.inputs
+    assert gradient is not None
+    assert gradient.tolist() == [[module[1].weight[0, 0].item(), 0.0]]
 
 
 def test_modes_are_each_submodules_own_also_when_activations_are_computed_again() -> None:
@@ -179,7 +181,7 @@ def test_what_would_arrive_as_something_else_is_refused(kind: str) -> None:
     made = {"named tuple": Named, "ordered dict": lambda x: OrderedDict(logits=x), "data class": Plain}[kind]
 
     class Odd(nn.Linear):
-        def forward(self, x: Tensor) -> Any:  # type: ignore[override]
+        def forward(self, x: Tensor) -> Any:
             return made(super().forward(x))
 
     module = Odd(2, 1)
@@ -318,7 +320,7 @@ def hooked() -> nn.Module:
 
 def own_forward() -> nn.Module:
     head = classifier()
-    head[0].forward = lambda x: 2 * x  # type: ignore[method-assign]
+    head[0].forward = lambda x: 2 * x
     return head
 
 
@@ -361,7 +363,7 @@ def test_a_submodule_without_weights_is_nothing_to_merge() -> None:
 
 def test_weights_that_the_body_shares_cannot_be_merged() -> None:
     model = Model(nn.Linear(4, 4))
-    model.head.weight = model.body.weight  # type: ignore[assignment]
+    model.head.weight = model.body.weight
     with pytest.raises(UnsupportedError, match=r"shared with body.weight"):
         check_mergeable("head", model)
 
@@ -382,7 +384,8 @@ def test_an_optimizer_is_described_in_parts_that_make_the_whole() -> None:
     optimizer = torch.optim.Adam([{"params": weights[:2], "lr": 0.1}, {"params": weights[2:], "lr": 0.2}])
     sum(weight.sum() for weight in weights).backward()  # type: ignore[union-attr]
     optimizer.step()
-    first, second = {weights[0]: "a", weights[2]: "c"}, {weights[3]: "d"}
+    first: dict[Tensor, str] = {weights[0]: "a", weights[2]: "c"}
+    second: dict[Tensor, str] = {weights[3]: "d"}
     assert places_of(optimizer, first) == [0, 2]
     assert places_of(optimizer, second) == [3]
     one, other = describe(optimizer, first), describe(optimizer, second)
@@ -401,14 +404,14 @@ class Heads:
     """Three groups of one rank each at a server with a body and a merged head."""
 
     def __init__(self, head: nn.Module | None = None, momentum: float = 0.9) -> None:
-        self.module = head or classifier()
+        self.module: Any = head or classifier()
         self.link, self.events = Link(3), list[Event]()
         self.link.core.notes.record = self.events.append
         for rank in range(3):
             self.link.join(rank)
         form = m.Form(generation=1, groups=((0,), (1,), (2,)), method=m.method_to_wire(AsyncSGD()))
         self.link.control(0, form)
-        names = {parameter: f"head.{name}" for name, parameter in self.module.named_parameters()}
+        names: dict[Tensor, str] = {parameter: f"head.{name}" for name, parameter in self.module.named_parameters()}
         self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.1, momentum=momentum)
         part = {
             "optimizer": describe(self.optimizer, names),

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from pytorch_lightning import Callback, LightningModule, Trainer
 from pytorch_lightning.callbacks import EMAWeightAveraging
-from pytorch_lightning.loops import _TrainingEpochLoop
 from pytorch_lightning.loops.fetchers import _PrefetchDataFetcher
+from pytorch_lightning.loops.training_epoch_loop import _TrainingEpochLoop
 from pytorch_lightning.strategies import DDPStrategy
 from pytorch_lightning.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from torch import Tensor
@@ -97,7 +97,8 @@ class Tiny(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
     def train_dataloader(self) -> DataLoader[float]:
-        return DataLoader([1.0, 2.0, 3.0, 4.0])
+        numbers: Any = [1.0, 2.0, 3.0, 4.0]
+        return DataLoader(numbers)
 
     val_dataloader = train_dataloader
 
@@ -134,13 +135,18 @@ class Control:
 
 
 @pytest.fixture
-def fitting() -> Trainer:
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "num_sanity_val_steps": 0}
+def fitting() -> Any:  # callbacks are declared by no Trainer
+    quiet: dict[str, Any] = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "num_sanity_val_steps": 0,
+    }
     return Trainer(accelerator="cpu", max_epochs=2, val_check_interval=0.5, enable_model_summary=False, **quiet)
 
 
 def test_a_listener_hears_what_callbacks_hear_before_all_of_them_even_if_their_list_is_replaced(
-    fitting: Trainer,
+    fitting: Any,
 ) -> None:
     said: list[str] = []
     heard, replaced = recorder(said, "callback", Callback), recorder(said, "other", Callback)
@@ -163,7 +169,7 @@ def test_a_listener_hears_what_callbacks_hear_before_all_of_them_even_if_their_l
     assert own.__module__ == "pytorch_lightning.trainer.call"
 
 
-def test_a_hook_is_known_from_inside(fitting: Trainer) -> None:
+def test_a_hook_is_known_from_inside(fitting: Any) -> None:
     inside: list[bool] = []
 
     class Asks(Callback):
@@ -176,7 +182,7 @@ def test_a_hook_is_known_from_inside(fitting: Trainer) -> None:
     assert inside == [True]
 
 
-def test_loops_ask_what_controls_them_and_show_what_they_showed(fitting: Trainer) -> None:
+def test_loops_ask_what_controls_them_and_show_what_they_showed(fitting: Any) -> None:
     kinds = type(fitting.fit_loop), type(fitting.fit_loop.epoch_loop)
     control = Control(fitting)
     _private.control_loops(fitting, control)
@@ -190,7 +196,7 @@ def test_loops_ask_what_controls_them_and_show_what_they_showed(fitting: Trainer
     assert (type(fitting.fit_loop), type(fitting.fit_loop.epoch_loop)) == kinds
 
 
-def test_steps_and_validations_are_controlled_without_the_users_noticing(fitting: Trainer) -> None:
+def test_steps_and_validations_are_controlled_without_the_users_noticing(fitting: Any) -> None:
     control = Control(fitting)
     control.step_limit, control.validation = 3, True
     _private.control_loops(fitting, control)
@@ -202,7 +208,7 @@ def test_steps_and_validations_are_controlled_without_the_users_noticing(fitting
     assert (fitting.max_steps, fitting.val_check_batch) == (-1, 2)
 
 
-def test_an_open_ended_epoch_does_not_end_with_a_number_of_batches(fitting: Trainer) -> None:
+def test_an_open_ended_epoch_does_not_end_with_a_number_of_batches(fitting: Any) -> None:
     control = Control(fitting)
     control.is_open_ended = True
     _private.control_loops(fitting, control)
@@ -214,7 +220,7 @@ def test_an_open_ended_epoch_does_not_end_with_a_number_of_batches(fitting: Trai
 
 
 def test_an_open_ended_fetcher_is_never_done(trainer: Trainer) -> None:
-    fetcher = _PrefetchDataFetcher()
+    fetcher: Any = _PrefetchDataFetcher()
     trainer.fit_loop._data_fetcher = fetcher
     fetcher.length, fetcher.done = 1, True
     _private.be_open_ended(trainer)
@@ -226,7 +232,8 @@ def test_an_open_ended_fetcher_is_never_done(trainer: Trainer) -> None:
 def test_progress_counters_are_read_and_set(trainer: Trainer) -> None:
     class Empty(LightningModule):
         def train_dataloader(self) -> DataLoader[int]:
-            return DataLoader([1])
+            numbers: Any = [1]
+            return DataLoader(numbers)
 
     trainer.strategy.connect(Empty())
     loop = trainer.fit_loop.epoch_loop
@@ -237,7 +244,7 @@ def test_progress_counters_are_read_and_set(trainer: Trainer) -> None:
     assert (loop.batch_idx, loop.total_batch_idx, trainer.global_step) == (3, 8, 3)
 
 
-def test_the_logger_connector_says_when_it_logs(trainer: Trainer) -> None:
+def test_the_logger_connector_says_when_it_logs(trainer: Any) -> None:
     loop = trainer.fit_loop.epoch_loop
     trainer.training = True
     seen = []
@@ -280,7 +287,7 @@ def test_gloo_s_threads_are_known_by_their_name() -> None:
 def test_ranks_agree_before_every_batch_where_lightning_broadcasts_sigterm(trainer: Trainer) -> None:
     source = inspect.getsource(_TrainingEpochLoop.advance)
     assert source.index("self._broadcast_sigterm_tensor()") < source.index("next(data_fetcher)")
-    loop = trainer.fit_loop.epoch_loop
+    loop: Any = trainer.fit_loop.epoch_loop
     agreed = []
     _private.set_batch_agreement(trainer, lambda: agreed.append(1))
     loop._broadcast_sigterm_tensor()

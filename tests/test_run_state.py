@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from test_snapshot import bits
 from topk import TopK
 from torch import nn
+from torch._C._distributed_c10d import HashStore
 
 import lightning_omni
 from lightning_omni import OmniOptimizer, World
@@ -42,6 +43,8 @@ class Epochs:
 
 class Run:
     """A run of one rank."""
+
+    module: Any
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -195,7 +198,7 @@ def test_no_module_remembers_runs() -> None:
 @pytest.fixture(scope="module")
 def alone() -> Iterator[None]:
     """torch.distributed, of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 

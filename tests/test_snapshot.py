@@ -38,7 +38,7 @@ class Snapshot:
         self.shard.put_back()
 
 
-def net() -> nn.Sequential:
+def net() -> Any:  # parts of a module have no types of their own
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.3), nn.Linear(4, 2))
 
@@ -177,7 +177,7 @@ def test_gradients_come_back_and_so_does_there_being_none() -> None:
 
 
 def test_tied_weights_stay_tied() -> None:
-    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    module: Any = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     module[1].weight = module[0].weight
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     was, snapshot = everything(module, optimizer), Snapshot(module, [optimizer])
@@ -207,6 +207,7 @@ def test_what_a_snapshot_holds_belongs_to_no_other() -> None:
         for tensor in (*module.parameters(), *module.buffers()):
             tensor.data.fill_(9)
         for parameter, state in optimizer.state.items():
+            assert parameter.grad is not None
             parameter.grad.fill_(9.0)
             state["momentum_buffer"].fill_(9.0)
         snapshot.restore()
@@ -216,7 +217,7 @@ def test_what_a_snapshot_holds_belongs_to_no_other() -> None:
 @FEW
 @given(st.lists(st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.int32, torch.bool]), max_size=4))
 def test_buffers_of_any_kind_come_back_even_if_they_were_replaced(kinds: list[torch.dtype]) -> None:
-    module = nn.Module()
+    module: Any = nn.Module()
     for number, kind in enumerate(kinds):
         module.register_buffer(f"b{number}", torch.tensor([0, 1, 3]).to(kind))
     module.register_buffer("none", None)
@@ -247,7 +248,7 @@ def test_a_loss_scaler_is_put_back() -> None:
 
 
 def test_metrics_are_put_back_with_what_they_counted_and_computed() -> None:
-    module = nn.ModuleDict({"mean": MeanMetric(), "all": CatMetric()})
+    module: Any = nn.ModuleDict({"mean": MeanMetric(), "all": CatMetric()})
     for metric in module.values():
         metric.update(torch.tensor([1.0, 2.0]))
     module["mean"].compute()
@@ -277,7 +278,8 @@ def test_metrics_that_share_their_counts_still_do(before: int) -> None:
         draw = torch.Generator().manual_seed(seed)
         metrics.update(torch.randint(3, (9,), generator=draw), torch.randint(3, (9,), generator=draw))
 
-    module, straight = nn.ModuleList([collection()]), collection()
+    module: Any = nn.ModuleList([collection()])
+    straight = collection()
     for seed in range(before):
         update(module[0], seed)
         update(straight, seed)
@@ -293,7 +295,7 @@ def test_metrics_that_share_their_counts_still_do(before: int) -> None:
 
 
 def test_what_was_made_in_inference_mode_is_put_back_too() -> None:
-    module = nn.ModuleList([MeanMetric(), nn.Linear(1, 1)])
+    module: Any = nn.ModuleList([MeanMetric(), nn.Linear(1, 1)])
     with torch.inference_mode():
         module[0].update(2.0)
         module[0].reset()
@@ -323,7 +325,11 @@ class Noting(nn.Module):
         self.net = nn.Linear(2, 1)
         self.seen = [1, "a", [2, 3]]
         self._losses = []
-        self.by_name = {"count": 0, "inner": defaultdict(list, {"a": [1]}), "order": OrderedDict(b=1, a=2)}
+        self.by_name: dict[str, Any] = {
+            "count": 0,
+            "inner": defaultdict(list, {"a": [1]}),
+            "order": OrderedDict(b=1, a=2),
+        }
         self.recent = deque([1.0, 2.0], maxlen=2)
         self.names = {"a"}
         self.counted = Counter("aab")
@@ -332,13 +338,13 @@ class Noting(nn.Module):
         self.histogram = np.zeros(3)
         self.last = torch.ones(1, requires_grad=True) * 2
         self.aliases = [self.ema, self.seen]
-        self.peak = -np.float64(np.inf)
-        self.to_itself = [self.by_name]
+        self.peak: Any = -np.float64(np.inf)
+        self.to_itself: list[Any] = [self.by_name]
         self.to_itself.append(self.to_itself)
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
-        loss = self.net(x).sum()
+        loss: Tensor = self.net(x).sum()
         self.seen[-1].append(self.calls)
         self.seen[:0] = [0]
         self._losses.append(loss)
@@ -389,7 +395,7 @@ def test_attributes_are_what_they_were_and_the_same_objects() -> None:
 
 
 def test_attributes_that_were_deleted_are_there_again() -> None:
-    module = nn.Linear(1, 1)
+    module: Any = nn.Linear(1, 1)
     module.kept, module.tensor = 3, torch.ones(1)
     snapshot = Snapshot(module, [])
     del module.kept, module.tensor
@@ -405,7 +411,8 @@ def test_other_objects_are_left_to_themselves() -> None:
     class Thing:
         count = 0
 
-    module, thing, short_lived = nn.Linear(1, 1), Thing(), Thing()
+    module: Any = nn.Linear(1, 1)
+    thing, short_lived = Thing(), Thing()
     module.thing, module.things, module.strict = thing, [thing], Strict(a=1)
     module.gone, module.fixed = weakref.proxy(short_lived), np.arange(3)
     del short_lived
@@ -448,7 +455,7 @@ def disturb(value: Any) -> None:
 @FEW
 @given(st.lists(Plain, max_size=4))
 def test_collections_inside_collections_come_back(value: list[Any]) -> None:
-    module = nn.Linear(1, 1)
+    module: Any = nn.Linear(1, 1)
     module.value, was = value, copy.deepcopy(value)
     snapshot = Snapshot(module, [])
     for _ in range(2):
@@ -477,7 +484,7 @@ def test_generators_repeat_themselves() -> None:
 
 
 def test_generators_of_a_modules_own_repeat_themselves() -> None:
-    module = nn.Linear(1, 1)
+    module: Any = nn.Linear(1, 1)
     module.own = [np.random.default_rng(1), torch.Generator().manual_seed(2), random.Random(3)]
     module.legacy = np.random.RandomState(4)
 
