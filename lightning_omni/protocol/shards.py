@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning_omni.errors import ProtocolError
+from lightning_omni.protocol import messages as m
+from lightning_omni.protocol import wire_format
 from lightning_omni.protocol.head_shard import HeadShard
 from lightning_omni.protocol.shard import Shard
 
@@ -26,6 +28,12 @@ class HeldShards:
         self.all = list(shards)
         self.pushed = [(number, shard) for number, shard in enumerate(shards) if not shard.is_head]
         self.heads = [(number, shard) for number, shard in enumerate(shards) if isinstance(shard, HeadShard)]
+
+    def answer_as(self, formed: m.Form) -> None:
+        """Answers to pushes travel from now on as was agreed when groups were formed."""
+        answers = wire_format.from_wire(formed.wire_format).answers
+        for _, shard in self.pushed:
+            shard.answer_in(answers, formed.overlap)
 
     @property
     def clock(self) -> int:

@@ -10,7 +10,6 @@ from lightning_omni.methods import Method
 from lightning_omni.methods.master import Resolve
 from lightning_omni.methods.modules import ResolveModule
 from lightning_omni.protocol import messages as m
-from lightning_omni.protocol import wire_format
 from lightning_omni.protocol.codec import check_specs, pack, unpack
 from lightning_omni.protocol.cut import Cut
 from lightning_omni.protocol.epochs import Epochs
@@ -88,9 +87,7 @@ class Snapshots(Service):
             raise
         except Exception as error:  # torch raises what it likes on states that are none
             raise MalformedMessage(f"not a seed: {type(error).__name__}: {error}") from error
-        answers = wire_format.from_wire(self._formed.wire_format).answers
-        for _, shard in self._shards.pushed:
-            shard.answer_in(answers, self._formed.overlap)
+        self._shards.answer_as(self._formed)
         formed = self._roster.topology
         for number in range(len(self._shards.all)):
             self._notes.seed(number, formed.groups if formed else (), self._formed)

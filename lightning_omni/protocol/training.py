@@ -77,10 +77,8 @@ class Training(Service):
     def form(self, topology: Topology, method: Method, message: m.Form) -> None:
         for shard in self._shards.all:
             shard.change_method(method, topology.alive)
-        wire = wire_format.from_wire(message.wire_format)
-        self._wire_format = wire.pushes
-        for _, shard in self._shards.pushed:
-            shard.answer_in(wire.answers, message.overlap)
+        self._wire_format = wire_format.from_wire(message.wire_format).pushes
+        self._shards.answer_as(message)
         self._notes.form(topology.groups, message)
         self._pending.clear()
         self._via.clear()
