@@ -61,7 +61,7 @@ def exhaustive(machine: Machine, told: Callable[[], None]) -> Best:
     """
     first: dict[Setting, float] = {}
     hopeless: set[tuple[float, float]] = set()
-    for groups, rebalance in _groupings(machine):
+    for groups, rebalance in groupings(machine):
         for momentum, step in _grid():
             if (momentum, step) in hopeless:
                 continue
@@ -82,7 +82,7 @@ def exhaustive(machine: Machine, told: Callable[[], None]) -> Best:
     return Best(found, means[found])
 
 
-def _groupings(machine: Machine) -> list[tuple[int, bool]]:
+def groupings(machine: Machine) -> list[tuple[int, bool]]:
     """Numbers of groups, and whether batches are proportional, fewest groups first and no faster ones left out."""
     is_even = max(machine.speeds) < 1.05 * min(machine.speeds)
     kept: list[tuple[int, bool]] = []

@@ -169,11 +169,18 @@ def cluster_of(name: str, nbytes: int) -> Cluster:
         "lognormal": lambda: Cluster.even(
             RANKS, each, jitter=Jitter("lognormal", cv=0.3), **_network(nbytes, 0.4, 0.3)
         ),
+        "two generations": lambda: Cluster.of_speeds([1] * 4 + [2] * 4, each, jitter=little, **fast),
+        "gamma": lambda: Cluster.even(RANKS, each, jitter=Jitter("gamma", 0.5), **_network(nbytes, 0.3, 0.2)),
+        "slow ring": lambda: Cluster.even(
+            RANKS, each, jitter=little, update_seconds=0.1 * SECONDS, **_network(nbytes, 0.8, 0.1)
+        ),
     }
     return makers[name]()
 
 
 CLUSTERS = ("even", "straggler", "exponential", "slow network", "saturated", "mixed", "lognormal")
+FURTHER = ("two generations", "gamma", "slow ring")
+"""Clusters that no constant was set on."""
 
 
 class Cache:

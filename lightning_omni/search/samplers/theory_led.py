@@ -17,6 +17,7 @@ class TheoryLed(Sampler):
 
     by_forecast = True
     uses_scikit_optimize = True
+    ask = staticmethod(ask)
 
     def propose(self, evidence: Evidence) -> Iterator[Proposal]:
         if _is_far_above(evidence.tried):
@@ -62,7 +63,7 @@ class TheoryLed(Sampler):
             return mean - efficiency.offset - math.log(evidence.throughput(setting)), error
 
         points = list(map(axes.coordinates, settings))
-        point, gain = ask(axes.bounds, points, times, predict, evidence.spec.seed)
+        point, gain = self.ask(axes.bounds, points, times, predict, evidence.spec.seed)
         setting = axes.setting(point)
         if gain < c.WORTH or setting in settings:
             return None
