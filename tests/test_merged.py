@@ -63,6 +63,11 @@ FITS: dict[str, dict[str, Any]] = {
         "model": {"optimizer": "plain"},
         "record": True,
     },
+    "recorded, lossy": {
+        "strategy": {"groups": 4, "wire": {"push": "int8", "pull": "bf16"}},
+        "model": {"optimizer": "plain"},
+        "record": True,
+    },
 }
 
 
@@ -102,7 +107,7 @@ def test_the_head_is_never_stale_while_the_body_is(fits: dict[str, list[Any]]) -
     assert body.columns()["staleness"].max() > 0
 
 
-@pytest.mark.parametrize("name", ["recorded", "recorded, overlapping", "recorded pairs"])
+@pytest.mark.parametrize("name", ["recorded", "recorded, overlapping", "recorded, lossy", "recorded pairs"])
 def test_a_recorded_run_is_replayed(fits: dict[str, list[Any]], name: str) -> None:
     """Bitwise with groups of one; the rows of larger groups are put together at the head, and here they are not."""
     real, model = fits[name][0], network()

@@ -147,6 +147,21 @@ def test_a_simulated_run_with_a_merged_head_is_replayed_to_the_bit() -> None:
         assert np.array_equal(weight, again.weights[name].numpy()), name
 
 
+@pytest.mark.parametrize("wire", [{"push": "int8", "pull": "bf16"}, "topk:0.5"], ids=str)
+def test_a_merged_head_in_a_lossy_format_learns_as_well_and_is_replayed_to_the_bit(wire: Any) -> None:
+    cluster = Cluster.even(4, jitter=RANDOM_TIMES)
+    calm: dict[str, Any] = {"method": "hardsync", "optimizer": plain, "max_updates": 24}
+    exact, rounded = (final_loss(tailed(4, cluster, wire=each, **calm)[0]) for each in ("fp32", wire))
+    assert rounded == pytest.approx(exact, rel=0.02)
+    assert exact < 0.95 * final_loss(None)
+    trace, events = tailed(4, cluster, max_updates=24, wire=wire)
+    torch.manual_seed(0)
+    samples = Samples(DATA, 0)
+    again = replay(events, Tailed(), loss, lambda *where: samples.batch(samples.at(*where)), sgd, merged="head")
+    for name, weight in trace.weights.items():
+        assert np.array_equal(weight, again.weights[name].numpy()), name
+
+
 @pytest.mark.parametrize("groups", [1, 2, 4, 8, 16])
 def test_the_hardware_model_says_how_often_an_update_comes(groups: int) -> None:
     """16 ranks, a group's batch of 32 samples: 32 ms of one rank, and 1.6 ms at the head."""
@@ -166,6 +181,27 @@ def test_what_goes_into_the_head_and_comes_out_takes_its_time_on_the_link() -> N
     link = Link(bandwidth=1000.0)
     trace, _ = tailed(2, Cluster.even(2, 1e-9, link=link), batch_size=4, max_updates=1)
     assert trace.seconds == pytest.approx((2 * (8 + 3) * 4 * 4 + body_nbytes()) / 1000.0, rel=1e-3)
+
+
+def test_activations_in_two_bytes_a_number_take_half_the_time() -> None:
+    link, wire = Link(bandwidth=1000.0), {"push": "bf16", "pull": "fp16"}
+    trace, _ = tailed(2, Cluster.even(2, 1e-9, link=link), batch_size=4, max_updates=1, wire=wire)
+    numbers = sum(parameter.numel() for parameter in Tailed().body.parameters())
+    assert trace.seconds == pytest.approx((2 * (8 + 3) * 2 * 4 + 2 * numbers) / 1000.0, rel=1e-3)
+
+
+def plain(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+@torch.no_grad()
+def final_loss(trace: Trace | None) -> float:
+    """Of all data; without a run, of the weights that it would begin with."""
+    torch.manual_seed(0)
+    model = Tailed()
+    if trace is not None:
+        model.load_state_dict({name: torch.tensor(weight) for name, weight in trace.weights.items()})
+    return float(loss(model, DATA[:]))
 
 
 def body_nbytes() -> int:

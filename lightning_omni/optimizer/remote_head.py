@@ -24,6 +24,7 @@ from lightning_omni.optimizer.model_replica import Part
 from lightning_omni.optimizer.parameter_groups import ParameterGroups
 from lightning_omni.optimizer.place import Place
 from lightning_omni.protocol import messages as m
+from lightning_omni.protocol.activations import Both
 from lightning_omni.protocol.codec import Packed, unpack
 from lightning_omni.protocol.head_side import HeadSide, ToHead
 from lightning_omni.protocol.layout import DTYPES
@@ -60,7 +61,8 @@ class RemoteHead:
         self._channel, self._parameter_groups = channel, parameter_groups
         self._place, self._part, self._number, self._name, self._module = place, part, number, name, module
         self._parameters = set(part.replica.ordered)
-        self.side = HeadSide(name, number, module, part.optimizer, part.replica.ordered)
+        wire = Both.of(place.core.wire_format)
+        self.side = HeadSide(name, number, module, part.optimizer, part.replica.ordered, wire)
         self._own = module.forward
         self._rows: list[int] = []
         self._output: Any = None
@@ -109,7 +111,7 @@ class RemoteHead:
         """The output of this rank's rows alone, which the head is not trained on: a rank may ask by itself."""
         with self._channel.timed():
             answer, payload = self._ask(self._forward(tree, exclusive=False), m.HeadOutput)
-        output = unpack(answer.packed, payload)
+        output = unpack(answer.packed, self.side.flat_of(answer.packed, payload))
         return with_tensors(output, [tensor.to(self._place.device) for tensor in tensors_of(output)])
 
     def step_done(self) -> None:
@@ -143,6 +145,7 @@ class RemoteHead:
             if place.is_leader:
                 answer, payload = self._ask(self._forward(with_tensors(tree, whole), exclusive=True), m.HeadOutput)
                 packed = answer.packed
+                payload = self.side.flat_of(packed, payload)
             note = self._channel.tell_group(msgspec.msgpack.encode(packed))
             packed = msgspec.msgpack.decode(note, type=Packed)
             views = packed.layout.views(payload) if place.is_leader else []
@@ -183,7 +186,7 @@ class RemoteHead:
             if place.is_leader:
                 mean = 1 / len(place.members)  # as DDP takes it over ranks
                 answer, payload = self._ask(self.side.backward(whole, place.core.place, mean), m.HeadGradients)
-                back = unpack(answer.packed, payload)
+                back = unpack(answer.packed, self.side.flat_of(answer.packed, payload))
                 there = msgspec.msgpack.encode(
                     ([gradient is not None for gradient in back], answer.applied, answer.refused_in_row)
                 )

@@ -19,7 +19,8 @@ from lightning_omni.errors import UnsupportedError
 from lightning_omni.methods.head import modes_of
 from lightning_omni.methods.master import hyperparameters_of
 from lightning_omni.protocol import messages as m
-from lightning_omni.protocol.codec import pack
+from lightning_omni.protocol.activations import RAW_BOTH, Both, flat_of, pack_in
+from lightning_omni.protocol.codec import Packed
 
 
 class ToHead(NamedTuple):
@@ -38,6 +39,7 @@ class HeadSide:
         module: the submodule.
         optimizer: the user's that holds its parameters, which says its hyperparameters.
         parameters: these parameters, in the optimizer's order.
+        wire: how activations and gradients travel.
 
     Attributes:
         clip: largest norm or magnitude of the head's gradient; 0 clips nothing.
@@ -56,9 +58,15 @@ class HeadSide:
     """
 
     def __init__(
-        self, name: str, number: int, module: nn.Module, optimizer: Optimizer, parameters: Sequence[Parameter]
+        self,
+        name: str,
+        number: int,
+        module: nn.Module,
+        optimizer: Optimizer,
+        parameters: Sequence[Parameter],
+        wire: Both = RAW_BOTH,
     ) -> None:
-        self.number = number
+        self.number, self.wire = number, wire
         self._name, self._module, self._optimizer, self._parameters = name, module, optimizer, parameters
         self.has_access = self._was_used = False
         self.clip = 0.0
@@ -99,7 +107,7 @@ class HeadSide:
             autocast: dtype of automatic mixed precision, if any.
             exclusive: whether a backward pass will follow.
         """
-        packed, buffer = pack(tree)
+        packed, buffer = pack_in(self.wire.up, tree)
         message = m.HeadForward(
             optimizer=self.number,
             packed=packed,
@@ -121,7 +129,7 @@ class HeadSide:
             place: where the group is in the epoch's data: see `lightning_omni.protocol.lessee.Lessee.place`.
             scale: multiplies the gradients of the head's weights.
         """
-        packed, buffer = pack(list(gradients))
+        packed, buffer = pack_in(self.wire.up, list(gradients))
         epoch, trained = place
         message = m.HeadBackward(
             optimizer=self.number,
@@ -135,6 +143,10 @@ class HeadSide:
             trained=trained,
         )
         return ToHead(message, buffer)
+
+    def flat_of(self, packed: Packed, payload: Tensor) -> Tensor:
+        """The tensors of what the server answers, in flat memory."""
+        return flat_of(self.wire.down, packed, payload)
 
     def release(self) -> m.HeadRelease:
         """An access whose loss was never taken backward is given up."""

@@ -8,13 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from lightning_omni.errors import OmniError, ProtocolError, Refused
+from lightning_omni.methods import Method
 from lightning_omni.protocol import messages as m
-from lightning_omni.protocol.codec import check_specs, pack, unpack
+from lightning_omni.protocol.activations import RAW_BOTH, Both, check, pack_in, unpack_in
 from lightning_omni.protocol.head_shard import Arrival, HeadShard
 from lightning_omni.protocol.notes import Notes
 from lightning_omni.protocol.roster import Roster
 from lightning_omni.protocol.service import Out, Payload, Peer, Sender, Service, as_tensor
 from lightning_omni.protocol.shards import HeldShards
+from lightning_omni.protocol.wire_format import from_wire
+from lightning_omni.topology import Topology
 
 
 class MergedHeads(Service):
@@ -32,6 +35,10 @@ class MergedHeads(Service):
         self._shards = shards
         self._notes = notes
         self._clock = clock
+        self._wire = RAW_BOTH
+
+    def form(self, topology: Topology, method: Method, message: m.Form) -> None:
+        self._wire = Both.of(from_wire(message.wire_format))
 
     def evict(self, group: int, lost: bool) -> list[Out]:
         """The group has no access, and waits for none."""
@@ -55,9 +62,11 @@ class MergedHeads(Service):
         """A group's batch comes, and waits for exclusive access if it wants it."""
         head = self._shards.head(message.optimizer)
         # The memory is the connection's, on which nothing else comes before the answer.
-        arrival = Arrival(sender.group, sender.peer, message, unpack(message.packed, as_tensor(payload)))
+        arrival = Arrival(
+            sender.group, sender.peer, message, unpack_in(self._wire.up, message.packed, as_tensor(payload))
+        )
         if not message.exclusive:
-            return [_output(head, arrival)]
+            return [self._output(head, arrival)]
         self._roster.check_leads(sender.rank, sender.group)
         head.arrive(arrival)
         return self._serve(message.optimizer)
@@ -67,7 +76,9 @@ class MergedHeads(Service):
         head, group, number = self._shards.head(message.optimizer), sender.group, message.optimizer
         spans = self._notes.new_spans(group, message)
         try:
-            stepped = head.backward(group, message, unpack(message.packed, as_tensor(payload)), number)
+            stepped = head.backward(
+                group, message, unpack_in(self._wire.up, message.packed, as_tensor(payload)), number
+            )
         except ProtocolError as error:
             head.forget(group)
             return [_refusal(sender.peer, error), *self._serve(number)]
@@ -83,7 +94,7 @@ class MergedHeads(Service):
             note=message.clip,
         )
         head.release(self._clock())
-        packed, buffer = pack(stepped.inputs)
+        packed, buffer = pack_in(self._wire.down, stepped.inputs)
         answer = m.HeadGradients(
             packed=packed,
             nbytes=buffer.numel(),
@@ -102,23 +113,22 @@ class MergedHeads(Service):
         """The next group in line gets access; one whose batch the head cannot take is told why."""
         head, out = self._shards.head(number), []
         while (arrival := head.grant_access(self._clock())) is not None:
-            out.append(_output(head, arrival))
+            out.append(self._output(head, arrival))
         return out
 
     def _check_packed(self, message: m.HeadForward | m.HeadBackward) -> int:
         self._shards.head(message.optimizer)
-        check_specs(message.packed.specs, message.nbytes)
+        check(self._wire.up, message.packed, message.nbytes)
         return message.nbytes
 
-
-def _output(head: HeadShard, arrival: Arrival) -> Out:
-    try:
-        packed, buffer = pack(head.forward(arrival))
-    except OmniError as error:
-        if arrival.message.exclusive:
-            head.forget(arrival.group)
-        return _refusal(arrival.peer, error)
-    return Out(arrival.peer, m.DATA, m.HeadOutput(packed=packed, nbytes=buffer.numel()), (buffer,))
+    def _output(self, head: HeadShard, arrival: Arrival) -> Out:
+        try:
+            packed, buffer = pack_in(self._wire.down, head.forward(arrival))
+        except OmniError as error:
+            if arrival.message.exclusive:
+                head.forget(arrival.group)
+            return _refusal(arrival.peer, error)
+        return Out(arrival.peer, m.DATA, m.HeadOutput(packed=packed, nbytes=buffer.numel()), (buffer,))
 
 
 def _refusal(peer: Peer, error: OmniError) -> Out:

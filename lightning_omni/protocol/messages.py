@@ -666,7 +666,8 @@ class HeadForward(Message, frozen=True, kw_only=True):
 
     Attributes:
         optimizer: number of the head, among the optimizers.
-        packed: ``[arguments, keyword arguments]`` of the submodule.
+        packed: ``[arguments, keyword arguments]`` of the submodule; their tensors are in the payload, as
+            `lightning_omni.protocol.activations` has them.
         training: whether each of its submodules is in training mode, itself first.
         trainable: whether each of its weights is to be trained.
         autocast: dtype of automatic mixed precision, if any.

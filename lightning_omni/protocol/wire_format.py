@@ -105,6 +105,15 @@ class WireFormat(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
         """How the tensors of their answers are."""
         return RAW
 
+    @property
+    def activations(self) -> WireFormat:
+        """How activations of a merged head travel in this direction: this format, if each number arrives as itself.
+
+        Unless a format says so, they travel raw. Such a format makes as many bytes of as many numbers, whatever they
+        are, and needs no state.
+        """
+        return RAW
+
     def check(self, method: Method) -> None:
         """Raises `ConfigurationError` if what a method pushes cannot be sent so."""
 

@@ -138,15 +138,22 @@ class Exchanges:
 
     # --- A merged head, which the first server holds -----------------------------------------------------------------
 
-    def to_head(self, group: int, nbytes: int, bytes_back: int, size: int) -> Timeline:
-        """A batch of ``size`` samples travels to a merged head, until its exclusive access there is over."""
+    def to_head(self, group: int, nbytes: int, answers: tuple[int, int], size: int) -> Timeline:
+        """A batch of ``size`` samples travels to a merged head, until its exclusive access there is over.
+
+        Args:
+            group: number of the group.
+            nbytes: of the batch.
+            answers: bytes of its outputs, and of their gradients.
+            size: samples.
+        """
         yield self._come(group, 0, nbytes)
         first, received = self._servers[0], self._engine.now
         travel = 0.0
         if not self._is_at_home(group, 0):
             received = first.inwards.serve(received, nbytes / self._card.bandwidth)
             # The outputs go out and their gradients come in while the head is this group's alone.
-            travel = 2 * (self._link.seconds(bytes_back) + self._card.seconds(bytes_back))
+            travel = sum(self._link.seconds(each) + self._card.seconds(each) for each in answers)
         yield first.head.serve(received, size * self._cluster.head_seconds_per_sample + travel)
 
     def from_head(self, group: int, nbytes: int) -> float:

@@ -18,9 +18,12 @@ from lightning_omni.methods.head import check_mergeable, held_by_one, pass_throu
 from lightning_omni.methods.modules import describe_module, tensors_of, with_tensors
 from lightning_omni.protocol import Batch
 from lightning_omni.protocol import messages as m
+from lightning_omni.protocol.activations import Both, pack_in, unpack_in
 from lightning_omni.protocol.codec import unpack
 from lightning_omni.protocol.head_side import HeadSide
+from lightning_omni.protocol.layout import Layout, TensorSpec
 from lightning_omni.protocol.leases import apportion, positions
+from lightning_omni.protocol.wire_format import RAW, WireFormat
 from lightning_omni.simulator.cluster import Cluster
 from lightning_omni.simulator.engine import Engine, Timeline
 from lightning_omni.simulator.exchange import Exchanges
@@ -124,6 +127,35 @@ class Assignment(NamedTuple):
     seconds: float
 
 
+class Carried(NamedTuple):
+    """What travels to a merged head or from it for one sample.
+
+    Attributes:
+        numbers: floating-point numbers, and ...
+        nbytes: ... their bytes as they are.
+        others: bytes of all else.
+    """
+
+    numbers: int
+    nbytes: int
+    others: int
+
+    @classmethod
+    def of(cls, tree: Any) -> Carried:
+        """All tensors of a tree."""
+        sizes = [(each.numel(), each.element_size(), each.is_floating_point()) for each in tensors_of(tree)]
+        floats = [(count, count * width) for count, width, is_float in sizes if is_float]
+        others = sum(count * width for count, width, is_float in sizes if not is_float)
+        return cls(sum(count for count, _ in floats), sum(nbytes for _, nbytes in floats), others)
+
+    def on_wire(self, wire: WireFormat, samples: int) -> int:
+        """Bytes of so many samples in a wire format."""
+        if wire == RAW or not self.numbers:
+            return (self.nbytes + self.others) * samples
+        layout = Layout((TensorSpec("", (self.numbers * samples,), "float32"),))
+        return wire.sizes(layout)[1] + self.others * samples
+
+
 class SimulatedHead:
     """Stands in the place of the submodule's ``forward`` in the simulation's model.
 
@@ -152,12 +184,12 @@ class SimulatedHead:
         """What a server is told of it, beyond its weights and optimizer."""
         return {"name": self.name, "module": describe_module(self._module), "seed": seed}
 
-    def sizes(self, model: nn.Module, loss: Loss, batch: Any) -> tuple[int, int]:
-        """Bytes that go into the head and come out of it for a batch."""
-        seen: list[tuple[int, int]] = []
+    def sizes(self, model: nn.Module, loss: Loss, batch: Any) -> tuple[Carried, Carried]:
+        """What goes into the head and comes out of it for a batch."""
+        seen: list[tuple[Carried, Carried]] = []
 
         def keep(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            seen.append((_nbytes((args, kwargs)), _nbytes(output)))
+            seen.append((Carried.of((args, kwargs)), Carried.of(output)))
 
         was_training = model.training
         hook = self._module.register_forward_hook(keep, with_kwargs=True)
@@ -174,9 +206,9 @@ class SimulatedHead:
             )
         return seen[0]
 
-    def install(self, server: SimulatedServer) -> None:
+    def install(self, server: SimulatedServer, wire: Both) -> None:
         """From now on the submodule is the server's."""
-        self._server = server
+        self._server, self._side.wire = server, wire
         self._module.forward = self
 
     def access_for(self, leader: int, epoch: int, trained: int) -> None:
@@ -196,7 +228,7 @@ class SimulatedHead:
     def _ask(self, tree: Any, exclusive: bool) -> list[Tensor]:
         said = self._side.forward(tree, exclusive=exclusive)
         answer, payload = self._server.ask_head(self._group_place[0], said.message, said.payload, m.HeadOutput)
-        self._output = unpack(answer.packed, payload)
+        self._output = unpack(answer.packed, self._side.flat_of(answer.packed, payload))
         return tensors_of(self._output)
 
     def take_back(
@@ -206,12 +238,45 @@ class SimulatedHead:
         leader, epoch, trained = self._group_place
         said = self._side.backward(gradients, (epoch, trained))
         answer, payload = self._server.ask_head(leader, said.message, said.payload, m.HeadGradients)
-        found: list[Any] = unpack(answer.packed, payload)
+        found: list[Any] = unpack(answer.packed, self._side.flat_of(answer.packed, payload))
         return found
 
 
-def _nbytes(tree: Any) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(tree))
+class RoundedHead:
+    """Stands in the place of a merged head's ``forward`` in a replay: all that passes is rounded as on its way.
+
+    Args:
+        module: the head.
+        wire: how activations and gradients travelled.
+    """
+
+    def __init__(self, module: nn.Module, wire: Both) -> None:
+        self._own, self._wire = module.forward, wire
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The head's output, as its group got it."""
+        up, down = self._wire
+        args, kwargs = _rounded((args, kwargs), up, down)
+        return _rounded(self._own(*args, **kwargs), down, up)
+
+
+def _rounded(tree: Any, there: WireFormat, back: WireFormat) -> Any:
+    outputs = _Rounded.apply(there, back, *tensors_of(tree))  # type: ignore[no-untyped-call]
+    return with_tensors(tree, outputs)
+
+
+class _Rounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, there: WireFormat, back: WireFormat, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.back = back
+        ctx.set_materialize_grads(False)
+        outputs = tuple(unpack_in(there, *pack_in(there, list(tensors))))
+        ctx.mark_non_differentiable(*(each for each in outputs if not (each.is_floating_point() or each.is_complex())))
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        return (None, None, *unpack_in(ctx.back, *pack_in(ctx.back, list(gradients))))
 
 
 class Gradients:
@@ -246,15 +311,22 @@ class ThroughHead(Gradients):
         bench: computes.
         head: the merged head.
         costs: how long the way there takes.
-        sizes: bytes of one sample that go into the head and come out of it.
+        sizes: what goes into the head and comes out of it for one sample.
+        wire: how that travels.
     """
 
     def __init__(
-        self, engine: Engine, bench: Workbench, head: SimulatedHead, costs: Exchanges, sizes: tuple[int, int]
+        self,
+        engine: Engine,
+        bench: Workbench,
+        head: SimulatedHead,
+        costs: Exchanges,
+        sizes: tuple[Carried, Carried],
+        wire: Both,
     ) -> None:
         super().__init__(engine, bench)
-        self._head, self._costs = head, costs
-        self._bytes_in, self._bytes_out = sizes
+        self._head, self._costs, self._wire = head, costs, wire
+        self._inputs, self._outputs = sizes
         self._lost: set[int] = set()
 
     def compute(self, work: Assignment) -> Timeline:
@@ -266,14 +338,15 @@ class ThroughHead(Gradients):
     def _through_head(self, work: Assignment) -> Timeline:
         """A process of its own: what is on its way comes to the head even if its group has died."""
         (part,) = work.parts
-        nbytes = self._bytes_in * len(part)
+        samples, (up, down) = len(part), self._wire
         yield self._engine.now + work.seconds * FORWARD
-        yield from self._costs.to_head(work.group, nbytes, self._bytes_out * len(part), len(part))
+        answers = self._outputs.on_wire(down, samples), self._outputs.on_wire(up, samples)
+        yield from self._costs.to_head(work.group, self._inputs.on_wire(up, samples), answers, samples)
         if work.group in self._lost:
             return None
         # Nothing else has had the head since its access began, so all of it may be computed now.
         self._head.access_for(work.leader, *work.place)
         batch = self._bench.samples.batch(self._bench.samples.at(work.place[0], part))
         result: Result = self._bench.compute(work.weights, [batch])
-        yield self._costs.from_head(work.group, nbytes) + work.seconds * (1 - FORWARD)
+        yield self._costs.from_head(work.group, self._inputs.on_wire(down, samples)) + work.seconds * (1 - FORWARD)
         return result

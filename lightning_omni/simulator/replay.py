@@ -20,12 +20,14 @@ from lightning_omni.methods.master import describe, holds, hyperparameters_of, p
 from lightning_omni.methods.replica import Hyperparameters, Pulled, Replica, copies
 from lightning_omni.protocol import Batch, positions
 from lightning_omni.protocol import messages as m
+from lightning_omni.protocol.activations import RAW_BOTH, Both
 from lightning_omni.protocol.group import Action, Ask, GroupCore
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.record import Event, Spans
 from lightning_omni.protocol.shard import Shard
 from lightning_omni.protocol.split import Split, is_elementwise
 from lightning_omni.protocol.wire_format import RAW, Encoded, Memory, WireFormat, decode, from_wire, name_of
+from lightning_omni.simulator.gradients import RoundedHead
 from lightning_omni.simulator.monitor import Row, arrays
 from lightning_omni.simulator.replicas import named_parameters, own_replica
 from lightning_omni.simulator.server import resolve_also
@@ -203,7 +205,7 @@ class _Replay:
         self._make, self._batches = optimizer, batches
         self._optimizer = optimizer(list(self._model.parameters()))
         self._parameters = named_parameters(self._model, self._optimizer)
-        tail = self._model.get_submodule(merged) if merged else nn.Module()
+        self._tail = tail = self._model.get_submodule(merged) if merged else nn.Module()
         inside = {name for name, _ in tail.named_parameters(prefix=merged or "")}
         if any(isinstance(each, _DropoutNd) and each.p for each in tail.modules()):
             raise ConfigurationError(
@@ -325,6 +327,8 @@ class _Replay:
             at_server = self._optimizer if method.steps_at == "server" else None
             self._shard = self._shard_of(self._body, at_server, event.clock, method, topology)
             if self._head:
+                if (both := Both.of(self._wire_format)) != RAW_BOTH:
+                    self._tail.forward = RoundedHead(self._tail, both)
                 self._head_shard = self._shard_of(self._head, self._optimizer, 0, AsyncSGD(), topology)
         else:
             self._shard.change_method(method, topology.alive)

@@ -11,6 +11,7 @@ from lightning_omni.errors import OmniError
 from lightning_omni.methods.replica import Replica
 from lightning_omni.methods.totals import Total
 from lightning_omni.protocol import messages as m
+from lightning_omni.protocol.activations import Both
 from lightning_omni.protocol.group import GroupCore
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.record import Recorder
@@ -118,7 +119,7 @@ class Simulation:
             return Gradients(self._engine, bench)
         one = self._samples.batch(self._samples.at(0, range(1)))
         sizes = head.sizes(self._model, workload.loss, one)
-        return ThroughHead(self._engine, bench, head, self._costs, sizes)
+        return ThroughHead(self._engine, bench, head, self._costs, sizes, Both.of(self._wire_format))
 
     def _form(self) -> None:
         """The server gets weights and optimizers, and knows the groups."""
@@ -128,7 +129,7 @@ class Simulation:
             parts.append(part_of(self._head.parameters, self._optimizer, self._head.part(self._batches.seed)))
         self.server.form(method, self._wire_format, self._formation.overlap, parts)
         if self._head is not None:
-            self._head.install(self.server)
+            self._head.install(self.server, Both.of(self._wire_format))
 
     def _add_groups(self) -> None:
         self._around = Surroundings(

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.protocol.wire_format import register
+from lightning_omni.protocol.wire_format import WireFormat, register
 from lightning_omni.protocol.wire_formats.lossy import Lossy
 
 
@@ -37,6 +37,10 @@ class Int8(Lossy, frozen=True, kw_only=True, tag="int8"):
     def __post_init__(self) -> None:
         if self.block < 8:
             raise ConfigurationError(f"block={self.block}: pass 8 or more numbers to a scale")
+
+    @property
+    def activations(self) -> WireFormat:
+        return self
 
     def nbytes(self, count: int) -> int:
         return 4 * self._blocks(count) + count

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_omni.protocol.wire_format import register
+from lightning_omni.protocol.wire_format import WireFormat, register
 from lightning_omni.protocol.wire_formats.lossy import Lossy
 
 
@@ -15,6 +15,10 @@ class Rounded(Lossy, frozen=True, kw_only=True):
     """Rounds to another dtype. A number beyond its range travels as its largest, and the remainder is owed."""
 
     dtype: ClassVar[torch.dtype]
+
+    @property
+    def activations(self) -> WireFormat:
+        return self
 
     def nbytes(self, count: int) -> int:
         return count * self.dtype.itemsize

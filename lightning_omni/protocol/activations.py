@@ -1,0 +1,111 @@
+"""A merged head's activations and gradients as bytes: floating-point numbers in the run's wire format, all else raw.
+
+Rule 1: no residual. The next batch has other activations, and what rounding took from these is owed to none of them.
+Rule 2: a part of an activation is none: of formats that leave numbers out (top-k), nothing is used here.
+Rule 3: integers and booleans (targets, places of tokens, masks) arrive as they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_omni.errors import MalformedMessage
+from lightning_omni.protocol import wire_format
+from lightning_omni.protocol.codec import Packed, check_specs, pack, unpack
+from lightning_omni.protocol.layout import DTYPES, Layout
+from lightning_omni.protocol.wire_format import RAW, Memory, WireFormat
+
+
+class Both(NamedTuple):
+    """The wire formats of a merged head's two directions.
+
+    Attributes:
+        up: of what goes to the server: activations, and the gradients of what came back.
+        down: of what comes from it: outputs, and the gradients of activations.
+
+    Example:
+        >>> from lightning_omni.protocol.wire_formats import wire_of
+        >>> Both.of(wire_of({"push": "int8", "pull": "bf16"}))
+        Both(up=Int8(block=128), down=BF16())
+        >>> Both.of(wire_of("topk:0.01"))
+        Both(up=Raw(), down=Raw())
+    """
+
+    up: WireFormat
+    down: WireFormat
+
+    @classmethod
+    def of(cls, chosen: WireFormat) -> Both:
+        """Those of a run in this wire format."""
+        return cls(chosen.pushes.activations, chosen.answers.activations)
+
+
+RAW_BOTH = Both(RAW, RAW)
+
+
+def pack_in(wire: WireFormat, tree: Any) -> tuple[Packed, Tensor]:
+    """A tree as it travels; see `lightning_omni.protocol.codec.pack`."""
+    packed, buffer = pack(tree)
+    layout = packed.layout
+    floats, others = _flags(layout)
+    if wire == RAW or not any(floats):
+        return packed, buffer
+    views = layout.views(buffer)
+    parts = [
+        each.encode([view if flag else None for view, flag in zip(views, flags, strict=True)], layout, {}, Memory())
+        for each, flags in ((wire, floats), (RAW, others))
+        if any(flags)
+    ]
+    return packed, torch.cat([part.payload for part in parts])
+
+
+def flat_of(wire: WireFormat, packed: Packed, payload: Tensor) -> Tensor:
+    """The tensors of a tree in flat memory, from what has travelled.
+
+    Raises:
+        Refused: they cannot be had from it.
+    """
+    layout = packed.layout
+    floats, others = _flags(layout)
+    if wire == RAW or not any(floats):
+        return payload
+    check(wire, packed, payload.numel())
+    flat = layout.empty()
+    views, first = layout.views(flat), _nbytes(wire, layout.subset(floats))
+    for each, flags, part in ((wire, floats, payload[:first]), (RAW, others, payload[first:])):
+        known, mine = layout.subset(flags), [view for view, flag in zip(views, flags, strict=True) if flag]
+        if mine:
+            values = known.views(wire_format.decode(each, part.clone(), known, Memory()))
+            torch._foreach_copy_(mine, values)
+    return flat
+
+
+def unpack_in(wire: WireFormat, packed: Packed, payload: Tensor) -> Any:
+    """A tree from what has travelled; see `lightning_omni.protocol.codec.unpack`."""
+    return unpack(packed, flat_of(wire, packed, payload))
+
+
+def check(wire: WireFormat, packed: Packed, nbytes: int) -> None:
+    """Raises `MalformedMessage` unless every tensor is sane, and all fit exactly into so many bytes as they travel."""
+    layout = packed.layout
+    floats, others = _flags(layout)
+    if wire == RAW or not any(floats):
+        check_specs(packed.specs, nbytes)
+        return
+    check_specs(packed.specs, layout.nbytes)
+    expected = _nbytes(wire, layout.subset(floats)) + layout.subset(others).nbytes
+    if expected != nbytes:
+        raise MalformedMessage(f"the tensors need {expected} bytes, but {nbytes} came")
+
+
+def _flags(layout: Layout) -> tuple[list[bool], list[bool]]:
+    """Which entries are floating-point numbers, and which are not."""
+    floats = [spec.dtype in DTYPES and DTYPES[spec.dtype].is_floating_point for spec in layout.specs]
+    return floats, [not each for each in floats]
+
+
+def _nbytes(wire: WireFormat, layout: Layout) -> int:
+    return wire.sizes(layout)[1]
