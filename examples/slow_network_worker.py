@@ -56,10 +56,8 @@ def with_ddp(plain: nn.Module, told: dict[str, Any]) -> Way:
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
     model = DistributedDataParallel(plain, gradient_as_bucket_view=True)
-    if told.get("hook") == "fp16":
+    if told.get("hook") == "fp16":  # torch's hook for bf16 refuses gloo
         model.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    elif told.get("hook") == "bf16":
-        model.register_comm_hook(None, default_hooks.bf16_compress_hook)
     elif told.get("hook") == "powersgd":
         state = powerSGD_hook.PowerSGDState(
             None, matrix_approximation_rank=told["rank"], start_powerSGD_iter=told["warmup"]
