@@ -128,7 +128,7 @@ RATES = ({"lr": 0.03}, {"lr": 0.08})
 
 
 def ways() -> list[Way]:
-    """What is compared, with the settings that ``--tune`` has found best for 100 megabits a second on each host."""
+    """What is compared, with settings to begin with; ``--tune`` tries others of each."""
     plain = {"lr": 0.05, "momentum": 0.9}
     lossy, shared = {"push": "int8", "pull": "bf16"}, {"servers": "per-node"}
     local = tuple({"period": period, **rate} for period in (4, 16) for rate in ({}, *RATES))

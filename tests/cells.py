@@ -1,8 +1,8 @@
 """Every method in every wire format, overlapped or not, with one server or several, whatever becomes of a group.
 
 A cell of the matrix is one of each. It trains a small net on the state machines of a real run, in memory and in a
-random order of arrival, or it is refused. The matrix is made from what is
-registered, so a new method or format is in it.
+random order of arrival, or it is refused. The matrix is made from what is registered, so a new method or format is in
+it.
 """
 
 from __future__ import annotations

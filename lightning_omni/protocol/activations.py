@@ -49,10 +49,10 @@ RAW_BOTH = Both(RAW, RAW)
 def pack_in(wire: WireFormat, tree: Any) -> tuple[Packed, Tensor]:
     """A tree as it travels; see `lightning_omni.protocol.codec.pack`."""
     packed, buffer = pack(tree)
+    if _is_raw(wire, packed):
+        return packed, buffer
     layout = packed.layout
     floats, others = _flags(layout)
-    if wire == RAW or not any(floats):
-        return packed, buffer
     views = layout.views(buffer)
     parts = [
         each.encode([view if flag else None for view, flag in zip(views, flags, strict=True)], layout, {}, Memory())
@@ -66,13 +66,14 @@ def flat_of(wire: WireFormat, packed: Packed, payload: Tensor) -> Tensor:
     """The tensors of a tree in flat memory, from what has travelled.
 
     Raises:
+        MalformedMessage: it is not as long as they are.
         Refused: they cannot be had from it.
     """
-    layout = packed.layout
-    floats, others = _flags(layout)
-    if wire == RAW or not any(floats):
+    if _is_raw(wire, packed):
         return payload
     check(wire, packed, payload.numel())
+    layout = packed.layout
+    floats, others = _flags(layout)
     flat = layout.empty()
     views, first = layout.views(flat), _nbytes(wire, layout.subset(floats))
     for each, flags, part in ((wire, floats, payload[:first]), (RAW, others, payload[first:])):
@@ -90,15 +91,20 @@ def unpack_in(wire: WireFormat, packed: Packed, payload: Tensor) -> Any:
 
 def check(wire: WireFormat, packed: Packed, nbytes: int) -> None:
     """Raises `MalformedMessage` unless every tensor is sane, and all fit exactly into so many bytes as they travel."""
-    layout = packed.layout
-    floats, others = _flags(layout)
-    if wire == RAW or not any(floats):
+    if _is_raw(wire, packed):
         check_specs(packed.specs, nbytes)
         return
+    layout = packed.layout
+    floats, others = _flags(layout)
     check_specs(packed.specs, layout.nbytes)
     expected = _nbytes(wire, layout.subset(floats)) + layout.subset(others).nbytes
     if expected != nbytes:
         raise MalformedMessage(f"the tensors need {expected} bytes, but {nbytes} came")
+
+
+def _is_raw(wire: WireFormat, packed: Packed) -> bool:
+    """Whether all of a tree travels as it is."""
+    return wire == RAW or not any(_flags(packed.layout)[0])
 
 
 def _flags(layout: Layout) -> tuple[list[bool], list[bool]]:
