@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from searches import BATCH, START, found, observed, search, smaller
@@ -75,7 +76,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_numbers_are_those_of_the_profile(
     options: list[str],
     changes: dict[str, float],
-    question: dict[str, int],
+    question: dict[str, Any],
     profile: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -104,3 +104,7 @@ class AsyncSGD(Method, frozen=True, kw_only=True, tag="async_sgd"):
                 f"bound={self.bound}: a group cannot be fewer than 0 pushes ahead of the slowest; pass 0 for lock-step,"
                 " more for looser coupling, or None for no bound"
             )
+
+    @property
+    def has_barrier(self) -> bool:
+        return self.bound == 0  # no group may be ahead of another

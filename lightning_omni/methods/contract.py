@@ -400,6 +400,21 @@ class Method(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
     fragments: ClassVar[int] = 1
     side: ClassVar[type[ServerSide] | None] = None
 
+    @property
+    def push_period(self) -> int:
+        """Local steps of a group between two pushes, of whichever fragment: ``period / fragments``, if any."""
+        return int(getattr(self, "period", 1)) // self.fragments
+
+    @property
+    def pull_period(self) -> int:
+        """Local steps of a group between two answers that bring weights."""
+        return self.push_period
+
+    @property
+    def has_barrier(self) -> bool:
+        """Whether every exchange, after a warm start, waits for those of all other groups."""
+        return self.side is not None and issubclass(self.side, Barrier)
+
     def check(self, groups: int) -> None:
         """Raises `ConfigurationError` if the method cannot work with that many groups."""
 

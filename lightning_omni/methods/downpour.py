@@ -89,6 +89,18 @@ class Downpour(Method, frozen=True, kw_only=True, tag="downpour"):
         """At the server for gradients, at the worker for updates."""
         return "server" if self.send == "gradients" else "worker"
 
+    @property
+    def push_period(self) -> int:
+        return self.n_push
+
+    @property
+    def pull_period(self) -> int:
+        return self.n_fetch
+
+    @property
+    def has_barrier(self) -> bool:
+        return False  # but for the warm start
+
     def group_side(self, replica: Replica) -> GroupSide:
         """Descend; push every n_push steps; fetch every n_fetch."""
         return self._gradients(replica) if self.send == "gradients" else self._updates(replica)

@@ -22,6 +22,12 @@ QUEUE_TOLERANCE = 1e-6
 """Part of a cycle by which that fixed point may still change in the last round."""
 QUEUE_SCATTER = 0.2
 """How much small scatter counts near saturation."""
+BARRIER_CYCLES, BARRIER_CHAINS, BARRIER_SAMPLES = 16, 4, 512
+"""Cycles that are played of groups that wait for one another, in how many runs, and in runs of how many groups once."""
+OVERLAP_ROUNDS = 12
+"""Rounds of the fixed point for exchanges that travel beside the computation."""
+IDLE = 0.02
+"""Part of the time that what groups share may be idle and yet be called always busy."""
 
 # --- Statistical efficiency (`statistical`, `decay`) -----------------------------------------------------------------
 

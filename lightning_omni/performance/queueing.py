@@ -1,4 +1,4 @@
-"""Two quantities that decide how fast groups are: the slowest of several members, and the wait for what all share.
+"""What decides how fast groups are: the slowest of several members, the wait for what all share, and for each other.
 
 Everything has a first axis of draws, so that an interval costs little more than a number.
 """
@@ -6,6 +6,9 @@ Everything has a first axis of draws, so that an interval costs little more than
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from functools import cache
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -34,9 +37,76 @@ def slowest(values: Array, counts: Array) -> tuple[Array, Array]:
         >>> mean.tolist(), variance.tolist()  # 1 or 2 with 0, and 3 with either
         ([2.25], [0.6875])
     """
-    draws, kinds, quantiles = values.shape
-    if kinds == 1 and counts[0] == 1:
+    if values.shape[1] == 1 and counts[0] == 1:
         return values[:, 0].mean(axis=1), values[:, 0].var(axis=1)
+    times, probabilities = _distribution_of_slowest(values, counts)
+    mean = (times * probabilities).sum(axis=1)
+    return mean, np.maximum((times**2 * probabilities).sum(axis=1) - mean**2, 0.0)
+
+
+def quantiles_of_slowest(values: Array, counts: Array) -> Array:
+    """Equally likely times of the largest of several, as `slowest` has them: shape (draws, quantiles), ascending.
+
+    Example:
+        >>> quantiles_of_slowest(np.array([[[1.0, 2.0], [0.0, 3.0]]]), np.array([1, 1])).tolist()
+        [[1.5, 3.0]]
+    """
+    if values.shape[1] == 1 and counts[0] == 1:
+        return np.asarray(values[:, 0])
+    times, probabilities = _distribution_of_slowest(values, counts)
+    return means_of_parts(times, probabilities, values.shape[2])
+
+
+def means_of_parts(values: Array, probabilities: Array, parts: int) -> Array:
+    """A distribution in so many equally likely parts, the mean of each: shape (draws, parts).
+
+    Args:
+        values: ascending, shape (draws, n).
+        probabilities: of each, shape (draws, n).
+        parts: how many.
+    """
+    edges = np.arange(parts + 1) / parts
+    # The mean up to each point is a broken line; its rises from edge to edge are the means in between.
+    up_to = np.cumsum(probabilities, axis=1), np.cumsum(probabilities * values, axis=1)
+    lines = [np.interp(edges, np.append(0.0, x), np.append(0.0, y)) for x, y in zip(*up_to, strict=True)]
+    return np.diff(lines, axis=1) * parts
+
+
+def quantiles_of_sum(mean: Array, variance: Array, count: int) -> Array:
+    """Equally likely values of a positive sum of which mean and variance are known, as of a gamma distribution.
+
+    Args:
+        mean: of the sum, shape (draws, groups).
+        variance: of the sum, shape (draws, groups).
+        count: how many values.
+
+    Returns:
+        Ascending, shape (draws, groups, count); their mean is exact.
+
+    Example:
+        >>> quantiles_of_sum(np.array([[4.0]]), np.array([[4.0]]), 4).round(1).tolist()  # of four exponential times
+        [[[1.8, 3.1, 4.4, 6.7]]]
+
+    References:
+        Wilson and Hilferty 1931 (the cube root of such a value is nearly normal).
+    """
+    scatter = np.sqrt(variance) / np.maximum(mean, 1e-300)
+    third = (scatter / 3)[..., None]
+    factors = np.maximum(1 - third**2 + third * _normal_quantiles(count), 0.0) ** 3
+    factors = factors.reshape(*mean.shape, count, -1).mean(axis=-1)
+    return np.asarray(mean[..., None] * factors / factors.mean(axis=-1, keepdims=True))
+
+
+@cache
+def _normal_quantiles(count: int) -> Array:
+    """Eight for each of so many parts."""
+    fine = 8 * count
+    return np.array([NormalDist().inv_cdf((place + 0.5) / fine) for place in range(fine)])
+
+
+def _distribution_of_slowest(values: Array, counts: Array) -> tuple[Array, Array]:
+    """Times, ascending, and the probability of each, both of shape (draws, m × quantiles)."""
+    draws, _, quantiles = values.shape
     flat = values.reshape(draws, -1)
     order = np.argsort(flat, axis=1)
     times = np.take_along_axis(flat, order, axis=1)
@@ -45,9 +115,7 @@ def slowest(values: Array, counts: Array) -> tuple[Array, Array]:
     rises = (counts[:, None] * np.diff(logs, prepend=0.0)).reshape(-1)  # and 0 until all have begun, see below
     product = np.exp(np.cumsum(rises[order], axis=1))
     product[times < values[:, :, 0].max(axis=1)[:, None]] = 0.0
-    probabilities = np.diff(product, axis=1, prepend=0.0)
-    mean = (times * probabilities).sum(axis=1)
-    return mean, np.maximum((times**2 * probabilities).sum(axis=1) - mean**2, 0.0)
+    return times, np.diff(product, axis=1, prepend=0.0)
 
 
 def residence(think: Array, variance: Array, service: Array, visits: Array) -> Array:
@@ -133,3 +201,81 @@ def _residence_at_one_station(groups: int, think: float, scatter: float, service
     against = service * service * slack + c.QUEUE_SCATTER * service * math.sqrt(spread)
     random = spread / (spread + against) if spread + against > 0 else 0.0
     return rhythm + random * max(cycle - rhythm, 0.0) - think
+
+
+@dataclass(frozen=True)
+class BarrierExchange:
+    """What an exchange costs groups that wait for each other in it; seconds, each of shape (draws,).
+
+    Args:
+        way: to the server, and with the answer back, each half of it.
+        serve: of a push where pushes queue.
+        send: of an answer where answers queue.
+    """
+
+    way: Array
+    serve: Array
+    send: Array
+
+    def cycle(self, hidden: Array, rest: Array, is_rough: bool = False) -> Array:
+        """Seconds from one exchange of all groups to the next, in the mean.
+
+        Cycle after cycle is played with step times as likely as they are: a group computes, pushes, and waits until all
+        pushes have been served, one after the other in the order in which they come; the answers go out in that order,
+        one after the other. What is hidden is computed before the answer is waited for.
+
+        Args:
+            hidden: equally likely seconds of the steps that a group makes while its exchange is under way, ascending,
+                shape (draws, groups, quantiles).
+            rest: of those that it makes once it has the answer, likewise.
+            is_rough: whether a few cycles are enough.
+
+        Example:
+            Four groups of one second; 0.1 s of each push and 0.2 s of each answer are on one link:
+
+            >>> steps, none = np.ones((1, 4, 1)), np.zeros((1, 4, 1))
+            >>> link = BarrierExchange(way=np.zeros(1), serve=np.array([0.1]), send=np.array([0.2]))
+            >>> link.cycle(none, steps).round(3).tolist()  # the last answer and, of pushes apart, the last one
+            [1.9]
+            >>> link.cycle(steps, none).round(3).tolist()  # most of it all lies in the midst of the next second
+            [1.0]
+        """
+        # Noise of few cycles is the same in all draws, and many of the first one say what it is.
+        few = self._mean_cycle(hidden, rest, c.BARRIER_CHAINS)
+        if is_rough:
+            return few
+        first = BarrierExchange(self.way[:1], self.serve[:1], self.send[:1])
+        many = first._mean_cycle(hidden[:1], rest[:1], max(c.BARRIER_CHAINS, c.BARRIER_SAMPLES // rest.shape[1]))
+        return np.asarray(few * (many / few[:1]))
+
+    def _mean_cycle(self, hidden: Array, rest: Array, chains: int) -> Array:
+        draws, groups, quantiles = rest.shape
+        random = np.random.default_rng(0)
+        count = -(-c.BARRIER_CYCLES * chains // quantiles)
+        # Every group has each of its times equally often.
+        picked = random.permuted(np.tile(np.arange(quantiles), (2, groups, count, 1)), axis=3)
+        picked = picked.reshape(2, groups, -1)[:, :, : c.BARRIER_CYCLES * chains].reshape(2, groups, -1, chains)
+        group = np.arange(groups)[:, None]
+        behind = np.arange(groups, 0, -1) * self.serve[:, None, None]
+        queue, half = np.arange(1, groups + 1) * self.send[:, None, None], self.way[:, None, None] / 2
+        sent = answered = np.zeros((draws, chains, groups))
+        spent, longest = np.zeros((2, draws))
+        for number in range(c.BARRIER_CYCLES):
+            first, then = (
+                steps[:, group, which[:, number]].swapaxes(1, 2)
+                for steps, which in zip((hidden, rest), picked, strict=True)
+            )
+            sent = np.maximum(sent + first, answered) + then
+            order = sent.argsort(axis=2)
+            served = (np.take_along_axis(sent, order, axis=2) + behind).max(axis=2, keepdims=True) + half
+            sent = sent - served  # from now on the barrier's end is 0
+            answered = np.empty_like(sent)
+            np.put_along_axis(answered, order, np.broadcast_to(queue + half, order.shape), axis=2)
+            if number >= c.BARRIER_CYCLES // 4:
+                spent += served.mean(axis=(1, 2))
+                longest += then.max(axis=2).mean(axis=1)
+        counted = c.BARRIER_CYCLES - c.BARRIER_CYCLES // 4
+        if hidden.any():
+            return np.asarray(spent / counted)
+        exact, _ = slowest(rest, np.ones(groups, int))  # which is known, and not only of these samples
+        return np.asarray((spent - longest) / counted + exact)

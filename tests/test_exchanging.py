@@ -1,0 +1,192 @@
+"""How groups exchange, and what the hardware model makes of it: against closed forms, and against the simulator."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_omni.errors import ConfigurationError
+from lightning_omni.methods import METHODS, method_named
+from lightning_omni.performance.costs import Costs
+from lightning_omni.performance.exchanging import ExchangePattern
+from lightning_omni.performance.profile import Prediction, Profile
+from lightning_omni.performance.queueing import BarrierExchange, quantiles_of_slowest, quantiles_of_sum, slowest
+from lightning_omni.protocol.layout import Layout
+
+NBYTES = 4_000_000
+
+
+def known(**costs: Any) -> Profile:
+    """Four ranks that take 0.1 s a step."""
+    return Profile.of(Costs(per_sample=0.1, nbytes=NBYTES, **costs), ranks=4, batch_size=1)
+
+
+def step(prediction: Prediction) -> float:
+    """Seconds of a step of each group."""
+    return prediction.seconds_per_update.value * len(prediction.topology.alive)
+
+
+# --- What is read off a method ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [
+        ("async_sgd", (1, False, 0)),
+        ("async_sgd:bound=0", (1, True, 0)),
+        ("hardsync", (1, True, 0)),
+        ("softsync", (1, False, 0)),
+        ("local_sgd:period=8", (8, True, 0)),
+        ("diloco:period=48,fragments=4,delay=2", (12, True, 2)),
+        ("async_diloco:period=6", (6, False, 0)),
+        ("decoupled_diloco:period=24,fragments=4", (6, False, 6)),
+        ("elastic_averaging:period=8", (8, False, 0)),
+        ("downpour:n_push=4,n_fetch=8", (4, False, 0)),
+        ("gossip:period=3", (3, False, 0)),
+    ],
+)
+def test_period_barrier_and_delay_are_the_methods(method: str, expected: tuple[int, bool, int]) -> None:
+    found = ExchangePattern.of(method, nbytes=NBYTES)
+    assert (found.period, found.barrier, found.delay) == expected
+    assert ExchangePattern.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_can_be_asked_for(name: str) -> None:
+    found = known(exchange=0.1, link=0.01).predict(4, exchanging=ExchangePattern.of(name, nbytes=NBYTES))
+    assert 0.1 <= step(found) < 0.5
+
+
+def test_bytes_are_those_of_the_wire_format() -> None:
+    numbers = NBYTES // 4
+    assert ExchangePattern.of("async_sgd", "int8", nbytes=NBYTES).push == numbers + 4 * -(-numbers // 128)
+    assert ExchangePattern.of("async_sgd", "int8", nbytes=NBYTES).pull == NBYTES
+    both = ExchangePattern.of("diloco:fragments=4,period=8", {"push": "topk:0.01", "pull": "bf16"}, nbytes=NBYTES)
+    assert (both.push, both.pull) == (8 * numbers // 400, numbers // 2)
+    downpour = ExchangePattern.of("downpour:n_push=4,n_fetch=8", nbytes=NBYTES)
+    assert (downpour.push, downpour.pull) == (NBYTES, NBYTES // 2)
+    layout = Layout.of({"w": torch.ones(2, 3), "b": torch.zeros(3)})
+    assert ExchangePattern.of("async_sgd", nbytes=layout).push == layout.nbytes
+    assert ExchangePattern.of("async_sgd", "bf16").push is None
+
+
+@pytest.mark.parametrize(
+    ("ask", "named"),
+    [
+        (lambda: ExchangePattern(period=0), "period=0"),
+        (lambda: ExchangePattern(push=-1), "push=-1"),
+        (lambda: ExchangePattern(period=2, delay=3), "delay=3 with period=2"),
+        (lambda: ExchangePattern(peers=True, barrier=True), "peers=True"),
+        (lambda: ExchangePattern.of("diloco", overlap=True), "overlap=True"),
+        (lambda: ExchangePattern.of("local_sgd", "topk"), "topk"),
+        (lambda: known().predict(2, period=2, exchanging=ExchangePattern()), "leave the others out"),
+        (
+            lambda: Profile.of(Costs(0.1), 4, 1).predict(2, exchanging=ExchangePattern(push=8)),
+            "push=8: .*not measured",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(ask: Any, named: str) -> None:
+    with pytest.raises(ConfigurationError, match=named):
+        ask()
+
+
+# --- What can be said beforehand --------------------------------------------------------------------------------------
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    groups=st.integers(1, 4),
+    period=st.integers(1, 4),
+    nbytes=st.integers(0, NBYTES),
+    parts=st.lists(st.floats(0, 0.1), min_size=3, max_size=3),
+)
+def test_groups_that_wait_for_nothing_but_their_answers_are_predicted_as_before(
+    groups: int, period: int, nbytes: int, parts: list[float]
+) -> None:
+    profile = known(exchange=sum(parts), serve=parts[1], link=parts[2])
+    before = profile.predict(groups, period=period, nbytes=nbytes)
+    now = profile.predict(groups, exchanging=ExchangePattern(period, nbytes, nbytes))
+    assert (now.seconds_per_update, now.parts) == (before.seconds_per_update, before.parts)
+
+
+def test_at_a_barrier_the_slowest_group_counts_and_answers_leave_one_after_the_other() -> None:
+    steps, none = np.array([[[1.0], [1.0], [3.0]]]), np.zeros((1, 3, 1))
+    costs = BarrierExchange(way=np.array([0.5]), serve=np.array([0.1]), send=np.array([0.2]))
+    # The slowest comes last, and is answered last: 3 s, both ways, its push, and three answers.
+    assert costs.cycle(none, steps)[0] == pytest.approx(3 + 0.5 + 0.1 + 0.6)
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.integers(2, 6), st.integers(1, 8), st.floats(0.0, 0.2), st.floats(0, 0.05), st.booleans())
+def test_of_equal_groups_at_a_barrier_the_last_answer_is_waited_for(
+    groups: int, period: int, way: float, link: float, hides: bool
+) -> None:
+    costs = Costs(per_sample=0.1, exchange=way + 2 * link, link=link, nbytes=NBYTES)
+    profile = Profile.of(costs, ranks=groups, batch_size=1)
+    barrier = ExchangePattern(period, NBYTES, NBYTES, barrier=True, delay=period if hides else 0)
+    found = period * step(profile.predict(groups, exchanging=barrier))
+    if hides:
+        assert max(0.1 * period, groups * link) * (1 - 1e-9) <= found
+        assert found <= max(0.1 * period, way + 2 * groups * link) * (1 + 1e-9)
+    else:
+        assert found == pytest.approx(0.1 * period + way + (groups + 1) * link)
+
+
+@pytest.mark.parametrize(("exchange", "expected"), [(0.05, 0.1), (0.3, 0.3)])
+def test_beside_a_step_an_exchange_costs_what_exceeds_it(exchange: float, expected: float) -> None:
+    overlap = ExchangePattern.of("async_sgd", overlap=True, nbytes=NBYTES)
+    assert step(known(exchange=exchange).predict(4, exchanging=overlap)) == pytest.approx(expected)
+
+
+def test_a_link_that_is_always_busy_is_so_beside_the_computation_too() -> None:
+    overlap = ExchangePattern.of("async_sgd", overlap=True, nbytes=NBYTES)
+    found = known(exchange=0.06, link=0.05).predict(4, exchanging=overlap)
+    assert found.seconds_per_update.value == pytest.approx(0.05, rel=1e-3)
+    assert found.bottleneck == "link"
+    assert "always busy" in found.statement
+
+
+def test_fewer_bytes_one_way_leave_the_other_way_as_it_is() -> None:
+    profile = known(exchange=0.02, link=0.02).scaled(bandwidth=NBYTES / 0.02)
+    for push, pull, expected in ((1.0, 1.0, 0.04), (0.25, 1.0, 0.025), (0.5, 0.5, 0.02)):
+        pattern = ExchangePattern(1, round(push * NBYTES), round(pull * NBYTES))
+        assert step(profile.predict(4, exchanging=pattern)) - 0.1 == pytest.approx(expected)
+
+
+def test_gossip_waits_for_a_peer_and_for_no_server() -> None:
+    profile = known(exchange=0.3, serve=0.2, link=0.02).scaled(bandwidth=NBYTES / 0.02, latency=0.005)
+    read, put = (
+        profile.predict(4, exchanging=ExchangePattern.of(method_named(name), nbytes=NBYTES))
+        for name in ("pull_gossip", "push_gossip")
+    )
+    assert step(read) == pytest.approx(0.1 + 0.75 * (0.01 + 0.02))
+    assert step(put) == pytest.approx(0.1)
+
+
+# --- Distributions ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [2, 4, 16])
+def test_sums_of_scattered_times_have_the_largest_of_several_that_they_should(count: int) -> None:
+    random = np.random.default_rng(0)
+    sums = random.standard_exponential((20_000, 4, count)).sum(axis=2)
+    ones = np.ones((1, 4))
+    values = quantiles_of_sum(count * ones, count * ones, 64)
+    mean, variance = slowest(values, np.ones(4, int))
+    assert mean[0] == pytest.approx(sums.max(axis=1).mean(), rel=0.01)
+    assert variance[0] == pytest.approx(sums.max(axis=1).var(), rel=0.1)
+
+
+def test_quantiles_of_the_slowest_have_its_mean() -> None:
+    values = np.sort(np.random.default_rng(0).standard_exponential((3, 2, 64)), axis=2)
+    counts = np.array([1, 3])
+    found = quantiles_of_slowest(values, counts)
+    assert (np.diff(found, axis=1) > -1e-9).all()
+    np.testing.assert_allclose(found.mean(axis=1), slowest(values, counts)[0])
