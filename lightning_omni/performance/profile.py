@@ -725,7 +725,7 @@ class _TrainingPlan:
         per_step = delay / self.period, serve / self.period, link / self.period
         if self.exchanging.barrier or self.exchanging.delay:
             alone = allreduce + head
-            hidden, then = (self._steps(groups, count, compute, variance, alone) for count in self._hidden_and_rest)
+            hidden, then = (self._steps(groups, count, compute, variance, alone) for count in self._hidden_and_others)
             play = self._at_a_barrier if self.exchanging.barrier else self._beside
             cycle, waiting = play(hidden, then, self.period * variance, delay, busy)
             cycle = np.maximum(cycle / self.period, len(groups) * head)
@@ -763,7 +763,7 @@ class _TrainingPlan:
         return model.delay * _messages(model.servers) + np.maximum(model.delay_per_byte * mean + other, 0.0)
 
     @property
-    def _hidden_and_rest(self) -> tuple[int, int]:
+    def _hidden_and_others(self) -> tuple[int, int]:
         """Steps between two exchanges that are made while one is under way, and the others."""
         hidden = min(self.exchanging.delay, self.period)
         return hidden, self.period - hidden
@@ -772,7 +772,7 @@ class _TrainingPlan:
         """Seconds from exchange to exchange, and what they would be if exchanges took no time; (draws, groups)."""
         model, (push, pull) = self.model, self._nbytes
         serve, link = model.serve / model.servers, model.link_per_byte / model.servers
-        # What of the delay are answers, one after the other on the server's link, is waited for by all together.
+        # What of the delay are answers, one after the other on the server's link, every group waits for.
         sent = np.minimum(link * pull, delay)
         costs = BarrierExchange(delay - np.minimum(sent, delay), np.maximum(serve, link * push), sent)
         cycle = costs.cycle(hidden, rest, self.is_rough)[:, None] + 0 * rest[:, :, 0]
