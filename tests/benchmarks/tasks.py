@@ -209,13 +209,14 @@ class Task:
         *,
         target: tuple[str, float],
         most: float = math.inf,
+        every: int = EVERY,
         **options: Any,
     ) -> Trace:
-        """A run with its own model, loss and optimizers; `train` says the rest."""
+        """A run with its own model, loss and optimizers, evaluated ``every`` batches; `train` says the rest."""
         chosen = method_named(method) if isinstance(method, str) else method
         topology = Topology.even(RANKS, groups) if isinstance(groups, int) else groups
         ticks = ticks_of(chosen, len(topology.alive))
-        period = max(1, round(EVERY * ticks))
+        period = max(1, round(every * ticks))
         run.every = period / ticks
         return simulate(
             chosen,
