@@ -1,0 +1,279 @@
+"""What settings cost in samples before a run has shown anything: a table that was learnt in the simulator.
+
+``prior.json`` holds, for each method, number of groups, local steps and scatter of step times, the momentum and step
+that need the fewest samples to a held-out loss, in the geometric mean over tasks, and how many more than synchronous
+training needs. ``tests/benchmarks/prior.py`` makes it; `Prior.provenance` says from what.
+
+Rule 1: a step is how far each sample moves the weights, relative to the user's own: `Scaling` for methods whose
+optimizer steps at the server for every group's gradient, and the same without the factor for groups elsewhere.
+Rule 2: one group costs nothing, whatever the method: it is the user's own synchronous training.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+import numpy as np
+
+from lightning_omni.serialization import Serializable
+
+Array = np.ndarray[Any, Any]
+COST, DEVIATION, SCATTER = 2, 3, 4
+"""Places in `PriorRow.values`."""
+
+SYNCHRONOUS = ("hardsync",)
+"""Methods that are synchronous training, whatever the number of groups."""
+RELATIVES = {
+    "softsync": ("async_sgd",),
+    "delay_compensated": ("async_sgd",),
+    "downpour": ("async_sgd",),
+    "gossip": ("elastic_averaging", "local_sgd"),
+    "decoupled_diloco": ("async_diloco", "diloco", "local_sgd"),
+    "async_diloco": ("diloco", "local_sgd"),
+    "diloco": ("local_sgd",),
+    "elastic_averaging": ("local_sgd",),
+}
+"""Methods by which those that were not measured are judged, the closest first."""
+RELATED, UNKNOWN = 0.3, 0.6
+"""Added to the standard deviation, in squares, of a method that is judged by a relative, or by the worst of all."""
+BEYOND = 0.1
+"""Added to it for each interval of the table that a setting lies beyond its end."""
+FARTHEST = 2.0
+"""Intervals over which the table is continued in a line; it stays level after that."""
+
+
+@dataclass(frozen=True)
+class PriorRow(Serializable):
+    """What was measured of a method with so many groups and local steps.
+
+    Attributes:
+        method: its name.
+        is_adaptive: whether the optimizer was AdamW, and not SGD.
+        groups: how many.
+        period: local steps between two exchanges.
+        times: how step times were distributed.
+        scatter: coefficient of variation of a group's step times.
+        momentum: that needed the fewest samples (of AdamW, β1).
+        step: likewise, relative to that of the user's own setting.
+        log_cost: logarithm of these samples, relative to those of the user's own synchronous setting.
+        deviation: of it from task to task, with the error of the mean.
+        tasks: that it was measured with; none if it follows from rows about it.
+        seeds: orders of the data.
+    """
+
+    method: str
+    is_adaptive: bool
+    groups: int
+    period: int
+    times: str
+    scatter: float
+    momentum: float
+    step: float
+    log_cost: float
+    deviation: float
+    tasks: int = 0
+    seeds: int = 0
+
+    @property
+    def values(self) -> Array:
+        """What is interpolated."""
+        return np.array([self.momentum, math.log(self.step), self.log_cost, self.deviation, self.scatter])
+
+
+@dataclass(frozen=True)
+class Steepness(Serializable):
+    """How the logarithm of the samples rises about the best momentum and step, with the square of the distance.
+
+    Attributes:
+        momentum_below: for smaller momentum, per 1 squared.
+        momentum_above: for larger momentum.
+        step_below: for smaller steps, per factor of e squared.
+        step_above: for larger steps.
+    """
+
+    momentum_below: float = 0.3
+    momentum_above: float = 0.6
+    step_below: float = 0.15
+    step_above: float = 0.3
+
+    def __call__(self, momentum: float, log_step: float) -> float:
+        """The rise at these distances from the best."""
+        of_momentum = self.momentum_below if momentum < 0 else self.momentum_above
+        of_step = self.step_below if log_step < 0 else self.step_above
+        return of_momentum * momentum**2 + of_step * log_step**2
+
+
+@dataclass(frozen=True)
+class Prior:
+    """Samples to a target, for any method, groups, local steps, momentum and step, relative to the user's own setting.
+
+    Args:
+        rows: the table.
+        steepness: about the best, of SGD and of adaptive optimizers.
+        wire: logarithm of the cost of a lossy wire format, and its standard deviation.
+        overlap: the same of exchanges that travel while groups compute.
+        provenance: how the table was made: command, tasks, clusters, version, date.
+
+    Example:
+        >>> prior = Prior.load()
+        >>> prior.log_cost("async_sgd", 1, 1, scatter=0.0)
+        (0.0, 0.0)
+        >>> momentum, step = prior.suggested("async_sgd", 8, 1, momentum=0.9, scatter=1.0, is_adaptive=False)
+        >>> momentum < 0.9
+        True
+    """
+
+    rows: tuple[PriorRow, ...]
+    steepness: Mapping[bool, Steepness] = field(default_factory=dict)
+    wire: tuple[float, float] = (0.0, 0.05)
+    overlap: tuple[float, float] = (0.0, 0.1)
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    @cache
+    def load(cls) -> Prior:
+        """The table that comes with the package."""
+        return cls.of(json.loads(files("lightning_omni.search").joinpath("prior.json").read_text(encoding="utf-8")))
+
+    @classmethod
+    def of(cls, plain: Mapping[str, Any]) -> Prior:
+        """A table from plain values, as in ``prior.json``."""
+        return cls(
+            rows=tuple(PriorRow.from_dict(row) for row in plain["rows"]),
+            steepness={name == "adaptive": Steepness.from_dict(values) for name, values in plain["steepness"].items()},
+            wire=tuple(plain["wire"]),
+            overlap=tuple(plain["overlap"]),
+            provenance=plain["provenance"],
+        )
+
+    def suggested(
+        self, method: str, groups: int, period: int, momentum: float, scatter: float, is_adaptive: bool
+    ) -> tuple[float, float]:
+        """The best momentum and step.
+
+        Args:
+            method: its name.
+            groups: how many.
+            period: local steps between two exchanges; 1 for methods that have no period.
+            momentum: the user's own, of synchronous training: never more is suggested.
+            scatter: coefficient of variation of a group's step times: 0 for equal ones, 1 for exponential ones.
+            is_adaptive: whether the optimizer divides by the size of gradients.
+
+        Returns:
+            The momentum (β1), and the step relative to the user's own.
+        """
+        if self._is_synchronous(method, groups):
+            return momentum, 1.0
+        best, log_step, *_ = self._values(method, groups, period, scatter, is_adaptive)
+        return min(momentum, max(0.0, round(float(best), 6))), round(math.exp(log_step), 6)
+
+    def log_cost(
+        self,
+        method: str,
+        groups: int,
+        period: int,
+        *,
+        scatter: float,
+        momentum: float | None = None,
+        step: float | None = None,
+        is_adaptive: bool = False,
+        wire: bool = False,
+        overlap: bool = False,
+    ) -> tuple[float, float]:
+        """Logarithm of the samples to a target, relative to the user's own synchronous setting, and its deviation.
+
+        Args:
+            method: its name.
+            groups: how many.
+            period: local steps between two exchanges; 1 for methods that have no period.
+            scatter: as in `suggested`.
+            momentum: of the optimizer; None for the best.
+            step: relative to the user's own; None for the best.
+            is_adaptive: as in `suggested`.
+            wire: whether pushes travel in a lossy format, with error feedback.
+            overlap: whether exchanges travel while groups compute.
+        """
+        if self._is_synchronous(method, groups):
+            return 0.0, 0.0
+        best, log_step, cost, deviation, _ = self._values(method, groups, period, scatter, is_adaptive)
+        away = (0.0 if momentum is None else momentum - best, 0.0 if step is None else math.log(step) - log_step)
+        cost += self.steepness.get(is_adaptive, Steepness())(*away)
+        for is_used, (mean, error) in ((wire, self.wire), (overlap, self.overlap)):
+            cost, deviation = (cost + mean, math.hypot(deviation, error)) if is_used else (cost, deviation)
+        return float(cost), float(deviation)
+
+    # --- Between the rows --------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _is_synchronous(method: str, groups: int) -> bool:
+        return groups == 1 or method in SYNCHRONOUS
+
+    def _values(self, method: str, groups: int, period: int, scatter: float, is_adaptive: bool) -> Array:
+        """Values of a row that was not measured, as in `PriorRow.values`."""
+        for name, error in ((method, 0.0), *((name, RELATED) for name in RELATIVES.get(method, ()))):
+            if rows := self._rows(name, is_adaptive):
+                found = _interpolated(rows, groups, period, scatter)
+                found[DEVIATION] = math.hypot(found[DEVIATION], error)
+                return found
+        every = {row.method for row in self.rows}
+        found = max(
+            (_interpolated(self._rows(name, is_adaptive), groups, period, scatter) for name in sorted(every)),
+            key=lambda values: float(values[COST]),
+        )
+        found[DEVIATION] = math.hypot(found[DEVIATION], UNKNOWN)
+        return found
+
+    def _rows(self, method: str, is_adaptive: bool) -> list[PriorRow]:
+        """Of the method: with the same kind of optimizer, or else with the other."""
+        rows = [row for row in self.rows if row.method == method]
+        return [row for row in rows if row.is_adaptive == is_adaptive] or rows
+
+
+def _interpolated(rows: Iterable[PriorRow], groups: int, period: int, scatter: float) -> Array:
+    """Between surfaces of one distribution of step times each, by their scatter at these groups."""
+    surfaces: dict[str, list[PriorRow]] = {}
+    for row in rows:
+        surfaces.setdefault(row.times, []).append(row)
+    found = sorted(
+        (_on_surface(each, groups, period) for each in surfaces.values()), key=lambda values: values[SCATTER]
+    )
+    low, high = found[0], found[-1]
+    width = float(high[SCATTER] - low[SCATTER])
+    share = min(1.0, max(0.0, (scatter - float(low[SCATTER])) / width)) if width > 0 else 0.0
+    return np.asarray((1 - share) * low + share * high)
+
+
+def _on_surface(rows: list[PriorRow], groups: int, period: int) -> Array:
+    """Between rows that lie on a grid of groups and local steps, linear in their logarithms."""
+    known = {(row.groups, row.period): row.values for row in rows}
+    first, among_groups = _between(sorted({place[0] for place in known}), groups)
+    second, among_periods = _between(sorted({place[1] for place in known}), period)
+    corners = np.array([[known[g, h] for h in second] for g in first])
+
+    def at(share: float, other: float) -> Array:
+        return np.asarray(np.array([1 - other, other]) @ (np.array([1 - share, share]) @ corners.swapaxes(0, 1)))
+
+    found, end = at(among_groups, among_periods), at(min(among_groups, 1.0), min(among_periods, 1.0))
+    beyond = max(0.0, among_groups - 1) + max(0.0, among_periods - 1)
+    if beyond:  # what is continued beyond the table becomes less certain, and no better
+        found[COST], found[DEVIATION] = max(found[COST], end[COST]), end[DEVIATION] + BEYOND * beyond
+        found[SCATTER] = end[SCATTER]
+    return found
+
+
+def _between(knots: list[int], wanted: int) -> tuple[tuple[int, int], float]:
+    """The two knots about a number, and how far it is from the first to the second, in logarithms.
+
+    More than 1 beyond the last, and 0 before the first.
+    """
+    if len(knots) == 1 or wanted <= knots[0]:
+        return (knots[0], knots[0]), 0.0
+    place = next((i for i, knot in enumerate(knots[1:], 1) if wanted <= knot), len(knots) - 1)
+    low, high = knots[place - 1], knots[place]
+    return (low, high), min(math.log(wanted / low) / math.log(high / low), 1 + FARTHEST)
