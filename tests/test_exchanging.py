@@ -15,7 +15,7 @@ from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import METHODS, method_named
 from lightning_omni.performance.costs import Costs
 from lightning_omni.performance.exchanging import ExchangePattern
-from lightning_omni.performance.profile import Prediction, Profile
+from lightning_omni.performance.profile import Measured, Prediction, Profile
 from lightning_omni.performance.queueing import BarrierExchange, quantiles_of_slowest, quantiles_of_sum, slowest
 from lightning_omni.protocol.layout import Layout
 
@@ -139,6 +139,13 @@ def test_of_equal_groups_at_a_barrier_the_last_answer_is_waited_for(
         assert found == pytest.approx(0.1 * period + way + (groups + 1) * link)
 
 
+def test_at_a_barrier_groups_queue_for_the_direction_that_has_more_bytes() -> None:
+    profile = known(exchange=0.02, link=0.02).scaled(bandwidth=NBYTES / 0.02)
+    for push, pull in ((0.25, 1.0), (1.0, 0.25)):
+        pattern = ExchangePattern(1, round(push * NBYTES), round(pull * NBYTES), barrier=True)
+        assert step(profile.predict(4, exchanging=pattern)) == pytest.approx(0.1 + 0.02 * (4 * 1.0 + 0.25))
+
+
 @pytest.mark.parametrize(("exchange", "expected"), [(0.05, 0.1), (0.3, 0.3)])
 def test_beside_a_step_an_exchange_costs_what_exceeds_it(exchange: float, expected: float) -> None:
     overlap = ExchangePattern.of("async_sgd", overlap=True, nbytes=NBYTES)
@@ -190,3 +197,80 @@ def test_quantiles_of_the_slowest_have_its_mean() -> None:
     found = quantiles_of_slowest(values, counts)
     assert (np.diff(found, axis=1) > -1e-9).all()
     np.testing.assert_allclose(found.mean(axis=1), slowest(values, counts)[0])
+
+
+# --- From one group alone ---------------------------------------------------------------------------------------------
+
+LENET = 1_720_000
+"""Bytes of LeNet with 430,000 weights."""
+
+
+def synchronous(bandwidth: float, latency: float = 1e-4, compute: float = 0.1, **known: Any) -> Profile:
+    """Four hosts that train in one group, over links of so many bytes a second."""
+    own = ((compute,) * 12,) * 4
+    ring = 2 * 3 * (LENET / 4 / bandwidth + latency)
+    return Profile.fit(
+        [
+            Measured(
+                groups=((0, 1, 2, 3),),
+                samples=((64,) * 12,) * 4,
+                own=own,
+                steps=((compute + ring,) * 12,),
+                exchanges=((0.0,) * 12,),
+                nbytes=LENET,
+                round_trip=2 * latency,
+                **known,
+            )
+        ]
+    )
+
+
+def test_over_slow_links_the_all_reduce_is_the_bottleneck_and_exchanging_seldom_is_faster() -> None:
+    profile = synchronous(bandwidth=12.5e6)  # 100 Mbit
+    before = profile.predict(1)
+    assert before.seconds_per_update.value == pytest.approx(0.1 + 1.5 * LENET / 12.5e6 + 6e-4)
+    assert (before.bottleneck, profile.predict(1, exchanging=ExchangePattern()).bottleneck) == ("allreduce",) * 2
+    assert "all-reduce" in before.statement
+    every = profile.predict(4, exchanging=ExchangePattern.of("async_sgd", nbytes=LENET))
+    assert every.bottleneck == "link"  # the server's has to carry four pushes for each step
+    assert every.samples_per_second.value == pytest.approx(64 * 12.5e6 / LENET, rel=0.02)
+    seldom = profile.predict(4, exchanging=ExchangePattern.of("elastic_averaging:period=8", nbytes=LENET))
+    assert seldom.samples_per_second.value > 2.2 * before.samples_per_second.value
+    assert "the exchange was not measured: forecast from the all-reduce" in seldom.statement
+
+
+def test_over_fast_links_nothing_is_to_be_gained() -> None:
+    profile = synchronous(bandwidth=1.25e9)
+    before = profile.predict(1)
+    assert before.bottleneck == "compute"
+    for groups in (2, 4):
+        for method in ("async_sgd", "elastic_averaging:period=8", "local_sgd:period=8", "diloco:period=16"):
+            found = profile.predict(groups, exchanging=ExchangePattern.of(method, nbytes=LENET))
+            assert found.samples_per_second.value < 1.05 * before.samples_per_second.value
+            assert found.bottleneck == "compute"
+
+
+def test_a_forecast_from_the_all_reduce_has_a_wider_interval() -> None:
+    slow = synchronous(bandwidth=12.5e6)
+    exchanging = ExchangePattern.of("async_sgd", nbytes=LENET)
+    alone, four = slow.predict(1).samples_per_second, slow.predict(4, exchanging=exchanging).samples_per_second
+    assert alone.high / alone.low == pytest.approx(1)  # nothing scattered
+    assert 1.5 < four.high / four.low < 3
+    again = Profile.from_dict(json.loads(json.dumps(slow.to_dict())))
+    assert again.predict(4, exchanging=exchanging) == slow.predict(4, exchanging=exchanging)
+
+
+def test_a_round_trip_tells_hops_from_bytes_and_the_optimizers_step_is_the_servers() -> None:
+    profile = synchronous(bandwidth=12.5e6, latency=0.02, serve=0.004)
+    found = profile.predict(4, exchanging=ExchangePattern.of("elastic_averaging:period=100", nbytes=LENET))
+    assert found.seconds_per_update.value * 4 == pytest.approx(
+        0.1 + (0.04 + 2 * LENET / 12.5e6 + 0.004) / 100, rel=1e-3
+    )
+    assert found.parts["serve"] == pytest.approx(0.004 / 100)
+
+
+def test_where_no_bytes_are_known_the_exchange_counts_as_nothing() -> None:
+    own = ((0.1,) * 5,) * 2
+    profile = Profile.fit([Measured(((0, 1),), ((8,) * 5,) * 2, own, ((0.2,) * 5,), ((0.0,) * 5,))])
+    assert profile.predict(2).seconds_per_update.value == pytest.approx(0.05)
+    assert "the exchange was not measured and counts as nothing" in profile.predict(2).statement

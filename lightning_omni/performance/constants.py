@@ -22,6 +22,8 @@ QUEUE_TOLERANCE = 1e-6
 """Part of a cycle by which that fixed point may still change in the last round."""
 QUEUE_SCATTER = 0.2
 """How much small scatter counts near saturation."""
+FORECAST_ERROR = 0.3
+"""Standard deviation of the logarithm of what an exchange costs that is forecast from the all-reduce."""
 BARRIER_CYCLES, BARRIER_CHAINS, BARRIER_SAMPLES = 16, 4, 512
 """Cycles that are played of groups that wait for one another, in how many runs, and in runs of how many groups once."""
 OVERLAP_ROUNDS = 12

@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial, reduce
+from statistics import NormalDist
 from typing import Any, TypeVar
 
 import numpy as np
@@ -68,12 +69,15 @@ class Measured(Serializable):
         steps: of each group: seconds of each of its steps, from the end of one to the end of the next.
         exchanges: of each group: seconds of each of these steps that went into the exchange with the server; zeros if
             there is one group.
-        serve: seconds of a server's own time for one push, or its share of one; 0 if unknown.
+        serve: seconds of a server's own time for one push, or its share of one; 0 if unknown. With one group, those of
+            the optimizer's step, which a server would make.
         head: seconds of exclusive access to a merged head; 0 if there is none.
         period: local steps between two exchanges, H.
         nbytes: bytes of one exchange, one way; 0 if unknown.
         servers: that held a share of the weights each.
         per_node: whether they were one on each node.
+        round_trip: seconds until a message of hardly any bytes is answered by the server, or by another rank; 0 if
+            unknown. It is asked for only where no exchange was measured.
 
     Raises:
         ConfigurationError: something is missing or cannot be.
@@ -98,6 +102,7 @@ class Measured(Serializable):
     nbytes: int = 0
     servers: int = 1
     per_node: bool = False
+    round_trip: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("groups", "samples", "own", "steps", "exchanges"):  # lists and arrays are as good
@@ -142,7 +147,7 @@ class Measured(Serializable):
             own,
             steps,
             exchanges,
-            serve=float(cluster["update_seconds"]) / servers if several else 0.0,
+            serve=float(cluster["update_seconds"]) / (servers if several else 1),
             head=per_access * float(cluster["head_seconds_per_sample"])
             if several and trace.meta.get("merged")
             else 0.0,
@@ -150,6 +155,7 @@ class Measured(Serializable):
             nbytes=sum(weight.nbytes for name, weight in trace.weights.items() if not name.startswith(merged)),
             servers=servers if several else 1,
             per_node=per_node and several,
+            round_trip=2 * float(cluster["link"]["latency"] + cluster["server"]["latency"]),
         )
 
 
@@ -191,7 +197,7 @@ def _check_numbers(measured: Measured) -> None:
             raise ConfigurationError(f"{name}: pass numbers above 0; leave out steps that were not measured")
     if not all(0 <= number < math.inf for row in measured.exchanges for number in row):
         raise ConfigurationError("exchanges: pass seconds, 0 or more")
-    for name, least in (("serve", 0), ("head", 0), ("period", 1), ("nbytes", 0), ("servers", 1)):
+    for name, least in (("serve", 0), ("head", 0), ("period", 1), ("nbytes", 0), ("servers", 1), ("round_trip", 0)):
         check_number(name, getattr(measured, name), f"a number, {least} or more", least, below=math.inf)
 
 
@@ -307,7 +313,9 @@ class Profile(Serializable):
         """Fits the model to measured steps.
 
         One segment with one group shows what inside a group takes time, one with as many groups as ranks what the
-        server does; with both, the groups in between are predicted. Thirty steps of each rank are enough.
+        server does; with both, the groups in between are predicted. Thirty steps of each rank are enough. With one
+        group alone and ``nbytes`` known, what is predicted with ``exchanging`` is forecast from the all-reduce, which
+        goes over the same links, and the intervals are wider for it; without ``exchanging`` exchanges count as nothing.
 
         Args:
             measured: segments of training by the same ranks, in any groupings.
@@ -401,7 +409,7 @@ class Profile(Serializable):
         Raises:
             ConfigurationError: an argument is out of range, or SciPy is missing.
         """
-        model = self._model
+        model = self._model if exchanging is None else self._model.forecast or self._model
         batch = self.batch_size if batch_size is None else batch_size
         if exchanging is not None and (period is not None or nbytes is not None):
             raise ConfigurationError(
@@ -433,7 +441,7 @@ class Profile(Serializable):
             outcome.parts,
             bottleneck,
             topology,
-            self._statement(topology, seconds, samples, reason, batch),
+            self._statement(model, topology, seconds, samples, reason, batch),
         )
 
     def _topology(self, groups: int, plan: _TrainingPlan) -> Topology:
@@ -446,14 +454,17 @@ class Profile(Serializable):
         quick = replace(plan, model=_first(plan.model))
         return max(even, alike, key=lambda topology: float(quick.outcome(topology).samples_rate[0]))
 
-    def _statement(self, topology: Topology, seconds: Estimate, samples: Estimate, reason: str, batch: float) -> str:
+    def _statement(
+        self, model: _Model, topology: Topology, seconds: Estimate, samples: Estimate, reason: str, batch: float
+    ) -> str:
         count = len(topology.alive)
         said = (
             f"{count} group{'s' * (count > 1)}: an update every {_milliseconds(seconds)},"
             f" {samples.value:.4g} samples/s; {reason}"
         )
-        if count > 1 and not self._model.knows_exchange:
-            said += "; the exchange was not measured and counts as nothing"
+        if count > 1 and not model.knows_exchange:
+            said += "; the exchange was not measured"
+            said += " and counts as nothing" if model is self._model else ": forecast from the all-reduce"
         if batch != self.batch_size and not self.knows_overhead:
             said += f"; batches of {batch:g} were not measured"
         return said
@@ -583,6 +594,7 @@ class _Model:
         head_per_sample: seconds of a sample of a group's batch at a merged head.
         servers: that hold a share of the weights each. What an exchange costs is said of one that holds everything.
         per_node: whether they are one on each node.
+        forecast: the same with an exchange that is forecast; None if it was measured, or cannot be forecast.
     """
 
     devices: Mapping[int, tuple[int, float]]
@@ -602,6 +614,7 @@ class _Model:
     knows_exchange: bool
     servers: int = 1
     per_node: bool = False
+    forecast: _Model | None = None
 
     @property
     def away(self) -> float:
@@ -638,6 +651,9 @@ def _changed(
     per_node: bool = False,
 ) -> _Model:
     alike = np.ones_like(model.delay)
+    if model.forecast is not None:
+        changed = _changed(model.forecast, ranks, bandwidth, latency, slowest, servers, per_node)
+        model = replace(model, forecast=changed)
     if servers is not None:
         model = replace(model, servers=servers, per_node=per_node)
     if ranks is not None:
@@ -768,13 +784,14 @@ class _TrainingPlan:
         hidden = min(self.exchanging.delay, self.period)
         return hidden, self.period - hidden
 
-    def _at_a_barrier(self, hidden: Array, rest: Array, _: Array, delay: Array, __: Array) -> tuple[Array, Array]:
+    def _at_a_barrier(self, hidden: Array, rest: Array, _: Array, delay: Array, busy: Array) -> tuple[Array, Array]:
         """Seconds from exchange to exchange, and what they would be if exchanges took no time; (draws, groups)."""
         model, (push, pull) = self.model, self._nbytes
         serve, link = model.serve / model.servers, model.link_per_byte / model.servers
-        # What of the delay are answers, one after the other on the server's link, every group waits for.
-        sent = np.minimum(link * pull, delay)
-        costs = BarrierExchange(delay - np.minimum(sent, delay), np.maximum(serve, link * push), sent)
+        came = np.maximum(serve, link * push)
+        # Answers go out one after the other, too; what of an exchange is neither no group waits for but its own.
+        sent = np.minimum(link * pull, np.maximum(delay + busy - came, 0.0))
+        costs = BarrierExchange(np.maximum(delay + busy - came - sent, 0.0), came, sent)
         cycle = costs.cycle(hidden, rest, self.is_rough)[:, None] + 0 * rest[:, :, 0]
         nothing = np.zeros(1)
         alone = BarrierExchange(nothing, nothing, nothing).cycle(hidden[:1], rest[:1], is_rough=True)
@@ -995,7 +1012,7 @@ def _fit(measured: Sequence[Measured], draws: int, seed: int) -> _Model:
     # A group has its batch of samples there.
     batches = [_mean_samples([each]) * len(each.ranks) / len(each.groups) for each in heads]
     sizes = {number for each in measured for row in each.samples for number in row}
-    return _Model(
+    model = _Model(
         devices={rank: (device, 1.0) for device, rank in enumerate(ranks)},
         overhead=np.stack(overhead, axis=1),
         per_sample=np.stack(per_sample, axis=1),
@@ -1014,6 +1031,8 @@ def _fit(measured: Sequence[Measured], draws: int, seed: int) -> _Model:
         servers=servers,
         per_node=per_node,
     )
+    can_forecast = not several and model.nbytes and len(ranks) > 1
+    return replace(model, forecast=_forecast(model, measured, random)) if can_forecast else model
 
 
 def _servers_of(measured: Sequence[Measured]) -> tuple[int, bool]:
@@ -1086,8 +1105,12 @@ def _fit_allreduce(drawn: Sequence[_Draws]) -> tuple[Array, Array]:
     )
     if len(set(sizes.tolist())) == 1:
         # One size does not tell bytes from hops. But an exchange carries the same bytes twice, in half a ring's time
-        # at least: what is beyond that are hops.
+        # at least: what is beyond that are hops. And a hop takes no longer than half a round trip.
         whole = values.mean(axis=1)
+        round_trip = _round_trip([each.measured for each in drawn])
+        if round_trip and all(len(each.measured.groups) == 1 for each in drawn):
+            hop = np.minimum(round_trip / 2, whole / matrix[0, 1])
+            return (whole - hop * matrix[0, 1]) / matrix[0, 0], hop
         ring = np.minimum(whole / matrix[0, 0], _seconds_of_bytes(drawn))
         return ring, (whole - ring * matrix[0, 0]) / matrix[0, 1]
     nnls = _scipy().nnls
@@ -1107,7 +1130,33 @@ def _seconds_of_bytes(drawn: Sequence[_Draws]) -> Array:
     return np.min(shortest, axis=0) if shortest else np.full(len(drawn[0].steps[0]), np.inf)
 
 
+def _round_trip(measured: Sequence[Measured]) -> float:
+    """Seconds, the least that was measured; 0 if none was."""
+    return min((each.round_trip for each in measured if each.round_trip), default=0.0)
+
+
 # --- The exchange ----------------------------------------------------------------------------------------------------
+
+
+def _forecast(model: _Model, measured: Sequence[Measured], random: np.random.Generator) -> _Model:
+    """With exchanges over the links that the all-reduce went over.
+
+    A push and its answer cross the server's link once each, and their group's at the same time.
+    """
+    known = [each.serve for each in measured if each.serve]
+    # In the intervals is what a forecast is off by, for bytes and for the rest.
+    draws = len(model.ring) - 1
+    quantiles = [NormalDist().inv_cdf((place + 0.5) / draws) for place in range(draws)]
+    factors = np.exp(c.FORECAST_ERROR * random.permuted([quantiles] * 2, axis=1))
+    bytes_off, delay_off = np.concatenate([np.ones((2, 1)), factors], axis=1)
+    per_byte = model.ring / model.nbytes * bytes_off
+    return replace(
+        model,
+        delay=(_round_trip(measured) or 2 * model.hop) * delay_off,
+        delay_per_byte=per_byte,
+        serve=sum(known) / max(len(known), 1) * delay_off,
+        link_per_byte=per_byte,
+    )
 
 
 @dataclass(frozen=True)
