@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from predictions import WAYS, Cell
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import METHODS, method_named
@@ -274,3 +276,31 @@ def test_where_no_bytes_are_known_the_exchange_counts_as_nothing() -> None:
     profile = Profile.fit([Measured(((0, 1),), ((8,) * 5,) * 2, own, ((0.2,) * 5,), ((0.0,) * 5,))])
     assert profile.predict(2).seconds_per_update.value == pytest.approx(0.05)
     assert "the exchange was not measured and counts as nothing" in profile.predict(2).statement
+
+
+# --- The simulator ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("devices", "links", "way", "wire", "named"),
+    [
+        ("equal", "slow", 4, "fp32", "link"),
+        ("equal", "middling", 7, "int8", "compute"),
+        ("one slow", "slow", 2, "int8", "link"),
+    ],
+)
+@pytest.mark.parametrize("measured", ["one", "both"])
+def test_ways_of_exchanging_that_were_not_measured_are_predicted_to_ten_per_cent(
+    devices: str, links: str, way: int, wire: str, named: str, measured: str
+) -> None:
+    cell = Cell(devices, links, WAYS[way]._replace(pushes=15), wire, groups=4)
+    found = cell.predicted(measured)
+    assert found.samples_per_second.value == pytest.approx(rate(cell), rel=0.1)
+    assert found.bottleneck == named
+    assert ("forecast" in found.statement) == (measured == "one")
+
+
+@cache
+def rate(cell: Cell) -> float:
+    """In the simulator."""
+    return cell.rate()

@@ -1,12 +1,17 @@
 """Updates at numbers of groups that were not measured: what `Profile` says, and what real processes then do.
 
     python tests/benchmarks/prediction.py [--clusters equal straggler exponential mixed] [--batches 30] [--json FILE]
+    python tests/benchmarks/prediction.py --simulated [--bottlenecks]
 
 Eight workers sleep as long as emulated devices would compute, 0.1 s a batch at speed 1. For each cluster OmniTuner's
 prober measures all workers apart and all in one group, 30 batches of each worker; a profile is fitted to these two, and
 predicts 2 and 4 groups, and 1, 2 and 4 with proportional batches. Then the same prober measures those, three times as
 long, for times vary. Printed are errors of seconds per update. Promised are a median of 5 % and a worst of 15 %; ends
 with 1 if one is missed. About six minutes on two cores.
+
+With ``--simulated`` it is ways of exchanging that were not measured, on clusters in the simulator (`predictions`), and
+a profile of steps of one group, or of one and of four. With ``--bottlenecks`` each resource is made twice as fast in
+the simulator, too, to see whether the one that was named helps most. Two minutes, or ten.
 """
 
 from __future__ import annotations
@@ -27,8 +32,11 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 import pytorch_lightning as pl
 import torch
+from predictions import Cell, cells
 from pytorch_lightning.loggers.logger import DummyLogger
 from pytorch_lightning.utilities import rank_zero_only
 from torch import Tensor, nn
@@ -169,6 +177,8 @@ def main() -> int:
     warnings.filterwarnings("ignore")
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
     torch.set_num_threads(1)
+    if options.simulated:
+        return simulated(options.bottlenecks)
     say("cluster      groups  batches       predicted ms  (80 %)            measured ms  samples/s  error")
     points = [point for cluster in options.clusters for point in run(cluster, options)]
     if rank_zero_only.rank:  # type: ignore[attr-defined]
@@ -176,6 +186,35 @@ def main() -> int:
     if options.json:
         options.json.write_text(json.dumps([asdict(point) for point in points], indent=2))
     return judge(points)
+
+
+def simulated(bottlenecks: bool) -> int:
+    """Prints what becomes of every cell; 1 if a promise is broken."""
+    say(f"{'devices':12} {'links':9} {'way':39} wire  groups  samples/s  one group   both  named")
+    found: dict[str, list[float]] = {"one": [], "both": []}
+    wrong = 0
+    for cell in cells():
+        rate = cell.rate()
+        predictions = {measured: cell.predicted(measured) for measured in found}
+        errors = {name: told.samples_per_second.value / rate - 1 for name, told in predictions.items()}
+        for name, error in errors.items():
+            found[name].append(abs(error))
+        named = predictions["one"].bottleneck
+        say(f"{simulated_line(cell, rate)} {errors['one']:+10.1%} {errors['both']:+6.1%}  {named}")
+        if bottlenecks and not cell.names_rightly(named):
+            wrong += 1
+            gains = ", ".join(f"{name} {gain:.0f}" for name, gain in cell.gains().items())
+            say(f"    wrongly: twice as fast it is {gains}")
+    for name, numbers in found.items():
+        say(f"measured {name}: median {statistics.median(numbers):.1%}, worst {max(numbers):.1%} of {len(numbers)}")
+    if bottlenecks:
+        say(f"bottlenecks named wrongly: {wrong} of {len(found['one'])}")
+    return int(any(statistics.median(each) > MEDIAN or max(each) > WORST for each in found.values()) or wrong > 0)
+
+
+def simulated_line(cell: Cell, rate: float) -> str:
+    """The beginning of a row."""
+    return f"{cell.devices:12} {cell.links:9} {cell.way.name:39} {cell.wire:5} {cell.groups:6} {rate:10.0f}"
 
 
 def run(cluster: str, options: argparse.Namespace) -> list[Point]:
@@ -234,6 +273,8 @@ def parse_arguments() -> argparse.Namespace:
     add("--clusters", nargs="+", choices=CLUSTERS, default=list(CLUSTERS))
     add("--batches", type=int, default=30, help="of each worker, in the two probes that are fitted")
     add("--seconds", type=float, default=0.1, help="that a device of speed 1 sleeps for a batch")
+    add("--simulated", action="store_true", help="ways of exchanging, in the simulator")
+    add("--bottlenecks", action="store_true", help="with --simulated: whether they are named rightly")
     add("--json", type=Path, help="file for all numbers")
     return parser.parse_args()
 
