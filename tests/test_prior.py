@@ -114,6 +114,11 @@ def test_a_method_that_was_not_measured_is_judged_by_its_relative_and_less_certa
     assert wide == pytest.approx(math.hypot(error, RELATED))
 
 
+def test_an_optimizer_of_another_kind_than_was_measured_is_less_certain() -> None:
+    sgd, adaptive = (SMALL.log_cost("async_sgd", 2, 1, scatter=0.1, is_adaptive=each) for each in (False, True))
+    assert adaptive == pytest.approx((sgd[0], math.hypot(sgd[1], RELATED)))
+
+
 def test_a_method_that_is_unknown_is_taken_for_the_worst() -> None:
     cost, deviation = PRIOR.log_cost("of_my_own", 4, 8, scatter=1.0)
     assert cost == max(PRIOR.log_cost(one.method, 4, 8, scatter=1.0)[0] for one in PRIOR.rows)
@@ -149,9 +154,9 @@ def test_copies_in_a_stack_train_as_runs_of_their_own_do(name: str, method: str)
     task, cluster = DEVELOPING[name], PRIOR_CLUSTERS["exponential"]
     settings = [(0.0, task.own_lr / 2), (0.6, task.own_lr / 4)]
     stack = StackedRun(task, settings, -math.inf)
-    task.simulate(stack, cluster, method, 4, target=("open_loss", 0.5), most=20)
+    task.simulate(stack, cluster, method, 4, target=("open_loss", 0.5), most=12)
     for copy, (momentum, lr) in enumerate(settings):
-        alone = task.train(cluster, method, 4, momentum=momentum, lr=lr, most=20, until=-math.inf)
+        alone = task.train(cluster, method, 4, momentum=momentum, lr=lr, most=12, until=-math.inf)
         expected = alone.trace.evaluated["held_out"]
         assert [float(losses[copy]) for losses in stack.held_out] == pytest.approx(expected, rel=1e-3)
         assert expected[-1] < expected[0]

@@ -41,7 +41,8 @@ RELATIVES = {
 }
 """Methods by which those that were not measured are judged, the closest first."""
 RELATED, UNKNOWN = 0.3, 0.6
-"""Added to the standard deviation, in squares, of a method that is judged by a relative, or by the worst of all."""
+"""Added to the standard deviation, in squares, of what is judged by a relative (a method, or the other kind of
+optimizer), or by the worst of all."""
 BEYOND = 0.1
 """Added to it for each interval of the table that a setting lies beyond its end."""
 FARTHEST = 2.0
@@ -219,7 +220,8 @@ class Prior:
         for name, error in ((method, 0.0), *((name, RELATED) for name in RELATIVES.get(method, ()))):
             if rows := self._rows(name, is_adaptive):
                 found = _interpolated(rows, groups, period, scatter)
-                found[DEVIATION] = math.hypot(found[DEVIATION], error)
+                other = 0.0 if rows[0].is_adaptive == is_adaptive else RELATED
+                found[DEVIATION] = math.hypot(found[DEVIATION], error, other)
                 return found
         every = {row.method for row in self.rows}
         found = max(
