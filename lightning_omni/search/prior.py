@@ -263,9 +263,9 @@ def _on_surface(rows: list[PriorRow], groups: int, period: int) -> Array:
 
     found, end = at(among_groups, among_periods), at(min(among_groups, 1.0), min(among_periods, 1.0))
     beyond = max(0.0, among_groups - 1) + max(0.0, among_periods - 1)
-    if beyond:  # what is continued beyond the table becomes less certain, and no better
-        found[COST], found[DEVIATION] = max(found[COST], end[COST]), end[DEVIATION] + BEYOND * beyond
-        found[SCATTER] = end[SCATTER]
+    if beyond:  # momentum and step stay; costs go on, and become less certain and no better
+        end[COST], end[DEVIATION] = max(found[COST], end[COST]), end[DEVIATION] + BEYOND * beyond
+        return end
     return found
 
 

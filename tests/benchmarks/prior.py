@@ -406,7 +406,7 @@ def _estimated(known: Mapping[tuple[int, int], PriorRow], groups: int, period: i
         )
         more = math.log(groups) / math.log(near.groups)
         more *= math.log(period) / math.log(near.period) if near.period > 1 else 1.0
-        cost, step = near.log_cost * more, near.step**more
+        cost, step = near.log_cost * more, near.step ** (more if near.step < 1 else 1)  # none grows by estimate
     return replace(
         near,
         groups=groups,
