@@ -140,9 +140,9 @@ def ways() -> list[Way]:
         Way("PostLocalSGD", {"way": "post_local_sgd", **plain, "period": 8, "warmup": 10}, (*RATES, *local)),
         Way("local SGD", {"way": "omni", **plain, "method": "local_sgd:period=8,warmup_steps=10",
                           "options": shared}, RATES),
-        Way("hardsync, overlapped", {"way": "omni", **plain, "method": "hardsync",
+        Way("hardsync, overlapped", {"way": "omni", "lr": 0.1, "momentum": 0.6, "method": "hardsync",
                                      "options": {"wire": lossy, "overlap": True, **shared}}, RATES),
-        Way("async SGD, overlapped", {"way": "omni", "lr": 0.05, "momentum": 0.6, "method": "async_sgd",
+        Way("async SGD, overlapped", {"way": "omni", "lr": 0.05, "momentum": 0.0, "method": "async_sgd",
                                       "options": {"wire": lossy, "overlap": True, **shared}}, RATES),
         Way("DiLoCo", {"way": "omni", **plain, "method": "diloco:period=4,outer_lr=1.0,outer_momentum=0",
                        "options": {"wire": lossy, **shared}}, RATES),
@@ -185,7 +185,7 @@ def run(way: Way, scene: Scene, data: Path) -> Outcome:
             hosts.start(
                 host,
                 [sys.executable, str(WORKER), json.dumps(told), str(file)],
-                _environment(hosts, host),
+                host_environment(hosts, host),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
@@ -208,7 +208,8 @@ def run(way: Way, scene: Scene, data: Path) -> Outcome:
     return outcome
 
 
-def _environment(hosts: Hosts, host: int) -> dict[str, str]:
+def host_environment(hosts: Hosts, host: int) -> dict[str, str]:
+    """What tells a process that it is that host's rank."""
     return {
         "RANK": str(host),
         "WORLD_SIZE": str(hosts.network.size),

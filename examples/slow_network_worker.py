@@ -55,7 +55,9 @@ def with_ddp(plain: nn.Module, told: dict[str, Any]) -> Way:
     """DistributedDataParallel, with a communication hook of torch's or without."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-    model = DistributedDataParallel(plain, gradient_as_bucket_view=True)
+    # PowerSGD's hook starts collectives in callbacks: those of two buckets overtake each other, and gloo's break off.
+    bucket = 64 if told.get("hook") == "powersgd" else None
+    model = DistributedDataParallel(plain, gradient_as_bucket_view=True, bucket_cap_mb=bucket)
     if told.get("hook") == "fp16":  # torch's hook for bf16 refuses gloo
         model.register_comm_hook(None, default_hooks.fp16_compress_hook)
     elif told.get("hook") == "powersgd":

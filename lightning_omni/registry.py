@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import cache
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
@@ -57,6 +58,16 @@ class Registry(Generic[Kind]):
             return _with_settings(self.known[plain["name"]], plain, settings)
         except ConfigurationError as error:
             raise ConfigurationError(f"{self.argument}={text!r}: {error}") from error
+
+    def text_of(self, value: Kind, without: Collection[str] = ()) -> str:
+        """The text that `named` makes the value of; settings as they are by default are left out, and ``without``."""
+        plain, usual = to_wire(value), to_wire(type(value)())
+        settings = [
+            f"{name}={_text_of(plain[name])}"
+            for name in value.__struct_fields__
+            if name not in without and plain[name] != usual[name]
+        ]
+        return f"{plain['name']}:{','.join(settings)}" if settings else str(plain["name"])
 
     def checked(self, value: Kind) -> Kind:
         """The same value, if all its settings are of the right type.
@@ -122,6 +133,10 @@ class Registry(Generic[Kind]):
 _NOTHING = ("None", "none", "null")
 
 
+def _text_of(value: Any) -> str:
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+
+
 def _value_of(setting: str, field: msgspec.structs.FieldInfo) -> str | None:
     """What a user means by a setting's text: None only where the text itself is no value."""
     if setting not in _NOTHING:
@@ -132,7 +147,15 @@ def _value_of(setting: str, field: msgspec.structs.FieldInfo) -> str | None:
         return None
 
 
+@cache
+def _fields_of(kind: type[msgspec.Struct]) -> dict[str, msgspec.structs.FieldInfo]:
+    """By name; their types are evaluated, which takes a millisecond."""
+    return {field.name: field for field in msgspec.structs.fields(kind)}
+
+
 def _with_settings(kind: type[Kind], plain: Mapping[str, Any], settings: str) -> Kind:
+    if not settings:
+        return msgspec.convert(plain, kind)
     changes: dict[str, str] = {}
     for part in settings.split(","):
         name, equals, setting = (each.strip() for each in part.partition("="))
@@ -145,7 +168,7 @@ def _with_settings(kind: type[Kind], plain: Mapping[str, Any], settings: str) ->
             f"{kind.__name__} has no setting {', '.join(sorted(unknown))}; it has"
             f" {', '.join(kind.__struct_fields__) or 'none'}"
         )
-    fields = {field.name: field for field in msgspec.structs.fields(kind)}
+    fields = _fields_of(kind)
     values = {name: _value_of(setting, fields[name]) for name, setting in changes.items()}
     try:
         return msgspec.convert({**plain, **values}, kind, strict=False)

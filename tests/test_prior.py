@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_omni.search.prior import RELATED, UNKNOWN, Prior, PriorRow, Steepness
+from lightning_omni.search.constants import RELATED, UNKNOWN
+from lightning_omni.search.prior import Prior, PriorRow, Steepness
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "benchmarks"))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from lightning_omni.methods.async_diloco import AsyncDiLoCo
 from lightning_omni.methods.async_sgd import AsyncSGD
 from lightning_omni.methods.contract import (
@@ -27,6 +29,7 @@ from lightning_omni.methods.contract import (
     Step,
     StepTime,
     Sum,
+    with_period,
 )
 from lightning_omni.methods.decoupled_diloco import DecoupledDiLoCo
 from lightning_omni.methods.delay_compensated import DelayCompensated
@@ -89,6 +92,20 @@ def checked(method: Method) -> Method:
         ConfigurationError: one is not; a msgspec struct finds out no sooner.
     """
     return REGISTRY.checked(method)
+
+
+def text_of(method: Method, without: Collection[str] = ()) -> str:
+    """The text by which `method_named` gives the method.
+
+    Args:
+        method: one that is known by its name.
+        without: settings that are left out.
+
+    Example:
+        >>> text_of(method_named("local_sgd:period=4,warmup_steps=10"), without=("period",))
+        'local_sgd:warmup_steps=10'
+    """
+    return REGISTRY.text_of(method, without)
 
 
 def load(path: str) -> type[Method]:
@@ -161,4 +178,6 @@ __all__ = [
     "load",
     "method_named",
     "register",
+    "text_of",
+    "with_period",
 ]

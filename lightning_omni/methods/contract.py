@@ -427,6 +427,13 @@ class Method(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
             gradient = yield NextGradient()
             replica.load((yield Exchange(gradient.tensors, replica.clock, gradient.hyperparameters)))
 
+    def updates_per_batch(self, groups: int) -> int:
+        """How often the master weights step while all ranks train one batch, in so many groups.
+
+        One for each group, where the server steps for each push; methods that average what groups do make one.
+        """
+        return groups if self.steps_at == "server" else 1
+
     def most_added(self, groups: int) -> int:
         """Pushes that may come to the server side as one `Sum`, of so many groups; 0 if it needs each by itself."""
         return 0
@@ -449,3 +456,17 @@ class Method(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
 def check_period(period: int) -> None:
     """Raises `ConfigurationError` unless there is a step between two exchanges."""
     check_whole("period", period, "the local steps between two exchanges, 1 or more", 1)
+
+
+def with_period(method: Method, period: int) -> Method:
+    """A method with so many local steps between two exchanges, if it has such a number."""
+    own = getattr(method, "period", period)
+    if own == period:
+        return method
+    changes = {"period": period}
+    if method.fragments > 1:  # as many as can be sent at equal distances, and answered before the next is sent
+        changes["fragments"] = math.gcd(method.fragments, period)
+        delay = getattr(method, "delay", None)
+        if delay is not None:
+            changes["delay"] = min(delay, period // changes["fragments"] - 1)
+    return msgspec.structs.replace(method, **changes)

@@ -35,6 +35,10 @@ class HardSync(Method, frozen=True, kw_only=True, tag="hardsync"):
 
     side = _MeanGradient
 
+    def updates_per_batch(self, groups: int) -> int:
+        """One, of all groups together."""
+        return 1
+
     def most_added(self, groups: int) -> int:
         """All: the server makes one step with their mean."""
         return groups

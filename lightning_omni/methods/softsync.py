@@ -125,6 +125,10 @@ class SoftSync(Method, frozen=True, kw_only=True, tag="softsync"):
                 f" pass n<={groups} or more groups"
             )
 
+    def updates_per_batch(self, groups: int) -> int:
+        """One for every c gradients."""
+        return groups // max(1, groups // self.n)
+
     def most_added(self, groups: int) -> int:
         """As many as there are in an update; none, if each is weighted by its own staleness."""
         return 0 if self.modulation == "each" else max(1, groups // self.n)

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch.nn import Module
@@ -218,6 +219,21 @@ def gather(world: World, numbers: Sequence[float]) -> list[list[float]]:
     places = [torch.empty_like(mine) for _ in world.members]
     dist.all_gather(places, mine, group=world.compute_group)
     return [place.tolist() for place in places]
+
+
+def gather_values(world: World, value: Any, kind: Any) -> list[Any]:
+    """A value of every member of this rank's group, in the order of ranks. All members call it.
+
+    Args:
+        world: this rank's place.
+        value: anything that msgspec encodes.
+        kind: its type.
+    """
+    mine = msgspec.msgpack.encode(value)
+    lengths = [int(length) for [length] in gather(world, [len(mine)])]
+    rows = gather(world, mine.ljust(max(lengths), b"\0"))
+    texts = [bytes(map(int, row[:length])) for row, length in zip(rows, lengths, strict=True)]
+    return [msgspec.msgpack.decode(text, type=kind) for text in texts]
 
 
 # --- Time ------------------------------------------------------------------------------------------------------------

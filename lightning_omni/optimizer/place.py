@@ -21,6 +21,7 @@ from lightning_omni.optimizer.options import WorldOptions
 from lightning_omni.optimizer.process_groups import ProcessGroups
 from lightning_omni.protocol.group import GroupCore
 from lightning_omni.protocol.transport import Control
+from lightning_omni.protocol.wire_format import WireFormat
 from lightning_omni.topology import RECORDER, Topology
 
 
@@ -89,6 +90,15 @@ class Place:
     @method.setter
     def method(self, method: Method) -> None:
         self.core.method = method
+
+    @property
+    def exchanging(self) -> tuple[Method, WireFormat, bool]:
+        """Method, wire format and overlap; set between two formings of groups, they are those of the next ones."""
+        return self.core.method, self.core.wire_format, self.core.overlap
+
+    @exchanging.setter
+    def exchanging(self, exchanging: tuple[Method, WireFormat, bool]) -> None:
+        self.core.method, self.core.wire_format, self.core.overlap = exchanging
 
     @property
     def group(self) -> int:

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from lightning_omni.methods import method_named
 from lightning_omni.performance import constants as c
 from lightning_omni.performance.statistical import DecayFit, Estimate, LossCurve, check_level, fit_decay
 from lightning_omni.serialization import Serializable
@@ -40,10 +41,17 @@ class Setting(Serializable):
         rebalance: whether a group's batch is split in proportion to the speeds of its ranks.
         period: local steps between two exchanges.
         further: names and values in dimensions of a user's own, by name.
+        method: how groups exchange, as ``OmniStrategy(method=...)`` takes it but for the period; empty for the run's
+            own.
+        wire: what pushes and answers are rounded to, as ``"int8"``, or ``"int8/bf16"`` for one each way; empty for the
+            run's own.
+        overlap: whether exchanges travel while the next gradient is computed.
 
     Example:
         >>> str(Setting(groups=4, momentum=0.3, lr=0.025))
         '4 groups, momentum 0.3, lr 0.025'
+        >>> str(Setting(4, 0.9, 0.1, period=8, method="local_sgd", wire="int8/bf16"))
+        '4 groups, local_sgd, period 8, wire int8/bf16, momentum 0.9, lr 0.1'
     """
 
     groups: int
@@ -52,6 +60,16 @@ class Setting(Serializable):
     rebalance: bool = False
     period: int = 1
     further: tuple[tuple[str, Any], ...] = ()
+    method: str = ""
+    wire: str = ""
+    overlap: bool = False
+
+    @property
+    def updates_per_batch(self) -> int:
+        """How often the weights step while all ranks train one batch: for each group, if the server steps, or once."""
+        if self.groups == 1:
+            return 1
+        return method_named(self.method).updates_per_batch(self.groups) if self.method else self.groups
 
     def further_value(self, name: str) -> Any:
         """The value in a dimension of a user's own."""
@@ -63,7 +81,11 @@ class Setting(Serializable):
 
     def __str__(self) -> str:
         parts = [f"{self.groups} group{'s' * (self.groups > 1)}"]
-        parts += ["proportional batches"] * self.rebalance + [f"period {self.period}"] * (self.period > 1)
+        several = self.groups > 1
+        parts += [self.method] * (several and bool(self.method)) + ["proportional batches"] * self.rebalance
+        parts += [f"period {self.period}"] * (self.period > 1)
+        parts += [f"wire {self.wire}"] * (several and self.wire not in ("", "fp32"))
+        parts += ["overlapped"] * (several and self.overlap)
         parts += [f"{name} {value}" for name, value in self.further]
         return ", ".join([*parts, f"momentum {self.momentum:.3g}", f"lr {self.lr:.3g}"])
 
@@ -89,10 +111,17 @@ class Scaling:
 
     def step(self, setting: Setting) -> float:
         """The rate of one group without momentum that would do the same."""
-        return setting.lr / self.lr(setting.groups, setting.momentum, 1.0)
+        return setting.lr / self.lr(setting.updates_per_batch, setting.momentum, 1.0)
 
     def lr(self, groups: int, momentum: float, step: float) -> float:
-        """The learning rate of a setting of that step."""
+        """The learning rate of a setting of that step.
+
+        Args:
+            groups: that step one after the other; of methods that average what groups do in the same time it is one,
+                see `Setting.updates_per_batch`.
+            momentum: explicit momentum.
+            step: as `step` says it.
+        """
         return step / math.sqrt(groups) if self.is_adaptive else round(step * (1 - momentum) / groups, 12)
 
 
@@ -279,6 +308,10 @@ class Theory:
         momentum = self.momentum(groups)
         return Setting(groups, momentum, self.scaling.lr(groups, momentum, self.step * factor), rebalance, period)
 
+    def error(self, setting: Setting) -> float:
+        """The standard deviation of what this is off by, in logarithms."""
+        return c.THEORY_ERROR
+
     def __call__(self, setting: Setting) -> float:
         """The logarithm of the samples to a target."""
         away = math.log(max(self.scaling.step(setting), 1e-12) / self.step)
@@ -350,7 +383,7 @@ class SampleEfficiency:
         """The logarithm of the samples to the target, relative to the theory's start, and its standard deviation."""
         expected = self.theory(setting)
         if not len(self._left):
-            return expected, c.THEORY_ERROR
+            return expected, self.theory.error(setting)
         near = _kernel(np.array([self._place(setting)]), self._places)[0]
         variance = c.THEORY_ERROR**2 - near @ self._inverse @ near
         return float(expected + near @ self._inverse @ self._left), math.sqrt(max(float(variance), 1e-6))

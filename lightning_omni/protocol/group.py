@@ -217,7 +217,7 @@ class GroupCore:
         overlap: bool = False,
     ) -> None:
         self.method = method
-        self._overlap = overlap
+        self.overlap = overlap
         self.wire_format = wire_format
         self._max_nonfinite_pushes = max_nonfinite_pushes
         self.identity = GroupId("")
@@ -336,7 +336,7 @@ class GroupCore:
     @property
     def overlaps(self) -> bool:
         """Whether exchanges travel while gradients are computed, whatever the method is."""
-        return self._overlap and self.method.steps_at == "server"
+        return self.overlap and self.method.steps_at == "server"
 
     # --- What is to be done ------------------------------------------------------------------------------------------
 

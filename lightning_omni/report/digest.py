@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from lightning_omni.errors import ConfigurationError
@@ -155,12 +155,11 @@ class Digest:
         """What the hardware model says of groups, with equal batches and, where they pay, with proportional ones."""
         if self.profile is None:
             return {}
-        period = self.choice.setting.period
         return {
-            (groups, rebalance): self.profile.predict(groups, rebalance=rebalance, period=period)
-            for groups in self.groups
+            (setting.groups, rebalance): self.search.prediction(replace(setting, rebalance=rebalance))
+            for setting in (replace(self.choice.setting, groups=groups) for groups in self.groups)
             for rebalance in (False, True)
-            if not rebalance or self.search.is_uneven(groups, period)
+            if not rebalance or self.search.is_uneven(setting)
         }
 
     def prediction(self, groups: int) -> Prediction:

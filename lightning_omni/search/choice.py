@@ -48,6 +48,8 @@ def choose(evidence: Evidence, by_forecast: bool, stopped: str = "") -> Choice:
         return Choice(start, f"{stopped or 'nothing could be timed'}: nothing was changed")
     if isinstance(spec, StepSearchSpec):
         return _best_step(evidence, spec)
+    if evidence.prior is not None:
+        return _by_experience(evidence)
     best = _best_by_forecast(evidence) if by_forecast else best_as_measured(evidence)
     forecast = evidence.forecast()
     if spec.current:
@@ -71,10 +73,75 @@ def _best_by_forecast(evidence: Evidence) -> Setting:
     """Careful with what was not tried; among equals the fewest groups and the smallest step."""
     forecast = evidence.forecast()
     return least(
-        evidence.candidates(),
+        evidence.candidates() if evidence.prior is None else _promising(evidence, forecast),
         lambda setting: careful(forecast.log_seconds(setting), forecast.efficiency(setting)[1]),
-        lambda setting: (setting.groups, evidence.scaling.step(setting)),
+        lambda setting: (setting.groups, _unusual(setting), evidence.scaling.step(setting)),
     )
+
+
+def _promising(evidence: Evidence, forecast: Forecast) -> list[Setting]:
+    """Of hundreds of settings those that might be the best: the others cannot be, however fast their exchange is."""
+    bounds = sorted(
+        (
+            (careful(cost - math.log(evidence.most(each)), error), number, each)
+            for number, each in enumerate(evidence.candidates())
+            for cost, error in [forecast.efficiency(each)]
+        ),
+    )
+    lowest, found = math.inf, []
+    for bound, _, each in bounds:
+        if bound > lowest + math.log(c.FASTER):
+            break
+        found.append(evidence.as_it_would_be(each))
+        lowest = min(lowest, careful(forecast.log_seconds(found[-1]), forecast.efficiency(found[-1])[1]))
+    return found
+
+
+def _unusual(setting: Setting) -> int:
+    """How many things of a setting are there for its speed alone: between equals, the plain one is taken."""
+    return sum((setting.method != "async_sgd", setting.wire not in ("", "fp32"), setting.overlap))
+
+
+def verdict(evidence: Evidence) -> str:
+    """Whether it is certain by now that another setting is better, or that none is; empty if it is neither.
+
+    The interval of the hardware forecast gets narrower with every batch that is measured, what is known of samples does
+    not: so it counts as it will in the end, with a part of its standard deviation against a change.
+    """
+    profile, start = evidence.profile, evidence.as_it_would_be(evidence.spec.start)
+    if profile is None:
+        return ""
+    best = _best_by_forecast(evidence)
+    if best == evidence.spec.start:
+        return "nothing" if _most(evidence, start) < c.GAIN else ""
+    now, then = (evidence.prediction(each).samples_per_second for each in (evidence.spec.start, best))
+    cost, error = evidence.efficiency()(best)
+    least = then.low / now.high * math.exp(-careful(cost, error))
+    return "change" if least > (c.GAIN if best.groups > 1 else c.FASTER) else ""
+
+
+def _most(evidence: Evidence, start: Setting) -> float:
+    """The largest speed-up that any setting may have, by the interval of what hardware does."""
+    forecast = evidence.forecast()
+    promising = [each for each in _promising(evidence, forecast) if each != start]
+    first = min(promising, key=forecast.log_seconds, default=start)
+    now, then = (evidence.prediction(each).samples_per_second for each in (start, first))
+    return then.high / now.low * math.exp(-forecast.efficiency(first)[0])
+
+
+def _by_experience(evidence: Evidence) -> Choice:
+    """The best by what hardware does and what other tasks showed; several groups only for a clear gain."""
+    forecast, start = evidence.forecast(), evidence.as_it_would_be(evidence.spec.start)
+    best = _best_by_forecast(evidence)
+    if best.groups > 1:
+        _, error = forecast.efficiency(best)
+        gain = forecast.log_seconds(start) - careful(forecast.log_seconds(best), error)
+        if gain < math.log(c.GAIN):
+            best = start
+    if best == evidence.spec.start:
+        why = f"nothing is expected to be faster by enough; {evidence.prediction(best).bottleneck} is the bottleneck"
+        return Choice(best, why, forecast.of(best))
+    return Choice(best, _reasons(evidence, best, forecast, ""), forecast.of(best))
 
 
 def _best_step(evidence: Evidence, spec: StepSearchSpec) -> Choice:
@@ -113,7 +180,9 @@ def _too_small(evidence: Evidence) -> str:
 
 def _reasons(evidence: Evidence, best: Setting, forecast: Forecast, stopped: str) -> str:
     alone = evidence.proposal(1)
-    parts = [f"expected to be first at the target, after {len(evidence.observations)} probes"]
+    count = len(evidence.observations)
+    seen = f"{count} probes" if evidence.prior is None else f"{len(evidence.tried[0].losses)} batches of the run"
+    parts = [f"expected to be first at the target, after {seen}"]
     if best.groups > 1:
         faster = evidence.throughput(best) / evidence.throughput(alone)
         more = math.exp(forecast.efficiency(best)[0] - forecast.efficiency(alone)[0])

@@ -12,11 +12,15 @@ from typing import Any
 
 import numpy as np
 
+from lightning_omni.methods import method_named, with_period
+from lightning_omni.performance.exchanging import ExchangePattern
 from lightning_omni.performance.forecast import Forecast, SampleEfficiency, Scaling, Setting, Theory, TrialResult
 from lightning_omni.performance.profile import Measured, Prediction, Profile
 from lightning_omni.search import constants as c
+from lightning_omni.search.experience import Experience
+from lightning_omni.search.prior import Prior
 from lightning_omni.search.rules import is_faster
-from lightning_omni.search.space import Period
+from lightning_omni.search.space import Period, wire_given
 from lightning_omni.search.specification import SearchSpec, StepSearchSpec
 
 
@@ -48,16 +52,22 @@ class Evidence:
     Args:
         spec: what is searched.
         known: what was measured in earlier searches of the same run.
+        prior: what was simulated of other tasks, in the place of theory; None for theory.
     """
 
-    def __init__(self, spec: SearchSpec, known: Sequence[Measured] = ()) -> None:
-        self.spec, self.known = spec, list(known)
+    def __init__(self, spec: SearchSpec, known: Sequence[Measured] = (), prior: Prior | None = None) -> None:
+        self.spec, self.known, self.prior = spec, list(known), prior
         self.rejected: dict[int, str] = {}
-        self.theory = Theory(spec.basis, spec.scaling, most=spec.own.momentum if spec.own is not None else None)
+        most = spec.own.momentum if spec.own is not None else None
+        self.theory = Theory(spec.basis, spec.scaling, most=most)
+        if prior is not None:
+            self.theory = Experience(spec.basis, spec.scaling, most=most, prior=prior)
         self.observations: list[Observation] = []
         self._fitted: tuple[int, Profile] | None = None
-        self._rates: dict[tuple[int, bool, int], float] = {}
-        self._uneven: dict[tuple[int, int], bool] = {}
+        self._rates: dict[Setting, float] = {}
+        self._uneven: dict[Setting, bool] = {}
+        self._most: dict[int, float] = {}
+        self._patterns: dict[tuple[str, int, str, bool], ExchangePattern] = {}
 
     @property
     def scaling(self) -> Scaling:
@@ -70,7 +80,7 @@ class Evidence:
     def tried(self) -> list[TrialResult]:
         """All probes so far; those whose loss rose, and those that were rejected, have that for a problem."""
         found = [each.tried for each in self.observations]
-        if isinstance(self.spec, StepSearchSpec):
+        if isinstance(self.spec, StepSearchSpec) or self.prior is not None:
             return found
         found = [
             replace(each, problem="the loss rose") if not each.has_failed and _rose(each) else each for each in found
@@ -94,24 +104,57 @@ class Evidence:
             self._fitted = (len(measured), Profile.fit(measured))
             self._rates.clear()
             self._uneven.clear()
+            self._most.clear()
+            if isinstance(self.theory, Experience):
+                self.theory = replace(self.theory, scatter=scatter(measured))
         return self._fitted[1]
 
     def throughput(self, setting: Setting) -> float:
         """Samples per second that are to be expected; 1.0 as long as nothing was timed."""
         if self.profile is None:
             return 1.0
-        key = (setting.groups, setting.rebalance, setting.period)
-        if key not in self._rates:
+        key = replace(setting, momentum=0.0, lr=0.0, further=())
+        if key not in self._rates and self.prior is not None:  # of hundreds
+            self._rates[key] = self.profile.samples_per_second(
+                setting.groups, rebalance=setting.rebalance, exchanging=self._pattern(setting)
+            )
+        elif key not in self._rates:
             self._rates[key] = self.prediction(setting).samples_per_second.value
         return self._rates[key]
+
+    def most(self, setting: Setting) -> float:
+        """Samples per second that no way of exchanging can exceed, with as many groups."""
+        assert self.profile is not None
+        if setting.groups not in self._most:
+            free = ExchangePattern(period=c.FOREVER, push=0, pull=0)
+            ways = (False, True) if self.spec.space.rebalance else (False,)
+            self._most[setting.groups] = max(
+                self.profile.samples_per_second(setting.groups, rebalance=how, exchanging=free) for how in ways
+            )
+        return self._most[setting.groups]
 
     def prediction(self, setting: Setting) -> Prediction:
         """What the hardware model says of a setting."""
         assert self.profile is not None
+        if (pattern := self._pattern(setting)) is not None:
+            return self.profile.predict(setting.groups, rebalance=setting.rebalance, exchanging=pattern)
         return self.profile.predict(setting.groups, rebalance=setting.rebalance, period=setting.period)
+
+    def _pattern(self, setting: Setting) -> ExchangePattern | None:
+        """How a setting's groups exchange; None for the run's own way."""
+        if setting.groups == 1 or not setting.method:
+            return None
+        key = setting.method, setting.period, setting.wire, setting.overlap
+        if key not in self._patterns:
+            method = with_period(method_named(setting.method), setting.period)
+            wire = wire_given(setting.wire) if setting.wire else "fp32"
+            self._patterns[key] = ExchangePattern.of(method, wire, setting.overlap, self.measured[-1].nbytes)
+        return self._patterns[key]
 
     def efficiency(self) -> SampleEfficiency:
         """Samples that settings need, from theory and the probes."""
+        if self.prior is not None:  # the run's own batches are not compared with any
+            return SampleEfficiency(self.theory)
         return SampleEfficiency.of(self.theory, self.tried, self.further_place if self.spec.space.further else None)
 
     def further_place(self, setting: Setting) -> list[float]:
@@ -149,15 +192,16 @@ class Evidence:
 
     # --- Settings ----------------------------------------------------------------------------------------------------
 
-    def is_uneven(self, groups: int, period: int = 1) -> bool:
-        """Whether proportional batches make groups faster by more than a trifle."""
+    def is_uneven(self, setting: Setting) -> bool:
+        """Whether proportional batches make a setting faster by more than a trifle."""
         profile = self.profile
-        if not self.spec.space.rebalance or profile is None or groups == len(profile.speeds):
+        if not self.spec.space.rebalance or profile is None or setting.groups == len(profile.speeds):
             return False
-        if (groups, period) not in self._uneven:
-            plain, split = (self.throughput(Setting(groups, 0.0, 0.0, how, period)) for how in (False, True))
-            self._uneven[groups, period] = speeds_differ(self.measured) and is_faster(split, plain)
-        return self._uneven[groups, period]
+        key = replace(setting, momentum=0.0, lr=0.0, rebalance=False, further=())
+        if key not in self._uneven:
+            plain, split = (self.throughput(replace(key, rebalance=how)) for how in (False, True))
+            self._uneven[key] = speeds_differ(self.measured) and is_faster(split, plain)
+        return self._uneven[key]
 
     def groups(self) -> list[int]:
         """Numbers of groups that are worth a thought: more of them have to be faster than fewer."""
@@ -166,7 +210,7 @@ class Evidence:
         kept: list[int] = []
         fastest = 0.0
         for number in self.spec.space.groups:
-            rate = self.throughput(Setting(number, 0.0, 0.0, self.is_uneven(number, self.period), self.period))
+            rate = self.throughput(self.as_it_would_be(replace(self.spec.start, groups=number, period=self.period)))
             if number == 1 or is_faster(rate, fastest):
                 kept.append(number)
                 fastest = max(fastest, rate)
@@ -183,29 +227,47 @@ class Evidence:
             setting = replace(self.theory.start, lr=self.theory.start.lr * factor, period=self.period)
         else:
             setting = self.theory.setting(groups, period=self.period, factor=factor)
-        return self._within(replace(setting, further=self.spec.start.further))
+        start = self.spec.start
+        alike = replace(start, groups=setting.groups, momentum=setting.momentum, lr=setting.lr, period=setting.period)
+        if alike.updates_per_batch != groups:  # a method that averages
+            alike = replace(
+                alike, lr=self.scaling.lr(alike.updates_per_batch, alike.momentum, self.theory.step * factor)
+            )
+        return self._within(alike)
 
     def stepped(self, factor: float) -> Setting:
         """What the run trains with, in larger or smaller steps."""
         start = self.spec.start
         return self._within(replace(start, lr=start.lr * factor, period=self.period))
 
-    def setting(self, groups: int, momentum: float, step: float, period: int | None = None) -> Setting:
-        """The setting of that step, in numbers of a few digits."""
-        momentum, steps = round(momentum, 2), period or self.period
-        lr = float(f"{self.scaling.lr(groups, momentum, step):.3g}")
-        uneven = self.is_uneven(groups, steps)
-        return self.spec.space.holds(Setting(groups, momentum, lr, uneven, steps, self.spec.start.further))
+    def setting(
+        self, groups: int, momentum: float, step: float, period: int | None = None, like: Setting | None = None
+    ) -> Setting:
+        """The setting of that step, in numbers of a few digits.
+
+        Args:
+            groups: of the setting.
+            momentum: of the setting.
+            step: see `Scaling`.
+            period: local steps between two exchanges; None for what is usual here.
+            like: what has the same method, wire format and further values; None for what the search starts from.
+        """
+        momentum, like = round(momentum, 2), like or self.spec.start
+        setting = replace(like, groups=groups, momentum=momentum, rebalance=False, period=period or self.period)
+        lr = float(f"{self.scaling.lr(setting.updates_per_batch, momentum, step):.3g}")
+        return self._within(replace(setting, lr=lr))
 
     def as_it_would_be(self, setting: Setting) -> Setting:
         """With proportional batches where they pay."""
-        return replace(setting, rebalance=self.is_uneven(setting.groups, setting.period))
+        return replace(setting, rebalance=self.is_uneven(setting))
 
     def _within(self, setting: Setting) -> Setting:
         return self.spec.space.holds(self.as_it_would_be(setting))
 
     def candidates(self) -> list[Setting]:
         """What can be chosen: what was tried, and what theory proposes for each number of groups."""
+        if isinstance(self.theory, Experience):
+            return self.spec.space.ways(self.spec.start, self.theory.suggested)
         tried = self.tried
         sound = [each.setting for each in tried if not each.has_failed]
         if tried and 1 not in {each.groups for each in sound}:
@@ -240,6 +302,16 @@ def _rose(tried: TrialResult) -> bool:
         return False
     first, last = (float(np.mean(part)) for part in (tried.losses[:groups], tried.losses[-3 * groups :]))
     return last > first + c.RISE * abs(first)
+
+
+def scatter(measured: Sequence[Measured]) -> float:
+    """How much ranks' step times vary about each rank's mean: their coefficient of variation.
+
+    Args:
+        measured: of the same ranks.
+    """
+    relative = [np.array(row) / np.mean(row) for each in measured for row in each.own]
+    return float(np.concatenate(relative).std())
 
 
 def speeds_differ(measured: Sequence[Measured]) -> bool:

@@ -21,10 +21,12 @@ from typing import Any
 
 import numpy as np
 
+from lightning_omni.search import constants as c
 from lightning_omni.serialization import Serializable
 
 Array = np.ndarray[Any, Any]
-COST, DEVIATION, SCATTER = 2, 3, 4
+_VALUES = ("momentum", "log_step", "log_cost", "deviation", "scatter")
+COST, DEVIATION, SCATTER = map(_VALUES.index, ("log_cost", "deviation", "scatter"))
 """Places in `PriorRow.values`."""
 
 SYNCHRONOUS = ("hardsync",)
@@ -40,13 +42,6 @@ RELATIVES = {
     "elastic_averaging": ("local_sgd",),
 }
 """Methods by which those that were not measured are judged, the closest first."""
-RELATED, UNKNOWN = 0.3, 0.6
-"""Added to the standard deviation, in squares, of what is judged by a relative (a method, or the other kind of
-optimizer), or by the worst of all."""
-BEYOND = 0.1
-"""Added to it for each interval of the table that a setting lies beyond its end."""
-FARTHEST = 2.0
-"""Intervals over which the table is continued in a line; it stays level after that."""
 
 
 @dataclass(frozen=True)
@@ -217,10 +212,10 @@ class Prior:
 
     def _values(self, method: str, groups: int, period: int, scatter: float, is_adaptive: bool) -> Array:
         """Values of a row that was not measured, as in `PriorRow.values`."""
-        for name, error in ((method, 0.0), *((name, RELATED) for name in RELATIVES.get(method, ()))):
+        for name, error in ((method, 0.0), *((name, c.RELATED) for name in RELATIVES.get(method, ()))):
             if rows := self._rows(name, is_adaptive):
                 found = _interpolated(rows, groups, period, scatter)
-                other = 0.0 if rows[0].is_adaptive == is_adaptive else RELATED
+                other = 0.0 if rows[0].is_adaptive == is_adaptive else c.RELATED
                 found[DEVIATION] = math.hypot(found[DEVIATION], error, other)
                 return found
         every = {row.method for row in self.rows}
@@ -228,7 +223,7 @@ class Prior:
             (_interpolated(self._rows(name, is_adaptive), groups, period, scatter) for name in sorted(every)),
             key=lambda values: float(values[COST]),
         )
-        found[DEVIATION] = math.hypot(found[DEVIATION], UNKNOWN)
+        found[DEVIATION] = math.hypot(found[DEVIATION], c.UNKNOWN)
         return found
 
     def _rows(self, method: str, is_adaptive: bool) -> list[PriorRow]:
@@ -264,7 +259,7 @@ def _on_surface(rows: list[PriorRow], groups: int, period: int) -> Array:
     found, end = at(among_groups, among_periods), at(min(among_groups, 1.0), min(among_periods, 1.0))
     beyond = max(0.0, among_groups - 1) + max(0.0, among_periods - 1)
     if beyond:  # momentum and step stay; costs go on, and become less certain and no better
-        end[COST], end[DEVIATION] = max(found[COST], end[COST]), end[DEVIATION] + BEYOND * beyond
+        end[COST], end[DEVIATION] = max(found[COST], end[COST]), end[DEVIATION] + c.BEYOND * beyond
         return end
     return found
 
@@ -278,4 +273,4 @@ def _between(knots: list[int], wanted: int) -> tuple[tuple[int, int], float]:
         return (knots[0], knots[0]), 0.0
     place = next((i for i, knot in enumerate(knots[1:], 1) if wanted <= knot), len(knots) - 1)
     low, high = knots[place - 1], knots[place]
-    return (low, high), min(math.log(wanted / low) / math.log(high / low), 1 + FARTHEST)
+    return (low, high), min(math.log(wanted / low) / math.log(high / low), 1 + c.FARTHEST)

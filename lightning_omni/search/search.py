@@ -22,6 +22,7 @@ from lightning_omni.performance.profile import Measured
 from lightning_omni.search import constants as c
 from lightning_omni.search.choice import Choice, choose
 from lightning_omni.search.evidence import Evidence, Observation
+from lightning_omni.search.prior import Prior
 from lightning_omni.search.samplers import Steps, sampler_of
 from lightning_omni.search.specification import SearchSpec, StepSearchSpec
 
@@ -33,7 +34,7 @@ class Probe:
     Attributes:
         number: of the probe, from 0.
         setting: to train with.
-        samples: to train on, all groups together.
+        samples: to train on, all groups together; 0 for batches that the run itself trains, as many as it takes.
         why: in a few words.
     """
 
@@ -78,7 +79,7 @@ class Search(Evidence):
         known: Sequence[Measured] = (),
     ) -> None:
         sampler = sampler_of(strategy)
-        super().__init__(spec, known)
+        super().__init__(spec, known, Prior.load() if sampler.learns_from_run else None)
         self.strategy = strategy
         self.sampler = sampler
         self.probes: list[Probe] = []
@@ -175,6 +176,9 @@ class Search(Evidence):
 
     def _go_through(self) -> Iterator[Probe]:
         """The two ends of the space, if it is a setting that is searched, and then what the sampler proposes."""
+        if self.sampler.learns_from_run and not isinstance(self.spec, StepSearchSpec):
+            yield Probe(0, self.spec.start, 0, "the run's own first batches")
+            return
         if not self.spec.batches:
             return
         if not isinstance(self.spec, StepSearchSpec):

@@ -11,12 +11,17 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, ClassVar, Protocol
 
 from numpy.random import Generator
 
 from lightning_omni.errors import ConfigurationError
+from lightning_omni.methods import Method, method_named
+from lightning_omni.methods.overlap import check_overlap
 from lightning_omni.performance.forecast import Scaling, Setting, Theory
+from lightning_omni.protocol.wire_formats import wire_of
+from lightning_omni.search import constants as c
 
 Axis = list[Any] | tuple[float, float]
 """Values that are possible, or the least and the largest; none if a surrogate is not asked for it."""
@@ -61,6 +66,10 @@ class Dimension(ABC):
     def hold(self, setting: Setting) -> Setting:
         """The setting, put to the bound if it is outside."""
         return setting
+
+    def put(self, setting: Setting, value: Any) -> Setting:
+        """The setting with that value."""
+        return setting.with_further(self.name, value)
 
     def current(self, world: Any) -> Any:
         """The value that a run has now."""
@@ -182,6 +191,75 @@ class Period(Dimension):
         return own if not self.numbers or own in self.numbers else min(self.numbers)
 
 
+@dataclass(frozen=True)
+class ExchangeDimension(Dimension, ABC):
+    """How groups exchange, one of several values; none for that of the setting that a search starts from."""
+
+    values: tuple[Any, ...]
+    needs_regroup = True
+
+    def axis(self, known: Known) -> Axis:
+        return list(self.values)
+
+    def coordinate(self, setting: Setting, known: Known) -> float:
+        value = getattr(setting, self.name)
+        return float(self.values.index(value)) if value in self.values else 0.0
+
+    def put(self, setting: Setting, value: Any) -> Setting:
+        return replace(setting, **{self.name: value})
+
+    def options(self, setting: Setting) -> Sequence[Any]:
+        """What it may be, beside what the setting has."""
+        return self.values or (getattr(setting, self.name),)
+
+
+@dataclass(frozen=True)
+class MethodName(ExchangeDimension):
+    """The method, as `lightning_omni.methods.method_named` takes it, without its period."""
+
+    name = "method"
+
+    def __post_init__(self) -> None:
+        for each in self.values:
+            if not isinstance(each, str):
+                raise ConfigurationError(f'space={{"method": {each!r}}}: pass names of methods, as "local_sgd"')
+            method_named(each)
+
+
+@dataclass(frozen=True)
+class Wire(ExchangeDimension):
+    """The wire format, as ``"int8"``, or ``"int8/bf16"`` for pushes and answers."""
+
+    name = "wire"
+
+    def __post_init__(self) -> None:
+        for each in self.values:
+            wire_of(wire_given(each))
+
+
+@dataclass(frozen=True)
+class Overlap(ExchangeDimension):
+    """Whether exchanges travel while the next gradient is computed."""
+
+    name = "overlap"
+
+    def __post_init__(self) -> None:
+        if not all(isinstance(each, bool) for each in self.values):
+            raise ConfigurationError(f'space={{"overlap": {list(self.values)}}}: pass True, False or both')
+
+
+def wire_given(text: Any) -> Any:
+    """What ``OmniStrategy(wire=...)`` takes, of a setting's text.
+
+    Raises:
+        ConfigurationError: it is no text.
+    """
+    if not isinstance(text, str) or not text:
+        raise ConfigurationError(f'space={{"wire": {text!r}}}: pass formats, as "int8", or "int8/bf16" for each way')
+    push, _, pull = text.partition("/")
+    return {"push": push, "pull": pull} if pull else push
+
+
 def _inside(value: float, bounds: tuple[float, float]) -> float:
     return min(max(value, bounds[0]), bounds[1])
 
@@ -198,9 +276,12 @@ class Space:
         rebalance: whether batches may be split in proportion to speeds.
         period: local steps between two exchanges; none for those of the setting that a search starts from.
         further: dimensions of a user's own.
+        method: how groups may exchange; none for the method of the setting that a search starts from.
+        wire: what pushes and answers may be rounded to; none likewise.
+        overlap: whether exchanges may travel beside the computation; none likewise.
 
     Raises:
-        ConfigurationError: a range is empty or out of bounds.
+        ConfigurationError: a range is empty or out of bounds, or there is no such method or format.
     """
 
     groups: tuple[int, ...]
@@ -210,6 +291,9 @@ class Space:
     rebalance: bool = True
     period: tuple[int, ...] = ()
     further: tuple[Dimension, ...] = ()
+    method: tuple[str, ...] = ()
+    wire: tuple[str, ...] = ()
+    overlap: tuple[bool, ...] = ()
 
     def __post_init__(self) -> None:
         _ = self.dimensions  # each checks its bounds
@@ -218,7 +302,12 @@ class Space:
     def dimensions(self) -> tuple[Dimension, ...]:
         """All of them, in the order of a surrogate's axes."""
         own = Groups(self.groups), Momentum(self.momentum), LearningRate(self.lr), StepFactor(self.factor)
-        return *own, Period(self.period), *self.further
+        return *own, Period(self.period), *self.exchanges, *self.further
+
+    @property
+    def exchanges(self) -> tuple[ExchangeDimension, ...]:
+        """Those of how groups exchange."""
+        return MethodName(self.method), Wire(self.wire), Overlap(self.overlap)
 
     @classmethod
     def of(
@@ -231,8 +320,8 @@ class Space:
         """From what a user passes, with the rest filled in.
 
         Args:
-            given: any of ``groups``, ``momentum``, ``lr``, ``rebalance``, ``period``: single values, lists or ranges;
-                and dimensions of one's own.
+            given: any of ``groups``, ``momentum``, ``lr``, ``rebalance``, ``period``, ``method``, ``wire``,
+                ``overlap``: single values, lists or ranges; and dimensions of one's own.
             ranks: number of ranks.
             allowed: whether there may be that many groups.
             momentum: of the user's own setting, which is never out of bounds unless ``given`` says so.
@@ -240,7 +329,8 @@ class Space:
         Raises:
             ConfigurationError: there is no such name, or a value cannot be.
         """
-        known = ("groups", "momentum", "lr", "rebalance", "period")
+        chosen = ("method", "wire", "overlap")
+        known = ("groups", "momentum", "lr", "rebalance", "period", *chosen)
         further = tuple(each for each in given.values() if isinstance(each, Dimension))
         given = {name: value for name, value in given.items() if not isinstance(value, Dimension)}
         for name in given:
@@ -263,13 +353,54 @@ class Space:
             options["rebalance"] = any(values)
         if "period" in given:
             options["period"] = tuple(sorted(set(_numbers("period", given["period"], whole=True))))
+        for name in chosen:
+            if name in given:
+                options[name] = tuple(dict.fromkeys(_list(given[name])))
+                if not options[name]:
+                    raise ConfigurationError(f"space={{{name!r}: {given[name]!r}}}: nothing to choose from")
         return cls(tuple(sorted({1, *(g for g in groups if g == 1 or allowed(g))})), **options)
+
+    def ways(self, start: Setting, suggested: Callable[[Setting], Setting]) -> list[Setting]:
+        """One group as it is, and every number of groups with every way in which they may exchange.
+
+        Args:
+            start: the setting that a search starts from, in one group.
+            suggested: gives a setting the momentum and rate that are expected to suit it.
+        """
+        found = [start]
+        ways = product(*(each.options(start) for each in self.exchanges))
+        for method, wire, overlap in ways:
+            value = method_named(method)
+            periods = (self.period or periods_up_to(c.LARGEST_PERIOD)) if hasattr(value, "period") else (1,)
+            for groups in self.groups[1:]:
+                if not _can_be(value, groups, wire, overlap):
+                    continue
+                like = replace(start, groups=groups, method=method, wire=wire, overlap=overlap)
+                found += [suggested(replace(like, period=period)) for period in periods]
+        return found
 
     def holds(self, setting: Setting) -> Setting:
         """The setting with what is out of bounds put to the bound."""
         for dimension in self.dimensions:
             setting = dimension.hold(setting)
         return setting
+
+
+def periods_up_to(largest: int) -> tuple[int, ...]:
+    """Powers of two."""
+    return tuple(1 << power for power in range(largest.bit_length()))
+
+
+def _can_be(method: Method, groups: int, wire: str, overlap: bool) -> bool:
+    try:
+        method.check(groups)
+        if wire:
+            wire_of(wire_given(wire)).check(method)
+        if overlap:
+            check_overlap(method)
+    except ConfigurationError:
+        return False
+    return True
 
 
 def group_counts(ranks: int) -> list[int]:

@@ -75,11 +75,11 @@ class Axes:
     def __init__(self, evidence: Evidence, without: Sequence[str] = ()) -> None:
         self._evidence = evidence
         self._dimensions = evidence.spec.space.dimensions
-        further = {each.name for each in evidence.spec.space.further}
+        self._named = {each.name: each for each in (*evidence.spec.space.exchanges, *evidence.spec.space.further)}
         self.bounds: dict[str, tuple[float, float] | list[int]] = {}
         for each in self._dimensions:
             axis = each.axis(evidence)
-            if each.name in further and isinstance(axis, list):
+            if each.name in self._named and isinstance(axis, list):
                 axis = list(range(len(axis)))  # values of any kind, by their numbers
             if each.name not in without and len(set(axis)) > 1:
                 self.bounds[each.name] = axis
@@ -95,13 +95,12 @@ class Axes:
         groups = int(point.get("groups", evidence.groups()[0]))
         step = evidence.theory.step * math.exp(point.get("factor", 0.0))
         momentum = point.get("momentum", evidence.spec.start.momentum)
-        setting = evidence.setting(groups, momentum, step, int(point.get("period", evidence.period)))
-        for each in evidence.spec.space.further:
-            if each.name in point:
+        like = evidence.spec.start
+        for name, each in self._named.items():
+            if name in point:
                 axis = each.axis(evidence)
-                value = axis[int(point[each.name])] if isinstance(axis, list) else point[each.name]
-                setting = setting.with_further(each.name, value)
-        return setting
+                like = each.put(like, axis[int(point[name])] if isinstance(axis, list) else point[name])
+        return evidence.setting(groups, momentum, step, int(point.get("period", evidence.period)), like)
 
 
 def ask(

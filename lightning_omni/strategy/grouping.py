@@ -6,7 +6,7 @@ not. The strategy asks its `grouping` for what differs; the same seam runs throu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -18,8 +18,9 @@ from typing_extensions import override
 from lightning_omni.errors import ConfigurationError, UnsupportedError
 from lightning_omni.metrics import RunReport
 from lightning_omni.optimizer import World
-from lightning_omni.optimizer.balance import Balance
+from lightning_omni.optimizer.balance import Balance, gather
 from lightning_omni.optimizer.world import frozen
+from lightning_omni.protocol.leases import apportion
 from lightning_omni.strategy import _private
 from lightning_omni.strategy.epochs import EpochDriver
 from lightning_omni.strategy.live_metrics import Reporting, StepTimes
@@ -177,6 +178,19 @@ class GroupedStrategy(_Base):
         self.wrap_for_group()
         self.epochs.after_regroup(spans, before)
         self.balance.regrouped()
+
+    def share_out(self, speeds: Sequence[float]) -> None:
+        """The members of this rank's group get parts of its batches in proportion to their speeds, from here on.
+
+        All members call it. Batches that a loader has taken already are split as before.
+
+        Args:
+            speeds: of the members, in the order of ranks.
+        """
+        world, leases = self.joined, self.epochs.leases
+        assert leases is not None
+        handed = max(int(number) for [number] in gather(world, [leases.handed]))
+        leases.share_out(apportion(leases.batch_size * len(world.members), speeds), from_number=handed)
 
     # --- What a user sees ---------------------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from lightning_omni.optimizer import World, WorldOptions
 from lightning_omni.optimizer.balance import Balance
 from lightning_omni.optimizer.run_state import Live, RunState
 from lightning_omni.protocol import messages as m
+from lightning_omni.protocol.wire_format import WireFormat
 from lightning_omni.protocol.wire_formats import Wire
 from lightning_omni.server import ServerProcess
 from lightning_omni.strategy import _private
@@ -159,7 +160,7 @@ class OmniStrategyHooks(GroupedStrategy):
         self.signals = Signals(self.terminated_class)
         self.checkpoints = Checkpoints(self.rank_zero_warn)
         self._has_gathered = False
-        self._arrangement: tuple[Topology, Method, Balance] | None = None
+        self._arrangement: tuple[Topology, tuple[Method, WireFormat, bool], Balance] | None = None
         self.on_ready: list[Callable[[], None]] = []
         """Called on every rank when the groups stand and the first batch has not begun: a tuner's moment."""
         self._server_process: ServerProcess | None = None
@@ -439,15 +440,26 @@ class OmniStrategyHooks(GroupedStrategy):
         self._say_hello()
 
     def stash_arrangement(self) -> None:
-        """Groups, method and balance are about to be chosen: those of the user are kept, for a later fit."""
+        """Groups and how they exchange are about to be chosen: those of the user are kept, for a later fit."""
         if self._arrangement is None:
-            self._arrangement = self.joined.topology, self.joined.method, self.balance
+            self._arrangement = self.joined.topology, self.joined.exchanging, self.balance
+
+    def begin_in_one_group(self) -> None:
+        """A fit is set up whose groups are chosen while it trains: until then all ranks are one."""
+        self.stash_arrangement()
+        self.joined.topology = Topology.even(self.joined.size, 1)
+
+    def form_as_arranged(self) -> None:
+        """Nothing is chosen after all: the groups are formed that the user has asked for."""
+        if self._arrangement is not None and len(self._arrangement[0].alive) != len(self.joined.topology.alive):
+            self.form(len(self._arrangement[0].alive))
+            self._say_hello()
 
     def restore_arrangement(self) -> None:
-        """A fit is set up: it begins with groups, method and balance of the user, unless ranks were lost since."""
+        """A fit is set up: it begins with what the user has chosen, unless ranks were lost since."""
         arrangement, self._arrangement = self._arrangement, None
         if arrangement is not None and not self.joined.ever_lost:
-            self.joined.topology, self.joined.method, self.balance = arrangement
+            self.joined.topology, self.joined.exchanging, self.balance = arrangement
 
     def run_state(self) -> RunState:
         """A copy of all that the run must remember, as it is on this rank, where there is one group."""

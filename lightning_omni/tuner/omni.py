@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -25,24 +26,29 @@ from typing_extensions import override
 
 from lightning_omni.checks import check_kind, check_number, check_whole
 from lightning_omni.errors import ConfigurationError, OmniError, UnsupportedError
+from lightning_omni.methods import METHODS, method_named, text_of, with_period
 from lightning_omni.optimizer.balance import Balance
 from lightning_omni.optimizer.run_state import RollbackPoint
 from lightning_omni.performance.forecast import Setting
-from lightning_omni.protocol.leases import apportion
 from lightning_omni.protocol.progress import ReferenceBatch
+from lightning_omni.protocol.split import check_servers
+from lightning_omni.protocol.wire_formats import wire_of
 from lightning_omni.report import Round, RunTimes, TuningReport
 from lightning_omni.search import (
     Choice,
+    Observation,
     Probe,
     Search,
     SearchSpec,
     Space,
     StepSearchSpec,
 )
+from lightning_omni.search.choice import verdict
 from lightning_omni.search.samplers import sampler_of
-from lightning_omni.search.space import apply_further
+from lightning_omni.search.space import apply_further, wire_given
 from lightning_omni.search.surrogate import check_libraries, import_libraries, load_libraries
 from lightning_omni.serialization import Serializable
+from lightning_omni.strategy._private import will_step
 from lightning_omni.strategy.arguments import refuses_unknown
 from lightning_omni.strategy.declared import loader_of
 from lightning_omni.strategy.hooks import OmniStrategyHooks, strategy_of
@@ -51,10 +57,11 @@ from lightning_omni.topology import Topology
 from lightning_omni.trace import reaches
 from lightning_omni.tuner import _private
 from lightning_omni.tuner.divergence import DivergenceGuard, loss_in
+from lightning_omni.tuner.first_batches import FirstBatches
 from lightning_omni.tuner.hyperparameters import Hyperparameters
 from lightning_omni.tuner.loggers import log
 from lightning_omni.tuner.monitored_metric import MonitoredMetric
-from lightning_omni.tuner.probing import Prober, batch_size_of, probed_loader, with_period
+from lightning_omni.tuner.probing import Prober, batch_size_of, probed_loader
 from lightning_omni.tuner.search_progress import SearchProgress
 from lightning_omni.tuner.throughput import RunThroughput, samples_in
 
@@ -81,6 +88,13 @@ _REASONS = _NONE, _UNDER_WAY_ALREADY, _SPEED, _STALLED = (
     "the ranks do not train as fast as before",
     "the target would not be reached in time",
 )
+_USUAL = ("async_sgd", "fp32", False)
+"""Method, wire format and overlap of a strategy whose user has chosen none."""
+_AVERAGED = "diloco:outer_lr=1.0,outer_momentum=0"
+_METHODS = ("async_sgd", "local_sgd", "elastic_averaging", _AVERAGED, f"{_AVERAGED},fragments=4,delay=1")
+_WIRES = ("fp32", "int8", "int8/bf16")
+"""What may take their place then: DiLoCo's outer step with a rate of 1 is local SGD that sends changes, so that answers
+may be rounded, too, and fragments may travel beside the computation."""
 _MOST_SEED = (1 << 32) - (1 << 16)
 """Libraries take seeds below 2³², and a search adds small numbers to its own."""
 _CHANGED = 0.2
@@ -149,14 +163,26 @@ class TunerState(Serializable):
     at_epochs: list[float] = field(default_factory=list)
 
 
-class OmniTunerHooks(_CallbackBase):
-    """Finds the number of compute groups, momentum and learning rate that are at the target first, and trains so.
+def _text_of_wire(given: Any) -> str:
+    """As a setting has it; empty for a format that is no name."""
+    if isinstance(given, Mapping):
+        given = "/".join(str(given.get(way, "fp32")) for way in ("push", "pull"))
+    return given if isinstance(given, str) else ""
 
-    Before the first batch, and again at ends of epochs, it trains a few batches with one setting after another, always
-    from the same snapshot and back to it, predicts the time that each would take (seconds per sample, from a model of
-    the machines, times samples to the target), and goes on with the best: groups are formed again, momentum and
-    learning rate are set, and the batch is split in proportion to the ranks' speeds where that pays. Weights, optimizer
-    state, data order and RNG state are those of the run when a search is over.
+
+class OmniTunerHooks(_CallbackBase):
+    """Finds the groups, method, momentum and learning rate that are expected to be at the target first, and trains so.
+
+    The run begins as it would without it, in one group, and its first batches are timed: how long each rank computes,
+    and how long the all-reduce takes. From these it forecasts the samples per second of every number of groups, method,
+    number of local steps and wire format; what each of them costs in samples is known from other tasks. As soon as one
+    is expected to be clearly faster, the run goes on with it, in mid-epoch: groups are formed, momentum and learning
+    rate are set, and batches are split in proportion to the ranks' speeds where that pays. Where nothing is, nothing
+    changes. No batch is thrown away.
+
+    With ``search="bayes"`` and the others it trains a few batches with one setting after another instead, before the
+    first batch and again at ends of epochs, always from the same snapshot and back to it: weights, optimizer state,
+    data order and RNG state are those of the run when a search is over.
 
     It needs `OmniStrategy`, one optimizer, automatic optimization, and one DataLoader over a map-style data set.
 
@@ -166,12 +192,15 @@ class OmniTunerHooks(_CallbackBase):
         budget: part of the run's time that probes may take, 0 or more and less than 1: 0.1 is a tenth. Two fifths of it
             are for the search before the first batch, two fifths for the first retuning of the run under way, and what
             comes later has to be earned by then. 0 tunes nothing.
-        search: ``"bayes"`` asks scikit-optimize for the setting whose predicted time promises most, starting from
-            theory; ``"omnivore"`` is the published algorithm; ``"grid"`` and ``"random"`` are what their names say.
-        space: what is searched: any of ``"groups"``, ``"momentum"``, ``"lr"``, ``"rebalance"``, ``"period"``, each a
-            value, a list, or the least and the largest value. By default groups are powers of two and the number of
-            ranks, momentum 0 to 0.95 (or yours, if it is more), the learning rate what goes with them so that steps
-            stay yours (or get a third, or three times, as large), and batches may be split by speed.
+        search: ``"forecast"`` times the run's own first batches and makes no probes; ``"bayes"`` asks scikit-optimize
+            for the setting whose predicted time promises most, starting from theory; ``"omnivore"`` is the published
+            algorithm; ``"grid"`` and ``"random"`` are what their names say. Where the data are not dealt out as they
+            are drawn (a sampler of your own), ``"bayes"`` takes the place of ``"forecast"``.
+        space: what is searched: any of ``"groups"``, ``"method"``, ``"period"``, ``"wire"``, ``"overlap"``,
+            ``"momentum"``, ``"lr"``, ``"rebalance"``, each a value, a list, or the least and the largest value. By
+            default groups are powers of two and the number of ranks, momentum 0 to 0.95 (or yours, if it is more), the
+            learning rate what goes with them, and batches may be split by speed. How groups exchange is searched by
+            ``"forecast"`` unless you have chosen it (``method=``, ``wire=`` or ``overlap=`` of the strategy).
         retune_every: epochs between two checks whether the setting is still the best; None for none.
         mode: whether ``monitor`` is better if it is smaller; by its name if None ("loss" or "error" in it).
         seed: of the search, and of the samples that probes train on.
@@ -201,7 +230,7 @@ class OmniTunerHooks(_CallbackBase):
         target: float | None = None,
         monitor: str = "val_loss",
         budget: float = 0.1,
-        search: str = "bayes",
+        search: str = "forecast",
         space: Mapping[str, Any] | None = None,
         retune_every: int | None = 1,
         mode: Literal["min", "max"] | None = None,
@@ -242,6 +271,10 @@ class OmniTunerHooks(_CallbackBase):
         self._totals: dict[int, tuple[float, float]] = {}
         self._guard: DivergenceGuard | None = None
         self._before_choice: RollbackPoint | None = None
+        self._first: FirstBatches | None = None
+        self._first_spec: SearchSpec | None = None
+        self._deciding = 0.0
+        self._changed_in = -1
         self._began = self._rate = self._seconds_before = self._exchanged = 0.0
         self._samples_an_epoch = self._epochs_planned = 0.0
         self._monitor = MonitoredMetric(self.monitor, self.target is not None)
@@ -268,6 +301,8 @@ class OmniTunerHooks(_CallbackBase):
         self._forget()
         self._fitting, self._call = trainer.strategy, partial(self._before_first_batch, trainer, pl_module)
         self._strategy.restore_arrangement()  # an earlier fit of this strategy may have been tuned
+        if self.budget and sampler_of(self.search).learns_from_run:
+            self._strategy.begin_in_one_group()
         self._strategy.on_ready.append(self._call)
 
     def on_omni_launch(self, trainer: Trainer) -> None:
@@ -290,11 +325,15 @@ class OmniTunerHooks(_CallbackBase):
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Batches come."""
         self._throughput.go()
+        if self._first is not None:
+            self._first.interrupted()
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """This is no training."""
         self._throughput.pause()
+        if self._first is not None:
+            self._first.interrupted()
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -303,12 +342,23 @@ class OmniTunerHooks(_CallbackBase):
             _private.skip_the_rest(trainer)
 
     @override
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """A gradient is there, and has been reduced."""
+        if self._first is not None:
+            self._first.backward_done()
+
+    @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Whether the run goes well with what was chosen, and how fast it is."""
         if not self.problem:
             self._throughput.batch_done(samples_in(trainer, batch_idx))
+        if self._first is not None:
+            steps = will_step(trainer)
+            self._first.batch_done(loss_in(outputs, int(trainer.accumulate_grad_batches)), steps)
+            if steps and self._first.is_due and not trainer.is_last_batch:
+                self._evaluate(trainer, pl_module)
         if self._guard is not None:
             world = self._strategy.joined
             loss = loss_in(outputs, int(trainer.accumulate_grad_batches))
@@ -350,6 +400,8 @@ class OmniTunerHooks(_CallbackBase):
         if self._state.reached:
             self._state.at_epochs.append(self._state.reached[-1][1])
         rate, self._rate = self._rate, self._measure_rate(trainer)
+        if self._changed_in == trainer.current_epoch:  # part of which was trained with another setting
+            self._rate = 0.0
         if self._has_diverged(trainer):
             self._roll_back(trainer)
             return
@@ -362,7 +414,9 @@ class OmniTunerHooks(_CallbackBase):
         ):
             return
         reason = self._reason(trainer, epoch, rate)
-        if reason:
+        if reason and self._learns_from_run:
+            self._watch_again(trainer, reason)
+        elif reason:
             self._retune(trainer, pl_module, reason)
 
     @override
@@ -417,6 +471,7 @@ class OmniTunerHooks(_CallbackBase):
         except (ConfigurationError, UnsupportedError) as error:
             self.problem = str(error)
             self.rank_zero_info(f"OmniTuner: nothing is tuned: {self.problem}")
+            self._strategy.form_as_arranged()
             world.dismiss_server()
             return
         if self._state.setting is not None and self._state.ranks != self._strategy.joined.size:
@@ -425,7 +480,10 @@ class OmniTunerHooks(_CallbackBase):
             self._go_on(trainer, self._state.setting)
         else:
             self._state.ranks = self._strategy.joined.size
-            self._tune_first(trainer, module, hyperparameters)
+            if self._learns_from_run:
+                self._watch_first(trainer, hyperparameters)
+            else:
+                self._tune_first(trainer, module, hyperparameters)
         self._began = time.perf_counter()
         self._seconds_before = self._state.trained
 
@@ -454,12 +512,108 @@ class OmniTunerHooks(_CallbackBase):
         spec = self._spec(trainer, hyperparameters, hyperparameters.lr, share=self.budget * _AT_START)
         self._state.own = spec.start
         if not spec.batches:
-            self.problem = Search(spec, self.search).choice().why
+            self.problem = Search(spec, self._sampler).choice().why
             self.rank_zero_info(f"OmniTuner: {self.problem}")
             return
         interrupted = self._state.unfinished and self._rounds
         observations = self._rounds.pop().search.observations if interrupted else []
         self._find(trainer, module, hyperparameters, spec, hyperparameters.lr, observations)
+
+    # --- The run's own first batches ----------------------------------------------------------------------------------
+
+    @property
+    def _sampler(self) -> str:
+        """Name of the sampler: a run whose samples are dealt out beforehand cannot change its groups in mid-epoch."""
+        can_change = self._strategy.epochs.leases is not None
+        return self.search if can_change or not sampler_of(self.search).learns_from_run else "bayes"
+
+    @property
+    def _learns_from_run(self) -> bool:
+        return sampler_of(self._sampler).learns_from_run
+
+    def _watch_first(self, trainer: Trainer, hyperparameters: Hyperparameters) -> None:
+        """The run begins in one group, with the user's own setting, and is timed."""
+        self._strategy.form_one()
+        self._state.own, self._state.reference = None, float(self._batch(trainer, self._strategy.joined.size))
+        spec = self._spec(trainer, hyperparameters, hyperparameters.lr, share=self.budget)
+        self._state.own, self._first_spec = spec.start, spec
+        if not self.budget or self._strategy.joined.size == 1:
+            self.problem = "budget=0" if not self.budget else "one rank is one group"
+            self.rank_zero_info(f"OmniTuner: nothing is tuned: {self.problem}")
+            self._strategy.joined.dismiss_server()
+            return
+        self._first = FirstBatches(self._strategy, spec.start)
+
+    def _watch_again(self, trainer: Trainer, reason: str) -> None:
+        """Back to the user's own setting, in one group, which is timed once more."""
+        assert self._state.own is not None
+        self.rank_zero_info(f"OmniTuner: times the run in one group again, because {reason}")
+        hyperparameters = self._read_hyperparameters(trainer)
+        self._strategy.form_one()
+        hyperparameters.set_momentum(self._state.own.momentum)
+        hyperparameters.scale(1 / self._state.scaled)
+        self._exchange_as(self._state.own)
+        reference = float(self._batch(trainer, len(self._strategy.joined.live_ranks)))
+        self._state = replace(self._state, scaled=1.0, reference=reference)
+        self._first_spec = self._spec(trainer, hyperparameters, hyperparameters.lr, share=self.budget)
+        self._deciding = 0.0
+        self._first = FirstBatches(self._strategy, self._first_spec.start)
+
+    def _evaluate(self, trainer: Trainer, module: LightningModule) -> None:
+        """At what the first batches have shown by now, on every rank; perhaps it is enough."""
+        assert self._first is not None
+        assert self._state.own is not None
+        began, first, world = time.perf_counter(), self._first, self._strategy.joined
+        observation, command = first.seen(), None
+        if trainer.is_global_zero and observation is not None:
+            command = self._decide(trainer, observation, first.is_last)
+        said = world.tell(json.dumps(command.to_dict()) if command is not None else "")
+        if said:
+            command = Command.from_dict(json.loads(said))
+            if command.error:
+                raise ConfigurationError(command.error)
+        if said or first.is_last:
+            first.close()
+            self._first = None
+        first.interrupted()
+        if command is not None:
+            self._adopt(trainer, module, command)
+            self._publish(trainer, command)
+        took = time.perf_counter() - began
+        if trainer.is_global_zero and command is not None:
+            self._rounds[-1].search.overhead += self._deciding + took
+        self._deciding, self._began = self._deciding + took, self._began + took
+
+    def _decide(self, trainer: Trainer, observation: Observation, is_last: bool) -> Command | None:
+        """What rank 0 makes of it: None to go on measuring."""
+        spec = self._first_spec
+        assert spec is not None
+        try:
+            search = Search(spec, self._sampler, [observation])
+            if not (is_last or verdict(search)):
+                return None
+        except OmniError as error:
+            return Command(spec.start, error=str(error))
+        search.next()  # it is over
+        self._rounds.append(Round(search, trainer.current_epoch, self._seconds))
+        self._totals = {}
+        return self._conclusion(search)
+
+    def _adopt(self, trainer: Trainer, module: LightningModule, command: Command) -> None:
+        """Trains with what was chosen, from this batch on."""
+        spec = self._first_spec
+        assert spec is not None
+        if command.setting == spec.start:
+            self._state.setting = command.setting
+            self._strategy.joined.dismiss_server()
+        else:
+            self._before_choice = RollbackPoint.of(module, trainer.optimizers, self._strategy.joined.core)
+            self._state.reference = spec.batch / command.setting.groups
+            self._apply(trainer, self._read_hyperparameters(trainer), command)
+        if math.isfinite(command.divergence_threshold) and self._before_choice is not None:
+            self._guard = DivergenceGuard(command.divergence_threshold)
+        self._state.rounds, self._rate = self._state.rounds + 1, 0.0
+        self._changed_in = trainer.current_epoch
 
     def _retune(self, trainer: Trainer, module: LightningModule, reason: str) -> None:
         """Another search, if there is time for one. Rank 0's clock counts."""
@@ -519,7 +673,9 @@ class OmniTunerHooks(_CallbackBase):
     def _reason(self, trainer: Trainer, epoch: int, rate: float) -> str:
         """Why another search may be worth its time, or nothing. What rank 0 finds counts."""
         number = 0
-        if self._state.rounds == 1 and epoch <= max(1, _EARLY * self._epochs(trainer)):
+        if self._learns_from_run:
+            number = 2 if rate and self._rate and abs(self._rate / rate - 1) > _CHANGED else 0
+        elif self._state.rounds == 1 and epoch <= max(1, _EARLY * self._epochs(trainer)):
             number = 1
         elif rate and self._rate and abs(self._rate / rate - 1) > _CHANGED:
             number = 2
@@ -613,7 +769,7 @@ class OmniTunerHooks(_CallbackBase):
 
     def _begin(self, trainer: Trainer, spec: SearchSpec, observations: Any, seconds: float) -> Search:
         known = self._rounds[-1].search.measured if self._rounds and not self._strategy.joined.lost else []
-        search = Search(spec, self.search, observations, known)
+        search = Search(spec, self._sampler, observations, known)
         self._rounds.append(Round(search, trainer.current_epoch, seconds))
         self._totals = {}
         return search
@@ -626,6 +782,13 @@ class OmniTunerHooks(_CallbackBase):
             if probe is not None:
                 progress.tries(search, probe)
                 return replace(self._placed(search, probe.setting), probe=probe)
+        except OmniError as error:
+            return Command(search.spec.start, error=str(error))
+        return self._conclusion(search)
+
+    def _conclusion(self, search: Search) -> Command:
+        """What is to be trained with, when a search is over."""
+        try:
             self.choice = search.choice()
             found, left = self.choice.setting, len(self._strategy.joined.live_ranks)
             setting = replace(found, groups=min(found.groups, left))
@@ -659,17 +822,27 @@ class OmniTunerHooks(_CallbackBase):
 
     def _regroup(self, trainer: Trainer, setting: Setting, speeds: Mapping[int, float] | None, by_speed: bool) -> None:
         strategy, world = self._strategy, self._strategy.joined
-        world.method = with_period(world.method, setting.period)
-        again = apply_further(self._further, world, setting)
+        again = self._exchange_as(setting) | apply_further(self._further, world, setting)
         if setting.rebalance and not strategy.balance.is_on and strategy.epochs.leases is not None:
             strategy.balance = Balance("auto", self.rank_zero_info)
             strategy.balance.begin(world, strategy.fitted, lambda: strategy.epochs.leases)
         if setting.groups != len(world.topology.alive) or by_speed or (again and setting.groups > 1):
             strategy.form(setting.groups, speeds if by_speed else None)
         if setting.rebalance and speeds is not None and len(world.members) > 1 and strategy.epochs.leases is not None:
-            size = strategy.epochs.leases.batch_size * len(world.members)
-            strategy.epochs.data.assign(apportion(size, [speeds[rank] for rank in world.members]))
-        world.enter_world(strategy.buffers())
+            strategy.share_out([speeds[rank] for rank in world.members])
+        if not strategy.epochs.is_open:
+            world.enter_world(strategy.buffers())
+
+    def _exchange_as(self, setting: Setting) -> bool:
+        """Groups that are formed from now on exchange as a setting says. Returns whether that is another way."""
+        world = self._strategy.joined
+        before = method, wire, overlap = world.exchanging
+        if setting.method:
+            method, overlap = method_named(setting.method), setting.overlap
+        if setting.wire:
+            wire = wire_of(wire_given(setting.wire))
+        world.exchanging = with_period(method, setting.period), wire, overlap
+        return before != world.exchanging
 
     # --- Rollback -----------------------------------------------------------------------------------------------------
 
@@ -727,6 +900,10 @@ class OmniTunerHooks(_CallbackBase):
             period=int(getattr(world.method, "period", 1)),
             further=tuple(sorted((each.name, each.current(world)) for each in self._further)),
         )
+        is_named = self._learns_from_run or any(each in self._space for each in ("method", "wire", "overlap"))
+        if is_named and type(world.method) in METHODS.values():
+            method = text_of(world.method, without=("period",))
+            start = replace(start, method=method, wire=_text_of_wire(world.options.wire), overlap=world.core.overlaps)
         live, given = len(world.live_ranks), dict(self._space)
         batch = self._batch(trainer, live)
         own = self._state.own.momentum if self._state.own is not None else start.momentum
@@ -738,8 +915,16 @@ class OmniTunerHooks(_CallbackBase):
             space = replace(space, momentum=(start.momentum, start.momentum))
         if self._strategy.epochs.leases is None:
             space = replace(space, rebalance=False)
-        if not hasattr(world.method, "period"):
+        if not space.method and not hasattr(world.method, "period"):
             space = replace(space, period=())
+        options = world.options
+        if self._learns_from_run and (options.method, options.wire, options.overlap) == _USUAL:
+            space = replace(
+                space,
+                method=space.method or self._methods(trainer),
+                wire=space.wire or _WIRES,
+                overlap=space.overlap or (False, True),
+            )
         return SearchSpec(
             start,
             batch,
@@ -763,6 +948,19 @@ class OmniTunerHooks(_CallbackBase):
         if reason and not self.problem:
             self.rank_zero_info(f"OmniTuner: {groups} groups are not tried: {reason}")
         return not reason
+
+    def _methods(self, trainer: Trainer) -> tuple[str, ...]:
+        """Methods by which groups of this run can exchange, of those of which it is known what they cost."""
+        world = self._strategy.joined
+        before, found = world.method, []
+        for name in _METHODS:
+            world.method = method_named(name)
+            with suppress(ConfigurationError):
+                check_servers(world.options.servers, world.method)
+                if not self._why_not(trainer, 2):
+                    found.append(name)
+        world.method = before
+        return tuple(found)
 
     def _may_form_groups(self, trainer: Trainer) -> bool:
         """Whether several groups are among what is searched."""
@@ -851,7 +1049,8 @@ class OmniTunerHooks(_CallbackBase):
         }
         if (folder := log(trainer, metrics)) is not None:
             self._folder = folder
-            self._report(trainer, folder)
+            if not self._learns_from_run:  # in mid-epoch pictures would hold all up: they are drawn when the run ends
+                self._report(trainer, folder)
 
     def _report(self, trainer: Trainer, folder: Path) -> None:
         """Files and pictures; whatever is wrong with them, the run goes on."""
@@ -884,6 +1083,9 @@ class OmniTunerHooks(_CallbackBase):
         return self._fitting
 
     def _leave(self) -> None:
+        if self._first is not None:
+            self._first.close()
+            self._first = None
         if self._fitting is not None and self._call in self._fitting.on_ready:
             self._strategy.on_ready.remove(self._call)
 

@@ -17,7 +17,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -26,7 +25,8 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_omni.errors import ConfigurationError, OmniError
-from lightning_omni.optimizer.balance import Balance, gather
+from lightning_omni.methods import with_period
+from lightning_omni.optimizer.balance import Balance, gather_values
 from lightning_omni.optimizer.loaders import Leases
 from lightning_omni.performance.forecast import Setting, TrialResult
 from lightning_omni.performance.profile import Measured
@@ -299,12 +299,8 @@ class Prober:
 
     def _tell_all(self, noted: ProbedRank) -> dict[int, ProbedRank]:
         """What every live rank noted, on every rank."""
-        world, mine = self._strategy.joined, msgspec.msgpack.encode(noted)
-        lengths = [int(length) for [length] in gather(world, [len(mine)])]
-        rows = gather(world, mine.ljust(max(lengths), b"\0"))
-        texts = [bytes(map(int, row[:length])) for row, length in zip(rows, lengths, strict=True)]
-        found = [msgspec.msgpack.decode(text, type=ProbedRank) for text in texts]
-        return dict(zip(world.members, found, strict=True))
+        world = self._strategy.joined
+        return dict(zip(world.members, gather_values(world, noted, ProbedRank), strict=True))
 
     def _ranks(self, own: set[int]) -> list[int]:
         """All that any live rank names, the same on all."""
@@ -465,15 +461,3 @@ _SAMPLERS, _BATCHES = (RandomSampler, SequentialSampler, DistributedSampler), (B
 def batch_size_of(loader: DataLoader[Any]) -> int:
     """Samples in one rank's batch."""
     return int(loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 1)
-
-
-def with_period(method: Any, period: int) -> Any:
-    """A method with so many local steps between two exchanges, if it has such a number."""
-    if not hasattr(method, "period") or method.period == period:
-        return method
-    changes = {"period": period}
-    if method.fragments > 1:  # as many as can be sent at equal distances, and answered before the next is sent
-        changes["fragments"] = math.gcd(method.fragments, period)
-        if method.delay is not None:
-            changes["delay"] = min(method.delay, period // changes["fragments"])
-    return msgspec.structs.replace(method, **changes)

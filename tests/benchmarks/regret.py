@@ -36,6 +36,7 @@ OFF = (1.0, 1 / 3, 3.0)
 """By what factor the user's learning rate is off, by seed."""
 MOMENTUM = 0.9
 SHARE = 0.04
+PROBING = [name for name, kind in SAMPLERS.items() if not kind.learns_from_run]
 DATA_SEEDS = (0, 1, 2)
 GIVEN_UP = 4.0
 """A chosen setting that takes so many times as long as the best is not waited for."""
@@ -169,7 +170,7 @@ def tuned(machine: Machine, strategy: str, seed: int, best: Best, retunes: bool)
         later = replace(job, start=chosen, current=True, seconds=seconds, reference=batch / chosen.groups)
         if strategy == "bayes":
             later = later.for_step(search.tried[0].first_loss, is_final=False)
-        threshold, uneven = search.divergence_threshold(chosen), search.is_uneven(1)
+        threshold, uneven = search.divergence_threshold(chosen), search.is_uneven(search.spec.start)
         search = search_from(machine, snapshot, later, strategy, search.measured)
         if search.tried and statistics.mean(search.tried[0].losses) > threshold:
             # The run has diverged with the choice: as in a fit it begins once more, with one group as the user set it.
@@ -222,7 +223,7 @@ def plain(row: dict[str, Any]) -> dict[str, Any]:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--strategies", nargs="+", choices=SAMPLERS, default=list(SAMPLERS))
+    parser.add_argument("--strategies", nargs="+", choices=PROBING, default=list(PROBING))
     parser.add_argument("--clusters", nargs="+", choices=CLUSTERS, default=list(CLUSTERS))
     parser.add_argument("--models", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
     parser.add_argument("--seeds", type=int, default=3, help="of searches")

@@ -260,7 +260,16 @@ def main() -> None:
     given = arguments()
     torch.set_num_threads(1)
     console = Console(width=None if Console().is_terminal else 160)
-    names = ["bayes", "listed", "two ends", *(name for name in SAMPLERS if name not in ("bayes", "listed", "two ends"))]
+    names = [
+        "bayes",
+        "listed",
+        "two ends",
+        *(
+            name
+            for name, kind in SAMPLERS.items()
+            if not kind.learns_from_run and name not in ("bayes", "listed", "two ends")
+        ),
+    ]
     rows: list[Row] = []
     with Progress(console=console) as progress:
         bar = progress.add_task("", total=len(given.tasks) * len(given.clusters) * (1 + given.seeds * len(names)))

@@ -43,6 +43,10 @@ def here() -> dict[str, str]:
     return {"machine": platform.machine(), "processor": processor(), **{name: version(name) for name in LIBRARIES}}
 
 
+PROBING = tuple(name for name, kind in SAMPLERS.items() if not kind.learns_from_run)
+"""Samplers that propose probes."""
+
+
 @dataclass(frozen=True)
 class Machines:
     """Ranks, their network, and how they learn.
@@ -186,7 +190,7 @@ def step_searches() -> dict[str, tuple[Machines, Callable[[Machines], SearchSpec
 
 def cases(seeds: int = 1) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
     """Every search, by its name."""
-    for strategy in SAMPLERS:
+    for strategy in PROBING:
         for name, (machines, made) in searches().items():
             for seed in range(seeds):
                 yield f"{strategy}: {name}, {seed}", partial(recorded, strategy, machines, made, seed)

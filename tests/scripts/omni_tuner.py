@@ -108,6 +108,7 @@ class State(pl.Callback):
         self.first: list[int] = []
         self.last_epoch: list[int] = []
         self.servers: list[bool] = []
+        self.sizes: list[int] = []
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         self.servers.append(trainer.strategy.world.server.process is not None)
@@ -131,6 +132,7 @@ class State(pl.Callback):
             self.servers.append(trainer.strategy.world.server.process is not None)
             self.first = batch[2].tolist()
         self.last_epoch += batch[2].tolist()
+        self.sizes.append(len(batch[2]))
 
     def on_train_batch_end(self, *_: Any) -> None:  # of the run: probes do not come here
         self.batches += 1
@@ -163,7 +165,7 @@ def main() -> None:
             fit["tuner"]["space"]["sent"] = Sent(*fit["sent"])
         module, state = Classifier(fit), State(fit.get("dies_in_training"))
         if "again" not in fit:
-            tuner = omni.OmniTuner(**fit["tuner"]) if "tuner" in fit else None
+            tuner = omni.OmniTuner(**{"search": "bayes", **fit["tuner"]}) if "tuner" in fit else None
         callbacks = [State(), tuner, state] if tuner else [state]
         options = {"max_epochs": 4, **fit.get("trainer", {})}
         if fit.get("exception_checkpoint"):
@@ -188,6 +190,7 @@ def main() -> None:
                 "after": state.seen,
                 "owed": [callbacks[0].owed, state.owed],
                 "first": state.first,
+                "sizes": state.sizes,
                 "last_epoch": sorted(state.last_epoch),
                 "steps": module.steps,
                 "max_steps": run.max_steps,
@@ -208,6 +211,8 @@ def main() -> None:
                 "updates": strategy.report().updates,
                 "sent": getattr(strategy.world.core.wire_format, "fraction", 1.0),
                 "staleness": strategy.report().staleness_max,
+                "world": [len(strategy.world.topology.alive), type(strategy.world.method).__name__],
+                "global_step": run.global_step,
                 "logged": {name: float(value) for name, value in run.callback_metrics.items()},
             }
             if "logger" in fit and RANK == 0:

@@ -58,7 +58,7 @@ def main() -> None:
         pl.callbacks.ModelCheckpoint(FOLDER, "model", save_on_exception=True, save_top_k=0),
     ]
     if OPTIONS.get("tuner"):
-        callbacks.append(omni.OmniTuner(**OPTIONS["tuner"]))
+        callbacks.append(omni.OmniTuner(**{"search": "bayes", **OPTIONS["tuner"]}))
     strategy = omni.OmniStrategy(**OPTIONS.get("strategy", {}))
     options = {"max_epochs": 500, "enable_checkpointing": True, **OPTIONS.get("trainer", {})}
     if OPTIONS.get("interrupt_at_end"):

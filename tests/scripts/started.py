@@ -33,7 +33,10 @@ def fit(
 ) -> dict[str, Any]:
     pl.seed_everything(3, verbose=False)
     strategy = strategy if isinstance(strategy, str) else omni.OmniStrategy(**strategy)
-    callbacks: list[Any] = [*([Dying()] if dies else ()), *([omni.OmniTuner(budget=0.3)] if is_tuned else ())]
+    callbacks: list[Any] = [
+        *([Dying()] if dies else ()),
+        *([omni.OmniTuner(search="bayes", budget=0.3)] if is_tuned else ()),
+    ]
     run = trainer(strategy, 2, callbacks=callbacks, **options)
     before = copies(run, run.strategy)
     module = Net()

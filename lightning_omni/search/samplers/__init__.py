@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lightning_omni.errors import ConfigurationError
+from lightning_omni.search.samplers.forecast import ByForecast
 from lightning_omni.search.samplers.grid import Grid
 from lightning_omni.search.samplers.published import PublishedAlgorithm
 from lightning_omni.search.samplers.random_settings import RandomSettings
@@ -12,6 +13,7 @@ from lightning_omni.search.samplers.steps import Steps
 from lightning_omni.search.samplers.theory_led import TheoryLed
 
 SAMPLERS: dict[str, type[Sampler]] = {
+    "forecast": ByForecast,
     "bayes": TheoryLed,
     "omnivore": PublishedAlgorithm,
     "grid": Grid,

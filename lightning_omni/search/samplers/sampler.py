@@ -19,10 +19,13 @@ class Sampler(ABC):
     Attributes:
         by_forecast: whether theory counts when a setting is chosen; otherwise what was measured alone.
         uses_scikit_optimize: whether it has to be installed.
+        learns_from_run: whether the first batches of the run itself take the place of the two ends of the space, and
+            what was simulated of other tasks (`lightning_omni.search.prior`) that of theory.
     """
 
     by_forecast: ClassVar[bool] = False
     uses_scikit_optimize: ClassVar[bool] = False
+    learns_from_run: ClassVar[bool] = False
 
     @abstractmethod
     def propose(self, evidence: Evidence) -> Iterator[Proposal]:

@@ -1,0 +1,68 @@
+"""What is expected of settings by what was simulated of other tasks, in the place of theory's rules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from typing_extensions import override
+
+from lightning_omni.methods import DiLoCo, method_named
+from lightning_omni.performance.forecast import Setting, Theory
+from lightning_omni.search.prior import Prior
+
+
+def _known_as(method: str) -> str:
+    """The name by which the prior knows a method; one that a setting does not name is taken for asynchronous SGD."""
+    if not method:
+        return "async_sgd"
+    value = method_named(method)
+    # An outer step of plain SGD with a rate of 1 takes over the mean of the groups' weights.
+    is_plain = isinstance(value, DiLoCo) and value.outer_lr == 1.0 and not value.outer_momentum
+    return "local_sgd" if is_plain else method.partition(":")[0]
+
+
+@dataclass(frozen=True)
+class Experience(Theory):
+    """A `Theory` whose costs, momentum and steps are those of a `Prior`.
+
+    Args:
+        prior: what was simulated.
+        scatter: coefficient of variation of the groups' step times.
+    """
+
+    prior: Prior = field(kw_only=True)
+    scatter: float = field(default=0.0, kw_only=True)
+
+    def suggested(self, setting: Setting) -> Setting:
+        """The same with the momentum and rate that suited such a setting best."""
+        momentum, factor = self.prior.suggested(
+            _known_as(setting.method),
+            setting.groups,
+            setting.period,
+            momentum=self.start.momentum,
+            scatter=self.scatter,
+            is_adaptive=self.scaling.is_adaptive,
+        )
+        lr = self.scaling.lr(setting.updates_per_batch, momentum, self.step * factor)
+        return replace(setting, momentum=momentum, lr=lr)
+
+    @override
+    def __call__(self, setting: Setting) -> float:
+        return self._cost(setting)[0]
+
+    @override
+    def error(self, setting: Setting) -> float:
+        return self._cost(setting)[1]
+
+    def _cost(self, setting: Setting) -> tuple[float, float]:
+        return self.prior.log_cost(
+            _known_as(setting.method),
+            setting.groups,
+            setting.period,
+            scatter=self.scatter,
+            momentum=setting.momentum,
+            step=self.scaling.step(setting) / self.step,
+            is_adaptive=self.scaling.is_adaptive,
+            wire=setting.wire not in ("", "fp32"),
+            overlap=setting.overlap,
+        )

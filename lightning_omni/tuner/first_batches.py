@@ -1,0 +1,160 @@
+"""The first batches of a run, timed while they train: what hardware efficiency is forecast from, at no cost.
+
+They are the run's own: nothing of them is taken back. All ranks are one group then, so a step takes as long for one as
+for all, and what of it is not a rank's own computation is the all-reduce.
+
+Rule: every rank looks at the same batches, counted in optimizer steps, so that all come to the collectives of `seen`.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_omni.optimizer.balance import Balance, gather, gather_values
+from lightning_omni.performance.forecast import Setting, TrialResult
+from lightning_omni.performance.profile import Measured
+from lightning_omni.performance.step_timer import StepTimer
+from lightning_omni.search import Observation
+from lightning_omni.search import constants as c
+from lightning_omni.strategy.hooks import OmniStrategyHooks
+from lightning_omni.tuner.step import say_nothing
+
+DECISION_STEPS = tuple(c.FIRST_DECISION << number for number in range(c.DECISIONS))
+MESSAGES = 5
+"""Messages of which the shortest counts: one may have waited for a rank that was late."""
+
+
+@dataclass(frozen=True)
+class TimedStep:
+    """One optimizer step of one rank.
+
+    Attributes:
+        samples: this rank's.
+        own: seconds of its own computation, with the optimizer's step and all that is not waiting for others.
+        seconds: from the end of the last step to the end of this one.
+        loss: mean over its samples, before the step.
+    """
+
+    samples: int
+    own: float
+    seconds: float
+    loss: float
+
+
+class FirstBatches:
+    """Times a run's first steps on every rank of one group.
+
+    Args:
+        strategy: of the run, whose groups stand and whose first batch has not begun.
+        setting: that the run trains with.
+    """
+
+    def __init__(self, strategy: OmniStrategyHooks, setting: Setting) -> None:
+        self._strategy, self._world, self._setting = strategy, strategy.joined, setting
+        self._balance = Balance("auto", say_nothing, only_measures=True)
+        self._kept = strategy.balance
+        self._timer = StepTimer()
+        self._steps: list[TimedStep] = []
+        self._losses: list[Tensor] = []
+        self._count = self._measured = 0
+        self._tail = 0.0
+        self._since: float | None = None
+        self._moments: Iterator[int] = iter(DECISION_STEPS)
+        self._next = next(self._moments)
+        strategy.balance = self._balance
+        self._balance.begin(self._world, strategy.fitted, lambda: strategy.epochs.leases)
+
+    def backward_done(self) -> None:
+        """A backward pass is done: what comes until the end of the batch is this rank's own."""
+        self._wait_for_device()
+        self._since = time.perf_counter()
+
+    def batch_done(self, loss: Tensor | None, steps: bool) -> None:
+        """A batch is done.
+
+        Args:
+            loss: of the batch; None if there is none.
+            steps: whether the optimizer has stepped.
+        """
+        self._wait_for_device()
+        if self._since is not None:
+            self._tail += time.perf_counter() - self._since
+            self._since = None
+        if loss is not None:
+            self._losses.append(loss.detach())
+        if not steps:
+            return
+        seconds, batches = self._timer.done(), self._balance.measured[self._measured :]
+        mean = float(torch.stack(self._losses).mean()) if self._losses else math.nan
+        if seconds is not None and len(batches) == len(self._losses) > 0:
+            own = sum(seconds for _, seconds in batches) + self._tail
+            self._steps.append(TimedStep(sum(samples for samples, _ in batches), own, seconds, mean))
+        self._measured, self._tail, self._losses = len(self._balance.measured), 0.0, []
+        self._count += 1
+
+    def interrupted(self) -> None:
+        """Something else than training comes: the next step is not timed."""
+        self._timer.interrupt()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether all ranks are to look at what was seen; the same on all."""
+        return self._count >= self._next
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it was looked at for the last time."""
+        return self._next > DECISION_STEPS[-1]
+
+    def seen(self) -> Observation | None:
+        """What all ranks have seen so far, the same on all; None if it is too little. All call it."""
+        self._next = next(self._moments, DECISION_STEPS[-1] + 1)
+        round_trip = self._round_trip()
+        rows: list[list[TimedStep]] = gather_values(self._world, self._steps, list[TimedStep])
+        count = min(map(len, rows))
+        if count < 2:
+            return None
+        rows = [row[-count:] for row in rows]
+        seconds = [max(row[step].seconds for row in rows) for step in range(count)]
+        samples = [sum(row[step].samples for row in rows) for step in range(count)]
+        losses = [math.fsum(row[step].loss for row in rows) / len(rows) for step in range(count)]
+        ends = [float(sum(samples[: step + 1])) for step in range(count)]
+        measured = Measured(
+            groups=(self._world.members,),
+            samples=tuple(tuple(each.samples for each in row) for row in rows),
+            own=tuple(tuple(max(each.own, 1e-9) for each in row) for row in rows),
+            steps=(tuple(seconds),),
+            exchanges=((0.0,) * count,),
+            round_trip=round_trip,
+            nbytes=sum(part.replica.layout.nbytes for part in self._world.parts if part.head is None),
+        )
+        return Observation(TrialResult(self._setting, tuple(ends), tuple(losses), gathers=False), measured)
+
+    def _round_trip(self) -> float:
+        """Seconds of a message of hardly any bytes to another rank and back: the shortest of a few, on rank 0.
+
+        An all-gather of one number hands as many messages on, one after the other, as there are other ranks.
+        """
+        found = []
+        for _ in range(MESSAGES):
+            began = time.perf_counter()
+            gather(self._world, [0.0])
+            found.append(time.perf_counter() - began)
+        return 2 * min(found) / max(1, len(self._world.members) - 1)
+
+    def close(self) -> None:
+        """The run's own balance takes its place again."""
+        self._balance.end()
+        if self._strategy.balance is self._balance:
+            self._strategy.balance = self._kept
+
+    def _wait_for_device(self) -> None:
+        """The host runs ahead of an accelerator; while steps are timed, it does not."""
+        if self._world.device.type == "cuda":
+            torch.cuda.synchronize(self._world.device)

@@ -1,0 +1,236 @@
+"""`OmniTuner` against Lightning's DDP on emulated hosts: seconds to an accuracy, tuning included.
+
+    python tests/benchmarks/tuned_hosts.py                            # all scenes, about 20 minutes
+    python tests/benchmarks/tuned_hosts.py --scenes random --seeds 3  # one of them, three times
+
+Linux only. Four hosts are network namespaces, whose links tc limits; their devices are emulated, too: a step of 64
+images takes so many seconds (--step), of which the real computation is a part, in proportion to the rank's part of the
+batch. A LeNet of 431,080 weights learns Fashion-MNIST from batches of 256, with SGD of rate 0.05 and momentum 0.9: with
+`DDPStrategy`, and with `OmniStrategy` and an `OmniTuner` that is told nothing. Rank 0's weights are copied every other
+step and evaluated when training is over, so no evaluation is in any time; nothing is validated in between. Times count
+from the first batch, and whatever the tuner does is in them.
+
+Nothing of the tuner was set on these scenes but what `tests/benchmarks/tasks.py` says is for developing. A row counts
+only where what all hosts really computed takes less than half of what this machine's cores could have done in a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+
+import torch
+from emulated_network import Hosts, Network, explained, with_own_network
+from rich.console import Console
+from rich.table import Table
+from slow_network import START, host_environment, save_images
+from slow_network_worker import BATCH, COPY_EVERY, evaluate, lenet
+from torch.nn.functional import cross_entropy
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Hosts, their links and their devices."""
+
+    mbit: float | None = None
+    slow: float = 1.0
+    is_random: bool = False
+    wanted: str = ""
+
+
+SCENES = {
+    "equal": Scene(wanted="at most 1.05 of DDP's time"),
+    "slow": Scene(slow=4.0, wanted="2.8 times faster"),
+    "random": Scene(is_random=True, wanted="1.5 times faster"),
+    "link": Scene(mbit=100, wanted="1.25 of DDP's time on fast links"),
+    "slow, link": Scene(mbit=100, slow=4.0, wanted="3.3 times faster than the best tuned peer"),
+}
+
+
+# --- A host ----------------------------------------------------------------------------------------------------------
+
+
+def train(told: dict[str, Any]) -> dict[str, Any]:
+    """One host's part of a training; on rank 0 when which copy was taken, and how accurate it is."""
+    import pytorch_lightning as pl
+    from pytorch_lightning.strategies import DDPStrategy
+    from torch.utils.data import DataLoader, TensorDataset
+
+    import lightning_omni as omni
+
+    torch.set_num_threads(1)
+    rank = int(os.environ["RANK"])
+    pl.seed_everything(told["seed"], verbose=False)
+    generator = random.Random(1_000 * told["seed"] + rank)
+    data = torch.load(told["data"], mmap=True)
+
+    class Task(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = lenet()
+            self.work, self.steps = 0.0, 0
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            began, working = time.perf_counter(), time.process_time()
+            loss = cross_entropy(self.net(batch[0]), batch[1])
+            took = time.perf_counter() - began
+            self.work += 3 * (time.process_time() - working)  # with the backward pass
+            self.steps += 1
+            seconds = told["step"] * len(batch[0]) / BATCH * (told["slow"] if rank == 3 else 1.0)
+            seconds *= generator.expovariate(1.0) if told["random"] else 1.0
+            time.sleep(max(0.0, seconds - 3 * took))
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=told["lr"], momentum=0.9)
+
+    copies: list[tuple[float, torch.Tensor]] = []
+
+    class Copies(pl.Callback):
+        began = 0.0
+
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            self.began = time.perf_counter()
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            now = time.perf_counter() - self.began
+            if rank == 0 and pl_module.steps % COPY_EVERY == 0:
+                weights = torch.cat([each.detach().flatten() for each in pl_module.parameters()])
+                copies.append((now, weights))
+            if now > told["limit"]:
+                trainer.should_stop = True
+
+    tuner = omni.OmniTuner(monitor="none") if told["way"] == "tuned" else None
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        num_nodes=4,
+        strategy=DDPStrategy() if tuner is None else omni.OmniStrategy(encryption="off", heartbeat_timeout=30),
+        max_epochs=6,
+        limit_val_batches=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[Copies(), *([tuner] if tuner is not None else [])],
+    )
+    module = Task()
+    loader = DataLoader(TensorDataset(*data["train"]), batch_size=BATCH, shuffle=True)
+    trainer.fit(module, loader)
+    result: dict[str, Any] = {"work": module.work / max(1, module.steps), "steps": module.steps}
+    if rank == 0:
+        result["curve"] = evaluate(module.net, copies, data["test"], told["target"])
+        result["chosen"] = str(tuner.choice.setting) if tuner is not None and tuner.choice is not None else ""
+        result["tuning"] = sum(each.spent for each in tuner.searches) if tuner is not None else 0.0
+    return result
+
+
+# --- All of them -----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Row:
+    """What came of a training."""
+
+    seconds: float = float("inf")
+    work: float = 0.0
+    chosen: str = ""
+    tuning: float = 0.0
+    failed: str = ""
+
+
+def run(way: str, scene: Scene, data: Path, seed: int, arguments: argparse.Namespace) -> Row:
+    """Trains once on emulated hosts."""
+    told = {
+        "way": way,
+        "data": str(data),
+        "seed": seed,
+        "step": arguments.step,
+        "slow": scene.slow,
+        "random": scene.is_random,
+        "lr": arguments.lr,
+        "limit": arguments.limit,
+        "target": arguments.target,
+    }
+    mbit = None if scene.mbit is None else scene.mbit * 0.1 / arguments.step
+    network = Network((4,), host_mbit=mbit)
+    with tempfile.TemporaryDirectory() as folder, Hosts(network) as hosts:
+        files = [Path(folder, f"{host}.json") for host in range(4)]
+        processes = [
+            hosts.start(
+                host,
+                [sys.executable, __file__, "--host", json.dumps(told), str(file)],
+                {**host_environment(hosts, host), "GROUP_RANK": str(host), "TORCHELASTIC_RUN_ID": "hosts"},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for host, file in enumerate(files)
+        ]
+        try:
+            said = [process.communicate(timeout=arguments.limit * 1.5 + START)[0] for process in processes]
+        except subprocess.TimeoutExpired:
+            return Row(failed="took too long")
+        if any(process.returncode for process in processes):
+            return Row(failed=next(text for process, text in zip(processes, said, strict=True) if process.returncode))
+        results = [json.loads(file.read_text()) for file in files]
+    if arguments.verbose:
+        print(said[0])
+    first = results[0]
+    seconds = next((t for t, accuracy, _ in first["curve"] if accuracy >= arguments.target), float("inf"))
+    return Row(seconds, sum(each["work"] for each in results), first["chosen"], first["tuning"])
+
+
+def main() -> None:
+    """Compares, and prints the table."""
+    if len(sys.argv) == 4 and sys.argv[1] == "--host":
+        Path(sys.argv[3]).write_text(json.dumps(train(json.loads(sys.argv[2]))))
+        return
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--scenes", nargs="+", choices=SCENES, default=list(SCENES))
+    parser.add_argument("--ways", nargs="+", choices=("ddp", "tuned"), default=["ddp", "tuned"])
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--step", type=float, default=0.2, help="seconds of a device's step; links are slower with it")
+    parser.add_argument("--lr", type=float, default=0.05)
+    parser.add_argument("--target", type=float, default=0.86)
+    parser.add_argument("--limit", type=float, default=170, help="most seconds of a training")
+    parser.add_argument("--verbose", action="store_true", help="what rank 0 printed, too")
+    arguments = parser.parse_args()
+    table = Table("hosts", "way", "seconds", "DDP's over these", "tuning", "chosen", "", title="to the target")
+    with explained(), tempfile.TemporaryDirectory() as folder:
+        with_own_network()
+        save_images(data := Path(folder, "images.pt"))
+        for name in arguments.scenes:
+            found: dict[str, list[float]] = {}
+            for seed in range(arguments.seeds):
+                for way in arguments.ways:
+                    row = run(way, SCENES[name], data, seed, arguments)
+                    if row.failed:
+                        print(f"{name}, {way}: {row.failed[-3000:]}")
+                    found.setdefault(way, []).append(row.seconds)
+                    ratio = found["ddp"][-1] / row.seconds if "ddp" in found else float("nan")
+                    busy = "" if row.work < 0.5 * arguments.step * (os.cpu_count() or 1) else "busy"
+                    cells = (f"{row.seconds:.1f}", f"{ratio:.2f}", f"{row.tuning:.1f}", row.chosen, busy)
+                    table.add_row(name, f"{way}, seed {seed}", *cells)
+                    print(name, way, seed, *cells, flush=True)
+            if set(found) == {"ddp", "tuned"}:
+                ratios = [ddp / tuned for ddp, tuned in zip(found["ddp"], found["tuned"], strict=True)]
+                median = f"{statistics.median(ratios):.2f}"
+                table.add_row(name, "median", "", median, "", f"wanted: {SCENES[name].wanted}", "")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""What `search="forecast"` chooses, from the first batches of runs whose hardware is known."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from lightning_omni.performance.forecast import Scaling, Setting, TrialResult
+from lightning_omni.performance.profile import Measured
+from lightning_omni.search import Observation, Search, SearchSpec, Space
+from lightning_omni.search.choice import verdict
+
+OWN = Setting(1, 0.9, 0.05, method="async_sgd", wire="fp32")
+AVERAGED = "diloco:outer_lr=1.0,outer_momentum=0"
+METHODS = ("async_sgd", "local_sgd", "elastic_averaging", AVERAGED, f"{AVERAGED},fragments=4,delay=1")
+EVERYTHING = Space((1, 2, 4), method=METHODS, wire=("fp32", "int8", "int8/bf16"), overlap=(False, True))
+LENET = 1_724_320
+
+
+def seen(own: np.ndarray, allreduce: float = 0.002) -> Observation:
+    """The first batches of ranks that compute so long, shape (ranks, steps), of 64 samples each, in one group."""
+    ranks, steps = own.shape
+    measured = Measured(
+        groups=(tuple(range(ranks)),),
+        samples=((64,) * steps,) * ranks,
+        own=own.tolist(),
+        steps=((own.max(axis=0) + allreduce).tolist(),),
+        exchanges=((0.0,) * steps,),
+        nbytes=LENET,
+        round_trip=0.0005,
+    )
+    ends = 64.0 * ranks * np.arange(1, steps + 1)
+    return Observation(TrialResult(OWN, tuple(ends), tuple(2.3 - 0.02 * np.arange(steps)), gathers=False), measured)
+
+
+def equal(steps: int = 12, ranks: int = 4, slow: float = 1.0) -> np.ndarray:
+    own = 0.1 * np.random.default_rng(0).normal(1, 0.01, (ranks, steps))
+    own[-1] *= slow
+    return own
+
+
+def exponential(steps: int = 24, ranks: int = 4) -> np.ndarray:
+    return np.random.default_rng(0).exponential(0.1, (ranks, steps))
+
+
+def search(observation: Observation, space: Space = EVERYTHING, own: Setting = OWN) -> Search:
+    observation = replace(observation, tried=replace(observation.tried, setting=own))
+    return Search(SearchSpec(own, batch=256, horizon=600_000, share=0.1, space=space), "forecast", [observation])
+
+
+def test_on_equal_ranks_with_fast_links_nothing_changes_and_soon() -> None:
+    found = search(seen(equal(steps=6)))
+    assert verdict(found) == "nothing"
+    assert found.choice().setting == OWN
+    assert found.next() is None, "no probe is made"
+
+
+def test_a_slow_rank_gets_a_smaller_part_of_the_batch_and_staleness_is_not_paid_for() -> None:
+    found = search(seen(equal(steps=6, slow=4.0)))
+    assert verdict(found) == "change"
+    assert found.choice().setting == replace(OWN, rebalance=True)
+
+
+def test_random_step_times_ask_for_groups_that_do_not_wait() -> None:
+    found = search(seen(exponential()))
+    chosen = found.choice().setting
+    assert chosen.groups == 4
+    assert chosen.momentum <= 0.9
+    assert found.prediction(chosen).bottleneck == "compute"
+
+
+def test_where_the_all_reduce_binds_groups_exchange_less_often_or_less() -> None:
+    found = search(seen(equal(), allreduce=0.25))
+    assert found.prediction(OWN).bottleneck == "allreduce"
+    chosen = found.choice().setting
+    assert chosen.groups == 4
+    assert chosen.period > 1
+    assert found.throughput(chosen) > 2 * found.throughput(OWN)
+
+
+def test_few_steps_that_scatter_are_not_decided_by_but_in_the_end_they_are() -> None:
+    few = search(seen(exponential(steps=3)))
+    assert verdict(few) == ""
+    assert few.choice().setting.groups >= 1  # after the last look something is chosen
+
+
+def test_what_the_user_has_chosen_is_what_groups_exchange_by() -> None:
+    own = replace(OWN, method="local_sgd:warmup_steps=10", period=4)
+    chosen = search(seen(exponential()), Space((1, 2, 4), period=(4,)), own).choice().setting
+    assert (chosen.method, chosen.period, chosen.wire) == ("local_sgd:warmup_steps=10", 4, "fp32")
+
+
+def test_a_search_that_travels_chooses_the_same() -> None:
+    found = search(seen(exponential()))
+    again = Search.from_dict(json.loads(json.dumps(found.to_dict())))
+    assert again.choice() == found.choice()
+    assert again.spec == found.spec
+
+
+def test_methods_that_average_keep_the_users_rate_and_those_that_add_up_divide_it() -> None:
+    scaling = Scaling()
+    for method, groups in (("async_sgd", 4), ("softsync:n=2", 2), ("hardsync", 1), ("local_sgd", 1), ("diloco", 1)):
+        setting = Setting(4, 0.9, 0.1, method=method)
+        assert setting.updates_per_batch == groups
+        assert scaling.step(setting) == pytest.approx(scaling.step(replace(OWN, lr=0.1)) * groups)
+
+
+def test_a_forecast_of_hundreds_of_settings_takes_a_moment() -> None:
+    found = search(seen(exponential()))
+    assert len(found.candidates()) > 50
+    asked = len(found._rates)
+    found.choice()
+    assert len(found._rates) - asked < len(found.candidates()) / 2, (
+        "most of them are ruled out by what their groups could do at most"
+    )

@@ -1,0 +1,139 @@
+"""A run is tuned by its own first batches, in real processes: nothing is thrown away, and all ranks agree."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from runs import run
+
+pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.timeout(480)]
+
+TUNER = {"search": "forecast", "budget": 0.1}
+ALONE = {**TUNER, "space": {"groups": [1]}}
+EPOCHS = {"max_epochs": 2, "num_sanity_val_steps": 0}
+FITS: dict[str, dict[str, Any]] = {
+    "plain": {"seconds": {"0": 2e-3, "1": 2e-3}, "trainer": EPOCHS},
+    "equal": {"tuner": TUNER, "seconds": {"0": 2e-3, "1": 2e-3}, "trainer": EPOCHS},
+    "one group is all there is": {
+        "tuner": {**TUNER, "space": {"groups": [1], "rebalance": False}},
+        "seconds": {"0": 2e-3, "1": 6e-3},
+        "trainer": EPOCHS,
+    },
+    "a slow rank": {"tuner": ALONE, "seconds": {"0": 2e-3, "1": 10e-3}, "trainer": EPOCHS},
+    "random": {
+        "tuner": {**TUNER, "space": {"rebalance": False, "wire": "fp32"}},
+        "seconds": {"0": 8e-3, "1": 8e-3},
+        "exponential": True,
+        "trainer": EPOCHS,
+    },
+    "a method of the user's": {
+        "tuner": {**TUNER, "space": {"rebalance": False}},
+        "strategy": {"method": "local_sgd:period=4", "groups": 2},
+        "seconds": {"0": 8e-3, "1": 8e-3},
+        "exponential": True,
+        "trainer": EPOCHS,
+    },
+    "nothing can be tuned": {
+        "tuner": TUNER,
+        "strategy": {"groups": 2},
+        "data": {"samples": 512, "half": True},
+        "trainer": EPOCHS,
+    },
+    "accumulated": {
+        "tuner": ALONE,
+        "seconds": {"0": 2e-3, "1": 10e-3},
+        "trainer": {**EPOCHS, "accumulate_grad_batches": 2},
+    },
+    "dealt out beforehand": {"tuner": {**TUNER, "budget": 0.8}, "strategy": {"data": "static"}, "trainer": EPOCHS},
+}
+
+
+@pytest.fixture(scope="module")
+def fits(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """What every rank saw of every fit."""
+    saved = str(tmp_path_factory.mktemp("checkpoints") / "tuned.ckpt")
+    slow = FITS["a slow rank"]
+    fits = {**FITS, "a slow rank": {**slow, "save": saved}}
+    fits["resumed"] = {**slow, "ckpt_path": saved, "trainer": {**EPOCHS, "max_epochs": 3}}
+    finished = run("omni_tuner.py", {"fits": [{"data": {"samples": 512}, **fit} for fit in fits.values()]}, timeout=400)
+    return {name: [finished.results[rank][number] for rank in (0, 1)] for number, name in enumerate(fits)}
+
+
+TUNED = [name for name, fit in FITS.items() if "tuner" in fit and name != "nothing can be tuned"]
+
+
+@pytest.mark.parametrize("name", [*TUNED, "resumed"])
+def test_all_ranks_take_the_same_decision(fits: dict[str, list[dict[str, Any]]], name: str) -> None:
+    one, other = fits[name]
+    assert one["setting"] == other["setting"] is not None
+    assert (one["lr"], one["momentum"], one["world"]) == (other["lr"], other["momentum"], other["world"])
+    assert one["weights"] == other["weights"]
+
+
+def test_where_there_is_nothing_to_choose_the_run_is_bitwise_that_without_a_tuner(
+    fits: dict[str, list[dict[str, Any]]],
+) -> None:
+    for plain, tuned in zip(fits["plain"], fits["one group is all there is"], strict=True):
+        assert tuned["weights"] == plain["weights"]
+        assert (tuned["steps"], tuned["sizes"], tuned["global_step"]) == (
+            plain["steps"],
+            plain["sizes"],
+            plain["global_step"],
+        )
+        assert not any(tuned["servers"])
+
+
+@pytest.mark.parametrize("name", [name for name in TUNED if name != "dealt out beforehand"])
+def test_every_sample_is_trained_once_an_epoch_and_no_batch_is_thrown_away(
+    fits: dict[str, list[dict[str, Any]]], name: str
+) -> None:
+    assert sum(sum(rank["sizes"]) for rank in fits[name]) == 2 * 512
+    assert sorted(number for rank in fits[name] for number in rank["last_epoch"]) == list(range(512))
+    assert [rank["steps"] for rank in fits[name]] == [len(rank["sizes"]) for rank in fits[name]]
+
+
+@pytest.mark.parametrize("name", ["a slow rank", "accumulated"])
+def test_ranks_of_different_speed_get_proportional_batches_in_mid_epoch(
+    fits: dict[str, list[dict[str, Any]]], name: str
+) -> None:
+    fast, slow = fits[name]
+    assert fast["setting"]["rebalance"]
+    assert fast["world"][0] == 1
+    assert (fast["sizes"][0], slow["sizes"][0]) == (8, 8), "the run began as it would have"
+    assert fast["sizes"][30] > 8 > slow["sizes"][30], "in its first epoch of 32 batches"
+    assert fast["lr"] == 0.05
+
+
+def test_random_step_times_ask_for_groups_in_mid_epoch(fits: dict[str, list[dict[str, Any]]]) -> None:
+    for rank in fits["random"]:
+        assert rank["world"][0] == rank["setting"]["groups"] == 2
+        assert rank["updates"] > 0
+    assert "batches of the run" in fits["random"][0]["why"]
+
+
+def test_where_nothing_can_be_tuned_groups_are_those_that_the_user_asked_for(
+    fits: dict[str, list[dict[str, Any]]],
+) -> None:
+    for rank in fits["nothing can be tuned"]:
+        assert "sampler of your own" in rank["problem"]
+        assert rank["world"] == [2, "AsyncSGD"]
+        assert rank["updates"] > 0
+
+
+def test_a_method_that_the_user_has_chosen_stays(fits: dict[str, list[dict[str, Any]]]) -> None:
+    for rank in fits["a method of the user's"]:
+        assert rank["setting"]["method"] == "local_sgd"
+        assert rank["world"][1] == "LocalSGD"
+
+
+def test_data_that_are_dealt_out_beforehand_are_probed_for_as_groups_cannot_change_in_mid_epoch(
+    fits: dict[str, list[dict[str, Any]]],
+) -> None:
+    assert len(fits["dealt out beforehand"][0]["tried"]) > 1
+
+
+def test_a_resumed_run_goes_on_with_what_was_chosen(fits: dict[str, list[dict[str, Any]]]) -> None:
+    before, after = (fits[name][0] for name in ("a slow rank", "resumed"))
+    assert after["setting"] == before["setting"]
+    assert min(fits["resumed"][1]["sizes"]) < 8
