@@ -28,6 +28,11 @@ FITS: dict[str, dict[str, Any]] = {
     "max_steps": {"sleep": SLOW, "trainer": {"max_steps": 12, "max_epochs": 10}},
     "max_time": {"sleep": SLOW, "max_time": 1.0, "trainer": {"max_epochs": 1000}},
     "one group says stop": {"stop_at": {"0": 3, "1": 3}, "trainer": {"max_epochs": 50}},
+    "overlapping, one group says stop": {
+        "strategy": {"groups": 2, "overlap": True},
+        "stop_at": {"0": 3, "1": 3},
+        "trainer": {"max_epochs": 50},
+    },
     "early stopping": {
         "early": {"monitor": "val_loss", "min_delta": 10.0, "patience": 0},
         "trainer": {"max_epochs": 50},
@@ -220,7 +225,10 @@ def test_a_group_that_skips_the_rest_of_its_epoch_ends_the_epoch_for_all(trained
         assert sum(samples_of_epoch(ranks, epoch).values()) < 256
 
 
-@pytest.mark.parametrize("name", ["max_time", "one group says stop", "one group stops at its last batch"])
+@pytest.mark.parametrize(
+    "name",
+    ["max_time", "one group says stop", "overlapping, one group says stop", "one group stops at its last batch"],
+)
 def test_a_stop_in_one_group_ends_the_run_for_all(trained: Run, name: str) -> None:
     ranks = result(trained, name)
     assert len({each["epoch"] for each in ranks}) == 1

@@ -114,9 +114,9 @@ def verdict(evidence: Evidence) -> str:
     best = _best_by_forecast(evidence)
     if best == evidence.spec.start:
         return "nothing" if _most(evidence, start) < c.GAIN else ""
-    now, then = (evidence.prediction(each).samples_per_second for each in (evidence.spec.start, best))
     cost, error = evidence.efficiency()(best)
-    least = then.low / now.high * math.exp(-careful(cost, error))
+    least, _ = _speed_up(evidence, evidence.spec.start, best)
+    least *= math.exp(-careful(cost, error))
     return "change" if least > (c.GAIN if best.groups > 1 else c.FASTER) else ""
 
 
@@ -125,8 +125,19 @@ def _most(evidence: Evidence, start: Setting) -> float:
     forecast = evidence.forecast()
     promising = [each for each in _promising(evidence, forecast) if each != start]
     first = min(promising, key=forecast.log_seconds, default=start)
-    now, then = (evidence.prediction(each).samples_per_second for each in (start, first))
-    return then.high / now.low * math.exp(-forecast.efficiency(first)[0])
+    return _speed_up(evidence, start, first)[1] * math.exp(-forecast.efficiency(first)[0])
+
+
+def _speed_up(evidence: Evidence, one: Setting, other: Setting) -> tuple[float, float]:
+    """How many times as fast another setting is, at least and at most, by the intervals of what hardware does.
+
+    As if what either is off by had nothing to do with the other. They come from the same steps: it is less.
+    """
+    now, then = (evidence.prediction(each).samples_per_second for each in (one, other))
+    ratio = then.value / now.value
+    below = math.hypot(math.log(then.value / then.low), math.log(now.high / now.value))
+    above = math.hypot(math.log(then.high / then.value), math.log(now.value / now.low))
+    return ratio * math.exp(-below), ratio * math.exp(above)
 
 
 def _by_experience(evidence: Evidence) -> Choice:

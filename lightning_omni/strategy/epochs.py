@@ -233,6 +233,7 @@ class EpochDriver:
         control = self.world.control
         if control is None:
             return
+        self.world.channel.finish_exchanges()  # what comes to the server after this is said would be refused
         if self.leases is not None and self.data.is_dynamic:
             self.leases.leave(stop)
         elif stop:

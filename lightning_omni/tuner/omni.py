@@ -923,7 +923,6 @@ class OmniTunerHooks(_CallbackBase):
                 space,
                 method=space.method or self._methods(trainer),
                 wire=space.wire or _WIRES,
-                overlap=space.overlap or (False, True),
             )
         return SearchSpec(
             start,

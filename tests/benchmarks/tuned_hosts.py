@@ -112,7 +112,7 @@ def train(told: dict[str, Any]) -> dict[str, Any]:
             if now > told["limit"]:
                 trainer.should_stop = True
 
-    tuner = omni.OmniTuner(monitor="none") if told["way"] == "tuned" else None
+    tuner = omni.OmniTuner(monitor="none", space=told["space"]) if told["way"] == "tuned" else None
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=1,
@@ -163,6 +163,7 @@ def run(way: str, scene: Scene, data: Path, seed: int, arguments: argparse.Names
         "lr": arguments.lr,
         "limit": arguments.limit,
         "target": arguments.target,
+        "space": json.loads(arguments.space),
     }
     mbit = None if scene.mbit is None else scene.mbit * 0.1 / arguments.step
     network = Network((4,), host_mbit=mbit)
@@ -206,6 +207,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=0.05)
     parser.add_argument("--target", type=float, default=0.86)
     parser.add_argument("--limit", type=float, default=170, help="most seconds of a training")
+    parser.add_argument("--space", default="{}", help='of the tuner, as \'{"method": "async_sgd"}\'')
     parser.add_argument("--verbose", action="store_true", help="what rank 0 printed, too")
     arguments = parser.parse_args()
     table = Table("hosts", "way", "seconds", "DDP's over these", "tuning", "chosen", "", title="to the target")
