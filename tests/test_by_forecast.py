@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -82,9 +83,12 @@ def test_where_the_all_reduce_binds_groups_exchange_less_often_or_less() -> None
 
 
 def test_few_steps_that_scatter_are_not_decided_by_but_in_the_end_they_are() -> None:
-    few = search(seen(exponential(steps=3)))
+    own = 0.1 * np.random.default_rng(1).lognormal(0.0, 0.5, (4, 24))
+    few, many = (search(seen(own[:, :steps])) for steps in (3, 24))
     assert verdict(few) == ""
-    assert few.choice().setting.groups >= 1  # after the last look something is chosen
+    assert many.choice().setting.groups >= 1
+    low, high = (each.prediction(OWN).samples_per_second for each in (few, many))
+    assert math.log(high.high / high.low) < math.log(low.high / low.low), "the interval gets narrower"
 
 
 def test_what_the_user_has_chosen_is_what_groups_exchange_by() -> None:

@@ -129,7 +129,7 @@ def _most(evidence: Evidence, start: Setting) -> float:
 
 
 def _speed_up(evidence: Evidence, one: Setting, other: Setting) -> tuple[float, float]:
-    """How many times as fast another setting is, at least and at most, by the intervals of what hardware does.
+    """The speed-up of another setting over one, at least and at most, by the intervals of what hardware does.
 
     As if what either is off by had nothing to do with the other. They come from the same steps: it is less.
     """
