@@ -100,6 +100,7 @@ BAD: dict[Any, dict[str, list[Any]]] = {
         "servers": [0, -1, 1.5, "3", "per-rank", None, True],
         "wire": [8, "int4", None, "topk:3"],
         "overlap": ["yes", 1, None],
+        "validation": ["publish", True, None, 3],
     },
 }
 

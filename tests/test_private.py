@@ -133,6 +133,9 @@ class Control:
     def validates(self, is_due: Callable[[], bool]) -> bool:
         return is_due() if self.validation is None else self.validation
 
+    def validate(self, run: Callable[[], Any]) -> Any:
+        return run()
+
 
 @pytest.fixture
 def fitting() -> Any:  # callbacks are declared by no Trainer

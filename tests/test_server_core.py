@@ -1018,6 +1018,9 @@ SAMPLES: dict[type[m.Message], m.Message] = {
         m.Draw(epoch=0, generation=1, number=2),
         m.Await(epoch=0, generation=1, trained=2, interval=0),
         m.Leave(epoch=0, generation=1, trained=2, stop="end"),
+        m.ClaimValidation(epoch=0, generation=1, passed=1),
+        m.AskValidations(),
+        m.ReleaseVersion(number=1),
         m.Contribute(number=3, what="barrier"),
         m.Join(ranks=(1,)),
         m.Lost(rank=2, reason="killed"),
@@ -1041,6 +1044,8 @@ SAMPLES: dict[type[m.Message], m.Message] = {
         m.HeadRelease(optimizer=1),
         m.FetchMessage(optimizer=0),
         m.TakeSnapshot(),
+        m.PublishEvaluation(number=1, packed=pack([torch.ones(2)])[0], nbytes=8),
+        m.ReadEvaluation(number=1),
     )
 }
 
@@ -1096,6 +1101,6 @@ def test_strangers_change_nothing_for_the_run(script: list[tuple[tuple[str, m.Me
         read_at = max(0, tick - 2)
         noisy = link.data(0, *push_of(gradient(tick), read_at=read_at))
         assert noisy == quiet.data(0, *push_of(gradient(tick), read_at=read_at))
-    said = sum(not isinstance(message, (m.Hello, m.Attach)) for (_, message), _ in script)
+    said = sum(not isinstance(message, (m.Hello, m.Attach, m.Observe)) for (_, message), _ in script)
     assert link.core.strangers >= said
     assert link.core.roster.members.keys() == quiet.core.roster.members.keys()

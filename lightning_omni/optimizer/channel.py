@@ -192,14 +192,15 @@ class Channel:
         """The server's weights for this group, which its method did not ask for."""
         return self.ask_weights(self._place.core.fetch(index))
 
-    def snapshot(self, with_state: bool = True) -> ServerSnapshot:
+    def snapshot(self, with_state: bool = True, version: int = 0) -> ServerSnapshot:
         """Everything that the server holds, as of one moment. For leaders.
 
         Args:
             with_state: also what optimizers and methods remember, and the gathered states of groups.
+            version: number of a validation: the moment at which this was first asked for that one. 0 is now.
         """
-        requests = self._free_connections()
-        heard = requests.exchange([Said(m.TakeSnapshot(with_state=with_state))] * requests.count, m.Snapshot)
+        requests, take = self._free_connections(), m.TakeSnapshot(with_state=with_state, version=version)
+        heard = requests.exchange([Said(take)] * requests.count, m.Snapshot)
         # Copies: what is unpacked shares one memory, which torch.save refuses if there is more than one dtype.
         first, *others = (
             tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, unpack(answer.packed, payload))
@@ -422,7 +423,7 @@ class Channel:
         with self.timed():
             if self._place.is_leader:
                 answer = self._hear(ask, layout, memory[PREFIX:])
-                prefix[:7] = torch.tensor(
+                prefix[:8] = torch.tensor(
                     [
                         answer.clock,
                         answer.staleness,
@@ -431,14 +432,15 @@ class Channel:
                         answer.progress,
                         _STOPS.index(answer.stop),
                         int(answer.repeated),
+                        answer.validations,
                     ]
                 )
                 numbers[0] = answer.note
             self.broadcast_in_group(memory)
-        clock, staleness, applied, refused, progress, stop, repeated = prefix[:7].tolist()
+        clock, staleness, applied, refused, progress, stop, repeated, validations = prefix[:8].tolist()
         if staleness >= 0:
             part.staleness.append(staleness)
-        heard = Heard(staleness, bool(applied), progress, _STOPS[stop], bool(repeated), refused)
+        heard = Heard(staleness, bool(applied), progress, _STOPS[stop], bool(repeated), refused, validations)
         tensors = layout.views(memory[PREFIX:]) if ask.pulls else ()
         pulled = self._place.core.hear(heard, tensors, clock, float(numbers[0]), ask.fragment)
         self.warn_of_refusal(heard.applied, refused)

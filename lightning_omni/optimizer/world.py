@@ -6,8 +6,8 @@ is the compute group; elsewhere it is the whole live world.
 
 What it is made of: `Place` (which rank is where, torch's groups, the control connection), `Channel` (what is
 exchanged with the server and with other groups), `ParameterGroups` (those of optimizers, that change), `States`
-(optimizer state on its way), and `Edits` (what others write). Each of them is given those before it, and none knows the
-world.
+(optimizer state on its way), `Edits` (what others write) and `Versions` (weights that are evaluated while groups
+train). Each of them is given those before it, and none knows the world.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from lightning_omni.optimizer.parameter_groups import ParameterGroups
 from lightning_omni.optimizer.place import Place
 from lightning_omni.optimizer.remote_head import RemoteHead
 from lightning_omni.optimizer.states import Residuals, States
+from lightning_omni.optimizer.versions import Versions
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.group import Heard
 from lightning_omni.protocol.layout import Layout
@@ -95,6 +96,7 @@ class World(Place):
         self.parameter_groups = ParameterGroups(self, self.channel)
         self.states = States(self, self.channel, self.residuals)
         self.edits = Edits(self, self.channel, self.states)
+        self.versions = Versions(self, self.channel, self.edits)
         self._local = Executor(self.heads)
         self._exchanging = Exchanging(self, self.channel, self.parameter_groups, self.edits, self.heads)
         self.wants_stop = self.is_finished = False

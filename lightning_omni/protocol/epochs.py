@@ -14,6 +14,7 @@ from functools import cached_property
 from lightning_omni.errors import ProtocolError
 from lightning_omni.protocol.leases import EpochPlan, LeaseBook
 from lightning_omni.protocol.messages import Await, Leave
+from lightning_omni.protocol.validations import ValidationBook
 
 
 class Epochs:
@@ -21,6 +22,7 @@ class Epochs:
 
     def __init__(self) -> None:
         self.book: LeaseBook | None = None
+        self.validations = ValidationBook()
         self.stop = ""
         self.generation = 0
         self.samples: Counter[int] = Counter()  # of each group, trained since groups were formed

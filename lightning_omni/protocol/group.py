@@ -137,6 +137,7 @@ class Heard:
         stop: as in `lightning_omni.protocol.messages.Leave`.
         refused_in_row: pushes of this group that were refused in a row, this one among them.
         repeated: whether that push was counted when it came the first time, and its answer is lost.
+        validations: those of all groups that are complete.
     """
 
     staleness: int = -1
@@ -145,12 +146,19 @@ class Heard:
     stop: str = ""
     repeated: bool = False
     refused_in_row: int = 0
+    validations: int = 0
 
     @classmethod
     def of(cls, message: m.Weights) -> Heard:
         """What a message of the server's says."""
         return cls(
-            message.staleness, message.applied, message.progress, message.stop, message.repeated, message.refused_in_row
+            message.staleness,
+            message.applied,
+            message.progress,
+            message.stop,
+            message.repeated,
+            message.refused_in_row,
+            message.validations,
         )
 
 

@@ -17,7 +17,7 @@ from lightning_omni.protocol.cut import Cut
 from lightning_omni.protocol.leases import Batch, EpochPlan
 from lightning_omni.registry import to_wire
 
-VERSION = 10
+VERSION = 11
 """Protocol version. Both sides must have the same."""
 LARGEST_INLINE = 32 << 10
 """Bytes of message or payload that a rank may send on the control channel; more is brought over the data channel."""
@@ -147,6 +147,24 @@ class Leave(Message, frozen=True, kw_only=True):
     generation: int
     trained: int
     stop: str = ""
+
+
+class ClaimValidation(Message, frozen=True, kw_only=True):
+    """My group has passed so many points of the epoch at which the run is to be validated, and waits for no other."""
+
+    epoch: int
+    generation: int
+    passed: int
+
+
+class AskValidations(Message, frozen=True, kw_only=True):
+    """How many validations are complete?"""
+
+
+class ReleaseVersion(Message, frozen=True, kw_only=True):
+    """Nothing more is saved of validations up to this number: what was kept for them may go."""
+
+    number: int
 
 
 class Contribute(Message, frozen=True, kw_only=True):
@@ -459,6 +477,23 @@ class Left(Message, frozen=True, kw_only=True):
     """The answer to `Leave`."""
 
 
+class ValidationClaimed(Message, frozen=True, kw_only=True):
+    """The validation that the group is to evaluate, counted from 1; 0 if none."""
+
+    number: int
+
+
+class Validations(Message, frozen=True, kw_only=True):
+    """How many validations are complete; and whether a point of this epoch was passed that has none."""
+
+    complete: int
+    is_missed: bool
+
+
+class VersionReleased(Message, frozen=True, kw_only=True):
+    """Nothing of it is kept."""
+
+
 class Gathered(Message, frozen=True, kw_only=True):
     """All live ranks have contributed.
 
@@ -715,10 +750,34 @@ class HeadRelease(Message, frozen=True, kw_only=True):
 
 
 class TakeSnapshot(Message, frozen=True, kw_only=True):
-    """Send everything: weights, optimizer states, clocks, as of one moment. ``request`` is as in `PushMessage`."""
+    """Send everything: weights, optimizer states, clocks, as of one moment. ``request`` is as in `PushMessage`.
+
+    Attributes:
+        version: number of a validation: everything as it was when this was first asked for that one; 0 for now.
+    """
 
     with_state: bool = True
     request: int = 0
+    version: int = 0
+
+
+class PublishEvaluation(Message, frozen=True, kw_only=True):
+    """What came of the validation that my group was given. The tensors follow as payload.
+
+    Attributes:
+        number: of the validation.
+        packed: ``{"metrics": ..., "buffers": {name: tensor}, "steps": ...}``, which other ranks read.
+    """
+
+    number: int
+    packed: Packed
+    nbytes: int
+
+
+class ReadEvaluation(Message, frozen=True, kw_only=True):
+    """What came of this validation?"""
+
+    number: int
 
 
 # --- Data, server to rank --------------------------------------------------------------------------------------------
@@ -779,6 +838,7 @@ class Weights(Message, frozen=True, kw_only=True):
         progress: positions of the epoch trained by all groups.
         stop: as in `Leave`.
         fragment: of the push that this answers, as there.
+        validations: those that are complete, as `ClaimValidation` gives them out.
     """
 
     optimizer: int
@@ -792,6 +852,7 @@ class Weights(Message, frozen=True, kw_only=True):
     note: float = 0.0
     repeated: bool = False
     fragment: int = -1
+    validations: int = 0
 
 
 class HeadOutput(Message, frozen=True, kw_only=True):
@@ -829,6 +890,18 @@ class Snapshot(Message, frozen=True, kw_only=True):
     nbytes: int
 
 
+class EvaluationPublished(Message, frozen=True, kw_only=True):
+    """The server has it."""
+
+
+class Evaluation(Message, frozen=True, kw_only=True):
+    """What came of a validation, as in `PublishEvaluation`; the tensors follow. Nothing, if its group is gone."""
+
+    packed: Packed
+    nbytes: int
+    is_void: bool = False
+
+
 # --- From leader to leader -------------------------------------------------------------------------------------------
 
 
@@ -857,11 +930,12 @@ class Taken(Message, frozen=True, kw_only=True):
 
 ToControl = (
     Challenge | Welcome | RefusedMessage | Status | Formed | Joined | EpochOpened | Drawn | Verdict | Left | Gathered
-    | Notice | Acknowledged | Shards | Observing | Overview | Aggregator | PushDirectly
+    | Notice | Acknowledged | Shards | Observing | Overview | Aggregator | PushDirectly | ValidationClaimed
+    | Validations | VersionReleased
 )  # fmt: skip
 ToData = (
     AttachChallenge | Attached | Long | Seeded | Restructured | GroupStateStored | Weights | Snapshot | HeadOutput
-    | HeadGradients | HeadReleased | RefusedMessage | Brought | Collected
+    | HeadGradients | HeadReleased | RefusedMessage | Brought | Collected | EvaluationPublished | Evaluation
 )  # fmt: skip
 
 Channel = str

@@ -25,6 +25,7 @@ from lightning_omni.protocol.admission import Admission
 from lightning_omni.protocol.aggregator import Aggregator
 from lightning_omni.protocol.aggregators import Aggregators
 from lightning_omni.protocol.data import DataLeasing
+from lightning_omni.protocol.evaluations import Evaluations
 from lightning_omni.protocol.membership import Membership
 from lightning_omni.protocol.merged_head import MergedHeads
 from lightning_omni.protocol.messages import CONTROL, DATA
@@ -125,6 +126,13 @@ TABLE = (
     Row(m.Draw, CONTROL, Role.MEMBER, DataLeasing, DataLeasing.draw),
     Row(m.Await, CONTROL, Role.MEMBER, DataLeasing, DataLeasing.wait, resolves=True),
     Row(m.Leave, CONTROL, Role.MEMBER, DataLeasing, DataLeasing.leave, resolves=True),
+    # validations
+    Row(m.ClaimValidation, CONTROL, Role.MEMBER, Evaluations, Evaluations.claim),
+    Row(m.AskValidations, CONTROL, Role.RANK, Evaluations, Evaluations.ask),
+    Row(
+        m.PublishEvaluation, DATA, Role.LEADER, Evaluations, Evaluations.publish, Evaluations.check_result, keeps=True
+    ),
+    Row(m.ReadEvaluation, DATA, Role.RANK, Evaluations, Evaluations.read),
     # synchronization
     Row(m.Contribute, CONTROL, Role.RANK, Synchronization, Synchronization.contribute, resolves=True),
     Row(m.ReadBrought, CONTROL, Role.RANK, Synchronization, Synchronization.read_brought),
@@ -149,6 +157,10 @@ TABLE = (
     ),
     Row(m.GroupState, DATA, Role.LEADER, Snapshots, Snapshots.store_group_state, Snapshots.check_packed),
     Row(m.TakeSnapshot, DATA, Role.RANK, Snapshots, Snapshots.take, in_parts=True),
+    Row(
+        m.ReleaseVersion, CONTROL, Role.RECORDER, Snapshots, Snapshots.release,
+        does="saves the weights of validations", told=True,
+    ),
     # merged head
     Row(m.HeadForward, DATA, Role.MEMBER, MergedHeads, MergedHeads.forward, MergedHeads.check_forward),
     Row(m.HeadBackward, DATA, Role.LEADER, MergedHeads, MergedHeads.backward, MergedHeads.check_backward),

@@ -24,6 +24,7 @@ from lightning_omni.protocol.aggregator import Aggregator
 from lightning_omni.protocol.aggregators import Aggregators
 from lightning_omni.protocol.data import DataLeasing
 from lightning_omni.protocol.epochs import Epochs
+from lightning_omni.protocol.evaluations import Evaluations
 from lightning_omni.protocol.membership import Membership
 from lightning_omni.protocol.merged_head import MergedHeads
 from lightning_omni.protocol.monitoring import Monitoring
@@ -138,6 +139,7 @@ class ServerCore:
             Synchronization(roster, training, lambda *brought: self._router.forward(*brought)),
             DataLeasing(roster, epochs, training, notes),
             training,
+            Evaluations(roster, epochs, training),
             Snapshots(roster, shards, training, epochs, notes, servers, self._resolve, self._resolve_module),
             MergedHeads(roster, shards, notes, self._work_time),
             self._monitoring,

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from lightning_omni.errors import MalformedMessage, OmniError, ProtocolError
 from lightning_omni.methods import Method
 from lightning_omni.methods.master import Resolve
 from lightning_omni.methods.modules import ResolveModule
 from lightning_omni.protocol import messages as m
-from lightning_omni.protocol.codec import check_specs, pack, unpack
+from lightning_omni.protocol.codec import Packed, check_specs, pack, unpack
 from lightning_omni.protocol.cut import Cut
 from lightning_omni.protocol.epochs import Epochs
 from lightning_omni.protocol.head_shard import HeadShard
@@ -21,7 +23,16 @@ from lightning_omni.protocol.shard import ROOM, Shard
 from lightning_omni.protocol.shard_servers import Servers
 from lightning_omni.protocol.shards import HeldShards
 from lightning_omni.protocol.training import Training
+from lightning_omni.protocol.validations import MOST_OPEN
 from lightning_omni.topology import Topology
+
+
+class Moment(NamedTuple):
+    """Everything of one moment, as it is sent."""
+
+    cut: Cut
+    packed: Packed
+    buffer: Tensor
 
 
 class Snapshots(Service):
@@ -60,10 +71,12 @@ class Snapshots(Service):
         self._method: Method | None = None
         self._formed: m.Form | None = None
         self._group_states: dict[int, Any] = {}
+        self._versions: dict[int, Moment] = {}
 
     def form(self, topology: Topology, method: Method, message: m.Form) -> None:
         self._method, self._formed = method, message
         self._group_states.clear()
+        self._versions.clear()
 
     def evict(self, group: int, lost: bool) -> list[Out]:
         if lost:
@@ -101,18 +114,37 @@ class Snapshots(Service):
         return [Out(sender.peer, m.DATA, m.GroupStateStored())]
 
     def take(self, sender: Sender, message: m.TakeSnapshot, payload: Payload) -> list[Out]:
-        """Everything of this moment."""
+        """Everything of this moment, or of that of a validation."""
+        if not message.version:
+            moment = self._moment(message.with_state)
+        else:
+            moment = self._version(message.version)
+            moment = moment if message.with_state else _weights_of(moment)
+        answer = m.Snapshot(cut=moment.cut, packed=moment.packed, nbytes=moment.buffer.numel())
+        return [Out(sender.peer, m.DATA, answer, (moment.buffer,))]
+
+    def release(self, sender: Sender, message: m.ReleaseVersion, payload: Payload) -> list[Out]:
+        """What was kept for validations up to this one may go."""
+        self._versions = {number: kept for number, kept in self._versions.items() if number > message.number}
+        return [Out(sender.peer, m.CONTROL, m.VersionReleased())]
+
+    def _version(self, number: int) -> Moment:
+        if number not in self._versions:
+            if number < 0 or len(self._versions) > MOST_OPEN:
+                raise ProtocolError(f"the weights of validations {sorted(self._versions)} are kept, and no more")
+            self._versions[number] = self._moment(with_state=True)
+        return self._versions[number]
+
+    def _moment(self, with_state: bool) -> Moment:
         parts: list[dict[str, Any]] = [shard.master.snapshot() for shard in self._shards.all]
-        if not message.with_state:
+        if not with_state:
             parts = [{**part, "state": {}} for part in parts]
         tree: dict[str, Any] = {"parts": parts}
-        if message.with_state:
+        if with_state:
             for part, shard in zip(parts, self._shards.all, strict=True):
                 part["method"] = shard.method_side.state()
             tree["groups"], self._group_states = self._group_states, {}  # once: later they are of another moment
-        packed, buffer = pack(tree)
-        answer = m.Snapshot(cut=self._cut, packed=packed, nbytes=buffer.numel())
-        return [Out(sender.peer, m.DATA, answer, (buffer,))]
+        return Moment(self._cut, *pack(tree))
 
     @property
     def _cut(self) -> Cut:
@@ -131,3 +163,9 @@ class Snapshots(Service):
             return HeadShard(optimizer, weights, clock, part["head"], groups, self._resolve, self._resolve_module)
         room = ROOM + int(part.get("room", 0))
         return Shard(optimizer, weights, clock, method, groups, self._resolve, part.get("method"), room)
+
+
+def _weights_of(moment: Moment) -> Moment:
+    """The same moment, without what optimizers and methods remember."""
+    parts = unpack(moment.packed, moment.buffer)["parts"]
+    return Moment(moment.cut, *pack({"parts": [{**part, "state": {}, "method": {}} for part in parts]}))

@@ -437,6 +437,7 @@ class Training(Service):
             refused_in_row=shard.refused_in_row[group],
             progress=self._epochs.progress,
             stop=self._epochs.stop,
+            validations=self._epochs.validations.complete,
             nbytes=sum(map(nbytes_of, parts)),
             note=note,
             fragment=-1 if fragment is None else fragment,

@@ -7,23 +7,27 @@ these names is gone or behaves otherwise.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections import ChainMap
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary
 
+import torch
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader, DistributedSampler
 from typing_extensions import override
 
 from lightning_omni.strategy.declared import callbacks_of
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
+    from pytorch_lightning.loops.evaluation_loop import _EvaluationLoop
     from pytorch_lightning.loops.fit_loop import _FitLoop
     from pytorch_lightning.loops.training_epoch_loop import _TrainingEpochLoop
 else:
-    _FitLoop = _TrainingEpochLoop = object
+    _EvaluationLoop = _FitLoop = _TrainingEpochLoop = object
 
 
 def set_ddp_options(strategy: Any, options: dict[str, Any]) -> None:
@@ -167,6 +171,7 @@ class _Relay:
     def __init__(self, call_callbacks: Callable[..., None]) -> None:
         self.call_callbacks = call_callbacks
         self.listeners: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+        self.held_back: WeakKeyDictionary[Any, Collection[str]] = WeakKeyDictionary()
 
     def __call__(
         self, trainer: Trainer, hook_name: str, *args: Any, monitoring_callbacks: bool | None = None, **kwargs: Any
@@ -175,6 +180,8 @@ class _Relay:
         if hear is not None and monitoring_callbacks is not True:  # those are called in a second round
             with _inside_hook(trainer.lightning_module, hook_name):
                 hear(trainer, trainer.lightning_module, *args, **kwargs)
+        if hook_name in self.held_back.get(trainer, ()):
+            return
         self.call_callbacks(trainer, hook_name, *args, monitoring_callbacks=monitoring_callbacks, **kwargs)
 
 
@@ -238,6 +245,9 @@ class LoopControl(Protocol):
     def validates(self, is_due: Callable[[], bool]) -> bool:
         """Whether to validate after this batch; ``is_due`` is what the loop itself would say."""
 
+    def validate(self, run: Callable[[], Any]) -> Any:
+        """The validation loop runs."""
+
 
 class _ControlledFitLoop(_FitLoop):
     """Mixed into the fit loop's own class."""
@@ -281,6 +291,16 @@ class _ControlledEpochLoop(_TrainingEpochLoop):
         return self._control.validates(partial(super()._should_check_val_fx, data_fetcher))
 
 
+class _ControlledValidationLoop(_EvaluationLoop):
+    """Mixed into the validation loop's own class."""
+
+    _control: LoopControl
+
+    @override
+    def run(self) -> Any:
+        return self._control.validate(super().run)
+
+
 @contextmanager
 def _limited(epoch_loop: Any, max_steps: int | None) -> Iterator[None]:
     """While the loop decides whether it is done. All other code reads the user's max_steps."""
@@ -295,7 +315,12 @@ def _limited(epoch_loop: Any, max_steps: int | None) -> Iterator[None]:
 
 def control_loops(trainer: Trainer, control: LoopControl) -> None:
     """From now on the Trainer's loops ask `control`. What they show of themselves remains Lightning's."""
-    for loop, mixin in ((trainer.fit_loop, _ControlledFitLoop), (trainer.fit_loop.epoch_loop, _ControlledEpochLoop)):
+    epoch_loop = trainer.fit_loop.epoch_loop
+    for loop, mixin in (
+        (trainer.fit_loop, _ControlledFitLoop),
+        (epoch_loop, _ControlledEpochLoop),
+        (epoch_loop.val_loop, _ControlledValidationLoop),
+    ):
         _give_back_class(loop)
         own = type(loop)
         fields = {"_control": control, "__module__": own.__module__, "__doc__": own.__doc__}
@@ -304,11 +329,114 @@ def control_loops(trainer: Trainer, control: LoopControl) -> None:
 
 def release_loops(trainer: Trainer) -> None:
     """Undoes `control_loops`."""
-    for loop in (trainer.fit_loop, trainer.fit_loop.epoch_loop):
+    for loop in (trainer.fit_loop, trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_loop.val_loop):
         _give_back_class(loop)
 
 
 def _give_back_class(loop: Any) -> None:
-    if isinstance(loop, (_ControlledFitLoop, _ControlledEpochLoop)):
+    if isinstance(loop, (_ControlledFitLoop, _ControlledEpochLoop, _ControlledValidationLoop)):
         del type(loop)._control  # a class is freed late, and must keep nothing of the run alive
         loop.__class__ = type(loop).__mro__[2]
+
+
+# --- A validation by one group, whose end all groups hear of ----------------------------------------------------------
+
+_ENDS = ("on_validation_epoch_end", "on_validation_end")
+_STARTS = ("on_validation_start", "on_validation_epoch_start")
+
+
+def validation_loaders(trainer: Trainer) -> list[Any]:
+    """The loaders of a fit's validation, which are made if they have not been yet. On all ranks."""
+    loop: Any = trainer.fit_loop.epoch_loop.val_loop
+    loop.setup_data()
+    return [] if loop._combined_loader is None else list(loop._combined_loader.flattened)
+
+
+@contextmanager
+def dealt_out(trainer: Trainer, place: int, members: int) -> Iterator[None]:
+    """A context in which the validation data is dealt out to so many ranks, of which this is one.
+
+    Args:
+        trainer: whose `validation_loaders` have DistributedSamplers.
+        place: of this rank among them.
+        members: how many they are.
+    """
+    loop: Any = trainer.fit_loop.epoch_loop.val_loop
+    loaders, limits = validation_loaders(trainer), loop._max_batches
+    before = [(each.sampler.num_replicas, each.sampler.rank, len(each)) for each in loaders]
+    for loader in loaders:
+        _deal_out(loader, place, members)
+    loop._max_batches = [
+        min(len(loader), -(-int(limit) * ranks // members)) if limit < whole else len(loader)
+        for loader, limit, (ranks, _, whole) in zip(loaders, limits, before, strict=True)
+    ]
+    try:
+        yield
+    finally:
+        loop._max_batches = limits
+        for loader, (ranks, rank, _) in zip(loaders, before, strict=True):
+            _deal_out(loader, rank, ranks)
+
+
+def _deal_out(loader: DataLoader[Any], place: int, members: int) -> None:
+    sampler = loader.sampler
+    assert isinstance(sampler, DistributedSampler)
+    sampler.rank, sampler.num_replicas = place, members
+    sampler.num_samples = -(-len(sampler.dataset) // members)  # type: ignore[arg-type]
+    sampler.total_size = sampler.num_samples * members
+
+
+@contextmanager
+def metrics_held_back(trainer: Trainer) -> Iterator[dict[str, dict[str, Any]]]:
+    """A context in which a validation's metrics go nowhere, and callbacks do not hear that it ends.
+
+    Yields:
+        Names and values as callbacks, progress bars and loggers would have had them, once the validation is over.
+    """
+    connector, relay = trainer._logger_connector, _calls_of(trainer)._call_callback_hooks
+    names = {"callback": "_callback_metrics", "progress_bar": "_progress_bar_metrics"}
+    kept = {name: getattr(connector, attribute) for name, attribute in names.items()}
+    found: dict[str, dict[str, Any]] = {name: {} for name in (*names, "logged")}
+    for name, attribute in names.items():
+        setattr(connector, attribute, ChainMap(found[name], kept[name]))
+    logged_before = dict(connector._logged_metrics)
+    connector.log_eval_end_metrics = found["logged"].update  # type: ignore[method-assign,assignment]
+    relay.held_back[trainer] = _ENDS
+    try:
+        yield found
+    finally:
+        del relay.held_back[trainer]
+        vars(connector).pop("log_eval_end_metrics")
+        connector._logged_metrics = logged_before
+        for name, attribute in names.items():
+            setattr(connector, attribute, kept[name])
+
+
+@torch.no_grad()
+def end_validation(trainer: Trainer, found: Mapping[str, Mapping[str, Any]], has_started: bool) -> None:
+    """Callbacks, progress bars and loggers get the metrics of a validation that has ended.
+
+    Args:
+        trainer: whose.
+        found: what `metrics_held_back` has yielded, on the ranks that evaluated.
+        has_started: whether callbacks here have heard that it began.
+    """
+    connector: Any = trainer._logger_connector
+    call = partial(_calls_of(trainer)._call_callback_hooks, trainer)
+    stage, first_iteration = trainer.state.stage, connector._first_loop_iter
+    trainer.validating = True
+    try:
+        connector.epoch_end_reached()
+        connector._evaluation_epoch_end()
+        for hook in () if has_started else _STARTS:
+            call(hook)
+        connector._callback_metrics.update(found["callback"])
+        connector._progress_bar_metrics.update(found["progress_bar"])
+        connector._logged_metrics.update(found["logged"])
+        call("on_validation_epoch_end")
+        connector.on_epoch_end()
+        connector.log_eval_end_metrics({**found["logged"], **connector.update_eval_epoch_metrics()})
+        call("on_validation_end")
+        connector.reset_results()
+    finally:
+        trainer.state.stage, connector._first_loop_iter = stage, first_iteration

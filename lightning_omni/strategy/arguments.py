@@ -116,6 +116,7 @@ def check_strategy(
     wire: object,
     overlap: object,
     servers: object,
+    validation: object,
 ) -> None:
     """Refuses arguments of OmniStrategy that are of the wrong kind; the code that uses them checks what they mean.
 
@@ -139,6 +140,8 @@ def check_strategy(
     check_kind("overlap", overlap, bool, "True or False")
     if servers != "per-node":
         check_whole("servers", servers, 'a number of servers, 1 or more, or "per-node"', low=1)
+    if validation not in ("wait", "published"):
+        raise ConfigurationError(f'validation={validation!r}: pass "wait" or "published"')
 
 
 def _parameters(kind: type) -> list[str]:

@@ -23,6 +23,7 @@ from lightning_omni.optimizer.channel import ServerSnapshot
 from lightning_omni.optimizer.saved import Saved
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.progress import Progress
+from lightning_omni.strategy.published import Version
 
 if TYPE_CHECKING:
     from lightning_fabric.plugins.io.torch_io import TorchCheckpointIO as _Base
@@ -55,7 +56,7 @@ class Checkpoints:
 
     # --- Saving ------------------------------------------------------------------------------------------------------
 
-    def collect(self, world: World, module: Module, state: dict[str, Any]) -> None:
+    def collect(self, world: World, module: Module, state: dict[str, Any], version: Version | None = None) -> None:
         """Puts the weights that the method evaluates into the module's state, in the place of this group's own.
 
         At a synchronization point of all groups every rank takes part, and what the groups know each for itself is
@@ -65,6 +66,7 @@ class Checkpoints:
             world: this rank's place in the run.
             module: what is trained.
             state: from its ``state_dict``; changed in place.
+            version: what was validated, if that is what is to be saved; None for the weights as they are.
         """
         if not world.is_computing:
             world.states.gather_group_state()
@@ -76,9 +78,11 @@ class Checkpoints:
                 " at an epoch's end or after a validation to have it"
             )
         if world.is_recorder:
-            self._snapshot = world.channel.snapshot()
+            self._snapshot = world.channel.snapshot(version=version.number if version is not None else 0)
             if world.is_computing:  # otherwise the module has them, or what a callback has put in their place
                 _overlay(world, module, state, self._snapshot)
+                buffers = version.buffers if version is not None else {}
+                state.update((name, buffer) for name, buffer in buffers.items() if name in state)
 
     def state_of(self, world: World, optimizer: Optimizer, own: dict[str, Any]) -> dict[str, Any]:
         """The optimizer state of the same moment: the server's, with this rank's hyperparameters, if it steps there.

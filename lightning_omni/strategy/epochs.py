@@ -22,10 +22,12 @@ from lightning_omni.optimizer.run_state import Schedule
 from lightning_omni.protocol import EpochPlan
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.cut import Cut
+from lightning_omni.protocol.leases import Batch
 from lightning_omni.protocol.progress import Progress
 from lightning_omni.protocol.record import Spans
 from lightning_omni.strategy import _private
-from lightning_omni.strategy.leased import FitLimits, LeasedData, size_of
+from lightning_omni.strategy.leased import FitLimits, LeasedData, is_given, size_of
+from lightning_omni.strategy.published import PublishedValidation
 from lightning_omni.strategy.schedulers import Pacer
 
 if TYPE_CHECKING:
@@ -38,8 +40,10 @@ class EpochDriver:
     Args:
         data: ``"dynamic"`` or ``"static"``.
         say: tells the user something, on rank 0.
+        validation: ``"wait"`` or ``"published"``.
 
     Attributes:
+        published: validations for which no group waits.
         data: the training data, as leased.
         is_open: whether a training epoch is under way.
         resumed: the moment that a checkpoint is of, if a run goes on from one: perhaps inside an epoch.
@@ -49,8 +53,14 @@ class EpochDriver:
         is_open_ended: whether the epoch ends when the samples do, and not after a number of batches.
     """
 
-    def __init__(self, data: Literal["dynamic", "static"], say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        data: Literal["dynamic", "static"],
+        say: Callable[[str], None],
+        validation: Literal["wait", "published"] = "wait",
+    ) -> None:
         self._say = say
+        self.published = PublishedValidation(validation == "published", say)
         # A loader that was made in the epoch's first hook says another epoch.
         self.data = LeasedData(data, say, lambda epoch: self.begin(self.trainer.current_epoch))
         self.is_open = False
@@ -74,6 +84,7 @@ class EpochDriver:
         """A run is being set up."""
         self._trainer, self._world = trainer, world
         self.data.connect(world)
+        self.published.connect(trainer, world)
         self._started, self._begun = False, -1
 
     def start(self) -> None:
@@ -98,6 +109,7 @@ class EpochDriver:
         """The run is torn down."""
         self.finish()
         self.data.forget()
+        self.published.forget()
         self._plan, self.progress, self.resumed = None, None, Cut()
         self._trainer, self._world = None, None
 
@@ -144,16 +156,19 @@ class EpochDriver:
             trained = self._resumed_spans(epoch)
             self.progress = self._limits.progress(self.leases, epoch, trained)
             self._plan = self._limits.plan(self.leases, self.progress, trained)
+            self.published.begin(self._plan, size_of(trained), self.data.is_dynamic)
             self.world.core.heard.progress, self.world.core.heard.stop = self.progress.samples, ""
             left = self._limits.steps_left(self.progress, epoch)
             if self.data.is_dynamic:
-                self.leases.begin(self._plan)
+                self.leases.begin(self.published.dealt(self._plan))
                 if left is not None:  # of the steps that DDP would take; a group's own count must not end the run
                     self.step_limit = sys.maxsize if left else self.trainer.global_step
             elif self.is_open_ended:
                 self.leases.begin_local(self._plan, goes_on=True)
             elif self.step_limit == sys.maxsize and left is not None:  # one group counts for itself again
                 self.step_limit = self.trainer.global_step + left
+        else:
+            self.published.begin(None)
 
     @property
     def _is_shrunk(self) -> bool:
@@ -244,6 +259,8 @@ class EpochDriver:
         """Validation is for all groups together. One that comes on its own (a callback said stop) brings the others."""
         if self._world is None or not self.is_open:
             return  # no training is under way: validation after the fit, or without one
+        if self.published.evaluates or self.published.version is not None:
+            return
         if self.world.is_computing and _private.stops_now(self.trainer) and not self._stopping:
             self.leave("validate")
         self._synchronize(buffers)
@@ -255,16 +272,18 @@ class EpochDriver:
         """
         if not self.world.is_computing:
             return
+        self.published.end_all()
         self.world.enter_world(buffers)
         trainer, mine = self.trainer, self.trainer.global_step
         counts = _private.step_counters(trainer)
-        _private.set_step_counters(trainer, self.world.agree(counts if self.world.is_recorder else [0] * len(counts)))
+        counts = self.world.agree(counts if self.world.is_recorder else [0] * len(counts))
+        _private.set_step_counters(trainer, self.published.not_before(counts))
         if self.step_limit == mine:
             self.step_limit = trainer.global_step
 
     def after_validation(self) -> None:
         """Back into the epoch, if it goes on."""
-        if self.is_open and not self.trainer.is_last_batch:
+        if self.is_open and not self.trainer.is_last_batch and not self.published.evaluates:
             self.world.enter_compute()
 
     def _what_next(self) -> str:
@@ -325,9 +344,31 @@ class EpochDriver:
         trainer = self.trainer
         if _private.validates_by_time(trainer):
             return any(self.world.agree([int(is_due())]))  # no two clocks are alike
+        if self.published.is_on and not self._stopping and not _private.stops_now(trainer):
+            if not self._over:
+                self.published.end_known()
+                return not _private.stops_now(trainer) and self.published.is_due(self._coming)
+            self._validates = self.published.end_all() or self._validates
         if self._validates is None:
             return is_due()
         return _private.validates_this_epoch(trainer) and (self._validates or _private.stops_now(trainer))
+
+    def validate(self, run: Callable[[], Any]) -> Any:
+        """The validation loop runs: of all ranks that are alive, or of this group alone."""
+        if self.published.evaluates:
+            return self.published.run(run, self._now())
+        if self._world is None or not self.is_open or self._world.executor.control is None:
+            return run()
+        self.before_validation(self.trainer.lightning_module.buffers())
+        live = self.world.process_groups.live  # as all ranks have just agreed
+        if live.size() == self.world.size or not all(map(is_given, _private.validation_loaders(self.trainer))):
+            return run()
+        with _private.dealt_out(self.trainer, live.rank(), live.size()):
+            return run()
+
+    @property
+    def _coming(self) -> Batch | None:
+        return self.leases.peek() if self.leases is not None else None
 
     def _steps(self) -> int:
         """The run's progress in optimizer steps as DDP would count them."""
@@ -366,6 +407,7 @@ class EpochDriver:
         Returns:
             The ranges that are trained, as far as this rank knows.
         """
+        self.published.end_all()
         spans = self.leases.trained_spans if self.leases is not None else ()
         if self.data.is_dynamic and self.is_open:
             self.leave("")
@@ -378,10 +420,11 @@ class EpochDriver:
             self.is_open_ended = True
             rest = msgspec.structs.replace(self._plan, trained=spans)
             self._advance(size_of(spans))
+            self.published.go_on(self._plan, size_of(spans), self.world.executor.exchanges)
             if self.world.executor.control is None:
                 self.leases.begin_local(rest, goes_on=True)
             elif before.control is None:
-                self.leases.begin(rest)
+                self.leases.begin(self.published.dealt(rest))
             else:
                 self.leases.restart(rest.epoch)  # with the book that the server kept
         self._align_progress()

@@ -55,12 +55,16 @@ class GroupedStrategy(_Base):
     _last_report: RunReport | None
 
     def _make_parts(
-        self, merged: str | None, data: Literal["dynamic", "static"], rebalance: Literal["off", "auto"]
+        self,
+        merged: str | None,
+        data: Literal["dynamic", "static"],
+        rebalance: Literal["off", "auto"],
+        validation: Literal["wait", "published"],
     ) -> None:
         self.world: World | None = None
         self.merged = Merged(merged)
         self.proxies = Proxies()
-        self.epochs = EpochDriver(data, self.rank_zero_info)
+        self.epochs = EpochDriver(data, self.rank_zero_info, validation)
         self.balance = Balance(rebalance, self.rank_zero_info)
         self.trainable = Trainable(self.rank_zero_warn)
         self.reporting = Reporting()

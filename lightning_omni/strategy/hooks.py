@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_omni.errors import ConfigurationError
@@ -32,6 +31,7 @@ from lightning_omni.strategy.checkpoints import Checkpoints
 from lightning_omni.strategy.declared import callbacks_of
 from lightning_omni.strategy.grouping import GroupedStrategy
 from lightning_omni.strategy.launcher import say_exit
+from lightning_omni.strategy.leased import GivenRank, is_given
 from lightning_omni.strategy.listener import Listener, NestedRuns
 from lightning_omni.strategy.live_metrics import gathering_sentence
 from lightning_omni.strategy.namespaces import refuse_other_namespace
@@ -79,6 +79,9 @@ class OmniStrategyHooks(GroupedStrategy):
         servers: how many parameter servers hold a share of the weights each, so that no single link carries the pushes
             of all groups: a number, all beside rank 0; or ``"per-node"``, one on each node, with which an exchange of
             all groups costs no more bytes on any link than a ring all-reduce. See docs/servers.md.
+        validation: ``"wait"`` has all groups synchronize and validate together; ``"published"`` has one group evaluate
+            the weights of that moment, wherever a validation is due inside an epoch, while the others train on: see
+            docs/validation.md.
         **ddp: DDPStrategy's own arguments.
 
     Raises:
@@ -111,6 +114,7 @@ class OmniStrategyHooks(GroupedStrategy):
         wire: Wire = "fp32",
         overlap: bool = False,
         servers: int | Literal["per-node"] = 1,
+        validation: Literal["wait", "published"] = "wait",
         **ddp: Any,
     ) -> None:
         if "refusals" in ddp:
@@ -126,12 +130,27 @@ class OmniStrategyHooks(GroupedStrategy):
         with asked.naming_variables():
             groups, method, data = asked.groups, asked.method, asked.data
             check_strategy(
-                method, server, host, heartbeat_timeout, max_nonfinite_pushes, merged, record, wire, overlap, servers
+                method,
+                server,
+                host,
+                heartbeat_timeout,
+                max_nonfinite_pushes,
+                merged,
+                record,
+                wire,
+                overlap,
+                servers,
+                validation,
             )
             if data == "static" and rebalance == "auto":
                 raise ConfigurationError(
                     'rebalance="auto" with data="static": samples that are dealt out beforehand cannot be split by'
                     ' speed; pass data="dynamic", or rebalance="off"'
+                )
+            if data == "static" and validation == "published":
+                raise ConfigurationError(
+                    'validation="published" with data="static": where a validation is due is told by the samples that'
+                    ' the server deals out; pass data="dynamic", or validation="wait"'
                 )
             self._world_options = WorldOptions(
                 groups=groups,
@@ -148,7 +167,7 @@ class OmniStrategyHooks(GroupedStrategy):
             )
         super().__init__(**ddp)
         self.ddp_options = dict(vars(self).get("_ddp_kwargs", {}))
-        self._given = merged, data, rebalance
+        self._given = merged, data, rebalance, validation
         self._last_report = None
         self._make_run()
 
@@ -474,13 +493,13 @@ class OmniStrategyHooks(GroupedStrategy):
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """For DistributedSampler. The rank is marked, so that a sampler of Lightning's is told from a user's own."""
         given = super().distributed_sampler_kwargs
-        return {**given, "rank": _GivenRank(given["rank"])}
+        return {**given, "rank": GivenRank(given["rank"])}
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
         """Makes the training DataLoader one with leased batches, if it is one whose samples we may deal out."""
         loader = super().process_dataloader(dataloader)
-        return self.epochs.data.process(loader, self.global_rank, _is_given) if self._trainer.training else loader
+        return self.epochs.data.process(loader, self.global_rank, is_given) if self._trainer.training else loader
 
     # --- Checkpoints -------------------------------------------------------------------------------------------------
 
@@ -500,7 +519,7 @@ class OmniStrategyHooks(GroupedStrategy):
         self.signals.pause()
         state = super().lightning_module_state_dict()
         if self._is_asynchronous:
-            self.checkpoints.collect(self.joined, self.fitted, state)
+            self.checkpoints.collect(self.joined, self.fitted, state, self.epochs.published.version)
         return state
 
     @override
@@ -534,9 +553,10 @@ class OmniStrategyHooks(GroupedStrategy):
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Gathers over the default process group; while several groups train, this is the compute group."""
         world = self.world
-        if world is not None and world.is_computing and group in (None, dist.group.WORLD) and not self._has_gathered:
+        trains = world is not None and world.is_computing and not self.epochs.published.evaluates
+        if trains and group in (None, dist.group.WORLD) and not self._has_gathered:
             self._has_gathered = True
-            self.rank_zero_warn(gathering_sentence(world))
+            self.rank_zero_warn(gathering_sentence(self.joined))
         return super().all_gather(tensor, group=group, sync_grads=sync_grads)
 
     @override
@@ -562,14 +582,6 @@ def strategy_of(trainer: Trainer) -> OmniStrategyHooks:
     return cast(OmniStrategyHooks, trainer.strategy)
 
 
-class _GivenRank(int):
-    """A rank that OmniStrategy gave to a sampler."""
-
-
 def _requeue_signal(environment: Any) -> int | None:
     """The signal on which Lightning has SLURM put a job into the queue again, if it does."""
     return getattr(environment, "requeue_signal", None) if getattr(environment, "auto_requeue", False) else None
-
-
-def _is_given(loader: DataLoader[Any]) -> bool:
-    return isinstance(getattr(loader.sampler, "rank", None), _GivenRank)

@@ -185,6 +185,15 @@ class FitLimits:
         return None if self.max_steps == -1 else progress.steps_left(self.max_steps, epoch)
 
 
+class GivenRank(int):
+    """A rank that OmniStrategy gave to a sampler."""
+
+
+def is_given(loader: DataLoader[Any]) -> bool:
+    """Whether a loader's sampler is Lightning's, which has its rank of OmniStrategy, and not a user's own."""
+    return isinstance(getattr(loader.sampler, "rank", None), GivenRank)
+
+
 def size_of(spans: Spans) -> int:
     """Samples in ranges of an epoch."""
     return sum(stop - start for start, stop in spans)

@@ -64,6 +64,10 @@ class Listener:
         """Whether to validate after this batch."""
         return self._strategy.epochs.validates(is_due)
 
+    def validate(self, run: Callable[[], Any]) -> Any:
+        """The validation loop runs."""
+        return self._strategy.epochs.validate(run)
+
     def run(self, run: Callable[[], None]) -> None:
         """The fit loop runs: as the Trainer wants, or inside a hook, as for a learning-rate finder."""
         if _private.is_inside_a_hook(self._trainer):

@@ -380,7 +380,8 @@ class OmniTunerHooks(_CallbackBase):
         self._throughput.go()
         if self._monitor.is_open:
             problem = self._monitor.validated(trainer, pl_module, trainer.callback_metrics)
-            if self._strategy.joined.agree([trainer.is_global_zero and bool(problem)])[0]:
+            world = self._strategy.joined  # groups that train have the same metrics, at different times
+            if bool(problem) if world.is_computing else world.agree([trainer.is_global_zero and bool(problem)])[0]:
                 raise ConfigurationError(problem or f"monitor={self.monitor!r}: no metric of that name is logged")
         if value is None:
             return

@@ -17,6 +17,7 @@ import torch
 from common import FOLDER, OPTIONS, InTime, Net, dataset, digest, loaders, omni, pl, report, trainer
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, WeightedRandomSampler
+from torchmetrics.classification import MulticlassAccuracy
 
 RANK = int(os.environ.get("LOCAL_RANK", 0))
 
@@ -105,7 +106,27 @@ class BufferNet(GroupNet):
         self.twin.weight = self.net[-1].weight
 
 
+class MetricsNet(GroupNet):
+    """Validates by a metric that has a state, and by what all ranks that evaluate have seen."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.accuracy = MulticlassAccuracy(3, average="micro")
+        self.seen: list[Tensor] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.accuracy(self(batch[0]), batch[1])
+        self.log("val_accuracy", self.accuracy)
+        self.seen.append(self.all_gather(batch[2]).flatten())
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("val_seen", float(len(torch.cat(self.seen).unique())))
+        self.seen.clear()
+
+
 NETS = {
+    "metrics": MetricsNet,
     "buffers": BufferNet,
     "": GroupNet,
     "adam": AdamNet,
@@ -124,6 +145,7 @@ class Notes(pl.Callback):
         self.samples: list[list[int]] = []
         self.validations: list[Any] = []
         self.validation_worlds: list[int] = []
+        self.metrics: list[dict[str, float]] = []
         self.rates: list[list[float]] = []
         self.regroup_times: list[float] = []
         self.threads: list[int] = []
@@ -141,6 +163,8 @@ class Notes(pl.Callback):
         self.say(f"epoch {trainer.current_epoch}")
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if not self.samples:  # an epoch that is resumed in its midst
+            self.samples, self.rates = [[]], [[]]
         # as a LightningModule's own hook does that returns -1
         skips = batch_idx == self.options.get("skip_at", {}).get(str(RANK))
         pl_module.on_train_batch_start = lambda *_: -1 if skips else None
@@ -176,6 +200,8 @@ class Notes(pl.Callback):
         if not trainer.sanity_checking:
             self.validations.append([trainer.global_step, float(trainer.callback_metrics["val_loss"])])
             self.validation_worlds.append(torch.distributed.get_world_size())
+            metrics = trainer.callback_metrics.items()
+            self.metrics.append({name: float(value) for name, value in metrics if name.startswith("val_")})
 
     def say(self, what: str) -> None:
         print(what, file=self.events, flush=True)
@@ -222,6 +248,8 @@ def fit(options: dict[str, Any]) -> dict[str, Any]:
     train = make_loader(options.pop("loader", ""), options.pop("data", {}))
     checkpoint = options.pop("checkpoint", None)
     resume = options.pop("resume", None)
+    if resume and "*" in resume:
+        resume = min(FOLDER.glob(resume))
     callbacks: list[Any] = [notes, InTime()] if options.pop("in_time", False) else [notes]
     if checkpoint:
         callbacks.append(pl.callbacks.ModelCheckpoint(FOLDER / "checkpoints", **checkpoint))
@@ -247,6 +275,7 @@ def fit(options: dict[str, Any]) -> dict[str, Any]:
         "samples": notes.samples,
         "validations": notes.validations,
         "validation_worlds": notes.validation_worlds,
+        "validation_metrics": notes.metrics,
         "training_worlds": sorted(module.world_sizes),
         "rates": notes.rates,
         "lr": [g["lr"] for o in run.optimizers for g in o.param_groups],

@@ -1,0 +1,105 @@
+"""A group's part in validations while groups train: it takes one on, evaluates the weights of one moment, and says so.
+
+Every rank of a group makes the same calls. What is evaluated and what comes of it is not known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from lightning_omni.methods import Pulled
+from lightning_omni.optimizer.channel import Channel, ServerSnapshot
+from lightning_omni.optimizer.edits import Edits
+from lightning_omni.optimizer.place import Place
+from lightning_omni.protocol import messages as m
+from lightning_omni.protocol.codec import pack, unpack
+from lightning_omni.protocol.cut import Cut
+
+_Answer = TypeVar("_Answer", bound=m.Message)
+
+
+class Versions:
+    """The published weights of validations, for one rank.
+
+    Args:
+        place: this rank's, in the run.
+        channel: its way to the server.
+        edits: follows what others write.
+    """
+
+    def __init__(self, place: Place, channel: Channel, edits: Edits) -> None:
+        self._place, self._channel, self._edits = place, channel, edits
+
+    def claim(self, epoch: int, passed: int) -> int:
+        """This group has passed so many points of the epoch. Returns the validation that it is to evaluate, or 0."""
+        message = m.ClaimValidation(epoch=epoch, generation=self._place.generation, passed=passed)
+        return self._ask(message, m.ValidationClaimed).number
+
+    def ask(self) -> m.Validations:
+        """How many validations are complete."""
+        return self._ask(m.AskValidations(), m.Validations)
+
+    @contextmanager
+    def loaded(self, number: int) -> Iterator[Cut]:
+        """A context in which the model has the weights of a validation; then its group's own come back.
+
+        Args:
+            number: of the validation, which this group was given.
+
+        Yields:
+            Which moment they are of, for the leader; an empty one for its peers.
+        """
+        for part in self._place.parts:
+            self._edits.check(part)
+        self._channel.finish_exchanges()
+        snapshot = self._channel.snapshot(with_state=False, version=number) if self._place.is_leader else None
+        for index in range(len(self._place.parts)):
+            self._load(index, snapshot)
+        try:
+            yield Cut() if snapshot is None else snapshot.cut
+        finally:
+            for part in self._place.parts:
+                part.replica.restore()
+
+    def _load(self, index: int, snapshot: ServerSnapshot | None) -> None:
+        replica = self._place.parts[index].replica
+        memory = torch.zeros(replica.layout.nbytes, dtype=torch.uint8)
+        tensors, clock = replica.layout.views(memory), replica.clock
+        if snapshot is not None:
+            weights = snapshot.parts[index]["weights"]
+            for name, tensor in zip(replica.parameters, tensors, strict=True):
+                tensor.copy_(weights[name])
+        self._channel.broadcast_in_group(memory)
+        replica.stash()
+        replica.load(Pulled(tensors, clock))
+
+    def publish(self, number: int, result: dict[str, Any]) -> None:
+        """What came of a validation, for all ranks. The leader's counts."""
+        if self._place.is_leader:
+            packed, buffer = pack(result)
+            message = m.PublishEvaluation(number=number, packed=packed, nbytes=buffer.numel())
+            self._channel.ask(message, m.EvaluationPublished, buffer)
+
+    def read(self, number: int) -> dict[str, Any] | None:
+        """What came of a validation that is complete; None if its group died over it."""
+        evaluation, buffer = self._channel.ask(m.ReadEvaluation(number=number), m.Evaluation)
+        if evaluation.is_void:
+            return None
+        tree: dict[str, Any] = unpack(evaluation.packed, buffer)
+        copied: dict[str, Any] = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, tree)
+        return copied
+
+    def release(self, number: int) -> None:
+        """No checkpoint is saved of validations up to this one any more. By the recorder."""
+        if self._place.is_recorder:
+            self._ask(m.ReleaseVersion(number=number), m.VersionReleased)
+
+    def _ask(self, message: m.Message, expect: type[_Answer]) -> _Answer:
+        assert self._place.control is not None
+        return self._place.control.request(message, expect)

@@ -1,0 +1,119 @@
+"""Validations while groups train: which group evaluates the weights of which moment, and what came of it.
+
+Rule 1: a validation is given to one group; the others go on. If that group dies before it has said what came of it, the
+validation is void, and the next group that passes a point gets another one.
+Rule 2: results are complete in the order of their numbers, so every rank hears of them in the same order.
+Rule 3: the answer to a claim never changes, so the members of a group agree without talking.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from lightning_omni.errors import ProtocolError
+
+MOST_OPEN = 8
+"""Validations that the recorder has not heard of, at most: of each the server keeps a copy of all that it holds."""
+
+
+class ValidationBook:
+    """The validations of a run, numbered from 1.
+
+    Attributes:
+        complete: every validation up to this number has a result, or is void.
+        is_missed: whether a point of this epoch was passed for which there is no validation.
+
+    Example:
+        >>> book = ValidationBook()
+        >>> book.claim(group=0, epoch=0, passed=1), book.claim(group=1, epoch=0, passed=1)
+        (1, 0)
+        >>> book.publish(0, 1, "accuracy 0.9")
+        >>> book.complete, book.read(rank=3, number=1)
+        (1, 'accuracy 0.9')
+    """
+
+    def __init__(self) -> None:
+        self.complete = 0
+        self.is_missed = False
+        self._epoch, self._passed, self._last = -1, 0, 0
+        self._answers: dict[int, tuple[int, int, int]] = {}  # of each group, the last: epoch, points passed, number
+        self._under_way: dict[int, int] = {}  # number: group
+        self._results: dict[int, Any] = {}
+        self._read: dict[int, int] = {}
+
+    def form(self) -> None:
+        """Groups are formed: none of those before evaluates any more."""
+        for group in set(self._under_way.values()):
+            self.evict(group)
+        self._answers.clear()
+
+    def claim(self, group: int, epoch: int, passed: int, recorder: int = 0) -> int:
+        """A group comes past a point at which the run is to be validated.
+
+        Args:
+            group: which one.
+            epoch: that is under way.
+            passed: points of this epoch that it has passed.
+            recorder: the rank that saves.
+
+        Returns:
+            The number of the validation that it is to evaluate; 0 for none.
+        """
+        answer = self._answers.get(group)
+        if answer is None or answer[:2] != (epoch, passed):
+            answer = self._answers[group] = (epoch, passed, self._give(group, epoch, passed, recorder))
+        return answer[2]
+
+    def _give(self, group: int, epoch: int, passed: int, recorder: int) -> int:
+        if epoch != self._epoch:
+            self._epoch, self._passed, self.is_missed = epoch, 0, False
+        self.is_missed = self.is_missed or passed > self._passed
+        self._passed = max(passed, self._passed)
+        if not self.is_missed or self._last - self._read.get(recorder, 0) >= MOST_OPEN:
+            return 0
+        self.is_missed, self._last = False, self._last + 1
+        self._under_way[self._last] = group
+        return self._last
+
+    def check_evaluates(self, group: int, number: int) -> None:
+        """Raises `ProtocolError` unless a group evaluates that validation."""
+        if self._under_way.get(number) != group:
+            raise ProtocolError(f"validation {number} was not given to group {group}, or is over")
+
+    def publish(self, group: int, number: int, result: Any) -> None:
+        """A group says what came of the validation that it was given.
+
+        Raises:
+            ProtocolError: it was given no such one.
+        """
+        self.check_evaluates(group, number)
+        self._end(number, result)
+
+    def evict(self, group: int) -> None:
+        """A group is gone: what it evaluates is void."""
+        self._answers.pop(group, None)
+        for number in [number for number, by in self._under_way.items() if by == group]:
+            self.is_missed = True
+            self._end(number, None)
+
+    def _end(self, number: int, result: Any) -> None:
+        del self._under_way[number]
+        self._results[number] = result
+        self.complete = min(self._under_way, default=self._last + 1) - 1
+
+    def read(self, rank: int, number: int) -> Any:
+        """What came of a validation; None if it is void. A rank reads them in order.
+
+        Raises:
+            ProtocolError: that is not known yet, or was read before by every rank.
+        """
+        if not 0 < number <= self.complete or number not in self._results:
+            raise ProtocolError(f"there is no result of validation {number}: {self.complete} are complete")
+        self._read[rank] = max(number, self._read.get(rank, 0))
+        return self._results[number]
+
+    def forget(self, live: Collection[int]) -> None:
+        """What all ranks that are alive have read is not kept."""
+        known = min((self._read.get(rank, 0) for rank in live), default=0)
+        self._results = {number: result for number, result in self._results.items() if number > known}

@@ -1,0 +1,258 @@
+"""Validation for which no group waits: one group evaluates the weights of one moment, and the others train on.
+
+At each point of the epoch at which the run is to be validated the first group that comes by is given that validation.
+It loads the weights that the server has at that moment, runs Lightning's validation loop over all of the data, with its
+own ranks, takes its own weights back and trains on. What came of it goes to the server, and from there to the ranks of
+all groups: each ends the validation for its callbacks and loggers after one of its next batches, all in one order. At
+an epoch's end, where all groups synchronize anyway, they validate together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+from torch.utils.data import DistributedSampler
+
+from lightning_omni.optimizer import World
+from lightning_omni.protocol import EpochPlan
+from lightning_omni.protocol.leases import Batch
+from lightning_omni.protocol.progress import Progress
+from lightning_omni.strategy import _private
+from lightning_omni.strategy.leased import is_given
+
+if TYPE_CHECKING:
+    from pytorch_lightning import Trainer
+
+
+class Version(NamedTuple):
+    """What was evaluated: what a checkpoint that is saved for it must have.
+
+    Attributes:
+        number: of the validation, by which the server knows its weights.
+        buffers: of the model, by name, as they were on the group that evaluated.
+    """
+
+    number: int
+    buffers: Mapping[str, Tensor]
+
+
+class PublishedValidation:
+    """The validations of one fit for which no group waits.
+
+    Args:
+        is_wanted: whether the user wants them so.
+        say: tells the user something, on rank 0.
+
+    Attributes:
+        is_on: whether several groups validate so in this epoch.
+        evaluates: number of the validation that this group runs, or is about to run; 0 for none.
+        version: what callbacks hear the end of at this moment.
+    """
+
+    def __init__(self, is_wanted: bool, say: Callable[[str], None]) -> None:
+        self.is_wanted, self._say = is_wanted, say
+        self._has_said = False
+        self._trainer: Trainer | None = None
+        self._world: World | None = None
+        self.forget()
+
+    def forget(self) -> None:
+        """No run is under way."""
+        self._trainer = self._world = None
+        self.is_on = False
+        self.evaluates, self.version = 0, None
+        self._ended, self._steps, self._begun = 0, 0, set[int]()
+        self._plan: EpochPlan | None = None
+        self._passed, self._trained, self._counters = 0, 0, [0, 0, 0]
+        self._have_all_ended = True
+
+    version: Version | None
+
+    def connect(self, trainer: Trainer, world: World) -> None:
+        """A run is being set up."""
+        self.forget()
+        self._trainer, self._world, self._has_said = trainer, world, False
+
+    # --- An epoch ----------------------------------------------------------------------------------------------------
+
+    def begin(self, plan: EpochPlan | None, trained: int = 0, is_dynamic: bool = True) -> None:
+        """An epoch begins. On all ranks, which have taken the same number of steps.
+
+        Args:
+            plan: of its data; None if they are not leased.
+            trained: samples of it that are trained.
+            is_dynamic: whether they are drawn from the server.
+        """
+        self._counters, self._steps = _private.step_counters(self._joined[0]), 0
+        self._trained, self._passed = trained, 0
+        self.go_on(plan, trained, is_dynamic)
+
+    def go_on(self, plan: EpochPlan | None, trained: int, is_dynamic: bool) -> None:
+        """The groups stand, at an epoch's begin or in the midst of it. On all ranks.
+
+        Args:
+            plan: of its data; None if they are not leased.
+            trained: samples of it that are trained.
+            is_dynamic: whether they are drawn from the server.
+        """
+        trainer, world = self._joined
+        self._plan, self._have_all_ended = plan, False
+        self.is_on = False
+        if not (self.is_wanted and world.executor.exchanges and trainer.enable_validation):
+            return
+        reason = "the samples are dealt out beforehand" if plan is None or not is_dynamic else self._reason()
+        if reason:
+            if not self._has_said:
+                self._has_said = True
+                self._say(f'OmniStrategy: validation="published" is validation="wait" here: {reason}')
+            return
+        assert plan is not None
+        self.is_on = plan.validate_every > 0
+        self._passed = max(self._passed, self._point(trained)) if self.is_on else 0
+
+    def dealt(self, plan: EpochPlan) -> EpochPlan:
+        """The plan by which samples are leased: no group waits for validations in it."""
+        return msgspec.structs.replace(plan, validate_every=0, validate_offset=0) if self.is_on else plan
+
+    def _reason(self) -> str:
+        """Why groups must wait for each other to validate, or an empty string."""
+        trainer, world = self._joined
+        if world.method.evaluated == "mean":
+            return f"{type(world.method).__name__} evaluates the mean of all groups' weights"
+        if any(part.head is not None for part in world.parts):
+            return "the merged head is at the server, and goes on there"
+        if _private.averaged_models(trainer):
+            return "a WeightAveraging callback evaluates its own weights"
+        loaders = _private.validation_loaders(trainer)
+        if not all(is_given(loader) and isinstance(loader.sampler, DistributedSampler) for loader in loaders):
+            return "the validation data has a sampler of its own, or is iterable, so that one group cannot read it all"
+        return ""
+
+    def _point(self, start: int) -> int:
+        assert self._plan is not None
+        return (start + self._plan.validate_offset) // self._plan.validate_every
+
+    @property
+    def _joined(self) -> tuple[Trainer, World]:
+        assert self._trainer is not None
+        assert self._world is not None
+        return self._trainer, self._world
+
+    # --- Evaluating --------------------------------------------------------------------------------------------------
+
+    def is_due(self, coming: Batch | None) -> bool:
+        """Whether this group is to validate after this batch. All its members ask.
+
+        Args:
+            coming: its next batch.
+        """
+        if coming is None or (point := self._point(coming.start)) <= self._passed:
+            return False
+        assert self._plan is not None
+        self._passed = point
+        self.evaluates = self._joined[1].versions.claim(self._plan.epoch, point)
+        return self.evaluates > 0
+
+    def run(self, run: Callable[[], Any], progress: Progress | None) -> Any:
+        """Runs the validation loop over all of the data, on the ranks of this group.
+
+        Args:
+            run: the loop.
+            progress: how far the run is, as this rank knows.
+        """
+        trainer, world = self._joined
+        number = self.evaluates
+        self._begun.add(number)
+        try:
+            with (
+                world.versions.loaded(number) as cut,
+                _private.dealt_out(trainer, world.members.index(world.rank), len(world.members)),
+                _private.metrics_held_back(trainer) as found,
+            ):
+                returned = run()
+                buffers = dict(trainer.lightning_module.named_buffers())
+                steps = 0
+                if progress is not None and world.is_leader:
+                    steps = cut.progress(progress).steps - replace(progress, samples=self._trained).steps
+                world.versions.publish(number, {"metrics": _plain(found), "buffers": buffers, "steps": steps})
+        finally:
+            self.evaluates = 0
+        world.enter_compute()  # times of steps are measured again
+        return returned
+
+    # --- What came of it ---------------------------------------------------------------------------------------------
+
+    def end_known(self) -> None:
+        """Callbacks hear of the validations whose end this group has heard of. All its members call it."""
+        while self._ended < self._joined[1].core.heard.validations:
+            self._end_next()
+
+    def end_all(self) -> bool:
+        """The groups are about to synchronize: those that evaluate are waited for, and callbacks hear of everything.
+
+        On all ranks, once before they synchronize.
+
+        Returns:
+            Whether a point of the epoch was passed for which there is no validation: its group is gone.
+        """
+        if not self.is_on or self._have_all_ended:
+            return False
+        self._have_all_ended = True
+        world = self._joined[1]
+        world.agree([0])
+        known = world.versions.ask()
+        while self._ended < known.complete:
+            self._end_next()
+        return known.is_missed
+
+    def _end_next(self) -> None:
+        trainer, world = self._joined
+        self._ended += 1
+        result = world.versions.read(self._ended)
+        if result is not None:
+            found = tree_map(partial(_put, world.device), result["metrics"])
+            self._steps = max(int(result["steps"]), self._steps + 1)
+            own = _private.step_counters(trainer)
+            _private.set_step_counters(trainer, self._after(self._steps))
+            self.version = Version(self._ended, result["buffers"])
+            try:
+                _private.end_validation(trainer, found, has_started=self._ended in self._begun)
+            finally:
+                self.version = None
+                _private.set_step_counters(trainer, own)
+        world.versions.release(self._ended)
+
+    # --- Steps -------------------------------------------------------------------------------------------------------
+
+    def _after(self, steps: int) -> list[int]:
+        """The counters of a rank so many steps after the epoch's begin, at a validation. The same on all ranks."""
+        trainer, _ = self._joined
+        automatic, manual, batches = self._counters
+        own = _private.step_counters(trainer)
+        each = -(-(own[1] - manual) // max(1, own[2] + 1 - batches))  # steps of a batch, where a module steps by itself
+        return [automatic + (steps if own[0] > automatic else 0), manual + each * steps, batches + steps - 1]
+
+    def not_before(self, counters: list[int]) -> list[int]:
+        """Counters of steps, which groups that have synchronized agreed on; later than those of any validation."""
+        if self.is_on and self._steps and counters[2] < self._counters[2] + self._steps:
+            return self._after(self._steps + 1)
+        return counters
+
+
+def _put(device: torch.device, leaf: Any) -> Any:
+    return leaf.to(device) if isinstance(leaf, Tensor) else leaf
+
+
+def _plain(found: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Metrics as they are sent: numbers of numpy are plain ones."""
+    return {
+        kind: {name: value if isinstance(value, Tensor) else float(value) for name, value in values.items()}
+        for kind, values in found.items()
+    }
