@@ -154,8 +154,6 @@ def _fields_of(kind: type[msgspec.Struct]) -> dict[str, msgspec.structs.FieldInf
 
 
 def _with_settings(kind: type[Kind], plain: Mapping[str, Any], settings: str) -> Kind:
-    if not settings:
-        return msgspec.convert(plain, kind)
     changes: dict[str, str] = {}
     for part in settings.split(","):
         name, equals, setting = (each.strip() for each in part.partition("="))
@@ -168,7 +166,7 @@ def _with_settings(kind: type[Kind], plain: Mapping[str, Any], settings: str) ->
             f"{kind.__name__} has no setting {', '.join(sorted(unknown))}; it has"
             f" {', '.join(kind.__struct_fields__) or 'none'}"
         )
-    fields = _fields_of(kind)
+    fields = _fields_of(kind) if changes else {}
     values = {name: _value_of(setting, fields[name]) for name, setting in changes.items()}
     try:
         return msgspec.convert({**plain, **values}, kind, strict=False)

@@ -245,7 +245,7 @@ def train(options: argparse.Namespace, rate: float, scenario: str | None, seed: 
     pl.seed_everything(seed, verbose=False)
     clock = Clock(options.target)
     stop = EarlyStopping("val_acc", mode="max", stopping_threshold=options.target, patience=1000)
-    tuner = omni.OmniTuner(target=options.target, monitor="val_acc") if tuned else None
+    tuner = omni.OmniTuner(target=options.target, monitor="val_acc", search=options.search) if tuned else None
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=WORKERS,
@@ -332,6 +332,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--rates", type=float, nargs="+", default=list(RATES), help="learning rates of DDPStrategy; one is taken as is")
     add("--target", type=float, default=0.88, help="part of the held-out images that is right")
     add("--epochs", type=int, default=3, help="at most; the tuner's budget is a part of them")
+    add("--search", default="forecast", help="of the tuner, as OmniTuner takes it")
     add("--quick", action="store_true", help="one seed to 80 %% with lr 0.05: does it run at all?")
     add("--verbose", action="store_true", help="what the tuner says of its probes")
     add("--json", type=Path, help="file for all numbers")

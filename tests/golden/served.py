@@ -572,6 +572,38 @@ def validates() -> Session:
     return session
 
 
+def publishes() -> Session:
+    """Validations while groups train: one that is evaluated, one whose group dies, and what all ranks hear of them."""
+    session = Session(3)
+    session.begin("hardsync", (0, 1), (2,))
+    leases = Leases(session, plan_of(40))
+    leases.push(0)
+    leases.push(1)
+    for rank in (2, 0, 1):
+        session.control(rank, m.ClaimValidation(epoch=0, generation=session.generation, passed=1))
+    session.data(2, m.TakeSnapshot(with_state=False, version=1))
+    leases.push(0)  # whose barrier does not wait for the group that evaluates
+    session.data(0, m.TakeSnapshot(version=1))
+    packed, buffer = pack({"metrics": {"loss": fractions(3, 1)[0].float()}, "buffers": {}, "steps": 4})
+    result = m.PublishEvaluation(number=1, packed=packed, nbytes=buffer.numel())
+    session.data(0, result, b"")
+    session.data(2, result, buffer.numpy().tobytes())
+    leases.push(0)
+    leases.push(1)
+    for rank in range(3):
+        session.data(rank, m.ReadEvaluation(number=1))
+    session.control(0, m.ReleaseVersion(number=1))
+    session.control(2, m.ClaimValidation(epoch=0, generation=session.generation, passed=2))
+    session.control(0, m.Lost(rank=2, reason="gone"))
+    session.control(0, m.AskValidations())
+    for rank in range(2):
+        session.data(rank, m.ReadEvaluation(number=2))
+        session.control(rank, m.ClaimValidation(epoch=0, generation=session.generation, passed=2))
+    session.data(1, m.ReadEvaluation(number=3))
+    leases.push(0)
+    return session
+
+
 def gathers() -> Session:
     """Synchronization points: small and large, one after another and at once, with a loss, and a mismatch."""
     session = Session(4)
@@ -823,6 +855,8 @@ def sessions() -> dict[str, Callable[[], Session]]:
         found[f"served {method}, merged head"] = partial(merges, method)
     if hasattr(m, "Join"):
         found["served groups that come and go"] = joins
+    if hasattr(m, "ClaimValidation"):
+        found["served validations while groups train"] = publishes
     return found | {
         "served admission": admits,
         "served validations and stops": validates,

@@ -199,6 +199,7 @@ def main() -> None:
                 "lr": run.optimizers[0].param_groups[0]["lr"] if run.optimizers else None,
                 "momentum": run.optimizers[0].param_groups[0].get("momentum") if run.optimizers else None,
                 "setting": tuner.state_dict()["setting"] if tuner else None,
+                "chosen": tuner.choice.setting.groups if tuner and tuner.choice else 0,
                 "why": tuner.choice.why if tuner and tuner.choice else "",
                 "problem": tuner.problem if tuner else "",
                 "refused": refused,
