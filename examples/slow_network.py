@@ -331,7 +331,7 @@ def main() -> None:
         fast = replace(slow, network=Network(network.sites))
         chosen = ways()
         if arguments.quick:
-            chosen = [way for way in chosen if way.name in ("DDP", "DiLoCo, int8")]
+            chosen = [way for way in chosen if way.name in ("DDP", "DiLoCo")]
         if arguments.only:
             chosen = [way for way in chosen if any(part in way.name for part in arguments.only)]
         if arguments.tune:

@@ -21,10 +21,14 @@ Point = Mapping[str, float]
 Predict = Callable[[Point], tuple[float, float]]
 
 
-def load_libraries() -> None:
-    """Imports what takes a second or two, before it is needed. It is no error if something is missing."""
+def load_libraries(needs_scikit_optimize: bool) -> None:
+    """Imports what takes a second or two, before it is needed. It is no error if something is missing.
+
+    Args:
+        needs_scikit_optimize: whether the search's sampler does.
+    """
     with suppress(ConfigurationError):
-        import_libraries(needs_scikit_optimize=True)
+        import_libraries(needs_scikit_optimize)
 
 
 def check_libraries(needs_scikit_optimize: bool) -> None:

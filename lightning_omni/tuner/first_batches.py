@@ -3,7 +3,7 @@
 They are the run's own: nothing of them is taken back. All ranks are one group then, so a step takes as long for one as
 for all, and what of it is not a rank's own computation is the all-reduce.
 
-Rule: every rank looks at the same batches, counted in optimizer steps, so that all come to the collectives of `seen`.
+Rule: ranks decide after the same batches, counted in optimizer steps, so that all come to the collectives of `seen`.
 """
 
 from __future__ import annotations
@@ -104,12 +104,12 @@ class FirstBatches:
 
     @property
     def is_due(self) -> bool:
-        """Whether all ranks are to look at what was seen; the same on all."""
+        """Whether it is to be decided by what was seen; the same on all ranks."""
         return self._count >= self._next
 
     @property
     def is_last(self) -> bool:
-        """Whether it was looked at for the last time."""
+        """Whether what was `seen` last is what is decided by in any case."""
         return self._next > DECISION_STEPS[-1]
 
     def seen(self) -> Observation | None:

@@ -194,8 +194,8 @@ class OmniTunerHooks(_CallbackBase):
             comes later has to be earned by then. 0 tunes nothing.
         search: ``"forecast"`` times the run's own first batches and makes no probes; ``"bayes"`` asks scikit-optimize
             for the setting whose predicted time promises most, starting from theory; ``"omnivore"`` is the published
-            algorithm; ``"grid"`` and ``"random"`` are what their names say. Where the data are not dealt out as they
-            are drawn (a sampler of your own), ``"bayes"`` takes the place of ``"forecast"``.
+            algorithm; ``"grid"`` and ``"random"`` are what their names say. With ``data="static"`` groups cannot change
+            in mid-epoch, and ``"bayes"`` takes the place of ``"forecast"``.
         space: what is searched: any of ``"groups"``, ``"method"``, ``"period"``, ``"wire"``, ``"overlap"``,
             ``"momentum"``, ``"lr"``, ``"rebalance"``, each a value, a list, or the least and the largest value. By
             default groups are powers of two and the number of ranks, momentum 0 to 0.95 (or yours, if it is more), the
@@ -297,18 +297,20 @@ class OmniTunerHooks(_CallbackBase):
                 f"OmniTuner forms compute groups, which {type(trainer.strategy).__name__} has not;"
                 " pass Trainer(strategy=OmniStrategy())"
             )
+        trainer.strategy.joined.check_regroup()
         self._leave()
         self._forget()
         self._fitting, self._call = trainer.strategy, partial(self._before_first_batch, trainer, pl_module)
         self._strategy.restore_arrangement()  # an earlier fit of this strategy may have been tuned
-        if self.budget and sampler_of(self.search).learns_from_run:
+        if self.budget and sampler_of(self.search).learns_from_run and self._strategy.epochs.data.kind == "dynamic":
             self._strategy.begin_in_one_group()
         self._strategy.on_ready.append(self._call)
 
     def on_omni_launch(self, trainer: Trainer) -> None:
         """What a search needs comes up while the other ranks start: a server for several groups, and slow libraries."""
         if self.budget > 0:
-            threading.Thread(target=load_libraries, name="omni-libraries", daemon=True).start()
+            needed = sampler_of(self.search).uses_scikit_optimize
+            threading.Thread(target=load_libraries, args=(needed,), name="omni-libraries", daemon=True).start()
             if self._may_form_groups(trainer):
                 strategy_of(trainer).prepare_server()
 
@@ -558,10 +560,11 @@ class OmniTunerHooks(_CallbackBase):
         self._state = replace(self._state, scaled=1.0, reference=reference)
         self._first_spec = self._spec(trainer, hyperparameters, hyperparameters.lr, share=self.budget)
         self._deciding = 0.0
+        self._guard = self._before_choice = None  # of a choice that is taken back
         self._first = FirstBatches(self._strategy, self._first_spec.start)
 
     def _evaluate(self, trainer: Trainer, module: LightningModule) -> None:
-        """At what the first batches have shown by now, on every rank; perhaps it is enough."""
+        """Decides by what the first batches have shown, on every rank, or goes on timing them."""
         assert self._first is not None
         assert self._state.own is not None
         began, first, world = time.perf_counter(), self._first, self._strategy.joined
@@ -711,7 +714,9 @@ class OmniTunerHooks(_CallbackBase):
             trainer, module, hyperparameters, lr, seed, several, self.mute_logger, number == 0, self._further
         )
         if trainer.is_global_zero:
-            load_libraries()  # waits for those under way: beside a probe they would be taken for a slow rank
+            load_libraries(
+                sampler_of(self._sampler).uses_scikit_optimize
+            )  # waits for those under way: beside a probe they would be taken for a slow rank
         self._state.unfinished = True
         search = self._begin(trainer, spec, observations, seconds) if trainer.is_global_zero else None
         before = search.spent if search is not None else 0.0
