@@ -101,6 +101,7 @@ BAD: dict[Any, dict[str, list[Any]]] = {
         "wire": [8, "int4", None, "topk:3"],
         "overlap": ["yes", 1, None],
         "validation": ["publish", True, None, 3],
+        "join": ["yes", 1, 0.5],
     },
 }
 

@@ -181,8 +181,8 @@ class Link:
         self.inbox[control_peer(rank), m.CONTROL].clear()
         return new
 
-    def join(self, rank: int) -> m.Welcome:
-        greeting = hello(rank, self.world_size)
+    def join(self, rank: int, **changes: Any) -> m.Welcome:
+        greeting = hello(rank, **{"world_size": self.world_size, **changes})
         challenge = self.control(rank, greeting)
         welcome: m.Welcome = self.control(rank, m.Proof(mac=rank_mac(KEY, greeting, challenge.nonce)))
         assert isinstance(welcome, m.Welcome), welcome
@@ -1046,6 +1046,9 @@ SAMPLES: dict[type[m.Message], m.Message] = {
         m.TakeSnapshot(),
         m.PublishEvaluation(number=1, packed=pack([torch.ones(2)])[0], nbytes=8),
         m.ReadEvaluation(number=1),
+        m.Enlist(ranks=1),
+        m.StoreRunState(packed=pack([torch.ones(2)])[0], nbytes=8),
+        m.ReadRunState(),
     )
 }
 

@@ -300,6 +300,21 @@ class Channel:
         """Whole numbers of every live rank, in rank order."""
         return [json.loads(text) for _, text in self.synchronize("numbers", json.dumps(numbers).encode())]
 
+    def store_run_state(self, tree: Mapping[str, Any]) -> None:
+        """What a group that joins from here on is given beside the weights. By the recorder, when groups have parted.
+
+        Args:
+            tree: see `lightning_omni.protocol.codec.pack`.
+        """
+        packed, buffer = pack(dict(tree))
+        self.ask(m.StoreRunState(packed=packed, nbytes=buffer.numel()), m.RunStateStored, buffer)
+
+    def read_run_state(self) -> dict[str, Any]:
+        """What was stored for groups that join."""
+        answer, payload = self.ask(m.ReadRunState(), m.StoredRunState)
+        tree: dict[str, Any] = unpack(answer.packed, payload)
+        return tree
+
     # --- Peers --------------------------------------------------------------------------------------------------------
 
     def connect_peers(self) -> None:
@@ -367,7 +382,8 @@ class Channel:
             return
         shared = memory.to(self._place.device) if self._place.device.type != "cpu" else memory
         # torch takes src as a rank of the default group if that is the very group, as a global one otherwise
-        source = 0 if self._place.compute_group is dist.group.WORLD else self._place.members[0]
+        is_default = self._place.compute_group is dist.group.WORLD or self._place.enlistment is not None
+        source = 0 if is_default else self._place.members[0]
         dist.broadcast(shared, src=source, group=self._place.compute_group)
         if shared is not memory:
             memory.copy_(shared)

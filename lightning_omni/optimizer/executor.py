@@ -166,10 +166,10 @@ class Exchanging(Executor):
     @override
     def enter_compute(self) -> None:
         place = self._place
-        if not place.is_computing:
+        if not place.is_computing and not place.is_entering:
             self._edits.follow()
         place.process_groups.use(place.compute_group)
-        place.is_computing = True
+        place.is_computing, place.is_entering = True, False
         self._timers.clear()
         for part in place.parts:
             part.replica.restore()

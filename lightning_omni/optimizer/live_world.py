@@ -79,20 +79,29 @@ class LiveWorld(dist.ProcessGroup):
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
-        self._global_rank = rank
+        self._global_rank = rank  # or what `connect` says
         self._live: list[int] = list(range(size))
         self._synchronize: Synchronize | None = None
 
-    def connect(self, synchronize: Synchronize) -> None:
-        """From now on collectives go this way."""
-        self._synchronize = synchronize
+    def connect(self, synchronize: Synchronize, rank: int) -> None:
+        """From now on collectives go this way, and this is the number of this rank in them."""
+        self._synchronize, self._global_rank = synchronize, rank
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """Numbers of the ranks alive, as of the last collective."""
+        return self._live
+
+    @ranks.setter
+    def ranks(self, live: Sequence[int]) -> None:
+        self._live = list(live)
 
     def size(self) -> int:
         """Ranks alive, as of the last collective."""
         return len(self._live)
 
     def rank(self) -> int:
-        """This rank's place among the living; rank 0 always lives."""
+        """This rank's place among the living."""
         return self._live.index(self._global_rank)
 
     # --- Collectives, by the names that torch.distributed calls -------------------------------------------------------

@@ -46,6 +46,8 @@ class WorldOptions:
         servers: how many servers hold a share of the weights each, so that no one link carries all: a number, which
             rank 0 starts on its node, or ``"per-node"``, one on each node. A server that runs already says itself how
             many there are.
+        join: whether this process, or those of its launcher, are a group that joins the run of ``server`` on its own,
+            at any time; see docs/joining.md.
     """
 
     groups: int | None = None
@@ -62,6 +64,7 @@ class WorldOptions:
     overlap: bool = False
     transport: Transport | None = None
     servers: int | Literal["per-node"] = 1
+    join: bool = False
 
     def __post_init__(self) -> None:
         if self.groups is not None:
@@ -83,6 +86,7 @@ class WorldOptions:
                 " lightning-omni serve --record FILE"
             )
         self._check_servers(transport)
+        self._check_join(transport)
         method = self.resolved_method()
         self.resolved_wire().check(method)
         if self.overlap:
@@ -105,6 +109,30 @@ class WorldOptions:
             raise ConfigurationError(
                 f"servers={self.servers!r} and transport={name_of(transport)!r}: with this transport one server holds"
                 " all weights; leave servers= out"
+            )
+
+    def _check_join(self, transport: Transport) -> None:
+        if not self.join:
+            return
+        if self.server is None:
+            raise ConfigurationError(
+                'join=True without server=: pass the address of the server that the run has, as "tcp://host:5555",'
+                " where lightning-omni serve runs"
+            )
+        if self.groups not in (None, 1):
+            raise ConfigurationError(
+                f"groups={self.groups} and join=True: what one launcher starts is one group of the run; leave groups="
+                " out, and start each group by itself"
+            )
+        method = self.resolved_method()
+        if method.talks_to_peers:
+            raise ConfigurationError(
+                f"method={type(method).__name__}() and join=True: its groups speak to each other, as they were formed,"
+                " and would never speak to one that joins; pass another method"
+            )
+        if not isinstance(transport, ZeroMQ):
+            raise ConfigurationError(
+                f"transport={name_of(transport)!r} and join=True: groups join over ZeroMQ; leave transport= out"
             )
 
     def resolved_method(self) -> Method:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import Method
 from lightning_omni.optimizer.embedded import RunServer
+from lightning_omni.optimizer.enlistment import Enlistment
 from lightning_omni.optimizer.model_replica import Part
 from lightning_omni.optimizer.options import WorldOptions
 from lightning_omni.optimizer.process_groups import ProcessGroups
@@ -44,6 +45,9 @@ class Place:
         server: where the server is.
         process_groups: torch's groups.
         is_computing: whether the default process group is the compute group.
+        is_entering: whether the group has joined others that compute already, and is about to.
+        enlistment: the place of a group that joins on its own, whose own ranks torch.distributed knows only; None where
+            all ranks were started together.
 
     Raises:
         ConfigurationError: an argument is wrong.
@@ -68,16 +72,25 @@ class Place:
         self.device = torch.device(device)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         ranks_per_node = list(ranks_per_node or _count_ranks_per_node(self.size))
-        wanted = groups if groups is not None else self.options.groups
-        self.topology = Topology.by_node(ranks_per_node) if wanted is None else Topology.even(self.size, wanted)
+        joins = self.options.join
+        self.process_groups = ProcessGroups(self.rank, self.size, self.options.timeout, self.device, is_group=joins)
+        self.enlistment: Enlistment | None = None
+        if joins:
+            self.enlistment = Enlistment(self.options, self.rank, self.size, self._tell_torch)
+            first = self.enlistment.first
+            self.rank += first
+            self.topology = Topology((tuple(range(first, first + self.size)),))
+        else:
+            wanted = groups if groups is not None else self.options.groups
+            self.topology = Topology.by_node(ranks_per_node) if wanted is None else Topology.even(self.size, wanted)
+        self._records = self.rank == RECORDER
         self.method.check(len(self.topology.alive))
         self.generation = 0
         self.control: Control | None = None
         self.parts: list[Part] = []
         self.steps = 0
         self.server = RunServer(self.rank, self.options, ranks_per_node)
-        self.process_groups = ProcessGroups(self.rank, self.size, self.options.timeout, self.device)
-        self.is_computing = False
+        self.is_computing = self.is_entering = False
 
     # --- Which rank is where
     # ------------------------------------------------------------------------------------------------
@@ -117,8 +130,17 @@ class Place:
 
     @property
     def is_recorder(self) -> bool:
-        """Whether this rank speaks for the run: it forms groups, hands weights over, logs and saves."""
-        return self.rank == RECORDER
+        """Whether this rank speaks for the run: it forms groups, hands weights over, logs and saves.
+
+        Where groups join on their own, it is the lowest rank that lives. All ranks know alike which that is where they
+        synchronize; while they compute, each as it has heard from the server.
+        """
+        if self.enlistment is not None and self.control is not None:
+            if not self.is_computing:
+                self._records = self.rank == self.process_groups.live.ranks[0]
+            elif self.control.status is not None:
+                self._records = self.rank == self.control.status.recorder
+        return self._records
 
     @property
     def is_synchronous(self) -> bool:
@@ -132,8 +154,9 @@ class Place:
 
     @property
     def live_ranks(self) -> tuple[int, ...]:
-        """Ranks that are not lost."""
-        return tuple(rank for rank in range(self.size) if rank not in self.lost)
+        """Ranks that are not lost; of a group that joined on its own, those of the group."""
+        ranks = range(self.size) if self.enlistment is None else self.members
+        return tuple(rank for rank in ranks if rank not in self.lost)
 
     @property
     def live_groups(self) -> tuple[int, ...]:
@@ -169,8 +192,10 @@ class Place:
 
     def tell(self, text: str) -> str:
         """What rank 0 says, on every rank; while there is one group, or none yet. All ranks call it."""
-        groups = self.process_groups
-        return groups.tell(text, self.compute_group if self.is_synchronous else groups.original)
+        return self._tell_torch(text) if not self.is_synchronous else self.process_groups.tell(text, self.compute_group)
+
+    def _tell_torch(self, text: str) -> str:
+        return self.process_groups.tell(text, self.process_groups.original)
 
     def barrier(self) -> None:
         """Every live rank waits for every other."""

@@ -75,10 +75,12 @@ class ProcessGroups:
         size: number of ranks, dead or alive.
         timeout: seconds after which a collective that does not complete is an error.
         device: where tensors for the collectives of torch's own groups live.
+        is_group: whether the default process group is that of one compute group, which has joined on its own.
     """
 
-    def __init__(self, rank: int, size: int, timeout: timedelta, device: torch.device) -> None:
+    def __init__(self, rank: int, size: int, timeout: timedelta, device: torch.device, is_group: bool = False) -> None:
         self._rank, self._size, self._timeout, self._device = rank, size, timeout, device
+        self._is_group = is_group
         self._found: Any = None
         wait_for_gloo_at_exit()
 
@@ -107,6 +109,8 @@ class ProcessGroups:
             topology: every rank of it is here.
             gather: how they hear of each other; None takes the default process group as it was found.
         """
+        if self._is_group:
+            return
         members, kept = topology.members(topology.group_of(self._rank)), self._cache
         if len(members) == self._size:
             return
@@ -127,6 +131,8 @@ class ProcessGroups:
 
     def compute(self, topology: Topology) -> Any:
         """The process group of this rank's group in a topology that was made."""
+        if self._is_group:
+            return self.original
         members = topology.members(topology.group_of(self._rank))
         return self.original if len(members) == self._size else self._cache.compute[topology.groups].group()
 
@@ -135,21 +141,22 @@ class ProcessGroups:
         _ = self.original  # found before it is replaced
         dist.GroupMember.WORLD = group
 
-    def join(self, synchronize: Synchronize) -> None:
-        """From now on live ranks synchronize this way. All ranks call it."""
+    def join(self, synchronize: Synchronize, rank: int) -> None:
+        """From now on live ranks synchronize this way, in which this one has that number. All ranks call it."""
         register()
         self.use(self.original)
         if self._cache.live is None:
             made = dist.new_group(range(self._size), timeout=self._timeout, backend=BACKEND)
             assert isinstance(made, LiveWorld)
             self._cache.live = ref(made)
-        self.live.connect(synchronize)
+        self.live.connect(synchronize, rank)
         dist.barrier()
 
     def abandon(self, topology: Topology) -> None:
         """This rank fails: ranks that wait for it inside its compute group fail at once."""
         self.use(self.original)
-        self._cache.destroy(topology.groups)
+        if not self._is_group:
+            self._cache.destroy(topology.groups)
 
     def leave(self) -> None:
         """The run is over; what torch's default is now is found again by the next one."""

@@ -28,7 +28,7 @@ from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_omni.errors import OmniError, Refused, UnsupportedError
+from lightning_omni.errors import ConfigurationError, OmniError, Refused, UnsupportedError
 from lightning_omni.methods.head import check_mergeable, held_by_one
 from lightning_omni.methods.master import check_servable
 from lightning_omni.optimizer.channel import Channel, Traffic
@@ -46,6 +46,7 @@ from lightning_omni.protocol.group import Heard
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.transport import Answer
 from lightning_omni.protocol.wire_format import to_wire
+from lightning_omni.server.keys import load as load_key
 from lightning_omni.topology import RECORDER, GroupId, Topology, check_groups
 
 _log = logging.getLogger(__name__)
@@ -107,7 +108,7 @@ class World(Place):
     @property
     def executor(self) -> Executor:
         """How the ranks train together, in the groups that there are."""
-        return self._local if self.is_synchronous else self._exchanging
+        return self._local if self.is_synchronous and self.enlistment is None else self._exchanging
 
     # --- Life --------------------------------------------------------------------------------------------------------
 
@@ -200,16 +201,87 @@ class World(Place):
         self.executor.check_parts()
         if self.executor.exchanges:
             self.check_method(len(self.topology.alive))
-            self.connect()
-            self._form()
-            self.states.hand_out()
+            if self.takes_part:
+                self._read_weights()
+            else:
+                self.connect()
+                self._form()
+                self.states.hand_out()
             self.edits.begin()
         self.executor.place_heads()
         self.states.forget()
+        if self.enlistment is not None:
+            self.enlistment.close()
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether this rank's group is to join a run that goes on already; see `take_part`."""
+        return self.enlistment is not None and not self.enlistment.begins
+
+    @property
+    def takes_part(self) -> bool:
+        """Whether it has."""
+        return self.goes_on and self.control is not None
+
+    def take_part(self) -> m.Joined:
+        """This rank's group joins a run that goes on already, as soon as the groups of that have parted. On all of it.
+
+        Returns:
+            What the group has to know. What else was stored for it is read by `Channel.read_run_state`, and weights are
+            read when training begins.
+
+        Raises:
+            ConfigurationError: the run exchanges otherwise than this group was told.
+            RankLost: it is over.
+        """
+        self.executor.check_parts()
+        self.connect()
+        assert self.control is not None
+        assert self.enlistment is not None
+        said = ""
+        if self.is_leader:
+            _log.info("waiting to join the run, until its groups have parted")
+            answer = self.control.request(
+                m.Join(ranks=self.members), m.Joined, timeout=self.options.timeout.total_seconds()
+            )
+            said = m.encode(answer).hex()
+        joined: m.Joined = m.decode(bytes.fromhex(self.tell(said)), at="rank", channel=m.CONTROL)
+        self._check_alike(joined)
+        self.topology = Topology((*((),) * joined.group, self.members))
+        self.generation, self.channel.synchronizations = joined.generation, joined.synchronizations
+        self.process_groups.live.ranks = joined.live
+        for part in self.parts:
+            part.replica.group, part.replica.peers = joined.group, joined.groups
+        self.core.form(GroupId(str(joined.group), joined.incarnation))
+        self.is_entering = True
+        self.enlistment.close()
+        return joined
+
+    def _check_alike(self, joined: m.Joined) -> None:
+        """Raises `ConfigurationError` if the groups of the run exchange otherwise than this one was told."""
+        mine = m.method_to_wire(self.method), to_wire(self.core.wire_format), self.core.overlaps
+        theirs = joined.method, joined.wire_format, joined.overlap
+        for name, own, other in zip(("method", "wire", "overlap"), mine, theirs, strict=True):
+            if own != other:
+                raise ConfigurationError(f"{name}={own}: the run that this group joins has {other}; pass the same")
+
+    def _read_weights(self) -> None:
+        """The group that has joined begins with the weights that the server has now, and no state of optimizers."""
+        for index, part in enumerate(self.parts):
+            part.replica.load(self.channel.fetch(index))
 
     @contextmanager
     def training(self) -> Iterator[World]:
-        """A context in which to train without Lightning: begins, and ends with the master weights on every rank."""
+        """A context in which to train without Lightning: begins, and ends with the master weights on every rank.
+
+        Raises:
+            UnsupportedError: with ``join=True``: what a group that joins is given beside the weights is Lightning's.
+        """
+        if self.enlistment is not None:
+            raise UnsupportedError(
+                "World.training() with join=True: a group that joins late must find its place in the epoch, which is"
+                " done for Lightning's loops; use OmniStrategy(join=True), or start all ranks together"
+            )
         self.begin()
         self.enter_compute()
         try:
@@ -252,7 +324,7 @@ class World(Place):
         self.residuals.tell_of_remainder()
         groups, after = self.process_groups, self.process_groups.original
         try:
-            if self.control is not None:
+            if self.control is not None and self.enlistment is None:
                 # No rank stops the server while others still need it. Those here go on, if at all, without the lost;
                 # of a loss they may hear at different moments.
                 live = tuple(rank for rank, _ in self.channel.synchronize("survivors", b""))
@@ -267,11 +339,14 @@ class World(Place):
         groups.use(after)
         self.is_computing = False
         if self.control is not None:
+            self.control.has_finished = self.is_finished
             self.control.close(reason="")
         self._close_connections()
         groups.leave()
 
     def _close_connections(self, has_failed: bool = False) -> None:
+        if self.enlistment is not None:
+            self.enlistment.close()
         self.channel.close()
         self.ever_lost.update(self.lost)
         self.control = None
@@ -316,6 +391,14 @@ class World(Place):
 
     # --- Regrouping --------------------------------------------------------------------------------------------------
 
+    def check_regroup(self) -> None:
+        """Raises `UnsupportedError` if these ranks cannot form other groups."""
+        if self.enlistment is not None:
+            raise UnsupportedError(
+                "join=True: groups that have joined on their own cannot form other groups, for ranks of different"
+                " launchers have no process group in common; start other groups instead"
+            )
+
     def regroup(
         self, groups: int, buffers: Iterable[Tensor] = (), speeds: Mapping[int, float] | None = None
     ) -> tuple[tuple[int, int], ...]:
@@ -330,6 +413,7 @@ class World(Place):
         Returns:
             The ranges of the epoch that the server knows to be trained, if there is one group from here on.
         """
+        self.check_regroup()
         check_groups(groups, len(self.live_ranks))
         if groups > 1:
             self.check_method(groups)
@@ -363,12 +447,20 @@ class World(Place):
         if self.control is not None:
             return
         self.start_server()
-        address, key, run = self.server.find(self.tell)
+        address, key, run = self.server.find(self.tell) if self.enlistment is None else self._enlisted_at
         self.channel.synchronizations = 0
         layout = Layout(tuple(spec for part in self.parts for spec in part.replica.layout.specs))
-        self.control = self.server.transport.join(address, key, run, self.rank, self.size, layout, self._on_end)
+        size = 0 if self.goes_on else self.size  # ranks that are not announced
+        self.control = self.server.transport.join(address, key, run, self.rank, size, layout, self._on_end)
         self.server.share(address, key)
-        self.process_groups.join(self.channel.synchronize)
+        self.process_groups.join(self.channel.synchronize, self.rank)
+
+    @property
+    def _enlisted_at(self) -> tuple[str, bytes, str]:
+        """Address, key and name of the run that this group joins on its own."""
+        assert self.enlistment is not None
+        assert self.options.server is not None
+        return self.options.server, load_key(), self.enlistment.run
 
     def _form(self, groups: int | None = None, speeds: Mapping[int, float] | None = None) -> None:
         """The recorder forms the groups at the server, out of the ranks that are alive there, and tells the others.

@@ -34,6 +34,8 @@ class DataLeasing(Service):
 
     def join(self, group: int, ranks: tuple[int, ...]) -> None:
         self._epochs.join(group, ranks)
+        if self._roster.joining:  # it has a batch at least, however long it takes to ask for one
+            self._epochs.draw_first(group)
 
     def evict(self, group: int, lost: bool) -> list[Out]:
         self._epochs.evict(group)

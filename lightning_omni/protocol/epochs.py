@@ -69,6 +69,11 @@ class Epochs:
         if self.book is not None:
             self.book.join(group, len(ranks))
 
+    def draw_first(self, group: int) -> None:
+        """The first batch of a group that has joined."""
+        if self.book is not None:
+            self.book.draw(group, 0)
+
     def open(self, plan: EpochPlan) -> None:
         """An epoch begins; every rank says so.
 

@@ -370,7 +370,7 @@ class InMemoryControl(Control):
         if self._closed:
             return
         if reason is not None and self._ended is None:
-            self.request(m.Goodbye(reason=reason), m.Acknowledged)
+            self.request(m.Goodbye(reason=reason, finished=self.has_finished), m.Acknowledged)
         self._closed = True
         self._server.hang_up(self.number)
 

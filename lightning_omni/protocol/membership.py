@@ -32,6 +32,7 @@ class Membership:
         join_timeout: seconds that a rank may take to join after the first.
         plan: of the epoch that is under way.
         servers: those that hold a share each must know, too.
+        synchronizations: synchronization points of all ranks that are over.
 
     Attributes:
         generation: counts the formings of groups, as the recorder does.
@@ -47,6 +48,7 @@ class Membership:
         join_timeout: float,
         plan: Callable[[], EpochPlan | None],
         servers: Servers,
+        synchronizations: Callable[[], int],
     ) -> None:
         self._roster = roster
         self._services = services
@@ -56,6 +58,7 @@ class Membership:
         self._join_timeout = join_timeout
         self._plan = plan
         self._servers = servers
+        self._synchronizations = synchronizations
         self._formed: m.Form | None = None
         self.generation = 0
         self.over = ""
@@ -118,6 +121,9 @@ class Membership:
             method=self._formed.method,
             wire_format=self._formed.wire_format,
             plan=self._plan(),
+            overlap=self._formed.overlap,
+            live=self._roster.live,
+            synchronizations=self._synchronizations(),
         )
         return [*self._tell_everyone(self._monitoring.status(-1.0)), Out(sender.peer, m.CONTROL, joined)]
 
@@ -140,7 +146,7 @@ class Membership:
             raise ProtocolError(f"there is no group {group} of incarnation {message.incarnation} any more")
         assert roster.topology is not None
         name, ranks = roster.identity(group).name, roster.topology.members(group)
-        if roster.recorder in ranks or roster.topology.is_synchronous:
+        if not roster.joining and (roster.recorder in ranks or roster.topology.is_synchronous):
             raise ProtocolError(f"group {name} cannot be evicted, for the run would end with it; stop the run instead")
         live = next(rank for rank in ranks if rank in roster.live)
         return [*self.lose(live, f"group {name} was evicted by hand"), Out(sender.peer, m.CONTROL, m.Acknowledged())]
@@ -153,6 +159,7 @@ class Membership:
             out += self.lose(sender.rank, message.reason)
         elif sender.group >= 0:
             out += self._evict(sender.group, lost=False)
+        self._roster.finished |= message.finished
         self._roster.leave(sender.rank)
         return out
 

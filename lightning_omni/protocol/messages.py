@@ -17,7 +17,7 @@ from lightning_omni.protocol.cut import Cut
 from lightning_omni.protocol.leases import Batch, EpochPlan
 from lightning_omni.registry import to_wire
 
-VERSION = 11
+VERSION = 12
 """Protocol version. Both sides must have the same."""
 LARGEST_INLINE = 32 << 10
 """Bytes of message or payload that a rank may send on the control channel; more is brought over the data channel."""
@@ -110,6 +110,29 @@ class Join(Message, frozen=True, kw_only=True):
     name: Name = ""
 
 
+class Enlist(Message, frozen=True, kw_only=True):
+    """A group of so many ranks, which has a torch.distributed world of its own, wants to take part in the run.
+
+    Said by a process that watches, before it has a model; it may ask again.
+    """
+
+    ranks: int
+
+
+class StoreRunState(Message, frozen=True, kw_only=True):
+    """What a group that joins from here on is given beside the weights. The tensors follow as payload.
+
+    The groups have just parted: until they synchronize again a group may join with it.
+    """
+
+    packed: Packed
+    nbytes: int
+
+
+class ReadRunState(Message, frozen=True, kw_only=True):
+    """My group has joined: give me what was stored for it."""
+
+
 class OpenEpoch(Message, frozen=True, kw_only=True):
     """An epoch begins. Every rank says so; all must agree on the plan."""
 
@@ -193,9 +216,15 @@ class Lost(Message, frozen=True, kw_only=True):
 
 
 class Goodbye(Message, frozen=True, kw_only=True):
-    """A rank leaves on its own: done, or with the reason of its failure."""
+    """A rank leaves on its own: done, or with the reason of its failure.
+
+    Attributes:
+        reason: of its failure; empty if there is none.
+        finished: whether the run is at its end, and not only this rank.
+    """
 
     reason: str = ""
+    finished: bool = False
 
 
 class AskStatus(Message, frozen=True, kw_only=True):
@@ -308,6 +337,7 @@ class Status(Message, frozen=True, kw_only=True):
         total_momentum: explicit momentum and what asynchrony adds to it, sensed lately over all pushes; None while it
             is unknown: too few pushes, another optimizer than plain SGD, or one that steps at the workers.
         signal: the largest of those that the ranks' last heartbeats told of.
+        recorder: the rank that logs and saves.
     """
 
     sent: float
@@ -322,6 +352,7 @@ class Status(Message, frozen=True, kw_only=True):
     serve_time: float = 0.0
     total_momentum: float | None = None
     signal: int = 0
+    recorder: int = 0
 
 
 class Observing(Message, frozen=True, kw_only=True):
@@ -418,6 +449,9 @@ class Joined(Message, frozen=True, kw_only=True):
         method: as in `Form`, and so is ...
         wire_format: ... this.
         plan: the epoch that is under way, if there is one.
+        overlap: as in `Form`.
+        live: all ranks that take part now, in ascending order.
+        synchronizations: synchronization points of all ranks that are over.
     """
 
     group: int
@@ -427,6 +461,25 @@ class Joined(Message, frozen=True, kw_only=True):
     method: dict[str, Any]
     wire_format: dict[str, Any]
     plan: EpochPlan | None = None
+    overlap: bool = False
+    live: tuple[int, ...] = ()
+    synchronizations: int = 0
+
+
+class Enlisted(Message, frozen=True, kw_only=True):
+    """The group's place in the run.
+
+    Attributes:
+        run: the run's name.
+        first: number of the group's first rank; the others' follow. -1 while another group is about to begin the run:
+            ask again.
+        announced: ranks of the group that has begun the run, whose batch is the reference batch; 0 if this group is to
+            begin it.
+    """
+
+    run: str = ""
+    first: int = -1
+    announced: int = 0
 
 
 class Shards(Message, tag="ShardAddresses", frozen=True, kw_only=True):
@@ -890,6 +943,17 @@ class Snapshot(Message, frozen=True, kw_only=True):
     nbytes: int
 
 
+class RunStateStored(Message, frozen=True, kw_only=True):
+    """The server has it."""
+
+
+class StoredRunState(Message, frozen=True, kw_only=True):
+    """What was stored for groups that join; the tensors follow as payload."""
+
+    packed: Packed
+    nbytes: int
+
+
 class EvaluationPublished(Message, frozen=True, kw_only=True):
     """The server has it."""
 
@@ -931,11 +995,12 @@ class Taken(Message, frozen=True, kw_only=True):
 ToControl = (
     Challenge | Welcome | RefusedMessage | Status | Formed | Joined | EpochOpened | Drawn | Verdict | Left | Gathered
     | Notice | Acknowledged | Shards | Observing | Overview | Aggregator | PushDirectly | ValidationClaimed
-    | Validations | VersionReleased
+    | Validations | VersionReleased | Enlisted
 )  # fmt: skip
 ToData = (
     AttachChallenge | Attached | Long | Seeded | Restructured | GroupStateStored | Weights | Snapshot | HeadOutput
     | HeadGradients | HeadReleased | RefusedMessage | Brought | Collected | EvaluationPublished | Evaluation
+    | RunStateStored | StoredRunState
 )  # fmt: skip
 
 Channel = str

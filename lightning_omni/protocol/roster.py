@@ -4,6 +4,8 @@ Rule 1: a rank that was lost never comes back under the same number in the same 
 Rule 2: a rank that was not announced may come while the run goes on, under a number beyond the announced ones; it takes
 part in nothing before it is in a group.
 Rule 3: a dead rank costs its own group; the recorder's group costs the run.
+Rule 4: where groups join on their own, rank numbers are given by the server and never again; the recorder is the lowest
+rank that lives, and the run outlives every group: it is over when one has trained it to its end.
 """
 
 from __future__ import annotations
@@ -58,6 +60,11 @@ class Roster:
         self.topology: Topology | None = None
         self.incarnation = 0
         self.late: list[int] = []
+        self.joining = self.finished = False
+        self._places = 0  # numbers of groups that were given, for when there is none
+        self._claim: tuple[bytes, str] | None = None  # who is to begin the run, and its name
+        self._enlisted: dict[bytes, tuple[int, int]] = {}
+        self._numbered = 0
         self._identities: dict[int, GroupId] = {}
         self._ranks: dict[bytes, int] = {}
 
@@ -79,7 +86,7 @@ class Roster:
     @property
     def recorder(self) -> int:
         """The rank that forms groups, hands weights over, logs and saves."""
-        return RECORDER
+        return min(self.live, default=RECORDER) if self.joining else RECORDER
 
     @property
     def live(self) -> tuple[int, ...]:
@@ -89,8 +96,13 @@ class Roster:
 
     @property
     def is_over(self) -> bool:
-        """Whether ranks came, and none is left."""
-        return self._first is not None and not any(rank in self.members for rank in self.live)
+        """Whether ranks came, and none is left; nor is there something for others to go on with."""
+        goes_on = self.joining and not self.finished and self._has_formed
+        return self._first is not None and not goes_on and not any(rank in self.members for rank in self.live)
+
+    @property
+    def _has_formed(self) -> bool:
+        return self.topology is not None or self._places > 0
 
     @property
     def lost_ranks(self) -> tuple[int, ...]:
@@ -115,24 +127,73 @@ class Roster:
         self.incarnation += 1
         self._identities = {group: GroupId(name, self.incarnation) for group, name in enumerate(names)}
 
+    def enlist(self, peer: bytes, ranks: int, run: str) -> tuple[int, int]:
+        """A group that comes on its own wants numbers for its ranks.
+
+        Args:
+            peer: the connection that it came from.
+            ranks: how many it has.
+            run: a name for the run, should this group begin it.
+
+        Returns:
+            The first number, or -1 while another group is about to begin the run; and the ranks that the run was
+            announced with, 0 if this group is to begin it.
+
+        Raises:
+            Refused: the run is over, or its ranks were announced.
+        """
+        if self.finished:
+            raise Refused("over", "it has been trained to its end")
+        if self._first is not None and not self.joining:
+            raise Refused(
+                "busy",
+                "this server is busy with a run whose ranks were all announced when it began; start a server for each"
+                " run",
+            )
+        if not 0 < ranks < MOST_RANKS - max(self._numbered, self.world_size):
+            raise Refused("rank", f"{ranks} ranks cannot join")
+        if peer in self._enlisted:
+            return self._enlisted[peer]
+        if self._first is None:
+            if self._claim is not None and self._claim[0] != peer:
+                return -1, 0
+            self._claim = self._claim or (peer, run)
+            return 0, 0
+        first = max(self._numbered, self.world_size)
+        self._numbered = first + ranks
+        self._enlisted[peer] = first, self.world_size
+        return self._enlisted[peer]
+
+    def withdraw(self, peer: bytes) -> None:
+        """A process that had numbers given is gone; if it was to begin the run, and has not, another one may."""
+        self._enlisted.pop(peer, None)
+        if self._first is None and self._claim is not None and self._claim[0] == peer:
+            self._claim = None
+
+    @property
+    def claimed(self) -> str:
+        """Name of the run that a group is about to begin."""
+        return self._claim[1] if self._claim is not None else ""
+
     def join(self, ranks: Sequence[int], name: str) -> int:
         """Ranks that came late are a group from now on. Returns its number.
 
         Raises:
             ProtocolError: they cannot be one.
         """
-        if self.topology is None:
+        if not self._has_formed:
             raise ProtocolError("no group can join before the first are formed")
         for rank in ranks:
             if rank not in self.members or rank in self.late or rank < self.world_size or rank in self.gone:
                 raise ProtocolError(f"rank {rank} is not one that came late and is in no group")
         if not ranks or len(set(ranks)) != len(ranks):
             raise ProtocolError(f"ranks={tuple(ranks)}: a group has one rank or more, each of them once")
-        number = len(self.topology.groups)
+        before = self.topology.groups if self.topology is not None else ((),) * self._places
+        number = len(before)
         name = name or str(number)
         if any(self._identities[group].name == name for group in self.groups):
             raise ProtocolError(f"name={name!r}: a group of that name takes part; pass another one")
-        self.topology = Topology((*self.topology.groups, tuple(ranks)))
+        self.topology = Topology((*before, tuple(ranks)))
         self.late.extend(ranks)
         self.incarnation += 1
         self._identities[number] = GroupId(name, self.incarnation)
@@ -142,10 +203,16 @@ class Roster:
         """A rank leaves in good order; its group is none any more when all have."""
         self.gone.add(rank)
         group = self.group_of(rank)
-        if group < 0 or self.topology is None or len(self.topology.alive) == 1:
+        if group < 0 or self.topology is None or not self.gone.issuperset(self.topology.members(group)):
             return
-        if self.gone.issuperset(self.topology.members(group)):
-            self.topology = self.topology.without(group)
+        if len(self.topology.alive) > 1 or self.joining:
+            self._take_out(group)
+
+    def _take_out(self, group: int) -> None:
+        """A group takes no part any more; perhaps none is left."""
+        assert self.topology is not None
+        self._places = len(self.topology.groups)
+        self.topology = self.topology.without(group) if len(self.topology.alive) > 1 else None
 
     def identity(self, group: int) -> GroupId:
         """Which group this is."""
@@ -216,6 +283,7 @@ class Roster:
         """A rank has shown that it holds the key."""
         if self._first is None:
             self._first, self._began = hello, now
+            self.joining = hello.run == self.claimed
         self.members[hello.rank] = Member(hello.rank, peer, session_key(self._key, hello, challenge), now)
         self._ranks[peer] = hello.rank
 
@@ -246,10 +314,10 @@ class Roster:
             self.lost[rank] = reason
             return None, True
         group = topology.group_of(rank)
-        if topology.is_synchronous or self.recorder in topology.members(group):
+        if not self.joining and (topology.is_synchronous or self.recorder in topology.members(group)):
             self.lost[rank] = reason
             return None, True
         for peer in topology.members(group):
             self.lost[peer] = reason
-        self.topology = topology.without(group)
+        self._take_out(group)
         return group, False

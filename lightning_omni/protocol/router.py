@@ -26,6 +26,7 @@ from lightning_omni.protocol.aggregator import Aggregator
 from lightning_omni.protocol.aggregators import Aggregators
 from lightning_omni.protocol.data import DataLeasing
 from lightning_omni.protocol.evaluations import Evaluations
+from lightning_omni.protocol.joining import Joining
 from lightning_omni.protocol.membership import Membership
 from lightning_omni.protocol.merged_head import MergedHeads
 from lightning_omni.protocol.messages import CONTROL, DATA
@@ -107,9 +108,16 @@ TABLE = (
     Row(m.AttachProof, DATA, Role.STRANGER, Admission, Admission.attach),
     # membership
     Row(m.Form, CONTROL, Role.RECORDER, Membership, Membership.form, does="forms groups", told=True),
-    Row(m.Join, CONTROL, Role.RANK, Membership, Membership.join, told=True),
+    Row(m.Join, CONTROL, Role.RANK, Joining, Joining.ask, told=True),
     Row(m.Lost, CONTROL, Role.RANK, Membership, Membership.report_lost),
     Row(m.Goodbye, CONTROL, Role.RANK, Membership, Membership.goodbye, resolves=True, when_lost=True, when_over=True),
+    # joining
+    Row(m.Enlist, CONTROL, Role.OBSERVER, Joining, Joining.enlist),
+    Row(
+        m.StoreRunState, DATA, Role.RECORDER, Joining, Joining.store, Joining.check_state,
+        keeps=True, resolves=True, does="says what groups that join are given",
+    ),
+    Row(m.ReadRunState, DATA, Role.RANK, Joining, Joining.read),
     # monitoring
     Row(m.Heartbeat, CONTROL, Role.RANK, Monitoring, Monitoring.heartbeat),
     Row(m.AskStatus, CONTROL, Role.RANK, Monitoring, Monitoring.ask, when_over=True),

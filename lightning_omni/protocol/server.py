@@ -25,6 +25,7 @@ from lightning_omni.protocol.aggregators import Aggregators
 from lightning_omni.protocol.data import DataLeasing
 from lightning_omni.protocol.epochs import Epochs
 from lightning_omni.protocol.evaluations import Evaluations
+from lightning_omni.protocol.joining import Joining
 from lightning_omni.protocol.membership import Membership
 from lightning_omni.protocol.merged_head import MergedHeads
 from lightning_omni.protocol.monitoring import Monitoring
@@ -134,9 +135,10 @@ class ServerCore:
         self._observation = RunObservation(
             roster, epochs, self._monitoring, self._observers, self._last_now, lambda: self._membership.over
         )
+        synchronization = Synchronization(roster, training, lambda *brought: self._router.forward(*brought))
         services = [
             servers,
-            Synchronization(roster, training, lambda *brought: self._router.forward(*brought)),
+            synchronization,
             DataLeasing(roster, epochs, training, notes),
             training,
             Evaluations(roster, epochs, training),
@@ -144,6 +146,9 @@ class ServerCore:
             MergedHeads(roster, shards, notes, self._work_time),
             self._monitoring,
             self._observation,
+            Joining(
+                roster, epochs, synchronization, servers, self._random, lambda *asked: self._membership.join(*asked)
+            ),
             *(service(self) for service in self._more_services),
         ]
         self._membership = Membership(
@@ -154,6 +159,7 @@ class ServerCore:
             self._join_timeout,
             lambda: epochs.book.plan if epochs.book is not None else None,
             servers,
+            lambda: synchronization.completed,
         )
         self._router = Router(self._table, [self._admission, self._membership, *services], roster, servers)
         servers.begin(self._membership.end, lambda: roster.live)
@@ -321,6 +327,7 @@ class ServerCore:
     def hang_up(self, peer: Peer) -> list[Out]:
         """A control connection has ended, and its rank did not say goodbye."""
         self._observers.forget(peer)
+        self.roster.withdraw(peer)
         return self._sent(self._membership.hang_up(peer) + self.servers.hang_up(peer))
 
     def fail(self, reason: str) -> list[Out]:

@@ -24,12 +24,16 @@ class Synchronization(Service):
         roster: the ranks of the run.
         training: is told which groups wait meanwhile.
         forward: handles messages that were brought.
+
+    Attributes:
+        completed: synchronization points that are over.
     """
 
     def __init__(self, roster: Roster, training: Training, forward: Forward) -> None:
         self._roster = roster
         self._training = training
         self._forward = forward
+        self.completed = 0
         self._collectives = Collectives()
         self._brought: dict[int, Payload] = {}
         self._gathered: tuple[int, tuple[Payload, ...]] = (-1, ())  # the last one's, where they must be collected
@@ -47,6 +51,7 @@ class Synchronization(Service):
             # All ranks have collected the last one's, or they would not be at this one.
             collect = max(sizes, default=0) > m.LARGEST_INLINE
             self._gathered = (number, payloads) if collect else (-1, ())
+            self.completed = number + 1
             gathered = m.Gathered(number=number, ranks=ranks, sizes=sizes, collect=collect)
             told = () if collect else payloads
             out += [Out(self._roster.members[rank].peer, m.CONTROL, gathered, told) for rank in ranks]

@@ -62,9 +62,11 @@ class Control(ABC):
         lost: ranks lost so far.
         signal: a signal that this rank was given, to be told with the next heartbeat.
         shards: servers that hold a share of the weights each; see `attach_all`.
+        has_finished: whether the run is at its end when this rank says goodbye.
     """
 
     shards = 1
+    has_finished = False
 
     def __init__(self, address: str, rank: int, on_end: Callable[[OmniError], None] | None = None) -> None:
         self.address, self.rank = address, rank

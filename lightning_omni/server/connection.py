@@ -208,7 +208,9 @@ class ControlConnection(Control):
             return
         if reason is not None and self._ended is None and self._thread is not None:
             with contextlib.suppress(OmniError):
-                self.request(m.Goodbye(reason=reason[:LONGEST_REASON]), m.Acknowledged, timeout=5.0)
+                self.request(
+                    m.Goodbye(reason=reason[:LONGEST_REASON], finished=self.has_finished), m.Acknowledged, timeout=5.0
+                )
         self._closing = True
         if self._thread is not None:
             self._outside.send(b"")

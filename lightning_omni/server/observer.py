@@ -84,6 +84,19 @@ class Observer:
         """
         self._ask(m.Evict(group=group.group, incarnation=group.incarnation), m.Acknowledged)
 
+    def enlist(self, ranks: int) -> m.Enlisted:
+        """Asks for the place of a group that wants to take part. It stands for as long as this connection does.
+
+        Args:
+            ranks: how many it has.
+
+        Raises:
+            RankLost: the run is over.
+            Refused: groups cannot join there.
+            ConnectionLost: the server is gone, or does not answer.
+        """
+        return self._ask(m.Enlist(ranks=ranks), m.Enlisted)
+
     def close(self) -> None:
         """Closes the connection at once."""
         self._dialed.close()

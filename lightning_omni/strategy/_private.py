@@ -6,6 +6,7 @@ these names is gone or behaves otherwise.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import ChainMap
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_only
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, DistributedSampler
 from typing_extensions import override
@@ -160,6 +162,93 @@ def averaged_models(trainer: Trainer) -> list[Any]:
     """The models in which WeightAveraging callbacks keep their averages."""
     models = (getattr(callback, "_average_model", None) for callback in callbacks_of(trainer))
     return [model for model in models if isinstance(model, AveragedModel)]
+
+
+def keeps_average(trainer: Trainer) -> bool:
+    """Whether a callback keeps an average of the weights."""
+    return any(hasattr(callback, "_average_model") for callback in callbacks_of(trainer))
+
+
+# --- Groups that join a run ------------------------------------------------------------------------------------------
+
+
+def set_rank(rank: int) -> None:
+    """The number by which code decides what only rank 0 does."""
+    rank_zero_only.rank = rank  # type: ignore[attr-defined]
+
+
+def checkpoint_of(trainer: Trainer) -> dict[str, Any]:
+    """What Lightning would save now."""
+    checkpoint: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+    for name in ("NAME", "KEY", "TYPE"):
+        checkpoint.pop(getattr(trainer.lightning_module, f"CHECKPOINT_HYPER_PARAMS_{name}"), None)
+    datamodule = getattr(trainer, "datamodule", None)
+    if datamodule is not None:
+        checkpoint.pop(datamodule.CHECKPOINT_HYPER_PARAMS_KEY, None)
+    return checkpoint
+
+
+def load_callbacks(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+    """What `checkpoint_of` said goes to module, data module, callbacks and precision plugin, by their own hooks."""
+    calls, connector = _calls_of(trainer), trainer._checkpoint_connector
+    connector._loaded_checkpoint = checkpoint
+    try:
+        calls._call_lightning_module_hook(trainer, "on_load_checkpoint", checkpoint)
+        connector.restore_datamodule()
+        connector.restore_callbacks()
+        connector.restore_precision_plugin_state()
+    finally:
+        connector._loaded_checkpoint = {}
+
+
+def begin_at(trainer: Trainer, epoch: int, counters: list[int]) -> None:
+    """The fit loop begins with this epoch, and has counted so much; there is no sanity check.
+
+    Args:
+        trainer: whose loops have not run yet.
+        epoch: its number.
+        counters: as in `progress_counters`, without the batches of this epoch.
+    """
+    progress: Any = trainer.fit_loop.epoch_progress
+    for each in (progress.total, progress.current):
+        each.ready = each.started = each.processed = each.completed = epoch
+    set_progress_counters(trainer, [0, *counters])
+    trainer.num_sanity_val_steps = 0
+
+
+_OF_CHECKPOINTS = ("dirpath", "_last_global_step_saved", "_last_checkpoint_saved")
+"""What ModelCheckpoint decides by, and does not save with its state."""
+
+
+def folders(trainer: Trainer) -> dict[str, Any]:
+    """Where checkpoints and logs go, which every launcher would choose for itself, and the last checkpoint."""
+    loggers = [getattr(each, "version", None) for each in trainer.loggers]
+    return {
+        "checkpoints": {
+            each.state_key: {name: _plain(getattr(each, name, None)) for name in _OF_CHECKPOINTS}
+            for each in _folder_callbacks(trainer)
+        },
+        "loggers": [version if isinstance(version, (str, int)) else None for version in loggers],
+    }
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, os.PathLike) else value
+
+
+def set_folders(trainer: Trainer, theirs: Mapping[str, Any]) -> None:
+    """Checkpoints and TensorBoard's logs go where those of the run go."""
+    for callback in _folder_callbacks(trainer):
+        for name, value in theirs["checkpoints"].get(callback.state_key, {}).items():
+            setattr(callback, name, value)
+    for logger, version in zip(trainer.loggers, theirs["loggers"], strict=False):
+        # A CSVLogger would delete what it finds there.
+        if version is not None and type(logger).__name__ == "TensorBoardLogger":
+            vars(logger)["_version"] = version
+
+
+def _folder_callbacks(trainer: Trainer) -> list[Any]:
+    return [each for each in callbacks_of(trainer) if hasattr(each, "dirpath")]
 
 
 # --- What only callbacks are told ------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ _OF_LIGHTNING = ("module", "device_ids")
 _NONE: Mapping[str, Any] = {}
 
 GROUPS, METHOD, DATA = "LIGHTNING_OMNI_GROUPS", "LIGHTNING_OMNI_METHOD", "LIGHTNING_OMNI_DATA"
+SERVER = "LIGHTNING_OMNI_SERVER"
 
 _DATA: tuple[Literal["dynamic"], Literal["static"]] = ("dynamic", "static")
 _NAMES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -117,6 +118,7 @@ def check_strategy(
     overlap: object,
     servers: object,
     validation: object,
+    join: object,
 ) -> None:
     """Refuses arguments of OmniStrategy that are of the wrong kind; the code that uses them checks what they mean.
 
@@ -142,6 +144,30 @@ def check_strategy(
         check_whole("servers", servers, 'a number of servers, 1 or more, or "per-node"', low=1)
     if validation not in ("wait", "published"):
         raise ConfigurationError(f'validation={validation!r}: pass "wait" or "published"')
+    check_kind("join", join, (bool, type(None)), "True or False")
+
+
+def check_join(data: str, validation: str, merged: str | None) -> None:
+    """Refuses what groups that join on their own cannot do.
+
+    Raises:
+        ConfigurationError: an argument asks for it.
+    """
+    if data == "static":
+        raise ConfigurationError(
+            'data="static" and join=True: samples that are dealt out beforehand leave none for a group that joins; pass'
+            ' data="dynamic"'
+        )
+    if validation == "published":
+        raise ConfigurationError(
+            'validation="published" and join=True: a group that joins knows nothing of the validations that are due;'
+            ' pass validation="wait"'
+        )
+    if merged is not None:
+        raise ConfigurationError(
+            f"merged={merged!r} and join=True: a merged head's access is dealt out to the groups that were formed;"
+            " leave merged= out"
+        )
 
 
 def _parameters(kind: type) -> list[str]:
@@ -167,11 +193,15 @@ class Asked:
         groups: as passed to OmniStrategy.
         method: likewise.
         data: likewise.
+        server: likewise.
+        join: likewise; None joins the run of a server that the environment names.
 
     Attributes:
         groups: number of groups, or None.
         method: a method or its name.
         data: ``"dynamic"`` or ``"static"``.
+        server: the address of a server, or None.
+        join: whether to join its run on its own.
 
     Raises:
         ConfigurationError: a variable is no number of groups, or ``data`` is something else.
@@ -179,11 +209,20 @@ class Asked:
 
     data: Literal["dynamic", "static"]
 
-    def __init__(self, groups: int | None, method: str | Method | None, data: str | None) -> None:
+    def __init__(
+        self,
+        groups: int | None,
+        method: str | Method | None,
+        data: str | None,
+        server: str | None = None,
+        join: bool | None = None,
+    ) -> None:
         self._variables: list[str] = []
         self.groups = self._number_of_groups() if groups is None else groups
         self.method = self._said(METHOD, "async_sgd") if method is None else method
         self.data = self._checked(self._said(DATA, "dynamic") if data is None else data)
+        self.server = (self._said(SERVER, "") or None) if server is None else server
+        self.join = (server is None and self.server is not None) if join is None else join
 
     def _number_of_groups(self) -> int | None:
         text = self._said(GROUPS, "")

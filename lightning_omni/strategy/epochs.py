@@ -11,10 +11,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
 
+from lightning_omni.errors import ConfigurationError
 from lightning_omni.optimizer import World
 from lightning_omni.optimizer.executor import Executor
 from lightning_omni.optimizer.loaders import Leases
@@ -34,6 +35,18 @@ if TYPE_CHECKING:
     from pytorch_lightning import Trainer
 
 
+class Entered(NamedTuple):
+    """Where a group enters a run that goes on.
+
+    Attributes:
+        plan: the epoch that is under way.
+        samples: of this epoch, those that were trained when the groups parted.
+    """
+
+    plan: EpochPlan
+    samples: int
+
+
 class EpochDriver:
     """The epochs of one strategy.
 
@@ -51,6 +64,7 @@ class EpochDriver:
         schedule: where schedulers that keep pace count from.
         step_limit: what the loops take for max_steps, which counts the steps of DDP; None for the Trainer's own.
         is_open_ended: whether the epoch ends when the samples do, and not after a number of batches.
+        on_parted: called on every rank when the groups have parted, and train.
     """
 
     def __init__(
@@ -77,6 +91,8 @@ class EpochDriver:
         self._limits: FitLimits | None = None
         self._validates: bool | None = None
         self._started = self._stopping = self._over = False
+        self._entered: Entered | None = None
+        self.on_parted: Callable[[], None] = tuple  # type: ignore[assignment]
 
     # --- The run -----------------------------------------------------------------------------------------------------
 
@@ -96,7 +112,18 @@ class EpochDriver:
         if self.leases is not None:
             epoch = trainer.current_epoch
             self.progress = self._limits.progress(self.leases, epoch, self._resumed_spans(epoch))
+            if self._entered is not None:
+                self._advance(self._entered.samples)
         self._pace()
+
+    def enter(self, entered: Entered, schedule: Schedule) -> None:
+        """This group joins a run that goes on, before its own loops begin.
+
+        Args:
+            entered: where.
+            schedule: where the run's schedulers count from.
+        """
+        self._entered, self.schedule = entered, schedule
 
     def finish(self) -> None:
         """The run has ended, well or badly: the loops decide for themselves, and the schedulers are given back."""
@@ -110,7 +137,7 @@ class EpochDriver:
         self.finish()
         self.data.forget()
         self.published.forget()
-        self._plan, self.progress, self.resumed = None, None, Cut()
+        self._plan, self.progress, self.resumed, self._entered = None, None, Cut(), None
         self._trainer, self._world = None, None
 
     @property
@@ -156,11 +183,17 @@ class EpochDriver:
             trained = self._resumed_spans(epoch)
             self.progress = self._limits.progress(self.leases, epoch, trained)
             self._plan = self._limits.plan(self.leases, self.progress, trained)
+            entered, self._entered = self._entered, None
+            if entered is not None:
+                self._check_entered(entered)
             self.published.begin(self._plan, size_of(trained), self.data.is_dynamic)
             self.world.core.heard.progress, self.world.core.heard.stop = self.progress.samples, ""
             left = self._limits.steps_left(self.progress, epoch)
             if self.data.is_dynamic:
-                self.leases.begin(self.published.dealt(self._plan))
+                if entered is not None:
+                    self.leases.restart(epoch)  # with the book that the server keeps
+                else:
+                    self.leases.begin(self.published.dealt(self._plan))
                 if left is not None:  # of the steps that DDP would take; a group's own count must not end the run
                     self.step_limit = sys.maxsize if left else self.trainer.global_step
             elif self.is_open_ended:
@@ -169,6 +202,23 @@ class EpochDriver:
                 self.step_limit = self.trainer.global_step + left
         else:
             self.published.begin(None)
+        self.on_parted()
+
+    def _check_entered(self, entered: Entered) -> None:
+        """Raises `ConfigurationError` unless this group has the data of the run that it has joined."""
+        theirs = msgspec.structs.replace(entered.plan, trained=())
+        if self._plan != theirs:
+            raise ConfigurationError(
+                f"this group's data is not that of the run that it joins, {self._plan} against {theirs}: give all the"
+                " same dataset, batch size and limits"
+            )
+        self._plan = entered.plan
+        self._advance(entered.samples)
+
+    @property
+    def samples(self) -> int:
+        """Samples of the epoch under way that are trained, as far as this rank knows."""
+        return self._now().samples if self.progress is not None else 0
 
     @property
     def _is_shrunk(self) -> bool:
@@ -238,7 +288,13 @@ class EpochDriver:
         return max(done + 1, -(-done * plan.budget // seen) if seen else self._now().batches)
 
     def interrupt(self, buffers: Any) -> None:
-        """The run ends here, in mid-epoch: the groups synchronize for the last time, with what each has trained."""
+        """The run ends here, in mid-epoch: the groups synchronize for the last time, with what each has trained.
+
+        A group that has joined on its own leaves the others to go on: what it holds and has not trained goes back.
+        """
+        if self.world.enlistment is not None:
+            self.leave("")
+            return
         if self.world.is_computing:
             self.leave("skip")
         self.world.enter_world(buffers)
@@ -285,6 +341,7 @@ class EpochDriver:
         """Back into the epoch, if it goes on."""
         if self.is_open and not self.trainer.is_last_batch and not self.published.evaluates:
             self.world.enter_compute()
+            self.on_parted()
 
     def _what_next(self) -> str:
         leases = self.leases
@@ -361,7 +418,8 @@ class EpochDriver:
             return run()
         self.before_validation(self.trainer.lightning_module.buffers())
         live = self.world.process_groups.live  # as all ranks have just agreed
-        if live.size() == self.world.size or not all(map(is_given, _private.validation_loaders(self.trainer))):
+        is_whole = live.size() == self.world.size and self.world.enlistment is None
+        if is_whole or not all(map(is_given, _private.validation_loaders(self.trainer))):
             return run()
         with _private.dealt_out(self.trainer, live.rank(), live.size()):
             return run()

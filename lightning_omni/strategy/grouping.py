@@ -70,6 +70,7 @@ class GroupedStrategy(_Base):
         self.reporting = Reporting()
         self.step_times = StepTimes()
         self._one, self._several = Grouping(self), SeveralGroups(self)
+        self._is_told_to_record = False
 
     @property
     def joined(self) -> World:
@@ -161,6 +162,14 @@ class GroupedStrategy(_Base):
         self.form(len(self.joined.live_groups))
 
     # --- Groups -------------------------------------------------------------------------------------------------------
+
+    def follow_recorder(self) -> None:
+        """Who logs and saves for groups that have joined on their own may be gone: then it is this rank, perhaps."""
+        world = self.joined
+        if world.enlistment is not None and world.is_recorder and not self._is_told_to_record:
+            self._is_told_to_record = True
+            _private.set_rank(0)
+            self.rank_zero_info("OmniStrategy: the group that logged and saved is gone; from here on this one does")
 
     def form_one(self) -> None:
         """One group of all live ranks, which has everything that the server knew."""

@@ -26,10 +26,11 @@ from lightning_omni.protocol.wire_format import WireFormat
 from lightning_omni.protocol.wire_formats import Wire
 from lightning_omni.server import ServerProcess
 from lightning_omni.strategy import _private
-from lightning_omni.strategy.arguments import Asked, check_strategy, refuse_unknown_of_ddp
+from lightning_omni.strategy.arguments import Asked, check_join, check_strategy, refuse_unknown_of_ddp
 from lightning_omni.strategy.checkpoints import Checkpoints
 from lightning_omni.strategy.declared import callbacks_of
 from lightning_omni.strategy.grouping import GroupedStrategy
+from lightning_omni.strategy.joining import RunStates
 from lightning_omni.strategy.launcher import say_exit
 from lightning_omni.strategy.leased import GivenRank, is_given
 from lightning_omni.strategy.listener import Listener, NestedRuns
@@ -52,8 +53,9 @@ class OmniStrategyHooks(GroupedStrategy):
             group for each node. Groups differ in size by at most one rank.
         method: how groups exchange: a name (``"hardsync"``), a name with settings (``"diloco:period=50"``) or a value
             (``DiLoCo(period=50)``): see `lightning_omni.methods`. None takes LIGHTNING_OMNI_METHOD, or ``"async_sgd"``.
-        server: ``"tcp://host:port"`` of a parameter server that runs already (``lightning-omni serve``); None starts
-            one for this run, in a process of its own beside rank 0.
+        server: ``"tcp://host:port"`` of a parameter server that runs already (``lightning-omni serve``); None takes
+            LIGHTNING_OMNI_SERVER, whose run this process then joins (see ``join``), or starts one for this run, in a
+            process of its own beside rank 0.
         data: ``"dynamic"`` deals the samples of an epoch out to the group that is free, so that a slow one delays no
             other; ``"static"`` gives every rank its share beforehand, as DistributedSampler does. None takes
             LIGHTNING_OMNI_DATA, or ``"dynamic"``.
@@ -82,6 +84,9 @@ class OmniStrategyHooks(GroupedStrategy):
         validation: ``"wait"`` has all groups synchronize and validate together; ``"published"`` has one group evaluate
             the weights of that moment, wherever a validation is due inside an epoch, while the others train on: see
             docs/validation.md.
+        join: whether this process, or those of its launcher, are one group of a run that others train, too: it begins
+            the run at ``server``, or joins it, at any time, and may leave it at any time, see docs/joining.md. None
+            joins the run of the server that LIGHTNING_OMNI_SERVER names, if no ``server`` is passed.
         **ddp: DDPStrategy's own arguments.
 
     Raises:
@@ -115,6 +120,7 @@ class OmniStrategyHooks(GroupedStrategy):
         overlap: bool = False,
         servers: int | Literal["per-node"] = 1,
         validation: Literal["wait", "published"] = "wait",
+        join: bool | None = None,
         **ddp: Any,
     ) -> None:
         if "refusals" in ddp:
@@ -126,9 +132,9 @@ class OmniStrategyHooks(GroupedStrategy):
             )
             max_nonfinite_pushes = ddp.pop("refusals")
         refuse_unknown_of_ddp(self, OmniStrategyHooks, ddp)
-        asked = self._asked = Asked(groups, method, data)
+        asked = self._asked = Asked(groups, method, data, server, join)
         with asked.naming_variables():
-            groups, method, data = asked.groups, asked.method, asked.data
+            groups, method, data, server = asked.groups, asked.method, asked.data, asked.server
             check_strategy(
                 method,
                 server,
@@ -141,6 +147,7 @@ class OmniStrategyHooks(GroupedStrategy):
                 overlap,
                 servers,
                 validation,
+                join,
             )
             if data == "static" and rebalance == "auto":
                 raise ConfigurationError(
@@ -152,6 +159,8 @@ class OmniStrategyHooks(GroupedStrategy):
                     'validation="published" with data="static": where a validation is due is told by the samples that'
                     ' the server deals out; pass data="dynamic", or validation="wait"'
                 )
+            if asked.join:
+                check_join(data, validation, merged)
             self._world_options = WorldOptions(
                 groups=groups,
                 method=method,
@@ -164,6 +173,7 @@ class OmniStrategyHooks(GroupedStrategy):
                 wire=wire,
                 overlap=overlap,
                 servers=servers,
+                join=asked.join,
             )
         super().__init__(**ddp)
         self.ddp_options = dict(vars(self).get("_ddp_kwargs", {}))
@@ -176,6 +186,8 @@ class OmniStrategyHooks(GroupedStrategy):
         self._make_parts(*self._given)
         self.nested = NestedRuns(self)
         self._listener: Listener | None = None
+        self.run_states = RunStates(self)
+        self.epochs.on_parted = self.run_states.store
         self.signals = Signals(self.terminated_class)
         self.checkpoints = Checkpoints(self.rank_zero_warn)
         self._has_gathered = False
@@ -252,14 +264,30 @@ class OmniStrategyHooks(GroupedStrategy):
     def setup_environment(self) -> None:
         """Joins the other ranks; the world is laid out, and nothing of the server is needed yet."""
         super().setup_environment()
+        options = self._world_options
+        if options.join:
+            fits = self._is_fitting(self._trainer)
+            self.world = None if fits else self.world  # each fit joins a run of its own
+            options = options if fits else replace(options, join=False, server=None, groups=1)
         if self.world is None:
-            timeout = _private.collective_timeout(self) or self._world_options.timeout
+            timeout = _private.collective_timeout(self) or options.timeout
             self.world = World(
                 device=self.root_device,
-                options=replace(self._world_options, timeout=timeout),
+                options=replace(options, timeout=timeout),
                 ranks_per_node=[self.num_processes] * self.num_nodes,
             )
             self.world.server.process, self._server_process = self._server_process, None
+            if self.world.enlistment is not None:
+                _private.set_rank(self.world.rank)
+                self._is_told_to_record = self.world.is_recorder
+
+    @property
+    @override
+    def is_global_zero(self) -> bool:
+        """Whether this rank logs and saves for the run: of groups that join on their own, one rank does."""
+        if self.world is None or self.world.enlistment is None:
+            return super().is_global_zero
+        return self.world.is_recorder
 
     # --- Model and optimizers ----------------------------------------------------------------------------------------
 
@@ -268,14 +296,19 @@ class OmniStrategyHooks(GroupedStrategy):
         """Wraps the module over the compute group, and starts the server while the data is prepared."""
         if self._is_fitting(trainer):
             self.grouping.check(trainer)
+            self.run_states.check(trainer)
             self.signals.prepare(_requeue_signal(self.cluster_environment))
-            self._listener = Listener(self, self.nested, trainer)
+            self._listener = Listener(self, self.nested, trainer, self.signals.agree_alone)
             self.epochs.connect(trainer, self.joined)
         super().setup(trainer)
         if self._is_fitting(trainer):
             self.attach_optimizers()
             if self.joined.executor.exchanges:
                 self.joined.start_server()
+            if self.joined.goes_on:
+                self.checkpoints.forget()
+                self.epochs.resumed = self.checkpoints.resumed.cut
+                self.run_states.take_over(trainer)
 
     @override
     def configure_ddp(self) -> None:
@@ -441,6 +474,7 @@ class OmniStrategyHooks(GroupedStrategy):
                 "regroup() inside an accumulation window would mix gradients of different groups; call it when"
                 " accumulate_grad_batches batches are complete"
             )
+        world.check_regroup()
         check_groups(groups, len(world.live_ranks))
         if groups > 1:
             world.method.check(groups)
@@ -493,6 +527,9 @@ class OmniStrategyHooks(GroupedStrategy):
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """For DistributedSampler. The rank is marked, so that a sampler of Lightning's is told from a user's own."""
         given = super().distributed_sampler_kwargs
+        enlistment = self.world.enlistment if self.world is not None else None
+        if enlistment is not None:  # lengths are those of the run as it was begun; samples are leased
+            given = {"num_replicas": enlistment.announced, "rank": given["rank"] if enlistment.begins else 0}
         return {**given, "rank": GivenRank(given["rank"])}
 
     @override
@@ -516,6 +553,8 @@ class OmniStrategyHooks(GroupedStrategy):
         the groups know each for itself is collected. In between rank 0 speaks for itself and the server; where the mean
         of all groups' weights would count, the checkpoint then has those of rank 0's group.
         """
+        if self.run_states.is_described:
+            return {}
         self.signals.pause()
         state = super().lightning_module_state_dict()
         if self._is_asynchronous:
@@ -526,6 +565,8 @@ class OmniStrategyHooks(GroupedStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer state of the same moment: the server's, with this rank's hyperparameters, if it steps there."""
         own: dict[str, Any] = super().optimizer_state(optimizer)
+        if self.run_states.is_described:
+            return {"state": {}, "param_groups": own["param_groups"]}
         if not self._is_asynchronous or not self.joined.is_recorder:
             return own
         return self.checkpoints.state_of(self.joined, getattr(optimizer, "optimizer", optimizer), own)

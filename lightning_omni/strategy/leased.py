@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
+from lightning_omni.errors import UnsupportedError
 from lightning_omni.optimizer import World
 from lightning_omni.optimizer.loaders import Leases, can_lease, lease
 from lightning_omni.protocol import EpochPlan
@@ -39,6 +40,19 @@ class LeasedData:
         self._world: World | None = None
         self.leases: Leases | None = None
         self._new: list[Leases] = []
+        self._sampler: DistributedSampler[Any] | None = None
+        self._order: int | None = None
+
+    @property
+    def order(self) -> int | None:
+        """The seed of an epoch's order, which is Lightning's unless the run that this group has joined has another."""
+        return self._order if self._order is not None or self._sampler is None else self._sampler.seed
+
+    @order.setter
+    def order(self, seed: int) -> None:
+        self._order = seed
+        if self._sampler is not None:
+            self._sampler.seed = seed
 
     def connect(self, world: World) -> None:
         """A run is being set up."""
@@ -51,7 +65,7 @@ class LeasedData:
 
     def forget(self) -> None:
         """The run is torn down."""
-        self.leases, self._new = None, []
+        self.leases, self._new, self._sampler, self._order = None, [], None, None
         self.start()
         self._world = None
 
@@ -77,6 +91,12 @@ class LeasedData:
         if self.kind == "static" or world is None:
             return loader
         if not isinstance(loader, DataLoader) or not can_lease(loader) or not is_ours(loader):
+            if world.enlistment is not None:
+                raise UnsupportedError(
+                    "join=True deals the samples of an epoch out to the groups that there are, and this training data"
+                    " has a sampler of its own, is iterable, or is no plain DataLoader: pass a DataLoader over a"
+                    " dataset with a length, with shuffle= in the place of a sampler"
+                )
             if world.executor.exchanges:
                 self._say(
                     'OmniStrategy: the training data is dealt out beforehand (as with data="static"), because it has a'
@@ -91,6 +111,9 @@ class LeasedData:
             shares=self.leases.shares if self.leases is not None else (),  # of the loader that this one replaces
         )
         self._new.append(leased.leases)  # type: ignore[attr-defined]
+        self._sampler = loader.sampler  # type: ignore[assignment]
+        if self._order is not None:
+            self.order = self._order
         return leased
 
     def adopt(self) -> None:

@@ -31,12 +31,15 @@ class Listener:
         strategy: what is told of them.
         nested: runs the loop where it is run inside one of its hooks.
         trainer: the fit's.
+        before_batch: called before a batch is begun.
     """
 
-    def __init__(self, strategy: GroupedStrategy, nested: NestedRuns, trainer: Trainer) -> None:
+    def __init__(
+        self, strategy: GroupedStrategy, nested: NestedRuns, trainer: Trainer, before_batch: Callable[[], None]
+    ) -> None:
         self._strategy = strategy
         self._nested = nested
-        self._trainer = trainer
+        self._trainer, self._before_batch = trainer, before_batch
         self._staleness = Staleness()
         self._display = ProgressDisplay()
         _private.listen(trainer, self)
@@ -97,6 +100,8 @@ class Listener:
         if self._nested.is_running:
             return
         strategy, traffic = self._strategy, self._strategy.joined.channel.traffic
+        self._before_batch()
+        strategy.follow_recorder()
         strategy.grouping.begin_batch()
         strategy.step_times.begin(traffic.seconds, traffic.moved)
         strategy.balance.begin_batch()

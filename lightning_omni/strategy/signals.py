@@ -89,7 +89,8 @@ class Signals:
             world: this rank's place in the run.
             leave: synchronizes all groups, for the last time.
         """
-        if self._replaced or world.size == 1 or threading.current_thread() is not threading.main_thread():
+        is_alone = world.size == 1 and world.enlistment is None
+        if self._replaced or is_alone or threading.current_thread() is not threading.main_thread():
             return
         self._trainer, self._world, self._leave = trainer, world, leave
         for number, before in self._before.items():
@@ -141,6 +142,11 @@ class Signals:
             self._leave()
             self._stop()
 
+    def agree_alone(self) -> None:
+        """The same, for a rank that is a group by itself and has joined others: Lightning takes it for the only one."""
+        if self._world is not None and self._world.size == 1:
+            self.agree()
+
     def _requeue(self) -> None:
         """The recorder's group saves, and the recorder has the job requeued: all as Lightning does it."""
         self._requeued = True
@@ -160,7 +166,9 @@ class Signals:
         """What rank 0 of a process group says to the others."""
         wanted = self._wanted()
         now = time.monotonic()
-        has_server = self._world is not None and self._world.control is not None  # it tells every rank of all signals
+        world = self._world
+        # The server tells every rank of all signals; those of a group that has joined on its own are the group's.
+        has_server = world is not None and world.control is not None and world.enlistment is None
         if wanted or now - self._asked < POLL or has_server:
             return wanted
         self._asked = now
@@ -170,7 +178,7 @@ class Signals:
         """What this rank was told to do, or has heard that another was."""
         world = self._world
         assert world is not None
-        status = world.control.status if world.control is not None else None
+        status = world.control.status if world.control is not None and world.enlistment is None else None
         heard = status.signal if status is not None else _NOTHING
         if RECORDER in world.members and not self._requeued and (self._requeues or heard == _REQUEUE):
             return _REQUEUE
@@ -194,11 +202,12 @@ class Signals:
         trainer, world, is_told = self._trainer, self._world, False
         while self._watcher is threading.current_thread() and world is not None and trainer is not None:
             time.sleep(_POLL_SECONDS)
-            if world.control is not None:
+            if world.control is not None and world.enlistment is None:
                 world.control.signal = _TERMINATE if self._terminates else _REQUEUE if self._requeues else _NOTHING
             if self._terminates and not is_told:
                 is_told = True
-                _log.warning("rank %d was told to end by SIGTERM; the run ends after this batch", world.rank)
+                ends = "the run ends" if world.enlistment is None else "its group leaves the run"
+                _log.warning("rank %d was told to end by SIGTERM; %s after this batch", world.rank, ends)
                 if trainer.strategy.launcher is not None:
                     trainer.strategy.launcher.kill(signal.SIGTERM)
             silent = time.monotonic() - self._progress

@@ -1,0 +1,95 @@
+"""The place of a group that joins a run on its own: asked for before it has a model."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable
+
+from lightning_omni.errors import ConnectionLost, OmniError, Refused
+from lightning_omni.optimizer.options import WorldOptions
+from lightning_omni.protocol.messages import Enlisted
+from lightning_omni.server.keys import load as load_key
+from lightning_omni.server.observer import Observer
+
+_log = logging.getLogger(__name__)
+
+_ASK_AGAIN = 0.5
+"""Seconds between two questions, while another group is about to begin the run."""
+
+
+class Enlistment:
+    """Numbers for the ranks of a group. All of its ranks make one.
+
+    Args:
+        options: of the run; ``server`` is where it is.
+        rank: this one, in its own torch.distributed world; rank 0 asks.
+        size: ranks of the group.
+        tell: gives every rank of the group the text of rank 0.
+
+    Attributes:
+        run: the run's name.
+        first: number of the group's first rank; the others' follow.
+        announced: ranks of the group that has begun the run.
+        begins: whether this group is to begin it.
+
+    Raises:
+        OmniError: the server cannot be reached, refuses, or the run is over.
+    """
+
+    def __init__(self, options: WorldOptions, rank: int, size: int, tell: Callable[[str], str]) -> None:
+        self._observer: Observer | None = None
+        failure: OmniError | None = None
+        said = ""
+        if rank == 0:
+            try:
+                said = json.dumps(self._ask(options, size))
+            except OmniError as error:
+                failure, said = error, json.dumps(str(error))
+        heard = json.loads(tell(said))
+        if isinstance(heard, str):
+            raise failure or ConnectionLost(f"rank 0 of this group could not join: {heard}")
+        self.run, self.first, announced = heard
+        self.begins = announced == 0
+        self.announced = announced or size
+
+    def _ask(self, options: WorldOptions, size: int) -> tuple[str, int, int]:
+        self._connect(options)
+        deadline, is_said = time.monotonic() + options.timeout.total_seconds(), False
+        try:
+            while (answer := self._enlist(options, size)).first < 0:
+                if time.monotonic() > deadline:
+                    raise ConnectionLost(
+                        f"another group was to begin the run at {options.server}, and has not within"
+                        f" {options.timeout.total_seconds():.0f} s; raise timeout= if its model takes that long"
+                    )
+                if not is_said:
+                    is_said = True
+                    _log.info("another group is about to begin the run at %s; this one joins it then", options.server)
+                time.sleep(_ASK_AGAIN)
+        except BaseException:
+            self.close()
+            raise
+        return answer.run, answer.first, answer.announced
+
+    def _connect(self, options: WorldOptions) -> None:
+        assert options.server is not None
+        self.close()
+        self._observer = Observer(options.server, load_key(), options.encryption)
+
+    def _enlist(self, options: WorldOptions, size: int) -> Enlisted:
+        assert self._observer is not None
+        try:
+            return self._observer.enlist(size)
+        except Refused as no:
+            if no.code != "stranger":  # so many ask that this connection was displaced
+                raise
+        self._connect(options)
+        return self._observer.enlist(size)
+
+    def close(self) -> None:
+        """The group takes part, or never will: its place is no longer held for it."""
+        if self._observer is not None:
+            self._observer.close()
+            self._observer = None

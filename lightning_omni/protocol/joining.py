@@ -1,0 +1,128 @@
+"""Joining: groups that come on their own, each with a torch.distributed world of its own, while the run goes on.
+
+Rule 1: the server gives ranks their numbers; the group that asks first begins the run, with whatever it was told.
+Rule 2: a group joins between two synchronization points of the others, when they have parted and what it is given was
+stored since; else it would have to come to collectives in the midst of which the others are. Until then it waits.
+Rule 3: it has a batch from the moment on at which it has joined. With none it would take the epoch for over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from lightning_omni.errors import ProtocolError, Refused
+from lightning_omni.protocol import messages as m
+from lightning_omni.protocol.codec import Packed, check_specs
+from lightning_omni.protocol.epochs import Epochs
+from lightning_omni.protocol.roster import Roster
+from lightning_omni.protocol.service import Out, Payload, Sender, Service, as_tensor
+from lightning_omni.protocol.shard_servers import Servers
+from lightning_omni.protocol.synchronization import Synchronization
+
+Admit = Callable[[Sender, m.Join, Payload], list[Out]]
+"""Takes a group in at once: `lightning_omni.protocol.membership.Membership.join`."""
+
+
+class Joining(Service):
+    """Takes groups in that come on their own.
+
+    Args:
+        roster: the ranks of the run.
+        epochs: the epoch that is under way.
+        synchronization: when the groups synchronized last.
+        servers: those that hold a share each.
+        random: draws that many random bytes.
+        admit: takes a group in.
+    """
+
+    def __init__(
+        self,
+        roster: Roster,
+        epochs: Epochs,
+        synchronization: Synchronization,
+        servers: Servers,
+        random: Callable[[int], bytes],
+        admit: Admit,
+    ) -> None:
+        self._roster, self._epochs, self._synchronization = roster, epochs, synchronization
+        self._servers, self._random, self._admit = servers, random, admit
+        self._waiting: dict[int, tuple[Sender, m.Join]] = {}
+        self._stored: tuple[Packed, Tensor] | None = None
+        self._stored_at = -1
+
+    # --- Messages ----------------------------------------------------------------------------------------------------
+
+    def enlist(self, sender: Sender, message: m.Enlist, payload: Payload) -> list[Out]:
+        """A group wants numbers for its ranks."""
+        if self._servers.count > 1:
+            raise Refused(
+                "servers",
+                f"{self._servers.count} servers hold a share of the weights each here, and groups can join one server"
+                " only; start it without --shards",
+            )
+        first, announced = self._roster.enlist(sender.peer, message.ranks, self._random(8).hex())
+        run = self._roster.run or self._roster.claimed
+        return [Out(sender.peer, m.CONTROL, m.Enlisted(run=run, first=first, announced=announced))]
+
+    def ask(self, sender: Sender, message: m.Join, payload: Payload) -> list[Out]:
+        """Ranks that came late want to be a group; answered when they are."""
+        if not self._roster.joining:
+            return self._admit(sender, message, payload)
+        self._waiting[sender.rank] = sender, message
+        return self.resolve_pending()
+
+    def check_state(self, sender: Sender, message: m.StoreRunState) -> int:
+        """Bytes of what is stored."""
+        check_specs(message.packed.specs, message.nbytes)
+        return message.nbytes
+
+    def store(self, sender: Sender, message: m.StoreRunState, payload: Payload) -> list[Out]:
+        """The groups have parted, and this is what a further one is given."""
+        self._stored = message.packed, as_tensor(payload)
+        self._stored_at = self._synchronization.completed
+        return [Out(sender.peer, m.DATA, m.RunStateStored())]
+
+    def read(self, sender: Sender, message: m.ReadRunState, payload: Payload) -> list[Out]:
+        """A group that has joined reads it."""
+        if self._stored is None:
+            raise Refused("state", "nothing was stored for groups that join")
+        packed, buffer = self._stored
+        return [Out(sender.peer, m.DATA, m.StoredRunState(packed=packed, nbytes=buffer.numel()), (buffer,))]
+
+    # --- What others wait for ----------------------------------------------------------------------------------------
+
+    def resolve_pending(self) -> list[Out]:
+        out: list[Out] = []
+        for rank, (sender, message) in list(self._waiting.items()):
+            if rank in self._roster.gone:
+                del self._waiting[rank]
+            elif self._roster.finished:
+                del self._waiting[rank]
+                out.append(Out(sender.peer, m.CONTROL, _over()))
+            elif self._is_open:
+                del self._waiting[rank]
+                out += self._take_in(sender, message)
+        return out
+
+    @property
+    def _is_open(self) -> bool:
+        """Whether a group may join now."""
+        book = self._epochs.book
+        if self._stored is None or book is None or self._epochs.stop:
+            return False
+        if not self._roster.live:  # no rank trains whose collectives it could come into
+            return True
+        return self._stored_at == self._synchronization.completed and not book.is_drained
+
+    def _take_in(self, sender: Sender, message: m.Join) -> list[Out]:
+        try:
+            return self._admit(sender, message, b"")
+        except ProtocolError as error:
+            code = error.code if isinstance(error, Refused) else "protocol"
+            return [Out(sender.peer, m.CONTROL, m.RefusedMessage(code=code, reason=str(error)))]
+
+
+def _over() -> m.RefusedMessage:
+    return m.RefusedMessage(code="over", reason="it has been trained to its end")

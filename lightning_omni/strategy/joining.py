@@ -1,0 +1,142 @@
+"""What a group that joins a run on its own is given beside the weights, so that it stands where the run stands.
+
+It is made by the recorder's group whenever the groups have parted, and kept by the server: a checkpoint without weights
+and without optimizer state, and what it says of progress is that of the run. A group that joins takes it over before
+its loops begin, and trains on from the epoch that is under way.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from lightning_omni.errors import MalformedMessage, UnsupportedError
+from lightning_omni.protocol.codec import pack
+from lightning_omni.strategy import _private
+from lightning_omni.strategy.epochs import Entered
+from lightning_omni.strategy.grouping import GroupedStrategy
+
+if TYPE_CHECKING:
+    from pytorch_lightning import Trainer
+
+_APART = ("state_dict", "loops", "epoch", "global_step")
+"""What of Lightning's checkpoint is not taken: weights are the server's, and progress is counted in samples."""
+
+
+class RunStates:
+    """Makes and takes over the state of a run that groups join.
+
+    Args:
+        strategy: whose run.
+
+    Attributes:
+        is_described: whether Lightning is asked for a checkpoint that has no weights in it.
+    """
+
+    def __init__(self, strategy: GroupedStrategy) -> None:
+        self._strategy = strategy
+        self._told: set[str] = set()
+        self.is_described = False
+
+    def check(self, trainer: Trainer) -> None:
+        """Raises `UnsupportedError` for what groups that join cannot do in this fit."""
+        if self._strategy.joined.enlistment is not None and _private.keeps_average(trainer):
+            raise UnsupportedError(
+                "join=True with WeightAveraging: a group that joins would begin an average of its own; leave the"
+                " callback out, or start all ranks together"
+            )
+
+    # --- The recorder's group ----------------------------------------------------------------------------------------
+
+    def store(self) -> None:
+        """The groups have parted: the server gets what a further one is given. On all ranks."""
+        world = self._strategy.joined
+        if world.enlistment is None or world.process_groups.live.ranks[0] not in world.members:
+            return
+        tree = self._describe()  # on all of the group: what users save may need collectives
+        if world.is_leader:
+            world.channel.store_run_state(tree)
+
+    def _describe(self) -> dict[str, Any]:
+        strategy, trainer = self._strategy, self._strategy.fitted.trainer
+        self.is_described = True
+        try:
+            checkpoint = _private.checkpoint_of(trainer)
+        finally:
+            self.is_described = False
+        served = {id(each) for part in strategy.joined.parts for each in part.replica.ordered}
+        entries = strategy.fitted.state_dict(keep_vars=True).items()
+        own = {name: each for name, each in entries if isinstance(each, Tensor) and id(each) not in served}
+        bases = strategy.epochs.schedule
+        tree = {
+            "epoch": trainer.current_epoch,
+            "counters": _private.progress_counters(trainer)[1:],
+            "samples": strategy.epochs.samples,
+            "order": strategy.epochs.data.order,
+            "folders": _private.folders(trainer),
+            "schedule": [list(bases.get(config.scheduler, ())) for config in trainer.lr_scheduler_configs],
+            "schedulers": checkpoint.pop("lr_schedulers"),
+            "hyperparameters": checkpoint.pop("optimizer_states"),
+            "module": {name: each.detach() for name, each in own.items()},
+            "callbacks": self._sendable("the state of the callback", checkpoint.pop("callbacks")),
+            "more": self._sendable("the checkpoint's entry", {k: v for k, v in checkpoint.items() if k not in _APART}),
+        }
+        problem = _problem(tree)
+        return {"refused": f"the run's schedulers or optimizers cannot be sent: {problem}"} if problem else tree
+
+    def _sendable(self, what: str, entries: Mapping[str, Any]) -> dict[str, Any]:
+        """Those entries that can be sent; of others it is said once that groups that join do without."""
+        problems = {name: problem for name, value in entries.items() if (problem := _problem(value))}
+        for name in problems.keys() - self._told:
+            self._told.add(name)
+            self._strategy.rank_zero_warn(
+                f"OmniStrategy: {what} {name} is not given to groups that join: {problems[name]}"
+            )
+        return {name: value for name, value in entries.items() if name not in problems}
+
+    # --- A group that has joined -------------------------------------------------------------------------------------
+
+    def take_over(self, trainer: Trainer) -> None:
+        """This group joins the run, and stands where it stands. On all of it, before its loops begin.
+
+        Raises:
+            UnsupportedError: what the run is at cannot be sent.
+        """
+        strategy = self._strategy
+        joined = strategy.joined.take_part()
+        tree = strategy.joined.channel.read_run_state()
+        if "refused" in tree:
+            raise UnsupportedError(f"no group can join this run: {tree['refused']}")
+        assert joined.plan is not None  # or the server would not have let it in
+        checkpoint = {**tree["more"], "callbacks": tree["callbacks"], "state_dict": tree["module"]}
+        _private.set_folders(trainer, tree["folders"])
+        _private.load_callbacks(trainer, checkpoint)
+        strategy.fitted.load_state_dict(checkpoint["state_dict"], strict=False)
+        for optimizer, state in zip(strategy.optimizers, tree["hyperparameters"], strict=True):
+            for group, theirs in zip(optimizer.param_groups, state["param_groups"], strict=True):
+                group.update((name, value) for name, value in theirs.items() if name != "params")
+        schedule: dict[Any, Any] = {}
+        for config, state, base in zip(trainer.lr_scheduler_configs, tree["schedulers"], tree["schedule"], strict=True):
+            config.scheduler.load_state_dict(_like(vars(config.scheduler), state))
+            if base:
+                schedule[config.scheduler] = tuple(base)
+        strategy.epochs.enter(Entered(joined.plan, tree["samples"]), schedule)
+        strategy.epochs.data.order = tree["order"]
+        _private.begin_at(trainer, tree["epoch"], tree["counters"])
+
+
+def _problem(tree: Any) -> str:
+    """Why this cannot be sent, or an empty string."""
+    try:
+        pack(tree)
+    except MalformedMessage as error:
+        return str(error)
+    return ""
+
+
+def _like(own: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
+    """A scheduler's state as it was before it was sent: a Counter travels as a dict."""
+    return {name: Counter(value) if isinstance(own.get(name), Counter) else value for name, value in state.items()}

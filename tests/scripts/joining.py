@@ -1,0 +1,89 @@
+"""One group of a run that others join and leave; it waits in the first batch of given epochs until a file says go."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from typing import Any
+
+import torch
+from common import FOLDER, OPTIONS, Net, digest, loaders, omni, pl, trainer
+from torch import Tensor
+from torch.optim.lr_scheduler import OneCycleLR
+
+NAME = os.environ["OMNI_TEST_NAME"]
+
+
+class Member(Net):
+    """Writes down what it has trained, in which epoch, and at which rate."""
+
+    held = -1
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        epoch = self.current_epoch
+        if epoch != self.held:
+            self.held = epoch
+            (FOLDER / f"{NAME}{self.global_rank}-in-{epoch}").touch()
+            while epoch in OPTIONS.get("hold", ()) and not (FOLDER / f"go-{epoch}").exists():
+                time.sleep(0.02)
+        time.sleep(OPTIONS.get("step", 0.0))
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        line = [self.current_epoch, batch[2].tolist(), self.trainer.optimizers[0].param_groups[0]["lr"]]
+        with (FOLDER / f"seen-{os.getpid()}").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        steps = int(self.trainer.estimated_stepping_batches)
+        schedule = OneCycleLR(optimizer, 0.05, total_steps=steps, cycle_momentum=False)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class Record(pl.Callback):
+    """Counts the epochs of the whole run, as whoever saves does, and not those of this group."""
+
+    epochs = 0
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        self.epochs += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epochs": self.epochs}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.epochs = state_dict["epochs"]
+
+
+def main() -> None:
+    pl.seed_everything(int(os.environ.get("OMNI_TEST_SEED", 1)), verbose=False)
+    net, record = Member(), Record()
+    devices = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    saves = pl.callbacks.ModelCheckpoint(FOLDER / NAME, "{epoch}", monitor="val_loss", save_top_k=-1)
+    strategy = omni.OmniStrategy(method=OPTIONS.get("method"), timeout=None)
+    fit = trainer(
+        strategy,
+        devices,
+        max_epochs=OPTIONS["epochs"],
+        callbacks=[saves, record],
+        enable_checkpointing=True,
+        num_sanity_val_steps=1,
+    )
+    train, held_out = loaders(OPTIONS.get("samples", 128))
+    fit.fit(net, train, held_out)
+    said = {
+        "weights": digest(net),
+        "step": fit.global_step,
+        "zero": fit.is_global_zero,
+        "epochs": record.epochs,
+        "finite": bool(torch.stack([each.sum() for each in net.parameters()]).isfinite().all()),
+        "val": float(fit.callback_metrics["val_loss"]),
+        "best": saves.best_model_path,
+    }
+    (FOLDER / f"{NAME}{fit.local_rank}.json").write_text(json.dumps(said))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,426 @@
+"""Groups that come on their own, with a launcher each, while the run goes on; and go, also the one that began it."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from processes import Process
+from test_observation import say, watch
+from test_server_core import Link, control_peer, expect_refusal, new_parameters, part_of, seed_of
+
+from lightning_omni.errors import ConfigurationError
+from lightning_omni.optimizer import WorldOptions
+from lightning_omni.protocol import EpochPlan
+from lightning_omni.protocol import messages as m
+from lightning_omni.protocol.codec import pack, unpack
+from lightning_omni.strategy.pytorch_lightning import OmniStrategy
+
+# --- The protocol ----------------------------------------------------------------------------------------------------
+
+PLAN = EpochPlan(epoch=0, total=12, batch_size=2, budget=12)
+STATE = {"epoch": 0, "module": {"mean": torch.arange(3.0)}}
+
+
+class Joined(Link):
+    """A run that groups join: they come as processes that watch, and then as ranks."""
+
+    def enlist(self, ranks: int, peer: bytes) -> Any:
+        """A group asks for its place, on the connection of a process that watches."""
+        if not self.core.is_admitted(m.CONTROL, peer):
+            watch(self, peer=peer)
+        return say(self, m.Enlist(ranks=ranks), peer)
+
+    def begin(self, ranks: int = 1) -> m.Enlisted:
+        """The first group: joins, forms, hands weights over and opens the epoch."""
+        enlisted: m.Enlisted = self.enlist(ranks, b"first")
+        self.world_size = ranks
+        for rank in range(ranks):
+            self.come(rank, enlisted.run, ranks)
+        self.form(tuple(range(ranks)))
+        message, payload = seed_of({"parts": [part_of(new_parameters())]})
+        assert self.data(0, message, payload)[0] == m.Seeded()
+        self.control(0, m.OpenEpoch(plan=PLAN))
+        return enlisted
+
+    def come(self, rank: int, run: str, announced: int = 0) -> None:
+        """A rank is let in."""
+        self.join(rank, run=run, world_size=announced)
+
+    def part(self) -> m.Message:
+        """The groups have parted: the recorder says what a group that joins is given."""
+        packed, buffer = pack(STATE)
+        store = m.StoreRunState(packed=packed, nbytes=buffer.numel())
+        stored: m.Message = self.data(self.core.roster.recorder, store, buffer.numpy().tobytes())[0]
+        return stored
+
+    def ask(self, rank: int) -> list[Any]:
+        """A rank that was let in wants to be a group: what it hears, or nothing yet."""
+        return [answer for answer, _ in self.say(control_peer(rank), m.Join(ranks=(rank,)))]
+
+    def meet(self, number: int, *ranks: int) -> None:
+        """All come to a synchronization point."""
+        for rank in ranks:
+            self.say(control_peer(rank), m.Contribute(number=number, what="agree", brought=False))
+
+
+def test_the_group_that_asks_first_begins_the_run_and_others_wait_until_it_has() -> None:
+    link = Joined()
+    first = link.enlist(2, b"first")
+    assert (first.first, first.announced) == (0, 0)
+    assert first.run
+    assert link.enlist(2, b"first") == first
+    assert link.enlist(1, b"second").first == -1
+    link.world_size = 2
+    for rank in range(2):
+        link.come(rank, first.run, 2)
+    second, third = link.enlist(3, b"second"), link.enlist(1, b"third")
+    assert (second.first, second.announced, second.run) == (2, 2, first.run)
+    assert (third.first, third.announced) == (5, 2)
+    assert link.enlist(3, b"second") == second  # asked again, it has the place it had
+
+
+def test_if_the_group_that_was_to_begin_is_gone_the_next_one_begins() -> None:
+    link = Joined()
+    link.enlist(1, b"first")
+    assert link.enlist(1, b"second").first == -1
+    link.deliver(link.core.hang_up(b"first"))
+    assert link.enlist(1, b"second").first == 0
+
+
+def test_a_run_whose_ranks_were_announced_is_not_joined_so() -> None:
+    link = Joined(world_size=1)
+    link.join(0)
+    expect_refusal(link.enlist(1, b"late"), "busy", "were all announced")
+
+
+def test_several_servers_refuse_groups_that_come_on_their_own() -> None:
+    expect_refusal(Joined(shards=2).enlist(1, b"first"), "servers", "--shards")
+
+
+@pytest.mark.parametrize("ranks", [0, -1, 1 << 16])
+def test_an_impossible_number_of_ranks_is_refused(ranks: int) -> None:
+    expect_refusal(Joined().enlist(ranks, b"first"), "rank")
+
+
+def test_a_group_joins_once_the_others_have_parted_and_has_a_batch_at_once() -> None:
+    link = Joined()
+    run = link.begin().run
+    place = link.enlist(1, b"late")
+    link.come(place.first, run)
+    assert link.ask(place.first) == []  # nothing is stored that it could be given
+    link.inbox.clear()
+    assert link.part() == m.RunStateStored()
+    (joined,) = link.news(place.first)
+    assert isinstance(joined, m.Joined)
+    assert (joined.group, joined.live, joined.synchronizations, joined.plan) == (1, (0, 1), 0, PLAN)
+    answer, payload = link.data(1, m.ReadRunState())
+    given = unpack(answer.packed, torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+    assert given["epoch"] == 0
+    assert torch.equal(given["module"]["mean"], STATE["module"]["mean"])  # type: ignore[index]
+    for number in range(5):  # all that is left, and not the batch that the group was given
+        assert link.control(0, m.Draw(epoch=0, generation=1, number=number)).batches
+    assert not link.control(0, m.Draw(epoch=0, generation=1, number=5)).batches
+    assert link.control(1, m.Draw(epoch=0, generation=1, number=0)).batches
+
+
+def test_no_group_joins_while_the_others_synchronize_nor_with_what_was_stored_before() -> None:
+    link = Joined()
+    run = link.begin().run
+    link.part()
+    link.meet(0, 0)  # a synchronization point is over: what was stored is of before
+    place = link.enlist(1, b"late")
+    link.come(place.first, run)
+    assert link.ask(place.first) == []
+    link.part()
+    (joined,) = (each for each in link.news(place.first) if isinstance(each, m.Joined))
+    assert joined.synchronizations == 1
+
+
+def test_no_group_joins_an_epoch_in_which_there_is_nothing_left_to_train() -> None:
+    link = Joined()
+    run = link.begin().run
+    for number in range(6):
+        link.control(0, m.Draw(epoch=0, generation=1, number=number))
+    link.part()
+    place = link.enlist(1, b"late")
+    link.come(place.first, run)
+    assert link.ask(place.first) == []
+    link.deliver(link.core.hang_up(control_peer(0)))  # its batches come back, and there is nobody else
+    assert any(isinstance(each, m.Joined) for each in link.news(place.first))
+
+
+def test_the_run_outlives_the_group_that_began_it_and_its_recorder_is_the_lowest_rank_that_lives() -> None:
+    link = Joined()
+    run = link.begin().run
+    link.part()
+    for peer in (b"second", b"third"):
+        place = link.enlist(1, peer)
+        link.come(place.first, run)
+        assert link.ask(place.first)
+    expect_refusal(link.control(1, m.Form(generation=2, groups=((0,), (1,), (2,)), method={})), "protocol", "rank 0")
+    link.deliver(link.core.hang_up(control_peer(0)))
+    assert not link.core.over
+    status = link.control(1, m.AskStatus())
+    assert (status.recorder, [each.group for each in status.groups], status.lost) == (1, [1, 2], (0,))
+    assert link.part() == m.RunStateStored()
+    link.control(1, m.Goodbye())
+    assert link.control(2, m.AskStatus()).recorder == 2
+    assert not link.core.is_over
+
+
+def test_a_run_that_all_have_left_goes_on_with_the_next_group_and_is_over_when_it_is_finished() -> None:
+    link = Joined()
+    run = link.begin().run
+    link.part()
+    link.deliver(link.core.hang_up(control_peer(0)))
+    assert not link.core.is_over
+    assert link.core.roster.live == ()
+    place = link.enlist(1, b"next")
+    assert (place.run, place.first, place.announced) == (run, 1, 1)
+    link.come(1, run)
+    (joined,) = link.ask(1)
+    assert (joined.group, joined.live) == (1, (1,))
+    assert link.part() == m.RunStateStored()
+    link.control(1, m.Goodbye(finished=True))
+    assert link.core.is_over
+
+
+def test_a_group_that_waits_hears_when_the_run_is_over() -> None:
+    link = Joined()
+    run = link.begin().run
+    place = link.enlist(1, b"late")
+    link.come(place.first, run)
+    assert link.ask(place.first) == []
+    link.control(0, m.Goodbye(finished=True))
+    assert any(getattr(each, "code", "") == "over" for each in link.news(place.first))
+    expect_refusal(link.enlist(1, b"later"), "over")
+
+
+def test_a_group_that_dies_while_it_waits_is_missed_by_nobody() -> None:
+    link = Joined()
+    run = link.begin().run
+    place = link.enlist(1, b"late")
+    link.come(place.first, run)
+    link.ask(place.first)
+    link.deliver(link.core.hang_up(control_peer(place.first)))
+    link.part()
+    assert link.core.roster.groups == (0,)
+    link.meet(0, 0)
+    assert any(isinstance(each, m.Gathered) for each in link.news(0))
+
+
+def test_what_a_group_is_given_is_said_by_the_recorder_alone() -> None:
+    link = Joined()
+    run = link.begin().run
+    link.part()
+    place = link.enlist(1, b"late")
+    link.come(place.first, run)
+    link.ask(place.first)
+    packed, buffer = pack({})
+    store = m.StoreRunState(packed=packed, nbytes=buffer.numel())
+    expect_refusal(link.data(1, store)[0], "malformed", "only rank 0 says what groups that join are given")
+
+
+# --- What is refused -------------------------------------------------------------------------------------------------
+
+SERVER = "tcp://127.0.0.1:5555"
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"server": None}, "join=True without server="),
+        ({"groups": 2}, "groups=2 and join=True"),
+        ({"method": "gossip"}, "speak to each other"),
+        ({"data": "static"}, 'data="static" and join=True'),
+        ({"validation": "published"}, 'validation="published" and join=True'),
+        ({"merged": "head"}, "merged='head' and join=True"),
+    ],
+)
+def test_what_groups_that_join_cannot_do_is_refused_by_name(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        OmniStrategy(**{"join": True, "server": SERVER, **given})
+    assert says in str(caught.value)
+
+
+def test_the_environment_names_a_run_to_join_and_an_argument_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    def options(**given: Any) -> WorldOptions:
+        return OmniStrategy(**given)._world_options
+
+    assert not options(server=SERVER).join
+    monkeypatch.setenv("LIGHTNING_OMNI_SERVER", SERVER)
+    assert (options().server, options().join) == (SERVER, True)
+    assert not options(join=False).join
+    assert not options(server="tcp://127.0.0.1:7").join
+    with pytest.raises(ConfigurationError, match="LIGHTNING_OMNI_SERVER"):
+        options(groups=3)
+
+
+# --- Processes -------------------------------------------------------------------------------------------------------
+
+SCRIPT = Path(__file__).parent / "scripts" / "joining.py"
+COMMAND = [sys.executable, "-c", "from lightning_omni.cli import main; raise SystemExit(main())"]
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+PATIENCE = 150.0
+"""Seconds for a process to import what it needs and to train a little, on a busy machine."""
+
+
+class Run:
+    """A standing server, and groups that come."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.groups = folder, dict[str, Process]()
+        self._env: dict[str, str | None] = {
+            "LIGHTNING_OMNI_KEY": secrets.token_hex(32),
+            "OMNI_TEST_FOLDER": str(folder),
+        }
+        self.server = Process([*COMMAND, "serve", "--port", "0", "--once"], self._env)
+        address = self.server.expect(r"parameter server on (tcp://\S+),", timeout=PATIENCE)[1]
+        self._env["LIGHTNING_OMNI_SERVER"] = address
+
+    def start(self, name: str, options: dict[str, Any], launcher: Sequence[str] = (), seed: int = 1) -> Process:
+        env = {**self._env, "OMNI_TEST_NAME": name, "OMNI_TEST_SEED": str(seed)}
+        command = [sys.executable, *launcher, str(SCRIPT), json.dumps(options)]
+        self.groups[name] = Process(command, env)
+        return self.groups[name]
+
+    def wait_for(self, name: str) -> None:
+        """Until a group has made a file."""
+        deadline = time.monotonic() + PATIENCE
+        while not (self.folder / name).exists():
+            ended = {each: process.output for each, process in self.groups.items()}
+            assert time.monotonic() < deadline, f"{name} did not come: {ended} {self.server.output}"
+            time.sleep(0.02)
+
+    def go(self, epoch: int) -> None:
+        (self.folder / f"go-{epoch}").touch()
+
+    def result(self, name: str, rank: int = 0) -> dict[str, Any]:
+        """What a rank of a group said in the end."""
+        result: dict[str, Any] = json.loads((self.folder / f"{name}{rank}.json").read_text())
+        return result
+
+    @property
+    def trained(self) -> Counter[tuple[int, int]]:
+        """How often each sample of each epoch was trained to the end."""
+        text = "".join(file.read_text() for file in self.folder.glob("seen-*"))
+        lines = list(map(json.loads, text.splitlines()))
+        return Counter((epoch, sample) for epoch, samples, _ in lines for sample in samples)
+
+    def close(self) -> None:
+        for process in (*self.groups.values(), self.server):
+            process.kill()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    run = Run(tmp_path)
+    yield run
+    run.close()
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_three_launchers_train_one_run_in_which_the_first_is_killed_and_the_second_told_to_leave(run: Run) -> None:
+    """Each moment is held: the groups wait in an epoch's first batch until what is to happen in it has happened."""
+    epochs, samples = 5, 128
+    options = {"epochs": epochs, "samples": samples, "hold": [1, 2, 3]}
+    first = run.start("a", options)
+    run.wait_for("a0-in-1")
+    second = run.start("b", options, seed=2)  # whatever it begins with, it is given the run's
+    run.wait_for("b0-in-1")
+    run.go(1)
+    run.wait_for("a0-in-2")
+    run.wait_for("b0-in-2")
+    os.kill(first.pid, signal.SIGKILL)
+    run.server.expect("rank 0 lost", PATIENCE)
+    third = run.start("c", options, TORCHRUN)
+    run.wait_for("c0-in-2")
+    run.wait_for("c1-in-2")
+    run.go(2)
+    run.wait_for("b0-in-3")
+    run.wait_for("c0-in-3")
+    os.kill(second.pid, signal.SIGTERM)
+    second.expect("its group leaves the run", PATIENCE)
+    run.go(3)
+    assert second.end(PATIENCE) == 128 + signal.SIGTERM, second.output
+    assert third.end(PATIENCE) == 0, third.output
+    assert run.server.end(PATIENCE) == 0, run.server.output
+    for event in ("group 1 takes part: rank 1", "group 2 takes part: ranks 2 to 3", "rank 1 left in good order"):
+        assert event in run.server.output
+    assert "the group that logged and saved is gone" in second.output
+    assert "the group that logged and saved is gone" in third.output
+
+    assert set(run.trained) == {(epoch, sample) for epoch in range(epochs) for sample in range(samples)}
+    ranks = [run.result("c", rank) for rank in range(2)]
+    assert ranks[0]["weights"] == ranks[1]["weights"]
+    assert [each["zero"] for each in ranks] == [True, False]
+    assert all(each["epochs"] == epochs and each["finite"] for each in ranks)  # the callback's state came along
+    # Whoever recorded saved where the run saves: one folder, one checkpoint an epoch, and plain Lightning reads it.
+    assert sorted(path.name for path in (run.folder / "a").iterdir()) == [f"epoch={n}.ckpt" for n in range(epochs)]
+    assert not (run.folder / "b").exists()
+    last = torch.load(run.folder / "a" / f"epoch={epochs - 1}.ckpt", weights_only=False)
+    assert last["epoch"] == epochs - 1
+    assert last["lr_schedulers"][0]["last_epoch"] == epochs * samples // 8
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_run_that_nobody_trains_any_more_is_trained_on_by_the_group_that_comes_next(run: Run) -> None:
+    options = {"epochs": 3, "hold": [1]}
+    first = run.start("a", options)
+    run.wait_for("a0-in-1")
+    os.kill(first.pid, signal.SIGKILL)
+    run.server.expect("rank 0 lost", PATIENCE)
+    run.go(1)
+    second = run.start("b", options, seed=2)
+    assert second.end(PATIENCE) == 0, second.output
+    assert run.server.end(PATIENCE) == 0, run.server.output
+    assert set(run.trained) == {(epoch, sample) for epoch in range(3) for sample in range(128)}
+    result = run.result("b")
+    assert (result["epochs"], result["zero"]) == (3, True)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("method", ["local_sgd:period=4", "elastic_averaging:period=2", "diloco:period=4", "hardsync"])
+def test_a_group_joins_whatever_the_method(run: Run, method: str) -> None:
+    options = {"epochs": 3, "hold": [1], "method": method}
+    first = run.start("a", options)
+    run.wait_for("a0-in-1")
+    second = run.start("b", options, seed=2)
+    run.wait_for("b0-in-1")
+    run.go(1)
+    assert first.end(PATIENCE) == 0, first.output
+    assert second.end(PATIENCE) == 0, second.output
+    one, other = run.result("a"), run.result("b")
+    assert one["weights"] == other["weights"]
+    assert one["val"] == other["val"]
+    assert one["finite"]
+    assert set(run.trained) == {(epoch, sample) for epoch in range(3) for sample in range(128)}
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_group_that_was_told_otherwise_is_refused_and_the_run_goes_on(run: Run) -> None:
+    first = run.start("a", {"epochs": 2, "hold": [1]})
+    run.wait_for("a0-in-1")
+    wrong = run.start("b", {"epochs": 2, "method": "hardsync"})
+    assert wrong.end(PATIENCE) != 0
+    assert "the run that this group joins has" in wrong.output
+    smaller = run.start("c", {"epochs": 2, "samples": 64})
+    assert smaller.end(PATIENCE) != 0
+    assert "this group's data is not that of the run" in smaller.output
+    run.go(1)
+    assert first.end(PATIENCE) == 0, first.output
