@@ -102,6 +102,7 @@ BAD: dict[Any, dict[str, list[Any]]] = {
         "overlap": ["yes", 1, None],
         "validation": ["publish", True, None, 3],
         "join": ["yes", 1, 0.5],
+        "save_every": ["30", 0, -1.0, math.nan, math.inf, True],
     },
 }
 

@@ -463,7 +463,7 @@ def test_bytes_too_many_for_the_control_channel_are_brought_and_collected(link: 
         assert link.data(rank, m.Collect(number=0)) == (m.Collected(nbytes=5 + len(large)), small + large)
     expect_refusal(link.data(0, m.Collect(number=1))[0], "protocol", "nothing to collect of collective 1")
     answer = link.control(0, m.Contribute(number=1, what="gather", brought=True))
-    expect_refusal(answer, "protocol", "has brought nothing")
+    expect_refusal(answer, "brought", "has brought nothing")
 
 
 def test_a_message_too_large_for_the_control_channel_is_brought_and_only_such_as_an_admitted_rank_may_send(

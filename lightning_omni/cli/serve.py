@@ -38,6 +38,8 @@ def serve(
     upstream: str = "",
     http: int | None = None,
     http_host: str = "127.0.0.1",
+    state: Path | None = None,
+    save_every: Quantity = 30.0,
 ) -> int:
     """Runs a parameter server that trainings join with OmniStrategy(server="tcp://host:port").
 
@@ -69,6 +71,9 @@ def serve(
         http: Port for /metrics (Prometheus), /status (JSON), /healthz and /readyz, which anyone who can connect may
             read; 0 takes a free one. Without it nothing is served over HTTP.
         http_host: Address for these. Loopback by default: other machines can connect only if you name an address here.
+        state: Directory in which the server saves its state as it runs. Started with it again after it was killed, the
+            server goes on from there with its run, whose ranks look for it at the same address for five minutes.
+        save_every: Time between two saves, as in 30s, or in seconds.
     """
     # Not above: --help is not to wait for torch.
     import msgspec
@@ -86,12 +91,15 @@ def serve(
     from lightning_omni.server.addresses import EVERYWHERE
     from lightning_omni.server.keys import load_or_create
     from lightning_omni.server.process import ServerProcess, ServerSettings, raise_limit_of_files
+    from lightning_omni.server.saving import StateDirectory
     from lightning_omni.server.web import StatusServer
 
     console = Console(stderr=True)
     here = _check_shards(shards, shards_here, shard, coordinator, record)
     if upstream:
         _check_upstream(shards, record, http, once)
+    if state is not None:
+        _check_state(shards, upstream, record, transport, port)
     follows = bool(shard or upstream)
     key, where = load_or_create(key_file)
     torch.set_num_threads(threads)
@@ -111,10 +119,14 @@ def serve(
         shard=shard,
         adds_up=bool(upstream),
     )
+    states = None
+    if state is not None:
+        states = StateDirectory(state, _seconds("--save-every", save_every))
     raise_limit_of_files()
     chosen = transports.load(transport)() if transport else ZeroMQ(encryption=encryption)
     web = StatusServer(http_host, http) if http is not None else None
     try:
+        goes_on = states.restore(core) if states is not None else ""
         if follows:
             server = chosen.follow(core, coordinator or upstream, host, port, data_port)
         else:
@@ -157,7 +169,12 @@ def serve(
     if web is not None:
         console.print(f"status on {web.url}", soft_wrap=True, markup=False)
 
+    if goes_on:
+        console.print(goes_on, soft_wrap=True, markup=False)
+
     def is_over() -> bool:
+        if states is not None:
+            states.tend(core)
         if run_log is not None:
             run_log.tell()
         if web is not None:
@@ -170,12 +187,16 @@ def serve(
             console.print(f"a run is over: {core.clock} updates, ranks lost: {len(core.roster.lost)}")
             if once:
                 stopped.set()
+            if states is not None:
+                states.discard(core)
             core.reset()
         return stopped.is_set()
 
     try:
         server.run(until=is_over)
     finally:
+        if states is not None:
+            states.close(core)
         server.close()
         if web is not None:
             web.close()
@@ -208,6 +229,24 @@ def _check_shards(shards: int, here: int, shard: int, coordinator: str, record: 
             f"--record {record} --shard {shard}: the server that coordinates records what all do; give it --record"
         )
     return 1 if shard else here or shards
+
+
+def _seconds(option: str, given: Quantity) -> float:
+    if (seconds := seconds_of(option, given)) <= 0:
+        raise ConfigurationError(f"{option} {given}: pass a time, as 30s")
+    return seconds
+
+
+def _check_state(shards: int, upstream: str, record: Path | None, transport: str, port: int) -> None:
+    for option, given, why in (
+        ("--shards", shards > 1, "several servers that hold a share of the weights each do not save it"),
+        ("--upstream", upstream, "an aggregator holds nothing that could be saved; give --state to its server"),
+        ("--record", record, "a record is of one server from beginning to end"),
+        ("--transport", transport, "ranks find a server again where they speak to it over ZeroMQ"),
+        ("--port 0", not port, "ranks look for the server at the same address: name a port"),
+    ):
+        if given:
+            raise ConfigurationError(f"--state {option}: {why}; leave one of both out")
 
 
 def _check_upstream(shards: int, record: Path | None, http: int | None, once: bool) -> None:

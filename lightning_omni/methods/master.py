@@ -38,14 +38,21 @@ class Master:
             place, not copied.
         optimizer: the user's optimizer over exactly these parameters; None if the workers' own optimizers step.
         clock: number of updates that the values already contain.
+        first: how many of the parameters were there before training began; None for all.
     """
 
-    def __init__(self, parameters: Mapping[str, Parameter], optimizer: Optimizer | None, clock: int = 0) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, Parameter],
+        optimizer: Optimizer | None,
+        clock: int = 0,
+        first: int | None = None,
+    ) -> None:
         self.parameters = dict(parameters)
         self.optimizer = optimizer
         self.clock = clock
         self._ordered = list(self.parameters.values())
-        self._first = len(self._ordered)
+        self._first = len(self._ordered) if first is None else first
         self._fragments = [self._ordered]
         self._parked: dict[Tensor, Any] = {}
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from lightning_omni.errors import ConnectionLost, ProtocolError, UnsupportedError
+from lightning_omni.errors import ConnectionLost, ProtocolError, Refused, UnsupportedError
 from lightning_omni.methods import Exchange, Inbox, Publish, Pulled, ReadInbox, ReadPeer, Receive, SendPeer
 from lightning_omni.optimizer.model_replica import Part
 from lightning_omni.optimizer.place import Place
@@ -27,6 +27,7 @@ from lightning_omni.protocol.group import Action, Ask, Heard, Said
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.requests import ByAggregator, Requests, alike
 from lightning_omni.protocol.split import Split, is_elementwise
+from lightning_omni.protocol.synchronization import BROUGHT_ELSEWHERE
 from lightning_omni.protocol.transport import Address, Control, Data, Peers
 from lightning_omni.protocol.wire_format import RAW, Memory, WireFormat, check_size, decode
 
@@ -286,15 +287,22 @@ class Channel:
         brought = len(payload) > m.LARGEST_INLINE
         message = m.Contribute(number=self.synchronizations, what=what, brought=brought)
         self.synchronizations += 1
-        if brought:
-            self.bring(payload)
-        gathered, parts = self._place.control.request_payload(
-            message, m.Gathered, b"" if brought else payload, timeout=self._place.options.timeout.total_seconds()
-        )
+        gathered, parts = self._contribute(self._place.control, message, payload)
         if gathered.collect:
             _, payload_of_all = self.ask(m.Collect(number=gathered.number), m.Collected)
             parts = [part.numpy().tobytes() for part in payload_of_all.split(list(gathered.sizes))]
         return list(zip(gathered.ranks, parts, strict=True))
+
+    def _contribute(self, control: Control, message: m.Contribute, payload: bytes) -> tuple[m.Gathered, list[bytes]]:
+        timeout = self._place.options.timeout.total_seconds()
+        while message.brought:
+            self.bring(payload)
+            try:
+                return control.request_payload(message, m.Gathered, timeout=timeout)
+            except Refused as no:
+                if no.code != BROUGHT_ELSEWHERE:  # to a server that is gone
+                    raise
+        return control.request_payload(message, m.Gathered, payload, timeout=timeout)
 
     def gather(self, numbers: list[int]) -> list[list[int]]:
         """Whole numbers of every live rank, in rank order."""

@@ -8,11 +8,13 @@ import logging
 import os
 import secrets
 import socket
+import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
-from lightning_omni.errors import ConfigurationError
+from lightning_omni.errors import ConfigurationError, OmniError
 from lightning_omni.methods import Method
 from lightning_omni.methods.master import class_path
 from lightning_omni.methods.modules import class_paths, describe_module
@@ -22,11 +24,55 @@ from lightning_omni.protocol.transport import Transport
 from lightning_omni.protocol.wire_format import WireFormat
 from lightning_omni.registry import to_wire
 from lightning_omni.server import ServerProcess
+from lightning_omni.server.addresses import PrivateDirectory
 from lightning_omni.server.keys import ENVIRONMENT, key_of_environment, new_key
 from lightning_omni.server.keys import load as load_key
 from lightning_omni.server.process import ServerSettings
 
 _log = logging.getLogger(__name__)
+
+RESTARTS, SOON = 5, 10.0
+"""How often in a row a server is started again that has ended within so many seconds."""
+
+
+class Keeper:
+    """Starts the embedded server again when its process has ended and the run has not.
+
+    Args:
+        process: the server.
+        again: what another one is told that is to go on in its place.
+    """
+
+    def __init__(self, process: ServerProcess, again: ServerSettings) -> None:
+        self._process, self._again = process, again
+        self._lock = threading.Lock()
+        self._stopping = False
+        threading.Thread(target=self._keep, name="omni-keeper", daemon=True).start()
+
+    def stop(self) -> None:
+        """Ends the server, for good."""
+        with self._lock:
+            self._stopping = True
+        self._process.stop()
+
+    def _keep(self) -> None:
+        fallen = 0  # in a row, soon after they had been started
+        while fallen < RESTARTS:
+            began = time.monotonic()
+            status = self._process.wait()
+            fallen = fallen + 1 if time.monotonic() - began < SOON else 0
+            with self._lock:
+                if self._stopping:
+                    return
+                _log.warning("the parameter server's process has ended with status %d; it is started again", status)
+                self._process = ServerProcess(self._again)
+            try:
+                self._process.address()
+            except OmniError as error:
+                if not self._stopping:
+                    _log.error("the parameter server could not be started again: %s", error)
+                return
+        _log.error("the parameter server has ended %d times in a row; it is not started again", fallen)
 
 
 class RunServer:
@@ -48,6 +94,8 @@ class RunServer:
         self.transport = options.resolved_transport()
         self.process: ServerProcess | None = None
         self._shares: dict[int, ServerProcess] = {}  # those that this rank starts beside it, by number
+        self._states: PrivateDirectory | None = None
+        self._keeper: Keeper | None = None
         self._taught: tuple[Method, Sequence[Part]] | None = None
 
     @property
@@ -84,6 +132,7 @@ class RunServer:
             self.process = ServerProcess()
         if not self.process.is_told:
             self._key = key_of_environment() or new_key()
+            self._states = self._states or self._place_for_states(self._taught[1])
             self.process.tell(self._settings(method, self._taught[1]))
 
     def share(self, address: str, key: bytes) -> None:
@@ -114,9 +163,15 @@ class RunServer:
         Args:
             has_failed: whether this rank has, and not the run: the weights' shares stay where they are.
         """
+        if self._keeper is not None:
+            self._keeper.stop()
+            self._keeper = self.process = None
         if self.process is not None:
             self.process.stop()
             self.process = None
+        if self._states is not None:
+            self._states.remove()
+            self._states = None
         for process in self._shares.values():  # they end with the one that coordinates
             process.leave() if has_failed and self._rank else process.stop()
         self._shares = {}
@@ -141,7 +196,11 @@ class RunServer:
                     assert self.process is not None
                     # A key that all ranks were given does not travel: these connections are in the clear.
                     key = ENVIRONMENT if key_of_environment() else self._key.hex()
-                    said = {"address": self.published(self.process.address()), "key": key}
+                    address = self.process.address()
+                    if self._states is not None and self._taught is not None and self._keeper is None:
+                        again = msgspec.structs.replace(self._settings(*self._taught), again=address)
+                        self._keeper = Keeper(self.process, again)
+                    said = {"address": self.published(address), "key": key}
                 else:
                     said = {"address": self._options.server, "key": ""}
             except Exception as error:
@@ -190,7 +249,23 @@ class RunServer:
             transport=to_wire(self.transport),
             transports=_foreign(self.transport),
             shards=self.count,
+            state=str(self._states.path / "state") if self._states is not None else "",
+            save_every=options.save_every or 0.0,
         )
+
+    def _place_for_states(self, parts: Sequence[Part]) -> PrivateDirectory | None:
+        """Where the server saves its state; None if its loss is the end of the run."""
+        options = self._options
+        goes_on = type(self.transport).serve_again is not Transport.serve_again
+        if options.save_every is None or options.record or not goes_on or any(part.head for part in parts):
+            return None
+        if self.count > 1:
+            return None
+        try:
+            return PrivateDirectory()
+        except ConfigurationError as error:
+            _log.warning("the parameter server's state is not saved, and its loss would end the run: %s", error)
+            return None
 
     def _host(self) -> str:
         if self._options.host is not None:

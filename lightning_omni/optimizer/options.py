@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import dataclass
 from datetime import timedelta
@@ -48,6 +49,8 @@ class WorldOptions:
             many there are.
         join: whether this process, or those of its launcher, are a group that joins the run of ``server`` on its own,
             at any time; see docs/joining.md.
+        save_every: seconds between two saves of the embedded server's state, from which rank 0 has another one go on if
+            it dies; None saves nothing, and its death ends the run.
     """
 
     groups: int | None = None
@@ -65,6 +68,7 @@ class WorldOptions:
     transport: Transport | None = None
     servers: int | Literal["per-node"] = 1
     join: bool = False
+    save_every: float | None = 30.0
 
     def __post_init__(self) -> None:
         if self.groups is not None:
@@ -76,6 +80,10 @@ class WorldOptions:
             raise ConfigurationError(
                 f"heartbeat_timeout={self.heartbeat_timeout}: ranks give two signs of life a second, and a busy one"
                 " may be late; pass at least 2 seconds"
+            )
+        if self.save_every is not None and not 0 < self.save_every < math.inf:
+            raise ConfigurationError(
+                f"save_every={self.save_every}: pass the seconds between two saves, as 30, or None to save nothing"
             )
         for name in ("max_nonfinite_pushes", "server_threads"):
             if getattr(self, name) < 1:

@@ -28,6 +28,7 @@ class Admission:
         heartbeat_timeout: told to every admitted rank, and so is ...
         data_port: ... the port of the data socket.
         servers: those that hold a share each must know the ranks, too.
+        standing: seconds for which ranks are to look for the server again when it is gone, and updates so far.
     """
 
     def __init__(
@@ -39,7 +40,9 @@ class Admission:
         heartbeat_timeout: float,
         data_port: Callable[[], int],
         servers: Servers,
+        standing: Callable[[], tuple[float, int]] = lambda: (0.0, 0),
     ) -> None:
+        self._standing = standing
         self._key = key
         self._roster = roster
         self._random = random
@@ -96,11 +99,14 @@ class Admission:
     def admit(self, sender: Sender, message: m.Proof, payload: Payload) -> list[Out]:
         """A rank proves that it holds the key."""
         hello, challenge = self._roster.admit(sender.peer, message, self._now())
+        patience, clock = self._standing()
         welcome = m.Welcome(
             mac=server_mac(self._key, hello, challenge),
             data_port=self._data_port(),
             heartbeat_timeout=self._heartbeat_timeout,
             shards=self._servers.count,
+            patience=patience,
+            clock=clock,
         )
         self._servers.tell(sm.Admit(hello=hello, challenge=challenge))
         return [Out(sender.peer, m.CONTROL, welcome)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from lightning_omni.methods import Method
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.epochs import Epochs
@@ -48,6 +50,12 @@ class DataLeasing(Service):
             self._training.resume(rank)
         return out
 
+    def state(self) -> dict[str, Any]:
+        return self._epochs.state()
+
+    def load(self, state: dict[str, Any]) -> None:
+        self._epochs.load(state)
+
     def open(self, sender: Sender, message: m.OpenEpoch, payload: Payload) -> list[Out]:
         """An epoch begins."""
         self._epochs.open(message.plan)
@@ -59,13 +67,14 @@ class DataLeasing(Service):
         if not book.has(group):  # another member was faster to say that the group leaves the epoch
             return [Out(sender.peer, m.CONTROL, m.Drawn(number=message.number, batches=()))]
         spans = self._notes.new_spans(group, message)
-        book.train(group, message.trained)
+        batches = self._epochs.draw(group, message.number, message.trained)
         self._notes.train(group, message.epoch, spans)
-        batches = book.draw(group, message.number)
         return [Out(sender.peer, m.CONTROL, m.Drawn(number=message.number, batches=tuple(batches)))]
 
     def wait(self, sender: Sender, message: m.Await, payload: Payload) -> list[Out]:
         """A group has trained what it holds, and asks what is next; it hears when that is known."""
+        if verdict := self._epochs.verdict_again(sender.rank, message):
+            return [Out(sender.peer, m.CONTROL, m.Verdict(next=verdict))]
         spans = self._notes.new_spans(sender.group, message)
         self._epochs.wait(sender.group, sender.rank, message)
         self._notes.train(sender.group, message.epoch, spans)

@@ -2,7 +2,7 @@
 
 Rule: every member of a group gets the same verdict on the same question, however late it asks. So a verdict
 follows from what the member has heard before and from what its group has drawn, and ``more`` is a promise: the batch
-is drawn already.
+is drawn already. A rank that asks again, for the answer was lost, hears the same again.
 """
 
 from __future__ import annotations
@@ -10,17 +10,34 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Any, NamedTuple
+
+import msgspec
 
 from lightning_omni.errors import ProtocolError
-from lightning_omni.protocol.leases import EpochPlan, LeaseBook
+from lightning_omni.protocol.journal import (
+    AskedEntry,
+    DrewEntry,
+    Journal,
+    LeftEpochEntry,
+    OpenedEntry,
+    ResolvedEntry,
+    TrainedEntry,
+)
+from lightning_omni.protocol.leases import Batch, EpochPlan, LeaseBook
 from lightning_omni.protocol.messages import Await, Leave
 from lightning_omni.protocol.validations import ValidationBook
 
 
 class Epochs:
-    """Opens, watches and closes epochs."""
+    """Opens, watches and closes epochs.
 
-    def __init__(self) -> None:
+    Args:
+        journal: told of what ranks will know.
+    """
+
+    def __init__(self, journal: Journal | None = None) -> None:
+        self._journal = journal or Journal()
         self.book: LeaseBook | None = None
         self.validations = ValidationBook()
         self.stop = ""
@@ -32,6 +49,8 @@ class Epochs:
         self._dirty = True  # whether something has changed for those whose questions have been
         self._validations = 0
         self._validated: Counter[int] = Counter()
+        self._told: dict[int, tuple[Await, str]] = {}  # of each rank, its last question that was answered
+        self._saved: _Saved | None = None
 
     @property
     def progress(self) -> int:
@@ -92,6 +111,7 @@ class Epochs:
                 f"epoch {plan.epoch} cannot begin: ranks {sorted(self._waiting)} wait for another's end"
             )
         self.book = LeaseBook(plan, self._sizes, self.samples)
+        self._journal.note(OpenedEntry(plan))
         self.stop = "" if self.stop == "skip" else self.stop
         self._begin()
 
@@ -120,10 +140,29 @@ class Epochs:
         """A push says how far its group has trained."""
         if self.book is not None and self.book.plan.epoch == epoch:
             self.book.train(group, batches)
+            self._journal.note(TrainedEntry(group, epoch, batches))
+
+    def draw(self, group: int, number: int, trained: int) -> list[Batch]:
+        """A group of the epoch that is under way draws its batches from a number on, and says how far it has trained.
+
+        Raises:
+            ProtocolError: it skips a number, or has not drawn what it says that it has trained.
+        """
+        assert self.book is not None
+        self.train(group, self.book.plan.epoch, trained)
+        batches = self.book.draw(group, number)
+        self._journal.note(DrewEntry(group, number))
+        return batches
+
+    def verdict_again(self, rank: int, question: Await) -> str:
+        """What a rank was told when it asked this before; empty if it was told nothing yet."""
+        asked, verdict = self._told.get(rank, (None, ""))
+        return verdict if asked == question else ""
 
     def wait(self, group: int, rank: int, question: Await) -> None:
         """A rank has trained what its group holds of the validation interval, and asks what is next."""
         book = self.book_of(question.epoch, question.generation)
+        self._journal.note(AskedEntry(group, rank, question))
         if book.has(group) or group not in self._sizes:  # else a peer was faster to say that the group leaves
             book.train(group, question.trained)
         self._waiting[rank] = (group, question)
@@ -137,6 +176,7 @@ class Epochs:
 
     def leave(self, group: int, message: Leave) -> None:
         """A group leaves the epoch early, and perhaps ends the run for all."""
+        self._journal.note(LeftEpochEntry(group, message))
         self._dirty = True
         if message.stop:
             self.stop = self.stop or message.stop
@@ -168,12 +208,57 @@ class Epochs:
         given: list[tuple[int, str]] = []
         # A verdict can make another possible (an interval closes), so go on until nothing moves.
         while ready := self._next_verdict(all_answered):
-            del self._waiting[ready[0]]
+            _, question = self._waiting.pop(ready[0])
+            self._told[ready[0]] = question, ready[1]
             given.append(ready)
             self._dirty = True
         self._dirty = False
         self._asked.clear()
+        if given:
+            self._journal.note(ResolvedEntry(all_answered))
         return given
+
+    # --- A server that goes on ----------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """All of it, as plain values."""
+        state = _EpochsState(
+            sizes=self._sizes,
+            generation=self.generation,
+            stop=self.stop,
+            samples=dict(self.samples),
+            waiting=self._waiting,
+            validations=self._validations,
+            validated=dict(self._validated),
+            told=self._told,
+        )
+        return {
+            "epochs": msgspec.msgpack.encode(state),
+            "book": self.book.state() if self.book is not None else None,
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Goes on from a `state`."""
+        plain = msgspec.msgpack.decode(state["epochs"], type=_EpochsState)
+        self._sizes, self.generation, self.stop = plain.sizes, plain.generation, plain.stop
+        self.samples = Counter(plain.samples)
+        self._waiting, self._told = plain.waiting, plain.told
+        self._validations, self._validated = plain.validations, Counter(plain.validated)
+        self.book = LeaseBook.from_state(state["book"], self.samples) if state["book"] is not None else None
+        self._saved = _Saved(self.plan, self.trained_spans, plain.samples)
+        self._dirty = True
+
+    def go_back(self) -> None:
+        """What was trained after the state that was loaded counts no more; what groups have drawn stays theirs."""
+        if self.book is None or self._saved is None:
+            return
+        is_same = self._saved.plan == self.plan
+        self.book.go_back(self._saved.trained if is_same else self.book.plan.trained)
+        self.samples.clear()
+        self.samples.update(self._saved.samples)
+        if self.stop:
+            self.book.close()
+        self._dirty = True
 
     def _begin(self) -> None:
         self._waiting.clear()
@@ -227,6 +312,27 @@ class Epochs:
         if any(self._has_more(*asked) for asked in here):
             return False
         return {group for group, _ in here} >= set(self.book.groups)
+
+
+class _Saved(NamedTuple):
+    """How far the run was when its state was saved."""
+
+    plan: EpochPlan | None
+    trained: tuple[tuple[int, int], ...]
+    samples: dict[int, int]
+
+
+class _EpochsState(msgspec.Struct, frozen=True):
+    """What `Epochs` remembers, but for the book."""
+
+    sizes: dict[int, int]
+    generation: int
+    stop: str
+    samples: dict[int, int]
+    waiting: dict[int, tuple[int, Await]]
+    validations: int
+    validated: dict[int, int]
+    told: dict[int, tuple[Await, str]]
 
 
 class _QuiescenceCheck:

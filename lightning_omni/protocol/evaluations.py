@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import msgspec
+from torch import Tensor
+
 from lightning_omni.errors import MalformedMessage
 from lightning_omni.methods import Method
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.codec import Packed, check_specs
 from lightning_omni.protocol.epochs import Epochs
+from lightning_omni.protocol.journal import ClaimedEntry, EvaluatedEntry, Journal, ReadEntry
 from lightning_omni.protocol.roster import Roster
-from lightning_omni.protocol.service import Out, Payload, Sender, Service, as_tensor
+from lightning_omni.protocol.service import Out, Payload, Sender, Service, as_tensor, bytes_of
 from lightning_omni.protocol.training import Training
 from lightning_omni.topology import Topology
 
@@ -23,9 +29,11 @@ class Evaluations(Service):
         roster: the ranks of the run.
         epochs: has the book of validations.
         training: is told which group pushes nothing meanwhile.
+        journal: told of what ranks will know.
     """
 
-    def __init__(self, roster: Roster, epochs: Epochs, training: Training) -> None:
+    def __init__(self, roster: Roster, epochs: Epochs, training: Training, journal: Journal) -> None:
+        self._journal = journal
         self._roster = roster
         self._epochs = epochs
         self._training = training
@@ -37,10 +45,37 @@ class Evaluations(Service):
         self._epochs.validations.evict(group)
         return []
 
+    def state(self) -> dict[str, Any]:
+        state = self._epochs.validations.state()
+        results = {number: _plain(result) for number, result in state["results"].items()}
+        return {**state, "results": results}
+
+    def load(self, state: dict[str, Any]) -> None:
+        results = {number: _result(*plain) if plain else None for number, plain in state["results"].items()}
+        self._epochs.validations.load({**state, "results": results})
+
+    def redo(self, entry: ClaimedEntry | EvaluatedEntry | ReadEntry) -> None:
+        """A server before this one has told ranks of this."""
+        book = self._epochs.validations
+        match entry:
+            case ClaimedEntry():
+                book.claim(entry.group, entry.epoch, entry.passed, self._roster.recorder)
+            case EvaluatedEntry():
+                book.publish(entry.group, entry.number, (entry.packed, as_tensor(entry.payload)))
+            case ReadEntry():
+                self._read(entry.rank, entry.number)
+
+    def _read(self, rank: int, number: int) -> Any:
+        result = self._epochs.validations.read(rank, number)
+        self._epochs.validations.forget(self._roster.live)
+        self._journal.note(ReadEntry(rank, number))
+        return result
+
     def claim(self, sender: Sender, message: m.ClaimValidation, payload: Payload) -> list[Out]:
         """A group passes a point at which the run is to be validated."""
         self._epochs.book_of(message.epoch, message.generation)
         number = self._epochs.validations.claim(sender.group, message.epoch, message.passed, self._roster.recorder)
+        self._journal.note(ClaimedEntry(sender.group, message.epoch, message.passed))
         answer = Out(sender.peer, m.CONTROL, m.ValidationClaimed(number=number))
         return [answer, *(self._training.idle(sender.rank) if number else ())]
 
@@ -56,6 +91,7 @@ class Evaluations(Service):
         """A group has evaluated."""
         result = message.packed, as_tensor(payload)
         self._epochs.validations.publish(sender.group, message.number, result)
+        self._journal.note(EvaluatedEntry(sender.group, message.number, message.packed, bytes_of(payload)))
         self._training.resume(sender.rank)
         return [Out(sender.peer, m.DATA, m.EvaluationPublished())]
 
@@ -66,8 +102,14 @@ class Evaluations(Service):
 
     def read(self, sender: Sender, message: m.ReadEvaluation, payload: Payload) -> list[Out]:
         """A rank wants to know what came of a validation."""
-        book = self._epochs.validations
-        packed, buffer = book.read(sender.rank, message.number) or (None, as_tensor(b""))
-        book.forget(self._roster.live)
+        packed, buffer = self._read(sender.rank, message.number) or (None, as_tensor(b""))
         answer = m.Evaluation(packed=packed or Packed(b"", ()), is_void=packed is None, nbytes=buffer.numel())
         return [Out(sender.peer, m.DATA, answer, (buffer,) if buffer.numel() else ())]
+
+
+def _plain(result: tuple[Packed, Tensor] | None) -> tuple[bytes, bytes] | None:
+    return None if result is None else (msgspec.msgpack.encode(result[0]), bytes_of(result[1]))
+
+
+def _result(packed: bytes, payload: bytes) -> tuple[Packed, Tensor]:
+    return msgspec.msgpack.decode(packed, type=Packed), as_tensor(payload)

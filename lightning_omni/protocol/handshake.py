@@ -41,7 +41,7 @@ Say = Callable[[Message, type[Any]], Any]
 """Says something to the other side, and returns its answer, which is of that type."""
 
 
-def hello_of(run: str, rank: int, world_size: int, layout: Layout, nonce: bytes) -> Hello:
+def hello_of(run: str, rank: int, world_size: int, layout: Layout, nonce: bytes, returns: bool = False) -> Hello:
     """What a rank says first.
 
     Args:
@@ -50,6 +50,7 @@ def hello_of(run: str, rank: int, world_size: int, layout: Layout, nonce: bytes)
         world_size: number of ranks.
         layout: the parameters of all optimizers; every rank must have the same.
         nonce: random bytes.
+        returns: whether a server that is gone had admitted it.
     """
     return Hello(
         version=VERSION,
@@ -60,6 +61,7 @@ def hello_of(run: str, rank: int, world_size: int, layout: Layout, nonce: bytes)
         tensors=len(layout.specs),
         numbers=layout.numel,
         nonce=nonce,
+        returns=returns,
     )
 
 

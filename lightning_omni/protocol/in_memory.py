@@ -18,7 +18,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from lightning_omni.errors import ConfigurationError, ConnectionLost, OmniError, ProtocolError
+from lightning_omni.errors import ConfigurationError, ConnectionLost, OmniError, ProtocolError, Refused
 from lightning_omni.methods import Inbox
 from lightning_omni.methods.totals import Total
 from lightning_omni.protocol import handshake
@@ -38,6 +38,7 @@ from lightning_omni.protocol.transport import (
     allowed,
     answer_of,
     refusal,
+    refused_return,
 )
 from lightning_omni.protocol.wire_format import RAW, WireFormat
 
@@ -109,6 +110,16 @@ class InMemory(Transport, frozen=True, kw_only=True, tag="in_memory"):
         self.servers[server.address] = server
         return server
 
+    def serve_again(self, core: ServerCore, address: str) -> InMemoryServer:
+        """As in `Transport`; all ranks of the server that is gone come to this one, one after the other."""
+        self.check_address(address)
+        before, server = self.servers[address], InMemoryServer(address, core, self.servers)
+        self.servers[address] = server
+        server.leaders.update(before.leaders)
+        for control in before.ranks:
+            control.return_to(server)
+        return server
+
     def follow(
         self, core: ServerCore, coordinator: str, host: str = "", port: int = 0, data_port: int = 0
     ) -> InMemoryServer:
@@ -167,6 +178,20 @@ class InMemoryServer:
     def farewell(self, reason: str) -> None:
         """The rank that this server belongs to has ended: if the run has not, the others are told."""
         self.deliver(self.link.core.lose(0, reason))
+
+    def kill(self) -> None:
+        """Nothing is answered any more, and no rank is told: its process has ended."""
+        self._closed = True
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether nothing is answered any more."""
+        return self._closed
+
+    @property
+    def ranks(self) -> list[InMemoryControl]:
+        """The control connections of ranks."""
+        return [control for control in self._controls if isinstance(control, InMemoryControl)]
 
     def close(self) -> None:
         """Nothing is answered any more, and every rank is told."""
@@ -310,19 +335,43 @@ class InMemoryControl(Control):
         super().__init__(server.address, rank, on_end)
         self._server = server
         self._inbox: deque[tuple[m.Message, list[bytes]]] = deque()
+        self._unanswered: tuple[m.Message, bytes] | None = None
         self._closed = False
+        self._tensors: list[InMemoryData] = []
         self.number = server.connect(self)
-        hello = handshake.hello_of(run, rank, world_size, layout, _NONCE)
+        self._key, self._hello = key, handshake.hello_of(run, rank, world_size, layout, _NONCE)
         try:
-            welcome, self._secret = handshake.join(self.request, key, hello, server.address)
+            welcome, self._secret = handshake.join(self.request, key, self._hello, server.address)
         except OmniError:
             server.hang_up(self.number)
             raise
         self.heartbeat_timeout, self.shards = welcome.heartbeat_timeout, welcome.shards
+        self.patience = welcome.patience
+
+    def return_to(self, server: InMemoryServer) -> None:
+        """Another server goes on: what was not answered is said again there, on both connections."""
+        unanswered, inbox = self._unanswered, self._inbox
+        self._server, self.number = server, server.connect(self)
+        if server.is_gone:  # already: another one may come
+            return
+        self._inbox = deque()
+        hello = msgspec.structs.replace(self._hello, returns=True)
+        try:
+            welcome, self._secret = handshake.join(self.request, self._key, hello, server.address)
+        except Refused as no:
+            self.end(refused_return(no))
+            return
+        self.came_back(welcome)
+        self._inbox.extendleft(reversed(inbox))
+        for each in self._tensors:
+            each.return_to(server, self.number, self._secret)
+        if unanswered is not None:
+            self.ask(*unanswered)
 
     def arrived(self, message: m.Message, payload: Sequence[Payload]) -> None:
         """The server has sent something."""
         if self.hear(message):
+            self._unanswered = None
             self._inbox.append((message, [bytes(as_tensor(part).numpy()) for part in payload]))
 
     def request_payload(
@@ -337,7 +386,9 @@ class InMemoryControl(Control):
     def ask(self, message: m.Message, payload: bytes = b"") -> None:
         """Sends a message whose answer may come when other ranks have said something, too: see `take`."""
         self.check()
-        self._server.say(m.CONTROL, self.number, message, payload)
+        self._unanswered = message, payload
+        if not (self.patience and self._server.is_gone):
+            self._server.say(m.CONTROL, self.number, message, payload)
 
     def take(self, expect: type[Answer]) -> tuple[Answer, list[bytes]] | None:
         """The answer to what was asked, if it has come."""
@@ -355,7 +406,9 @@ class InMemoryControl(Control):
 
     def attach(self, timeout: float = math.inf, address: str = "") -> InMemoryData:
         server = self._server.at(address) if address else self._server
-        return InMemoryData(server, self, self._secret, server.connect(self) if address else self.number)
+        number = server.connect(self) if address else self.number
+        self._tensors.append(InMemoryData(server, self, self._secret, number))
+        return self._tensors[-1]
 
     def listen(
         self,
@@ -387,13 +440,31 @@ class InMemoryData(Data):
 
     def __init__(self, server: InMemoryServer, control: InMemoryControl, secret: bytes, number: int) -> None:
         self._server, self._control, self._number = server, control, number
-        handshake.attach(lambda message, expect: self.exchange(message, expect)[0], secret, control.rank, _NONCE)
+        self._kept: deque[tuple[m.Message, Tensor]] = deque()  # of a server that is gone
+        self._unanswered: tuple[m.Message, Payload] | None = None
+        self._attach(secret)
+
+    def return_to(self, server: InMemoryServer, number: int, secret: bytes) -> None:
+        """Another server goes on: what was not answered is said again there."""
+        unanswered, kept = self._unanswered, deque((*self._kept, *self._server.answers(self._number)))
+        self._server, self._number, self._kept = server, number, deque()
+        self._attach(secret)
+        self._kept = kept
+        if unanswered is not None and not kept:
+            self._unanswered = unanswered
+            self._server.say(m.DATA, number, *unanswered)
+
+    def _attach(self, secret: bytes) -> None:
+        rank = self._control.rank
+        handshake.attach(lambda message, expect: self.exchange(message, expect)[0], secret, rank, _NONCE)
 
     def send(self, message: m.Message, payload: Tensor | None = None, into: Tensor | None = None) -> None:
         self._control.check()
         self.moved += payload.numel() if payload is not None else 0
         # Copied, as by every other transport: the server may keep it.
-        self._server.say(m.DATA, self._number, message, b"" if payload is None else payload.clone())
+        self._unanswered = message, b"" if payload is None else payload.clone()
+        if not (self._control.patience and self._server.is_gone):
+            self._server.say(m.DATA, self._number, *self._unanswered)
 
     def receive(self, expect: type[Answer], into: Tensor | None = None) -> tuple[Answer, Tensor]:
         answer = self.take(expect, into)
@@ -403,10 +474,11 @@ class InMemoryData(Data):
 
     def take(self, expect: type[Answer], into: Tensor | None = None) -> tuple[Answer, Tensor] | None:
         """The answer to what was sent, if it has come."""
-        answers = self._server.answers(self._number)
+        answers = self._kept or self._server.answers(self._number)
         if not answers:
             self._control.check()
             return None
+        self._unanswered = None
         message, payload = answers.popleft()
         answer = answer_of(message, expect)
         self.moved += payload.numel()

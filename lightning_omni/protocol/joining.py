@@ -9,13 +9,16 @@ Rule 3: it has a batch from the moment on at which it has joined. With none it w
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import msgspec
 from torch import Tensor
 
 from lightning_omni.errors import ProtocolError, Refused
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.codec import Packed, check_specs
 from lightning_omni.protocol.epochs import Epochs
+from lightning_omni.protocol.journal import Journal, NumberedEntry
 from lightning_omni.protocol.roster import Roster
 from lightning_omni.protocol.service import Out, Payload, Sender, Service, as_tensor
 from lightning_omni.protocol.shard_servers import Servers
@@ -35,6 +38,7 @@ class Joining(Service):
         servers: those that hold a share each.
         random: draws that many random bytes.
         admit: takes a group in.
+        journal: told of numbers that were given, and when the state should be saved.
     """
 
     def __init__(
@@ -45,7 +49,9 @@ class Joining(Service):
         servers: Servers,
         random: Callable[[int], bytes],
         admit: Admit,
+        journal: Journal,
     ) -> None:
+        self._journal = journal
         self._roster, self._epochs, self._synchronization = roster, epochs, synchronization
         self._servers, self._random, self._admit = servers, random, admit
         self._waiting: dict[int, tuple[Sender, m.Join]] = {}
@@ -63,6 +69,8 @@ class Joining(Service):
                 " only; start it without --shards",
             )
         first, announced = self._roster.enlist(sender.peer, message.ranks, self._random(8).hex())
+        if announced:
+            self._journal.note(NumberedEntry(first + message.ranks))
         run = self._roster.run or self._roster.claimed
         return [Out(sender.peer, m.CONTROL, m.Enlisted(run=run, first=first, announced=announced))]
 
@@ -82,6 +90,7 @@ class Joining(Service):
         """The groups have parted, and this is what a further one is given."""
         self._stored = message.packed, as_tensor(payload)
         self._stored_at = self._synchronization.completed
+        self._journal.is_due = True
         return [Out(sender.peer, m.DATA, m.RunStateStored())]
 
     def read(self, sender: Sender, message: m.ReadRunState, payload: Payload) -> list[Out]:
@@ -90,6 +99,16 @@ class Joining(Service):
             raise Refused("state", "nothing was stored for groups that join")
         packed, buffer = self._stored
         return [Out(sender.peer, m.DATA, m.StoredRunState(packed=packed, nbytes=buffer.numel()), (buffer,))]
+
+    def state(self) -> dict[str, Any] | None:
+        if self._stored is None:
+            return None
+        packed, buffer = self._stored
+        return {"packed": msgspec.msgpack.encode(packed), "buffer": buffer, "at": self._stored_at}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self._stored = msgspec.msgpack.decode(state["packed"], type=Packed), state["buffer"].clone()
+        self._stored_at = state["at"]
 
     # --- What others wait for ----------------------------------------------------------------------------------------
 

@@ -225,6 +225,38 @@ class LeaseBook:
         """The epoch ends early: nothing is handed out any more."""
         self._free = []
 
+    def state(self) -> bytes:
+        """All of it, but for the samples that groups have trained."""
+        return msgspec.msgpack.encode(
+            _BookState(
+                self.plan,
+                self.interval,
+                self._free,
+                self._done,
+                self._sizes,
+                self._drawn,
+                self._trained,
+                sorted(self._repeats),
+            )
+        )
+
+    @classmethod
+    def from_state(cls, state: bytes, samples: Counter[int]) -> LeaseBook:
+        """A book that goes on from a `state`; ``samples`` as in the constructor."""
+        saved = msgspec.msgpack.decode(state, type=_BookState)
+        book = cls(saved.plan, saved.sizes, samples)
+        book.interval, book._free, book._done = saved.interval, saved.free, saved.done
+        book._done_size = sum(stop - start for start, stop in saved.done)
+        book._drawn, book._trained, book._repeats = saved.drawn, saved.trained, set(saved.repeats)
+        return book
+
+    def go_back(self, trained: Sequence[tuple[int, int]]) -> None:
+        """Just these ranges are trained; the others go out again, unless a group has drawn them and not trained."""
+        self._done = _merge(trained)
+        self._done_size = sum(stop - start for start, stop in self._done)
+        held = [(each.start, each.stop) for group in self._sizes for each in self._drawn[group][self._trained[group] :]]
+        self._free = _complement([*self._done, *held], self.plan.budget)
+
     def _known(self, group: int) -> list[Batch]:
         if group not in self._drawn:
             raise ProtocolError(f"group {group} does not take part in epoch {self.plan.epoch}")
@@ -243,6 +275,19 @@ class LeaseBook:
             return self.interval
         own = (start + self.plan.validate_offset) // self.plan.validate_every
         return max(own, self.interval)
+
+
+class _BookState(msgspec.Struct, frozen=True, array_like=True):
+    """What a `LeaseBook` remembers."""
+
+    plan: EpochPlan
+    interval: int
+    free: list[tuple[int, int]]
+    done: list[tuple[int, int]]
+    sizes: dict[int, int]
+    drawn: dict[int, list[Batch]]
+    trained: dict[int, int]
+    repeats: list[int]
 
 
 def apportion(total: int, speeds: Sequence[float]) -> tuple[int, ...]:

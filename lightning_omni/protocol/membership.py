@@ -8,11 +8,15 @@ which order. Rule 2: when the run cannot go on, every rank is told once, and fro
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
 
 from lightning_omni.errors import ProtocolError
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol import shard_messages as sm
 from lightning_omni.protocol import wire_format
+from lightning_omni.protocol.journal import FormedEntry, JoinedEntry, Journal, LeftEntry, LostEntry
 from lightning_omni.protocol.leases import EpochPlan
 from lightning_omni.protocol.monitoring import Monitoring
 from lightning_omni.protocol.roster import Member, Roster
@@ -33,6 +37,8 @@ class Membership:
         plan: of the epoch that is under way.
         servers: those that hold a share each must know, too.
         synchronizations: synchronization points of all ranks that are over.
+        journal: told of what ranks will know.
+        now: the time of the message that is being handled.
 
     Attributes:
         generation: counts the formings of groups, as the recorder does.
@@ -49,7 +55,10 @@ class Membership:
         plan: Callable[[], EpochPlan | None],
         servers: Servers,
         synchronizations: Callable[[], int],
+        journal: Journal,
+        now: Callable[[], float],
     ) -> None:
+        self._journal, self._now = journal, now
         self._roster = roster
         self._services = services
         self._waited_for = [each for each in services if type(each).resolve_pending is not Service.resolve_pending]
@@ -66,7 +75,32 @@ class Membership:
     @property
     def peers(self) -> list[Peer]:
         """Control connections of the ranks that have not left."""
-        return [member.peer for rank, member in self._roster.members.items() if rank not in self._roster.gone]
+        members = self._roster.members.items()
+        return [member.peer for rank, member in members if member.peer and rank not in self._roster.gone]
+
+    # --- A server that goes on ----------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """What another server needs to go on."""
+        return {"generation": self.generation, "formed": m.encode(self._formed) if self._formed is not None else b""}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Goes on from a `state`."""
+        self.generation = state["generation"]
+        self._formed = msgspec.msgpack.decode(state["formed"], type=m.Form)
+
+    def redo(self, entry: LostEntry | LeftEntry | JoinedEntry) -> None:
+        """A server before this one has told ranks of this."""
+        match entry:
+            case LostEntry():
+                group, _ = self._roster.lose(entry.rank, entry.reason)
+                if group is not None:
+                    self._evict(group, lost=True)
+            case LeftEntry():
+                self._leave(entry.rank, entry.finished)
+            case JoinedEntry():
+                self._roster.expect(entry.said.ranks, self._now())
+                self._join(entry.rank, entry.said)
 
     def notice_for(self, member: Member, even_lost: bool, even_over: bool) -> m.Notice | None:
         """What a rank hears instead of an answer, if it or the run is lost.
@@ -97,6 +131,8 @@ class Membership:
         self._roster.form(topology, message.names)
         self.generation = message.generation
         self._formed = message
+        self._journal.note(FormedEntry())
+        self._journal.is_due = True
         for service in self._services:
             service.form(topology, method, message)
         # Every rank that asks how the run goes before its next heartbeat should hear of these groups.
@@ -109,10 +145,10 @@ class Membership:
         """Ranks that came late are a group from now on."""
         if not message.ranks or message.ranks[0] != sender.rank:
             raise ProtocolError(f"rank {sender.rank} speaks for no group of {message.ranks}: the first of them does")
-        group = self._roster.join(message.ranks, message.name)
-        assert self._formed is not None  # there are no groups to join else
-        for service in self._services:
-            service.join(group, message.ranks)
+        group = self._roster.group_of(sender.rank)
+        if group < 0 or message.ranks != self._members(group):  # else it asks again, for the answer was lost
+            group = self._join(sender.rank, message)
+        assert self._formed is not None
         joined = m.Joined(
             group=group,
             incarnation=self._roster.identity(group).incarnation,
@@ -126,6 +162,18 @@ class Membership:
             synchronizations=self._synchronizations(),
         )
         return [*self._tell_everyone(self._monitoring.status(-1.0)), Out(sender.peer, m.CONTROL, joined)]
+
+    def _members(self, group: int) -> tuple[int, ...]:
+        return self._roster.topology.members(group) if self._roster.topology is not None else ()
+
+    def _join(self, rank: int, message: m.Join) -> int:
+        """Returns the number of the group that joins."""
+        group = self._roster.join(message.ranks, message.name)
+        for service in self._services:
+            service.join(group, message.ranks)
+        self._journal.note(JoinedEntry(rank, message))
+        self._journal.is_due = True
+        return group
 
     def report_lost(self, sender: Sender, message: m.Lost, payload: Payload) -> list[Out]:
         """A launcher saw a rank's process end."""
@@ -157,10 +205,17 @@ class Membership:
         self._servers.tell(sm.Relay(rank=sender.rank, said=m.encode(message)))
         if message.reason:
             out += self.lose(sender.rank, message.reason)
-        elif sender.group >= 0:
-            out += self._evict(sender.group, lost=False)
-        self._roster.finished |= message.finished
-        self._roster.leave(sender.rank)
+            self._roster.finished |= message.finished
+            self._roster.leave(sender.rank)
+            return out
+        return out + self._leave(sender.rank, message.finished)
+
+    def _leave(self, rank: int, finished: bool) -> list[Out]:
+        group = self._roster.group_of(rank)
+        out = self._evict(group, lost=False) if group >= 0 else []
+        self._roster.finished |= finished
+        self._roster.leave(rank)
+        self._journal.note(LeftEntry(rank, finished))
         return out
 
     # --- Losses ------------------------------------------------------------------------------------------------------
@@ -192,6 +247,7 @@ class Membership:
         if over:
             return self.end(f"{reason}; the run cannot go on without it")
         assert group is not None
+        self._journal.note(LostEntry(rank, reason))
         out = self._tell_everyone(m.Notice(lost=self._roster.lost_ranks, reason=reason))
         return out + self._evict(group, lost=True) + self.resolve_pending()
 

@@ -17,7 +17,7 @@ from lightning_omni.protocol.cut import Cut
 from lightning_omni.protocol.leases import Batch, EpochPlan
 from lightning_omni.registry import to_wire
 
-VERSION = 12
+VERSION = 13
 """Protocol version. Both sides must have the same."""
 LARGEST_INLINE = 32 << 10
 """Bytes of message or payload that a rank may send on the control channel; more is brought over the data channel."""
@@ -42,7 +42,7 @@ class Hello(Message, frozen=True, kw_only=True):
     """The first message of a rank. ``version`` stands first for good: it is all that an other version may rely on.
 
     A rank that was not announced, and comes while the run goes on, gives 0 as ``world_size`` and a rank beyond it:
-        `Join`.
+        `Join`. One that ``returns`` was admitted by a server that is gone, in whose place there is one that goes on.
     """
 
     version: int
@@ -53,6 +53,7 @@ class Hello(Message, frozen=True, kw_only=True):
     tensors: int
     numbers: int
     nonce: Secret
+    returns: bool = False
 
 
 class Proof(Message, frozen=True, kw_only=True):
@@ -288,12 +289,17 @@ class Welcome(Message, frozen=True, kw_only=True):
         data_port: port of the data socket, on the same host; 0 if that is a file beside the control socket's.
         heartbeat_timeout: seconds of silence after which a rank counts as dead.
         shards: servers that hold a share of the weights each, this one among them; see `AskShards`.
+        patience: seconds for which a rank is to look for the server again when it is gone: its state is saved, and
+            another one will go on from it. 0 if none will.
+        clock: updates that the weights contain.
     """
 
     mac: bytes
     data_port: int
     heartbeat_timeout: float
     shards: int = 1
+    patience: float = 0.0
+    clock: int = 0
 
 
 class RefusedMessage(Message, tag="Refused", frozen=True, kw_only=True):
@@ -383,7 +389,8 @@ class GroupOverview(msgspec.Struct, frozen=True):
 class LogEntry(msgspec.Struct, frozen=True):
     """Something that happened to the run, ``age`` seconds ago.
 
-    ``kind`` is one of ``"joined"``, ``"formed"``, ``"lost"``, ``"left"`` and ``"over"``.
+    ``kind`` is one of ``"joined"``, ``"formed"``, ``"lost"``, ``"left"``, ``"over"`` and
+    ``"restored"``.
     """
 
     age: float

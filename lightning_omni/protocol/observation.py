@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
+
 from lightning_omni.errors import Refused
 from lightning_omni.methods import Method
 from lightning_omni.protocol import messages as m
@@ -190,6 +192,15 @@ class RunObservation(Service):
         names = ", ".join(self._roster.identity(group).name for group in topology.alive)
         count = len(topology.alive)
         self._note(self._now(), "formed", f"{count} group{'s' * (count > 1)} formed ({names}): {method!r}")
+
+    def state(self) -> bytes:
+        return m.encode(self._formed) if self._formed is not None else b""
+
+    def load(self, state: bytes) -> None:
+        self._formed = msgspec.msgpack.decode(state, type=m.Form)
+        self._joined.update(self._roster.members)
+        text = "this server goes on with the run of one that is no more, from what that has saved"
+        self._note(self._now(), "restored", text)
 
     def join(self, group: int, ranks: tuple[int, ...]) -> None:
         self.tick(self._now())

@@ -12,10 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
 
 from lightning_omni.errors import ProtocolError, Refused
 from lightning_omni.protocol.handshake import fingerprint_problem, is_equal, rank_mac, session_key, version_problem
 from lightning_omni.protocol.messages import Heartbeat, Hello, Proof
+from lightning_omni.protocol.shard import GroupHistory
 from lightning_omni.topology import RECORDER, GroupId, Topology
 
 MOST_RANKS = 1 << 16
@@ -29,6 +33,7 @@ class Member:
     """An admitted rank.
 
     Attributes:
+        peer: its control connection; empty for a rank that a server which goes on has not heard of yet.
         session: the secret that it shares with the server; it never travels.
         since: when it was admitted.
         host: the address from which it has connected, where the transport knows it.
@@ -263,6 +268,12 @@ class Roster:
         hello, challenge = self._challenged.pop(peer, (None, b""))
         if hello is None or not is_equal(proof.mac, rank_mac(self._key, hello, challenge)):
             raise Refused("key", "the key does not match the server's; both sides must be given the same key")
+        if hello.returns and self._first is None:
+            raise Refused(
+                "gone",
+                "this server knows nothing of the run: what the one before it had saved is not there; start it with the"
+                " same --state",
+            )
         first = self._first or hello
         comes_late = self._first is not None and not hello.world_size
         if hello.run != first.run or (hello.world_size != first.world_size and not comes_late):
@@ -272,7 +283,7 @@ class Roster:
         allowed = range(first.world_size, MOST_RANKS) if comes_late else range(min(hello.world_size, MOST_RANKS))
         if hello.rank not in allowed or hello.rank in self.lost or hello.rank in self.gone:
             raise Refused("rank", f"rank {hello.rank} of {hello.world_size} cannot join: it was lost or never was")
-        if hello.rank in self.members:
+        if hello.rank in self.members and self.members[hello.rank].peer:
             raise Refused("rank", f"rank {hello.rank} has joined already; is the script running twice?")
         if problem := fingerprint_problem(hello, first):
             raise Refused("fingerprint", problem)
@@ -286,6 +297,56 @@ class Roster:
             self.joining = hello.run == self.claimed
         self.members[hello.rank] = Member(hello.rank, peer, session_key(self._key, hello, challenge), now)
         self._ranks[peer] = hello.rank
+
+    # --- A server that goes on ----------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """All of it, as plain values; which connections ranks have is not a part of it."""
+        return {
+            "first": msgspec.msgpack.encode(self._first),
+            "members": list(self.members),
+            "lost": dict(self.lost),
+            "gone": sorted(self.gone),
+            "groups": [list(members) for members in self.topology.groups] if self.topology is not None else None,
+            "places": self._places,
+            "joining": self.joining,
+            "finished": self.finished,
+            "numbered": self._numbered,
+            "incarnation": self.incarnation,
+            "late": list(self.late),
+            "identities": {group: (each.name, each.incarnation) for group, each in self._identities.items()},
+        }
+
+    def load(self, state: dict[str, Any], now: float) -> None:
+        """Goes on from a `state`. Its ranks count as heard of now."""
+        self._first, self._began = msgspec.msgpack.decode(state["first"], type=Hello), now
+        self.lost, self.gone = dict(state["lost"]), set(state["gone"])
+        groups = state["groups"]
+        self.topology = Topology(tuple(tuple(members) for members in groups)) if groups is not None else None
+        self._places, self._numbered = state["places"], state["numbered"]
+        self.joining, self.finished = state["joining"], state["finished"]
+        self.incarnation, self.late = state["incarnation"], list(state["late"])
+        self._identities = {group: GroupId(*each) for group, each in state["identities"].items()}
+        self.expect(state["members"], now)
+
+    def expect(self, ranks: Sequence[int], now: float) -> None:
+        """These ranks were admitted by the server before this one; they will come again."""
+        for rank in ranks:
+            self.members.setdefault(rank, Member(rank, b"", b"", now))
+
+    def groups_of(self, formed: int) -> GroupHistory:
+        """The groups, of which so many were formed at once."""
+        every = range(len(self.topology.groups) if self.topology is not None else self._places)
+        return GroupHistory(every[:formed], every[formed:], [group for group in every if group not in self.groups])
+
+    def has_given(self, numbered: int) -> None:
+        """Ranks up to this number have been given by the server before this one."""
+        self._numbered = max(self._numbered, numbered)
+
+    @property
+    def awaited(self) -> tuple[int, ...]:
+        """Ranks that were admitted by the server before this one, and have not come again yet."""
+        return tuple(rank for rank in self.live if rank in self.members and not self.members[rank].peer)
 
     def by_peer(self, peer: bytes) -> Member | None:
         """The admitted rank behind a control connection."""

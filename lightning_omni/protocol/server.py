@@ -10,11 +10,12 @@ Rule 2: the outgoing weights are the live ones: the driver sends (or copies) the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 
-from lightning_omni.errors import CollectiveMismatch, MalformedMessage, OmniError, Refused
+from lightning_omni.errors import CollectiveMismatch, ConfigurationError, MalformedMessage, OmniError, Refused
 from lightning_omni.methods.master import Resolve, resolver
 from lightning_omni.methods.modules import ResolveModule, module_resolver
 from lightning_omni.protocol import messages as m
@@ -26,6 +27,26 @@ from lightning_omni.protocol.data import DataLeasing
 from lightning_omni.protocol.epochs import Epochs
 from lightning_omni.protocol.evaluations import Evaluations
 from lightning_omni.protocol.joining import Joining
+from lightning_omni.protocol.journal import (
+    AskedEntry,
+    ClaimedEntry,
+    DrewEntry,
+    Entry,
+    EvaluatedEntry,
+    FormedEntry,
+    GatheredEntry,
+    JoinedEntry,
+    Journal,
+    LeftEntry,
+    LeftEpochEntry,
+    LostEntry,
+    NumberedEntry,
+    OpenedEntry,
+    ReadEntry,
+    ResolvedEntry,
+    TrainedEntry,
+    WentOnEntry,
+)
 from lightning_omni.protocol.membership import Membership
 from lightning_omni.protocol.merged_head import MergedHeads
 from lightning_omni.protocol.monitoring import Monitoring
@@ -42,6 +63,8 @@ from lightning_omni.protocol.snapshots import Snapshots
 from lightning_omni.protocol.synchronization import Synchronization
 from lightning_omni.protocol.training import Training
 
+STATE, STATE_VERSION = "lightning_omni.server_state", 1
+"""What a saved state calls itself."""
 STRANGE = ("stranger", "key", "malformed")
 """Codes of refusals that are counted: their receivers are no ranks of the run, or send what cannot be read."""
 
@@ -65,6 +88,9 @@ class ServerCore:
         adds_up: whether it holds no weights, but adds up what groups push for another one: an aggregator.
 
     Attributes:
+        journal: what has happened since the state was saved; what saves it (`state`) says where that is written.
+        patience: seconds for which ranks look for this server again when it is gone, for another one will go on; what
+            saves its state sets it. 0 if none will.
         key: the run's shared secret.
         data_port: told to every admitted rank; the driver of the machine sets it.
         strangers: messages refused because they were malformed or their sender had not been admitted.
@@ -118,6 +144,8 @@ class ServerCore:
         self.strangers = 0
         self.data_port = 0
         self._observers = Observers(key, random)
+        self.journal = Journal()
+        self.patience = 0.0
         self.reset()
 
     def reset(self) -> None:
@@ -125,29 +153,47 @@ class ServerCore:
         self._now, servers = 0.0, self.servers
         self.roster = roster = Roster(self.key)
         self._shards = shards = HeldShards()
-        epochs = Epochs()
+        journal = self.journal
+        epochs = Epochs(journal)
         self.notes = notes = Notes(self._record, shards, epochs, self._last_now, servers.count)
         self._admission = Admission(
-            self.key, roster, self._random, self._last_now, self._heartbeat_timeout, lambda: self.data_port, servers
+            self.key,
+            roster,
+            self._random,
+            self._last_now,
+            self._heartbeat_timeout,
+            lambda: self.data_port,
+            servers,
+            lambda: (self.patience, self.clock),
         )
-        self._training = training = Training(roster, self._admission, shards, epochs, notes, servers)
+        self._training = training = Training(roster, self._admission, shards, epochs, notes, servers, journal)
+        self._epochs = epochs
         self._monitoring = Monitoring(roster, shards, self._work_time, lambda: self.strangers)
         self._observation = RunObservation(
             roster, epochs, self._monitoring, self._observers, self._last_now, lambda: self._membership.over
         )
-        synchronization = Synchronization(roster, training, lambda *brought: self._router.forward(*brought))
-        services = [
+        self._synchronization = Synchronization(
+            roster, training, lambda *brought: self._router.forward(*brought), journal
+        )
+        self._evaluations = Evaluations(roster, epochs, training, journal)
+        self._services = services = [
             servers,
-            synchronization,
+            self._synchronization,
             DataLeasing(roster, epochs, training, notes),
             training,
-            Evaluations(roster, epochs, training),
-            Snapshots(roster, shards, training, epochs, notes, servers, self._resolve, self._resolve_module),
+            self._evaluations,
+            Snapshots(roster, shards, training, epochs, notes, servers, self._resolve, self._resolve_module, journal),
             MergedHeads(roster, shards, notes, self._work_time),
             self._monitoring,
             self._observation,
             Joining(
-                roster, epochs, synchronization, servers, self._random, lambda *asked: self._membership.join(*asked)
+                roster,
+                epochs,
+                self._synchronization,
+                servers,
+                self._random,
+                lambda *asked: self._membership.join(*asked),
+                journal,
             ),
             *(service(self) for service in self._more_services),
         ]
@@ -159,7 +205,9 @@ class ServerCore:
             self._join_timeout,
             lambda: epochs.book.plan if epochs.book is not None else None,
             servers,
-            lambda: synchronization.completed,
+            lambda: self._synchronization.completed,
+            journal,
+            self._last_now,
         )
         self._router = Router(self._table, [self._admission, self._membership, *services], roster, servers)
         servers.begin(self._membership.end, lambda: roster.live)
@@ -290,6 +338,8 @@ class ServerCore:
 
         An aggregator also tells those who take it for the server that it is none.
         """
+        if self.roster.awaited:
+            out = [each for each in out if each.peer]
         if self.servers.number:
             also = m.RefusedMessage if isinstance(self.servers, Aggregator) else ()
             out = [each for each in out if each.channel == m.DATA or isinstance(each.message, also)]
@@ -336,6 +386,100 @@ class ServerCore:
             self.servers.fail(reason)
             return self._sent([])
         return self._sent(self._membership.end(f"the parameter server failed: {reason}"))
+
+    # --- A server that goes on ----------------------------------------------------------------------------------------
+
+    @property
+    def has_state(self) -> bool:
+        """Whether a run is under way of which `state` holds everything."""
+        return bool(self._shards.all) and not self._shards.heads and not self.over and not self.is_over
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether no group waits for the answer to a push: then nothing is under way that a state cannot hold."""
+        return self._training.all_answered
+
+    @property
+    def missing(self) -> int:
+        """Pushes that a server before this one has answered, and that came after its last save."""
+        return self._training.missing
+
+    def state(self) -> dict[str, Any]:
+        """All that another server needs to go on with the run: plain values and tensors, the live ones.
+
+        Between two messages only, and if `has_state`. What ranks are told from then on goes into the `journal`.
+        """
+        services = {type(each).__name__: each.state() for each in self._services}
+        return {
+            "name": STATE,
+            "version": STATE_VERSION,
+            "protocol": m.VERSION,
+            "roster": self.roster.state(),
+            "membership": self._membership.state(),
+            "services": {name: state for name, state in services.items() if state is not None},
+        }
+
+    def load(self, state: Mapping[str, Any], journal: Iterable[Entry], now: float) -> None:
+        """Goes on with a run: weights and what is trained are those of a state, what ranks were told is not unsaid.
+
+        Args:
+            state: from `state`, of a server that is no more.
+            journal: what has been written there since.
+            now: seconds, on the clock of this server.
+
+        Raises:
+            ConfigurationError: it is no state that this server can go on from.
+        """
+        if state.get("name") != STATE or (state.get("version"), state.get("protocol")) != (STATE_VERSION, m.VERSION):
+            raise ConfigurationError(
+                f"the state is that of {state.get('name')} {state.get('version')} with protocol"
+                f" {state.get('protocol')}, and this server reads {STATE} {STATE_VERSION} with protocol {m.VERSION};"
+                " start the server in an empty directory"
+            )
+        self.reset()
+        self._now = now
+        self.roster.load(state["roster"], now)
+        self._membership.load(state["membership"])
+        for service in self._services:
+            if (saved := state["services"].get(type(service).__name__)) is not None:
+                service.load(saved)
+        writes, self.journal.write = self.journal.write, None
+        for entry in (*journal, WentOnEntry()):
+            self._redo(entry)
+        self.journal.write, self.journal.is_due = writes, True
+        self._pass_time(now)
+
+    def _redo(self, entry: Entry) -> None:
+        """What a server before this one has told ranks holds."""
+        epochs = self._epochs
+        match entry:
+            case OpenedEntry():
+                epochs.open(entry.plan)
+            case TrainedEntry():
+                epochs.train(entry.group, entry.epoch, entry.batches)
+            case DrewEntry() if epochs.book is not None:
+                epochs.book.draw(entry.group, entry.number)
+            case AskedEntry():
+                epochs.wait(entry.group, entry.rank, entry.question)
+            case ResolvedEntry():
+                epochs.resolve_pending(entry.all_answered)
+            case LeftEpochEntry():
+                epochs.leave(entry.group, entry.said)
+            case GatheredEntry():
+                self._synchronization.redo(entry)
+            case ClaimedEntry() | EvaluatedEntry() | ReadEntry():
+                self._evaluations.redo(entry)
+            case LostEntry() | LeftEntry() | JoinedEntry():
+                self._membership.redo(entry)
+            case NumberedEntry():
+                self.roster.has_given(entry.numbered)
+            case FormedEntry():
+                raise ConfigurationError(
+                    "other groups were formed after the state was saved, and before it was saved again; this run"
+                    " cannot go on: resume it from a checkpoint"
+                )
+            case WentOnEntry():
+                epochs.go_back()
 
     # --- How it goes -------------------------------------------------------------------------------------------------
 

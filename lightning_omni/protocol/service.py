@@ -6,7 +6,7 @@ it, and it is told when groups are formed and when one ends. It knows other serv
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -86,10 +86,22 @@ class Service:
         """The answers that were waiting for something that has come true."""
         return []
 
+    def state(self) -> Any:
+        """What another server needs to go on: plain values and tensors, the live ones. None if it needs nothing."""
+        return None
+
+    def load(self, state: Any) -> None:
+        """Goes on from a `state`, which is not None."""
+
 
 def nbytes_of(payload: Payload) -> int:
     """Size of a payload."""
     return payload.numel() if isinstance(payload, Tensor) else len(payload)
+
+
+def bytes_of(payload: Payload) -> bytes:
+    """A payload as bytes."""
+    return payload.numpy().tobytes() if isinstance(payload, Tensor) else payload
 
 
 def as_tensor(payload: Payload) -> Tensor:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -18,9 +19,9 @@ from torch.nn import Parameter
 from lightning_omni.errors import MalformedMessage, ProtocolError, Refused
 from lightning_omni.methods import Master, Method, Push, Reply, Sum
 from lightning_omni.methods.contract import Tensors
-from lightning_omni.methods.master import Resolve, check_state, rebuild
+from lightning_omni.methods.master import Resolve, check_state, describe, rebuild
 from lightning_omni.methods.totals import Total
-from lightning_omni.protocol.layout import DTYPES, Layout
+from lightning_omni.protocol.layout import DTYPES, Layout, TensorSpec
 from lightning_omni.protocol.messages import PushMessage
 from lightning_omni.protocol.sensing import Sensing
 from lightning_omni.protocol.shard_messages import SummedPush
@@ -35,6 +36,20 @@ _STATES = 4
 """Times the size of the weights, with which parameters and their optimizer state are brought at most."""
 
 
+class GroupHistory(NamedTuple):
+    """Numbers of the groups of a run, as it came about.
+
+    Attributes:
+        formed: those that were formed at once.
+        joined: those that have joined later, in their order.
+        gone: of both, those that take part no more.
+    """
+
+    formed: Sequence[int]
+    joined: Sequence[int]
+    gone: Sequence[int]
+
+
 class Shard:
     """Master weights of one optimizer, in one flat buffer, with the server side of the method.
 
@@ -47,6 +62,7 @@ class Shard:
         resolve: finds the class of the optimizer's class path.
         state: of the method's server side, to go on from.
         room: bytes that parameters which come in mid-run may take.
+        sizes: numbers of parameters of each version of the layout; by default this is the first one.
 
     Attributes:
         is_head: whether its gradients are computed here, and no group pushes any.
@@ -65,23 +81,25 @@ class Shard:
         resolve: Resolve,
         state: Mapping[str, Any] | None = None,
         room: int = ROOM,
+        sizes: Sequence[int] = (),
     ) -> None:
         if clock < 0:
             raise MalformedMessage(f"the clock cannot be {clock}")
         if (description is None) != (method.steps_at == "worker"):
             raise MalformedMessage(f"with {type(method).__name__} the optimizer steps at the {method.steps_at}")
-        self.layout = Layout.of(weights)
+        versions = _versions(specs_of(weights), sizes)
+        self.layout = versions[-1]
         self.buffer = self.layout.empty()
         parameters = {}
         for view, (name, value) in zip(self.layout.views(self.buffer), weights.items(), strict=True):
             view.copy_(value)
             parameters[name] = Parameter(view, requires_grad=view.is_floating_point() or view.is_complex())
         optimizer = rebuild(description, parameters, resolve) if description is not None else None
-        self.master = Master(parameters, optimizer, clock)
+        self.master = Master(parameters, optimizer, clock, first=len(versions[0].specs))
         self.structures = Structures(self._first_structure())
         self._settings = [settings_of(group) for group in optimizer.param_groups] if optimizer is not None else []
         self._room = room
-        self._layouts = {len(self.layout.specs): self.layout}  # every version, by its number of entries
+        self._layouts = {len(version.specs): version for version in versions}
         self.method_side = method.server_side(self.master, groups)
         if state is not None:
             self.method_side.load_state(state)
@@ -94,7 +112,52 @@ class Shard:
         self._out, self._back = Memory(), Memory()
         self._mean = Total()
         self._averaging: dict[int, bool] = {}
+        self._goes_on = False
         self.sensing = self._new_sensing(method)
+
+    # --- A server that goes on ----------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """All of it: plain values and tensors. The tensors are the live ones."""
+        names: dict[Tensor, str] = {parameter: name for name, parameter in self.master.parameters.items()}
+        optimizer = self.master.optimizer
+        return {
+            "optimizer": describe(optimizer, names) if optimizer is not None else None,
+            "weights": {name: parameter.detach() for name, parameter in self.master.parameters.items()},
+            "clock": self.master.clock,
+            "method": self.method_side.state(),
+            "room": self._room,
+            "sizes": list(self._layouts),
+            "structures": self.structures.state(),
+            "staleness": dict(self.staleness),
+            "by_group": {group: dict(counts) for group, counts in self.by_group.items()},
+            "refused": self.refused,
+        }
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any], method: Method, groups: GroupHistory, resolve: Resolve) -> Shard:
+        """A shard that goes on from a `state`.
+
+        Args:
+            state: its tensors are copied.
+            method: the method.
+            groups: that take part.
+            resolve: as in the constructor.
+        """
+        where = state["weights"], int(state["clock"]), method, groups.formed, resolve
+        shard = cls(state["optimizer"], *where, room=int(state["room"]), sizes=state["sizes"])
+        # As it came about: what a method computes when groups are formed may depend on how many there were.
+        for group in groups.joined:
+            shard.method_side.join(group)
+        for group in groups.gone:
+            shard.method_side.evict(group)
+        shard.method_side.load_state(state["method"])
+        shard.structures.load(state["structures"])
+        shard.staleness = Counter(state["staleness"])
+        shard.by_group.update({group: Counter(counts) for group, counts in state["by_group"].items()})
+        shard.refused = int(state["refused"])
+        shard._goes_on = True
+        return shard
 
     def change_method(self, method: Method, groups: Iterable[int]) -> None:
         """New groups, or another method: its server side starts afresh on the same weights."""
@@ -304,8 +367,10 @@ class Shard:
         With their ``payload`` it is sensed, too.
         """
         known = self.structures.of(group)
-        if message.read_at > self.master.clock and self.method_side.method.resyncs:
-            return None
+        if message.read_at > self.master.clock:
+            if self.method_side.method.resyncs:
+                return None
+            message = self._in_its_time(message)
         self._check(message, known)
         if not (_is_finite(tensors) if finite is None else finite):
             self._refuse(group)
@@ -337,7 +402,7 @@ class Shard:
             ProtocolError: one of them cannot be, or they cannot be added up.
         """
         first, newest = parts[0].push, self.structures.newest
-        for group, push in ((part.group, part.push) for part in parts):
+        for group, push in ((part.group, self._in_its_time(part.push)) for part in parts):
             self.layout_of_push(group, push)
             self._check(push, newest)
             if push.fragment != first.fragment or self.structures.of(group) != newest:
@@ -350,7 +415,7 @@ class Shard:
         views = iter(self.layout_of_sum(parts).views(payload))
         counts = [sum(flags) for flags in zip(*(part.push.present for part in parts), strict=True)]
         pushes = []
-        for group, message in ((part.group, part.push) for part in parts):
+        for group, message in ((part.group, self._in_its_time(part.push)) for part in parts):
             settings = self._in_newest(message, self.structures.newest)
             pushes.append(Push(group, message.read_at, (), settings, message.note, message.part))
             self.refused_in_row[group] = 0
@@ -411,6 +476,12 @@ class Shard:
             view.zero_() if tensor is None else view.copy_(tensor)
         return self._answer[: layout.nbytes]
 
+    def _in_its_time(self, message: PushMessage) -> PushMessage:
+        """A push of newer weights than these, which a server before this one had, counts as one of these."""
+        if not self._goes_on or message.read_at <= self.master.clock:
+            return message
+        return msgspec.structs.replace(message, read_at=self.master.clock)
+
     def _check(self, message: PushMessage, known: Structure) -> None:
         if not 0 <= message.read_at <= self.master.clock:
             raise ProtocolError(f"weights of clock {message.read_at} were never sent; the clock is {self.master.clock}")
@@ -464,6 +535,15 @@ class Shard:
         self._mean.clear()
         answered, self._averaging = self._averaging, {}
         return [(group, good) for group, good in answered.items() if group in live]
+
+
+def _versions(specs: tuple[TensorSpec, ...], sizes: Sequence[int]) -> list[Layout]:
+    """Every version of a layout, of which the last one has all entries."""
+    first, *others = sizes or (len(specs),)
+    versions = [Layout(specs[:first])]
+    for size in others:
+        versions.append(versions[-1].grown(specs[len(versions[-1].specs) : size]))
+    return versions
 
 
 def _check_settings(settings: Mapping[str, Any], present: Mapping[str, Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+import msgspec
 from torch import Tensor
 
 from lightning_omni.errors import MalformedMessage, OmniError, ProtocolError
@@ -16,6 +17,7 @@ from lightning_omni.protocol.codec import Packed, check_specs, pack, unpack
 from lightning_omni.protocol.cut import Cut
 from lightning_omni.protocol.epochs import Epochs
 from lightning_omni.protocol.head_shard import HeadShard
+from lightning_omni.protocol.journal import Journal
 from lightning_omni.protocol.notes import Notes
 from lightning_omni.protocol.roster import Roster
 from lightning_omni.protocol.service import Out, Payload, Sender, Service, as_tensor
@@ -47,6 +49,7 @@ class Snapshots(Service):
         servers: ... the others.
         resolve: finds the class of an optimizer's class path.
         resolve_module: finds the class of a merged head's module.
+        journal: told when the state should be saved.
     """
 
     def __init__(
@@ -59,7 +62,9 @@ class Snapshots(Service):
         servers: Servers,
         resolve: Resolve,
         resolve_module: ResolveModule,
+        journal: Journal,
     ) -> None:
+        self._journal = journal
         self._roster = roster
         self._shards = shards
         self._training = training
@@ -83,6 +88,18 @@ class Snapshots(Service):
             self._group_states.pop(group, None)
         return []
 
+    def state(self) -> dict[str, Any]:
+        assert self._formed is not None
+        return {"formed": m.encode(self._formed), "parts": [shard.state() for shard in self._shards.all]}
+
+    def load(self, state: dict[str, Any]) -> None:
+        formed = msgspec.msgpack.decode(state["formed"], type=m.Form)
+        self._formed, method = formed, m.method_from_wire(formed.method)
+        self._method = method
+        groups = self._roster.groups_of(len(formed.groups))
+        self._shards.hold([Shard.from_state(part, method, groups, self._resolve) for part in state["parts"]])
+        self._training.go_by(formed)
+
     def check_packed(self, sender: Sender, message: m.Seed | m.GroupState) -> int:
         """Bytes of a tree."""
         check_specs(message.packed.specs, message.nbytes)
@@ -105,6 +122,7 @@ class Snapshots(Service):
         for number in range(len(self._shards.all)):
             self._notes.seed(number, formed.groups if formed else (), self._formed)
         self._servers.seeded()
+        self._journal.is_due = True
         return [Out(sender.peer, m.DATA, m.Seeded())]
 
     def store_group_state(self, sender: Sender, message: m.GroupState, payload: Payload) -> list[Out]:

@@ -97,6 +97,15 @@ class Structures:
             raise Refused("structure", f"parameter groups have changed {MOST_STRUCTURES} times; change them less often")
         return None
 
+    def state(self) -> dict[str, Any]:
+        """All of it, as plain values."""
+        return {"all": [(each.size, each.groups) for each in self._all], "at": dict(self._at)}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a `state`."""
+        self._all = [Structure(size, tuple(map(tuple, groups))) for size, groups in state["all"]]
+        self._at = dict(state["at"])
+
     def move(self, group: int, structure: Structure, number: int | None) -> None:
         """The group is there; ``number`` is from `find`."""
         if number is None:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
 from torch import Tensor
 
-from lightning_omni.errors import MalformedMessage, ProtocolError
+from lightning_omni.errors import MalformedMessage, ProtocolError, Refused
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.collectives import Collectives
+from lightning_omni.protocol.journal import GatheredEntry, Journal
 from lightning_omni.protocol.roster import Roster
-from lightning_omni.protocol.service import Out, Payload, Sender, Service, as_tensor, nbytes_of
+from lightning_omni.protocol.service import Out, Payload, Peer, Sender, Service, as_tensor, bytes_of, nbytes_of
 from lightning_omni.protocol.training import Training
+
+BROUGHT_ELSEWHERE = "brought"
+"""Code of a refusal: what is spoken of was not brought to this server; perhaps to one that is gone."""
 
 Forward = Callable[[Sender, bytes, Payload], list[Out]]
 """Handles a control message that did not come over the control channel, as if it had."""
@@ -24,19 +29,21 @@ class Synchronization(Service):
         roster: the ranks of the run.
         training: is told which groups wait meanwhile.
         forward: handles messages that were brought.
+        journal: told of what is gathered.
 
     Attributes:
         completed: synchronization points that are over.
     """
 
-    def __init__(self, roster: Roster, training: Training, forward: Forward) -> None:
+    def __init__(self, roster: Roster, training: Training, forward: Forward, journal: Journal) -> None:
+        self._journal = journal
         self._roster = roster
         self._training = training
         self._forward = forward
         self.completed = 0
         self._collectives = Collectives()
         self._brought: dict[int, Payload] = {}
-        self._gathered: tuple[int, tuple[Payload, ...]] = (-1, ())  # the last one's, where they must be collected
+        self._gathered = GatheredEntry(-1, (), ())  # the last one
 
     def evict(self, group: int, lost: bool) -> list[Out]:
         self._collectives.forget(self._roster.lost)
@@ -45,22 +52,38 @@ class Synchronization(Service):
     def resolve_pending(self) -> list[Out]:
         out: list[Out] = []
         for number, parts in self._collectives.complete(self._roster.live) if not self._collectives.is_idle else ():
-            payloads = tuple(payload for _, payload in parts)
-            sizes = tuple(map(nbytes_of, payloads))
             ranks = tuple(rank for rank, _ in parts)
-            # All ranks have collected the last one's, or they would not be at this one.
-            collect = max(sizes, default=0) > m.LARGEST_INLINE
-            self._gathered = (number, payloads) if collect else (-1, ())
+            # All ranks have the last one's, or they would not be at this one.
+            self._gathered = GatheredEntry(number, ranks, tuple(bytes_of(payload) for _, payload in parts))
             self.completed = number + 1
-            gathered = m.Gathered(number=number, ranks=ranks, sizes=sizes, collect=collect)
-            told = () if collect else payloads
-            out += [Out(self._roster.members[rank].peer, m.CONTROL, gathered, told) for rank in ranks]
+            self._journal.note(self._gathered)
+            out += [self._answer(self._roster.members[rank].peer) for rank in ranks]
             for rank in ranks:
                 self._training.resume(rank)
         return out
 
+    def _answer(self, peer: Peer) -> Out:
+        """What was gathered last; rather than large payloads, that they are to be collected."""
+        gathered = self._gathered
+        sizes = tuple(map(len, gathered.payloads))
+        collect = max(sizes, default=0) > m.LARGEST_INLINE
+        answer = m.Gathered(number=gathered.number, ranks=gathered.ranks, sizes=sizes, collect=collect)
+        return Out(peer, m.CONTROL, answer, () if collect else gathered.payloads)
+
+    def state(self) -> bytes:
+        return msgspec.msgpack.encode((self.completed, self._gathered))
+
+    def load(self, state: bytes) -> None:
+        self.completed, self._gathered = msgspec.msgpack.decode(state, type=tuple[int, GatheredEntry])
+
+    def redo(self, gathered: GatheredEntry) -> None:
+        """A server before this one has told ranks of this."""
+        self.completed, self._gathered = gathered.number + 1, gathered
+
     def contribute(self, sender: Sender, message: m.Contribute, payload: Payload) -> list[Out]:
         """A rank comes to a synchronization point."""
+        if message.number == self._gathered.number and sender.rank in self._gathered.ranks:  # the answer was lost
+            return [self._answer(sender.peer)]
         if message.brought:
             payload = self._take_brought(sender.rank)
         self._collectives.contribute(message.number, sender.rank, message.what, payload)
@@ -83,10 +106,9 @@ class Synchronization(Service):
 
     def collect(self, sender: Sender, message: m.Collect, payload: Payload) -> list[Out]:
         """A rank wants the payloads of the last synchronization point."""
-        number, payloads = self._gathered
-        if message.number != number:
+        if message.number != self._gathered.number:
             raise ProtocolError(f"there is nothing to collect of collective {message.number}")
-        parts = tuple(as_tensor(payload) for payload in payloads)
+        parts = tuple(as_tensor(payload) for payload in self._gathered.payloads)
         return [Out(sender.peer, m.DATA, m.Collected(nbytes=sum(map(nbytes_of, parts))), parts)]
 
     def check_long(self, sender: Sender, message: m.Long) -> int:
@@ -95,7 +117,7 @@ class Synchronization(Service):
 
     def _take_brought(self, rank: int) -> Payload:
         if rank not in self._brought:
-            raise ProtocolError(f"rank {rank} has brought nothing over its data connection")
+            raise Refused(BROUGHT_ELSEWHERE, f"rank {rank} has brought nothing over its data connection")
         return self._brought.pop(rank)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -22,6 +22,7 @@ from lightning_omni.protocol.admission import Admission
 from lightning_omni.protocol.codec import check_specs, unpack
 from lightning_omni.protocol.deliveries import Deliveries, Delivery
 from lightning_omni.protocol.epochs import Epochs
+from lightning_omni.protocol.journal import Journal
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.notes import Notes
 from lightning_omni.protocol.record import Kind
@@ -44,6 +45,7 @@ class Training(Service):
         epochs: is told what was trained.
         notes: is told of all of it.
         servers: those that hold a share each must know which groups wait, too.
+        journal: told when the state should be saved.
 
     Attributes:
         handled: of each group, pushes that were handled since groups were formed, also those that were refused.
@@ -57,8 +59,10 @@ class Training(Service):
         epochs: Epochs,
         notes: Notes,
         servers: Servers,
+        journal: Journal,
     ) -> None:
         self._roster = roster
+        self._journal = journal
         self._admission = admission
         self._shards = shards
         self._epochs = epochs
@@ -77,14 +81,18 @@ class Training(Service):
     def form(self, topology: Topology, method: Method, message: m.Form) -> None:
         for shard in self._shards.all:
             shard.change_method(method, topology.alive)
-        self._wire_format = wire_format.from_wire(message.wire_format).pushes
-        self._shards.answer_as(message)
+        self.go_by(message)
         self._notes.form(topology.groups, message)
         self._pending.clear()
         self._via.clear()
         self.handled.clear()
         self._deliveries.clear()
         self._idle_elsewhere.clear()
+
+    def go_by(self, formed: m.Form) -> None:
+        """Pushes and their answers travel as was agreed when groups were formed."""
+        self._wire_format = wire_format.from_wire(formed.wire_format).pushes
+        self._shards.answer_as(formed)
 
     def join(self, group: int, ranks: tuple[int, ...]) -> None:
         for number, shard in enumerate(self._shards.all):
@@ -131,6 +139,18 @@ class Training(Service):
                 peer = self._admission.leader_peer(group)
                 out.append(self._weights(peer, number, shard, applied=good, group=group, to_push=False))
         return out
+
+    def state(self) -> dict[str, Any]:
+        return {"handled": dict(self.handled), "deliveries": self._deliveries.state()}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.handled = Counter(state["handled"])
+        self._deliveries.load(state["deliveries"])
+
+    @property
+    def missing(self) -> int:
+        """Pushes that a server before this one has answered, and that came after its last save."""
+        return self._deliveries.missing
 
     # --- Messages ----------------------------------------------------------------------------------------------------
 
@@ -293,6 +313,7 @@ class Training(Service):
             raise
         except Exception as error:  # torch raises what it likes on groups and states that are none
             raise MalformedMessage(f"no parameter groups: {type(error).__name__}: {error}") from error
+        self._journal.is_due = True
         known = shard.layout_of(group)
         self._notes.note(
             "restructure",

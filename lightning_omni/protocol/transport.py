@@ -13,6 +13,7 @@ Rule 4: the server believes nothing. It asks `ServerCore.check_payload` before i
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
@@ -38,9 +39,14 @@ from lightning_omni.protocol.service import Out, Peer
 from lightning_omni.protocol.wire_format import RAW, WireFormat
 from lightning_omni.registry import Registry, to_wire
 
+_log = logging.getLogger(__name__)
 Answer = TypeVar("Answer", bound=m.Message)
 PATIENCE = 1800.0
 """Seconds that a request waits for its answer, if it is not said otherwise."""
+
+
+class ServerAway(ConnectionLost):
+    """The server is gone, and another one may go on: what it was asked is to be asked again."""
 
 
 # --- A rank's side ---------------------------------------------------------------------------------------------------
@@ -63,9 +69,15 @@ class Control(ABC):
         signal: a signal that this rank was given, to be told with the next heartbeat.
         shards: servers that hold a share of the weights each; see `attach_all`.
         has_finished: whether the run is at its end when this rank says goodbye.
+        patience: seconds for which the server is looked for when it is gone; 0 if its loss ends the run.
+        returns: how often another server has gone on in the place of one that was gone.
+        is_away: whether the server is gone, and looked for.
     """
 
     shards = 1
+    patience = 0.0
+    returns = 0
+    is_away = False
     has_finished = False
 
     def __init__(self, address: str, rank: int, on_end: Callable[[OmniError], None] | None = None) -> None:
@@ -139,8 +151,47 @@ class Control(ABC):
 
     def attach_all(self, timeout: float = 300.0) -> list[Data]:
         """Opens this rank's data connections to all servers that hold a share each; the first one coordinates."""
+        if self.patience:
+            return [LastingData(self, lambda: self.attach(timeout))]
         others = self.request(m.AskShards(), m.Shards).addresses if self.shards > 1 else ()
         return [self.attach(timeout, address) for address in ("", *others)]
+
+    def stands(self, returns: int) -> bool:
+        """Whether the server is there, and no other than when ``returns`` was this."""
+        return not self.is_away and self.returns == returns
+
+    def check_stands(self, returns: int) -> None:
+        """Raises what ended this rank's run, or `ServerAway` if the server is no more the one that it was.
+
+        Args:
+            returns: what ``returns`` was.
+        """
+        self.check()
+        if not self.stands(returns):
+            raise ServerAway(f"the parameter server at {self.address} is gone")
+
+    def wait_for_return(self) -> None:
+        """Waits until there is a server.
+
+        Raises:
+            ConnectionLost: there is none any more.
+        """
+        self.check()
+        if self.is_away:
+            raise ConnectionLost(f"the parameter server at {self.address} is gone")
+
+    def came_back(self, welcome: m.Welcome) -> None:
+        """Another server goes on in the place of the one that was gone."""
+        self.returns, self.is_away = self.returns + 1, False
+        if self.rank == 0:
+            lost = max(0, (self.status.clock if self.status is not None else 0) - welcome.clock)
+            _log.warning(
+                "the parameter server at %s is back, with %d updates: %d that came after its last save are lost, and"
+                " their samples are trained again",
+                self.address,
+                welcome.clock,
+                lost,
+            )
 
     def attach_aggregator(self, timeout: float = 300.0) -> Data | None:
         """Opens this rank's data connection to the aggregator that the server tells it of.
@@ -263,6 +314,63 @@ class Data(ABC):
         """Closes the connection at once."""
 
 
+class LastingData(Data):
+    """A data connection that outlasts its server: what was not answered is said again to the one that goes on.
+
+    Args:
+        control: of the same rank.
+        open: makes a data connection to the server that there is.
+    """
+
+    def __init__(self, control: Control, open: Callable[[], Data]) -> None:
+        self._control, self._open = control, open
+        self._said: tuple[m.Message, Tensor | None, Tensor | None] | None = None
+        self._before = (0, 0)
+        self._connect()
+
+    def send(self, message: m.Message, payload: Tensor | None = None, into: Tensor | None = None) -> None:
+        self._said = message, payload, into
+        try:
+            self._data.send(*self._said)
+        except (ConnectionLost, Refused) as error:
+            self._return(error)
+
+    def receive(self, expect: type[Answer], into: Tensor | None = None) -> tuple[Answer, Tensor]:
+        try:
+            answer = self._data.receive(expect, into)
+        except (ConnectionLost, Refused) as error:
+            # Refused is, for instance, a connection that ZeroMQ has made by itself.
+            self._return(error)
+            return self.receive(expect, into)
+        self._said = None
+        self.moved, self.shared = self._before[0] + self._data.moved, self._before[1] + self._data.shared
+        return answer
+
+    def close(self) -> None:
+        self._data.close()
+
+    def _return(self, error: OmniError) -> None:
+        """Says what was not answered to the server that goes on; raises the error if the server is still the same."""
+        if self._said is None or self._control.stands(self._returns):
+            raise error
+        self._before = self._before[0] + self._data.moved, self._before[1] + self._data.shared
+        self._data.close()
+        self._connect()
+        self.send(*self._said)
+
+    def _connect(self) -> None:
+        while True:
+            self._control.wait_for_return()
+            self._returns = self._control.returns
+            try:
+                self._data = self._open()
+            except (ConnectionLost, Refused):
+                if self._control.stands(self._returns):
+                    raise
+            else:
+                return
+
+
 class Address(msgspec.Struct, frozen=True):
     """Where a group's leader listens. All leaders learn it through the control channel."""
 
@@ -297,6 +405,11 @@ class Peers(Protocol):
 
     def close(self) -> None:
         """Ends both directions."""
+
+
+def refused_return(no: Refused) -> ConnectionLost:
+    """What ends the run of a rank whose server is gone, if the one in its place refuses the rank."""
+    return ConnectionLost(f"the parameter server is gone, and the one at its address refuses this rank: {no}")
 
 
 def answer_of(message: m.Message, expect: type[Answer]) -> Answer:
@@ -438,6 +551,18 @@ class Transport(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
             Refused: the server does not want this rank, and says why.
         """
         raise NotImplementedError(f"{type(self).__name__} cannot join")
+
+    def serve_again(self, core: ServerCore, address: str) -> Served:
+        """Listens where a server listened that is gone, to go on with its run.
+
+        Args:
+            core: its state machine.
+            address: of the one that is gone.
+
+        Raises:
+            ConfigurationError: it cannot listen there, or with this transport no server goes on for another.
+        """
+        raise ConfigurationError(f"transport={name_of(self)}: with it no server goes on in the place of another")
 
     def clear(self, address: str) -> None:
         """A process ends at once: removes what a server that is gone, too, has left at this address."""

@@ -8,13 +8,16 @@ Rule 3: the answer to a claim never changes, so the members of a group agree wit
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from lightning_omni.errors import ProtocolError
 
 MOST_OPEN = 8
 """Validations that the recorder has not heard of, at most: of each the server keeps a copy of all that it holds."""
+
+
+_NUMBERS = ("complete", "is_missed", "_epoch", "_passed", "_last")
 
 
 class ValidationBook:
@@ -96,6 +99,24 @@ class ValidationBook:
         for number in [number for number, by in self._under_way.items() if by == group]:
             self.is_missed = True
             self._end(number, None)
+
+    def state(self) -> dict[str, Any]:
+        """All of it, as plain values; results as they are."""
+        numbers = {name: vars(self)[name] for name in _NUMBERS}
+        return {
+            **numbers,
+            "answers": dict(self._answers),
+            "under_way": dict(self._under_way),
+            "results": dict(self._results),
+            "read": dict(self._read),
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a `state`."""
+        vars(self).update({name: state[name] for name in _NUMBERS})
+        self._answers = {group: tuple(answer) for group, answer in state["answers"].items()}
+        self._under_way, self._results = dict(state["under_way"]), dict(state["results"])
+        self._read = dict(state["read"])
 
     def _end(self, number: int, result: Any) -> None:
         del self._under_way[number]

@@ -26,6 +26,7 @@ from lightning_omni.protocol import transport, wire_format
 from lightning_omni.protocol.record import RecordFile
 from lightning_omni.protocol.server import ServerCore
 from lightning_omni.server.process import Ready, ServerSettings, raise_limit_of_files
+from lightning_omni.server.saving import EMBEDDED_PATIENCE, StateDirectory
 
 
 def main() -> int:
@@ -64,8 +65,13 @@ def main() -> int:
             shard=settings.shard,
         )
         chosen = transport.from_wire(settings.transport)
+        states = StateDirectory(settings.state, settings.save_every, EMBEDDED_PATIENCE) if settings.state else None
+        if states is not None and (said := states.restore(core)):
+            logging.getLogger(__name__).warning("%s", said)
         if settings.shard:
             server = chosen.follow(core, settings.coordinator, settings.host, settings.port)
+        elif settings.again:
+            server = chosen.serve_again(core, settings.again)
         else:
             server = chosen.serve(core, settings.host, settings.port)
     except Exception as error:
@@ -80,8 +86,14 @@ def main() -> int:
     orphaned = threading.Event()
     threading.Thread(target=_watch_parent, args=(orphaned,), daemon=True).start()
     parent = os.getppid()
-    # A forked data loader may hold the other end of the pipe after the parent's death, so look at both.
-    server.run(until=lambda: orphaned.is_set() or os.getppid() != parent)
+
+    def is_over() -> bool:
+        if states is not None:
+            states.tend(core)
+        # A forked data loader may hold the other end of the pipe after the parent's death, so look at both.
+        return orphaned.is_set() or os.getppid() != parent
+
+    server.run(until=is_over)
     server.farewell("rank 0 has ended, and the parameter server with it")
     server.close()
     return 0

@@ -36,6 +36,7 @@ class PrivateDirectory:
     Args:
         base: where to make it; None takes the first of the temporary directory, ``$XDG_RUNTIME_DIR`` and ``/tmp`` in
             which sockets can be made. (The runtime directory comes second: systems remove it when its user logs out.)
+        at: one that another server had, which is gone: it is this one's from now on.
 
     Raises:
         ConfigurationError: sockets can be made in none of them.
@@ -44,8 +45,8 @@ class PrivateDirectory:
         path: of the directory.
     """
 
-    def __init__(self, base: Path | None = None) -> None:
-        self.path, self._lock = _make(base)
+    def __init__(self, base: Path | None = None, at: Path | None = None) -> None:
+        self.path, self._lock = _make(base) if at is None else _take(at)
 
     def address(self, name: str) -> str:
         """Address of a socket in it."""
@@ -69,6 +70,11 @@ def is_private(address: str) -> bool:
     return address.startswith(_SCHEME)
 
 
+def directory_of(address: str) -> Path:
+    """The private directory that a socket is in."""
+    return Path(address.removeprefix(_SCHEME)).parent
+
+
 def sibling(address: str, name: str) -> str:
     """Address of another socket in the same directory."""
     return f"{address.rpartition('/')[0]}/{name}"
@@ -77,7 +83,7 @@ def sibling(address: str, name: str) -> str:
 def remove_if_abandoned(address: str) -> None:
     """Removes the directory of an address if its server is gone; does nothing otherwise, or for TCP."""
     if is_private(address):
-        _remove_if_abandoned(Path(address.removeprefix(_SCHEME)).parent)
+        _remove_if_abandoned(directory_of(address))
 
 
 def check_address(address: str) -> None:
@@ -182,6 +188,20 @@ def _make_in(base: Path) -> tuple[Path, int]:
     except OSError:
         shutil.rmtree(new, ignore_errors=True)
         raise
+    return path, lock
+
+
+def _take(path: Path) -> tuple[Path, int]:
+    """The directory of a server that is gone, which may have been removed meanwhile."""
+    try:
+        path.mkdir(mode=0o700, exist_ok=True)
+        lock = _open_locked(path)
+        for name in (CONTROL, DATA, MEMORY):
+            (path / name).unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigurationError(f"{path}: {error.strerror or error}") from error
+    if lock is None:
+        raise ConfigurationError(f"{path}: another server has its sockets there")
     return path, lock
 
 

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -24,7 +25,7 @@ from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.handshake import NONCE_BYTES, hello_of
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.quoting import quoted
-from lightning_omni.protocol.transport import PATIENCE, Control, Data, answer_of
+from lightning_omni.protocol.transport import PATIENCE, Control, Data, answer_of, refused_return
 from lightning_omni.protocol.wire_format import RAW, WireFormat
 from lightning_omni.server import segments, sharing
 from lightning_omni.server.addresses import (
@@ -60,6 +61,8 @@ CONNECT_TIME = 60.0
 """Seconds in which a data connection must stand."""
 LONGEST_REASON = 4000
 """Characters of a reason that are sent."""
+_PAUSE = 0.02
+"""Seconds after which a rank that waits for a server to go on asks whether there is one."""
 _SLICE = 200
 """Milliseconds after which a waiting rank looks whether there is still something to wait for."""
 
@@ -116,18 +119,22 @@ class ControlConnection(Control):
         self._closing = False
         self._thread: threading.Thread | None = None
         self._dialed: Dialed | None = None
+        self._unanswered: list[bytes] | None = None  # the request that is under way
         try:
-            self._dialed, welcome = self._join(key, run, world_size, layout, connect_timeout)
+            self._join = partial(self._dial, key, run, world_size, layout)
+            self._dialed, welcome = self._join(connect_timeout)
         except BaseException:
             self.close()
             raise
         self._wire, self._monitor = self._dialed.wire, self._dialed.monitor
         self.heartbeat_timeout, self.shards = welcome.heartbeat_timeout, welcome.shards
+        self.patience = welcome.patience
         self.data_address = data_address(address, welcome.data_port)
         shares = shared_memory and is_private(address) and segments.is_offered()
         self.session = Session(self.data_address, rank, self._secret, self.keys, memory_path(address) if shares else "")
         if shared_memory and not shares:
             _log.info("tensors go by socket: memory is shared on Linux, with a server whose sockets lie in a directory")
+        self._memory = self.session.memory
         self._thread = threading.Thread(target=self._keep_alive, name="omni-control", daemon=True)
         self._thread.start()
 
@@ -169,7 +176,13 @@ class ControlConnection(Control):
         session = self.session
         if address:
             session = dataclasses.replace(session, address=beside(address, self.address), memory="")
-        return DataConnection(session, self.check, timeout)
+        return DataConnection(session, partial(self.check_stands, self.returns), timeout)
+
+    def wait_for_return(self) -> None:
+        while self.is_away:
+            self.check()
+            time.sleep(_PAUSE)
+        self.check()
 
     def attach_aggregator(self, timeout: float = 300.0) -> DataConnection | None:
         address = self.request(m.AskAggregator(), m.Aggregator).address
@@ -224,11 +237,16 @@ class ControlConnection(Control):
 
     # --- Admission ---------------------------------------------------------------------------------------------------
 
-    def _join(self, key: bytes, run: str, world_size: int, layout: Layout, timeout: float) -> tuple[Dialed, m.Welcome]:
+    def _dial(
+        self, key: bytes, run: str, world_size: int, layout: Layout, timeout: float, returns: bool = False
+    ) -> tuple[Dialed, m.Welcome]:
         def shake_hands(attempt: Dialed, deadline: float) -> m.Welcome:
-            hello = hello_of(run, self.rank, world_size, layout, secrets.token_bytes(NONCE_BYTES))
+            hello = hello_of(run, self.rank, world_size, layout, secrets.token_bytes(NONCE_BYTES), returns)
             welcome, self._secret = handshake.join(
-                lambda message, expect: attempt.ask(message, expect, deadline, lambda: None), key, hello, self.address
+                lambda message, expect: attempt.ask(message, expect, deadline, self._check_open),
+                key,
+                hello,
+                self.address,
             )
             return welcome
 
@@ -242,9 +260,47 @@ class ControlConnection(Control):
             timeout,
         )
 
+    def _check_open(self) -> None:
+        """Raises `ConnectionLost` if this connection is about to be closed: no server is looked for any more."""
+        if self._closing:
+            raise ConnectionLost("this connection was closed")
+
     # --- The other thread --------------------------------------------------------------------------------------------
 
     def _keep_alive(self) -> None:
+        while not self._closing:
+            gone = self._serve()
+            if gone is None:
+                continue
+            if self._ended is None and self.patience and self._return():
+                continue
+            self.end(gone)
+            return
+
+    def _return(self) -> bool:
+        """Looks for the server until another one goes on in its place. Returns whether one does."""
+        self.is_away = True
+        if self.rank == 0:
+            text = "the parameter server at %s is gone; it is looked for over %.0f s"
+            _log.warning(text, self.address, self.patience)
+        assert self._dialed is not None
+        self._dialed.close()
+        try:
+            self._dialed, welcome = self._join(self.patience, returns=True)
+        except (OmniError, zmq.ZMQError) as error:
+            if isinstance(error, Refused):
+                self.end(refused_return(error))
+            return False
+        self._wire, self._monitor = self._dialed.wire, self._dialed.monitor
+        address = data_address(self.address, welcome.data_port)
+        self.session = Session(address, self.rank, self._secret, self.keys, self._memory)
+        self.came_back(welcome)
+        if self._unanswered is not None:
+            self._send(self._unanswered)
+        return True
+
+    def _serve(self) -> ConnectionLost | None:
+        """Keeps the connection alive until it is closed, or its server gone: then returns how it went."""
         poller = zmq.Poller()
         for wire in (self._inside, self._wire, self._monitor):
             poller.register(wire, zmq.POLLIN)
@@ -255,6 +311,7 @@ class ControlConnection(Control):
             if self._inside in ready:
                 frames = self._inside.recv_multipart()
                 if frames[0]:
+                    self._unanswered = frames
                     self._send(frames)
             if self._wire in ready:
                 heard = now
@@ -263,14 +320,15 @@ class ControlConnection(Control):
                 recv_monitor_message(self._monitor)
                 while self._wire.poll(LAST_WORDS):  # what it said last may still lie here, and say why
                     self._hear()
-                self.end(ConnectionLost(f"the parameter server at {self.address} is gone; the run cannot go on"))
+                return ConnectionLost(f"the parameter server at {self.address} is gone; the run cannot go on")
             if now - heard > self.heartbeat_timeout:
-                self.end(ConnectionLost(f"the parameter server at {self.address} was silent for {now - heard:.0f} s"))
+                return ConnectionLost(f"the parameter server at {self.address} was silent for {now - heard:.0f} s")
             while self._posted:
                 self._send([m.encode(self._posted.popleft())])
             if now >= beat:
                 self._send([m.encode(self.heartbeat(now))])
                 beat = now + HEARTBEAT
+        return None
 
     def _send(self, frames: list[bytes]) -> None:
         with contextlib.suppress(zmq.Again):  # the connection has ended, as the monitor says
@@ -286,6 +344,7 @@ class ControlConnection(Control):
             self.end(error)
             return
         if self.hear(message):
+            self._unanswered = None
             self._inside.send_multipart(frames)
         elif isinstance(message, m.Notice) and not message.over and self.rank not in message.lost:
             _log.warning(

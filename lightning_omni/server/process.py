@@ -29,6 +29,9 @@ class ServerSettings(msgspec.Struct, frozen=True):
         shards: servers that hold a share of the weights each, this one among them.
         shard: which of them this is; number 0 coordinates the others.
         coordinator: the address of that one, for the others.
+        state: directory for its state; empty to save none.
+        save_every: seconds between two saves.
+        again: address at which another server listened that is gone, and whose run it goes on with.
     """
 
     key: str
@@ -47,6 +50,9 @@ class ServerSettings(msgspec.Struct, frozen=True):
     shards: int = 1
     shard: int = 0
     coordinator: str = ""
+    state: str = ""
+    save_every: float = 30.0
+    again: str = ""
 
 
 class Ready(msgspec.Struct, frozen=True):
@@ -104,6 +110,10 @@ class ServerProcess:
                 raise ConfigurationError(f"the parameter server did not start: {ready.error}")
             self._address = ready.address
         return self._address
+
+    def wait(self) -> int:
+        """Waits until the process has ended; returns its exit status."""
+        return self._process.wait()
 
     def leave(self) -> None:
         """This process ends, and the server may go on: one that holds a share ends with the one that coordinates."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from urllib.parse import urlsplit
 
 from lightning_omni.errors import OmniError
 from lightning_omni.protocol.layout import Layout
@@ -11,6 +12,7 @@ from lightning_omni.protocol.transport import Transport, register
 from lightning_omni.server.addresses import (
     PrivateDirectory,
     check_address,
+    directory_of,
     is_offered,
     is_private,
     own_host,
@@ -58,6 +60,13 @@ class ZeroMQ(Transport, frozen=True, kw_only=True, tag="zeromq"):
             server.close()
             raise
         return server
+
+    def serve_again(self, core: ServerCore, address: str) -> Server:
+        if not is_private(address):
+            parts = urlsplit(address)
+            return Server(core, parts.hostname or "", parts.port or 0, encryption=self.encryption)
+        directory = PrivateDirectory(at=directory_of(address))
+        return Server(core, directory=directory, encryption=self.encryption, shared_memory=self.shared_memory)
 
     def join(
         self,

@@ -119,6 +119,7 @@ def check_strategy(
     servers: object,
     validation: object,
     join: object,
+    save_every: object,
 ) -> None:
     """Refuses arguments of OmniStrategy that are of the wrong kind; the code that uses them checks what they mean.
 
@@ -145,6 +146,8 @@ def check_strategy(
     if validation not in ("wait", "published"):
         raise ConfigurationError(f'validation={validation!r}: pass "wait" or "published"')
     check_kind("join", join, (bool, type(None)), "True or False")
+    if save_every is not None:
+        check_number("save_every", save_every, "the seconds between two saves, more than 0, or None", above=0)
 
 
 def check_join(data: str, validation: str, merged: str | None) -> None:

@@ -87,6 +87,9 @@ class OmniStrategyHooks(GroupedStrategy):
         join: whether this process, or those of its launcher, are one group of a run that others train, too: it begins
             the run at ``server``, or joins it, at any time, and may leave it at any time, see docs/joining.md. None
             joins the run of the server that LIGHTNING_OMNI_SERVER names, if no ``server`` is passed.
+        save_every: seconds between two saves of the embedded server's state. If the server dies, rank 0 starts another
+            one, which goes on from the last save: see docs/resilience.md. None saves nothing; its death then ends the
+            run.
         **ddp: DDPStrategy's own arguments.
 
     Raises:
@@ -121,6 +124,7 @@ class OmniStrategyHooks(GroupedStrategy):
         servers: int | Literal["per-node"] = 1,
         validation: Literal["wait", "published"] = "wait",
         join: bool | None = None,
+        save_every: float | None = 30.0,
         **ddp: Any,
     ) -> None:
         if "refusals" in ddp:
@@ -148,6 +152,7 @@ class OmniStrategyHooks(GroupedStrategy):
                 servers,
                 validation,
                 join,
+                save_every,
             )
             if data == "static" and rebalance == "auto":
                 raise ConfigurationError(
@@ -174,6 +179,7 @@ class OmniStrategyHooks(GroupedStrategy):
                 overlap=overlap,
                 servers=servers,
                 join=asked.join,
+                save_every=save_every,
             )
         super().__init__(**ddp)
         self.ddp_options = dict(vars(self).get("_ddp_kwargs", {}))

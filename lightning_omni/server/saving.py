@@ -1,0 +1,305 @@
+"""The server's state on disk, so that another server can go on when this one is gone.
+
+A save is a file of plain data and tensors, in the form in which these travel (`lightning_omni.protocol.codec`), written
+beside the last one and then renamed. Each has a journal (`lightning_omni.protocol.journal`), into which goes what ranks
+were told after it: every entry is with the operating system before the answer leaves, so that it outlives the server's
+process, if not its machine.
+
+Rule: between two messages the state is copied, which the server waits for; a thread of its own writes the copy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import io
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from torch import Tensor
+
+from lightning_omni.errors import ConfigurationError, MalformedMessage, OmniError
+from lightning_omni.protocol.codec import Packed, pack, unpack
+from lightning_omni.protocol.journal import AnyEntry, Entry, WentOnEntry
+from lightning_omni.protocol.server import ServerCore
+from lightning_omni.protocol.service import as_tensor
+
+_log = logging.getLogger(__name__)
+
+EVERY = 30.0
+"""Seconds between two saves."""
+PATIENCE = 300.0
+"""Seconds for which ranks look for a server that stands by itself, when it is gone."""
+EMBEDDED_PATIENCE = 60.0
+"""The same for one that rank 0 starts, and starts again."""
+SHARE = 0.02
+"""The part of its time that the server gives to saves, at most; the larger its state, the more seldom it is saved."""
+ENDED = "ended"
+"""The last save of a run that has ended before its time."""
+_SAVED, _JOURNAL, _NEW, _LOCK = "state-", "journal-", "new", "lock"
+_PAUSE = 0.25
+"""Seconds after which it is asked whether the run is over."""
+_MARK = b"lightning-omni state\n"
+_LENGTH = 4
+"""Bytes in front of a journal's entry, or of a save's plain part, that say how long it is."""
+
+
+class StateDirectory:
+    """Where a server saves its state; one server at a time.
+
+    Args:
+        path: the directory, made if there is none; only its user may enter it.
+        every: seconds between two saves.
+        patience: seconds for which ranks look for the server again when it is gone.
+
+    Raises:
+        ConfigurationError: it cannot be used, or another server uses it.
+
+    Example:
+        >>> import secrets, tempfile
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> states = StateDirectory(folder.name)
+        >>> states.restore(ServerCore(bytes(32), secrets.token_bytes)), states.close()
+        ('', None)
+        >>> folder.cleanup()
+    """
+
+    def __init__(self, path: str | Path, every: float = EVERY, patience: float = PATIENCE) -> None:
+        self._path, self._every, self._patience = Path(path), every, patience
+        try:
+            self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock = os.open(self._path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._lock)
+            raise ConfigurationError(f"--state {path}: another server saves its state there; pass another") from None
+        except OSError as error:
+            raise ConfigurationError(f"--state {path}: {error.strerror}; pass a directory of your own") from error
+        self._number = max(self._numbers(_SAVED) + self._numbers(_JOURNAL), default=0)
+        self._journal: int | None = None
+        self._writer: threading.Thread | None = None
+        self._due = self._latest = self._asked = 0.0
+        self._went_on = False
+
+    def restore(self, core: ServerCore) -> str:
+        """The server goes on with the run whose state lies here, if there is one.
+
+        Returns:
+            What it goes on from, in a sentence; empty if there is no run.
+
+        Raises:
+            ConfigurationError: there is one, and this server cannot go on with it.
+        """
+        core.patience = self._patience
+        saves = self._numbers(_SAVED)
+        if not saves:
+            return ""
+        last = saves[-1]
+        path = self._path / f"{_SAVED}{last:08d}"
+        state = read(path)
+        journals = [number for number in self._numbers(_JOURNAL) if number >= last]
+        entries = [entry for number in journals for entry in self._entries(number)]
+        core.load(state, entries, time.monotonic())
+        self._went_on = True
+        age = time.time() - path.stat().st_mtime
+        return (
+            f"goes on with a run of {core.roster.world_size} ranks, from a state that was saved {age:.1f} s before:"
+            f" {core.clock} updates"
+        )
+
+    def tend(self, core: ServerCore) -> None:
+        """Saves the state if it is time. To be called between two messages, and often."""
+        now = time.monotonic()
+        if now < min(self._due, self._asked + _PAUSE) and not core.journal.is_due:
+            return
+        self._asked = now
+        if not core.has_state:
+            if self._number or self._journal is not None:
+                self.discard(core)
+            return
+        if now < self._due and not core.journal.is_due:
+            return
+        if self._writer is not None and self._writer.is_alive():
+            return
+        if core.is_quiet or now >= self._latest or self._went_on:
+            self._save(core)
+
+    def discard(self, core: ServerCore) -> None:
+        """The run is over: another server has nothing to go on with."""
+        self.wait()
+        core.journal.write, core.journal.is_due = None, False
+        self._close_journal()
+        if core.over and (saves := self._numbers(_SAVED)):  # its weights may still be of use
+            with contextlib.suppress(OSError):
+                (self._path / f"{_SAVED}{saves[-1]:08d}").rename(self._path / ENDED)
+        for kind in (_SAVED, _JOURNAL):
+            self._remove(kind, before=self._number + 1)
+        self._number, self._due, self._latest, self._went_on = 0, 0.0, 0.0, False
+
+    def close(self, core: ServerCore | None = None) -> None:
+        """No more is saved, after a last time if a run is under way.
+
+        Args:
+            core: of the server that ends; None saves nothing.
+        """
+        self.wait()
+        if core is not None and core.has_state:
+            self._save(core)
+            self.wait()
+        if core is not None:
+            core.journal.write = None
+        self._close_journal()
+        os.close(self._lock)
+
+    # --- How ---------------------------------------------------------------------------------------------------------
+
+    def _save(self, core: ServerCore) -> None:
+        began = time.monotonic()
+        self._number += 1
+        try:
+            self._open_journal(core)
+            packed, buffer = pack(core.state())
+        except (OSError, MemoryError, RuntimeError, OmniError) as error:  # an optimizer may remember anything
+            self._give_up(core, error)
+            return
+        core.journal.is_due = False
+        took = time.monotonic() - began
+        self._due = began + max(self._every, took / SHARE)
+        self._latest = self._due + self._every  # whether or not groups wait for answers by then
+        self._writer = threading.Thread(
+            target=self._write, args=(self._number, packed, buffer), name="omni-save", daemon=True
+        )
+        self._writer.start()
+
+    def _write(self, number: int, packed: Packed, buffer: Tensor) -> None:
+        new, head = self._path / _NEW, msgspec.msgpack.encode(packed)
+        try:
+            with new.open("wb", buffering=0) as file:
+                for part in (_MARK, len(head).to_bytes(_LENGTH, "little"), head, buffer.numpy().data):
+                    _write_whole(file, part)
+                os.fsync(file.fileno())
+            new.rename(self._path / f"{_SAVED}{number:08d}")
+            _sync(self._path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                new.unlink(missing_ok=True)
+            _log.warning("the server's state could not be saved in %s, the last save stays: %s", self._path, error)
+            return
+        for kind in (_SAVED, _JOURNAL):
+            self._remove(kind, before=number)
+
+    def _open_journal(self, core: ServerCore) -> None:
+        journal = os.open(self._path / f"{_JOURNAL}{self._number:08d}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        self._close_journal()
+        self._journal = journal
+
+        def write(entry: Entry) -> None:
+            data = msgspec.msgpack.encode(entry)
+            data = len(data).to_bytes(_LENGTH, "little") + data
+            try:
+                if os.write(journal, data) != len(data):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            except OSError as error:
+                self._give_up(core, error)
+
+        core.journal.write = write
+        if self._went_on:
+            write(WentOnEntry())
+            self._went_on = False
+
+    def _give_up(self, core: ServerCore, error: Exception) -> None:
+        """What is there is of no use without what comes now."""
+        _log.warning("the server's state cannot be saved in %s, and its loss would end the run: %s", self._path, error)
+        self.discard(core)
+        core.patience = 0.0
+        self._due = self._latest = float("inf")
+
+    def _entries(self, number: int) -> Iterator[Entry]:
+        """What a journal holds; its end may be missing."""
+        data, decode = (self._path / f"{_JOURNAL}{number:08d}").read_bytes(), msgspec.msgpack.Decoder(AnyEntry).decode
+        position = 0
+        while position + _LENGTH <= len(data):
+            start = position + _LENGTH
+            position = start + int.from_bytes(data[position:start], "little")
+            if position > len(data):
+                return
+            try:
+                yield decode(data[start:position])
+            except msgspec.MsgspecError as error:
+                raise ConfigurationError(f"{self._path}: journal {number} is damaged: {error}") from error
+
+    def _numbers(self, kind: str) -> list[int]:
+        found = (path.name.removeprefix(kind) for path in self._path.glob(f"{kind}*"))
+        return sorted(int(number) for number in found if number.isdigit())
+
+    def _remove(self, kind: str, before: int) -> None:
+        for number in self._numbers(kind):
+            if number < before:
+                with contextlib.suppress(OSError):
+                    (self._path / f"{kind}{number:08d}").unlink()
+
+    def _close_journal(self) -> None:
+        if self._journal is not None:
+            os.close(self._journal)
+            self._journal = None
+
+    def wait(self) -> None:
+        """Waits until what was last begun to be saved lies on the disk."""
+        if self._writer is not None:
+            self._writer.join()
+            self._writer = None
+
+
+def read(path: str | Path) -> dict[str, Any]:
+    """What a save holds: see `lightning_omni.protocol.server.ServerCore.state`.
+
+    Raises:
+        ConfigurationError: it is none.
+    """
+    try:
+        data = Path(path).read_bytes()
+        head = len(_MARK) + _LENGTH
+        if data[: len(_MARK)] != _MARK:
+            raise MalformedMessage("it does not begin as one")
+        start = head + int.from_bytes(data[len(_MARK) : head], "little")
+        packed = msgspec.msgpack.decode(memoryview(data)[head:start], type=Packed)
+        # Copied, for where it lies in the file suits no dtype.
+        tree: dict[str, Any] = unpack(packed, as_tensor(bytes(memoryview(data)[start:])))
+        return tree
+    except (OSError, ValueError, MalformedMessage, msgspec.MsgspecError) as error:
+        raise ConfigurationError(f"{path}: no saved state: {error}; remove it to begin without") from error
+
+
+def saved_weights(path: str | Path) -> dict[str, Tensor]:
+    """The weights of the last save in a server's directory: what ``module.load_state_dict(..., strict=False)`` takes.
+
+    Args:
+        path: of the directory.
+
+    Raises:
+        ConfigurationError: there is no save, or it cannot be read.
+    """
+    saves = sorted(Path(path).glob(f"{_SAVED}*")) or [Path(path) / ENDED]
+    parts = read(saves[-1])["services"]["Snapshots"]["parts"]
+    return {name: weight for part in parts for name, weight in part["weights"].items()}
+
+
+def _write_whole(file: io.FileIO, part: bytes | memoryview) -> None:
+    view = memoryview(part)
+    while view:
+        view = view[file.write(view) :]
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
