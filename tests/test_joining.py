@@ -413,6 +413,36 @@ def test_a_group_joins_whatever_the_method(run: Run, method: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.processes
+@pytest.mark.parametrize(
+    ("trainer", "steps"),
+    [
+        ({"val_check_interval": 0.5}, 48),
+        ({"accumulate_grad_batches": 2}, 24),
+        ({"max_steps": 40}, 40),
+        ({"check_val_every_n_epoch": 2, "limit_train_batches": 12}, 36),
+    ],
+)
+def test_limits_are_those_of_the_run_as_it_was_begun(run: Run, trainer: dict[str, Any], steps: int) -> None:
+    options = {"epochs": 4 if "check_val_every_n_epoch" in trainer else 3, "hold": [1], "trainer": trainer}
+    first = run.start("a", options)
+    run.wait_for("a0-in-1")
+    second = run.start("b", options, seed=2)
+    run.wait_for("b0-in-1")
+    run.go(1)
+    assert first.end(PATIENCE) == 0, first.output
+    assert second.end(PATIENCE) == 0, second.output
+    one, other = run.result("a"), run.result("b")
+    assert one["weights"] == other["weights"]
+    assert one["step"] == other["step"]
+    trained = run.trained
+    batches = trainer.get("limit_train_batches", 16)
+    whole = options["epochs"] if "max_steps" not in trainer else 2  # and half of the third
+    assert all(sum(epoch == number for number, _ in trained) >= 8 * batches for epoch in range(whole))
+    assert sum(trained.values()) >= 8 * steps * trainer.get("accumulate_grad_batches", 1)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
 def test_a_group_that_was_told_otherwise_is_refused_and_the_run_goes_on(run: Run) -> None:
     first = run.start("a", {"epochs": 2, "hold": [1]})
     run.wait_for("a0-in-1")

@@ -432,7 +432,8 @@ class EpochDriver:
         """The run's progress in optimizer steps as DDP would count them."""
         if self.is_open:
             self._advance(self._seen())
-        return self._now().steps
+        steps = self._now().steps
+        return steps if self.max_steps == -1 else min(steps, self.max_steps)  # which may end the run inside an epoch
 
     def _seen(self) -> int:
         """Positions of this epoch that are trained, as far as this rank knows. All members of a group know alike."""

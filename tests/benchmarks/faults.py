@@ -75,10 +75,12 @@ def train(folder: Path, epochs: int, step: float) -> None:
 
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             time.sleep(step)
+            self.samples = batch[2].tolist()
             return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
 
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            log.write(json.dumps([time.time(), self.current_epoch, batch[2].tolist()]) + "\n")
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            # Before the push: a group may die after its push has come, which then counts.
+            log.write(json.dumps([time.time(), self.current_epoch, self.samples]) + "\n")
 
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.log("accuracy", (self.net(batch[0]).argmax(1) == batch[1]).float().mean(), sync_dist=True)

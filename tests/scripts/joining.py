@@ -69,7 +69,7 @@ def main() -> None:
         max_epochs=OPTIONS["epochs"],
         callbacks=[saves, record],
         enable_checkpointing=True,
-        num_sanity_val_steps=1,
+        **{"num_sanity_val_steps": 1, **OPTIONS.get("trainer", {})},
     )
     train, held_out = loaders(OPTIONS.get("samples", 128))
     fit.fit(net, train, held_out)
