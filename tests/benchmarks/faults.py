@@ -7,8 +7,9 @@ at random, in equal parts of each kind, from a seed:
     kill        SIGKILL
     leave       SIGTERM: the group leaves in good order
     freeze      SIGSTOP, for longer than the server's heartbeat time-out, and SIGCONT
+    server      SIGKILL to the server, which is started again with its saved state
 
-    python tests/benchmarks/faults.py --groups 4 --minutes 5 --faults 30 --seed 1
+    python tests/benchmarks/faults.py --groups 4 --minutes 5 --faults 40 --seed 1
 
 prints: how the last groups ended; the longest time between two batches of anybody; samples of an epoch that nobody has
 trained; useful device time over all device time of groups that were up; and the accuracy beside that of a run that was
@@ -25,6 +26,7 @@ import random
 import re
 import secrets
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -36,7 +38,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent.parent
-KINDS = ("kill", "leave", "freeze")
+KINDS = ("kill", "leave", "freeze", "server")
 SILENCE = 5.0
 """Seconds of silence after which the server evicts a group."""
 FROZEN = 9.0
@@ -131,9 +133,12 @@ class Fleet:
         }
         self._member = [sys.executable, "-W", "ignore", __file__, "--member", str(folder)]
         self._member += ["--epochs", str(epochs), "--step", str(step)]
-        command = [sys.executable, "-m", "lightning_omni", "serve", "--port", "0", "--once"]
-        command += ["--heartbeat-timeout", str(SILENCE)]
-        self.server = self._start(command, "server.log")
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self._serve = [sys.executable, "-m", "lightning_omni", "serve", "--port", str(port), "--once"]
+        self._serve += ["--heartbeat-timeout", str(SILENCE), "--state", str(folder / "state"), "--save-every", "5s"]
+        self.server = self._start(self._serve, "server.log")
         deadline = time.monotonic() + 60
         while not (found := re.search(r"tcp://\S+(?=,)", (folder / "server.log").read_text())):
             assert time.monotonic() < deadline, (folder / "server.log").read_text()
@@ -152,6 +157,12 @@ class Fleet:
         """One group more comes."""
         self.members.append(self._start(self._member, f"group-{len(self._began)}.log"))
         self._began[self.members[-1].pid] = time.monotonic()
+
+    def kill_server(self) -> None:
+        """The server dies, and is started again."""
+        self.server.kill()
+        self.server.wait()
+        self.server = self._start(self._serve, "server.log")
 
     def tend(self, restart: bool = True) -> bool:
         """Groups that have ended are counted, and started again. Returns whether the run goes on."""
@@ -199,7 +210,10 @@ def disturbed(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
             if moments and moments[0] <= now:
                 moments.pop(0)
                 free = [member.pid for member in fleet.members if member.pid not in fleet.frozen]
-                if len(free) > 1:
+                if kinds[-1] == "server":
+                    done[kinds.pop()] += 1
+                    fleet.kill_server()
+                elif len(free) > 1:
                     pid, kind = chance.choice(free), kinds.pop()
                     done[kind] += 1
                     os.kill(pid, {"kill": signal.SIGKILL, "leave": signal.SIGTERM, "freeze": signal.SIGSTOP}[kind])
