@@ -207,6 +207,17 @@ def test_a_group_that_waits_hears_when_the_run_is_over() -> None:
     expect_refusal(link.enlist(1, b"later"), "over")
 
 
+def test_if_the_group_that_began_dies_before_others_can_go_on_they_are_told_and_the_next_run_may_come() -> None:
+    link = Joined()
+    run = link.begin().run
+    place = link.enlist(1, b"late")
+    link.come(place.first, run)
+    assert link.ask(place.first) == []
+    link.deliver(link.core.hang_up(control_peer(0)))
+    assert any("gone; start this one again" in getattr(each, "reason", "") for each in link.news(place.first))
+    assert link.core.is_over
+
+
 def test_a_group_that_dies_while_it_waits_is_missed_by_nobody() -> None:
     link = Joined()
     run = link.begin().run
@@ -423,7 +434,11 @@ def test_a_group_joins_whatever_the_method(run: Run, method: str) -> None:
     ],
 )
 def test_limits_are_those_of_the_run_as_it_was_begun(run: Run, trainer: dict[str, Any], steps: int) -> None:
-    options = {"epochs": 4 if "check_val_every_n_epoch" in trainer else 3, "hold": [1], "trainer": trainer}
+    options: dict[str, Any] = {
+        "epochs": 4 if "check_val_every_n_epoch" in trainer else 3,
+        "hold": [1],
+        "trainer": trainer,
+    }
     first = run.start("a", options)
     run.wait_for("a0-in-1")
     second = run.start("b", options, seed=2)

@@ -90,6 +90,7 @@ class Joining(Service):
         """The groups have parted, and this is what a further one is given."""
         self._stored = message.packed, as_tensor(payload)
         self._stored_at = self._synchronization.completed
+        self._roster.can_go_on = True
         self._journal.is_due = True
         return [Out(sender.peer, m.DATA, m.RunStateStored())]
 
@@ -117,13 +118,22 @@ class Joining(Service):
         for rank, (sender, message) in list(self._waiting.items()):
             if rank in self._roster.gone:
                 del self._waiting[rank]
-            elif self._roster.finished:
+            elif reason := self._over:
                 del self._waiting[rank]
-                out.append(Out(sender.peer, m.CONTROL, _over()))
+                out.append(Out(sender.peer, m.CONTROL, m.RefusedMessage(code="over", reason=reason)))
             elif self._is_open:
                 del self._waiting[rank]
                 out += self._take_in(sender, message)
         return out
+
+    @property
+    def _over(self) -> str:
+        """Why no group can join any more, or an empty string."""
+        if self._roster.finished:
+            return "it has been trained to its end"
+        if not self._roster.live and not self._roster.can_go_on:
+            return "the group that was to begin it is gone; start this one again, and it begins another"
+        return ""
 
     @property
     def _is_open(self) -> bool:
@@ -141,7 +151,3 @@ class Joining(Service):
         except ProtocolError as error:
             code = error.code if isinstance(error, Refused) else "protocol"
             return [Out(sender.peer, m.CONTROL, m.RefusedMessage(code=code, reason=str(error)))]
-
-
-def _over() -> m.RefusedMessage:
-    return m.RefusedMessage(code="over", reason="it has been trained to its end")

@@ -52,7 +52,13 @@ class Member:
 
 
 class Roster:
-    """The ranks of one run."""
+    """The ranks of one run.
+
+    Attributes:
+        joining: whether groups join on their own.
+        finished: whether it was trained to its end.
+        can_go_on: whether a group that joins can go on with it, also if no rank is left.
+    """
 
     def __init__(self, key: bytes) -> None:
         self._key = key
@@ -65,7 +71,7 @@ class Roster:
         self.topology: Topology | None = None
         self.incarnation = 0
         self.late: list[int] = []
-        self.joining = self.finished = False
+        self.joining = self.finished = self.can_go_on = False
         self._places = 0  # numbers of groups that were given, for when there is none
         self._claim: tuple[bytes, str] | None = None  # who is to begin the run, and its name
         self._enlisted: dict[bytes, tuple[int, int]] = {}
@@ -102,7 +108,7 @@ class Roster:
     @property
     def is_over(self) -> bool:
         """Whether ranks came, and none is left; nor is there something for others to go on with."""
-        goes_on = self.joining and not self.finished and self._has_formed
+        goes_on = self.can_go_on and not self.finished
         return self._first is not None and not goes_on and not any(rank in self.members for rank in self.live)
 
     @property
@@ -311,6 +317,7 @@ class Roster:
             "places": self._places,
             "joining": self.joining,
             "finished": self.finished,
+            "can_go_on": self.can_go_on,
             "numbered": self._numbered,
             "incarnation": self.incarnation,
             "late": list(self.late),
@@ -325,6 +332,7 @@ class Roster:
         self.topology = Topology(tuple(tuple(members) for members in groups)) if groups is not None else None
         self._places, self._numbered = state["places"], state["numbered"]
         self.joining, self.finished = state["joining"], state["finished"]
+        self.can_go_on = state["can_go_on"]
         self.incarnation, self.late = state["incarnation"], list(state["late"])
         self._identities = {group: GroupId(*each) for group, each in state["identities"].items()}
         self.expect(state["members"], now)

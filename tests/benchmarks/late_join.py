@@ -57,7 +57,8 @@ def train(folder: Path, name: str, megabytes: int, step: float) -> None:
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             note("batch")
             time.sleep(step)
-            return self.body(batch[0]).square().mean()
+            loss: Tensor = self.body(batch[0]).square().mean()
+            return loss
 
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=1e-3, momentum=0.9)
