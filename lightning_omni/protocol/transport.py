@@ -156,6 +156,11 @@ class Control(ABC):
         others = self.request(m.AskShards(), m.Shards).addresses if self.shards > 1 else ()
         return [self.attach(timeout, address) for address in ("", *others)]
 
+    @property
+    def records(self) -> bool:
+        """Whether this rank logs for the run, as the server has said last."""
+        return self.rank == (self.status.recorder if self.status is not None else 0)
+
     def stands(self, returns: int) -> bool:
         """Whether the server is there, and no other than when ``returns`` was this."""
         return not self.is_away and self.returns == returns
@@ -183,7 +188,7 @@ class Control(ABC):
     def came_back(self, welcome: m.Welcome) -> None:
         """Another server goes on in the place of the one that was gone."""
         self.returns, self.is_away = self.returns + 1, False
-        if self.rank == 0:
+        if self.records:
             lost = max(0, (self.status.clock if self.status is not None else 0) - welcome.clock)
             _log.warning(
                 "the parameter server at %s is back, with %d updates: %d that came after its last save are lost, and"

@@ -25,6 +25,7 @@ from lightning_omni.methods.modules import module_resolver
 from lightning_omni.protocol import transport, wire_format
 from lightning_omni.protocol.record import RecordFile
 from lightning_omni.protocol.server import ServerCore
+from lightning_omni.server.addresses import remove_if_abandoned
 from lightning_omni.server.process import Ready, ServerSettings, raise_limit_of_files
 from lightning_omni.server.saving import EMBEDDED_PATIENCE, StateDirectory
 
@@ -96,6 +97,9 @@ def main() -> int:
     server.run(until=is_over)
     server.farewell("rank 0 has ended, and the parameter server with it")
     server.close()
+    if states is not None:  # if rank 0 was killed, no other process removes it
+        states.close()
+        remove_if_abandoned(f"ipc://{settings.state}")
     return 0
 
 

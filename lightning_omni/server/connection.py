@@ -280,7 +280,7 @@ class ControlConnection(Control):
     def _return(self) -> bool:
         """Looks for the server until another one goes on in its place. Returns whether one does."""
         self.is_away = True
-        if self.rank == 0:
+        if self.records:
             text = "the parameter server at %s is gone; it is looked for over %.0f s"
             _log.warning(text, self.address, self.patience)
         assert self._dialed is not None
