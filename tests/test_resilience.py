@@ -30,7 +30,7 @@ from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.codec import Packed, pack, unpack
 from lightning_omni.protocol.group import Action, Ask
 from lightning_omni.protocol.in_memory import InMemory, InMemoryServer
-from lightning_omni.protocol.journal import AnyEntry, Entry, FormedEntry
+from lightning_omni.protocol.journal import AnyEntry, Entry, FormedEntry, NumberedEntry
 from lightning_omni.protocol.service import as_tensor
 from lightning_omni.protocol.synchronization import BROUGHT_ELSEWHERE
 from lightning_omni.protocol.wire_format import Memory
@@ -316,6 +316,24 @@ def test_groups_that_were_lost_or_joined_after_the_save_are_known_to_the_next_se
         assert serving.core.shards[0].method_side._rate == rate  # type: ignore[attr-defined]
         assert third.train(2)
         finish([first])
+
+
+def test_what_was_stored_for_groups_that_join_and_the_numbers_of_ranks_outlast_the_server() -> None:
+    with ExitStack() as stack:
+        serving = Mortal(stack)
+        first, _ = workers(serving, method_named("async_sgd"))
+        serving.core.roster.joining = True
+        packed, buffer = pack({"progress": torch.ones(3)})
+        stored = m.StoreRunState(packed=packed, nbytes=buffer.numel())
+        first.data.exchange(stored, m.RunStateStored, buffer)
+        serving.save()
+        assert serving.core.roster.enlist(b"o1", 2, "")[0] == 2
+        serving.core.journal.note(NumberedEntry(4))
+        serving.die()
+        assert (serving.core.roster.can_go_on, serving.core.roster.joining) == (True, True)
+        assert serving.core.roster.enlist(b"o2", 2, "")[0] == 4
+        answer, payload = first.data.exchange(m.ReadRunState(), m.StoredRunState)
+        assert torch.equal(unpack(answer.packed, payload)["progress"], torch.ones(3))
 
 
 def test_parameters_that_were_added_before_the_save_are_there_in_their_versions() -> None:

@@ -109,7 +109,7 @@ class Joining(Service):
 
     def load(self, state: dict[str, Any]) -> None:
         self._stored = msgspec.msgpack.decode(state["packed"], type=Packed), state["buffer"].clone()
-        self._stored_at = state["at"]
+        self._stored_at, self._roster.can_go_on = state["at"], True
 
     # --- What others wait for ----------------------------------------------------------------------------------------
 
