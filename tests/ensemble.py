@@ -1,4 +1,4 @@
-"""Several servers that hold a share each and their groups of one rank, in memory: what is said arrives in any order.
+"""Several servers that hold a share each and their groups, in memory: what is said arrives in any order.
 
 Each connection keeps its order; which one is served next, a random number says.
 """
@@ -69,7 +69,7 @@ class Ensemble:
 
     Args:
         shards: servers that hold a share each.
-        groups: of one rank.
+        groups: of one rank each.
         method: what they follow.
         make: makes the user's optimizer.
         wire_format: of pushes and their answers.
@@ -77,6 +77,7 @@ class Ensemble:
         overlap: whether exchanges travel while groups compute.
         parameters: makes the weights that each group begins with.
         member: the class of its groups.
+        by_member: whether groups have a rank for each server, which says and hears the part that is that server's.
 
     Attributes:
         order: groups of the pushes that were handled, in order.
@@ -98,7 +99,9 @@ class Ensemble:
         overlap: bool = False,
         parameters: Callable[[], dict[str, Parameter]] = drawn_parameters,
         member: type[Group] | None = None,
+        by_member: bool = False,
     ) -> None:
+        self.by_member = by_member
         self.begin(method, wire_format, seed, overlap, parameters)
         self.cores = [
             ServerCore(KEY, Random(9).randbytes, record=self._note if shard == 0 else None, shards=shards, shard=shard)
@@ -112,10 +115,11 @@ class Ensemble:
         first = self.groups[0]
         form = m.Form(
             generation=1,
-            groups=tuple((rank,) for rank in range(groups)),
+            groups=tuple(tuple(group.ranks) for group in self.groups),
             method=m.method_to_wire(method),
             wire_format=to_wire(wire_format),
             overlap=overlap,
+            by_member=by_member,
         )
         self.control(0, form, m.Formed)
         first.seed()
@@ -164,8 +168,9 @@ class Ensemble:
         self.queues["data", server, rank].append((message, payload))
 
     def answers(self, rank: int) -> list[tuple[m.Message, Tensor]] | None:
-        """What all servers have answered, if they have."""
-        queues = [self.queues["answer", server, rank] for server in range(len(self.cores))]
+        """What all servers have answered a group, if they have."""
+        speaker = self.groups[rank].speaker
+        queues = [self.queues["answer", server, speaker(server)] for server in range(len(self.cores))]
         return [queue.popleft() for queue in queues] if all(queues) else None
 
     def step(self) -> bool:
@@ -197,9 +202,9 @@ class Ensemble:
         return Inbox(self.inboxes[group].take() if count else None, count)  # type: ignore[arg-type]
 
     def lose(self, rank: int) -> None:
-        """A rank dies; what it has said may still arrive."""
+        """A group's last rank dies; what it has said may still arrive."""
         self.dead.add(rank)
-        self._send(0, self.cores[0].hang_up(b"c%d" % rank))
+        self._send(0, self.cores[0].hang_up(b"c%d" % self.groups[rank].ranks[-1]))
 
     def _arrive(self, key: tuple[Any, ...]) -> None:
         what = self.queues[key].popleft()
@@ -252,16 +257,18 @@ class Ensemble:
 
 
 class Group:
-    """A group of one rank.
+    """A group of one rank, or of one for each server.
 
     Args:
         ensemble: the run.
-        rank: its number.
+        rank: its number, and that of its one rank.
         make: makes the user's optimizer.
     """
 
     def __init__(self, ensemble: Ensemble, rank: int, make: Make) -> None:
         self.ensemble, self.rank = ensemble, rank
+        count = len(ensemble.cores) if ensemble.by_member else 1
+        self.ranks = range(rank * count, (rank + 1) * count)
         self.parameters = ensemble.parameters()
         self.layout = Layout.of({name: parameter.detach() for name, parameter in self.parameters.items()})
         self.split = Split.of(self.layout, len(ensemble.cores), elementwise=True)
@@ -277,19 +284,27 @@ class Group:
         self.refused: list[str] = []
         self._memories = [Memory() for _ in ensemble.cores]
 
-    def join(self, size: int) -> None:
-        hello = handshake.hello_of("run", self.rank, size, self.layout, NONCE)
+    def speaker(self, server: int) -> int:
+        """Which of its ranks speaks to a server."""
+        return self.ranks[server] if len(self.ranks) > 1 else self.ranks[0]
+
+    def join(self, groups: int) -> None:
+        for rank in self.ranks:
+            self._join(rank, groups * len(self.ranks))
+
+    def _join(self, rank: int, size: int) -> None:
+        hello = handshake.hello_of("run", rank, size, self.layout, NONCE)
         welcome, secret = handshake.join(
-            lambda message, expect: self.ensemble.control(self.rank, message, expect), KEY, hello
+            lambda message, expect: self.ensemble.control(rank, message, expect), KEY, hello
         )
         assert welcome.shards == len(self.ensemble.cores)
-        self.ensemble.control(self.rank, m.AskShards(), m.Shards)
+        self.ensemble.control(rank, m.AskShards(), m.Shards)
         for server in range(len(self.ensemble.cores)):
-            handshake.attach(partial(self._ask_one, server), secret, self.rank, NONCE)
+            handshake.attach(partial(self._ask_one, server, rank), secret, rank, NONCE)
 
-    def _ask_one(self, server: int, message: m.Message, expect: type[Any]) -> Any:
-        self.ensemble.tell(server, self.rank, message)
-        answers = self.ensemble.queues["answer", server, self.rank]
+    def _ask_one(self, server: int, rank: int, message: m.Message, expect: type[Any]) -> Any:
+        self.ensemble.tell(server, rank, message)
+        answers = self.ensemble.queues["answer", server, rank]
         while not answers:
             self.ensemble.step()
         return answers.popleft()[0]
@@ -318,7 +333,8 @@ class Group:
         for server, (message, payload) in enumerate(said):
             if servers is None or server in servers:
                 numbered = msgspec.structs.replace(message, request=self.requests)
-                self.ensemble.tell(server, self.rank, numbered, b"" if payload is None else payload.clone())
+                speaker = self.speaker(server)
+                self.ensemble.tell(server, speaker, numbered, b"" if payload is None else payload.clone())
 
     def hear(self) -> list[tuple[m.Message, Tensor]]:
         """What all servers answer, when they have."""

@@ -103,6 +103,7 @@ BAD: dict[Any, dict[str, list[Any]]] = {
         "validation": ["publish", True, None, 3],
         "join": ["yes", 1, 0.5],
         "save_every": ["30", 0, -1.0, math.nan, math.inf, True],
+        "inside": ["fsdp2", True, None, 3],
     },
 }
 

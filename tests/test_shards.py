@@ -67,9 +67,10 @@ def run_of(
     optimizer: str = "sgd",
     wire: WireFormat = RAW,
     seed: int = 0,
+    by_member: bool = False,
 ) -> Ensemble:
     chosen = method_named(method) if isinstance(method, str) else method
-    return Ensemble(shards, groups, chosen, OPTIMIZERS[optimizer], wire, seed)
+    return Ensemble(shards, groups, chosen, OPTIMIZERS[optimizer], wire, seed, by_member=by_member)
 
 
 def held(ensemble: Ensemble) -> list[Tensor]:
@@ -150,9 +151,11 @@ def test_what_treats_tensors_as_wholes_is_not_cut_and_the_largest_go_apart() -> 
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_several_servers_hold_bitwise_what_one_would_after_the_same_pushes(method: str, optimizer: str) -> None:
-    several = run_of(3, 3, method, optimizer, seed=len(method))
+@pytest.mark.parametrize(("optimizer", "by_member"), [("sgd", False), ("adamw", True)])
+def test_several_servers_hold_bitwise_what_one_would_after_the_same_pushes(
+    method: str, optimizer: str, by_member: bool
+) -> None:
+    several = run_of(3, 3, method, optimizer, seed=len(method), by_member=by_member)
     computed = Counter(train(several, 24))
     each = 2 if "=2" in method else 1  # gradients to a push
     order = [group for group in several.order for _ in range(each)]
@@ -216,10 +219,12 @@ def test_a_record_of_several_servers_knows_what_was_frozen_at_any_of_them(method
     assert same(list(again.weights.values()), there)
 
 
-@given(st.integers(0, 10**6), st.integers(2, 4), st.sampled_from(METHODS))
+@given(st.integers(0, 10**6), st.integers(2, 4), st.sampled_from(METHODS), st.booleans())
 @settings(max_examples=25, deadline=None)
-def test_a_snapshot_is_of_one_moment_at_all_servers_whatever_arrives_first(seed: int, shards: int, method: str) -> None:
-    ensemble = run_of(shards, 3, method, seed=seed)
+def test_a_snapshot_is_of_one_moment_at_all_servers_whatever_arrives_first(
+    seed: int, shards: int, method: str, by_member: bool
+) -> None:
+    ensemble = run_of(shards, 3, method, seed=seed, by_member=by_member)
     reader = ensemble.groups[2]
     for _ in range(3):
         for group in ensemble.groups[:2]:
@@ -252,10 +257,14 @@ def test_nothing_is_lost_or_counted_twice_in_any_wire_format(seed: int, wire: An
 # --- All of it or nothing --------------------------------------------------------------------------------------------
 
 
-@given(st.integers(0, 10**6), st.integers(0, len(SHAPES) - 1), st.sampled_from(["async_sgd", "hardsync"]))
+@given(
+    st.integers(0, 10**6), st.integers(0, len(SHAPES) - 1), st.sampled_from(["async_sgd", "hardsync"]), st.booleans()
+)
 @settings(max_examples=20, deadline=None)
-def test_a_push_that_is_not_finite_in_one_part_is_refused_by_all(seed: int, place: int, method: str) -> None:
-    ensemble = run_of(3, 1, method, seed=seed)
+def test_a_push_that_is_not_finite_in_one_part_is_refused_by_all(
+    seed: int, place: int, method: str, by_member: bool
+) -> None:
+    ensemble = run_of(3, 1, method, seed=seed, by_member=by_member)
     (group,) = ensemble.groups
     train(ensemble, 2)
     before = held(ensemble)
@@ -270,12 +279,12 @@ def test_a_push_that_is_not_finite_in_one_part_is_refused_by_all(seed: int, plac
     assert {core.clock for core in ensemble.cores} == {2}
 
 
-@given(st.integers(0, 10**6), st.lists(st.integers(0, 2), max_size=2, unique=True), st.integers(0, 30))
+@given(st.integers(0, 10**6), st.lists(st.integers(0, 2), max_size=2, unique=True), st.integers(0, 30), st.booleans())
 @settings(max_examples=30, deadline=None)
-def test_of_a_push_whose_leader_dies_all_servers_apply_everything_or_nothing(
-    seed: int, servers: list[int], later: int
+def test_of_a_push_of_a_group_that_dies_all_servers_apply_everything_or_nothing(
+    seed: int, servers: list[int], later: int, by_member: bool
 ) -> None:
-    ensemble = run_of(3, 3, "hardsync", seed=seed)
+    ensemble = run_of(3, 3, "hardsync", seed=seed, by_member=by_member)
     train(ensemble, 6)
     dying = ensemble.groups[1]
     ensemble.groups[0].compute()

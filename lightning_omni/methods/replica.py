@@ -60,9 +60,13 @@ class Replica:
         self.peers: tuple[int, ...] = (group,)
         self.memory: dict[str, Any] = {}
 
+    def here(self, tensor: Tensor) -> Tensor:
+        """What this rank exchanges of a parameter, of its gradient or of its optimizer state: all of it."""
+        return tensor.detach()
+
     def weights(self) -> list[Tensor]:
         """The live weights."""
-        return [parameter.detach() for parameter in self.ordered]
+        return [self.here(parameter) for parameter in self.ordered]
 
     def pieces(self, fragment: int | None, of: int) -> Pieces:
         """What a fragment has of each parameter; None for all parameters."""
@@ -170,7 +174,9 @@ class Replica:
                 buffer = self.optimizer.state.get(parameter, {}).get("momentum_buffer")
                 if buffer is not None:
                     sign = -1.0 if group.get("maximize") else 1.0
-                    where[id(parameter)].add_(buffer, alpha=sign * float(group["lr"]) * float(group["momentum"]))
+                    where[id(parameter)].add_(
+                        self.here(buffer), alpha=sign * float(group["lr"]) * float(group["momentum"])
+                    )
         return bases
 
     def state(self) -> dict[str, Any]:

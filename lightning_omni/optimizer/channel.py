@@ -21,7 +21,7 @@ from lightning_omni.methods import Exchange, Inbox, Publish, Pulled, ReadInbox, 
 from lightning_omni.optimizer.model_replica import Part
 from lightning_omni.optimizer.place import Place
 from lightning_omni.protocol import messages as m
-from lightning_omni.protocol.codec import pack, unpack
+from lightning_omni.protocol.codec import Packed, pack, unpack
 from lightning_omni.protocol.cut import Cut
 from lightning_omni.protocol.group import Action, Ask, Heard, Said
 from lightning_omni.protocol.layout import Layout
@@ -129,12 +129,22 @@ class Channel:
         Of a group one exchange travels at a time: that of another optimizer is waited for.
         """
         part = self._place.parts[ask.optimizer]
-        if self._place.is_leader:
+        if self._place.share is not None:
+            ask = self._as_all_say(ask)
+        if self._place.speaks:
             with self.timed():
                 requests = self._free_connections()
                 requests.send(self._said(ask, part, requests.count), self._rooms(ask, part, requests.count))
             self._travels = ask
         self._under_way[ask.optimizer] = ask
+
+    def _as_all_say(self, ask: Ask) -> Ask:
+        """An ask of which each member says its part: what the leader has measured, and of the data it alone speaks."""
+        need = ask.need
+        if isinstance(need, Exchange) and need.note:
+            note = msgspec.msgpack.decode(self.tell_group(msgspec.msgpack.encode(need.note)), type=float)
+            ask = ask._replace(need=msgspec.structs.replace(need, note=note))
+        return ask if self._place.is_leader else ask._replace(epoch=-1, trained=0)
 
     def receive(self, index: int) -> Pulled:
         """The answer to what was sent last for an optimizer; every member of the group gets it.
@@ -194,7 +204,7 @@ class Channel:
         return self.ask_weights(self._place.core.fetch(index))
 
     def snapshot(self, with_state: bool = True, version: int = 0) -> ServerSnapshot:
-        """Everything that the server holds, as of one moment. For leaders.
+        """Everything that the server holds, as of one moment, or what this rank has of it. For ranks that speak.
 
         Args:
             with_state: also what optimizers and methods remember, and the gathered states of groups.
@@ -248,6 +258,11 @@ class Channel:
             packed, buffer = pack({"parts": tree})
             said.append(Said(m.Seed(packed=packed, nbytes=buffer.numel()), buffer))
         requests.exchange(said, m.Seeded)
+
+    def store_group_state(self, packed: Packed, buffer: Tensor) -> None:
+        """What this group alone knows, or what this rank has of it, becomes part of the next snapshot."""
+        message = m.GroupState(packed=packed, nbytes=buffer.numel())
+        self._free_connections().own.exchange(message, m.GroupStateStored, buffer)
 
     def _share_of(self, part: Part, seed: dict[str, Any], server: int, servers: int) -> dict[str, Any]:
         """What one of several servers is handed of an optimizer; of a merged head, the one that coordinates all."""
@@ -444,8 +459,9 @@ class Channel:
         """
         part = self._place.parts[ask.optimizer]
         prefix, numbers = memory[:_NUMBERS].view(torch.int64), memory[_NUMBERS:PREFIX].view(torch.float64)
+        by_member, own_clock = self._place.share is not None, -1
         with self.timed():
-            if self._place.is_leader:
+            if self._place.speaks:
                 answer = self._hear(ask, layout, memory[PREFIX:])
                 prefix[:8] = torch.tensor(
                     [
@@ -459,8 +475,12 @@ class Channel:
                         answer.validations,
                     ]
                 )
-                numbers[0] = answer.note
-            self.broadcast_in_group(memory)
+                numbers[0], own_clock = answer.note, answer.clock
+            self.broadcast_in_group(memory[:PREFIX] if by_member else memory)
+        if by_member and own_clock != int(prefix[0]):
+            raise ProtocolError(
+                f"servers have applied {own_clock} and {int(prefix[0])} updates to the shares of a group"
+            )
         clock, staleness, applied, refused, progress, stop, repeated, validations = prefix[:8].tolist()
         if staleness >= 0:
             part.staleness.append(staleness)
@@ -555,11 +575,14 @@ class Channel:
                     f"the method's fragments={self._place.method.fragments}, and {self._place.control.shards} servers"
                     " hold a share of the weights each: pass fragments=1, or servers=1"
                 )
-            self._requests = Requests(self._connect(self._place.control, self._place.options.timeout.total_seconds()))
+            timeout, by_member = self._place.options.timeout.total_seconds(), self._place.share is not None
+            self._requests = Requests(self._connect(self._place.control, timeout), by_member)
         return self._requests
 
     def _connect(self, control: Control, timeout: float) -> list[Data]:
         """To all servers that hold a share each; or to the one, by way of an aggregator if there is one."""
+        if self._place.share is not None:
+            return control.attach_all(timeout, self._place.share[0])
         connections = control.attach_all(timeout)
         if len(connections) == 1 and (aggregator := control.attach_aggregator(timeout)) is not None:
             return [ByAggregator(connections[0], aggregator, self._warn_of_aggregator)]

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lightning_omni.errors import UnsupportedError
 from lightning_omni.optimizer.channel import Channel
@@ -70,7 +71,9 @@ class Edits:
             int(fingerprint(tensor, _SAMPLED) != then and id(tensor) not in loaded)
             for tensor, then in zip(others, seen, strict=True)
         ]
-        return [tensor.detach() for tensor, any_rank in zip(others, self._agree(written), strict=True) if any_rank]
+        found = [tensor.detach() for tensor, any_rank in zip(others, self._agree(written), strict=True) if any_rank]
+        _check_whole(found)
+        return found
 
     def others_followed(self) -> None:
         """The groups are synchronized: buffers and others are the same on all ranks."""
@@ -81,7 +84,7 @@ class Edits:
         """The groups are about to part: what was written since they synchronized is followed. On all ranks."""
         weights, loose, switched = self._agree([*self._written(), int(self.switched())])
         if loose:
-            self._share([*self.buffers(), *self.others()])
+            self._share_loose()
             self.others_followed()
         if switched:
             self._switch()
@@ -91,10 +94,12 @@ class Edits:
     def finish(self) -> None:
         """Training has ended: what was written since the groups synchronized is that of the recorder, on all ranks."""
         weights, loose = self._agree(self._written())
-        if weights:
+        if weights and self._place.share is not None:
+            self._hand_over(keep_states=True)
+        elif weights:
             self._share([weight for part in self._place.parts for weight in part.replica.weights()])
         if loose:
-            self._share([*self.buffers(), *self.others()])
+            self._share_loose()
 
     # --- A step -------------------------------------------------------------------------------------------------------
 
@@ -106,7 +111,7 @@ class Edits:
         """
         place = self._place
         if (
-            place.is_leader
+            place.speaks
             and part.head is None
             and not place.steps_here(part)
             and (names := part.replica.written(in_passing=True))
@@ -131,6 +136,11 @@ class Edits:
     def _switch(self) -> None:
         """Other optimizers take the place of those that were attached; those that stay get their state back."""
         place = self._place
+        if place.share is not None:
+            raise UnsupportedError(
+                'strategy.optimizers was changed, and with inside="fsdp" each member of a group has its share of their'
+                ' state: make all optimizers in configure_optimizers, or use inside="ddp"'
+            )
         clock = max((part.replica.clock for part in place.parts), default=0)
         if place.is_recorder:
             self._states.take_back()
@@ -152,9 +162,30 @@ class Edits:
         for index, part in enumerate(place.parts):
             part.replica.load(self._channel.fetch(index))
 
+    def _share_loose(self) -> None:
+        """Buffers, and parameters that no optimizer moves, become those of the recorder."""
+        others = list(self.others())
+        trained = {id(parameter) for part in self._place.parts for parameter in part.replica.ordered}
+        seen = self._others_seen if len(self._others_seen) == len(others) else [0] * len(others)
+        _check_whole(
+            tensor
+            for tensor, then in zip(others, seen, strict=True)
+            if id(tensor) not in trained and fingerprint(tensor, _SAMPLED) != then
+        )
+        self._share([*self.buffers(), *(tensor for tensor in others if not isinstance(tensor, DTensor))])
+
     def _share(self, tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:
             dist.broadcast(tensor.detach(), src=0, group=self._place.process_groups.live)
 
     def _agree(self, numbers: Sequence[int]) -> list[int]:
         return self._place.agree(numbers) if numbers else []
+
+
+def _check_whole(written: Iterable[Tensor]) -> None:
+    """Raises `UnsupportedError` if a sharded tensor was written that no optimizer moves: each rank has rows of it."""
+    if any(isinstance(tensor, DTensor) for tensor in written):
+        raise UnsupportedError(
+            'inside="fsdp": a parameter that no optimizer moves was written in mid-run, and each rank has rows of it;'
+            ' keep such values in buffers, which are not sharded, or use inside="ddp"'
+        )

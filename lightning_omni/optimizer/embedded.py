@@ -82,14 +82,18 @@ class RunServer:
         rank: this rank; rank 0 starts the server, and with one for each node the first rank of each node that.
         options: of the run.
         ranks_per_node: number of ranks on each node.
+        shares: servers that there must be, where each member of a group has one for its share; None if there are as
+            many as the options say.
 
     Attributes:
         transport: how it is spoken to.
         process: of the embedded server, on rank 0; one that was started before it was needed may be put here.
     """
 
-    def __init__(self, rank: int, options: WorldOptions, ranks_per_node: Sequence[int]) -> None:
-        self._rank, self._options, self._ranks_per_node = rank, options, ranks_per_node
+    def __init__(
+        self, rank: int, options: WorldOptions, ranks_per_node: Sequence[int], shares: int | None = None
+    ) -> None:
+        self._rank, self._options, self._ranks_per_node, self._needed = rank, options, ranks_per_node, shares
         self._key = b""
         self.transport = options.resolved_transport()
         self.process: ServerProcess | None = None
@@ -101,6 +105,8 @@ class RunServer:
     @property
     def count(self) -> int:
         """Servers that hold a share each, if the run starts them."""
+        if self._needed is not None:
+            return self._needed
         return len(self._ranks_per_node) if self._options.servers == "per-node" else self._options.servers
 
     @property
@@ -115,6 +121,20 @@ class RunServer:
     def is_on_this_node_only(self) -> bool:
         """Whether all ranks are where rank 0 is."""
         return len(self._ranks_per_node) == 1
+
+    def check(self, shards: int, address: str) -> None:
+        """Raises `ConfigurationError` if a server that was joined is not one of as many as there must be.
+
+        Args:
+            shards: servers that hold a share each, as it says.
+            address: of that server.
+        """
+        if self._needed is not None and shards != self._needed:
+            raise ConfigurationError(
+                f'inside="fsdp" and groups of {self._needed} ranks, each of which exchanges a share: the server at'
+                f" {address} is one of {shards}; start it and the others with lightning-omni serve --shards"
+                f" {self._needed}, or leave server= out"
+            )
 
     def start(self, method: Method, parts: Iterable[Part]) -> None:
         """Starts the servers that are this rank's to start; returns at once, so that they come up meanwhile."""

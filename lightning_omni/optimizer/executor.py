@@ -27,6 +27,7 @@ from lightning_omni.optimizer.parameter_groups import ParameterGroups
 from lightning_omni.optimizer.place import Place
 from lightning_omni.optimizer.remote_head import RemoteHead
 from lightning_omni.performance.step_timer import StepTimer
+from lightning_omni.protocol.split import check_by_rows
 from lightning_omni.protocol.transport import Control
 
 
@@ -129,6 +130,8 @@ class Exchanging(Executor):
 
     @override
     def check_optimizer(self, optimizer: Optimizer) -> None:
+        if self._place.share is not None:
+            check_by_rows(self._place.method, optimizer)
         if not self._place.steps_at_worker or isinstance(optimizer, torch.optim.SparseAdam):
             check_servable(optimizer)
         elif isinstance(optimizer, torch.optim.LBFGS):

@@ -16,8 +16,9 @@ from torch.utils._pytree import tree_map
 
 from lightning_omni.errors import UnsupportedError
 from lightning_omni.methods import Pulled, Replica
-from lightning_omni.methods.master import park
+from lightning_omni.methods.master import describe, park
 from lightning_omni.methods.replica import copies
+from lightning_omni.optimizer.sharding import held_by, here, like, parts_of, state_like
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.split import Split
 from lightning_omni.protocol.wire_format import Memory
@@ -34,15 +35,18 @@ class ModelReplica(Replica):
     Args:
         parameters: name and parameter, in the optimizer's order.
         optimizer: the worker's own optimizer over them.
+        share: where the group's members hold the parameters together, which of how many this rank is; else None.
 
     Attributes:
         parameters: names and parameters, in the order of the layout.
         ever_held: the same parameters, also those that the optimizer has let go.
     """
 
-    def __init__(self, parameters: Mapping[str, Parameter], optimizer: Optimizer) -> None:
+    def __init__(
+        self, parameters: Mapping[str, Parameter], optimizer: Optimizer, share: tuple[int, int] | None = None
+    ) -> None:
         super().__init__(list(parameters.values()), optimizer)
-        self.parameters = dict(parameters)
+        self.parameters, self._share = dict(parameters), share
         self.ever_held = set(self.ordered)
         self._writes = Writes()
         self._stashed: Pulled | None = None
@@ -52,13 +56,38 @@ class ModelReplica(Replica):
 
     @cached_property
     def layout(self) -> Layout:
-        """How the parameters lie in flat memory."""
-        return self.layout_with({})
+        """How the parameters lie in flat memory, or what this rank has of them."""
+        return self.layout_with({}) if self.split is None else self.split.shares[self._member]
+
+    @cached_property
+    def split(self) -> Split | None:
+        """How the group's members hold the parameters together; None if each of them has them whole."""
+        return None if self._share is None else Split.by_rows(self.layout_with({}), self._share[1])
+
+    @property
+    def _member(self) -> int:
+        assert self._share is not None
+        return self._share[0]
+
+    def described(self) -> dict[str, Any]:
+        """The optimizer, with its state of what this rank has of the parameters, as a server is told of it."""
+        description = describe(self.optimizer, {parameter: name for name, parameter in self.parameters.items()})
+        if self._share is not None:
+            description["state"] = parts_of(description["state"])
+        return description
+
+    def part_of(self, tree: Any) -> Any:
+        """What this rank has of a tree of whole tensors, as `Split.tree_parts`."""
+        return tree if self.split is None else self.split.tree_parts(tree)[self._member]
 
     def layout_with(self, more: Mapping[str, Parameter]) -> Layout:
-        """The layout if further parameters come behind these."""
+        """The layout of whole parameters, if further ones come behind these."""
         plain = Layout.of({name: parameter.detach() for name, parameter in {**self.parameters, **more}.items()})
         return Layout(plain.specs, self._version, self.first if self._version else 0)
+
+    def here(self, tensor: Tensor) -> Tensor:
+        """What this rank has of a parameter, flat if it is sharded."""
+        return here(tensor)
 
     # --- Parameters that come and go in mid-run ----------------------------------------------------------------------
 
@@ -94,25 +123,26 @@ class ModelReplica(Replica):
         park(self.optimizer, self._parked)
 
     def _lay_out(self) -> None:
-        vars(self).pop("layout", None)
+        for cached in ("layout", "split"):
+            vars(self).pop(cached, None)
 
     def load(self, pulled: Pulled) -> None:
         """Overwrites the weights, but for frozen ones that the group has written by itself: those are its own."""
         if not pulled.tensors:
             return
         own = self.own_frozen()
-        for name, parameter, value in zip(self.parameters, self.ordered, pulled.tensors, strict=True):
+        for name, weight, value in zip(self.parameters, self.weights(), pulled.tensors, strict=True):
             if name not in own:
-                parameter.detach().copy_(value, non_blocking=True)
+                weight.copy_(value, non_blocking=True)
         self.clock = pulled.clock
         self._writes.remember(self.ordered, pulled.tensors)
 
     def mix(self, pulled: Pulled, of: int, own: float = 0.0) -> None:
         """Mixes weights with what was pulled, but for frozen ones that the group has written by itself."""
-        kept = {name: self.parameters[name].detach().clone() for name in self.own_frozen()}
+        kept = {name: here(self.parameters[name]).clone() for name in self.own_frozen()}
         super().mix(pulled, of, own)
         for name, value in kept.items():
-            self.parameters[name].detach().copy_(value)
+            here(self.parameters[name]).copy_(value)
         self._writes.remember(self.ordered, self.weights())
 
     def know(self) -> None:
@@ -145,7 +175,18 @@ class ModelReplica(Replica):
                     f"the gradient of {name} is sparse, and gradients travel dense; build the embedding with"
                     " sparse=False, or use groups=1"
                 )
-        return gradients
+        if self._share is None:
+            return gradients
+        return [None if gradient is None else here(gradient) for gradient in gradients]
+
+    def step(self, gradient: Sequence[Tensor | None]) -> None:
+        """A step of the worker's own optimizer along this gradient, of what this rank has of the parameters."""
+        if self._share is not None:
+            gradient = [
+                None if part is None else like(part, parameter)
+                for part, parameter in zip(gradient, self.ordered, strict=True)
+            ]
+        super().step(gradient)
 
     # --- Synchronization: a group's own weights make way for those that are evaluated
     # --------------------------------------
@@ -170,7 +211,7 @@ class ModelReplica(Replica):
         """What this group alone knows: its memory, and if ``whole`` its own weights and optimizer state."""
         if not whole:
             return {"memory": self.memory}
-        state = self.state()
+        state = self.state() if self._share is None else parts_of(self.state())
         if self._stashed is not None:
             state.update(weights=list(self._stashed.tensors), clock=self._stashed.clock)
         return state
@@ -182,7 +223,7 @@ class ModelReplica(Replica):
         if "weights" in state and len(state["weights"]) == len(self.ordered):
             self._stashed = Pulled(copies(state["weights"]), int(state["clock"]))
             plain = self.optimizer.state_dict()
-            self.optimizer.load_state_dict({**plain, "state": state["optimizer"]})
+            self.optimizer.load_state_dict({**plain, "state": state_like(state["optimizer"], held_by(self.optimizer))})
 
 
 @dataclass
@@ -255,7 +296,7 @@ class Writes:
     def remember(self, parameters: Iterable[Parameter], loaded: Sequence[Tensor]) -> None:
         """These were loaded, and are what the parameters hold; tensors are kept, not copied."""
         parameters = list(parameters)
-        self._loaded, self._versions = list(loaded), [parameter._version for parameter in parameters]
+        self._loaded, self._versions = list(loaded), [here(parameter)._version for parameter in parameters]
         self._marks = [0 if parameter.requires_grad else fingerprint(parameter, _FEW) for parameter in parameters]
 
     def of_trained(self, parameters: Mapping[str, Parameter], in_passing: bool = False) -> list[str]:
@@ -281,7 +322,7 @@ class Writes:
             elif place < len(self._loaded) and (
                 fingerprint(parameter, _FEW) != self._marks[place]
                 if self._marks[place]
-                else parameter._version != self._versions[place]  # it was trained when it was loaded
+                else here(parameter)._version != self._versions[place]  # it was trained when it was loaded
             ):
                 self._frozen.add(name)
         return self._frozen
@@ -289,17 +330,18 @@ class Writes:
     def _is_written(self, place: int, parameter: Parameter, in_passing: bool) -> bool:
         if place >= len(self._loaded):
             return False
-        here, known = parameter.detach().flatten(), self._loaded[place].flatten()
-        if in_passing and parameter._version == self._versions[place] and len(known) > _LARGE:
+        mine, known = here(parameter), self._loaded[place].flatten()
+        is_unwritten, mine = mine._version == self._versions[place], mine.flatten()
+        if in_passing and is_unwritten and len(known) > _LARGE:
             eighth = self._checks % 8
             part = slice(eighth * len(known) // 8, (eighth + 1) * len(known) // 8)
-            here, known = here[part], known[part]
-        return not _is_same(here, known)
+            mine, known = mine[part], known[part]
+        return not _is_same(mine, known)
 
 
 def fingerprint(tensor: Tensor, most: int) -> int:
     """Tells, of about ``most`` numbers spread over it, whether a tensor was written."""
-    flat = tensor.detach().flatten()
+    flat = here(tensor).flatten()
     some = flat[:: max(1, flat.numel() // most)].cpu().contiguous()
     return zlib.crc32(some.view(torch.uint8).numpy().tobytes()) if flat.numel() else 0
 

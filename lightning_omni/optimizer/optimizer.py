@@ -10,6 +10,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_omni.errors import ConfigurationError
+from lightning_omni.optimizer.sharding import held_by, state_like
 from lightning_omni.optimizer.world import World
 
 
@@ -80,12 +81,14 @@ class OmniOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state_dict; its state is the server's, if several groups train.
 
-        Rank 0 has to ask the server, so call it there; other ranks return their (empty) own.
+        Rank 0 has to ask the server, so call it there; other ranks return their (empty) own. Where the members of a
+        group hold the model together, those of rank 0's group call it, and each gets the state of its share.
         """
         own: dict[str, Any] = self.optimizer.state_dict()
         at_server = self.world.executor.control is not None and not self.world.steps_at_worker
-        if at_server and self.world.is_recorder:
-            own["state"] = self.world.states.whole(self.optimizer, self.world.channel.snapshot().parts)
+        if at_server and self.world.hands_over:
+            state = self.world.states.whole(self.optimizer, self.world.channel.snapshot().parts)
+            own["state"] = state_like(state, held_by(self.optimizer))
         return own
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

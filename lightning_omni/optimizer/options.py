@@ -12,7 +12,7 @@ from lightning_omni.checks import check_whole
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import Method, checked, method_named
 from lightning_omni.methods.overlap import check_overlap
-from lightning_omni.protocol.split import check_servers
+from lightning_omni.protocol.split import check_by_member, check_servers
 from lightning_omni.protocol.transport import TRANSPORTS, Transport, name_of
 from lightning_omni.protocol.wire_format import WireFormat
 from lightning_omni.protocol.wire_formats import Wire, wire_of
@@ -51,6 +51,8 @@ class WorldOptions:
             at any time; see docs/joining.md.
         save_every: seconds between two saves of the embedded server's state, from which rank 0 has another one go on if
             it dies; None saves nothing, and its death ends the run.
+        inside: how the members of a group hold the model: ``"ddp"``, each of them whole; or ``"fsdp"``, together, each
+            with rows of every parameter, which it exchanges with a server of its own.
     """
 
     groups: int | None = None
@@ -69,6 +71,7 @@ class WorldOptions:
     servers: int | Literal["per-node"] = 1
     join: bool = False
     save_every: float | None = 30.0
+    inside: Literal["ddp", "fsdp"] = "ddp"
 
     def __post_init__(self) -> None:
         if self.groups is not None:
@@ -95,6 +98,7 @@ class WorldOptions:
             )
         self._check_servers(transport)
         self._check_join(transport)
+        self._check_inside(transport)
         method = self.resolved_method()
         self.resolved_wire().check(method)
         if self.overlap:
@@ -141,6 +145,33 @@ class WorldOptions:
         if not isinstance(transport, ZeroMQ):
             raise ConfigurationError(
                 f"transport={name_of(transport)!r} and join=True: groups join over ZeroMQ; leave transport= out"
+            )
+
+    def _check_inside(self, transport: Transport) -> None:
+        if self.inside == "ddp":
+            return
+        if self.inside != "fsdp":
+            raise ConfigurationError(f'inside={self.inside!r}: pass "ddp" or "fsdp"')
+        check_by_member(self.resolved_method())
+        if self.servers != 1:
+            raise ConfigurationError(
+                f'servers={self.servers!r} and inside="fsdp": each member of a group has a server for its share, so'
+                " their number is that of the members; leave servers= out"
+            )
+        if self.join:
+            raise ConfigurationError(
+                'join=True and inside="fsdp": groups join a server that holds the whole model; leave join= out, or pass'
+                ' inside="ddp"'
+            )
+        if self.record is not None:
+            raise ConfigurationError(
+                f'record={self.record!r} and inside="fsdp": a record is replayed with groups that hold the model whole;'
+                ' leave record= out, or pass inside="ddp"'
+            )
+        if type(transport).follow is Transport.follow:
+            raise ConfigurationError(
+                f'inside="fsdp" and transport={name_of(transport)!r}: with this transport there is one server, and each'
+                ' member of a group needs one; leave transport= out, or pass inside="ddp"'
             )
 
     def resolved_method(self) -> Method:

@@ -79,9 +79,10 @@ class ParameterGroups:
         self._channel.finish_exchanges()  # it lies in the layout of before
         assert self._place.control is not None
         if self._place.control.shards > 1:
+            instead = "servers=1" if self._place.share is None else 'inside="ddp"'
             raise UnsupportedError(
-                "parameter groups cannot change in mid-run where several servers hold a share each: pass servers=1, or"
-                " build the optimizer whole before training begins"
+                "parameter groups cannot change in mid-run where several servers hold a share each: pass"
+                f" {instead}, or build the optimizer whole before training begins"
             )
         replica, start = part.replica, len(part.replica.ordered)
         try:

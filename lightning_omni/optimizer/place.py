@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import Method
@@ -20,6 +21,7 @@ from lightning_omni.optimizer.enlistment import Enlistment
 from lightning_omni.optimizer.model_replica import Part
 from lightning_omni.optimizer.options import WorldOptions
 from lightning_omni.optimizer.process_groups import ProcessGroups
+from lightning_omni.optimizer.sharding import check_shardable, mesh_of
 from lightning_omni.protocol.group import GroupCore
 from lightning_omni.protocol.transport import Control
 from lightning_omni.protocol.wire_format import WireFormat
@@ -85,12 +87,15 @@ class Place:
             self.topology = Topology.by_node(ranks_per_node) if wanted is None else Topology.even(self.size, wanted)
         self._records = self.rank == RECORDER
         self.method.check(len(self.topology.alive))
+        if self.options.inside == "fsdp":
+            check_shardable(self.topology)
         self.generation = 0
         self.control: Control | None = None
         self.parts: list[Part] = []
         self.steps = 0
-        self.server = RunServer(self.rank, self.options, ranks_per_node)
+        self.server = RunServer(self.rank, self.options, ranks_per_node, self.share[1] if self.share else None)
         self.is_computing = self.is_entering = False
+        self._mesh: DeviceMesh | None = None
 
     # --- Which rank is where
     # ------------------------------------------------------------------------------------------------
@@ -141,6 +146,31 @@ class Place:
             elif self.control.status is not None:
                 self._records = self.rank == self.control.status.recorder
         return self._records
+
+    @property
+    def share(self) -> tuple[int, int] | None:
+        """Where each member of a group exchanges a share of the model, which one of how many is this rank's."""
+        if self.options.inside == "ddp" or self.is_synchronous:
+            return None
+        return self.members.index(self.rank), len(self.members)
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank speaks to the server for its group, or for its share of what that exchanges."""
+        return self.is_leader or self.share is not None
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether this rank hands weights over to the server and takes them back, or its share of them."""
+        return self.is_recorder or (self.share is not None and RECORDER in self.members)
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """That of this rank's compute group. The first time, all ranks ask for it before training begins."""
+        if self._mesh is None:
+            self.process_groups.make(self.topology)
+            self._mesh = mesh_of(self.compute_group, self.device.type)
+        return self._mesh
 
     @property
     def is_synchronous(self) -> bool:

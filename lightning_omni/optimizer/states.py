@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_omni.methods.master import describe
 from lightning_omni.methods.modules import describe_module
 from lightning_omni.optimizer.channel import Channel, ServerSnapshot
 from lightning_omni.optimizer.model_replica import Part
 from lightning_omni.optimizer.parameter_groups import ParameterGroups
 from lightning_omni.optimizer.place import Place
 from lightning_omni.optimizer.saved import Saved
+from lightning_omni.optimizer.sharding import gather, held_by, state_like
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.codec import Packed, pack, unpack
 from lightning_omni.protocol.wire_format import RESIDUAL, to_wire
@@ -79,8 +79,9 @@ class States:
         in_order = [states[number] for number in sorted(states)]  # numbers may have had gaps, where groups had died
         mine = in_order[group] if group < len(in_order) else ()
         for index, (part, state) in enumerate(zip(self._place.parts, mine, strict=False)):
-            part.replica.resume(state)
-            self._residuals.resume(index, state)
+            own = part.replica.part_of(dict(state))
+            part.replica.resume(own)
+            self._residuals.resume(index, own)
 
     def hand_over(self, was_synchronous: bool) -> tuple[tuple[int, int], ...]:
         """Other groups stand: each piece of the state goes where it is from now on. On all ranks of them.
@@ -105,15 +106,13 @@ class States:
 
     def seed(self) -> None:
         """The recorder hands weights and optimizer states to the server; every rank's own state is given up."""
-        if self._place.is_recorder:
+        if self._place.hands_over:
             parts = [
                 {
-                    "optimizer": None
-                    if self._place.steps_here(part)
-                    else describe(part.optimizer, {p: name for name, p in part.replica.parameters.items()}),
-                    "weights": {name: p.detach() for name, p in part.replica.parameters.items()},
+                    "optimizer": None if self._place.steps_here(part) else part.replica.described(),
+                    "weights": dict(zip(part.replica.parameters, part.replica.weights(), strict=True)),
                     "clock": part.replica.clock,
-                    "method": state,
+                    "method": None if state is None else part.replica.part_of(state),
                     "head": _describe_head(part),
                     "room": ParameterGroups.room_of(part),
                 }
@@ -127,7 +126,7 @@ class States:
 
     def keep(self) -> None:
         """What the server knows besides weights is handed back to it by the next `seed`."""
-        if self._place.is_recorder:
+        if self._place.hands_over:
             snapshot = self._channel.snapshot()
             self._give_back(snapshot)
             self._resumed = Saved(server=[part["method"] for part in snapshot.parts])
@@ -146,20 +145,52 @@ class States:
 
     def gather_group_state(self) -> None:
         """At a synchronization point, on every rank: what each group alone knows is part of the next snapshot."""
-        if self._place.is_leader:
+        if self._place.speaks:
             states = [
                 {**part.replica.own_state(whole=self._place.steps_here(part)), **self._residuals.saved(index)}
                 for index, part in enumerate(self._place.parts)
             ]
-            packed, buffer = pack(states)
-            self._channel.ask(m.GroupState(packed=packed, nbytes=buffer.numel()), m.GroupStateStored, buffer)
+            self._channel.store_group_state(*pack(states))
         self._place.barrier()
 
     def _give_back(self, snapshot: ServerSnapshot) -> None:
         for optimizer in dict.fromkeys(part.optimizer for part in self._place.parts):
             if any(part.optimizer is optimizer and not self._place.steps_here(part) for part in self._place.parts):
-                plain = optimizer.state_dict()
-                optimizer.load_state_dict({**plain, "state": self.whole(optimizer, snapshot.parts)})
+                plain, state = optimizer.state_dict(), self.whole(optimizer, snapshot.parts)
+                optimizer.load_state_dict({**plain, "state": state_like(state, held_by(optimizer))})
+
+    def gathered(self, snapshot: ServerSnapshot) -> ServerSnapshot:
+        """What the recorder's group has of a snapshot, each member its share, put together on the recorder's CPU.
+
+        Args:
+            snapshot: what this member has. All members of the group call it.
+
+        Returns:
+            Elsewhere one without tensors.
+        """
+        place, wholes = self._place, [part.replica.split for part in self._place.parts]
+        trees = gather({"parts": snapshot.parts, "groups": snapshot.groups}, place.compute_group, place.device)
+        if not place.is_leader:
+            bare: dict[str, Any] = {"state": {}, "method": None}
+            return ServerSnapshot(
+                snapshot.cut, [{**bare, "weights": dict.fromkeys(part["weights"])} for part in snapshot.parts], {}
+            )
+        parts = []
+        for index, split in enumerate(wholes):
+            assert split is not None
+            each = [tree["parts"][index] for tree in trees]
+            weights = split.merged([list(one["weights"].values()) for one in each])
+            merged = {key: split.merged_tree([one[key] for one in each]) for key in each[0] if key != "weights"}
+            parts.append({**merged, "weights": dict(zip(each[0]["weights"], weights, strict=True))})
+        groups = {
+            group: [
+                split.merged_tree([tree["groups"][group][index] for tree in trees])
+                for index, split in enumerate(wholes)
+                if split is not None
+            ]
+            for group in trees[0]["groups"]
+        }
+        return ServerSnapshot(snapshot.cut, parts, groups)
 
     def whole(self, optimizer: Optimizer, parts: Sequence[Mapping[str, Any]]) -> dict[int, Any]:
         """An optimizer's state as in its ``state_dict``: the server's, and this rank's own for what steps here.
@@ -231,7 +262,7 @@ class Residuals:
             saved: what the group knew by itself when the checkpoint was saved.
         """
         sender = saved.get("sender")
-        if sender is None or not self._place.is_leader:
+        if sender is None or not self._place.speaks:
             return
         if sender["format"] == to_wire(self._place.core.wire_format):
             self._place.core.load_sender_state(index, sender["state"])
@@ -269,7 +300,7 @@ class Residuals:
     def tell_of_remainder(self) -> None:
         """Training ends: what is left is not in the weights."""
         for index in range(len(self._place.parts)):
-            if self._place.is_leader and (largest := _largest(self._place.core.sender_state(index))):
+            if self._place.speaks and (largest := _largest(self._place.core.sender_state(index))):
                 _log.warning(
                     "training has ended, and of what group %d was to push with optimizer %d a remainder has not been"
                     " sent; its largest number is %.3g",

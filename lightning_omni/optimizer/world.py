@@ -39,6 +39,7 @@ from lightning_omni.optimizer.options import WorldOptions
 from lightning_omni.optimizer.parameter_groups import ParameterGroups
 from lightning_omni.optimizer.place import Place
 from lightning_omni.optimizer.remote_head import RemoteHead
+from lightning_omni.optimizer.sharding import check_sharded, reshard, shard, share_initial
 from lightning_omni.optimizer.states import Residuals, States
 from lightning_omni.optimizer.versions import Versions
 from lightning_omni.protocol import messages as m
@@ -103,6 +104,7 @@ class World(Place):
         self.wants_stop = self.is_finished = False
         self.on_stop: Callable[[], None] | None = None
         self.ever_lost: set[int] = set()
+        self.sharded: Module | None = None
         self._closed = threading.Event()
 
     @property
@@ -152,7 +154,13 @@ class World(Place):
         Raises:
             UnsupportedError: a parameter is in another optimizer already.
         """
-        number = self._take_in(Part(optimizer, ModelReplica(parameters, optimizer), names=names, outside=outside))
+        if self.options.inside == "fsdp":
+            exchanged = {
+                name: each for name, each in parameters.items() if self.share is not None or each.requires_grad
+            }
+            check_sharded(exchanged, len(self.members))
+        replica = ModelReplica(parameters, optimizer, self.share)
+        number = self._take_in(Part(optimizer, replica, names=names, outside=outside))
         self.executor.check_parts()
         return number
 
@@ -293,7 +301,7 @@ class World(Place):
         self.enter_world()
         for part in self.parts:
             part.replica.abandon()
-        if self.is_recorder and self.executor.control is not None:
+        if self.hands_over and self.executor.control is not None:
             self.states.take_back()
         self.close()
 
@@ -357,6 +365,7 @@ class World(Place):
 
     def enter_compute(self) -> None:
         """The training epoch begins or goes on: each group for itself."""
+        reshard(self.sharded)
         self.executor.enter_compute()
 
     def enter_world(self, buffers: Iterable[Tensor] = ()) -> None:
@@ -368,6 +377,7 @@ class World(Place):
         Args:
             buffers: the model's buffers (running statistics of BatchNorm, say), in one order on all ranks.
         """
+        reshard(self.sharded)
         stops = self.executor.enter_world(buffers, self.wants_stop)
         if stops and self.on_stop is not None:
             self.on_stop()
@@ -375,13 +385,32 @@ class World(Place):
     def wrap(self, module: Module, **ddp_options: Any) -> Module:
         """Wraps a module into DistributedDataParallel over the compute group; a group of one needs none.
 
-        Initial weights are rank 0's.
+        Initial weights are rank 0's. Where the members of a group hold the model together (``inside="fsdp"``) the
+        module itself is sharded.
         """
+        if self.options.inside == "fsdp":
+            self.shard(module)
+            self.share_initial()
+            return module
         self.broadcast_initial(module)
         if len(self.members) == 1:
             return module
         with frozen(self.executor.not_reduced()):
             return DistributedDataParallel(module, process_group=self.compute_group, init_sync=False, **ddp_options)
+
+    def shard(self, module: Module) -> None:
+        """The members of this rank's group hold a module together from now on. All ranks call it, before training.
+
+        Args:
+            module: see `lightning_omni.optimizer.sharding.shard`.
+        """
+        shard(module, self.mesh)
+        self.sharded = module
+
+    def share_initial(self) -> None:
+        """All groups get the weights with which the recorder's begins. All ranks call it, before training."""
+        if self.sharded is not None and self.share is not None and not self.ever_lost:
+            share_initial(self.sharded, self.topology, self.rank)
 
     def broadcast_initial(self, module: Module) -> None:
         """All ranks get the parameters and buffers of rank 0; called before training begins, while all are here."""
@@ -397,6 +426,11 @@ class World(Place):
             raise UnsupportedError(
                 "join=True: groups that have joined on their own cannot form other groups, for ranks of different"
                 " launchers have no process group in common; start other groups instead"
+            )
+        if self.options.inside == "fsdp":
+            raise UnsupportedError(
+                'inside="fsdp": other groups cannot be formed in mid-run, for ranks would need other rows of the model;'
+                ' save a checkpoint and resume with another groups=, or use inside="ddp"'
             )
 
     def regroup(
@@ -449,9 +483,10 @@ class World(Place):
         self.start_server()
         address, key, run = self.server.find(self.tell) if self.enlistment is None else self._enlisted_at
         self.channel.synchronizations = 0
-        layout = Layout(tuple(spec for part in self.parts for spec in part.replica.layout.specs))
+        layout = Layout(tuple(spec for part in self.parts for spec in part.replica.layout_with({}).specs))
         size = 0 if self.goes_on else self.size  # ranks that are not announced
         self.control = self.server.transport.join(address, key, run, self.rank, size, layout, self._on_end)
+        self.server.check(self.control.shards, address)
         self.server.share(address, key)
         self.process_groups.join(self.channel.synchronize, self.rank)
 
@@ -499,6 +534,7 @@ class World(Place):
                 keep_epoch=groups is not None and self.executor.exchanges,
                 wire_format=to_wire(self.core.wire_format),
                 overlap=self.core.overlaps,
+                by_member=self.share is not None,
             )
             try:
                 return topology, self._say(form, m.Formed).incarnation

@@ -80,9 +80,8 @@ class Admission:
         raise Refused("stranger", "say Hello first: this connection has not been admitted")
 
     def leader_peer(self, group: int) -> Peer:
-        """The data connection of a group's leader."""
-        assert self._roster.topology is not None
-        return self._data_peers[self._roster.topology.leader(group)]
+        """The data connection of a group's leader, or of the member that exchanges with this server."""
+        return self._data_peers[self._roster.exchanges_with(group, self._servers.number)]
 
     def data_connection(self, rank: int) -> tuple[Peer, bytes] | None:
         """A rank's data connection, and the secret that has opened it; None if it has none, or is gone."""

@@ -128,7 +128,12 @@ class Membership:
         method = m.method_from_wire(message.method)
         wire_format.from_wire(message.wire_format)  # or it is refused, before anything has changed
         self._servers.check_method(method, len(topology.alive))
-        self._roster.form(topology, message.names)
+        if message.by_member and any(len(topology.members(group)) != self._servers.count for group in topology.alive):
+            raise ProtocolError(
+                f"the members of the groups {message.groups} exchange a share each, so each of them needs a server:"
+                f" there are {self._servers.count}"
+            )
+        self._roster.form(topology, message.names, message.by_member)
         self.generation = message.generation
         self._formed = message
         self._journal.note(FormedEntry())
@@ -145,6 +150,8 @@ class Membership:
         """Ranks that came late are a group from now on."""
         if not message.ranks or message.ranks[0] != sender.rank:
             raise ProtocolError(f"rank {sender.rank} speaks for no group of {message.ranks}: the first of them does")
+        if self._roster.by_member:
+            raise ProtocolError("members of the groups exchange a share each, and no group can join these")
         group = self._roster.group_of(sender.rank)
         if group < 0 or message.ranks != self._members(group):  # else it asks again, for the answer was lost
             group = self._join(sender.rank, message)

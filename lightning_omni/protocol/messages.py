@@ -88,6 +88,8 @@ class Form(Message, frozen=True, kw_only=True):
         wire_format: how their pushes are put into bytes, as plain data.
         names: of the groups; their numbers, if there are none.
         overlap: whether exchanges travel while groups compute; the server writes it down, nothing else.
+        by_member: whether each member of a group exchanges a share of its own, with the server of the same number, and
+            not its leader all of them.
     """
 
     generation: int
@@ -97,6 +99,7 @@ class Form(Message, frozen=True, kw_only=True):
     wire_format: dict[str, Any] = msgspec.field(default_factory=lambda: {"name": "raw"})
     names: tuple[Name, ...] = ()
     overlap: bool = False
+    by_member: bool = False
 
 
 class Join(Message, frozen=True, kw_only=True):

@@ -21,32 +21,41 @@ class Requests:
     """A rank's data connections, used at once: each server gets its part before any answer is waited for.
 
     Args:
-        connections: to each server; the first one coordinates.
+        connections: to each server that this rank speaks to; the first one coordinates.
+        by_member: whether this rank exchanges with the last one alone, and the other members of its group with the
+            others.
     """
 
-    def __init__(self, connections: Sequence[Data]) -> None:
-        self._connections = list(connections)
+    def __init__(self, connections: Sequence[Data], by_member: bool = False) -> None:
+        self._all = list(connections)
+        self._connections = self._all[-1:] if by_member else self._all
+        self._in_parts = by_member or len(self._all) > 1
         self._number = 0
 
     @property
     def count(self) -> int:
-        """Servers that hold a share each."""
+        """Servers, of those that hold a share each, that this rank exchanges with."""
         return len(self._connections)
 
     @property
     def coordinator(self) -> Data:
         """The connection to the server that coordinates."""
+        return self._all[0]
+
+    @property
+    def own(self) -> Data:
+        """The connection to the first server that this rank exchanges with."""
         return self._connections[0]
 
     @property
     def moved(self) -> int:
         """Bytes of payload that went out and came in so far."""
-        return sum(connection.moved for connection in self._connections)
+        return sum(connection.moved for connection in self._all)
 
     @property
     def shared(self) -> int:
         """Bytes of these that lay in memory that both sides have."""
-        return sum(connection.shared for connection in self._connections)
+        return sum(connection.shared for connection in self._all)
 
     def send(self, said: Sequence[Said], into: Sequence[Tensor | None] | None = None) -> None:
         """Says its part to each server.
@@ -58,7 +67,7 @@ class Requests:
         self._number += 1
         rooms = into or [None] * self.count
         for connection, (message, payload), room in zip(self._connections, said, rooms, strict=True):
-            if self.count > 1:
+            if self._in_parts:
                 message = msgspec.structs.replace(message, request=self._number)
             connection.send(message, payload, room)
 
@@ -89,7 +98,7 @@ class Requests:
 
     def close(self) -> None:
         """Closes all connections at once."""
-        for connection in self._connections:
+        for connection in self._all:
             connection.close()
 
 

@@ -6,6 +6,8 @@ part in nothing before it is in a group.
 Rule 3: a dead rank costs its own group; the recorder's group costs the run.
 Rule 4: where groups join on their own, rank numbers are given by the server and never again; the recorder is the lowest
 rank that lives, and the run outlives every group: it is over when one has trained it to its end.
+Rule 5: several servers that hold a share each hear their parts of a request from a group's leader or, where groups are
+formed so, each from the member of its number, which counts there as the leader does.
 """
 
 from __future__ import annotations
@@ -76,6 +78,7 @@ class Roster:
         self._claim: tuple[bytes, str] | None = None  # who is to begin the run, and its name
         self._enlisted: dict[bytes, tuple[int, int]] = {}
         self._numbered = 0
+        self.by_member = False
         self._identities: dict[int, GroupId] = {}
         self._ranks: dict[bytes, int] = {}
 
@@ -125,8 +128,13 @@ class Roster:
         """Numbers of the groups that take part; none before groups are formed."""
         return self.topology.alive if self.topology is not None else ()
 
-    def form(self, topology: Topology, names: Sequence[str] = ()) -> None:
-        """Groups are formed, under these names or their numbers.
+    def form(self, topology: Topology, names: Sequence[str] = (), by_member: bool = False) -> None:
+        """Groups are formed.
+
+        Args:
+            topology: the groups.
+            names: theirs; their numbers, if there are none.
+            by_member: whether each member exchanges a share of its own.
 
         Raises:
             ProtocolError: the names are not one for each group, each another.
@@ -134,7 +142,7 @@ class Roster:
         names = names or [str(group) for group in range(len(topology.groups))]
         if len(names) != len(topology.groups) or len(set(names)) != len(names):
             raise ProtocolError(f"names={tuple(names)}: {len(topology.groups)} groups need as many different names")
-        self.topology = topology
+        self.topology, self.by_member = topology, by_member
         self.incarnation += 1
         self._identities = {group: GroupId(name, self.incarnation) for group, name in enumerate(names)}
 
@@ -238,6 +246,28 @@ class Roster:
         """Whether a rank leads a group."""
         group = self.group_of(rank)
         return group >= 0 and self.topology is not None and self.topology.leader(group) == rank
+
+    def exchanges_with(self, group: int, server: int) -> int:
+        """The rank of a group from which a server has its part of what the group asks.
+
+        Args:
+            group: number of the group.
+            server: that of the server, among those that hold a share each.
+        """
+        assert self.topology is not None
+        return self.topology.members(group)[server] if self.by_member else self.topology.leader(group)
+
+    def counts_as(self, rank: int, server: int) -> int:
+        """The rank as which a sender counts at a server: its group's leader, if it is the member that exchanges there.
+
+        Args:
+            rank: of the sender.
+            server: number of the server.
+        """
+        group = self.group_of(rank) if self.by_member else -1
+        if group < 0 or self.topology is None or self.exchanges_with(group, server) != rank:
+            return rank
+        return self.topology.leader(group)
 
     def check_grouped(self, rank: int, group: int) -> None:
         """Raises `ProtocolError` unless ``group``, that of the rank, is one."""

@@ -273,10 +273,15 @@ class Router:
         member.last_seen = now
         if notice is not None:
             return [Out(peer, channel, notice)]
-        sender = Sender(peer, member.rank, self._roster.group_of(member.rank))
+        sender = self._sender(channel, peer, member.rank)
         if row.in_parts and self._servers.count > 1:
             return self._hold(row, sender, message, payload)
         return self._handle(row, sender, message, payload)
+
+    def _sender(self, channel: m.Channel, peer: Peer, rank: int) -> Sender:
+        """An admitted rank; where members of groups exchange a share each, as it counts at this server."""
+        counts_as = self._roster.counts_as(rank, self._servers.number) if channel == DATA else rank
+        return Sender(peer, counts_as, self._roster.group_of(rank))
 
     def _hold(self, row: Row, sender: Sender, message: Any, payload: Payload) -> list[Out]:
         """A part of a request, of which other servers have parts, too."""
@@ -330,7 +335,8 @@ class Router:
         except ProtocolError as error:
             member = self._admission.find(DATA, peer)
             if member is not None:
-                self._servers.refuse(member.rank, message.request, str(error))  # type: ignore[attr-defined]
+                rank = self._sender(DATA, peer, member.rank).rank
+                self._servers.refuse(rank, message.request, str(error))  # type: ignore[attr-defined]
             raise
 
     def _check_payload(self, row: Row, peer: Peer, message: Any) -> int:
@@ -342,10 +348,10 @@ class Router:
         notice = self._membership.notice_for(member, row.when_lost, row.when_over)
         if notice is not None:
             raise _refusal(member.rank, notice)
-        sender = Sender(peer, member.rank, self._roster.group_of(member.rank))
+        sender = self._sender(DATA, peer, member.rank)
         self._check(row, sender)
         if row.in_parts and self._servers.count > 1:
-            self._servers.check_number(member.rank, message.request)
+            self._servers.check_number(sender.rank, message.request)
         return row.payload(self._services[row.service], sender, message)
 
     def keeps_payload(self, message: m.Message) -> bool:

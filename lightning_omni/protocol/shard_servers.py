@@ -11,7 +11,9 @@ or by none: a push that is not finite in one part, that one server refuses, or t
 leader dies.
 Rule 2: who decides that is the coordinator alone; a leader may die at any moment, and no server waits for it.
 Rule 3: what the coordinator answers, and others may act upon at the other servers, it answers when these have done it.
-Rule 4: a server that is gone takes its share of the weights along, and the run with it.
+Rule 4: where each member of a group has a share of its own, the parts come from as many ranks, and count as those of
+their leader.
+Rule 5: a server that is gone takes its share of the weights along, and the run with it.
 """
 
 from __future__ import annotations
@@ -510,7 +512,7 @@ class Follower(_InParts):
         count: of how many.
     """
 
-    IN_PARTS: ClassVar[tuple[type[m.Message], ...]] = (m.Attach, m.AttachProof, m.Long)
+    IN_PARTS: ClassVar[tuple[type[m.Message], ...]] = (m.Attach, m.AttachProof, m.Long, m.GroupState)
 
     def __init__(self, number: int, count: int) -> None:
         super().__init__(number, count)

@@ -149,12 +149,23 @@ class Control(ABC):
 
     # --- What all have in common --------------------------------------------------------------------------------------
 
-    def attach_all(self, timeout: float = 300.0) -> list[Data]:
-        """Opens this rank's data connections to all servers that hold a share each; the first one coordinates."""
+    def attach_all(self, timeout: float = 300.0, share: int | None = None) -> list[Data]:
+        """Opens this rank's data connections to the servers that hold a share each.
+
+        Args:
+            timeout: seconds to wait for any one answer.
+            share: number of the one that this rank exchanges with; None for all.
+
+        Returns:
+            The first is to the server that coordinates; of ``share``, the last to that server, perhaps the same.
+        """
         if self.patience:
             return [LastingData(self, lambda: self.attach(timeout))]
         others = self.request(m.AskShards(), m.Shards).addresses if self.shards > 1 else ()
-        return [self.attach(timeout, address) for address in ("", *others)]
+        addresses = ("", *others)
+        if share is not None:
+            addresses = ("",) if share == 0 else ("", addresses[share])
+        return [self.attach(timeout, address) for address in addresses]
 
     @property
     def records(self) -> bool:

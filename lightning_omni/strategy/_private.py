@@ -37,6 +37,16 @@ def set_ddp_options(strategy: Any, options: dict[str, Any]) -> None:
     strategy._ddp_kwargs = options
 
 
+def set_device_mesh(module: Any, mesh: Any) -> None:
+    """What the user's ``configure_model`` has as ``self.device_mesh``."""
+    module._device_mesh = mesh
+
+
+def keep_unsynchronized(module: Any, names: list[str]) -> None:
+    """Parameters that DDPStrategy must not broadcast before it evaluates, for each rank has other rows of them."""
+    module._ddp_params_and_buffers_to_ignore = names
+
+
 def set_launcher(strategy: Any, launcher: Any) -> None:
     """The launcher that the Trainer calls."""
     strategy._launcher = launcher

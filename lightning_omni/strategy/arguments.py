@@ -120,6 +120,7 @@ def check_strategy(
     validation: object,
     join: object,
     save_every: object,
+    inside: object,
 ) -> None:
     """Refuses arguments of OmniStrategy that are of the wrong kind; the code that uses them checks what they mean.
 
@@ -148,6 +149,8 @@ def check_strategy(
     check_kind("join", join, (bool, type(None)), "True or False")
     if save_every is not None:
         check_number("save_every", save_every, "the seconds between two saves, more than 0, or None", above=0)
+    if inside not in ("ddp", "fsdp"):
+        raise ConfigurationError(f'inside={inside!r}: pass "ddp" or "fsdp"')
 
 
 def check_join(data: str, validation: str, merged: str | None) -> None:
@@ -171,6 +174,34 @@ def check_join(data: str, validation: str, merged: str | None) -> None:
             f"merged={merged!r} and join=True: a merged head's access is dealt out to the groups that were formed;"
             " leave merged= out"
         )
+
+
+def check_inside(inside: str, merged: str | None, validation: str, ddp: Mapping[str, Any]) -> None:
+    """Refuses what does not go with groups whose members hold the model together.
+
+    Raises:
+        ConfigurationError: an argument does not; the message names it.
+    """
+    if inside == "ddp":
+        return
+    if merged is not None:
+        raise ConfigurationError(
+            f'merged={merged!r} and inside="fsdp": a merged head is handed to one server whole, and each member of a'
+            ' group has rows of it; leave merged= out, or pass inside="ddp"'
+        )
+    if validation == "published":
+        raise ConfigurationError(
+            'validation="published" and inside="fsdp": the weights of a validation are fetched whole by one group; pass'
+            ' validation="wait", or inside="ddp"'
+        )
+    own = {"timeout", "process_group_backend", "start_method", "accelerator", "parallel_devices"}
+    own |= {"cluster_environment", "checkpoint_io", "precision_plugin"}
+    for name, value in ddp.items():
+        if name not in own and value is not None:
+            raise ConfigurationError(
+                f'{name}={value!r} and inside="fsdp": it is an argument of DistributedDataParallel, which is not used'
+                ' then; leave it out, or pass inside="ddp"'
+            )
 
 
 def _parameters(kind: type) -> list[str]:

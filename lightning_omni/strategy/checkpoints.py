@@ -77,8 +77,10 @@ class Checkpoints:
                 f" have not pushed yet in the wire format {type(world.core.wire_format).__name__} is not in it; save"
                 " at an epoch's end or after a validation to have it"
             )
-        if world.is_recorder:
+        if world.hands_over:
             self._snapshot = world.channel.snapshot(version=version.number if version is not None else 0)
+            if world.share is not None:
+                self._snapshot = world.states.gathered(self._snapshot)
             if world.is_computing:  # otherwise the module has them, or what a callback has put in their place
                 _overlay(world, module, state, self._snapshot)
                 buffers = version.buffers if version is not None else {}

@@ -17,8 +17,9 @@ from typing_extensions import override
 
 from lightning_omni.errors import ConfigurationError, UnsupportedError
 from lightning_omni.metrics import RunReport
-from lightning_omni.optimizer import World
+from lightning_omni.optimizer import World, WorldOptions
 from lightning_omni.optimizer.balance import Balance, gather
+from lightning_omni.optimizer.sharding import reshard
 from lightning_omni.optimizer.world import frozen
 from lightning_omni.protocol.leases import apportion
 from lightning_omni.strategy import _private
@@ -52,6 +53,7 @@ class GroupedStrategy(_Base):
     rank_zero_info: Callable[[str], None]
     rank_zero_warn: Callable[[str], None]
     ddp_options: dict[str, Any]
+    _world_options: WorldOptions
     _last_report: RunReport | None
 
     def _make_parts(
@@ -98,6 +100,18 @@ class GroupedStrategy(_Base):
         """What differs between one group and several, for the groups that there are."""
         return self._several if self.joined.executor.exchanges else self._one
 
+    def check_whole(self, what: str) -> None:
+        """Raises `UnsupportedError` if members of a group hold the model together, and something needs all of it.
+
+        Args:
+            what: needs it.
+        """
+        if self._world_options.inside == "fsdp":
+            raise UnsupportedError(
+                f'{what}, and with inside="fsdp" each rank has rows of the model that belong to its place in its group:'
+                ' leave it out, or use inside="ddp"'
+            )
+
     def check_several(self, trainer: Trainer) -> None:
         """Raises `UnsupportedError` for what several groups cannot do in this fit."""
         self._several.check(trainer)
@@ -118,10 +132,12 @@ class GroupedStrategy(_Base):
         self.proxies.attach(self.joined, self.fitted, self.real_optimizers, self.merged, self._trainer)
 
     def wrap_for_group(self) -> None:
-        """Wraps the module into a new DDP over the compute group; a group of one needs none."""
+        """Wraps the module into a new DDP over the compute group; a group of one needs none, nor what is sharded."""
         self.model = self.fitted
         self.trainable.remember(self.fitted)
         exchanges = self.joined.executor.exchanges
+        if self.joined.sharded is not None:
+            return
         if exchanges and len(self.joined.members) == 1:
             return  # a single rank in one group is wrapped, as under DDPStrategy
         options = {**self.ddp_options, "process_group": self.joined.compute_group, "init_sync": False}
@@ -139,6 +155,7 @@ class GroupedStrategy(_Base):
 
     def _others(self) -> Iterator[Tensor]:
         """All parameters, and the averages that WeightAveraging keeps."""
+        reshard(self.joined.sharded)
         yield from self.fitted.parameters()
         for model in _private.averaged_models(self._trainer):
             yield from model.parameters()
@@ -260,12 +277,14 @@ class Grouping:
     def sentence(self) -> str:
         """What people are told when the groups stand."""
         options = self._strategy.joined.options
+        sharded = self._strategy.joined.sharded is not None
         given = [f"wire={options.wire!r}"] if options.wire != "fp32" else []
         given += ["overlap=True"] if options.overlap else []
         verb = "is" if len(given) == 1 else "are"
         without_effect = f"; nothing is pushed, and {' and '.join(given)} {verb} without effect" if given else ""
         return (
-            f"{self._strategy.joined.size} ranks in 1 group, which is DistributedDataParallel: no parameter server, no"
+            f"{self._strategy.joined.size} ranks in 1 group, which is"
+            f" {'FSDP2' if sharded else 'DistributedDataParallel'}: no parameter server, no"
             f" staleness{without_effect}. Pass groups= for asynchronous groups"
         )
 
@@ -334,4 +353,5 @@ class SeveralGroups(Grouping):
             f"{len(world.topology.ranks)} ranks in {len(world.topology.alive)} groups of"
             f" {' or '.join(map(str, sizes))} | method {type(world.method).__name__} | server {world.server_address} |"
             f" data {data}{' | exchanges overlap' if world.core.overlaps else ''}"
+            f"{' | inside FSDP2' if world.sharded is not None else ''}"
         )

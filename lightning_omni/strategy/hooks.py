@@ -7,7 +7,7 @@ Written once for both of Lightning's namespaces: the class here is mixed into ea
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -16,17 +16,32 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_omni.errors import ConfigurationError
+from lightning_omni.errors import ConfigurationError, UnsupportedError
 from lightning_omni.methods import Method
 from lightning_omni.optimizer import World, WorldOptions
 from lightning_omni.optimizer.balance import Balance
 from lightning_omni.optimizer.run_state import Live, RunState
+from lightning_omni.optimizer.sharding import (
+    check_shardable,
+    held_by,
+    is_sharded,
+    named_rows,
+    reshard,
+    state_rows,
+    whole,
+)
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.wire_format import WireFormat
 from lightning_omni.protocol.wire_formats import Wire
 from lightning_omni.server import ServerProcess
 from lightning_omni.strategy import _private
-from lightning_omni.strategy.arguments import Asked, check_join, check_strategy, refuse_unknown_of_ddp
+from lightning_omni.strategy.arguments import (
+    Asked,
+    check_inside,
+    check_join,
+    check_strategy,
+    refuse_unknown_of_ddp,
+)
 from lightning_omni.strategy.checkpoints import Checkpoints
 from lightning_omni.strategy.declared import callbacks_of
 from lightning_omni.strategy.grouping import GroupedStrategy
@@ -38,7 +53,7 @@ from lightning_omni.strategy.live_metrics import gathering_sentence
 from lightning_omni.strategy.namespaces import refuse_other_namespace
 from lightning_omni.strategy.proxies import Merged, Proxies
 from lightning_omni.strategy.signals import Signals
-from lightning_omni.topology import Topology, check_groups
+from lightning_omni.topology import RECORDER, Topology, check_groups
 
 if TYPE_CHECKING:
     from pytorch_lightning import Trainer
@@ -90,6 +105,9 @@ class OmniStrategyHooks(GroupedStrategy):
         save_every: seconds between two saves of the embedded server's state. If the server dies, rank 0 starts another
             one, which goes on from the last save: see docs/resilience.md. None saves nothing; its death then ends the
             run.
+        inside: how the members of a group hold the model: ``"ddp"``, each of them whole; or ``"fsdp"``, together, each
+            with rows of every parameter (torch's ``fully_shard``), so that a group can hold what no single device can.
+            Every member then exchanges its own share, and no rank ever has the whole: see docs/large-models.md.
         **ddp: DDPStrategy's own arguments.
 
     Raises:
@@ -125,6 +143,7 @@ class OmniStrategyHooks(GroupedStrategy):
         validation: Literal["wait", "published"] = "wait",
         join: bool | None = None,
         save_every: float | None = 30.0,
+        inside: Literal["ddp", "fsdp"] = "ddp",
         **ddp: Any,
     ) -> None:
         if "refusals" in ddp:
@@ -153,7 +172,9 @@ class OmniStrategyHooks(GroupedStrategy):
                 validation,
                 join,
                 save_every,
+                inside,
             )
+            check_inside(inside, merged, validation, ddp)
             if data == "static" and rebalance == "auto":
                 raise ConfigurationError(
                     'rebalance="auto" with data="static": samples that are dealt out beforehand cannot be split by'
@@ -180,6 +201,7 @@ class OmniStrategyHooks(GroupedStrategy):
                 servers=servers,
                 join=asked.join,
                 save_every=save_every,
+                inside=inside,
             )
         super().__init__(**ddp)
         self.ddp_options = dict(vars(self).get("_ddp_kwargs", {}))
@@ -231,6 +253,8 @@ class OmniStrategyHooks(GroupedStrategy):
                 ranks = self.cluster_environment.world_size()
             with self._asked.naming_variables():
                 check_groups(groups, ranks)
+                if self.is_sharded:
+                    check_shardable(Topology.even(ranks, groups))
         if _private.start_method(self) != "popen":
             _private.set_launcher(self, self.processes_class(self, _private.start_method(self)))
         else:
@@ -286,6 +310,8 @@ class OmniStrategyHooks(GroupedStrategy):
             if self.world.enlistment is not None:
                 _private.set_rank(self.world.rank)
                 self._is_told_to_record = self.world.is_recorder
+        if self.is_sharded:
+            _private.set_device_mesh(self.fitted, self.world.mesh)
 
     @property
     @override
@@ -300,6 +326,8 @@ class OmniStrategyHooks(GroupedStrategy):
     @override
     def setup(self, trainer: Trainer) -> None:
         """Wraps the module over the compute group, and starts the server while the data is prepared."""
+        if self.is_sharded:
+            self._check_precision()
         if self._is_fitting(trainer):
             self.grouping.check(trainer)
             self.run_states.check(trainer)
@@ -316,9 +344,30 @@ class OmniStrategyHooks(GroupedStrategy):
                 self.epochs.resumed = self.checkpoints.resumed.cut
                 self.run_states.take_over(trainer)
 
+    def _check_precision(self) -> None:
+        """Raises `UnsupportedError` for a precision that ModelParallelStrategy refuses, too."""
+        if getattr(self.precision_plugin, "scaler", None) is not None:
+            raise UnsupportedError(
+                "inside=\"fsdp\" and precision='16-mixed': the loss scaler of one rank would not know what is infinite"
+                " in the rows of another; use precision='bf16-mixed' or 'bf16-true'"
+            )
+
+    @override
+    def model_to_device(self) -> None:
+        """Where the members of a group hold the model together, block by block: no device ever has all of it."""
+        if self.is_sharded:
+            self.joined.shard(self.fitted)
+        super().model_to_device()
+        if self.is_sharded:
+            self.joined.share_initial()
+            _private.keep_unsynchronized(self.fitted, [name for name, _ in self.fitted.named_parameters()])
+
     @override
     def configure_ddp(self) -> None:
         """Wraps the module into DDP over the compute group. A group of one needs no wrapping."""
+        if self.is_sharded:
+            self.wrap_for_group()
+            return
         if self.joined.executor.exchanges:
             self.joined.broadcast_initial(self.fitted)
             self.wrap_for_group()
@@ -419,7 +468,7 @@ class OmniStrategyHooks(GroupedStrategy):
             world.edits.finish()
             if warning := self.reporting.warning(world):
                 self.rank_zero_info(f"OmniStrategy: {warning}")
-            if world.is_recorder:
+            if world.hands_over:
                 world.states.take_back()
             for part in world.parts:
                 part.replica.abandon()
@@ -547,6 +596,11 @@ class OmniStrategyHooks(GroupedStrategy):
     # --- Checkpoints -------------------------------------------------------------------------------------------------
 
     @property
+    def is_sharded(self) -> bool:
+        """Whether the members of a group hold the model together."""
+        return self._world_options.inside == "fsdp"
+
+    @property
     def _is_asynchronous(self) -> bool:
         """Whether several groups train at the moment, so that no rank knows everything that belongs in a checkpoint."""
         return self.world is not None and self.world.executor.control is not None
@@ -562,10 +616,19 @@ class OmniStrategyHooks(GroupedStrategy):
         if self.run_states.is_described:
             return {}
         self.signals.pause()
+        if self.world is not None:
+            reshard(self.world.sharded)
         state = super().lightning_module_state_dict()
         if self._is_asynchronous:
             self.checkpoints.collect(self.joined, self.fitted, state, self.epochs.published.version)
-        return state
+        return self._put_together(state)
+
+    def _put_together(self, state: dict[str, Any]) -> dict[str, Any]:
+        """What the members of the recorder's group have of it, whole on the recorder."""
+        if not self.is_sharded or RECORDER not in self.joined.members:
+            return state
+        together: dict[str, Any] = whole(state, keeps=self.joined.is_recorder)
+        return together
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -573,9 +636,28 @@ class OmniStrategyHooks(GroupedStrategy):
         own: dict[str, Any] = super().optimizer_state(optimizer)
         if self.run_states.is_described:
             return {"state": {}, "param_groups": own["param_groups"]}
-        if not self._is_asynchronous or not self.joined.is_recorder:
-            return own
-        return self.checkpoints.state_of(self.joined, getattr(optimizer, "optimizer", optimizer), own)
+        if self._is_asynchronous and self.joined.is_recorder:
+            own = self.checkpoints.state_of(self.joined, getattr(optimizer, "optimizer", optimizer), own)
+        return self._put_together(own)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Loads whole weights; where the members of a group hold the model together, each its rows of them."""
+        if self.is_sharded and is_sharded(self.fitted):
+            state = named_rows(checkpoint["state_dict"], self.fitted.state_dict(keep_vars=True).items())
+            checkpoint = {**checkpoint, "state_dict": state}
+        super().load_model_state_dict(checkpoint, strict=strict)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Loads whole optimizer states; likewise."""
+        if self.is_sharded:
+            states = [
+                {**saved, "state": state_rows(saved["state"], held_by(optimizer))}
+                for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=False)
+            ]
+            checkpoint = {**checkpoint, "optimizer_states": states}
+        super().load_optimizer_state_dict(checkpoint)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:

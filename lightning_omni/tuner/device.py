@@ -122,8 +122,10 @@ class DeviceTunerHooks(_CallbackBase):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """A Trainer of the other namespace is refused."""
+        """A Trainer of the other namespace is refused, and so is a model of which each rank has a part."""
         refuse_other_namespace(self, trainer, "tuner")
+        if isinstance(trainer.strategy, OmniStrategyHooks):
+            trainer.strategy.check_whole("DeviceTuner measures copies of the model")
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

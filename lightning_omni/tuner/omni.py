@@ -297,6 +297,7 @@ class OmniTunerHooks(_CallbackBase):
                 f"OmniTuner forms compute groups, which {type(trainer.strategy).__name__} has not;"
                 " pass Trainer(strategy=OmniStrategy())"
             )
+        trainer.strategy.check_whole("OmniTuner forms other groups while they train")
         trainer.strategy.joined.check_regroup()
         self._leave()
         self._forget()

@@ -1,0 +1,229 @@
+"""Groups whose members hold the model together: against ModelParallelStrategy, and against those of DDP."""
+
+from __future__ import annotations
+
+import os
+import signal
+from functools import partial
+from typing import Any
+
+import torch
+from common import FOLDER, OPTIONS, dataset, omni, pl, report, trainer
+from torch import Tensor, nn
+from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
+
+
+class Blocks(pl.LightningModule):
+    """A few layers, of sizes that two members cannot halve."""
+
+    def __init__(self, optimizer: str = "SGD") -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(12, 31), nn.Tanh(), nn.Linear(31, 5), nn.Tanh(), nn.Linear(5, 3))
+        self.register_buffer("seen", torch.zeros(()))
+        self.optimizer = optimizer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x.to(self.net[0].weight.dtype))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y, _ = batch
+        self.seen += 1
+        return nn.functional.cross_entropy(self(x), y)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y, _ = batch
+        self.log("val_loss", nn.functional.cross_entropy(self(x), y), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        if self.optimizer == "AdamW":
+            return torch.optim.AdamW(self.parameters(), lr=1e-2)
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
+
+
+class Wrapped(Blocks):
+    """As the user of ModelParallelStrategy writes it."""
+
+    def configure_model(self) -> None:
+        if isinstance(self.net[0].weight, DTensor):
+            return
+        mesh = self.device_mesh["data_parallel"]
+        for layer in self.net:
+            if next(layer.parameters(), None) is not None:
+                fully_shard(layer, mesh=mesh)
+        fully_shard(self.net, mesh=mesh)
+
+
+class InTurn:
+    """Mixed into a module: groups step one after the other, so that the order of pushes is always the same."""
+
+    def setup(self, stage: str) -> None:
+        self.__dict__["store"] = _get_default_store()  # of all ranks
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        world = self.trainer.strategy.world  # type: ignore[attr-defined]
+        store, steps = self.__dict__["store"], self.__dict__.setdefault("taken", 0)
+        turn = steps * len(world.topology.groups) + world.group
+        if turn:
+            store.wait([f"{self.run}-{turn}"])  # type: ignore[attr-defined]
+        result = super().optimizer_step(*args, **kwargs)  # type: ignore[misc]
+        self.__dict__["taken"] = steps + 1
+        torch.distributed.barrier(group=world.compute_group)
+        if world.is_leader:
+            store.set(f"{self.run}-{turn + 1}", "")  # type: ignore[attr-defined]
+        return result
+
+
+class Turns(InTurn, Blocks):
+    """Groups step in turn."""
+
+
+def data(samples: int = 64) -> DataLoader[Any]:
+    return DataLoader(dataset(samples), batch_size=4)
+
+
+def whole(module: nn.Module) -> dict[str, Any]:
+    """The module's weights on every rank; what is sharded is gathered."""
+    state = module.state_dict()
+    return {name: (each.full_tensor() if isinstance(each, DTensor) else each) for name, each in state.items()}
+
+
+def here(module: nn.Module) -> list[str]:
+    """The very bits that this rank has."""
+    return [
+        (p.to_local() if isinstance(p, DTensor) else p).detach().float().flatten().numpy().tobytes().hex()
+        for p in module.parameters()
+    ]
+
+
+ROWS: dict[str, tuple[str, dict[str, Any]]] = {
+    "SGD": ("SGD", {}),
+    "AdamW, clipping, accumulation": ("AdamW", {"gradient_clip_val": 0.1, "accumulate_grad_batches": 3}),
+    "bf16": ("AdamW", {"precision": "bf16-true"}),
+}
+
+
+def parity() -> Any:
+    """One group of two ranks, and ModelParallelStrategy of two."""
+    results = {}
+    for name, (optimizer, options) in ROWS.items():
+        row = {}
+        runs = [
+            ("theirs", partial(pl.strategies.ModelParallelStrategy, 2, 1), Wrapped),
+            ("ours", partial(omni.OmniStrategy, groups=1, inside="fsdp"), Wrapped),
+            ("by itself", partial(omni.OmniStrategy, groups=1, inside="fsdp"), Blocks),
+        ]
+        for whose, strategy, kind in runs if name == "SGD" else runs[:2]:
+            pl.seed_everything(7, verbose=False)
+            module = kind(optimizer)
+            run = trainer(strategy(), 2, **options)
+            run.fit(module, data(), data())
+            row[whose] = [here(module), run.global_step, float(run.callback_metrics["val_loss"])]
+        results[name] = row
+    return results
+
+
+def fit(inside: str, kind: type[Blocks], optimizer: str = "SGD", groups: int = 2, **options: Any) -> Any:
+    pl.seed_everything(7, verbose=False)
+    ckpt = options.pop("ckpt", None)
+    given = {name: options.pop(name) for name in list(options) if name in ("method", "wire", "overlap", "server")}
+    module = kind(optimizer)
+    module.run = f"{OPTIONS}{inside}{given}{fit.__dict__.setdefault('count', 0)}"
+    fit.__dict__["count"] += 1
+    strategy = omni.OmniStrategy(groups=groups, inside=inside, data="static", **given)
+    run = trainer(strategy, OPTIONS.get("devices", 4), **options)
+    run.fit(module, data(), data(), ckpt_path=ckpt)
+    return module, run, strategy.report()
+
+
+def across() -> Any:
+    """Two groups of two ranks that hold the model together, and two whose ranks do not."""
+    results = {}
+    for row in OPTIONS["across"]:
+        method, optimizer, extra = row["method"], row.get("optimizer", "SGD"), row.get("extra", {})
+        found = {}
+        for inside in ("ddp", "fsdp"):
+            kind = Turns if row.get("turns", True) else Blocks  # a barrier is order enough
+            module, run, said = fit(inside, kind, optimizer, method=method, max_epochs=2, **extra)
+            found[inside] = {
+                "weights": {name: each.flatten().tolist() for name, each in whole(module).items()},
+                "val_loss": float(run.callback_metrics["val_loss"]),
+                "updates": said.updates,
+                "bytes": said.bytes_per_step,
+                "again": float(run.validate(module, data(), verbose=False)[0]["val_loss"]),
+            }
+        results[" ".join(map(str, row.values()))] = found
+    return results
+
+
+class Saves(pl.Callback):
+    """Saves a checkpoint at the first epoch's end, and one inside it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.current_epoch == 0 and batch_idx == 1:
+            trainer.save_checkpoint(FOLDER / f"inside-{self.name}")
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.current_epoch == 0:
+            trainer.save_checkpoint(FOLDER / self.name)
+
+
+def checkpoints() -> Any:
+    """Two epochs at once, and one epoch after the other with what the members hold in between."""
+    results = {}
+    for row in OPTIONS["checkpoints"]:
+        method, optimizer = row["method"], row.get("optimizer", "AdamW")
+        found: dict[str, Any] = {}
+        for inside in ("ddp", "fsdp"):
+            module, _, _ = fit(inside, Blocks, optimizer, method=method, max_epochs=2, callbacks=[Saves(inside)])
+            found[inside] = flat(whole(module))
+        for before, inside in (("ddp", "fsdp"), ("fsdp", "ddp")):
+            module, _, _ = fit(inside, Blocks, optimizer, method=method, max_epochs=2, ckpt=FOLDER / before)
+            found[f"{before} to {inside}"] = flat(whole(module))
+        for name in ("", "inside-"):
+            saved = [torch.load(FOLDER / f"{name}{inside}", weights_only=True) for inside in ("ddp", "fsdp")]
+            found[f"saved {name}"] = [flat(each) for each in saved]
+        results[method + optimizer] = found
+    return results
+
+
+class Dies(pl.Callback):
+    """The last rank is killed in the midst of the first epoch."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_rank == 3 and batch_idx == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def dies() -> Any:
+    """A member of the second group is killed; the first goes on, and is tested. It is sharded by configure_model."""
+    pl.seed_everything(7, verbose=False)
+    module = Wrapped("AdamW")
+    run = trainer(omni.OmniStrategy(groups=2, inside="fsdp"), 4, max_epochs=2, callbacks=[Dies()])
+    run.fit(module, data(128), data())
+    lost = run.strategy.report().ranks_lost
+    return {"lost": lost, "val_loss": float(run.callback_metrics["val_loss"])}
+
+
+def flat(tree: Any) -> dict[str, Any]:
+    """A tree's tensors and numbers by their paths."""
+    leaves, _ = torch.utils._pytree.tree_flatten_with_path(tree)
+    return {
+        torch.utils._pytree.keystr(path): leaf.flatten().tolist() if isinstance(leaf, Tensor) else leaf
+        for path, leaf in leaves
+        if isinstance(leaf, (Tensor, int, float))
+    }
+
+
+def main() -> None:
+    every = {"parity": parity, "across": across, "checkpoints": checkpoints, "dies": dies}
+    report(int(os.environ.get("LOCAL_RANK", 0)), {what: every[what]() for what in OPTIONS["what"]})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""Groups whose members hold the model together are ModelParallelStrategy inside, and groups of DDP across."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from pytorch_lightning import Trainer
+from runs import Run, run
+from torch import nn
+
+from lightning_omni.errors import ConfigurationError, UnsupportedError
+from lightning_omni.methods import AsyncSGD, LocalSGD
+from lightning_omni.optimizer.sharding import _blocks
+from lightning_omni.protocol.split import check_by_rows
+from lightning_omni.strategy.pytorch_lightning import OmniStrategy
+from lightning_omni.tuner.pytorch_lightning import OmniTuner
+
+CLOSE = 1e-6
+
+
+@pytest.fixture(scope="module")
+def one_group() -> Run:
+    return run("inside.py", {"what": ["parity"]})
+
+
+@pytest.mark.parametrize("row", ["SGD", "AdamW, clipping, accumulation", "bf16"])
+def test_one_group_equals_model_parallel_strategy_bit_for_bit(one_group: Run, row: str) -> None:
+    for rank in (0, 1):
+        got = one_group.results[rank]["parity"][row]
+        assert got["ours"] == got["theirs"]
+        assert got.get("by itself", got["theirs"]) == got["theirs"], "blocks are wrapped as a user would"
+        assert len(got["ours"][0]) == 6
+
+
+def apart(one: dict[str, Any], other: dict[str, Any]) -> float:
+    """The largest difference of two trees."""
+    assert one.keys() == other.keys()
+    pairs = [(one[name], other[name]) for name in one]
+    lists = [(a, b) if isinstance(a, list) else ([a], [b]) for a, b in pairs]
+    return float(max(abs(x - y) for a, b in lists for x, y in zip(a, b, strict=True)))
+
+
+ACROSS = [{"method": "async_sgd", "optimizer": "AdamW", "extra": {"gradient_clip_val": 0.3, "wire": "bf16"}}]
+
+
+@pytest.fixture(scope="module")
+def two_groups() -> list[dict[str, Any]]:
+    """What ranks 0 and 1 report, the members of one group; the other group has died at the end."""
+    what = {"what": ["across", "checkpoints", "dies"], "across": ACROSS, "checkpoints": [{"method": "diloco:period=2"}]}
+    finished = run("inside.py", what)
+    assert set(finished.results) == {0, 1}
+    return [finished.results[0], finished.results[1]]
+
+
+def test_groups_learn_what_those_whose_members_have_the_whole_model_learn(two_groups: list[dict[str, Any]]) -> None:
+    each = [found for result in two_groups for found in result["across"].values()]
+    for found in each:
+        assert apart(found["ddp"]["weights"], found["fsdp"]["weights"]) < CLOSE
+        assert found["ddp"]["updates"] == found["fsdp"]["updates"] == 16
+        assert found["fsdp"]["again"] == pytest.approx(found["fsdp"]["val_loss"])
+    shares, leaders = ([found[inside]["bytes"] for found in each] for inside in ("fsdp", "ddp"))
+    assert all(share > 0 for share in shares)
+    assert sum(shares) < 1.1 * sum(leaders), "all shares together are one model, and tensors begin at multiples of 64"
+
+
+def test_a_checkpoint_goes_from_one_way_to_the_other_and_back(two_groups: list[dict[str, Any]]) -> None:
+    for result in two_groups:
+        (found,) = result["checkpoints"].values()
+        for name in ("fsdp", "ddp to fsdp", "fsdp to ddp"):
+            assert apart(found["ddp"], found[name]) < CLOSE, name
+        for name in ("saved ", "saved inside-"):
+            assert apart(*found[name]) < CLOSE, "they are of plain DDP, with all that method and groups remember"
+
+
+def test_a_killed_member_costs_its_group_alone(two_groups: list[dict[str, Any]]) -> None:
+    assert two_groups[0]["dies"]["lost"] == [2, 3]
+    assert two_groups[0]["dies"] == two_groups[1]["dies"]
+
+
+# --- What is sharded, and what is refused ----------------------------------------------------------------------------
+
+
+def test_blocks_are_the_layers_of_lists_and_what_is_tied_stays_with_what_holds_both() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            tied = nn.Linear(2, 2)
+            self.layers = nn.ModuleList([nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), tied, nn.Tanh()])
+            self.extra = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+            self.head = nn.Linear(2, 2)
+            self.head.weight = tied.weight
+
+    net = Tied()
+    assert list(_blocks(net)) == [net.layers[0], *net.extra]
+    assert list(_blocks(nn.Linear(2, 2))) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"method": "gossip"}, ["method=Gossip:", "read each other's models whole", "local_sgd"]),
+        ({"method": "diloco:period=4,fragments=2"}, ["fragments=2", "fragments=1"]),
+        ({"servers": 2}, ["servers=2", "leave servers= out"]),
+        ({"record": "run.jsonl"}, ["record='run.jsonl'", 'inside="ddp"']),
+        ({"merged": "head"}, ["merged='head'", "leave merged= out"]),
+        ({"validation": "published"}, ['validation="published"', 'validation="wait"']),
+        ({"find_unused_parameters": True}, ["find_unused_parameters=True", "leave it out"]),
+    ],
+    ids=str,
+)
+def test_what_needs_the_model_whole_is_refused_at_construction(options: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        OmniStrategy(groups=2, inside="fsdp", **options)
+    for word in [*words, 'inside="fsdp"']:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(("devices", "words"), [(3, "groups of 1 or 2 ranks"), (2, "one rank each")])
+def test_groups_whose_members_cannot_have_like_shares_are_refused_before_any_process_starts(
+    devices: int, words: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        Trainer(accelerator="cpu", devices=devices, strategy=OmniStrategy(groups=2, inside="fsdp"), logger=False)
+
+
+def test_optimizers_that_mix_numbers_are_refused_where_servers_step() -> None:
+    optimizer = torch.optim.Adafactor([nn.Parameter(torch.ones(2))])
+    with pytest.raises(UnsupportedError, match="Adafactor is not known to treat each number by itself"):
+        check_by_rows(AsyncSGD(), optimizer)
+    check_by_rows(LocalSGD(), optimizer)
+
+
+def test_a_tuner_that_forms_groups_is_refused() -> None:
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=OmniStrategy(groups=1, inside="fsdp"),
+        logger=False,
+        enable_checkpointing=False,
+    )
+    with pytest.raises(UnsupportedError, match="OmniTuner forms other groups"):
+        OmniTuner().setup(trainer, trainer.lightning_module, "fit")
