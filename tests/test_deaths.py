@@ -38,14 +38,16 @@ def begun(running: Running, rank: int, word: str = "batch") -> bool:
 
 @pytest.mark.parametrize(("way", "victim"), [({"die_at": {"2": 5}}, 2), ({"die_in_validation": 3}, 3)])
 def test_the_run_outlives_a_worker_outside_the_first_group(way: dict[str, Any], victim: int) -> None:
-    with Running("groups.py", {"fits": [{**FIT, **way}]}) as running:
+    with Running("groups.py", {"fits": [{**FIT, **way, "test": True}]}) as running:
         finished = finish(running)
         assert finished.code == 0, finished.output[-4000:]
         assert all(len(seen) == 384 for seen in trained_samples(running.folder, (2, 3)))
     for rank in (0, 1):
         each = finished.results[rank][0]
         assert each["report"]["ranks_lost"] == [2, 3]
-        assert len(each["validations"]) == 4
+        assert len(each["validations"]) == 4 + 1
+        # Those that are left evaluate all of the data, also when the fit is over.
+        assert each["test"][0]["val_loss"] == pytest.approx(each["validations"][3][1], rel=1e-4)
     assert "its group is evicted" in finished.output
     assert 2 not in finished.results
     assert 3 not in finished.results

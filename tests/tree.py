@@ -57,6 +57,7 @@ class Tree(Ensemble):
         seed: int = 0,
     ) -> None:
         self.begin(method, wire_format, seed)
+        self.by_member = False
         self.cores = [ServerCore(KEY, Random(9).randbytes)]
         self.gone: set[int] = set()
         self.sums: list[sm.Sum] = []
@@ -223,7 +224,7 @@ class Leaf(Group):
         self.aggregator = int(address.rpartition("/")[2]) if address else 0
         if self.aggregator:
             assert self._secret is not None
-            handshake.attach(partial(self._ask_one, self.aggregator), self._secret, self.rank, NONCE)
+            handshake.attach(partial(self._ask_one, self.aggregator, self.rank), self._secret, self.rank, NONCE)
 
     def join(self, size: int) -> None:
         self._secret: bytes | None = None
@@ -231,7 +232,7 @@ class Leaf(Group):
         _, self._secret = handshake.join(
             lambda message, expect: self.ensemble.control(self.rank, message, expect), KEY, hello
         )
-        handshake.attach(partial(self._ask_one, 0), self._secret, self.rank, NONCE)
+        handshake.attach(partial(self._ask_one, 0, self.rank), self._secret, self.rank, NONCE)
 
     def lose_aggregator(self, number: int) -> None:
         """Its aggregator is gone: what was not answered is pushed to the server."""

@@ -581,9 +581,12 @@ class OmniStrategyHooks(GroupedStrategy):
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """For DistributedSampler. The rank is marked, so that a sampler of Lightning's is told from a user's own."""
-        given = super().distributed_sampler_kwargs
-        enlistment = self.world.enlistment if self.world is not None else None
-        if enlistment is not None:  # lengths are those of the run as it was begun; samples are leased
+        given, world = super().distributed_sampler_kwargs, self.world
+        if world is not None and not self._is_fitting(self._trainer):
+            if world.ever_lost:  # those that are left evaluate all of the data
+                given = {"num_replicas": dist.get_world_size(), "rank": dist.get_rank()}
+        elif world is not None and (enlistment := world.enlistment) is not None:
+            # Lengths are those of the run as it was begun; samples are leased.
             given = {"num_replicas": enlistment.announced, "rank": given["rank"] if enlistment.begins else 0}
         return {**given, "rank": GivenRank(given["rank"])}
 
