@@ -4,8 +4,8 @@
 
 One group trains; another is started on the other core, joins, trains for a while, and leaves by SIGTERM; then one more.
 Printed, as medians over the rounds: seconds from when the model is built to the first batch (and of these until the
-server has taken it in), and the batches a second of the first group in the seconds in which the other joins, against
-those before.
+server has taken it in), and the batches a second of the first group between its last one before and its first one after
+the other has joined, against those of the ten before.
 """
 
 from __future__ import annotations
@@ -121,20 +121,17 @@ def measure(folder: Path, args: argparse.Namespace) -> list[dict[str, float]]:
             late.wait(PATIENCE)
             until(folder, "first", len(notes(folder, "first", "batch")) + 20)
             [built], [joined], began = (notes(folder, name, what) for what in ("built", "joined", "batch"))
-            before = rate(notes(folder, "first", "batch"), built - 10, built)
-            meanwhile = rate(notes(folder, "first", "batch"), built, began[0])
+            times = notes(folder, "first", "batch")
+            last = max(place for place, at in enumerate(times) if at <= built)
+            next_ = min(place for place, at in enumerate(times) if at >= began[0])
+            before = 10 / (times[last] - times[last - 10])
+            meanwhile = (next_ - last) / (times[next_] - times[last])
             rounds.append({"first batch": began[0] - built, "taken in": joined - built, "rate": meanwhile / before})
         return rounds
     finally:
         for process in reversed(processes):
             process.kill()
             process.wait()
-
-
-def rate(times: list[float], start: float, stop: float) -> float:
-    """Batches a second in that time, from the first to the last of them."""
-    inside = [at for at in times if start - 1 <= at <= stop + 1]
-    return (len(inside) - 1) / (inside[-1] - inside[0])
 
 
 def main() -> None:
