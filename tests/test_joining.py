@@ -317,6 +317,17 @@ class Run:
     def go(self, epoch: int) -> None:
         (self.folder / f"go-{epoch}").touch()
 
+    def train_together(self, options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """One group begins, another joins it in epoch 1; what both said in the end."""
+        first = self.start("a", options)
+        self.wait_for("a0-in-1")
+        second = self.start("b", options, seed=2)
+        self.wait_for("b0-in-1")
+        self.go(1)
+        assert first.end(PATIENCE) == 0, first.output
+        assert second.end(PATIENCE) == 0, second.output
+        return self.result("a"), self.result("b")
+
     def result(self, name: str, rank: int = 0) -> dict[str, Any]:
         """What a rank of a group said in the end."""
         result: dict[str, Any] = json.loads((self.folder / f"{name}{rank}.json").read_text())
@@ -408,14 +419,7 @@ def test_a_run_that_nobody_trains_any_more_is_trained_on_by_the_group_that_comes
 @pytest.mark.parametrize("method", ["local_sgd:period=4", "elastic_averaging:period=2", "diloco:period=4", "hardsync"])
 def test_a_group_joins_whatever_the_method(run: Run, method: str) -> None:
     options = {"epochs": 3, "hold": [1], "method": method}
-    first = run.start("a", options)
-    run.wait_for("a0-in-1")
-    second = run.start("b", options, seed=2)
-    run.wait_for("b0-in-1")
-    run.go(1)
-    assert first.end(PATIENCE) == 0, first.output
-    assert second.end(PATIENCE) == 0, second.output
-    one, other = run.result("a"), run.result("b")
+    one, other = run.train_together(options)
     assert one["weights"] == other["weights"]
     assert one["val"] == other["val"]
     assert one["finite"]
@@ -439,14 +443,7 @@ def test_limits_are_those_of_the_run_as_it_was_begun(run: Run, trainer: dict[str
         "hold": [1],
         "trainer": trainer,
     }
-    first = run.start("a", options)
-    run.wait_for("a0-in-1")
-    second = run.start("b", options, seed=2)
-    run.wait_for("b0-in-1")
-    run.go(1)
-    assert first.end(PATIENCE) == 0, first.output
-    assert second.end(PATIENCE) == 0, second.output
-    one, other = run.result("a"), run.result("b")
+    one, other = run.train_together(options)
     assert one["weights"] == other["weights"]
     assert one["step"] == other["step"]
     trained = run.trained

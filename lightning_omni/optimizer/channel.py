@@ -323,13 +323,13 @@ class Channel:
         """Whole numbers of every live rank, in rank order."""
         return [json.loads(text) for _, text in self.synchronize("numbers", json.dumps(numbers).encode())]
 
-    def store_run_state(self, tree: Mapping[str, Any]) -> None:
+    def store_run_state(self, packed: Packed, buffer: Tensor) -> None:
         """What a group that joins from here on is given beside the weights. By the recorder, when groups have parted.
 
         Args:
-            tree: see `lightning_omni.protocol.codec.pack`.
+            packed: the tree without its tensors, and ...
+            buffer: ... these: see `lightning_omni.protocol.codec.pack`.
         """
-        packed, buffer = pack(dict(tree))
         self.ask(m.StoreRunState(packed=packed, nbytes=buffer.numel()), m.RunStateStored, buffer)
 
     def read_run_state(self) -> dict[str, Any]:

@@ -347,7 +347,6 @@ class Roster:
             "places": self._places,
             "joining": self.joining,
             "finished": self.finished,
-            "can_go_on": self.can_go_on,
             "numbered": self._numbered,
             "incarnation": self.incarnation,
             "late": list(self.late),
@@ -362,7 +361,6 @@ class Roster:
         self.topology = Topology(tuple(tuple(members) for members in groups)) if groups is not None else None
         self._places, self._numbered = state["places"], state["numbered"]
         self.joining, self.finished = state["joining"], state["finished"]
-        self.can_go_on = state["can_go_on"]
         self.incarnation, self.late = state["incarnation"], list(state["late"])
         self._identities = {group: GroupId(*each) for group, each in state["identities"].items()}
         self.expect(state["members"], now)

@@ -58,7 +58,11 @@ class RunStates:
             return
         tree = self._describe()  # on all of the group: what users save may need collectives
         if world.is_leader:
-            world.channel.store_run_state(tree)
+            try:
+                packed, buffer = pack(tree)
+            except MalformedMessage as error:
+                packed, buffer = pack({"refused": f"the run's schedulers or optimizers cannot be sent: {error}"})
+            world.channel.store_run_state(packed, buffer)
 
     def _describe(self) -> dict[str, Any]:
         strategy, trainer = self._strategy, self._strategy.fitted.trainer
@@ -71,7 +75,7 @@ class RunStates:
         entries = strategy.fitted.state_dict(keep_vars=True).items()
         own = {name: each for name, each in entries if isinstance(each, Tensor) and id(each) not in served}
         bases = strategy.epochs.schedule
-        tree = {
+        return {
             "epoch": trainer.current_epoch,
             "counters": _private.progress_counters(trainer)[1:],
             "samples": strategy.epochs.samples,
@@ -84,8 +88,6 @@ class RunStates:
             "callbacks": self._sendable("the state of the callback", checkpoint.pop("callbacks")),
             "more": self._sendable("the checkpoint's entry", {k: v for k, v in checkpoint.items() if k not in _APART}),
         }
-        problem = _problem(tree)
-        return {"refused": f"the run's schedulers or optimizers cannot be sent: {problem}"} if problem else tree
 
     def _sendable(self, what: str, entries: Mapping[str, Any]) -> dict[str, Any]:
         """Those entries that can be sent; of others it is said once that groups that join do without."""
