@@ -12,10 +12,15 @@ import pytest
 from searches import BATCH, START, found, observed, search, smaller
 
 from lightning_omni.cli import main
+from lightning_omni.methods import method_named, with_period
 from lightning_omni.performance.costs import Costs
+from lightning_omni.performance.exchanging import ExchangePattern
 from lightning_omni.performance.forecast import Setting
 from lightning_omni.performance.profile import Profile
 from lightning_omni.report import Round, TuningReport
+from lightning_omni.search import Search, SearchSpec, Space
+from lightning_omni.search.prior import Prior
+from lightning_omni.search.space import wire_given
 
 
 @pytest.fixture(autouse=True)
@@ -33,11 +38,10 @@ def file(tmp_path: Path) -> str:
 
 @pytest.fixture
 def profile(tmp_path: Path) -> str:
-    """A profile alone."""
-    measured = found().profile
-    assert measured is not None
+    """A profile alone: eight equal ranks, and exchanges of 4 MB."""
+    costs = Costs(per_sample=0.005, allreduce=0.05, exchange=0.1, link=0.04, nbytes=4_000_000)
     path = tmp_path / "profile.json"
-    path.write_text(json.dumps(measured.to_dict()))
+    path.write_text(json.dumps(Profile.of(costs, ranks=8, batch_size=16).to_dict()))
     return str(path)
 
 
@@ -77,11 +81,12 @@ def test_numbers_are_those_of_the_profile(
     options: list[str],
     changes: dict[str, float],
     question: dict[str, Any],
-    profile: str,
+    file: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    output = said(capsys, profile, *options)
-    planned = Profile.from_dict(json.loads(Path(profile).read_text()))
+    output = said(capsys, file, *options)
+    planned = found().profile
+    assert planned is not None
     planned = planned.scaled(**changes) if changes else planned  # type: ignore[arg-type]
     rows = cells(output)
     assert sorted(rows) == [2**power for power in range(planned.ranks.bit_length())]
@@ -131,25 +136,81 @@ def test_steps_that_were_made_smaller_since_are_advised_as_they_are_now(
         assert float(row[-1]) == pytest.approx(float(before[groups][-1]) / 3, rel=0.01)
 
 
-def test_without_a_learning_rate_none_is_invented(profile: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert re.search(r"use .* times your lr: ", said(capsys, profile))
-    assert re.search(r"use .* lr [\d.]+: ", said(capsys, profile, "--lr", "0.1"))
-
-
-def test_momentum_and_learning_rate_follow_the_theory_of_what_is_passed(
-    profile: str, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    "options", [[], ["--bandwidth", "2MB/s", "--period", "4"], ["--method", "local_sgd", "--wire", "bf16"]]
+)
+def test_without_probes_groups_exchange_as_suits_them_by_the_profile_and_the_prior(
+    options: list[str], profile: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = cells(said(capsys, profile, "--momentum", "0.8", "--lr", "0.1"))
-    # Total momentum is kept, and so is the step lr × groups / (1 - momentum).
-    assert [rows[groups][-2:] for groups in (1, 2, 4, 8)] == [
-        ["0.8", "0.1"],
-        ["0.6", "0.1"],
-        ["0.2", "0.1"],
-        ["0", "0.0625"],
-    ]
-    output = said(capsys, profile)
+    rows = cells(said(capsys, profile, "--momentum", "0.8", "--lr", "0.1", *options))
+    planned = Profile.from_dict(json.loads(Path(profile).read_text()))
+    planned = planned.scaled(bandwidth=2e6) if "--bandwidth" in options else planned
+    assert rows[1][-2:] == ["0.8", "0.1"]
+    assert rows[1][2] == "-"
+    for groups in (2, 4, 8):
+        method, period, wire = read_exchange(rows[groups][2])
+        pattern = ExchangePattern.of(with_period(method_named(method), period), wire, nbytes=planned.nbytes)
+        expected = planned.predict(groups, rebalance=rows[groups][1] == "proportional", exchanging=pattern)
+        assert rows[groups][3] == str(expected.samples_per_second)
+        momentum, _ = Prior.load().suggested(
+            method_known(method), groups, period, momentum=0.8, scatter=0.0, is_adaptive=False
+        )
+        assert float(rows[groups][-2]) == pytest.approx(momentum, abs=0.01)
+        if "--method" in options:
+            assert (method, wire) == ("local_sgd", "bf16")
+        if "--period" in options and method != "async_sgd":
+            assert period == 4
+
+
+def read_exchange(text: str) -> tuple[str, int, Any]:
+    """Method, local steps and wire format of a cell."""
+    found = re.fullmatch(r"(\S+?)(?:, period (\d+))?(?:, wire (\S+))?", text)
+    assert found is not None, text
+    return found[1], int(found[2] or 1), wire_given(found[3] or "fp32")
+
+
+def method_known(name: str) -> str:
+    """As the prior has it: an outer step with a rate of 1 takes over the mean."""
+    return "local_sgd" if name.startswith("diloco:outer_lr=1.0") else name
+
+
+def test_on_a_slow_link_fewer_bytes_are_sent_and_less_often(profile: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def bytes_per_step(*options: str) -> float:
+        method, period, wire = read_exchange(cells(said(capsys, profile, *options))[8][2])
+        pattern = ExchangePattern.of(with_period(method_named(method), period), wire, nbytes=4_000_000)
+        assert pattern.push is not None
+        assert pattern.pull is not None
+        assert pattern.period is not None
+        return (pattern.push + pattern.pull) / pattern.period
+
+    assert bytes_per_step("--bandwidth", "1MB/s") < bytes_per_step("--bandwidth", "100MB/s") / 4
+
+
+def test_a_plan_of_the_same_machines_is_what_the_tuner_chose_while_it_trained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start = replace(START, method="async_sgd", wire="fp32")
+    space = Space.of({"method": ["async_sgd", "local_sgd"], "wire": ["fp32", "int8"], "rebalance": False}, 8)
+    made = Search(SearchSpec(start, BATCH * 8, 1e5, 0.1, space), "forecast")
+    assert made.next() is not None
+    seen = observed(start)
+    assert seen.measured is not None
+    waiting = tuple(tuple(seconds + 1.0 for seconds in row) for row in seen.measured.steps)  # a slow all-reduce
+    made.tell(replace(seen, measured=replace(seen.measured, steps=waiting)))
+    choice = made.choice().setting
+    path = tmp_path / "omni-tuning.json"
+    path.write_text(json.dumps(TuningReport((Round(made, 0, 0.0),), None, "loss").to_dict()))
+    output = said(capsys, str(path))
+    assert choice.groups > 1
+    assert f"use {choice}: " in output
+    assert "what other tasks showed in simulation" in output
+
+
+def test_without_a_learning_rate_none_is_invented(profile: str, capsys: pytest.CaptureFixture[str]) -> None:
+    output = said(capsys, profile, "--method", "async_sgd")
+    assert re.search(r"use .* your lr: ", output)
     assert "lr / yours" in output
-    assert "the samples that groups need are theory's" in output
+    assert re.search(r"use .* lr [\d.]+: ", said(capsys, profile, "--method", "async_sgd", "--lr", "0.1"))
 
 
 def test_samples_give_hours(file: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -176,7 +237,7 @@ def test_what_to_buy_next_is_the_bottleneck(file: str, profile: str, capsys: pyt
         r"compute is the bottleneck; 32 ranks would be 1\.\d\d times faster to the target",
         advice(file, "--ranks", "16", "--bandwidth", "1e10"),
     )
-    slow = advice(profile, "--bandwidth", "1e7")
+    slow = advice(profile, "--bandwidth", "1e7", "--method", "async_sgd", "--wire", "fp32")
     assert re.search(
         r"(link|exchange|server|all-reduce) is the bottleneck; twice the bandwidth would be \d\.\d\d times", slow
     )
@@ -190,11 +251,12 @@ def test_where_the_server_is_always_busy_more_of_them_are_advised(
     path = tmp_path / "known.json"
     costs = Costs(per_sample=0.01, allreduce=1.0, exchange=0.1, serve=0.1)
     path.write_text(json.dumps(Profile.of(costs, ranks=8, batch_size=8).to_dict()))
-    assert re.search(r"server is the bottleneck; 2 servers would be 2\.00 times", said(capsys, str(path)))
-    several = said(capsys, str(path), "--servers", "2")
+    file = str(path), "--method", "async_sgd"
+    assert re.search(r"server is the bottleneck; 2 servers would be 2\.00 times", said(capsys, *file))
+    several = said(capsys, *file, "--servers", "2")
     assert "8 ranks, 100 samples/s each, 2 servers" in several
     assert "4 servers would be 2.00 times" in several
-    nodes = said(capsys, str(path), "--servers", "per-node", "--nodes", "2")
+    nodes = said(capsys, *file, "--servers", "per-node", "--nodes", "2")
     assert "servers twice as fast would be at most 2.00 times" in nodes
 
 
@@ -221,6 +283,9 @@ def test_wrong_options_are_one_line_that_names_the_flag(
     assert "--lr 0.0: pass a number above 0" in refusal(capsys, file, "--lr", "0")
     assert "--servers all: pass a number of servers, or per-node" in refusal(capsys, file, "--servers", "all")
     assert "--servers 0: pass a number above 0" in refusal(capsys, file, "--servers", "0")
+    assert "--method='sgd' is not known; pass one of 'async_sgd'" in refusal(capsys, file, "--method", "sgd")
+    assert "--wire='int9' is not known" in refusal(capsys, file, "--wire", "int9")
+    assert "--wire" in refusal(capsys, file, "--method", "local_sgd", "--wire", "topk:0.01")
     assert "--nodes 2: it is for --servers per-node" in refusal(capsys, file, "--nodes", "2")
     (tmp_path / "taken").write_text("")
     assert main(["plan", file, "--out", str(tmp_path / "taken")]) == 2
@@ -241,10 +306,8 @@ def test_files_that_are_none_are_refused_with_what_to_pass(tmp_path: Path, capsy
 def test_without_the_bytes_of_an_exchange_there_is_no_other_bandwidth(
     profile: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plain = json.loads(Path(profile).read_text())
-    for each in plain["measured"]:
-        each["nbytes"] = 0
-    Path(profile).write_text(json.dumps(plain))
+    unknown = Profile.of(Costs(per_sample=0.005, exchange=0.1), ranks=8, batch_size=16)
+    Path(profile).write_text(json.dumps(unknown.to_dict()))
     refused = refusal(capsys, profile, "--bandwidth", "1Gbit")
     assert "--bandwidth=125000000.0: bytes of an exchange were not measured" in refused
 
@@ -253,7 +316,8 @@ def test_the_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None
     with pytest.raises(SystemExit):
         main(["plan", "--help"])
     text = capsys.readouterr().out
-    for name in ("ranks", "bandwidth", "latency", "batch-size", "period", "samples", "momentum", "lr", "out"):
+    names = "ranks bandwidth latency servers nodes batch-size method wire period samples momentum lr out"
+    for name in names.split():
         assert f"--{name} " in text
     with pytest.raises(SystemExit):
         main(["--help"])

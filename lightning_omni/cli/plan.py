@@ -19,6 +19,8 @@ def plan(
     servers: int | str | None = None,
     nodes: int | None = None,
     batch_size: float | None = None,
+    method: str | None = None,
+    wire: str | None = None,
     period: int | None = None,
     samples: float | None = None,
     momentum: float | None = None,
@@ -36,7 +38,10 @@ def plan(
             that were measured.
         nodes: Of the planned machines, for per-node. None makes each device a node of its own.
         batch_size: Samples in one device's batch. None for those that were measured.
-        period: Local steps between two exchanges. None for those that were measured.
+        method: How groups exchange, as in local_sgd. None for the best of those that OmniTuner chooses among; of a file
+            with probes, for the one that they were made with.
+        wire: What pushes and answers are rounded to, as in int8 or int8/bf16. None likewise.
+        period: Local steps between two exchanges. None for the best; of a file with probes, for those of the probes.
         samples: Samples that training takes with the sample efficiency of the best probe, to know the time.
         momentum: Momentum that suits a single group. None for the file's; 0.9 if it has none.
         lr: Learning rate that suits a single group. None for the file's; if it has none, rates are multiples of it.
@@ -57,9 +62,10 @@ def plan(
     known = of.PlanSource.of(file)
     per_node = servers == "per-node"
     count = nodes or ranks or known.profile.ranks if per_node else servers
-    cluster = of.PlannedCluster(known.profile, ranks, rate, delay, count, per_node)  # type: ignore[arg-type]
+    cluster = of.PlannedCluster(known.profile, ranks, rate, delay, count, per_node, batch_size)  # type: ignore[arg-type]
     has_lr = known.search is not None or lr is not None
-    planned = of.Plan(cluster, known, known.efficiency(momentum, lr), batch_size, period, has_lr)
+    ways = of.ways_of(known, method, wire, period)
+    planned = of.Plan(cluster, known, known.theory(momentum, lr), ways, period, has_lr)
     show(of.table(planned, samples), of.tall_table(planned, samples))
     for line in of.sentences(planned, samples):
         tell(line)

@@ -4,26 +4,34 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Group
 from rich.table import Table
+from typing_extensions import override
 
+from lightning_omni.checks import check_whole
 from lightning_omni.cli.console import table_of
 from lightning_omni.errors import ConfigurationError
+from lightning_omni.methods import method_named, text_of
 from lightning_omni.palette import CHOSEN, EXPECTED, new_figure, plot_interval
 from lightning_omni.performance.forecast import SampleEfficiency, Scaling, Setting, Theory, TrialResult
 from lightning_omni.performance.profile import Prediction, Profile
 from lightning_omni.performance.statistical import Estimate
+from lightning_omni.protocol.wire_formats import wire_of
 from lightning_omni.report import TuningReport
 from lightning_omni.report.digest import duration
-from lightning_omni.search import Search
+from lightning_omni.search import Search, SearchSpec, Space
+from lightning_omni.search.choice import best_by_forecast
+from lightning_omni.search.evidence import Evidence, scatter
+from lightning_omni.search.experience import Experience
+from lightning_omni.search.prior import Prior
 from lightning_omni.search.rules import careful, is_faster, least
-from lightning_omni.search.space import group_counts
+from lightning_omni.search.space import METHODS, WIRES, group_counts, wire_given
 
 _USUAL_MOMENTUM = 0.9
 _BOTTLENECKS = {
@@ -34,6 +42,7 @@ _BOTTLENECKS = {
     "link": "server's link",
     "head": "merged head",
 }
+_Read = TypeVar("_Read")
 _FILE = "pass an omni-tuning.json that OmniTuner wrote, or the JSON of a Profile"
 
 
@@ -88,12 +97,17 @@ class PlanSource:
         return self.search.largest_step(groups) if self.search is not None else 1.0
 
     @property
+    def has_probes(self) -> bool:
+        """Whether settings were tried one after the other; else what they cost in samples is the prior's."""
+        return self.search is not None and self.search.prior is None
+
+    @property
     def rebalance(self) -> bool:
         """Whether batches may be split in proportion to speeds."""
         return self.search is None or self.search.spec.space.rebalance
 
-    def efficiency(self, momentum: float | None, lr: float | None) -> SampleEfficiency:
-        """Samples that settings need, from theory and the probes.
+    def theory(self, momentum: float | None, lr: float | None) -> Theory:
+        """What suits one group, and others by theory.
 
         Args:
             momentum: that suits one group; None for the file's.
@@ -103,9 +117,90 @@ class PlanSource:
         theory = replace(theory, start=replace(theory.start, lr=theory.start.lr * self.factor))
         if momentum is not None or lr is not None:
             alone = theory.setting(1)
-            base = Setting(1, alone.momentum if momentum is None else momentum, alone.lr if lr is None else lr)
+            base = replace(
+                alone,
+                momentum=alone.momentum if momentum is None else momentum,
+                lr=alone.lr if lr is None else lr,
+                period=1,
+            )
             theory = replace(theory, start=base, most=None)
-        return SampleEfficiency.of(theory, self.tried) if self.tried else SampleEfficiency(theory)
+        return theory
+
+
+@dataclass(frozen=True)
+class Ways:
+    """How groups may exchange, where that is chosen, too.
+
+    Args:
+        methods: as `OmniTuner(space={"method": ...})` takes them.
+        wires: wire formats, likewise.
+        periods: local steps between two exchanges; none for powers of two.
+    """
+
+    methods: tuple[str, ...] = METHODS
+    wires: tuple[str, ...] = WIRES
+    periods: tuple[int, ...] = ()
+
+
+def ways_of(known: PlanSource, method: str | None, wire: str | None, period: int | None) -> Ways | None:
+    """How groups may exchange; None as those of the file's probes did.
+
+    Args:
+        known: what the file says.
+        method: that is asked for, if any.
+        wire: likewise.
+        period: likewise.
+
+    Raises:
+        ConfigurationError: there is none of that name, or they do not go together.
+    """
+    if period is not None:
+        _as_option(lambda: check_whole("period", period, "local steps between two exchanges, 1 or more", low=1))
+    if known.has_probes and method is None and wire is None:
+        return None
+    spec = known.search.spec if known.search is not None and not known.has_probes else None
+    methods: tuple[str, ...] = METHODS
+    wires: tuple[str, ...] = WIRES
+    if spec is not None:
+        methods, wires = spec.space.method or (spec.start.method,), spec.space.wire or (spec.start.wire,)
+    if method is not None:
+        value = _as_option(lambda: method_named(method))
+        methods = (text_of(value, without=("period",)),)
+        period = period if period is not None or "period=" not in method else getattr(value, "period", None)
+    if wire is not None:
+        wires = (wire,)
+        wire_format = _as_option(lambda: wire_of(wire_given(wire)))
+        for each in methods if method is not None else ():
+            _as_option(partial(wire_format.check, method_named(each)))
+    return Ways(methods, wires, () if period is None else (period,))
+
+
+def _as_option(read: Callable[[], _Read]) -> _Read:
+    """Says of what is wrong that it is an option's."""
+    try:
+        return read()
+    except ConfigurationError as error:
+        raise ConfigurationError(f"--{error}") from error
+
+
+class PlannedEvidence(Evidence):
+    """What a run on the planned machines would know after its first batches.
+
+    Args:
+        spec: what is searched.
+        profile: of the planned machines.
+    """
+
+    def __init__(self, spec: SearchSpec, profile: Profile) -> None:
+        super().__init__(spec, profile.measured, Prior.load())
+        self._planned = profile
+        if isinstance(self.theory, Experience) and profile.measured:
+            self.theory = replace(self.theory, scatter=scatter(profile.measured))
+
+    @property
+    @override
+    def profile(self) -> Profile:
+        return self._planned
 
 
 @dataclass(frozen=True)
@@ -119,6 +214,7 @@ class PlannedCluster:
         latency: in seconds.
         servers: how many hold a share of the weights each.
         per_node: whether they are one on each node.
+        batch_size: samples of a rank's batch.
     """
 
     measured: Profile
@@ -127,6 +223,7 @@ class PlannedCluster:
     latency: float | None = None
     servers: int | None = None
     per_node: bool = False
+    batch_size: float | None = None
 
     @cached_property
     def profile(self) -> Profile:
@@ -137,7 +234,7 @@ class PlannedCluster:
         """
         changes: dict[str, Any] = {
             name: getattr(self, name)
-            for name in ("ranks", "bandwidth", "latency", "servers")
+            for name in ("ranks", "bandwidth", "latency", "servers", "batch_size")
             if getattr(self, name) is not None
         }
         if not changes:
@@ -189,16 +286,16 @@ class Plan:
     Args:
         cluster: the machines.
         known: what the file says.
-        efficiency: samples that settings need.
-        batch_size: samples of a rank's batch; None for what was measured.
-        period: local steps between exchanges; None for what was measured.
+        theory: what suits one group.
+        ways: how groups may exchange, with what the prior says of it; None as those of the file's probes did.
+        period: local steps between exchanges of these; None for what was measured.
         has_lr: whether learning rates are known; otherwise they are multiples of the user's.
     """
 
     cluster: PlannedCluster
     known: PlanSource
-    efficiency: SampleEfficiency
-    batch_size: float | None
+    theory: Theory
+    ways: Ways | None
     period: int | None
     has_lr: bool
 
@@ -206,38 +303,60 @@ class Plan:
         """A setting in words."""
         if self.has_lr:
             return str(setting)
-        return f"{str(setting).rpartition(', lr')[0]}, {setting.lr:.3g} times your lr"
+        factor = "" if setting.lr == 1 else f"{setting.lr:.3g} times "
+        return f"{str(setting).rpartition(', lr')[0]}, {factor}your lr"
+
+    @cached_property
+    def efficiency(self) -> SampleEfficiency:
+        """Samples that settings need."""
+        if self.ways is not None:
+            return self._evidence(self.ways).efficiency()
+        return SampleEfficiency.of(self.theory, self.known.tried)
 
     @cached_property
     def rows(self) -> list[PlanRow]:
         """Powers of two, and as many groups as ranks."""
-        return [self._row(groups) for groups in group_counts(self.cluster.profile.ranks)]
+        counts = group_counts(self.cluster.profile.ranks)
+        if self.ways is None:
+            return [self._as_probed(groups) for groups in counts]
+        evidence = self._evidence(self.ways)
+        return [self._as_foreseen(evidence, groups) for groups in counts]
 
-    def _row(self, groups: int) -> PlanRow:
-        prediction, rebalance = self.predict(groups, False), False
+    def _evidence(self, ways: Ways) -> PlannedEvidence:
+        profile = self.cluster.profile
+        space = Space(
+            tuple(group_counts(profile.ranks)),
+            rebalance=self.known.rebalance,
+            method=ways.methods,
+            wire=ways.wires,
+            period=ways.periods,
+        )
+        batch = max(1, round(profile.ranks * profile.batch_size))
+        start = replace(self.theory.setting(1), period=1)
+        return PlannedEvidence(SearchSpec(start, batch, batch, 0.1, space, self.theory.scaling), profile)
+
+    @staticmethod
+    def _as_foreseen(evidence: PlannedEvidence, groups: int) -> PlanRow:
+        best = best_by_forecast(evidence, groups)
+        return PlanRow(best, evidence.prediction(best), evidence.efficiency()(best))
+
+    def _as_probed(self, groups: int) -> PlanRow:
+        prediction, rebalance = self._predict(groups, False), False
         if self.known.rebalance and groups < self.cluster.profile.ranks:
-            split = self.predict(groups, True)
+            split = self._predict(groups, True)
             if is_faster(split.samples_per_second.value, prediction.samples_per_second.value):
                 prediction, rebalance = split, True
-        period = self.period or self.efficiency.theory.start.period
+        period = self.period or self.theory.start.period
         tried = self.known.tried
         known = [each.setting for each in tried if each.setting.groups == groups and not each.has_failed]
         factor = self.known.largest_step(groups)
-        options = [self.efficiency.theory.setting(groups, factor=factor or 1.0), *known]
+        options = [self.theory.setting(groups, factor=factor or 1.0), *known]
         found = [replace(each, rebalance=rebalance, period=period) for each in dict.fromkeys(options)]
         best = min(found, key=lambda each: careful(*self.efficiency(each)))
         return PlanRow(best, prediction, self.efficiency(best), diverges=not factor)
 
-    def predict(self, groups: int, rebalance: bool) -> Prediction:
-        """What the hardware model says."""
-        try:
-            return self.cluster.profile.predict(
-                groups, batch_size=self.batch_size, rebalance=rebalance, period=self.period
-            )
-        except ConfigurationError as error:
-            if str(error).startswith("period"):
-                raise ConfigurationError(f"--{error}") from error
-            raise
+    def _predict(self, groups: int, rebalance: bool) -> Prediction:
+        return self.cluster.profile.predict(groups, rebalance=rebalance, period=self.period)
 
     @cached_property
     def best(self) -> PlanRow:
@@ -250,8 +369,14 @@ class Plan:
 
     def seconds(self, row: PlanRow, samples: float) -> float:
         """Time for so many samples, as efficient as the best probe's (or as one group's, if nothing was tried)."""
-        offset = self.efficiency.offset if self.known.tried else self.efficiency(self.efficiency.theory.setting(1))[0]
+        offset = self.efficiency.offset if self.ways is None else self.rows[0].efficiency[0]
         return samples * math.exp(row.log_seconds - offset)
+
+    def deviation(self, row: PlanRow) -> float:
+        """The standard deviation of the logarithm of the samples, relative to the best's; 0 for the best."""
+        if row is self.best or self.ways is None:
+            return self.efficiency.deviation(row.setting, self.best.setting)
+        return math.hypot(row.efficiency[1], self.best.efficiency[1])
 
     def with_cluster(self, **changes: Any) -> Plan:
         """The same question for other machines."""
@@ -269,15 +394,17 @@ def table(plan: Plan, samples: float | None) -> Table:
 def tall_table(plan: Plan, samples: float | None) -> Group:
     """The same for narrow terminals: the hardware, and below it what becomes of training."""
     rows = _rows(plan, samples)
-    first, *heads = rows[0]
-    upper = _table_of(plan, rows, [first, *heads[:4]], _title(plan))
-    return Group(upper, _table_of(plan, rows, [first, *heads[4:]]))
+    first, *heads = (head for head in rows[0] if head != "exchange")
+    parts = [["exchange"]] if "exchange" in rows[0] else []
+    parts += [heads[:4], heads[4:]]
+    titles = [_title(plan), *(None for _ in parts[1:])]
+    return Group(*(_table_of(plan, rows, [first, *part], title) for part, title in zip(parts, titles, strict=True)))
 
 
 def _table_of(
     plan: Plan, rows: Sequence[Mapping[str, str]], heads: Sequence[str] = (), title: str | None = None
 ) -> Table:
-    return table_of(rows, ("batches", "bottleneck"), heads, title, bold=plan.rows.index(plan.best))
+    return table_of(rows, ("batches", "exchange", "bottleneck"), heads, title, bold=plan.rows.index(plan.best))
 
 
 def _title(plan: Plan) -> str:
@@ -292,6 +419,7 @@ def _rows(plan: Plan, samples: float | None) -> list[dict[str, str]]:
         {
             "groups": f"{'★ ' if row is plan.best else ''}{row.setting.groups}",
             "batches": "proportional" if row.setting.rebalance else "equal",
+            **({"exchange": row.setting.exchange or "-"} if plan.ways is not None else {}),
             "samples/s": str(row.prediction.samples_per_second),
             "ms/update": f"{1000 * row.prediction.seconds_per_update.value:.4g}",
             "bottleneck": _BOTTLENECKS[row.prediction.bottleneck],
@@ -322,15 +450,15 @@ def sentences(plan: Plan, samples: float | None) -> list[str]:
     if samples is not None:
         said += f", {duration(plan.seconds(best, samples))} for {samples:.4g} samples"
     lines = [said, f"buy next: {_advice(plan)}"]
-    batch, before = plan.batch_size or known.profile.batch_size, known.profile.batch_size
-    growth = plan.cluster.profile.ranks * batch / (known.profile.ranks * before)
+    profile, measured = plan.cluster.profile, known.profile
+    growth = profile.ranks * profile.batch_size / (measured.ranks * measured.batch_size)
     if abs(growth - 1) > 0.01:
         lines.append(
             f"batches of all ranks together are {growth:.3g} times those that were measured; the samples to a target"
             " are taken to be the same"
         )
-    if not known.tried:
-        lines.append("the file has no probes: the samples that groups need are theory's")
+    if plan.ways is not None:
+        lines.append("the samples that groups need, their momentum and rate are what other tasks showed in simulation")
     return lines
 
 
@@ -421,7 +549,7 @@ def _draw_time(axes: Any, plan: Plan) -> None:
     rows = [row for row in plan.rows if not row.diverges]
     groups = [row.setting.groups for row in rows]
     times = [plan.relative(row) for row in rows]
-    widths = [math.exp(1.2816 * plan.efficiency.deviation(row.setting, plan.best.setting)) for row in rows]
+    widths = [math.exp(1.2816 * plan.deviation(row)) for row in rows]
     drawn = [Estimate(time, time / width, time * width) for time, width in zip(times, widths, strict=True)]
     plot_interval(axes, groups, drawn, EXPECTED)
     axes.set(ylabel="time to the target  (1: the best)", title=f"★ {plan.say(plan.best.setting)}")

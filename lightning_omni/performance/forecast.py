@@ -79,6 +79,15 @@ class Setting(Serializable):
         """The same with another value there."""
         return replace(self, further=tuple(sorted({**dict(self.further), name: value}.items())))
 
+    @property
+    def exchange(self) -> str:
+        """How groups exchange, in words; empty where there is one, or nothing is known of it."""
+        if self.groups == 1:
+            return ""
+        parts = [self.method] * bool(self.method) + [f"period {self.period}"] * (self.period > 1)
+        parts += [f"wire {self.wire}"] * (self.wire not in ("", "fp32")) + ["overlapped"] * self.overlap
+        return ", ".join(parts)
+
     def __str__(self) -> str:
         parts = [f"{self.groups} group{'s' * (self.groups > 1)}"]
         several = self.groups > 1

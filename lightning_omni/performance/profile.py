@@ -358,8 +358,16 @@ class Profile(Serializable):
 
     @cached_property
     def batch_size(self) -> float:
-        """Mean samples per rank and step."""
+        """Mean samples per rank and step: those that were measured, unless `scaled` was asked for others."""
+        for change in reversed(self.changes):
+            if "batch_size" in change:
+                return float(change["batch_size"])
         return _mean_samples(self.measured) if self.measured else self.equal_ranks[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one exchange, one way, as float32; 0 if they are not known."""
+        return self._model.nbytes
 
     @property
     def servers(self) -> int:
@@ -498,8 +506,9 @@ class Profile(Serializable):
         slowest: float | None = None,
         servers: int | None = None,
         per_node: bool = False,
+        batch_size: float | None = None,
     ) -> Profile:
-        """A cluster that was not measured.
+        """A cluster that was not measured, or other batches.
 
         Args:
             ranks: how many, drawn cyclically from those that were measured; numbered from 0.
@@ -511,6 +520,7 @@ class Profile(Serializable):
                 takes the delay of an exchange that its bytes do not cause. If exchanges of one size were measured, none
                 is known to be that: pass ``latency``, too.
             per_node: whether they are one on each node, so that a share of each exchange crosses no link.
+            batch_size: mean samples per rank and step.
 
         Raises:
             ConfigurationError: an argument is out of range, or the bytes for a bandwidth were not measured.
@@ -538,6 +548,9 @@ class Profile(Serializable):
             check_number("latency", latency, "a positive number", low=0, below=math.inf)
         if slowest is not None:
             check_number("slowest", slowest, "a positive number", above=0, below=math.inf)
+        if batch_size is not None:
+            check_number("batch_size", batch_size, "samples per rank and step, above 0", above=0, below=math.inf)
+            change["batch_size"] = batch_size
         scaled = replace(self, changes=(*self.changes, change))
         vars(scaled)["_model"] = _changed(self._model, **change)  # which is fitted once
         return scaled
@@ -670,7 +683,9 @@ def _changed(
     slowest: float | None = None,
     servers: int | None = None,
     per_node: bool = False,
+    batch_size: float | None = None,
 ) -> _Model:
+    """What `Profile.scaled` was asked for, but for the size of batches, which no part of the model depends on."""
     alike = np.ones_like(model.delay)
     if model.forecast is not None:
         changed = _changed(model.forecast, ranks, bandwidth, latency, slowest, servers, per_node)

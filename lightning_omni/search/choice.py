@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -50,7 +51,7 @@ def choose(evidence: Evidence, by_forecast: bool, stopped: str = "") -> Choice:
         return _best_step(evidence, spec)
     if evidence.prior is not None:
         return _by_experience(evidence)
-    best = _best_by_forecast(evidence) if by_forecast else best_as_measured(evidence)
+    best = best_by_forecast(evidence) if by_forecast else best_as_measured(evidence)
     forecast = evidence.forecast()
     if spec.current:
         gain = math.exp(forecast.log_seconds(evidence.as_it_would_be(start)) - forecast.log_seconds(best))
@@ -69,22 +70,28 @@ def best_as_measured(evidence: Evidence) -> Setting:
     return evidence.as_it_would_be(tried[min(times)[1]].setting)
 
 
-def _best_by_forecast(evidence: Evidence) -> Setting:
-    """Careful with what was not tried; among equals the fewest groups and the smallest step."""
+def best_by_forecast(evidence: Evidence, groups: int | None = None) -> Setting:
+    """Careful with what was not tried; among equals the fewest groups and the smallest step.
+
+    Args:
+        evidence: what is known.
+        groups: of the setting; None for any number.
+    """
     forecast = evidence.forecast()
+    candidates = [each for each in evidence.candidates() if groups in (None, each.groups)]
     return least(
-        evidence.candidates() if evidence.prior is None else _promising(evidence, forecast),
+        candidates if evidence.prior is None else _promising(evidence, forecast, candidates),
         lambda setting: careful(forecast.log_seconds(setting), forecast.efficiency(setting)[1]),
         lambda setting: (setting.groups, _unusual(setting), evidence.scaling.step(setting)),
     )
 
 
-def _promising(evidence: Evidence, forecast: Forecast) -> list[Setting]:
+def _promising(evidence: Evidence, forecast: Forecast, candidates: Sequence[Setting]) -> list[Setting]:
     """Of hundreds of settings those that might be the best: the others cannot be, however fast their exchange is."""
     bounds = sorted(
         (
             (careful(cost - math.log(evidence.most(each)), error), number, each)
-            for number, each in enumerate(evidence.candidates())
+            for number, each in enumerate(candidates)
             for cost, error in [forecast.efficiency(each)]
         ),
     )
@@ -111,7 +118,7 @@ def verdict(evidence: Evidence) -> str:
     profile, start = evidence.profile, evidence.as_it_would_be(evidence.spec.start)
     if profile is None:
         return ""
-    best = _best_by_forecast(evidence)
+    best = best_by_forecast(evidence)
     if best == evidence.spec.start:
         return "nothing" if _most(evidence, start) < c.GAIN else ""
     cost, error = evidence.efficiency()(best)
@@ -123,7 +130,7 @@ def verdict(evidence: Evidence) -> str:
 def _most(evidence: Evidence, start: Setting) -> float:
     """The largest speed-up that any setting may have, by the interval of what hardware does."""
     forecast = evidence.forecast()
-    promising = [each for each in _promising(evidence, forecast) if each != start]
+    promising = [each for each in _promising(evidence, forecast, evidence.candidates()) if each != start]
     first = min(promising, key=forecast.log_seconds, default=start)
     return _speed_up(evidence, start, first)[1] * math.exp(-forecast.efficiency(first)[0])
 
@@ -143,7 +150,7 @@ def _speed_up(evidence: Evidence, one: Setting, other: Setting) -> tuple[float, 
 def _by_experience(evidence: Evidence) -> Choice:
     """The best by what hardware does and what other tasks showed; several groups only for a clear gain."""
     forecast, start = evidence.forecast(), evidence.as_it_would_be(evidence.spec.start)
-    best = _best_by_forecast(evidence)
+    best = best_by_forecast(evidence)
     if best.groups > 1:
         _, error = forecast.efficiency(best)
         gain = forecast.log_seconds(start) - careful(forecast.log_seconds(best), error)

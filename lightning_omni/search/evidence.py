@@ -66,6 +66,7 @@ class Evidence:
         self._fitted: tuple[int, Profile] | None = None
         self._rates: dict[Setting, float] = {}
         self._uneven: dict[Setting, bool] = {}
+        self._speeds_differ: tuple[int, bool] | None = None
         self._most: dict[int, float] = {}
         self._patterns: dict[tuple[str, int, str, bool], ExchangePattern] = {}
 
@@ -126,7 +127,8 @@ class Evidence:
         """Samples per second that no way of exchanging can exceed, with as many groups."""
         assert self.profile is not None
         if setting.groups not in self._most:
-            free = ExchangePattern(period=c.FOREVER, push=0, pull=0)
+            none = 0 if self.profile.nbytes else None
+            free = ExchangePattern(period=c.FOREVER, push=none, pull=none)
             ways = (False, True) if self.spec.space.rebalance else (False,)
             self._most[setting.groups] = max(
                 self.profile.samples_per_second(setting.groups, rebalance=how, exchanging=free) for how in ways
@@ -146,9 +148,10 @@ class Evidence:
             return None
         key = setting.method, setting.period, setting.wire, setting.overlap
         if key not in self._patterns:
+            assert self.profile is not None
             method = with_period(method_named(setting.method), setting.period)
             wire = wire_given(setting.wire) if setting.wire else "fp32"
-            self._patterns[key] = ExchangePattern.of(method, wire, setting.overlap, self.measured[-1].nbytes)
+            self._patterns[key] = ExchangePattern.of(method, wire, setting.overlap, self.profile.nbytes)
         return self._patterns[key]
 
     def efficiency(self) -> SampleEfficiency:
@@ -199,9 +202,16 @@ class Evidence:
             return False
         key = replace(setting, momentum=0.0, lr=0.0, rebalance=False, further=())
         if key not in self._uneven:
-            plain, split = (self.throughput(replace(key, rebalance=how)) for how in (False, True))
-            self._uneven[key] = speeds_differ(self.measured) and is_faster(split, plain)
+            split, plain = (replace(key, rebalance=how) for how in (True, False))
+            self._uneven[key] = self._differ() and is_faster(self.throughput(split), self.throughput(plain))
         return self._uneven[key]
+
+    def _differ(self) -> bool:
+        """Whether ranks differ in speed, as measured."""
+        measured = self.measured
+        if self._speeds_differ is None or self._speeds_differ[0] != len(measured):
+            self._speeds_differ = (len(measured), bool(measured) and speeds_differ(measured))
+        return self._speeds_differ[1]
 
     def groups(self) -> list[int]:
         """Numbers of groups that are worth a thought: more of them have to be faster than fewer."""

@@ -43,6 +43,7 @@ from lightning_omni.search import (
     Space,
     StepSearchSpec,
 )
+from lightning_omni.search import space as searched
 from lightning_omni.search.choice import verdict
 from lightning_omni.search.samplers import sampler_of
 from lightning_omni.search.space import apply_further, wire_given
@@ -90,11 +91,6 @@ _REASONS = _NONE, _UNDER_WAY_ALREADY, _SPEED, _STALLED = (
 )
 _USUAL = ("async_sgd", "fp32", False)
 """Method, wire format and overlap of a strategy whose user has chosen none."""
-_AVERAGED = "diloco:outer_lr=1.0,outer_momentum=0"
-_METHODS = ("async_sgd", "local_sgd", "elastic_averaging", _AVERAGED, f"{_AVERAGED},fragments=4,delay=1")
-_WIRES = ("fp32", "int8", "int8/bf16")
-"""What may take their place then: DiLoCo's outer step with a rate of 1 is local SGD that sends changes, so that answers
-may be rounded, too, and fragments may travel beside the computation."""
 _MOST_SEED = (1 << 32) - (1 << 16)
 """Libraries take seeds below 2³², and a search adds small numbers to its own."""
 _CHANGED = 0.2
@@ -929,7 +925,7 @@ class OmniTunerHooks(_CallbackBase):
             space = replace(
                 space,
                 method=space.method or self._methods(trainer),
-                wire=space.wire or _WIRES,
+                wire=space.wire or searched.WIRES,
             )
         return SearchSpec(
             start,
@@ -959,7 +955,7 @@ class OmniTunerHooks(_CallbackBase):
         """Methods by which groups of this run can exchange, of those of which it is known what they cost."""
         world = self._strategy.joined
         before, found = world.method, []
-        for name in _METHODS:
+        for name in searched.METHODS:
             world.method = method_named(name)
             with suppress(ConfigurationError):
                 check_servers(world.options.servers, world.method)
