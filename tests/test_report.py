@@ -334,3 +334,31 @@ def test_nothing_reaches_the_page_unescaped() -> None:
     assert html.escape("<script>") in named.html()
     with pytest.raises(UndefinedError):  # a template that names what there is not says so
         templates().from_string("{{ nothing }}").render()
+
+
+@pytest.mark.parametrize("learns_from_run", [False, True], ids=["with probes", "from the run's first batches"])
+def test_what_each_part_of_the_choice_gives_multiplies_to_what_all_of_it_gives(learns_from_run: bool) -> None:
+    made = found()
+    if learns_from_run:
+        start = replace(START, method="async_sgd", wire="fp32")
+        space = Space.of({"method": ["local_sgd"], "wire": ["fp32", "int8"], "period": [32]}, 8)
+        seen = observed(start)
+        assert seen.measured is not None
+        slow = tuple(tuple(seconds + 1.0 for seconds in row) for row in seen.measured.steps)  # all-reduce
+        made = Search(SearchSpec(start, 128, 1e5, 0.1, space), "forecast")
+        assert made.next() is not None
+        made.tell(replace(seen, measured=replace(seen.measured, steps=slow)))
+    whole = report(Round(made, 0, 0.0))
+    (digest,) = whole.digests
+    choice, parts = digest.choice.setting, digest.contributions
+    assert choice.groups > 1
+    if learns_from_run:
+        assert "local_sgd, period 32" in [each.part for each in parts]
+    own, chosen = (digest.forecast.log_seconds(each) for each in (digest.start, choice))
+    assert math.prod(each.speed_up for each in parts) == pytest.approx(math.exp(own - chosen))
+    rates = [made.throughput(each) for each in (digest.start, choice)]
+    assert math.prod(each.rate for each in parts) == pytest.approx(rates[1] / rates[0])
+    if not learns_from_run:  # drawing takes seconds
+        text = whole.html()
+        assert "What each part of it gives" in text
+        assert all(html.escape(each.part) in text for each in parts)

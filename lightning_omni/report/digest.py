@@ -12,6 +12,8 @@ from lightning_omni.performance.forecast import Forecast, Setting, SettingEstima
 from lightning_omni.performance.profile import Measured, Prediction, Profile
 from lightning_omni.performance.statistical import Estimate
 from lightning_omni.search import Choice, Search, StepSearchSpec
+from lightning_omni.search.choice import best_by_forecast
+from lightning_omni.search.experience import Experience
 
 PARTS = {
     "compute": "compute",
@@ -50,6 +52,26 @@ class ProbeRow:
     def loss(self) -> float:
         """At the end of the probe; NaN if nothing was trained."""
         return self.tried.last_loss
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """What one part of the choice gives, beside all those before it. Their products are those of the choice.
+
+    Attributes:
+        part: in a few words.
+        rate: by what factor it changes the samples per second.
+        samples: by what factor it changes the samples to the target, with the momentum and rate that suit it.
+    """
+
+    part: str
+    rate: float
+    samples: float
+
+    @property
+    def speed_up(self) -> float:
+        """How many times faster the target is reached."""
+        return self.rate / self.samples
 
 
 class Digest:
@@ -127,6 +149,49 @@ class Digest:
         mean, width = self.forecast.efficiency(setting)[0], _QUANTILE * error
         return Estimate(*(factor * math.exp(each) for each in (mean, mean - width, mean + width)))
 
+    @cached_property
+    def contributions(self) -> list[Contribution]:
+        """From the user's own setting to the choice, part by part; none if it stays, or only the step was searched."""
+        if self.profile is None or self.is_about_steps or self.choice.setting == self.start:
+            return []
+        found = []
+        before = self.start
+        for part, setting in self._on_the_way(self.choice.setting):
+            rate = self.search.throughput(setting) / self.search.throughput(before)
+            more = self.forecast.efficiency(setting)[0] - self.forecast.efficiency(before)[0]
+            found.append(Contribution(part, rate, math.exp(more)))
+            before = setting
+        return found
+
+    def _on_the_way(self, choice: Setting) -> list[tuple[str, Setting]]:
+        """The parts of a choice, and the setting that each leads to; the last is the choice itself."""
+        own, parts, at = self.start, [], self.start
+        if choice.rebalance:
+            at = replace(at, rebalance=True)
+            parts.append(("proportional batches", at))
+        if choice.groups != own.groups:
+            at = replace(at, groups=choice.groups)
+            parts.append((f"{at.groups} group{'s' * (at.groups > 1)}, {at.method or 'the same method'}", at))
+        if (choice.method, choice.period) != (own.method, own.period):
+            at = replace(at, method=choice.method, period=choice.period)
+            parts.append((replace(at, wire="", overlap=False).exchange or "another method", at))
+        if choice.wire != own.wire:
+            at = replace(at, wire=choice.wire)
+            parts.append((f"wire {at.wire}", at))
+        if choice.overlap != own.overlap:
+            at = replace(at, overlap=choice.overlap)
+            parts.append(("overlapped" if at.overlap else "not overlapped", at))
+        if not parts:
+            parts.append(("momentum and learning rate", choice))
+        return [*((part, self._suited(setting)) for part, setting in parts[:-1]), (parts[-1][0], choice)]
+
+    def _suited(self, setting: Setting) -> Setting:
+        """With the momentum and rate that are expected to suit it."""
+        if isinstance(self.search.theory, Experience):
+            return self.search.theory.suggested(setting)
+        suited = self.search.proposal(setting.groups)
+        return replace(setting, momentum=suited.momentum, lr=suited.lr)
+
     # --- Settings ----------------------------------------------------------------------------------------------------
 
     @cached_property
@@ -136,6 +201,8 @@ class Digest:
         for groups in self.groups:
             sound = [self.search.as_it_would_be(each.setting) for each in self.search.tried if not each.has_failed]
             options = [self.search.proposal(groups), *(each for each in sound if each.groups == groups)]
+            if self.search.prior is not None:  # groups may exchange in many ways
+                options = [best_by_forecast(self.search, groups)]
             best[groups] = min(options, key=self.forecast.log_seconds)
         if self.choice.setting.groups in best:
             best[self.choice.setting.groups] = self.choice.setting

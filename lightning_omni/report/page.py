@@ -113,6 +113,19 @@ class Section:
         return TextTable([], rows)
 
     @property
+    def contributions(self) -> TextTable:
+        """What each part of the choice gives."""
+        parts = self.digest.contributions
+        heads = ["", "samples/s", "samples to the target", "speed-up"]
+        rows = [["your own setting", "1×", "1×", "1×"]]
+        rows += [[each.part, times(each.rate), times(each.samples), times(each.speed_up)] for each in parts]
+        whole = [math.prod(getattr(each, name) for each in parts) for name in ("rate", "samples", "speed_up")]
+        rows.append(["all of it", *map(times, whole)])
+        so_far = [math.prod(each.speed_up for each in parts[:count]) for count in range(len(parts) + 1)]
+        full = [*so_far, whole[-1]]
+        return TextTable(heads, rows, len(rows) - 1, {3: [value / max(full) for value in full]})
+
+    @property
     def probes(self) -> TextTable:
         """What was tried."""
         digest = self.digest

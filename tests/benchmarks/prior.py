@@ -123,15 +123,16 @@ def cells() -> Iterator[Cell]:
     yield from (Cell(method, 4, 8, local[method]) for method in ("local_sgd", "elastic_averaging"))
     yield from (Cell("async_sgd", groups, 1, times) for groups, times in ((4, even), (8, scattered)))
     yield from (Cell(method, 4, 32, local[method]) for method in ("local_sgd", "elastic_averaging"))
-    yield from (Cell(method, 4, 8, local[method]) for method in ("diloco", "async_diloco"))
+    yield from (Cell("elastic_averaging", 4, period, scattered) for period in (2, 1))
     yield from (Cell("async_sgd", groups, 1, times) for groups, times in ((2, scattered), (8, even), (2, even)))
     yield from (Cell("async_sgd", 4, 1, scattered, variant) for variant in ("wire", "overlap"))
-    for groups, period in ((8, 8), (2, 8), (4, 32)):
-        yield from (Cell(method, groups, period, times) for method, times in local.items())
-    yield from (Cell(method, 4, 8, even) for method in ("elastic_averaging", "async_diloco"))
-    for groups, period in ((4, 2), (8, 32), (2, 32), (8, 2), (2, 2)):
+    for groups, period in ((8, 8), (4, 2), (2, 8), (8, 2), (2, 2), (8, 32), (2, 32)):
         yield from (Cell(method, groups, period, local[method]) for method in ("local_sgd", "elastic_averaging"))
+    yield from (Cell("elastic_averaging", groups, 1, scattered) for groups in (8, 2))
+    yield Cell("elastic_averaging", 4, 8, even)
     yield Cell("local_sgd", 4, 8, even, "wire")
+    for groups, period in ((4, 8), (8, 8), (2, 8), (4, 32)):
+        yield from (Cell(method, groups, period, local[method]) for method in ("diloco", "async_diloco"))
 
 
 @dataclass(frozen=True)
