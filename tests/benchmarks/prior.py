@@ -12,6 +12,9 @@ taken the one of the same grid that comes there with the fewest samples in one g
 and with one target. A copy that is not there when the best one's samples times `stacked.PATIENCE` are trained counts as
 a little worse than that.
 
+Where several groups needed fewer samples than one they count as equal: an average of weights smooths what is evaluated,
+and a user who wants that has it without groups.
+
 The step of a setting is how far each sample moves the weights: lr g / (1 - m) where the server steps for every group's
 gradient, lr / (1 - m) where groups step for themselves; of AdamW lr √g and lr.
 """
@@ -129,7 +132,7 @@ def cells() -> Iterator[Cell]:
     for groups, period in ((8, 8), (4, 2), (2, 8), (8, 2), (2, 2), (8, 32), (2, 32)):
         yield from (Cell(method, groups, period, local[method]) for method in ("local_sgd", "elastic_averaging"))
     yield from (Cell("elastic_averaging", groups, 1, scattered) for groups in (8, 2))
-    yield Cell("elastic_averaging", 4, 8, even)
+    yield from (Cell("elastic_averaging", 4, period, even) for period in (8, 2, 1))
     yield Cell("local_sgd", 4, 8, even, "wire")
     for groups, period in ((4, 8), (8, 8), (2, 8), (4, 32)):
         yield from (Cell(method, groups, period, local[method]) for method in ("diloco", "async_diloco"))
@@ -312,7 +315,7 @@ class Costs:
             scatter=round(statistics.mean(run.scatter for run in runs), 3),
             momentum=best[0],
             step=round(3 ** (_vertex(mean, best) / 2), 3),
-            log_cost=round(mean[best], 3),
+            log_cost=max(0.0, round(mean[best], 3)),
             deviation=round(math.sqrt(variance), 3),
             tasks=len(each),
             seeds=len(runs) // len(each),
@@ -401,6 +404,7 @@ def _estimated(known: Mapping[tuple[int, int], PriorRow], groups: int, period: i
         first, second, corner = about[0]
         near = max(first, second, key=lambda row: row.deviation)
         cost, step = first.log_cost + second.log_cost - corner.log_cost, first.step * second.step / corner.step
+        cost = max(0.0, cost)
     else:
         near = min(
             known.values(), key=lambda row: abs(math.log(row.groups / groups)) + abs(math.log(row.period / period))

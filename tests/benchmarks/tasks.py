@@ -269,7 +269,7 @@ def ticks_of(method: Method, groups: int) -> float:
     if groups == 1:
         return 1.0
     meets = method.side is not None and issubclass(method.side, Barrier)
-    return (1 if meets else groups) / getattr(method, "period", 1)
+    return (1 if meets else groups) / method.push_period
 
 
 class Run:
