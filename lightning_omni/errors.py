@@ -9,6 +9,7 @@
     │   ├── MalformedMessage                     ... it could not even be read
     │   └── Refused                              ... the other side said no, and why (``code``)
     ├── RankLost                                 this rank's group was evicted, or the run is over
+    │   └── Evicted                              ... the run goes on, and the group may join it again as a new one
     ├── CollectiveMismatch                       ranks called different collectives
     └── NonFiniteGradients                       gradients stayed NaN or infinite for too long
 
@@ -61,6 +62,10 @@ class Refused(ProtocolError):
 
 class RankLost(OmniError):
     """This rank was evicted because a member of its compute group died, or because the run is over."""
+
+
+class Evicted(RankLost):
+    """This rank's group was evicted, for one of its ranks was silent or is gone; it may join again, as a new one."""
 
 
 class CollectiveMismatch(OmniError):

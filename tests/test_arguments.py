@@ -104,6 +104,7 @@ BAD: dict[Any, dict[str, list[Any]]] = {
         "join": ["yes", 1, 0.5],
         "save_every": ["30", 0, -1.0, math.nan, math.inf, True],
         "inside": ["fsdp2", True, None, 3],
+        "max_rejoins": ["3", -1, 1.5, True, None],
     },
 }
 

@@ -17,14 +17,26 @@ import pytest
 import torch
 from processes import Process
 from test_observation import say, watch
-from test_server_core import Link, control_peer, expect_refusal, new_parameters, part_of, seed_of
+from test_server_core import (
+    Link,
+    control_peer,
+    expect_refusal,
+    gradient,
+    new_parameters,
+    part_of,
+    push_of,
+    seed_of,
+)
 
-from lightning_omni.errors import ConfigurationError
+from lightning_omni.errors import ConfigurationError, ConnectionLost, Evicted, RankLost
 from lightning_omni.optimizer import WorldOptions
+from lightning_omni.optimizer.enlistment import COMES_BACK
 from lightning_omni.protocol import EpochPlan
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.codec import pack, unpack
+from lightning_omni.protocol.transport import answer_of
 from lightning_omni.strategy.pytorch_lightning import OmniStrategy
+from lightning_omni.strategy.rejoining import Rejoining
 
 # --- The protocol ----------------------------------------------------------------------------------------------------
 
@@ -243,6 +255,87 @@ def test_what_a_group_is_given_is_said_by_the_recorder_alone() -> None:
     expect_refusal(link.data(1, store)[0], "malformed", "only rank 0 says what groups that join are given")
 
 
+# --- An evicted group comes again ------------------------------------------------------------------------------------
+
+
+def test_what_an_evicted_group_still_pushes_is_refused_also_when_it_has_joined_again() -> None:
+    link = Joined()
+    run = link.begin().run
+    link.part()
+    place = link.enlist(1, b"second")
+    link.come(place.first, run)
+    assert link.ask(place.first)
+    link.tick(20.0)
+    link.control(0, m.AskStatus())
+    link.inbox.clear()
+    link.tick(20.0)  # rank 1 was silent for 40 s, rank 0 for 20
+    (notice,) = (each for each in link.news(1) if isinstance(each, m.Notice))
+    assert notice == m.Notice(lost=(1,), reason="rank 1 gave no sign of life for 30 s")
+    link.part()
+    again = link.enlist(1, b"second again")
+    link.come(again.first, run)
+    (joined,) = (each for each in link.ask(again.first) if isinstance(each, m.Joined))
+    assert (again.first, joined.group, joined.live) == (2, 2, (0, 2))
+    clock = link.core.clock
+    for late in (push_of(gradient(0), incarnation=2), (m.FetchMessage(optimizer=0), b"")):
+        expect_refusal(link.data(1, *late)[0], "lost", "rank 1 gave no sign of life")
+    assert link.core.clock == clock
+    assert link.core.roster.groups == (0, 2)
+
+
+def test_a_group_that_a_person_evicted_or_that_failed_by_itself_is_told_not_to_come_again() -> None:
+    link = Joined()
+    run = link.begin().run
+    link.part()
+    for peer in (b"second", b"third"):
+        place = link.enlist(1, peer)
+        link.come(place.first, run)
+        link.ask(place.first)
+    link.say(control_peer(1), m.Goodbye(reason="rank 1 failed: KeyError"))
+    say(link, m.Evict(group=2, incarnation=3), b"third")
+    for rank in (1, 2):
+        answer = link.control(rank, m.Heartbeat(sent=1.0))
+        assert (rank in answer.lost, answer.barred) == (True, True)
+    assert link.core.roster.barred == {1, 2}
+    assert link.core.roster.state()["barred"] == [1, 2]
+
+
+@pytest.mark.parametrize(("code", "kind"), [("lost", Evicted), ("barred", RankLost), ("over", RankLost)])
+def test_a_rank_knows_whether_its_group_may_come_again(code: str, kind: type) -> None:
+    with pytest.raises(RankLost) as caught:
+        answer_of(m.RefusedMessage(code=code, reason="why"), m.Acknowledged)
+    assert type(caught.value) is kind
+
+
+@pytest.mark.parametrize(
+    ("came", "most", "ranks", "says"),
+    [
+        ("", 10, 1, ""),  # it was in no run
+        ("a-run 0", 0, 1, ""),
+        ("a-run 3", 3, 1, "joined again 3 times in a row, and does so no more"),
+        ("a-run 2", 3, 4, "not all of its ranks were started by this process"),
+        ("a-run 2", 3, 1, None),
+    ],
+)
+def test_a_group_joins_again_so_often_in_a_row_if_this_process_can_start_it(
+    came: str,
+    most: int,
+    ranks: int,
+    says: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv(COMES_BACK, came)
+    before = sys.excepthook
+    monkeypatch.setattr(sys, "excepthook", before)  # as it is afterwards, too
+    error = ConnectionLost("gone")
+    rejoining = Rejoining()
+    assert rejoining.arm(error, error, most, ranks) == rejoining.is_armed == (says is None)
+    assert (says or "") in caplog.text
+    assert bool(caplog.text) == bool(says)
+    assert (sys.excepthook is before) == (says is not None)
+
+
 # --- What is refused -------------------------------------------------------------------------------------------------
 
 SERVER = "tcp://127.0.0.1:5555"
@@ -288,20 +381,27 @@ PATIENCE = 150.0
 
 
 class Run:
-    """A standing server, and groups that come."""
+    """A standing server, and groups that come.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        folder: for what they write.
+        options: more of the server's.
+    """
+
+    def __init__(self, folder: Path, *options: str) -> None:
         self.folder, self.groups = folder, dict[str, Process]()
         self._env: dict[str, str | None] = {
             "LIGHTNING_OMNI_KEY": secrets.token_hex(32),
             "OMNI_TEST_FOLDER": str(folder),
         }
-        self.server = Process([*COMMAND, "serve", "--port", "0", "--once"], self._env)
+        self.server = Process([*COMMAND, "serve", "--port", "0", "--once", *options], self._env)
         address = self.server.expect(r"parameter server on (tcp://\S+),", timeout=PATIENCE)[1]
         self._env["LIGHTNING_OMNI_SERVER"] = address
 
-    def start(self, name: str, options: dict[str, Any], launcher: Sequence[str] = (), seed: int = 1) -> Process:
-        env = {**self._env, "OMNI_TEST_NAME": name, "OMNI_TEST_SEED": str(seed)}
+    def start(
+        self, name: str, options: dict[str, Any], launcher: Sequence[str] = (), seed: int = 1, **more: str
+    ) -> Process:
+        env = {**self._env, "OMNI_TEST_NAME": name, "OMNI_TEST_SEED": str(seed), **more}
         command = [sys.executable, *launcher, str(SCRIPT), json.dumps(options)]
         self.groups[name] = Process(command, env)
         return self.groups[name]
@@ -412,6 +512,37 @@ def test_a_run_that_nobody_trains_any_more_is_trained_on_by_the_group_that_comes
     assert set(run.trained) == {(epoch, sample) for epoch in range(3) for sample in range(128)}
     result = run.result("b")
     assert (result["epochs"], result["zero"]) == (3, True)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_group_that_was_frozen_joins_again_by_itself_with_new_processes(tmp_path: Path) -> None:
+    """Both ranks of a group stand still for longer than the server waits, and come to themselves."""
+    run = Run(tmp_path, "--heartbeat-timeout", "3")
+    try:
+        options = {"epochs": 4, "hold": [1, 2]}
+        first = run.start("a", options)
+        run.wait_for("a0-in-1")
+        second = run.start("b", {**options, "devices": 2}, seed=2, OMNI_TEST_SPARES="1")
+        for rank in range(2):
+            run.wait_for(f"b{rank}-in-1")
+        os.killpg(second.pid, signal.SIGSTOP)
+        run.server.expect("ranks 1 to 2 lost: rank . gave no sign of life for 3 s", PATIENCE)
+        os.killpg(second.pid, signal.SIGCONT)
+        run.go(1)
+        second.expect(r"joins again in 1 s, as a new one \(number 1 in a row\): this process starts `", PATIENCE)
+        for rank in range(2):
+            run.wait_for(f"b{rank}-in-2")
+        run.go(2)
+        assert first.end(PATIENCE) == 0, first.output
+        assert second.end(PATIENCE) == 0, second.output
+        assert run.server.end(PATIENCE) == 0, run.server.output
+        assert "group 2 takes part: ranks 3 to 4" in run.server.output
+        assert "Traceback" not in second.output
+        assert run.result("a")["weights"] == run.result("b")["weights"] == run.result("b", 1)["weights"]
+        assert set(run.trained) == {(epoch, sample) for epoch in range(4) for sample in range(128)}
+    finally:
+        run.close()
 
 
 @pytest.mark.slow

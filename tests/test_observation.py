@@ -194,7 +194,7 @@ def test_a_group_is_evicted_by_hand_and_the_others_go_on() -> None:
     watch(link)
     out = link.core.receive(m.CONTROL, b"observer", m.Evict(group=1, incarnation=1), b"", link.now)
     notice = next(item.message for item in out if item.peer == control_peer(2))
-    assert notice == m.Notice(lost=(2,), reason="group 1 was evicted by hand")
+    assert notice == m.Notice(lost=(2,), reason="group 1 was evicted by hand", barred=True)
     assert m.Acknowledged() in [item.message for item in out if item.peer == b"observer"]
     assert link.core.roster.groups == (0, 2)
     assert not link.core.over

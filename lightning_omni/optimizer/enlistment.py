@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import time
 from collections.abc import Callable
 
@@ -17,6 +18,14 @@ _log = logging.getLogger(__name__)
 
 _ASK_AGAIN = 0.5
 """Seconds between two questions, while another group is about to begin the run."""
+COMES_BACK = "OMNI_COMES_BACK_TO"
+"""Where a process that starts its command again for an evicted group says so, in the environment."""
+
+
+def comes_back_to() -> tuple[str, int]:
+    """Name of the run that this group was evicted from, and how often in a row it has come back; or "" and 0."""
+    name, _, count = os.environ.get(COMES_BACK, "").partition(" ")
+    return name, int(count or 0)
 
 
 class Enlistment:
@@ -35,7 +44,8 @@ class Enlistment:
         begins: whether this group is to begin it.
 
     Raises:
-        OmniError: the server cannot be reached, refuses, or the run is over.
+        OmniError: the server cannot be reached, refuses, or the run is over; or the run that this group was evicted
+            from is no more.
     """
 
     def __init__(self, options: WorldOptions, rank: int, size: int, tell: Callable[[str], str]) -> None:
@@ -68,6 +78,7 @@ class Enlistment:
                     is_said = True
                     _log.info("another group is about to begin the run at %s; this one joins it then", options.server)
                 time.sleep(_ASK_AGAIN)
+            _check_same(answer.run, options)
         except BaseException:
             self.close()
             raise
@@ -93,3 +104,14 @@ class Enlistment:
         if self._observer is not None:
             self._observer.close()
             self._observer = None
+
+
+def _check_same(run: str, options: WorldOptions) -> None:
+    """Raises `Refused` if a group that comes back would begin or join another run than it was evicted from."""
+    name, _ = comes_back_to()
+    if name and run != name:
+        raise Refused(
+            "gone",
+            f"this group was evicted from the run {name}, which is over: the server at {options.server} knows nothing"
+            " of it; start the group again by hand if it is to train in another one",
+        )

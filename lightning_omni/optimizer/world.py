@@ -103,6 +103,7 @@ class World(Place):
         self._exchanging = Exchanging(self, self.channel, self.parameter_groups, self.edits, self.heads)
         self.wants_stop = self.is_finished = False
         self.on_stop: Callable[[], None] | None = None
+        self.on_stuck: Callable[[OmniError], None] = lambda error: None
         self.ever_lost: set[int] = set()
         self.sharded: Module | None = None
         self._closed = threading.Event()
@@ -568,6 +569,7 @@ class World(Place):
             if not self._closed.wait(GRACE):
                 _log.critical("rank %d stops: %s", self.rank, error)
                 self.server.transport.clear(self.server_address)
+                self.on_stuck(error)
                 os._exit(1)
 
         threading.Thread(target=end, name="omni-end", daemon=True).start()

@@ -102,6 +102,7 @@ class LostEntry(Entry, frozen=True):
 
     rank: int
     reason: str
+    barred: bool = False
 
 
 class LeftEntry(Entry, frozen=True):

@@ -93,7 +93,7 @@ class Membership:
         """A server before this one has told ranks of this."""
         match entry:
             case LostEntry():
-                group, _ = self._roster.lose(entry.rank, entry.reason)
+                group, _ = self._roster.lose(entry.rank, entry.reason, entry.barred)
                 if group is not None:
                     self._evict(group, lost=True)
             case LeftEntry():
@@ -111,7 +111,8 @@ class Membership:
             even_over: whether it is answered although the run is over.
         """
         if member.rank in self._roster.lost and not even_lost:
-            return m.Notice(lost=self._roster.lost_ranks, reason=self._roster.lost[member.rank])
+            barred = member.rank in self._roster.barred
+            return m.Notice(lost=self._roster.lost_ranks, reason=self._roster.lost[member.rank], barred=barred)
         if self.over and not even_over:
             return m.Notice(lost=self._roster.lost_ranks, reason=self.over, over=True)
         return None
@@ -184,8 +185,6 @@ class Membership:
 
     def report_lost(self, sender: Sender, message: m.Lost, payload: Payload) -> list[Out]:
         """A launcher saw a rank's process end."""
-        if not 0 <= message.rank < self._roster.world_size:
-            raise ProtocolError(f"there is no rank {message.rank} to be lost")
         return self.lose(message.rank, message.reason)
 
     def evict(self, sender: Sender, message: m.Evict, payload: Payload) -> list[Out]:
@@ -204,14 +203,15 @@ class Membership:
         if not roster.joining and (roster.recorder in ranks or roster.topology.is_synchronous):
             raise ProtocolError(f"group {name} cannot be evicted, for the run would end with it; stop the run instead")
         live = next(rank for rank in ranks if rank in roster.live)
-        return [*self.lose(live, f"group {name} was evicted by hand"), Out(sender.peer, m.CONTROL, m.Acknowledged())]
+        out = self.lose(live, f"group {name} was evicted by hand", barred=True)
+        return [*out, Out(sender.peer, m.CONTROL, m.Acknowledged())]
 
     def goodbye(self, sender: Sender, message: m.Goodbye, payload: Payload) -> list[Out]:
         """A rank leaves on its own."""
         out = [Out(sender.peer, m.CONTROL, m.Acknowledged())]
         self._servers.tell(sm.Relay(rank=sender.rank, said=m.encode(message)))
         if message.reason:
-            out += self.lose(sender.rank, message.reason)
+            out += self.lose(sender.rank, message.reason, barred=True)
             self._roster.finished |= message.finished
             self._roster.leave(sender.rank)
             return out
@@ -245,17 +245,23 @@ class Membership:
         self._roster.gone.add(member.rank)
         return out
 
-    def lose(self, rank: int, reason: str) -> list[Out]:
-        """A rank is dead: its group is evicted, and no rank waits for it any more."""
+    def lose(self, rank: int, reason: str, barred: bool = False) -> list[Out]:
+        """A rank is dead: its group is evicted, and no rank waits for it any more.
+
+        Args:
+            rank: the dead one.
+            reason: of its death.
+            barred: whether the group is not to join again by itself.
+        """
         if rank not in self._roster.live or self.over:  # it is gone already, or came late and is in no group
             return []
         self._servers.tell(sm.Lose(rank=rank, reason=reason))
-        group, over = self._roster.lose(rank, reason)
+        group, over = self._roster.lose(rank, reason, barred)
         if over:
             return self.end(f"{reason}; the run cannot go on without it")
         assert group is not None
-        self._journal.note(LostEntry(rank, reason))
-        out = self._tell_everyone(m.Notice(lost=self._roster.lost_ranks, reason=reason))
+        self._journal.note(LostEntry(rank, reason, barred))
+        out = self._tell_everyone(m.Notice(lost=self._roster.lost_ranks, reason=reason, barred=barred))
         return out + self._evict(group, lost=True) + self.resolve_pending()
 
     def resolve_pending(self) -> list[Out]:

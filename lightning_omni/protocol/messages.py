@@ -17,7 +17,7 @@ from lightning_omni.protocol.cut import Cut
 from lightning_omni.protocol.leases import Batch, EpochPlan
 from lightning_omni.registry import to_wire
 
-VERSION = 13
+VERSION = 14
 """Protocol version. Both sides must have the same."""
 LARGEST_INLINE = 32 << 10
 """Bytes of message or payload that a rank may send on the control channel; more is brought over the data channel."""
@@ -71,6 +71,8 @@ class Heartbeat(Message, frozen=True, kw_only=True):
         step_time: seconds that a whole step took, waiting included.
         exchange_time: of these, seconds in the exchange with the server.
         signal: a signal that the rank was given, as a number; the larger, the sooner it is to be heeded.
+        progress: counts what the rank has got done: batches, and answers of the server that it waits for. 0 while it is
+            not to be judged by that: before its first batch is trained, while a checkpoint is written.
     """
 
     sent: float
@@ -78,6 +80,7 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     step_time: float = 0.0
     exchange_time: float = 0.0
     signal: int = 0
+    progress: int = 0
 
 
 class Form(Message, frozen=True, kw_only=True):
@@ -579,11 +582,14 @@ class Notice(Message, frozen=True, kw_only=True):
         lost: all ranks lost so far.
         reason: what happened, for people.
         over: whether the run cannot go on.
+        barred: whether the group that this is about is not to join again by itself: it was evicted by a person, or one
+            of its ranks has failed by itself.
     """
 
     lost: tuple[int, ...]
     reason: str
     over: bool = False
+    barred: bool = False
 
 
 class Acknowledged(Message, frozen=True, kw_only=True):

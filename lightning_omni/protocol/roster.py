@@ -60,6 +60,7 @@ class Roster:
         joining: whether groups join on their own.
         finished: whether it was trained to its end.
         can_go_on: whether a group that joins can go on with it, also if no rank is left.
+        barred: those of the lost ranks whose group is not to join again by itself.
     """
 
     def __init__(self, key: bytes) -> None:
@@ -69,6 +70,7 @@ class Roster:
         self._challenged: dict[bytes, tuple[Hello, bytes]] = {}
         self.members: dict[int, Member] = {}
         self.lost: dict[int, str] = {}
+        self.barred: set[int] = set()
         self.gone: set[int] = set()
         self.topology: Topology | None = None
         self.incarnation = 0
@@ -342,6 +344,7 @@ class Roster:
             "first": msgspec.msgpack.encode(self._first),
             "members": list(self.members),
             "lost": dict(self.lost),
+            "barred": sorted(self.barred),
             "gone": sorted(self.gone),
             "groups": [list(members) for members in self.topology.groups] if self.topology is not None else None,
             "places": self._places,
@@ -356,7 +359,7 @@ class Roster:
     def load(self, state: dict[str, Any], now: float) -> None:
         """Goes on from a `state`. Its ranks count as heard of now."""
         self._first, self._began = msgspec.msgpack.decode(state["first"], type=Hello), now
-        self.lost, self.gone = dict(state["lost"]), set(state["gone"])
+        self.lost, self.gone, self.barred = dict(state["lost"]), set(state["gone"]), set(state["barred"])
         groups = state["groups"]
         self.topology = Topology(tuple(tuple(members) for members in groups)) if groups is not None else None
         self._places, self._numbered = state["places"], state["numbered"]
@@ -400,8 +403,13 @@ class Roster:
                 late.append((rank, f"rank {rank} gave no sign of life for {timeout:.0f} s"))
         return late
 
-    def lose(self, rank: int, reason: str) -> tuple[int | None, bool]:
+    def lose(self, rank: int, reason: str, barred: bool = False) -> tuple[int | None, bool]:
         """Takes a dead rank's group out of the run.
+
+        Args:
+            rank: the dead one.
+            reason: of its death.
+            barred: whether the group is not to join again by itself.
 
         Returns:
             The number of the evicted group, or None; and whether the run is over.
@@ -416,5 +424,6 @@ class Roster:
             return None, True
         for peer in topology.members(group):
             self.lost[peer] = reason
+        self.barred.update(topology.members(group) if barred else ())
         self._take_out(group)
         return group, False

@@ -395,4 +395,4 @@ def _refusal(rank: int, notice: m.Notice) -> Refused:
     """A notice, as it is told on the data channel."""
     if notice.over:
         return Refused("over", notice.reason)
-    return Refused("lost", f"rank {rank} was evicted: {notice.reason}")
+    return Refused("barred" if notice.barred else "lost", f"rank {rank} was evicted: {notice.reason}")

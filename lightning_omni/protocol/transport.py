@@ -25,6 +25,7 @@ from torch import Tensor
 from lightning_omni.errors import (
     ConfigurationError,
     ConnectionLost,
+    Evicted,
     MalformedMessage,
     OmniError,
     ProtocolError,
@@ -227,9 +228,14 @@ class Control(ABC):
         return self.request_payload(message, expect, payload, timeout)[0]
 
     @property
+    def cause(self) -> OmniError | None:
+        """What has ended this rank's run, if anything did."""
+        return self._ended
+
+    @property
     def is_ended(self) -> bool:
-        """Whether something has ended this rank's run; `check` says what."""
-        return self._ended is not None
+        """Whether anything did."""
+        return self.cause is not None
 
     def check(self) -> None:
         """Raises what ended this rank's run, if anything did."""
@@ -265,7 +271,8 @@ class Control(ABC):
         if message.over:
             self.end(RankLost(f"the run is over: {message.reason}"))
         elif self.rank in message.lost:
-            self.end(RankLost(f"rank {self.rank}'s group is out of the run: {message.reason}"))
+            kind = RankLost if message.barred else Evicted
+            self.end(kind(f"rank {self.rank}'s group is out of the run: {message.reason}"))
         return False
 
     def end(self, error: OmniError) -> None:
@@ -442,8 +449,9 @@ def answer_of(message: m.Message, expect: type[Answer]) -> Answer:
         raise MalformedMessage(f"{expect.__name__} was expected, {type(message).__name__} came")
     if message.code == "over":
         raise RankLost(f"the run is over: {message.reason}")
-    if message.code == "lost":
-        raise RankLost(f"this rank's group is out of the run: {message.reason}")
+    if message.code in ("lost", "barred"):
+        kind = RankLost if message.code == "barred" else Evicted
+        raise kind(f"this rank's group is out of the run: {message.reason}")
     raise Refused(message.code, message.reason)
 
 

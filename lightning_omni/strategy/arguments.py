@@ -121,6 +121,7 @@ def check_strategy(
     join: object,
     save_every: object,
     inside: object,
+    max_rejoins: object,
 ) -> None:
     """Refuses arguments of OmniStrategy that are of the wrong kind; the code that uses them checks what they mean.
 
@@ -151,6 +152,7 @@ def check_strategy(
         check_number("save_every", save_every, "the seconds between two saves, more than 0, or None", above=0)
     if inside not in ("ddp", "fsdp"):
         raise ConfigurationError(f'inside={inside!r}: pass "ddp" or "fsdp"')
+    check_whole("max_rejoins", max_rejoins, "how often in a row an evicted group may join again, or 0")
 
 
 def check_join(data: str, validation: str, merged: str | None) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_omni.errors import ConfigurationError, UnsupportedError
+from lightning_omni.errors import ConfigurationError, ConnectionLost, Evicted, OmniError, UnsupportedError
 from lightning_omni.methods import Method
 from lightning_omni.optimizer import World, WorldOptions
 from lightning_omni.optimizer.balance import Balance
@@ -52,6 +52,7 @@ from lightning_omni.strategy.listener import Listener, NestedRuns
 from lightning_omni.strategy.live_metrics import gathering_sentence
 from lightning_omni.strategy.namespaces import refuse_other_namespace
 from lightning_omni.strategy.proxies import Merged, Proxies
+from lightning_omni.strategy.rejoining import Rejoining
 from lightning_omni.strategy.signals import Signals
 from lightning_omni.topology import RECORDER, Topology, check_groups
 
@@ -108,6 +109,9 @@ class OmniStrategyHooks(GroupedStrategy):
         inside: how the members of a group hold the model: ``"ddp"``, each of them whole; or ``"fsdp"``, together, each
             with rows of every parameter (torch's ``fully_shard``), so that a group can hold what no single device can.
             Every member then exchanges its own share, and no rank ever has the whole: see docs/large-models.md.
+        max_rejoins: how often in a row a group of ``join`` that was evicted by mistake (its machine stood still, its
+            link was cut) joins again by itself, as a new one: if the script ends with that error, its process starts
+            the command again that it was started with, after 1, 2, 4, ... seconds. See docs/joining.md. 0 never.
         **ddp: DDPStrategy's own arguments.
 
     Raises:
@@ -144,6 +148,7 @@ class OmniStrategyHooks(GroupedStrategy):
         join: bool | None = None,
         save_every: float | None = 30.0,
         inside: Literal["ddp", "fsdp"] = "ddp",
+        max_rejoins: int = 10,
         **ddp: Any,
     ) -> None:
         if "refusals" in ddp:
@@ -173,6 +178,7 @@ class OmniStrategyHooks(GroupedStrategy):
                 join,
                 save_every,
                 inside,
+                max_rejoins,
             )
             check_inside(inside, merged, validation, ddp)
             if data == "static" and rebalance == "auto":
@@ -206,6 +212,7 @@ class OmniStrategyHooks(GroupedStrategy):
         super().__init__(**ddp)
         self.ddp_options = dict(vars(self).get("_ddp_kwargs", {}))
         self._given = merged, data, rebalance, validation
+        self._max_rejoins = max_rejoins
         self._last_report = None
         self._make_run()
 
@@ -217,6 +224,7 @@ class OmniStrategyHooks(GroupedStrategy):
         self.run_states = RunStates(self)
         self.epochs.on_parted = self.run_states.store
         self.signals = Signals(self.terminated_class)
+        self.rejoining = Rejoining()
         self.checkpoints = Checkpoints(self.rank_zero_warn)
         self._has_gathered = False
         self._arrangement: tuple[Topology, tuple[Method, WireFormat, bool], Balance] | None = None
@@ -280,15 +288,20 @@ class OmniStrategyHooks(GroupedStrategy):
     def _on_child_death(self, local_rank: int, code: int) -> bool:
         """A process that this rank started has ended badly. Called from the launcher's thread."""
         world, rank = self.world, self.node_rank * self.num_processes + local_rank
+        enlistment = world.enlistment if world is not None else None
+        rank += enlistment.first if enlistment is not None else 0
         control = world.executor.control if world is not None else None  # read once: the run may end meanwhile
-        if self.signals.is_stopping or (
-            world is not None and (world.is_finished or rank in world.lost or rank in world.ever_lost)
+        if (
+            self.signals.is_stopping
+            or self.rejoining.is_armed
+            or (world is not None and (world.is_finished or rank in world.lost or rank in world.ever_lost))
         ):
             return True
         if world is None or control is None:
             return False
         control.post(m.Lost(rank=rank, reason=f"the process of rank {rank} ended with {say_exit(code)}"))
-        return 0 not in world.topology.members(world.topology.group_of(rank))
+        # A group that has joined on its own hears that it is evicted, and perhaps joins again.
+        return enlistment is not None or 0 not in world.topology.members(world.topology.group_of(rank))
 
     @override
     def setup_environment(self) -> None:
@@ -308,6 +321,7 @@ class OmniStrategyHooks(GroupedStrategy):
             )
             self.world.server.process, self._server_process = self._server_process, None
             if self.world.enlistment is not None:
+                self.world.on_stuck = self._start_again
                 _private.set_rank(self.world.rank)
                 self._is_told_to_record = self.world.is_recorder
         if self.is_sharded:
@@ -419,6 +433,8 @@ class OmniStrategyHooks(GroupedStrategy):
         world.states.resume(self.checkpoints.resumed)
         self.follow_edits()
         world.begin()
+        if world.enlistment is not None:
+            self.rejoining.took_part(world.enlistment.run)
         self.epochs.start()
         self.balance.begin(world, self.fitted, lambda: self.epochs.leases)
         self.grouping.guard()
@@ -483,10 +499,27 @@ class OmniStrategyHooks(GroupedStrategy):
         if self.world is not None:
             self.reporting.keep(self.world)
             self.world.explain(exception)
+            reason = (self.world.control.cause if self.world.control is not None else None) or exception
             self.world.fail(f"{type(exception).__name__}: {exception}")
+            if self.world.enlistment is not None:
+                self._rejoin(exception, reason)
+        elif self._world_options.join:
+            self._rejoin(exception, exception)
         elif self._server_process is not None:
             self._server_process.stop()
             self._server_process = None
+
+    def _rejoin(self, error: BaseException, reason: BaseException) -> bool:
+        """If it was by mistake that this group is out of the run, it joins again when the script ends with this."""
+        by_mistake = isinstance(reason, (Evicted, ConnectionLost)) and isinstance(error, Exception)
+        if not by_mistake or self.signals.is_told_to_end or self.local_rank:
+            return False
+        return self.rejoining.arm(error, reason, self._max_rejoins, self.world_size)
+
+    def _start_again(self, error: OmniError) -> None:
+        """This rank is out of the run, and blocked: no error comes out of its fit."""
+        if self._rejoin(error, error):
+            self.rejoining.start_again()
 
     @override
     def teardown(self) -> None:

@@ -39,6 +39,8 @@ GRACE = 5.0
 
 _observer: ChildObserver | None = None
 """Watches this process's children; the first fit of a script starts them, later ones find them running."""
+_environment: dict[str, str] = {}
+"""The environment before Lightning writes into it."""
 
 
 class OmniLauncherHooks(_Base):
@@ -57,6 +59,7 @@ class OmniLauncherHooks(_Base):
         """Starts the other ranks of this node, then calls the function."""
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         global _observer
+        _environment.update({} if _environment else os.environ)
         if not self.cluster_environment.creates_processes_externally:
             os.environ[_LAUNCHER] = str(os.getpid())
             self._call_children_scripts()
@@ -128,17 +131,30 @@ class ChildObserver(threading.Thread):
     def __init__(self, children: Sequence[Popen[bytes]], on_death: Callable[[int, int], bool]) -> None:
         super().__init__(name="omni-child-observer", daemon=True)
         self._children = children
+        self._is_dismissed = False
         self.ask(on_death)
 
     def ask(self, on_death: Callable[[int, int], bool]) -> None:
         """From now on this is asked; it is not kept alive, for with a strategy its process groups would be."""
         self._on_death = WeakMethod(on_death)
 
+    @property
+    def count(self) -> int:
+        """How many children there were at the beginning."""
+        return len(self._children)
+
+    def dismiss(self) -> None:
+        """The children end at once, and no death of theirs means anything any more."""
+        self._is_dismissed = True
+        for child in self._children:
+            child.kill()
+            child.wait()
+
     @override
     def run(self) -> None:
         """Polls until every child has ended."""
         watched = dict(enumerate(self._children, start=1))
-        while watched:
+        while watched and not self._is_dismissed:
             time.sleep(POLL_SECONDS)
             for rank, child in list(watched.items()):
                 code = child.poll()
@@ -153,9 +169,27 @@ class ChildObserver(threading.Thread):
     def _end_everything(self, rank: int, code: int) -> None:
         _log.error("the process of local rank %d ended with %s; the run cannot go on without it", rank, say_exit(code))
         time.sleep(GRACE)
+        if self._is_dismissed:
+            return
         for child in self._children:
             child.send_signal(signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def environment() -> dict[str, str]:
+    """The environment that a command like this process's is to be started with."""
+    return dict(_environment or os.environ)
+
+
+def children() -> int:
+    """How many ranks this process has started."""
+    return _observer.count if _observer is not None else 0
+
+
+def end_children() -> None:
+    """The ranks that this process has started end at once."""
+    if _observer is not None:
+        _observer.dismiss()
 
 
 def say_exit(code: int) -> str:

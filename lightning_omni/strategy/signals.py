@@ -114,6 +114,11 @@ class Signals:
             _private.set_batch_agreement(self._trainer, None)
         self._trainer, self._world = None, None
 
+    @property
+    def is_told_to_end(self) -> bool:
+        """Whether this rank was told to end by SIGTERM."""
+        return self._terminates
+
     def _on_terminate(self, number: int, frame: FrameType | None) -> None:
         self._terminates = True
         if callable(theirs := self._before.get(number)):

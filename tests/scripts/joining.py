@@ -60,7 +60,7 @@ class Record(pl.Callback):
 def main() -> None:
     pl.seed_everything(int(os.environ.get("OMNI_TEST_SEED", 1)), verbose=False)
     net, record = Member(), Record()
-    devices = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    devices = OPTIONS.get("devices", int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     saves = pl.callbacks.ModelCheckpoint(FOLDER / NAME, "{epoch}", monitor="val_loss", save_top_k=-1)
     strategy = omni.OmniStrategy(method=OPTIONS.get("method"), timeout=None)
     fit = trainer(
