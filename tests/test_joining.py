@@ -28,9 +28,9 @@ from test_server_core import (
     seed_of,
 )
 
-from lightning_omni.errors import ConfigurationError, ConnectionLost, Evicted, RankLost
+from lightning_omni.errors import ConfigurationError, ConnectionLost, Evicted, RankLost, Refused
 from lightning_omni.optimizer import WorldOptions
-from lightning_omni.optimizer.enlistment import COMES_BACK
+from lightning_omni.optimizer.enlistment import COMES_BACK, ask_for_all
 from lightning_omni.protocol import EpochPlan
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.codec import pack, unpack
@@ -334,6 +334,23 @@ def test_a_group_joins_again_so_often_in_a_row_if_this_process_can_start_it(
     assert (says or "") in caplog.text
     assert bool(caplog.text) == bool(says)
     assert (sys.excepthook is before) == (says is not None)
+
+
+def test_what_rank_0_of_a_group_is_refused_is_refused_to_all_of_its_ranks() -> None:
+    said = list[str]()
+
+    def tell(text: str) -> str:
+        said.append(text)
+        return said[0]
+
+    def ask() -> str:
+        raise Refused("over", "it has been trained to its end")
+
+    with pytest.raises(Refused, match="^it has been trained to its end$"):
+        ask_for_all(tell, True, ask)
+    with pytest.raises(ConnectionLost, match="rank 0 of this group could not join: it has been trained to its end"):
+        ask_for_all(tell, False, ask)
+    assert len(said) == 2
 
 
 # --- What is refused -------------------------------------------------------------------------------------------------

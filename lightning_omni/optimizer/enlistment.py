@@ -7,6 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from typing import Any
 
 from lightning_omni.errors import ConnectionLost, OmniError, Refused
 from lightning_omni.optimizer.options import WorldOptions
@@ -50,16 +51,7 @@ class Enlistment:
 
     def __init__(self, options: WorldOptions, rank: int, size: int, tell: Callable[[str], str]) -> None:
         self._observer: Observer | None = None
-        failure: OmniError | None = None
-        said = ""
-        if rank == 0:
-            try:
-                said = json.dumps(self._ask(options, size))
-            except OmniError as error:
-                failure, said = error, json.dumps(str(error))
-        heard = json.loads(tell(said))
-        if isinstance(heard, str):
-            raise failure or ConnectionLost(f"rank 0 of this group could not join: {heard}")
+        heard = ask_for_all(tell, rank == 0, lambda: self._ask(options, size))
         self.run, self.first, announced = heard
         self.begins = announced == 0
         self.announced = announced or size
@@ -104,6 +96,30 @@ class Enlistment:
         if self._observer is not None:
             self._observer.close()
             self._observer = None
+
+
+def ask_for_all(tell: Callable[[str], str], asks: bool, ask: Callable[[], Any]) -> Any:
+    """What rank 0 of a group asks is answered to all of its ranks, and what is refused is refused to all. On all of it.
+
+    Args:
+        tell: gives every rank of the group the text of rank 0.
+        asks: whether this is rank 0.
+        ask: asks; returns plain values.
+
+    Raises:
+        OmniError: it was refused, or failed.
+    """
+    failure: OmniError | None = None
+    said: dict[str, Any] = {}
+    if asks:
+        try:
+            said = {"answer": ask()}
+        except OmniError as error:
+            failure, said = error, {"error": str(error)}
+    said = json.loads(tell(json.dumps(said)))
+    if "error" in said:
+        raise failure or ConnectionLost(f"rank 0 of this group could not join: {said['error']}")
+    return said["answer"]
 
 
 def _check_same(run: str, options: WorldOptions) -> None:

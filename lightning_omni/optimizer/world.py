@@ -33,6 +33,7 @@ from lightning_omni.methods.head import check_mergeable, held_by_one
 from lightning_omni.methods.master import check_servable
 from lightning_omni.optimizer.channel import Channel, Traffic
 from lightning_omni.optimizer.edits import Edits
+from lightning_omni.optimizer.enlistment import ask_for_all
 from lightning_omni.optimizer.executor import Exchanging, Executor
 from lightning_omni.optimizer.model_replica import ModelReplica, Part
 from lightning_omni.optimizer.options import WorldOptions
@@ -245,16 +246,10 @@ class World(Place):
         """
         self.executor.check_parts()
         self.connect()
-        assert self.control is not None
         assert self.enlistment is not None
-        said = ""
-        if self.is_leader:
-            _log.info("waiting to join the run, until its groups have parted")
-            answer = self.control.request(
-                m.Join(ranks=self.members), m.Joined, timeout=self.options.timeout.total_seconds()
-            )
-            said = m.encode(answer).hex()
-        joined: m.Joined = m.decode(bytes.fromhex(self.tell(said)), at="rank", channel=m.CONTROL)
+        joined: m.Joined = m.decode(
+            bytes.fromhex(ask_for_all(self.tell, self.is_leader, self._ask_to_join)), at="rank", channel=m.CONTROL
+        )
         self._check_alike(joined)
         self.topology = Topology((*((),) * joined.group, self.members))
         self.generation, self.channel.synchronizations = joined.generation, joined.synchronizations
@@ -265,6 +260,13 @@ class World(Place):
         self.is_entering = True
         self.enlistment.close()
         return joined
+
+    def _ask_to_join(self) -> str:
+        """Waits until the group may join. By its leader; what all of it has to know, as text."""
+        assert self.control is not None
+        _log.info("waiting to join the run, until its groups have parted")
+        timeout = self.options.timeout.total_seconds()
+        return m.encode(self.control.request(m.Join(ranks=self.members), m.Joined, timeout=timeout)).hex()
 
     def _check_alike(self, joined: m.Joined) -> None:
         """Raises `ConfigurationError` if the groups of the run exchange otherwise than this one was told."""
