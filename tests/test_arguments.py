@@ -105,6 +105,7 @@ BAD: dict[Any, dict[str, list[Any]]] = {
         "save_every": ["30", 0, -1.0, math.nan, math.inf, True],
         "inside": ["fsdp2", True, None, 3],
         "max_rejoins": ["3", -1, 1.5, True, None],
+        "progress_timeout": ["600", 0, -1.0, 1.5, math.nan, math.inf, True],
     },
 }
 

@@ -36,7 +36,10 @@ def begun(running: Running, rank: int, word: str = "batch") -> bool:
     return events.exists() and word in events.read_text()
 
 
-@pytest.mark.parametrize(("way", "victim"), [({"die_at": {"2": 5}}, 2), ({"die_in_validation": 3}, 3)])
+STALLS = {"stall_at": {"3": 5}, "strategy": {"groups": 2, "progress_timeout": 4}}
+
+
+@pytest.mark.parametrize(("way", "victim"), [({"die_at": {"2": 5}}, 2), ({"die_in_validation": 3}, 3), (STALLS, 3)])
 def test_the_run_outlives_a_worker_outside_the_first_group(way: dict[str, Any], victim: int) -> None:
     with Running("groups.py", {"fits": [{**FIT, **way, "test": True}]}) as running:
         finished = finish(running)
@@ -49,6 +52,7 @@ def test_the_run_outlives_a_worker_outside_the_first_group(way: dict[str, Any], 
         # Those that are left evaluate all of the data, also when the fit is over.
         assert each["test"][0]["val_loss"] == pytest.approx(each["validations"][3][1], rel=1e-4)
     assert "its group is evicted" in finished.output
+    assert ("group 1 is alive and has made no progress for 4 s" in finished.output) == (way is STALLS)
     assert 2 not in finished.results
     assert 3 not in finished.results
 

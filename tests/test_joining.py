@@ -346,7 +346,7 @@ def test_what_rank_0_of_a_group_is_refused_is_refused_to_all_of_its_ranks() -> N
     def ask() -> str:
         raise Refused("over", "it has been trained to its end")
 
-    with pytest.raises(Refused, match="^it has been trained to its end$"):
+    with pytest.raises(Refused, match=r"^it has been trained to its end$"):
         ask_for_all(tell, True, ask)
     with pytest.raises(ConnectionLost, match="rank 0 of this group could not join: it has been trained to its end"):
         ask_for_all(tell, False, ask)

@@ -888,6 +888,49 @@ def test_a_rank_that_only_sends_gradients_is_alive() -> None:
     assert not link.core.roster.lost
 
 
+def beat(link: Link, seconds: float, waiting: Sequence[int] = (), **progress: int) -> None:
+    """Time passes; every rank that is not lost says what it has got done: as ``r1=5``, or nothing new.
+
+    Those that wait for the server count up meanwhile.
+    """
+    for _ in range(int(seconds / 20)):
+        link.tick(20)
+        for rank in set(range(link.world_size)) - link.core.roster.lost.keys():
+            done = int(link.now) if rank in waiting else progress.get(f"r{rank}", 1)
+            link.control(rank, m.Heartbeat(sent=link.now, progress=done))
+
+
+def test_a_group_that_is_alive_and_gets_nothing_done_is_evicted_with_all_its_ranks() -> None:
+    link = trained_link((0,), (1, 2), (3,), progress_timeout=600.0)
+    beat(link, 500)
+    beat(link, 500, r2=2, r3=0)  # rank 1 waits for rank 2, which gets on; rank 3 is not to be judged
+    assert not link.core.roster.lost
+    beat(link, 200, r2=2, r3=0)
+    assert link.core.roster.lost == dict.fromkeys((1, 2), "group 1 is alive and has made no progress for 600 s")
+    assert not link.core.over  # nor is it for the recorder's group, which stands still, too
+    assert link.core.roster.groups == (0, 2)
+    notice = next(message for message in link.news(3) if isinstance(message, m.Notice))
+    assert (notice.lost, notice.barred) == ((1, 2), False)
+
+
+def test_who_waits_at_a_synchronization_point_is_not_taken_for_one_that_stands_still() -> None:
+    link = trained_link((0,), (1, 2), (3,), progress_timeout=600.0)
+    beat(link, 20)
+    contribute(link, 0), contribute(link, 1), contribute(link, 3)
+    beat(link, 580, waiting=(0, 1, 3))
+    assert not link.core.roster.lost
+    beat(link, 100, waiting=(0, 1, 3))  # also rank 1, of the group of rank 2, which never comes
+    assert link.core.roster.lost.keys() == {1, 2}
+    gathered = [message for message in link.news(3) if isinstance(message, m.Gathered)]
+    assert [each.ranks for each in gathered] == [(0, 3)]
+
+
+def test_no_group_is_judged_by_its_progress_if_there_is_no_limit() -> None:
+    link = trained_link((0,), (1,))
+    beat(link, 5000)
+    assert not link.core.roster.lost
+
+
 def test_a_rank_that_never_joins_ends_the_run() -> None:
     link = Link(world_size=2)
     link.join(0)

@@ -165,6 +165,22 @@ def test_of_two_groups_each_computes_while_its_fragment_is_under_way(serving: Se
     assert not any(map(torch.equal, serving.core.shards[0].master.weights(), start))
 
 
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_rank_tells_what_it_has_got_done_from_its_first_trained_batch_on(serving: Serving, trained: bool) -> None:
+    control = two(serving)[0].control
+    assert control.heartbeat(0.0).progress == 0
+    control.got_on()
+    control.got_on(has_trained=trained)
+    first = control.heartbeat(1.0).progress
+    assert bool(first) == trained
+    control.request(m.AskStatus(), m.Status)  # it waits for the server
+    assert (control.heartbeat(2.0).progress > first) == trained
+    control.takes_time()
+    assert control.heartbeat(3.0).progress == 0
+    control.got_on()
+    assert bool(control.heartbeat(4.0).progress) == trained
+
+
 def eventually(is_true: Callable[[], bool]) -> bool:
     """Asks again and again until it is true, or for too long."""
     deadline = time.monotonic() + DEADLINE

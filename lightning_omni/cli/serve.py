@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import signal
 import threading
@@ -40,6 +41,7 @@ def serve(
     http_host: str = "127.0.0.1",
     state: Path | None = None,
     save_every: Quantity = 30.0,
+    progress_timeout: Quantity = 600.0,
 ) -> int:
     """Runs a parameter server that trainings join with OmniStrategy(server="tcp://host:port").
 
@@ -74,6 +76,8 @@ def serve(
         state: Directory in which the server saves its state as it runs. Started with it again after it was killed, the
             server goes on from there with its run, whose ranks look for it at the same address for five minutes.
         save_every: Time between two saves, as in 30s, or in seconds.
+        progress_timeout: Time after which a group that has trained, is alive and gets nothing done counts as dead, as
+            in 10min, or in seconds, at least 2; 0 for never.
     """
     # Not above: --help is not to wait for torch.
     import msgspec
@@ -101,6 +105,9 @@ def serve(
     if state is not None:
         _check_state(shards, upstream, record, transport, port)
     follows = bool(shard or upstream)
+    progress = seconds_of("--progress-timeout", progress_timeout)
+    if 0 < progress < 2:
+        raise ConfigurationError(f"--progress-timeout {progress_timeout}: pass 2s or more, or 0 for never")
     key, where = load_or_create(key_file)
     torch.set_num_threads(threads)
     for path in method.split(",") if method else ():
@@ -118,6 +125,7 @@ def serve(
         shards=shards,
         shard=shard,
         adds_up=bool(upstream),
+        progress_timeout=progress or math.inf,
     )
     states = None
     if state is not None:

@@ -271,6 +271,7 @@ class RunServer:
             shards=self.count,
             state=str(self._states.path / "state") if self._states is not None else "",
             save_every=options.save_every or 0.0,
+            progress_timeout=options.progress_timeout,
         )
 
     def _place_for_states(self, parts: Sequence[Part]) -> PrivateDirectory | None:

@@ -53,6 +53,8 @@ class WorldOptions:
             it dies; None saves nothing, and its death ends the run.
         inside: how the members of a group hold the model: ``"ddp"``, each of them whole; or ``"fsdp"``, together, each
             with rows of every parameter, which it exchanges with a server of its own.
+        progress_timeout: seconds after which the embedded server takes a group for dead that has trained, is alive and
+            gets nothing done; None for never.
     """
 
     groups: int | None = None
@@ -72,6 +74,7 @@ class WorldOptions:
     join: bool = False
     save_every: float | None = 30.0
     inside: Literal["ddp", "fsdp"] = "ddp"
+    progress_timeout: float | None = 600.0
 
     def __post_init__(self) -> None:
         if self.groups is not None:
@@ -87,6 +90,11 @@ class WorldOptions:
         if self.save_every is not None and not 0 < self.save_every < math.inf:
             raise ConfigurationError(
                 f"save_every={self.save_every}: pass the seconds between two saves, as 30, or None to save nothing"
+            )
+        if self.progress_timeout is not None and not self.progress_timeout >= 2:
+            raise ConfigurationError(
+                f"progress_timeout={self.progress_timeout}: no batch and no epoch's end may take longer; pass at least"
+                " 2 seconds, or None"
             )
         for name in ("max_nonfinite_pushes", "server_threads"):
             if getattr(self, name) < 1:

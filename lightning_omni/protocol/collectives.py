@@ -48,6 +48,11 @@ class Collectives:
         """Whether no collective is under way."""
         return not self._open
 
+    @property
+    def contributed(self) -> set[int]:
+        """Ranks that have contributed to what is under way, and wait for the others."""
+        return {rank for present in self._open.values() for rank in present}
+
     def forget(self, ranks: Collection[int]) -> None:
         """What the dead contributed does not count, nor what they called."""
         for present in self._open.values():

@@ -7,7 +7,7 @@ which order. Rule 2: when the run cannot go on, every rank is told once, and fro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import msgspec
@@ -39,6 +39,8 @@ class Membership:
         synchronizations: synchronization points of all ranks that are over.
         journal: told of what ranks will know.
         now: the time of the message that is being handled.
+        progress_timeout: seconds in which a group has to get something done; infinite if it is not judged by that.
+        contributed: ranks that wait at a synchronization point.
 
     Attributes:
         generation: counts the formings of groups, as the recorder does.
@@ -57,8 +59,11 @@ class Membership:
         synchronizations: Callable[[], int],
         journal: Journal,
         now: Callable[[], float],
+        progress_timeout: float,
+        contributed: Callable[[], Container[int]],
     ) -> None:
         self._journal, self._now = journal, now
+        self._progress_timeout, self._contributed = progress_timeout, contributed
         self._roster = roster
         self._services = services
         self._waited_for = [each for each in services if type(each).resolve_pending is not Service.resolve_pending]
@@ -200,7 +205,7 @@ class Membership:
             raise ProtocolError(f"there is no group {group} of incarnation {message.incarnation} any more")
         assert roster.topology is not None
         name, ranks = roster.identity(group).name, roster.topology.members(group)
-        if not roster.joining and (roster.recorder in ranks or roster.topology.is_synchronous):
+        if roster.ends_with(group):
             raise ProtocolError(f"group {name} cannot be evicted, for the run would end with it; stop the run instead")
         live = next(rank for rank in ranks if rank in roster.live)
         out = self.lose(live, f"group {name} was evicted by hand", barred=True)
@@ -228,8 +233,10 @@ class Membership:
     # --- Losses ------------------------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> list[Out]:
-        """Time passes: ranks that were silent for too long are lost."""
+        """Time passes: ranks that were silent for too long are lost, and groups that have got nothing done."""
         out = []
+        for rank, reason in self._roster.stalled(now, self._progress_timeout, self._contributed()):
+            out += self.lose(rank, reason)
         for rank, reason in self._roster.silent(now, self._heartbeat_timeout, self._join_timeout):
             if self.over:
                 self._roster.gone.add(rank)

@@ -12,7 +12,7 @@ formed so, each from the member of its number, which counts there as the leader 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +38,7 @@ class Member:
         peer: its control connection; empty for a rank that a server which goes on has not heard of yet.
         session: the secret that it shares with the server; it never travels.
         since: when it was admitted.
+        got_on: when it was heard last that it gets on with its work, or is not to be judged by that.
         host: the address from which it has connected, where the transport knows it.
     """
 
@@ -47,10 +48,17 @@ class Member:
     last_seen: float
     timings: Heartbeat = field(default_factory=lambda: Heartbeat(sent=0.0))
     since: float = field(init=False)
+    got_on: float = field(init=False)
     host: str = ""
 
     def __post_init__(self) -> None:
-        self.since = self.last_seen
+        self.since = self.got_on = self.last_seen
+
+    def hear(self, heartbeat: Heartbeat) -> None:
+        """A sign of life."""
+        if heartbeat.progress == 0 or heartbeat.progress != self.timings.progress:
+            self.got_on = self.last_seen
+        self.timings = heartbeat
 
 
 class Roster:
@@ -403,6 +411,37 @@ class Roster:
                 late.append((rank, f"rank {rank} gave no sign of life for {timeout:.0f} s"))
         return late
 
+    def stalled(self, now: float, timeout: float, contributed: Container[int]) -> list[tuple[int, str]]:
+        """A rank of each group that is alive and has got nothing done for too long, and how to say so.
+
+        Members of a group wait for one another, so none of them is blamed, and a group stands still when none gets on.
+        A group with which the run would end is left alone.
+
+        Args:
+            now: seconds.
+            timeout: seconds.
+            contributed: ranks that wait at a synchronization point of all ranks; the others of their group do not wait
+                for them.
+        """
+        late = []
+        for group in self.groups:
+            if self.ends_with(group):
+                continue
+            assert self.topology is not None
+            ranks = [r for r in self.topology.members(group) if r in self.members and r not in self.gone]
+            at_work = [self.members[rank].got_on for rank in ranks if rank not in contributed]
+            if at_work and now - max(at_work) > timeout:
+                name = self.identity(group).name
+                late.append((ranks[0], f"group {name} is alive and has made no progress for {timeout:.0f} s"))
+        return late
+
+    def ends_with(self, group: int) -> bool:
+        """Whether the run would end if this group did."""
+        topology = self.topology
+        if self.joining or topology is None:
+            return False
+        return topology.is_synchronous or self.recorder in topology.members(group)
+
     def lose(self, rank: int, reason: str, barred: bool = False) -> tuple[int | None, bool]:
         """Takes a dead rank's group out of the run.
 
@@ -419,7 +458,7 @@ class Roster:
             self.lost[rank] = reason
             return None, True
         group = topology.group_of(rank)
-        if not self.joining and (topology.is_synchronous or self.recorder in topology.members(group)):
+        if self.ends_with(group):
             self.lost[rank] = reason
             return None, True
         for peer in topology.members(group):

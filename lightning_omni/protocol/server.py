@@ -76,6 +76,8 @@ class ServerCore:
         key: the run's shared secret.
         random: draws that many random bytes (nonces).
         heartbeat_timeout: seconds of silence after which a rank counts as dead.
+        progress_timeout: seconds after which a group that has trained, is alive and gets nothing done counts as dead;
+            infinite for never.
         join_timeout: seconds that a rank may take to join after the first.
         resolve: finds the class of an optimizer's class path.
         resolve_module: finds the class of a merged head's module.
@@ -113,6 +115,7 @@ class ServerCore:
         shards: int = 1,
         shard: int = 0,
         adds_up: bool = False,
+        progress_timeout: float = math.inf,
     ) -> None:
         self.key = key
         self._random = random
@@ -120,6 +123,7 @@ class ServerCore:
         is_told = shard > 0 or adds_up
         self._heartbeat_timeout = math.inf if is_told else heartbeat_timeout
         self._join_timeout = math.inf if is_told else join_timeout
+        self._progress_timeout = math.inf if is_told else progress_timeout
         self._resolve = resolve or resolver(())
         self._resolve_module = resolve_module or module_resolver(())
         self._clock = clock or self._last_now
@@ -208,6 +212,8 @@ class ServerCore:
             lambda: self._synchronization.completed,
             journal,
             self._last_now,
+            self._progress_timeout,
+            lambda: self._synchronization.contributed,
         )
         self._router = Router(self._table, [self._admission, self._membership, *services], roster, servers)
         servers.begin(self._membership.end, lambda: roster.live)

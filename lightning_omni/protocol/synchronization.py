@@ -45,6 +45,11 @@ class Synchronization(Service):
         self._brought: dict[int, Payload] = {}
         self._gathered = GatheredEntry(-1, (), ())  # the last one
 
+    @property
+    def contributed(self) -> set[int]:
+        """Ranks that are at a synchronization point, and wait for the others."""
+        return self._collectives.contributed
+
     def evict(self, group: int, lost: bool) -> list[Out]:
         self._collectives.forget(self._roster.lost)
         return []

@@ -70,6 +70,7 @@ class Control(ABC):
         signal: a signal that this rank was given, to be told with the next heartbeat.
         shards: servers that hold a share of the weights each; see `attach_all`.
         has_finished: whether the run is at its end when this rank says goodbye.
+        progress: counts what this rank has got done, and how often it has waited for the server a little more.
         patience: seconds for which the server is looked for when it is gone; 0 if its loss ends the run.
         returns: how often another server has gone on in the place of one that was gone.
         is_away: whether the server is gone, and looked for.
@@ -85,7 +86,8 @@ class Control(ABC):
         self.address, self.rank = address, rank
         self.status: m.Status | None = None
         self.lost: tuple[int, ...] = ()
-        self.signal = 0
+        self.signal = self.progress = 0
+        self._is_judged = self._has_trained = False
         self._pushes_directly = False
         self._timings = (0.0, 0.0, 0.0)
         self._ended: OmniError | None = None
@@ -238,7 +240,8 @@ class Control(ABC):
         return self.cause is not None
 
     def check(self) -> None:
-        """Raises what ended this rank's run, if anything did."""
+        """Raises what ended this rank's run, if anything did. A rank that waits for the server asks all the time."""
+        self.progress += 1
         if self._ended is not None:
             raise self._ended
 
@@ -252,10 +255,31 @@ class Control(ABC):
         """Seconds for the next heartbeat: compute time, whole step, exchange."""
         self._timings = (compute, step, exchange)
 
+    def got_on(self, has_trained: bool = False) -> None:
+        """This rank has got something done, a batch, say.
+
+        Args:
+            has_trained: whether that was a batch of training; from the first one on more is expected.
+        """
+        self.progress += 1
+        self._has_trained |= has_trained
+        self._is_judged = self._has_trained
+
+    def takes_time(self) -> None:
+        """What this rank does now may take its time, until it gets on."""
+        self._is_judged = False
+
     def heartbeat(self, now: float) -> m.Heartbeat:
         """What is said twice a second."""
         compute, step, exchange = self._timings
-        return m.Heartbeat(sent=now, compute_time=compute, step_time=step, exchange_time=exchange, signal=self.signal)
+        return m.Heartbeat(
+            sent=now,
+            compute_time=compute,
+            step_time=step,
+            exchange_time=exchange,
+            signal=self.signal,
+            progress=self.progress if self._is_judged else 0,
+        )
 
     def hear(self, message: m.Message) -> bool:
         """Takes in what the server says. Returns whether it is the answer to a request."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import secrets
 import signal
@@ -58,6 +59,7 @@ def main() -> int:
             secrets.token_bytes,
             heartbeat_timeout=settings.heartbeat_timeout,
             join_timeout=settings.join_timeout,
+            progress_timeout=math.inf if settings.progress_timeout is None else settings.progress_timeout,
             resolve=resolver(settings.allow_optimizers),
             clock=time.monotonic,
             resolve_module=module_resolver(settings.allow_modules),

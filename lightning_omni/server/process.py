@@ -31,6 +31,7 @@ class ServerSettings(msgspec.Struct, frozen=True):
         coordinator: the address of that one, for the others.
         state: directory for its state; empty to save none.
         save_every: seconds between two saves.
+        progress_timeout: as in `ServerCore`; None for infinite.
         again: address at which another server listened that is gone, and whose run it goes on with.
     """
 
@@ -53,6 +54,7 @@ class ServerSettings(msgspec.Struct, frozen=True):
     state: str = ""
     save_every: float = 30.0
     again: str = ""
+    progress_timeout: float | None = None
 
 
 class Ready(msgspec.Struct, frozen=True):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -122,6 +123,7 @@ def check_strategy(
     save_every: object,
     inside: object,
     max_rejoins: object,
+    progress_timeout: object,
 ) -> None:
     """Refuses arguments of OmniStrategy that are of the wrong kind; the code that uses them checks what they mean.
 
@@ -152,6 +154,8 @@ def check_strategy(
         check_number("save_every", save_every, "the seconds between two saves, more than 0, or None", above=0)
     if inside not in ("ddp", "fsdp"):
         raise ConfigurationError(f'inside={inside!r}: pass "ddp" or "fsdp"')
+    if progress_timeout is not None:
+        check_number("progress_timeout", progress_timeout, "seconds, at least 2, or None", low=2, below=math.inf)
     check_whole("max_rejoins", max_rejoins, "how often in a row an evicted group may join again, or 0")
 
 

@@ -112,6 +112,9 @@ class OmniStrategyHooks(GroupedStrategy):
         max_rejoins: how often in a row a group of ``join`` that was evicted by mistake (its machine stood still, its
             link was cut) joins again by itself, as a new one: if the script ends with that error, its process starts
             the command again that it was started with, after 1, 2, 4, ... seconds. See docs/joining.md. 0 never.
+        progress_timeout: seconds after which a group is evicted that answers heartbeats and gets nothing done, no batch
+            and no validation batch: it is stuck in a collective or a loader, and others would wait for it. Counted from
+            its first trained batch on, by the embedded server; ``lightning-omni serve`` has its own. None never.
         **ddp: DDPStrategy's own arguments.
 
     Raises:
@@ -149,6 +152,7 @@ class OmniStrategyHooks(GroupedStrategy):
         save_every: float | None = 30.0,
         inside: Literal["ddp", "fsdp"] = "ddp",
         max_rejoins: int = 10,
+        progress_timeout: float | None = 600.0,
         **ddp: Any,
     ) -> None:
         if "refusals" in ddp:
@@ -179,6 +183,7 @@ class OmniStrategyHooks(GroupedStrategy):
                 save_every,
                 inside,
                 max_rejoins,
+                progress_timeout,
             )
             check_inside(inside, merged, validation, ddp)
             if data == "static" and rebalance == "auto":
@@ -208,6 +213,7 @@ class OmniStrategyHooks(GroupedStrategy):
                 join=asked.join,
                 save_every=save_every,
                 inside=inside,
+                progress_timeout=progress_timeout,
             )
         super().__init__(**ddp)
         self.ddp_options = dict(vars(self).get("_ddp_kwargs", {}))
@@ -404,6 +410,12 @@ class OmniStrategyHooks(GroupedStrategy):
 
     # --- Training ----------------------------------------------------------------------------------------------------
 
+    def _take_time(self) -> None:
+        """What comes now, a checkpoint, say, may take its time."""
+        self.signals.pause()
+        if self.world is not None and self.world.control is not None:
+            self.world.control.takes_time()
+
     def _install_signals(self) -> None:
         self.signals.install(self._trainer, self.joined, lambda: self.epochs.interrupt(self.buffers()))
 
@@ -418,6 +430,8 @@ class OmniStrategyHooks(GroupedStrategy):
     def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """A batch of whatever loop: a sign of life."""
         self.signals.progress()
+        if self.world is not None and self.world.control is not None:
+            self.world.control.got_on()
         return super().batch_to_device(batch, *args, **kwargs)
 
     @override
@@ -474,7 +488,7 @@ class OmniStrategyHooks(GroupedStrategy):
         super().on_train_end()
         if self.nested.is_running:
             return
-        self.signals.pause()
+        self._take_time()
         self.balance.end()
         world = self.joined
         world.is_finished = True
@@ -651,7 +665,7 @@ class OmniStrategyHooks(GroupedStrategy):
         """
         if self.run_states.is_described:
             return {}
-        self.signals.pause()
+        self._take_time()
         if self.world is not None:
             reshard(self.world.sharded)
         state = super().lightning_module_state_dict()

@@ -118,6 +118,7 @@ class Listener:
         if world.control is not None:
             strategy.step_times.end(world.channel.traffic.seconds, world.channel.traffic.moved)
             world.control.report_timings(*strategy.step_times.means)
+            world.control.got_on(has_trained=True)
         strategy.balance.end_batch()
         strategy.epochs.end_batch()
         self._display.show(trainer, strategy.epochs.expected_batches(batch_idx + 1))

@@ -186,6 +186,8 @@ class Notes(pl.Callback):
             self.files.append(len(os.listdir("/proc/self/fd")))
         if number == self.options.get("die_at", {}).get(str(RANK)):
             os.kill(os.getpid(), signal.SIGKILL)
+        if number == self.options.get("stall_at", {}).get(str(RANK)):
+            time.sleep(1000)  # heartbeats go on meanwhile
         if number == self.options.get("raise_at", {}).get(str(RANK)):
             raise ValueError("something is wrong with this batch")
         if number == self.options.get("stop_at", {}).get(str(RANK)):
