@@ -45,10 +45,29 @@ def apart(one: dict[str, Any], other: dict[str, Any]) -> float:
 ACROSS = [{"method": "async_sgd", "optimizer": "AdamW", "extra": {"gradient_clip_val": 0.3, "wire": "bf16"}}]
 
 
+DILOCO = {"method": "diloco:period=2"}
+FOLDERS = {**DILOCO, "save_distributed_checkpoint": True}
+
+
+def resumes(one_group: Run) -> list[dict[str, Any]]:
+    """Runs that go on from the checkpoints of others; a file of two groups of two is there already."""
+    saved = one_group.results[0]["parity"]
+    return [
+        {"name": "2 x 2", "with": "inside fsdp", "groups": 2, "options": FOLDERS, "saves": "many"},
+        {"name": "2 x 2 again", "with": "inside fsdp", "groups": 2, "options": DILOCO, "from": "many"},
+        {"name": "1 x 4", "with": "inside fsdp", "from": "many"},
+        {"name": "parallel", "with": "parallel", "from": "many"},
+        {"name": "DDP", "with": "ddp", "from": "fsdp"},
+        {"name": "theirs", "with": "inside fsdp", "from": saved["saved by theirs"]["folder"]},
+        {"name": "ours", "with": "inside fsdp", "groups": 2, "from": saved["saved by ours"]["folder"]},
+    ]
+
+
 @pytest.fixture(scope="module")
-def two_groups() -> list[dict[str, Any]]:
+def two_groups(one_group: Run) -> list[dict[str, Any]]:
     """What ranks 0 and 1 report, the members of one group; the other group has died at the end."""
-    what = {"what": ["across", "checkpoints", "dies"], "across": ACROSS, "checkpoints": [{"method": "diloco:period=2"}]}
+    what = {"what": ["across", "checkpoints", "resumes", "dies"], "across": ACROSS, "checkpoints": [DILOCO]}
+    what["resumes"] = resumes(one_group)
     finished = run("inside.py", what)
     assert set(finished.results) == {0, 1}
     return [finished.results[0], finished.results[1]]
@@ -72,6 +91,28 @@ def test_a_checkpoint_goes_from_one_way_to_the_other_and_back(two_groups: list[d
             assert apart(found["ddp"], found[name]) < CLOSE, name
         for name in ("saved ", "saved inside-"):
             assert apart(*found[name]) < CLOSE, "they are of plain DDP, with all that method and groups remember"
+
+
+def test_a_checkpoint_goes_on_in_other_groups_with_other_shards_and_with_lightning_s_strategies(
+    two_groups: list[dict[str, Any]],
+) -> None:
+    for result in two_groups:
+        found = result["resumes"]
+        assert apart(found["2 x 2"]["after"], found["2 x 2 again"]["after"]) == 0, "with what groups and servers knew"
+        for name in ("2 x 2 again", "1 x 4", "parallel"):
+            assert found[name]["loaded"] == found["DDP"]["loaded"], "of a folder, and of one file"
+            assert len(found[name]["loaded"]["states"]) == 18
+        assert found["1 x 4"]["after"] == found["parallel"]["after"]
+        assert apart(found["1 x 4"]["after"], found["DDP"]["after"]) < CLOSE
+
+
+def test_what_two_shards_of_one_group_have_saved_is_loaded_by_more_and_by_more_groups(
+    one_group: Run, two_groups: list[dict[str, Any]]
+) -> None:
+    for result in two_groups:
+        for whose in ("theirs", "ours"):
+            saved = one_group.results[0]["parity"][f"saved by {whose}"]["held"]
+            assert result["resumes"][whose]["loaded"] == saved
 
 
 def test_a_killed_member_costs_its_group_alone(two_groups: list[dict[str, Any]]) -> None:

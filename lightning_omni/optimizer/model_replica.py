@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_omni.errors import UnsupportedError
 from lightning_omni.methods import Pulled, Replica
@@ -77,8 +78,10 @@ class ModelReplica(Replica):
         return description
 
     def part_of(self, tree: Any) -> Any:
-        """What this rank has of a tree of whole tensors, as `Split.tree_parts`."""
-        return tree if self.split is None else self.split.tree_parts(tree)[self._member]
+        """What this rank has of a tree of whole tensors, as `Split.tree_parts`, or of sharded ones."""
+        if self.split is None or any(isinstance(leaf, DTensor) for leaf in tree_leaves(tree)):
+            return parts_of(tree)
+        return self.split.tree_parts(tree)[self._member]
 
     def layout_with(self, more: Mapping[str, Parameter]) -> Layout:
         """The layout of whole parameters, if further ones come behind these."""

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from lightning_omni.errors import ConfigurationError
+from lightning_omni.optimizer.folders import Folder
 from lightning_omni.protocol.cut import Cut
 from lightning_omni.protocol.progress import Progress
 
@@ -30,6 +31,7 @@ class Saved:
         server: what the method's server side remembers, for each optimizer.
         states: of each group, what it alone knows: memory and senders, for each optimizer, and where optimizers step at
             the workers its weights and optimizer state. Empty if several groups were training.
+        folder: that has the tensors of ``server`` and ``states``; None if these have them.
     """
 
     cut: Cut = field(default_factory=Cut)
@@ -39,6 +41,7 @@ class Saved:
     parameters: Sequence[Sequence[str]] | None = None
     server: Sequence[Any] = ()
     states: Mapping[int, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
+    folder: Folder | None = None
 
     def to_plain(self) -> dict[str, Any]:
         """As plain data and tensors, which ``torch.load(weights_only=True)`` reads."""

@@ -260,7 +260,7 @@ def gather(tree: Any, group: Any, device: torch.device) -> list[Any]:
 
     Tensors, which have one dimension or none, are gathered one by one, and are on the CPU then.
     """
-    leaves, structure = tree_flatten(_in_order(tree))
+    leaves, structure = tree_flatten(in_order(tree))
     gathered = [_gather_one(leaf, group, device) if isinstance(leaf, Tensor) else None for leaf in leaves]
     if dist.get_rank(group) != 0:
         return []
@@ -287,13 +287,13 @@ def _gather_one(part: Tensor, group: Any, device: torch.device) -> list[Tensor]:
     return [each[: int(count)].cpu().reshape(shape) for each, count in zip(places or (), sizes, strict=is_first)]
 
 
-def _in_order(tree: Any) -> Any:
-    """The tree with what goes by numbers (groups, places) in their order, the same on all members."""
+def in_order(tree: Any) -> Any:
+    """A tree with what goes by numbers (groups, places) in their order, the same on all members."""
     if isinstance(tree, Mapping):
         keys = sorted(tree) if all(isinstance(key, int) for key in tree) else list(tree)
-        return {key: _in_order(tree[key]) for key in keys}
+        return {key: in_order(tree[key]) for key in keys}
     if isinstance(tree, (list, tuple)):
-        return type(tree)(_in_order(each) for each in tree)
+        return type(tree)(in_order(each) for each in tree)
     return tree
 
 

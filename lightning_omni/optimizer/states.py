@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 
@@ -19,7 +20,7 @@ from lightning_omni.optimizer.model_replica import Part
 from lightning_omni.optimizer.parameter_groups import ParameterGroups
 from lightning_omni.optimizer.place import Place
 from lightning_omni.optimizer.saved import Saved
-from lightning_omni.optimizer.sharding import gather, held_by, state_like
+from lightning_omni.optimizer.sharding import gather, held_by, like, state_like
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.codec import Packed, pack, unpack
 from lightning_omni.protocol.wire_format import RESIDUAL, to_wire
@@ -62,9 +63,23 @@ class States:
             and len(saved.server) == len(self._place.parts)
             and (not has_head if saved.parameters is None else saved.parameters == names)
         )
-        self._resumed = saved if same else Saved()
+        self._resumed = self._filled(saved) if same else Saved()
         if not same:
             self._residuals.leave_out(saved.states)
+
+    def _filled(self, saved: Saved) -> Saved:
+        """With its tensors, if a folder has them: the server's, and those of this rank's group."""
+        if saved.folder is None:
+            return saved
+        folder, place = saved.folder, self._place
+
+        def filled(trees: Sequence[Any]) -> list[Any]:
+            pairs = zip(place.parts, trees, strict=False)
+            return [folder.filled(tree, part.replica.ordered, place.compute_group) for part, tree in pairs]
+
+        own = sorted(saved.states)[place.group : place.group + 1]
+        states = {number: filled(trees) if number in own else trees for number, trees in saved.states.items()}
+        return replace(saved, server=filled(saved.server), states=states)
 
     def forget(self) -> None:
         """Training has begun: what was to be resumed is."""
@@ -191,6 +206,16 @@ class States:
             for group in trees[0]["groups"]
         }
         return ServerSnapshot(snapshot.cut, parts, groups)
+
+    def sharded(self, snapshot: ServerSnapshot) -> ServerSnapshot:
+        """A snapshot of what this member of the recorder's group has, its parameters' tensors sharded as they are."""
+        parts = []
+        for part, theirs in zip(self._place.parts, snapshot.parts, strict=True):
+            held = part.replica.ordered
+            named = zip(theirs["weights"].items(), held, strict=True)
+            weights = {name: like(value, parameter) for (name, value), parameter in named}
+            parts.append({**theirs, "weights": weights, "state": state_like(theirs["state"], held)})
+        return ServerSnapshot(snapshot.cut, parts, snapshot.groups)
 
     def whole(self, optimizer: Optimizer, parts: Sequence[Mapping[str, Any]]) -> dict[int, Any]:
         """An optimizer's state as in its ``state_dict``: the server's, and this rank's own for what steps here.

@@ -9,7 +9,7 @@ is stepped to the same bits as the whole.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -308,6 +308,25 @@ class Split(msgspec.Struct, frozen=True, dict=True):
     def _specs_of(self, server: int) -> Iterable[tuple[TensorSpec, TensorSpec]]:
         places = self.places[server]
         return zip(self.shares[server].specs, [self.layout.specs[place] for place in places], strict=True)
+
+
+def over_parameters(tree: Any, specs: Sequence[TensorSpec], make: Callable[[Any, int | None], Any]) -> Any:
+    """A tree as in `Split.tree_parts`, with something made of each of its values.
+
+    Args:
+        tree: of a whole, or of what one server has.
+        specs: of that.
+        make: is given a value, and the place of the parameter that it belongs to; None where it belongs to none.
+    """
+    if _is_by_place(tree):
+        return {place: {key: make(value, place) for key, value in values.items()} for place, values in tree.items()}
+    if isinstance(tree, Mapping):
+        return {key: over_parameters(value, specs, make) for key, value in tree.items()}
+    if _is_for_each(tree, specs):
+        return [make(value, place) for place, value in enumerate(tree)]
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(over_parameters(item, specs, make) for item in tree)
+    return make(tree, None)
 
 
 def is_elementwise(method: Method, optimizer: Optimizer | None) -> bool:

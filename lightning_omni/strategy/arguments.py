@@ -182,12 +182,20 @@ def check_join(data: str, validation: str, merged: str | None) -> None:
         )
 
 
-def check_inside(inside: str, merged: str | None, validation: str, ddp: Mapping[str, Any]) -> None:
+def check_inside(
+    inside: str, merged: str | None, validation: str, save_distributed_checkpoint: bool, ddp: Mapping[str, Any]
+) -> None:
     """Refuses what does not go with groups whose members hold the model together.
 
     Raises:
         ConfigurationError: an argument does not; the message names it.
     """
+    check_kind("save_distributed_checkpoint", save_distributed_checkpoint, bool, "True or False")
+    if save_distributed_checkpoint and inside == "ddp":
+        raise ConfigurationError(
+            'save_distributed_checkpoint=True and inside="ddp": each rank has the whole model, and rank 0 saves it as'
+            ' one file; leave it out, or pass inside="fsdp"'
+        )
     if inside == "ddp":
         return
     if merged is not None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,8 @@ from typing_extensions import override
 
 from lightning_omni.optimizer import World, names_of
 from lightning_omni.optimizer.channel import ServerSnapshot
+from lightning_omni.optimizer.folders import Folder, by_names, without_tensors
+from lightning_omni.optimizer.folders import save as save_folder
 from lightning_omni.optimizer.saved import Saved
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.progress import Progress
@@ -42,21 +45,30 @@ class Checkpoints:
 
     Attributes:
         resumed: what the checkpoint that was loaded last says of its run.
+        folder: that checkpoint, if it is one.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
+        self.folder: Folder | None = None
         self._snapshot: ServerSnapshot | None = None
         self._has_said = False
         self.resumed = Saved()
 
     def forget(self) -> None:
         """The run is torn down."""
-        self._snapshot, self.resumed = None, Saved()
+        self._snapshot, self.resumed, self.folder = None, Saved(), None
 
     # --- Saving ------------------------------------------------------------------------------------------------------
 
-    def collect(self, world: World, module: Module, state: dict[str, Any], version: Version | None = None) -> None:
+    def collect(
+        self,
+        world: World,
+        module: Module,
+        state: dict[str, Any],
+        version: Version | None = None,
+        is_folder: bool = False,
+    ) -> None:
         """Puts the weights that the method evaluates into the module's state, in the place of this group's own.
 
         At a synchronization point of all groups every rank takes part, and what the groups know each for itself is
@@ -67,6 +79,7 @@ class Checkpoints:
             module: what is trained.
             state: from its ``state_dict``; changed in place.
             version: what was validated, if that is what is to be saved; None for the weights as they are.
+            is_folder: whether each member of the recorder's group saves its share of what members hold together.
         """
         if not world.is_computing:
             world.states.gather_group_state()
@@ -80,7 +93,8 @@ class Checkpoints:
         if world.hands_over:
             self._snapshot = world.channel.snapshot(version=version.number if version is not None else 0)
             if world.share is not None:
-                self._snapshot = world.states.gathered(self._snapshot)
+                put_together = world.states.sharded if is_folder else world.states.gathered
+                self._snapshot = put_together(self._snapshot)
             if world.is_computing:  # otherwise the module has them, or what a callback has put in their place
                 _overlay(world, module, state, self._snapshot)
                 buffers = version.buffers if version is not None else {}
@@ -102,13 +116,20 @@ class Checkpoints:
             self._snapshot = world.channel.snapshot()
         return {"state": world.states.whole(optimizer, self._snapshot.parts), "param_groups": own["param_groups"]}
 
-    def complete(self, world: World, checkpoint: dict[str, Any], progress: Progress | None) -> None:
+    def complete(
+        self,
+        world: World,
+        checkpoint: dict[str, Any],
+        progress: Progress | None,
+        tensors: dict[str, Any] | None = None,
+    ) -> None:
         """Adds what server and groups know beyond Lightning.
 
         Args:
             world: this rank's place in the run.
             checkpoint: Lightning's; changed in place.
             progress: how far the run is.
+            tensors: to which those of what is added go, if each member saves its share; changed in place.
         """
         snapshot, self._snapshot = self._snapshot, None
         if snapshot is None:
@@ -116,19 +137,87 @@ class Checkpoints:
         groups, more = len(world.topology.alive), dict[str, Any]()
         progress = None if progress is None else snapshot.cut.progress(progress)
         if "optimizer_states" in checkpoint:  # save_weights_only means it
+            server, states = [part["method"] for part in snapshot.parts], snapshot.groups
+            if tensors is not None:
+                server = _without_tensors(world, server, tensors)
+                states = {group: _without_tensors(world, states[group], tensors) for group in sorted(states)}
             more = {
                 "method": m.method_to_wire(world.method),
                 "parameters": [list(part["weights"]) for part in snapshot.parts],
-                "server": [part["method"] for part in snapshot.parts],
-                "states": snapshot.groups,
+                "server": server,
+                "states": states,
             }
         checkpoint[ENTRY] = Saved(snapshot.cut, groups, progress, **more).to_plain()
+
+    def save_folder(
+        self,
+        world: World,
+        module: Module,
+        optimizers: Sequence[Optimizer],
+        checkpoint: dict[str, Any],
+        path: Path,
+        progress: Progress | None,
+    ) -> None:
+        """Saves a checkpoint of which each member of the recorder's group writes its share; they all call it.
+
+        Args:
+            world: this rank's place in the run.
+            module: what is trained.
+            optimizers: of the Trainer.
+            checkpoint: Lightning's; changed in place.
+            path: of the folder.
+            progress: how far the run is.
+        """
+        tensors: dict[str, Any] = {}
+        self.complete(world, checkpoint, progress, tensors)
+        names = names_of(module)
+        tensors["state_dict"] = checkpoint.pop("state_dict")
+        for number, (optimizer, state) in enumerate(
+            zip(optimizers, checkpoint.pop("optimizer_states", ()), strict=False)
+        ):
+            tensors[f"optimizer_{number}"] = by_names(optimizer, state, names)
+        save_folder(path, tensors, checkpoint, world.compute_group)
 
     # --- Resuming ----------------------------------------------------------------------------------------------------
 
     def read(self, checkpoint: Mapping[str, Any]) -> None:
         """A checkpoint was loaded, of this strategy or of any other."""
-        self.resumed = Saved.from_plain(checkpoint.get(ENTRY, {})) or Saved()
+        self.resumed = replace(Saved.from_plain(checkpoint.get(ENTRY, {})) or Saved(), folder=self.folder)
+
+    def open_folder(self, path: Path, module: Module, **options: Any) -> dict[str, Any]:
+        """Reads a checkpoint that is a folder, but for what optimizers are to load. All ranks call it.
+
+        Args:
+            path: of the folder.
+            module: whose weights are read, in its own memory.
+            options: of ``torch.load``, for what is neither weights nor optimizer state.
+        """
+        self.folder = Folder(path)
+        checkpoint = {**self.folder.metadata(**options), "state_dict": self.folder.weights(module.state_dict())}
+        if self.folder.optimizers:
+            checkpoint["optimizer_states"] = [{}] * self.folder.optimizers  # until there are optimizers to load them
+        return checkpoint
+
+    def optimizer_states(
+        self, checkpoint: Mapping[str, Any], optimizers: Sequence[Optimizer], module: Module
+    ) -> list[dict[str, Any]]:
+        """What optimizers are to load. All ranks call it.
+
+        Args:
+            checkpoint: that was loaded.
+            optimizers: of the Trainer.
+            module: what is trained.
+        """
+        if self.folder is None:
+            return list(checkpoint["optimizer_states"])
+        names = names_of(module)
+        numbered = enumerate(optimizers[: self.folder.optimizers])
+        return [self.folder.optimizer_state(number, optimizer, names) for number, optimizer in numbered]
+
+
+def _without_tensors(world: World, trees: Sequence[Any], tensors: dict[str, Any]) -> list[Any]:
+    pairs = zip(world.parts, trees, strict=True)
+    return [without_tensors(tree, part.replica.layout, part.replica.ordered, tensors) for part, tree in pairs]
 
 
 def _overlay(world: World, module: Module, state: dict[str, Any], snapshot: ServerSnapshot) -> None:

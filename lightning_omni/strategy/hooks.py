@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from lightning_omni.errors import ConfigurationError, ConnectionLost, Evicted, O
 from lightning_omni.methods import Method
 from lightning_omni.optimizer import World, WorldOptions
 from lightning_omni.optimizer.balance import Balance
+from lightning_omni.optimizer.folders import is_folder
 from lightning_omni.optimizer.run_state import Live, RunState
 from lightning_omni.optimizer.sharding import (
     check_shardable,
@@ -115,6 +117,9 @@ class OmniStrategyHooks(GroupedStrategy):
         progress_timeout: seconds after which a group is evicted that answers heartbeats and gets nothing done, no batch
             and no validation batch: it is stuck in a collective or a loader, and others would wait for it. Counted from
             its first trained batch on, by the embedded server; ``lightning-omni serve`` has its own. None never.
+        save_distributed_checkpoint: whether, with ``inside="fsdp"``, a checkpoint is a folder to which each member
+            writes its share (torch.distributed.checkpoint, as ModelParallelStrategy saves it), and not one file that
+            rank 0 puts together. Both are read, whatever is passed here.
         **ddp: DDPStrategy's own arguments.
 
     Raises:
@@ -153,6 +158,7 @@ class OmniStrategyHooks(GroupedStrategy):
         inside: Literal["ddp", "fsdp"] = "ddp",
         max_rejoins: int = 10,
         progress_timeout: float | None = 600.0,
+        save_distributed_checkpoint: bool = False,
         **ddp: Any,
     ) -> None:
         if "refusals" in ddp:
@@ -185,7 +191,7 @@ class OmniStrategyHooks(GroupedStrategy):
                 max_rejoins,
                 progress_timeout,
             )
-            check_inside(inside, merged, validation, ddp)
+            check_inside(inside, merged, validation, save_distributed_checkpoint, ddp)
             if data == "static" and rebalance == "auto":
                 raise ConfigurationError(
                     'rebalance="auto" with data="static": samples that are dealt out beforehand cannot be split by'
@@ -219,6 +225,7 @@ class OmniStrategyHooks(GroupedStrategy):
         self.ddp_options = dict(vars(self).get("_ddp_kwargs", {}))
         self._given = merged, data, rebalance, validation
         self._max_rejoins = max_rejoins
+        self._saves_folders = save_distributed_checkpoint
         self._last_report = None
         self._make_run()
 
@@ -260,6 +267,11 @@ class OmniStrategyHooks(GroupedStrategy):
     def _configure_launcher(self) -> None:
         refuse_other_namespace(self, self.accelerator, "strategy")
         super()._configure_launcher()
+        if self._saves_folders and type(self.checkpoint_io) is not self.plain_checkpoint_io:
+            raise UnsupportedError(
+                f"save_distributed_checkpoint=True and {type(self.checkpoint_io).__name__}: each rank writes its share"
+                " by itself, and there is no whole checkpoint to hand to a CheckpointIO; leave one of them out"
+            )
         ranks = self.num_nodes * self.num_processes
         groups = self._world_options.groups
         if groups is not None and self.cluster_environment is not None:
@@ -670,12 +682,13 @@ class OmniStrategyHooks(GroupedStrategy):
             reshard(self.world.sharded)
         state = super().lightning_module_state_dict()
         if self._is_asynchronous:
-            self.checkpoints.collect(self.joined, self.fitted, state, self.epochs.published.version)
+            version = self.epochs.published.version
+            self.checkpoints.collect(self.joined, self.fitted, state, version, self._saves_folders)
         return self._put_together(state)
 
     def _put_together(self, state: dict[str, Any]) -> dict[str, Any]:
         """What the members of the recorder's group have of it, whole on the recorder."""
-        if not self.is_sharded or RECORDER not in self.joined.members:
+        if not self.is_sharded or self._saves_folders or RECORDER not in self.joined.members:
             return state
         together: dict[str, Any] = whole(state, keeps=self.joined.is_recorder)
         return together
@@ -686,7 +699,7 @@ class OmniStrategyHooks(GroupedStrategy):
         own: dict[str, Any] = super().optimizer_state(optimizer)
         if self.run_states.is_described:
             return {"state": {}, "param_groups": own["param_groups"]}
-        if self._is_asynchronous and self.joined.is_recorder:
+        if self._is_asynchronous and (self.joined.hands_over if self._saves_folders else self.joined.is_recorder):
             own = self.checkpoints.state_of(self.joined, getattr(optimizer, "optimizer", optimizer), own)
         return self._put_together(own)
 
@@ -701,27 +714,47 @@ class OmniStrategyHooks(GroupedStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Loads whole optimizer states; likewise."""
+        states = self.checkpoints.optimizer_states(checkpoint, self.optimizers, self.fitted)
         if self.is_sharded:
             states = [
                 {**saved, "state": state_rows(saved["state"], held_by(optimizer))}
-                for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=False)
+                for optimizer, saved in zip(self.optimizers, states, strict=False)
             ]
-            checkpoint = {**checkpoint, "optimizer_states": states}
+        checkpoint = {**checkpoint, "optimizer_states": states}
         super().load_optimizer_state_dict(checkpoint)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Adds what server and groups know beyond Lightning: clocks, samples trained, and the method's own state."""
+        if self._saves_folders:
+            self._save_folder(checkpoint, filepath, storage_options)
+            return
         if self.world is not None:
             self.checkpoints.complete(self.world, checkpoint, self.epochs.progress)
         if type(self.checkpoint_io) is self.plain_checkpoint_io:  # and no plugin of the user's
             self.checkpoint_io = self.checkpoint_io_class()
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
+    def _save_folder(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
+        if storage_options is not None or "://" in str(filepath):
+            raise UnsupportedError(
+                f"save_distributed_checkpoint=True and a checkpoint at {filepath}: each rank writes its share to files"
+                " of its own; save it in a folder that all of them see, or pass save_distributed_checkpoint=False"
+            )
+        path = Path(self.broadcast(str(filepath))).expanduser()
+        if RECORDER in self.joined.members:
+            progress = self.epochs.progress
+            self.checkpoints.save_folder(self.joined, self.fitted, self.optimizers, checkpoint, path, progress)
+
     @override
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Reads a checkpoint of this strategy or of plain DDP."""
-        checkpoint = super().load_checkpoint(*args, **kwargs)
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Reads a checkpoint of this strategy, of plain DDP or of ModelParallelStrategy."""
+        self.checkpoints.folder = None
+        options = {} if weights_only is None else {"weights_only": weights_only}  # which older releases do not know
+        if is_folder(checkpoint_path):
+            checkpoint = self.checkpoints.open_folder(Path(checkpoint_path), self.fitted, **options)
+        else:
+            checkpoint = super().load_checkpoint(checkpoint_path, **options)
         self.checkpoints.read(checkpoint)
         self.epochs.resumed = self.checkpoints.resumed.cut
         return checkpoint

@@ -80,7 +80,7 @@ class Turns(InTurn, Blocks):
     """Groups step in turn."""
 
 
-def data(samples: int = 64) -> DataLoader[Any]:
+def data(samples: int = OPTIONS.get("samples", 64)) -> DataLoader[Any]:
     return DataLoader(dataset(samples), batch_size=4)
 
 
@@ -88,6 +88,27 @@ def whole(module: nn.Module) -> dict[str, Any]:
     """The module's weights on every rank; what is sharded is gathered."""
     state = module.state_dict()
     return {name: (each.full_tensor() if isinstance(each, DTensor) else each) for name, each in state.items()}
+
+
+def gathered(tree: Any) -> Any:
+    """A tree with whole tensors in the place of those that are sharded."""
+    return torch.utils._pytree.tree_map(lambda leaf: leaf.full_tensor() if isinstance(leaf, DTensor) else leaf, tree)
+
+
+def flat(tree: Any) -> dict[str, Any]:
+    """A tree's tensors and numbers by their paths."""
+    leaves, _ = torch.utils._pytree.tree_flatten_with_path(tree)
+    return {
+        torch.utils._pytree.keystr(path): leaf.flatten().tolist() if isinstance(leaf, Tensor) else leaf
+        for path, leaf in leaves
+        if isinstance(leaf, (Tensor, int, float))
+    }
+
+
+def held(trainer: Any) -> dict[str, Any]:
+    """Weights and optimizer state, whole."""
+    states = [optimizer.state_dict()["state"] for optimizer in trainer.optimizers]
+    return {"weights": flat(whole(trainer.lightning_module)), "states": flat(gathered(states))}
 
 
 def here(module: nn.Module) -> list[str]:
@@ -98,6 +119,29 @@ def here(module: nn.Module) -> list[str]:
     ]
 
 
+class Saves(pl.Callback):
+    """Saves a checkpoint at the first epoch's end, and one inside it."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.found = name, {}
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.current_epoch == 0 and batch_idx == 1:
+            trainer.save_checkpoint(FOLDER / f"inside-{self.name}")
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.current_epoch == 0:
+            trainer.save_checkpoint(FOLDER / self.name)
+            self.found = held(trainer)
+
+
+class Loaded(pl.Callback):
+    """What was loaded, before the first step."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.found = held(trainer)
+
+
 ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "SGD": ("SGD", {}),
     "AdamW, clipping, accumulation": ("AdamW", {"gradient_clip_val": 0.1, "accumulate_grad_batches": 3}),
@@ -106,7 +150,7 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def parity() -> Any:
-    """One group of two ranks, and ModelParallelStrategy of two."""
+    """One group of two ranks, and ModelParallelStrategy of two; their checkpoints are folders."""
     results = {}
     for name, (optimizer, options) in ROWS.items():
         row = {}
@@ -118,9 +162,13 @@ def parity() -> Any:
         for whose, strategy, kind in runs if name == "SGD" else runs[:2]:
             pl.seed_everything(7, verbose=False)
             module = kind(optimizer)
-            run = trainer(strategy(), 2, **options)
+            saves = Saves(f"two-{whose}") if optimizer == "AdamW" and "precision" not in options else None
+            folders = {"save_distributed_checkpoint": True} if saves and whose == "ours" else {}
+            run = trainer(strategy(**folders), 2, callbacks=saves, **options)
             run.fit(module, data(), data())
             row[whose] = [here(module), run.global_step, float(run.callback_metrics["val_loss"])]
+            if saves is not None:
+                results[f"saved by {whose}"] = {"folder": str(FOLDER / saves.name), "held": saves.found}
         results[name] = row
     return results
 
@@ -151,26 +199,12 @@ def across() -> Any:
                 "weights": {name: each.flatten().tolist() for name, each in whole(module).items()},
                 "val_loss": float(run.callback_metrics["val_loss"]),
                 "updates": said.updates,
+                "steps": run.global_step,
                 "bytes": said.bytes_per_step,
                 "again": float(run.validate(module, data(), verbose=False)[0]["val_loss"]),
             }
         results[" ".join(map(str, row.values()))] = found
     return results
-
-
-class Saves(pl.Callback):
-    """Saves a checkpoint at the first epoch's end, and one inside it."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.current_epoch == 0 and batch_idx == 1:
-            trainer.save_checkpoint(FOLDER / f"inside-{self.name}")
-
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        if trainer.current_epoch == 0:
-            trainer.save_checkpoint(FOLDER / self.name)
 
 
 def checkpoints() -> Any:
@@ -192,6 +226,27 @@ def checkpoints() -> Any:
     return results
 
 
+def resumes() -> Any:
+    """Checkpoints go on in other groups, in other numbers of shards, and with Lightning's own strategies."""
+    results = {}
+    for row in OPTIONS["resumes"]:
+        ours = partial(omni.OmniStrategy, row.get("groups", 1), data="static")
+        strategies = {
+            "ddp": pl.strategies.DDPStrategy,
+            "parallel": partial(pl.strategies.ModelParallelStrategy, OPTIONS.get("devices", 4), 1),
+            "inside ddp": partial(ours, inside="ddp"),
+            "inside fsdp": partial(ours, inside="fsdp"),
+        }
+        pl.seed_everything(7, verbose=False)
+        module, loaded = (Wrapped if row["with"] == "parallel" else Blocks)("AdamW"), Loaded()
+        callbacks = [loaded, *([Saves(row["saves"])] if "saves" in row else [])]
+        strategy = strategies[row["with"]](**row.get("options", {}))
+        run = trainer(strategy, OPTIONS.get("devices", 4), max_epochs=2, callbacks=callbacks, **row.get("extra", {}))
+        run.fit(module, data(), data(), ckpt_path=FOLDER / row["from"] if "from" in row else None)
+        results[row["name"]] = {"loaded": loaded.found, "after": flat(whole(module))}
+    return results
+
+
 class Dies(pl.Callback):
     """The last rank is killed in the midst of the first epoch."""
 
@@ -210,18 +265,8 @@ def dies() -> Any:
     return {"lost": lost, "val_loss": float(run.callback_metrics["val_loss"])}
 
 
-def flat(tree: Any) -> dict[str, Any]:
-    """A tree's tensors and numbers by their paths."""
-    leaves, _ = torch.utils._pytree.tree_flatten_with_path(tree)
-    return {
-        torch.utils._pytree.keystr(path): leaf.flatten().tolist() if isinstance(leaf, Tensor) else leaf
-        for path, leaf in leaves
-        if isinstance(leaf, (Tensor, int, float))
-    }
-
-
 def main() -> None:
-    every = {"parity": parity, "across": across, "checkpoints": checkpoints, "dies": dies}
+    every = {"parity": parity, "across": across, "checkpoints": checkpoints, "resumes": resumes, "dies": dies}
     report(int(os.environ.get("LOCAL_RANK", 0)), {what: every[what]() for what in OPTIONS["what"]})
 
 

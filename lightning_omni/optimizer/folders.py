@@ -1,0 +1,230 @@
+"""Checkpoints that are folders: torch's distributed checkpoint, laid out as Lightning's ModelParallelStrategy has it.
+
+Rule 1: each rank writes what it has and reads what it is to have. What is sharded is whole on no rank.
+Rule 2: a folder is there when it is complete, in the place of what was there before.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
+
+from lightning_omni.errors import ConfigurationError
+from lightning_omni.optimizer.sharding import held_by, in_order, like
+from lightning_omni.protocol.layout import Layout
+from lightning_omni.protocol.split import over_parameters
+
+METADATA = "meta.pt"
+"""The file in the folder with what is neither weights nor optimizer state."""
+_TENSOR, _PLACE = "omni.tensor", "omni.place"
+
+
+def is_folder(path: Any) -> bool:
+    """Whether this is such a checkpoint."""
+    return "://" not in str(path) and (Path(path) / METADATA).is_file()
+
+
+# --- Saving ----------------------------------------------------------------------------------------------------------
+
+
+def save(path: Path, tensors: Mapping[str, Any], plain: Mapping[str, Any], group: Any) -> None:
+    """Saves a checkpoint; all ranks of a process group call it.
+
+    Args:
+        path: of the folder, the same on all of them.
+        tensors: a tree of what each rank has: sharded tensors, and what is the same on all.
+        plain: all else, of which the first rank's counts.
+        group: the process group.
+
+    Raises:
+        OSError: it could not be written; what was there before is as it was.
+    """
+    partial = path.with_name(f"{path.name}.partial")
+    is_first = dist.get_rank(group) == 0
+    if is_first:
+        shutil.rmtree(partial, ignore_errors=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+    dist.barrier(group)
+    try:
+        state_dict_saver.save(dict(tensors), storage_writer=FileSystemWriter(partial), process_group=group)
+    except CheckpointException as error:
+        if is_first:
+            shutil.rmtree(partial, ignore_errors=True)
+        reasons = ", ".join(sorted({str(reason) for reason, _ in error.failures.values()}))
+        raise OSError(f"{path}: this checkpoint was not saved; one of before is as it was: {reasons}") from error
+    if is_first:
+        torch.save(dict(plain), partial / METADATA)
+        _replace(partial, path)
+
+
+def _replace(partial: Path, path: Path) -> None:
+    before = path.with_name(f"{path.name}.{os.getpid()}.before")
+    if path.exists():
+        path.rename(before)
+    partial.rename(path)
+    if before.is_dir():
+        shutil.rmtree(before, ignore_errors=True)
+    else:
+        before.unlink(missing_ok=True)
+
+
+def by_names(optimizer: Optimizer, state: Mapping[str, Any], names: Mapping[Any, str]) -> dict[str, Any]:
+    """An optimizer's ``state_dict``, with names of parameters in the place of their numbers.
+
+    Args:
+        optimizer: whose state it is.
+        state: its ``state_dict``.
+        names: of all parameters of the module.
+    """
+    held = [names[parameter] for parameter in held_by(optimizer)]
+    groups = [{**group, "params": [held[place] for place in group["params"]]} for group in state["param_groups"]]
+    return {"state": {held[place]: dict(values) for place, values in state["state"].items()}, "param_groups": groups}
+
+
+def without_tensors(tree: Any, layout: Layout, parameters: Sequence[Tensor], tensors: dict[str, Any]) -> Any:
+    """A tree of what a rank has, as plain data; references stand for its tensors, which go to those of the checkpoint.
+
+    Args:
+        tree: one entry of it for each parameter, as `lightning_omni.protocol.split.Split.tree_parts`, is this rank's
+            part of it.
+        layout: of what this rank has of the parameters.
+        parameters: in the order of the layout.
+        tensors: of the checkpoint; changed in place.
+    """
+
+    def put(value: Any, place: int | None) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        name = f"omni.{len(tensors)}"
+        tensors[name] = value if place is None else like(value, parameters[place])
+        return {_TENSOR: name, _PLACE: place}
+
+    return over_parameters(in_order(tree), layout.specs, put)
+
+
+# --- Loading ---------------------------------------------------------------------------------------------------------
+
+
+class Folder:
+    """A checkpoint that is read. What several ranks of a process group ask for, they ask for together.
+
+    Args:
+        path: of the folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._known: Mapping[str, Any] = FileSystemReader(path).read_metadata().state_dict_metadata
+
+    def metadata(self, **options: Any) -> dict[str, Any]:
+        """What is neither weights nor optimizer state; the options are those of ``torch.load``."""
+        metadata: dict[str, Any] = torch.load(self.path / METADATA, map_location="cpu", **options)
+        return metadata
+
+    @property
+    def optimizers(self) -> int:
+        """Number of optimizers whose states it has."""
+        return len({name.split(".")[0] for name in self._known if name.startswith("optimizer_")})
+
+    def weights(self, own: Mapping[str, Any]) -> dict[str, Any]:
+        """A ``state_dict``: what the folder has of a module's is read into the module's own memory.
+
+        Args:
+            own: the module's ``state_dict``, sharded or not.
+
+        Returns:
+            That, without what the folder lacks, and with nothing under the names that the module lacks.
+        """
+        begin = "state_dict."
+        saved = [name.removeprefix(begin) for name in self._known if name.startswith(begin)]
+        read = self._read({begin + name: own[name] for name in saved if name in own})
+        return {name: read.get(begin + name, torch.empty(0)) for name in saved}
+
+    def optimizer_state(self, number: int, optimizer: Optimizer, names: Mapping[Any, str]) -> dict[str, Any]:
+        """An optimizer's ``state_dict``, its tensors sharded as its parameters are.
+
+        Args:
+            number: of the optimizer, in the checkpoint.
+            optimizer: that is to load it.
+            names: of all parameters of the module.
+
+        Raises:
+            ConfigurationError: it has another number of parameter groups.
+        """
+        own, held = optimizer.state_dict(), held_by(optimizer)
+        places = {f"optimizer_{number}.state.{names[parameter]}.": place for place, parameter in enumerate(held)}
+        found: dict[str, tuple[int, str]] = {}
+        for name in self._known:
+            for begin, place in places.items():
+                if name.startswith(begin):
+                    found[name] = place, name.removeprefix(begin)
+        read = self._read({name: self._room(name, held[place]) for name, (place, _) in found.items()})
+        state: dict[int, dict[str, Any]] = {}
+        for name, (place, key) in found.items():
+            state.setdefault(place, {})[key] = read[name]
+        return {"state": state, "param_groups": self._groups(number, own["param_groups"])}
+
+    def _groups(self, number: int, own: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        begin = f"optimizer_{number}.param_groups."
+        read = self._read({name: self._room(name) for name in self._known if name.startswith(begin)})
+        groups: dict[int, dict[str, Any]] = {}
+        for name, value in read.items():
+            place, _, key = name.removeprefix(begin).partition(".")
+            groups.setdefault(int(place), {})[key] = value
+        if len(groups) != len(own):
+            raise ConfigurationError(
+                f"ckpt_path={str(self.path)!r}: optimizer {number} has {len(groups)} parameter groups there and"
+                f" {len(own)} here; make it as it was in configure_optimizers"
+            )
+        return [{**groups[place], "params": group["params"]} for place, group in enumerate(own)]
+
+    def filled(self, tree: Any, parameters: Sequence[Tensor], group: Any) -> Any:
+        """A tree that `without_tensors` has made plain, with its tensors again, sharded as their parameters are.
+
+        Args:
+            tree: plain data.
+            parameters: of the optimizer that it belongs to.
+            group: the process group whose ranks all ask for this.
+        """
+        places: dict[str, int | None] = {}
+
+        def note(leaf: Any) -> Any:
+            if _is_reference(leaf):
+                places[leaf[_TENSOR]] = leaf[_PLACE]
+            return leaf
+
+        tree_map(note, tree, is_leaf=_is_reference)
+        rooms = {name: self._room(name, None if place is None else parameters[place]) for name, place in places.items()}
+        read = self._read(rooms, group)
+        return tree_map(lambda leaf: read[leaf[_TENSOR]] if _is_reference(leaf) else leaf, tree, is_leaf=_is_reference)
+
+    def _room(self, name: str, parameter: Tensor | None = None) -> Any:
+        """Memory for something: sharded as the parameter that it is as large as, or else whole."""
+        known = self._known[name]
+        if not isinstance(known, TensorStorageMetadata):
+            return None
+        if parameter is not None and known.size == parameter.shape:
+            return torch.empty_like(parameter.detach(), dtype=known.properties.dtype)
+        return torch.empty(known.size, dtype=known.properties.dtype)
+
+    def _read(self, rooms: dict[str, Any], group: Any = None) -> dict[str, Any]:
+        if rooms:
+            state_dict_loader.load(rooms, storage_reader=FileSystemReader(self.path), process_group=group)
+        return rooms
+
+
+def _is_reference(leaf: Any) -> bool:
+    return isinstance(leaf, Mapping) and _TENSOR in leaf
