@@ -1,0 +1,379 @@
+"""A small GPT, held by two groups of two ranks each with DiLoCo between them; and by four ranks together with FSDP2.
+
+python examples/char_gpt.py                                # both, a few minutes on two cores
+python examples/char_gpt.py --quick                        # one minute, and not trained to the end
+python examples/char_gpt.py --period 60                    # fewer exchanges
+
+The text is what ``help()`` says of Python's own language; it ships with every Python. Both ways take the same steps
+over the same tokens, with AdamW. Plain FSDP2 is Lightning's ModelParallelStrategy over all four ranks; here each rank
+of a group has half of the model, and exchanges that half once every --period steps.
+
+Told are the loss on text that was held out, the megabytes between the first two ranks and the last two, and the most
+bytes of tensors that a rank ever has. The megabytes of plain FSDP2 are those that no algorithm can do without, counted
+in one step: an all-gather of n bytes brings each half n / 2 that it lacks, and a reduce-scatter n / 2 of the other's
+sums. Those of the groups are all that ranks and parameter servers say to each other in the run, though what the first
+group says need not leave its half, for the servers may be there. The most bytes are those of four steps by themselves,
+an exchange among them: weights, gradients, optimizer state, activations and what travels.
+"""
+
+import argparse
+import json
+import math
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import torch
+from comparison import new_figure, save_figure, show_table
+from pytorch_lightning import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
+from pytorch_lightning.strategies import ModelParallelStrategy
+from pytorch_lightning.utilities.types import OptimizerLRScheduler
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.optim.lr_scheduler import LambdaLR
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader, TensorDataset
+from typing_extensions import override
+
+import lightning_omni as omni
+from lightning_omni.palette import METHODS, ONE_GROUP
+
+RANKS, GROUPS = 4, 2
+WARMUP = 50
+"""Steps in which the learning rate rises."""
+HELD_OUT = 0.1
+"""The last part of the text, which is not trained on."""
+
+
+# --- Text ------------------------------------------------------------------------------------------------------------
+
+
+class Topics(LightningDataModule):
+    """Python's help on its language, in windows of characters; the same but one further are what is to be predicted.
+
+    Args:
+        batch_size: windows of one rank and step.
+        context: characters of a window.
+        steps: of an epoch; the text has room for some more, or windows overlap.
+    """
+
+    def __init__(self, batch_size: int, context: int, steps: int) -> None:
+        super().__init__()
+        self.batch_size, self.context, self.windows = batch_size, context, steps * batch_size * RANKS
+        text = "\n".join(topics[name] for name in sorted(topics))
+        self.characters = sorted(set(text))
+        numbers = {character: number for number, character in enumerate(self.characters)}
+        self.text = torch.tensor([numbers[character] for character in text])
+
+    @override
+    def setup(self, stage: str) -> None:
+        cut = int(len(self.text) * (1 - HELD_OUT))
+        last = cut - self.context - 1
+        starts = torch.linspace(0, last, self.windows).long()
+        self.train_set = self._windows(self.text[:cut], starts)
+        held = self.text[cut:]
+        self.validation_set = self._windows(held, torch.arange(0, len(held) - self.context - 1, 2 * self.context))
+
+    def _windows(self, text: Tensor, starts: Tensor) -> TensorDataset:
+        windows = text[starts[:, None] + torch.arange(self.context + 1)]
+        return TensorDataset(windows[:, :-1], windows[:, 1:])
+
+    @override
+    def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
+        return DataLoader(self.train_set, self.batch_size, shuffle=True, drop_last=True)
+
+    @override
+    def val_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
+        return DataLoader(self.validation_set, 4 * self.batch_size)
+
+
+# --- Model -----------------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """Attention to what was before, and two dense layers; each adds to what comes in."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm, self.attention, self.mixed = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 3 * width),
+            nn.Linear(width, width),
+        )
+        self.dense = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for part in self.attention(self.norm(x)).chunk(3, dim=-1)
+        )
+        heard = scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.mixed(heard.transpose(1, 2).flatten(2))
+        added: Tensor = self.dense(x)
+        return x + added
+
+
+class GPT(nn.Module):
+    """A decoder-only transformer over characters."""
+
+    def __init__(self, characters: int, context: int, width: int, depth: int, heads: int) -> None:
+        super().__init__()
+        self.characters, self.places = nn.Embedding(characters, width), nn.Embedding(context, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, characters)
+
+    def forward(self, text: Tensor) -> Tensor:
+        x = self.characters(text) + self.places(torch.arange(text.shape[1], device=text.device))
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+class CharGPT(LightningModule):
+    """Predicts the next character. It is sharded as for ModelParallelStrategy, whatever strategy trains it.
+
+    Args:
+        model: of characters.
+        lr: the largest learning rate.
+        steps: over which it rises and falls to a tenth.
+    """
+
+    def __init__(self, model: GPT, lr: float, steps: int) -> None:
+        super().__init__()
+        self.model, self.lr, self.steps = model, lr, steps
+
+    @override
+    def configure_model(self) -> None:
+        if isinstance(self.model.head.weight, DTensor):
+            return
+        assert self.device_mesh is not None
+        mesh = self.device_mesh["data_parallel"]
+        for block in self.model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(self.model, mesh=mesh)
+
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        text, following = batch
+        return cross_entropy(self.model(text).flatten(0, 1), following.flatten())
+
+    @override
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+    @override
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch), sync_dist=True)
+
+    @override
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr, weight_decay=0.1)
+        schedule = {"scheduler": LambdaLR(optimizer, partial(cosine, steps=self.steps)), "interval": "step"}
+        return {"optimizer": optimizer, "lr_scheduler": schedule}  # type: ignore[return-value]
+
+
+def cosine(step: int, steps: int) -> float:
+    """Up in the first steps, and then down to a tenth."""
+    part = min(1.0, step / steps)
+    return min(1.0, (step + 1) / WARMUP) * (0.55 + 0.45 * math.cos(math.pi * part))
+
+
+# --- What is counted -------------------------------------------------------------------------------------------------
+
+
+class Between(TorchDispatchMode):
+    """Counts the bytes that collectives over all ranks must bring from one half of them to the other, and back."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.nbytes = 0
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name()
+        if name == "c10d::_allgather_base_":
+            self.nbytes += args[0].nbytes  # what is gathered: each half lacks half of it
+        elif name == "c10d::_reduce_scatter_base_":
+            self.nbytes += args[1].nbytes  # what is added up: each half owes the other its sum of half of it
+        return func(*args, **(kwargs or {}))
+
+
+class CountsOneStep(Callback):
+    """Counts what collectives carry in the second step."""
+
+    def __init__(self) -> None:
+        self.between = Between()
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == 1:
+            self.between.__enter__()  # type: ignore[no-untyped-call]
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        if trainer.global_step == 2:
+            self.between.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+
+class Curve(Callback):
+    """Loss on what was held out, after so many steps."""
+
+    def __init__(self) -> None:
+        self.points: list[tuple[int, float]] = []
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.points.append((trainer.global_step, float(trainer.callback_metrics["val_loss"])))
+
+
+# --- Training --------------------------------------------------------------------------------------------------------
+
+
+def train(way: str, arguments: argparse.Namespace, steps: int, period: int, validates: bool = True) -> dict[str, Any]:
+    """Trains in one way, on all ranks, and says what it took."""
+    seed_everything(arguments.seed, verbose=False)
+    epochs = arguments.epochs if validates else 1
+    data = Topics(arguments.batch_size, arguments.context, steps // epochs)
+    model = GPT(len(data.characters), arguments.context, arguments.width, arguments.depth, arguments.heads)
+    strategy: Any = (
+        ModelParallelStrategy(data_parallel_size=RANKS, tensor_parallel_size=1)
+        if way == "fsdp"
+        else omni.OmniStrategy(
+            groups=GROUPS,
+            inside="fsdp",
+            method=f"diloco:period={period},outer_lr={arguments.outer_lr},outer_momentum={arguments.outer_momentum}",
+            data="static",
+        )
+    )
+    counter, curve = CountsOneStep(), Curve()
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=RANKS,
+        strategy=strategy,
+        max_epochs=epochs,
+        gradient_clip_val=1.0,
+        num_sanity_val_steps=0,
+        limit_val_batches=None if validates else 0,
+        callbacks=[curve, counter] if way == "fsdp" else [curve],
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        enable_progress_bar=validates,
+    )
+    began = time.perf_counter()
+    trainer.fit(CharGPT(model, arguments.lr, steps), data)
+    taken = trainer.global_step
+    moved = counter.between.nbytes / RANKS if way == "fsdp" else strategy.report().bytes_per_step
+    between = float(strategy.reduce(torch.tensor(moved * taken, dtype=torch.float64), reduce_op="sum"))
+    return {
+        "curve": curve.points,
+        "steps": taken,
+        "between": between,
+        "seconds": time.perf_counter() - began,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+    }
+
+
+def peak(way: str, arguments: argparse.Namespace) -> float:
+    """The most bytes of tensors that any rank has, from before the model is made to the end of four steps."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        train(way, arguments, steps=4, period=2, validates=False)
+    with tempfile.TemporaryDirectory() as folder:
+        profiler.export_chrome_trace(f"{folder}/trace.json")
+        events = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
+    largest = max(each["args"]["Total Allocated"] for each in events if each.get("name") == "[memory]")
+    every = torch.zeros(RANKS, dtype=torch.float64)
+    every[torch.distributed.get_rank()] = largest
+    torch.distributed.all_reduce(every)
+    return float(every.max())
+
+
+# --- The command -----------------------------------------------------------------------------------------------------
+
+NAMES = {"fsdp": "FSDP2, 4 shards", "omni": "2 groups of 2 shards, DiLoCo"}
+COLOURS = {"fsdp": ONE_GROUP, "omni": METHODS["diloco"]}
+
+
+def main() -> None:
+    """Trains in both ways; rank 0 shows what came of it."""
+    arguments = parse_arguments()
+    peaks = {way: peak(way, arguments) for way in NAMES}
+    found = {way: train(way, arguments, arguments.steps, arguments.period) for way in NAMES}
+    if torch.distributed.get_rank() == 0:
+        show(found, peaks, arguments)
+
+
+def show(found: dict[str, dict[str, Any]], peaks: dict[str, float], arguments: argparse.Namespace) -> None:
+    """A table and a picture."""
+    plain = found["fsdp"]
+    rows = []
+    for way, each in found.items():
+        loss, base = each["curve"][-1][1], plain["curve"][-1][1]
+        rows.append(
+            (
+                NAMES[way],
+                f"{loss:.4f}",
+                f"{loss / base - 1:+.2%}",
+                f"{each['between'] / 1e6:,.1f}",
+                f"1/{plain['between'] / each['between']:.1f}",
+                f"{peaks[way] / 1e6:.2f}",
+                f"{each['seconds']:.0f}",
+            )
+        )
+    columns = ("way", "val. loss", "against FSDP2", "MB between", "of FSDP2's", "peak MB a rank", "s")
+    tokens = arguments.batch_size * arguments.context * RANKS
+    weights = plain["parameters"]
+    show_table(
+        f"{weights:,} weights, {arguments.steps} steps of {tokens:,} characters, an exchange every {arguments.period}",
+        columns,
+        rows,
+    )
+    figure, [[left, right]] = new_figure(1, 2)
+    for way, each in found.items():
+        steps, losses = zip(*each["curve"], strict=True)
+        seen = [step * tokens / 1e6 for step in steps]
+        left.plot(seen, losses, color=COLOURS[way], label=NAMES[way], marker="o", markersize=3)
+        moved = [each["between"] * step / steps[-1] / 1e6 for step in steps]
+        right.plot(moved, losses, color=COLOURS[way], marker="o", markersize=3)
+    left.set(xlabel="million characters", ylabel="loss on text that was held out")
+    right.set(xlabel="megabytes between the halves", ylabel="loss on text that was held out", xscale="log")
+    left.legend()
+    save_figure(figure, f"A GPT of {weights:,} weights on Python's own help", arguments.out)
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description="Train a small GPT in groups that hold it together, and with FSDP2.")
+    add = parser.add_argument
+    add("--quick", action="store_true", help="a minute: 60 steps, not trained to the end")
+    add("--epochs", type=int, default=8, help="after each of which what was held out is evaluated")
+    add("--steps", type=int, default=480, help="of every rank, a multiple of epochs times period for the last exchange")
+    add("--period", type=int, default=30, help="steps between two exchanges")
+    add("--outer-lr", type=float, default=0.7, help="DiLoCo's, at the servers")
+    add("--outer-momentum", type=float, default=0.8, help="likewise")
+    add("--batch-size", type=int, default=8, help="windows of each rank and step")
+    add("--context", type=int, default=64, help="characters of a window")
+    add("--width", type=int, default=64)
+    add("--depth", type=int, default=4, help="blocks")
+    add("--heads", type=int, default=4)
+    add("--lr", type=float, default=3e-3, help="AdamW's largest learning rate")
+    add("--seed", type=int, default=0, help="of the initial weights and of the order of the samples")
+    add("--out", type=Path, default=Path("char_gpt.png"), help="the picture")
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.steps, arguments.epochs = 60, 2
+    return arguments
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()
