@@ -2,10 +2,16 @@
 
     OMP_NUM_THREADS=1 .venv/bin/python tests/benchmarks/inside.py               # two groups of two ranks, AdamW
     OMP_NUM_THREADS=1 .venv/bin/python tests/benchmarks/inside.py --groups 1
+    OMP_NUM_THREADS=1 .venv/bin/python tests/benchmarks/inside.py --equal 50            # and what either has learned
+    OMP_NUM_THREADS=1 .venv/bin/python tests/benchmarks/inside.py --equal 50 --shards 3
 
 Peak bytes are those of all tensors that are allocated on the CPU from before the model is made until training ends, as
 torch's profiler counts them: weights, gradients, optimizer state, what is gathered and what travels, and activations,
 which are few here.
+
+With ``--equal`` two groups take so many steps with every method, one after the other, so that pushes come in the same
+order (where a method has them wait for each other, that is order enough); told is the largest difference between the
+weights of groups whose members hold the model together, and those of groups whose members have it whole.
 """
 
 from __future__ import annotations
@@ -24,7 +30,27 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from runs import run
+
 from lightning_omni.strategy.pytorch_lightning import OmniStrategy
+
+TURNS: dict[str, bool] = {
+    "async_sgd": True,
+    "staleness_aware": True,
+    "hardsync": False,
+    "softsync:n=1": True,
+    "softsync:n=2": True,
+    "delay_compensated": True,
+    "downpour:n_push=3,n_fetch=3": True,
+    "elastic_averaging:period=3": True,
+    "local_sgd:period=5": False,
+    "diloco:period=5": False,
+    "async_diloco:period=5": True,
+    "decoupled_diloco:period=5,fragments=1": True,
+}
+"""Methods, and whether their groups need turns: those of the others wait for each other."""
 
 
 class Deep(pl.LightningModule):
@@ -70,15 +96,45 @@ def train(inside: str, options: argparse.Namespace) -> None:
     (folder / f"rank{rank}.json").write_text(json.dumps(report))
 
 
+def compare(options: argparse.Namespace) -> None:
+    """Prints how far apart two ways of holding the model end, for each method."""
+    devices = 2 * options.shards
+    rows = [
+        {"method": method, "optimizer": "AdamW", "turns": turns, "extra": {"gradient_clip_val": 0.3}}
+        for method, turns in TURNS.items()
+        if options.method in ("", method)
+    ]
+    samples = 4 * devices * options.equal // 2  # of each of two epochs
+    told = {"what": ["across"], "across": rows, "devices": devices, "samples": samples}
+    found = run("inside.py", told, timeout=3600).results[0]["across"]
+    print(f"two groups of {options.shards}, {options.equal} steps of each, AdamW, clipping by norm")
+    for row, each in zip(rows, found.values(), strict=True):
+        ddp, fsdp = each["ddp"], each["fsdp"]
+        assert ddp["steps"] == fsdp["steps"] == options.equal, each
+        assert ddp["updates"] == fsdp["updates"], each
+        one, other = (
+            torch.cat([torch.tensor(way["weights"][name], dtype=torch.float64) for name in ddp["weights"]])
+            for way in (ddp, fsdp)
+        )
+        apart, largest = float((one - other).abs().max()), float(one.abs().max())
+        print(f"{row['method']:40} {apart:.1e} apart, weights up to {largest:.2f}, {ddp['updates']} updates")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--groups", type=int, default=2)
     parser.add_argument("--blocks", type=int, default=8)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--method", default="local_sgd:period=1")
+    parser.add_argument("--method", default="", help="local_sgd:period=1, or with --equal all")
+    parser.add_argument("--equal", type=int, default=0, metavar="STEPS")
+    parser.add_argument("--shards", type=int, default=2, help="members of each group, with --equal")
     parser.add_argument("--inside", default="")
     options = parser.parse_args()
+    if options.equal:
+        compare(options)
+        return
+    options.method = options.method or "local_sgd:period=1"
     if options.inside:
         train(options.inside, options)
         return
