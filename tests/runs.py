@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 SCRIPTS = Path(__file__).parent / "scripts"
+SERVER = "omni-server"
+"""What a copy of a process that is a server calls itself, see ``scripts/spares.py``."""
 _NOT_INHERITED = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "PL_GLOBAL_SEED", "MASTER_ADDR", "MASTER_PORT")
 """What a test in this process may have left in the environment."""
 _WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
@@ -201,6 +203,11 @@ class Running:
                 if int(fields[2]) == self.process.pid and fields[0] != "Z":
                     found.append(int(entry.name))
         return found
+
+    @property
+    def servers(self) -> list[int]:
+        """Those of them that are parameter servers."""
+        return [pid for pid in self.survivors if Path(f"/proc/{pid}/comm").read_text().strip() == SERVER]
 
 
 def run(

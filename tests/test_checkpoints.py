@@ -10,7 +10,7 @@ from runs import Run, run
 
 @pytest.fixture(scope="module")
 def saved() -> Run:
-    return run("checkpoints.py", timeout=230)
+    return run("checkpoints.py", {"servers": 4}, timeout=230)
 
 
 def rank0(saved: Run, name: str) -> Any:

@@ -392,7 +392,7 @@ def test_the_environment_names_a_run_to_join_and_an_argument_wins(monkeypatch: p
 
 SCRIPT = Path(__file__).parent / "scripts" / "joining.py"
 COMMAND = [sys.executable, "-c", "from lightning_omni.cli import main; raise SystemExit(main())"]
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 PATIENCE = 150.0
 """Seconds for a process to import what it needs and to train a little, on a busy machine."""
 

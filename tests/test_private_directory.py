@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -15,7 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from runs import search_path
+from processes import Process
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.protocol.layout import Layout
@@ -70,13 +69,14 @@ def join(address: str) -> ControlConnection:
 
 
 PARENT = """
-import sys, msgspec
+import signal, sys, msgspec, spares
 from lightning_omni.server import ServerProcess
-from lightning_omni.server.keys import RunKeys
 from lightning_omni.server.process import ServerSettings
+spares.prepare(ranks=0, servers=1)
 process = ServerProcess(msgspec.json.decode(sys.argv[1], type=ServerSettings))
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 print(process.pid, process.address(), flush=True)
-sys.stdin.read()
+signal.sigwait({signal.SIGTERM})
 process.stop()
 """
 
@@ -85,23 +85,15 @@ class Parent:
     """A process like rank 0, which has started a server."""
 
     def __init__(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", PARENT, msgspec.json.encode(SETTINGS).decode()],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": search_path()},
-        )
+        self.process = Process([sys.executable, "-c", PARENT, msgspec.json.encode(SETTINGS).decode()])
 
     def wait_until_ready(self) -> None:
-        assert self.process.stdout is not None
-        pid, self.address = self.process.stdout.readline().split()
+        pid, self.address = self.process.expect(r"^(\d+) (\S+)$", timeout=60).groups()
         self.server, self.folder = int(pid), Path(self.address.removeprefix("ipc://")).parent
 
     def end(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        assert self.process.wait(60) == 0
+        os.kill(self.process.pid, signal.SIGTERM)
+        assert self.process.end(60) == 0
 
 
 @pytest.mark.processes
@@ -110,7 +102,6 @@ def test_a_run_on_one_node_listens_on_no_port_and_leaves_nothing_behind_however_
     parents = orderly, no_server, no_rank_0, none_left = [Parent() for _ in range(4)]
     with ExitStack() as stack:
         for parent in parents:
-            stack.enter_context(parent.process)
             stack.callback(parent.process.kill)
             parent.wait_until_ready()
         for parent in parents:
@@ -137,10 +128,10 @@ def test_a_run_on_one_node_listens_on_no_port_and_leaves_nothing_behind_however_
         assert not no_server.folder.exists()
         no_server.end()
 
-        no_rank_0.process.kill()
+        os.kill(no_rank_0.process.pid, signal.SIGKILL)
         wait_for(lambda: not no_rank_0.folder.exists())  # the server removes it
 
-        none_left.process.kill()
+        os.kill(none_left.process.pid, signal.SIGKILL)
         os.kill(none_left.server, signal.SIGKILL)
         assert none_left.folder.exists()
         wait_for(lambda: has_ended(none_left.server))

@@ -14,13 +14,12 @@ from pathlib import Path
 
 import pytest
 from processes import Process
-from runs import search_path
 
 SCRIPT = Path(__file__).parent / "scripts" / "regression.py"
 LINK = "veth0"
 ADDRESSES = ("10.213.0.1", "10.213.0.2")
 PORT = 29500
-ENVIRONMENT = {"GLOO_SOCKET_IFNAME": LINK, "OMP_NUM_THREADS": "1", "LOGLEVEL": "INFO", "PYTHONPATH": search_path()}
+ENVIRONMENT = {"GLOO_SOCKET_IFNAME": LINK, "LOGLEVEL": "INFO"}
 START = 150.0
 """Seconds for two torchruns with two workers each to import what they need and to train, on a busy machine."""
 SOON, HEARTBEAT = 60.0, 120.0
@@ -74,11 +73,11 @@ class Nodes:
 
     def start(self, *script: str) -> list[Process]:
         for node, name in enumerate(self.names):
-            command = ["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run"]
+            command = [sys.executable, "-m", "torch.distributed.run"]
             command += ["--nnodes=2", "--nproc-per-node=2", f"--node-rank={node}"]
             command += [f"--master-addr={ADDRESSES[0]}", f"--master-port={PORT}", str(SCRIPT), "--nodes=2"]
             command += [f"--heartbeat-timeout={HEARTBEAT}", *script]
-            self.runs.append(Process(command, ENVIRONMENT))
+            self.runs.append(Process(command, {**ENVIRONMENT, "OMNI_TEST_NETWORK": name}))
         return self.runs
 
     def pids(self, node: int) -> list[int]:

@@ -21,6 +21,7 @@ import msgspec
 import pytest
 import torch
 import zmq
+from processes import Process
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -677,12 +678,13 @@ def test_a_server_process_that_cannot_listen_says_why() -> None:
 
 
 PARENT = """
-import sys, msgspec
+import signal, sys, msgspec, spares
 from lightning_omni.server import ServerProcess
 from lightning_omni.server.process import ServerSettings
+spares.prepare(ranks=0, servers=1)
 process = ServerProcess(msgspec.json.decode(sys.argv[1], type=ServerSettings))
 print(process._process.pid, process.address(), flush=True)
-sys.stdin.read()
+signal.pause()
 """
 
 
@@ -693,16 +695,9 @@ sys.stdin.read()
     ids=["SIGKILL to the parent", "SIGTERM to all it started"],
 )
 def test_the_server_process_outlives_its_parent_for_as_long_as_it_takes_to_say_so(way: Callable[[int], None]) -> None:
-    parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT, msgspec.json.encode(settings()).decode()],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    with parent:
-        assert parent.stdout is not None
-        pid, address = parent.stdout.readline().split()
+    parent = Process([sys.executable, "-c", PARENT, msgspec.json.encode(settings()).decode()])
+    try:
+        pid, address = parent.expect(r"^(\d+) (\S+)$", timeout=60).groups()
         assert is_running(int(pid))
         with ranks(address, 1) as (rank,):
             rank.begin((0,))
@@ -710,3 +705,5 @@ def test_the_server_process_outlives_its_parent_for_as_long_as_it_takes_to_say_s
             assert eventually(lambda: not is_running(int(pid)))
             with pytest.raises(RankLost, match="rank 0 has ended"):
                 rank.push(0, read_at=0)
+    finally:
+        parent.kill()

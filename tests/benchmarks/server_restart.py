@@ -87,10 +87,8 @@ def wait_for(running: Running, condition: Callable[[], bool], seconds: float) ->
 
 def embedded_server(running: Running) -> int:
     """The process that rank 0 has started."""
-    for pid in running.survivors:
-        if b"lightning_omni.server" in Path(f"/proc/{pid}/cmdline").read_bytes():
-            return pid
-    raise AssertionError("there is no embedded server")
+    (server,) = running.servers
+    return server
 
 
 class Standing:
@@ -120,17 +118,15 @@ class Standing:
 
 
 @contextmanager
-def run_with(
-    stands: bool, method: str, save_every: float, spares: int = 0
-) -> Iterator[tuple[Running, Callable[[], None]]]:
+def run_with(stands: bool, method: str, save_every: float) -> Iterator[tuple[Running, Callable[[], None]]]:
     """A run, and what kills its server."""
     with ExitStack() as stack:
         environment, strategy, server = {}, {}, None
         if stands:
             server = Standing(stack, save_every)
             strategy["server"], environment["LIGHTNING_OMNI_KEY"] = server.address(), server.key
-        options = {"fits": [fit(method, save_every, **strategy)]}
-        running = stack.enter_context(Running("groups.py", options, environment, spares=0))
+        options = {"fits": [fit(method, save_every, **strategy)], "servers": 1}
+        running = stack.enter_context(Running("groups.py", options, environment))
         yield running, server.die if server is not None else lambda: os.kill(embedded_server(running), signal.SIGKILL)
 
 

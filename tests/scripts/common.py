@@ -38,8 +38,17 @@ FOLDER = Path(os.environ.get("OMNI_TEST_FOLDER", "."))
 OPTIONS: dict[str, Any] = json.loads(sys.argv[1]) if len(sys.argv) > 1 else {}
 
 assert omni.OmniStrategy  # imported here, and so in no copy
+
+
+def servers() -> int:
+    """How many the fits start: one each, or several; "servers" counts those that are not options of a fit."""
+    given = [fit.get("strategy", {}) for fit in OPTIONS.get("fits", ()) if isinstance(fit, dict)]
+    several = [each.get("servers", 1) if isinstance(each, dict) else 1 for each in given]
+    return OPTIONS.get("servers", 0 if given else 1) + sum(count for count in several if isinstance(count, int))
+
+
 if SPARES := int(os.environ.get("OMNI_TEST_SPARES", 0)):
-    spares.prepare(ranks=SPARES, servers=len(OPTIONS.get("fits", [0])))
+    spares.prepare(SPARES, servers())
 
 
 class Net(pl.LightningModule):

@@ -13,6 +13,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import spares
 import torch
 import torch.distributed as dist
 from topk import TopK
@@ -126,6 +127,8 @@ def main() -> None:
             rank, children = number, []
             break
         children.append(child)
+    if rank == 0:
+        spares.prepare(ranks=0, servers=1)
     train(rank)
     codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     sys.stdout.flush()

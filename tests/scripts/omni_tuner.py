@@ -12,6 +12,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import skopt  # noqa: F401  before ranks are copied
 import torch
 from common import FOLDER, OPTIONS, omni, pl, report, trainer
 from topk import TopK

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import spares
 import torch
 import torch.distributed as dist
 
@@ -92,6 +93,7 @@ def main() -> None:
     torch.set_num_threads(1)
     other = os.fork()
     rank = int(other == 0)
+    spares.prepare(ranks=0, servers=(5, 2)[rank])
     dist.init_process_group("gloo", rank=rank, world_size=RANKS)
     results = []
     for case in OPTIONS["cases"]:

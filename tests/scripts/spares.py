@@ -18,11 +18,15 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import IO, Any
 
-from lightning_fabric.utilities.rank_zero import rank_zero_only
+import lightning_fabric.utilities.rank_zero as rank_zero
 
 from lightning_omni.server import __main__ as server
+
+SERVER = "omni-server"
+"""The name of a copy that is a server: its command line is that of the process it was copied from."""
 
 _ranks: list[Spare] = []
 _servers: list[Spare] = []
@@ -39,7 +43,7 @@ class Spare:
         self.stdout: IO[bytes] | None = None
         self._lock = threading.Lock()
 
-    def start(self, environment: dict[str, str], pipes: bool) -> None:
+    def start(self, command: list[str], environment: dict[str, str], pipes: bool, new_session: bool) -> None:
         theirs: list[int] = []
         if pipes:
             (read, write), (read_back, write_back) = os.pipe(), os.pipe()
@@ -47,7 +51,8 @@ class Spare:
             self.stdin, self.stdout = os.fdopen(write, "wb"), os.fdopen(read_back, "rb")
         with self.wire:
             socket.send_fds(self.wire, [b"start"], theirs)
-            self.wire.sendall(json.dumps(environment).encode() + b"\n")
+            job = {"command": command, "environment": environment, "new_session": new_session}
+            self.wire.sendall(json.dumps(job).encode() + b"\n")
         for number in theirs:
             os.close(number)
 
@@ -86,19 +91,20 @@ class Spare:
 class Popen(subprocess.Popen[Any]):
     """Takes a spare for a rank or a server, while there is one."""
 
-    def __new__(cls, command: Any, *args: Any, env: dict[str, str] | None = None, **options: Any) -> Any:
+    def __new__(cls, args: Any, *more: Any, env: dict[str, str] | None = None, **options: Any) -> Any:
+        is_leader = options.get("start_new_session", False)
         if env and "LOCAL_RANK" in env and _ranks:
             while len(_ranks) > int(env["WORLD_SIZE"]) - int(env["LOCAL_RANK"]):
                 _ranks.pop().dismiss()
-            return _started(_ranks.pop(), env, pipes=False)
-        if env and command[1:] == ["-m", "lightning_omni.server"] and _servers:
-            return _started(_servers.pop(), env, pipes=True)
+            return _started(_ranks.pop(), args, env, pipes=False, new_session=is_leader)
+        if env and list(args[1:]) == ["-m", "lightning_omni.server"] and _servers:
+            return _started(_servers.pop(), args, env, pipes=True, new_session=is_leader)
         return super().__new__(cls)
 
 
 def prepare(ranks: int, servers: int) -> None:
     """Makes copies of this process; in a copy for a rank, this returns when it is to go on as one."""
-    if "LOCAL_RANK" in os.environ or sys.platform != "linux":
+    if (ranks and "LOCAL_RANK" in os.environ) or sys.platform != "linux":
         return
     for kept, count in ((_servers, servers), (_ranks, ranks)):
         for _ in range(count):
@@ -111,8 +117,8 @@ def prepare(ranks: int, servers: int) -> None:
     subprocess.Popen = Popen  # type: ignore[misc]
 
 
-def _started(spare: Spare, environment: dict[str, str], pipes: bool) -> Spare:
-    spare.start(environment, pipes)
+def _started(spare: Spare, command: Any, environment: dict[str, str], pipes: bool, new_session: bool) -> Spare:
+    spare.start(list(map(str, command)), environment, pipes, new_session)
     return spare
 
 
@@ -128,16 +134,20 @@ def _go_on(wire: socket.socket, as_server: bool, unneeded: socket.socket) -> Non
         if not word:
             os._exit(0)  # rank 0 has ended and never wanted it
         with wire.makefile() as text:
-            environment = json.loads(text.readline())  # to its end it may never come: loader workers hold it open, too
+            job = json.loads(text.readline())  # to its end it may never come: loader workers hold it open, too
     signal.signal(signal.SIGINT, interrupt)
+    if job["new_session"]:
+        os.setsid()
     os.environ.clear()
-    os.environ.update(environment)
+    os.environ.update(job["environment"])
+    sys.orig_argv[:] = job["command"]
     if as_server:
         _serve(pipes)
-    rank_zero_only.rank = int(os.environ["LOCAL_RANK"])  # what Lightning reads when it is imported
+    rank_zero.rank_zero_only.rank = rank_zero._get_rank()  # what Lightning reads when it is imported
 
 
 def _serve(pipes: list[int]) -> None:
+    Path("/proc/self/comm").write_text(SERVER)
     for number, pipe in enumerate(pipes):
         os.dup2(pipe, number)
         os.close(pipe)

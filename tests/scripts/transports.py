@@ -9,6 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import spares
 import torch
 import torch.distributed as dist
 from stream import Stream
@@ -48,6 +49,8 @@ def main() -> None:
     torch.set_num_threads(1)
     other = os.fork()
     rank = int(other == 0)
+    if rank == 0:
+        spares.prepare(ranks=0, servers=len(METHODS))
     dist.init_process_group("gloo", rank=rank, world_size=RANKS)
     result = {method: train(method) for method in METHODS}
     Path(os.environ["OMNI_TEST_FOLDER"], f"rank{rank}.json").write_text(json.dumps(result))

@@ -7,6 +7,7 @@ process number and how it ended. See `runs.Running`.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import os
@@ -14,15 +15,22 @@ import runpy
 import signal
 import socket
 import sys
+import tempfile
 
 import lightning_fabric.utilities.rank_zero as rank_zero
 import pytorch_lightning  # noqa: F401
+import spares
 import torch
+import torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler as elastic
 import torchmetrics  # noqa: F401
 
 import lightning_omni
 import lightning_omni.cli.serve
 import lightning_omni.server.__main__  # noqa: F401
+
+TORCHRUN = ["-m", "torch.distributed.run"]
+CLONE_NEWNET = 0x40000000
+"""Of Linux's sched.h."""
 
 
 def main() -> None:
@@ -71,10 +79,38 @@ def become(job: dict, output: int) -> None:
     os.environ.clear()
     os.environ.update(job["environment"])
     os.chdir(job["folder"])
+    tempfile.tempdir = None  # what the environment says
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     rank_zero.rank_zero_only.rank = rank_zero._get_rank() or 0  # what Lightning reads when it is imported
+    if network := os.environ.get("OMNI_TEST_NETWORK"):
+        enter(network)
     sys.orig_argv[1:] = job["command"]
-    what, *rest = job["command"]
+    if job["command"][:2] == TORCHRUN and "--no-python" not in job["command"]:
+        prepare_workers(job["command"])
+    run(sys.orig_argv[1:])
+
+
+def enter(network: str) -> None:
+    """From here on this process, and whatever it starts, is in a network namespace, as by `ip netns exec`."""
+    with open(f"/run/netns/{network}") as namespace:
+        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"no network namespace {network}")
+
+
+def prepare_workers(torchrun: list[str]) -> None:
+    """The workers that torchrun is to start are copies, too, and so is the server that the first of them starts."""
+    (ranks,) = (int(word.partition("=")[2]) for word in torchrun if word.startswith("--nproc-per-node="))
+    spares.prepare(ranks, servers=0)
+    elastic.Popen = spares.Popen
+    if "RANK" in os.environ:  # in one of them, which now is to go on as that
+        sys.orig_argv[:] = [word for word in sys.orig_argv if word != "-u"]
+        if os.environ["RANK"] == "0":
+            spares.prepare(ranks=0, servers=1)
+
+
+def run(command: list[str]) -> None:
+    """As Python does with these arguments."""
+    what, *rest = command
     if what == "-m":
         sys.path[0], sys.argv = os.getcwd(), rest
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
@@ -82,7 +118,7 @@ def become(job: dict, output: int) -> None:
         sys.path[0], sys.argv = "", ["-c", *rest[1:]]
         exec(compile(rest[0], "<string>", "exec"), vars(sys.modules["__main__"]))
     else:
-        sys.path[0], sys.argv = os.path.dirname(what), job["command"]
+        sys.path[0], sys.argv = os.path.dirname(what), command
         runpy.run_path(what, run_name="__main__")
 
 
