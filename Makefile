@@ -1,5 +1,6 @@
-# make demo   train the example with four CPU workers in two compute groups (about two minutes)
-# make test   run what continuous integration runs: ruff, mypy, pytest
+# make demo       train the example with four CPU workers in two compute groups (about two minutes)
+# make test       run what continuous integration runs: ruff and mypy, and pytest beside them
+# make test-all   the same, and what is marked exhaustive: more cases of claims that make test has some of
 # The first of either creates .venv; later ones use it until pyproject.toml or constraints.txt changes.
 
 PYTHON ?= python3
@@ -8,7 +9,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format install clean
+.PHONY: help demo test test-all pytest lint format install clean
 
 help:
 	@sed -n '/^$$/q; s/^# //p' Makefile
@@ -16,9 +17,16 @@ help:
 demo: $(READY)
 	$(BIN)/python examples/fashion_mnist.py --workers 4 --groups 2
 
+# mypy has one process, for a minute or more: what it leaves of the machine is for the tests.
+test: $(READY)
+	@$(MAKE) --no-print-directory --jobs=2 lint pytest
+
+test-all:
+	@$(MAKE) --no-print-directory test OPTIONS=--all
+
 # Tests start hundreds of processes; what is compiled once need not be compiled in each.
-test: lint
-	env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
+pytest: $(READY)
+	env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(OPTIONS)
 
 lint: $(READY)
 	$(BIN)/ruff check

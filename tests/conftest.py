@@ -1,4 +1,4 @@
-"""The order of the files, cheap garbage collection, and the same examples in every continuous integration."""
+"""What `make test` runs, the order of the files, cheap garbage collection, the same examples in every integration."""
 
 from __future__ import annotations
 
@@ -16,18 +16,31 @@ if os.environ.get("CI"):
     providers._get_local_constants = Constants
 
 LONGEST = (
-    *("test_omni_tuner", "test_two_nodes", "test_faces", "test_deaths", "test_cluster_methods", "test_compatibility"),
-    *("test_device", "test_hostile", "test_profile", "test_regroup", "test_serve", "test_groups", "test_merged"),
-    *("test_report", "test_proportional", "test_start_methods", "test_cli_plan", "test_signals", "test_device_tuner"),
-    *("test_oracles", "test_simulator", "test_statistical", "test_search", "test_cli_simulate", "test_manners"),
-    *("test_private_directory", "test_finetuning", "test_parity", "test_cli", "test_arguments", "test_cli_device"),
-    *("test_refusals", "test_checkpoints", "test_search_objects", "test_ends", "test_golden", "test_histories"),
+    *("test_omni_tuner", "test_simulator", "test_profile", "test_faces", "test_compatibility"),
+    *("test_cluster_methods", "test_report", "test_cli_simulate", "test_merged", "test_oracles"),
+    *("test_joining", "test_groups", "test_start_methods", "test_device", "test_cli_plan", "test_proportional"),
+    *("test_deaths", "test_overlap", "test_two_nodes", "test_first_batches", "test_lossy", "test_statistical"),
+    *("test_golden", "test_hostile", "test_arguments", "test_search", "test_imports", "test_inside"),
+    *("test_matrix", "test_wire", "test_server_restart", "test_serve", "test_shards", "test_search_objects"),
+    *("test_server_core", "test_signals", "test_device_tuner", "test_manners", "test_layout_and_codec"),
+    *("test_cli", "test_transport", "test_regroup", "test_words", "test_sensing", "test_parity", "test_ends"),
+    *("test_finetuning", "test_by_forecast", "test_wire_format", "test_watch", "test_cli_device"),
+    *("test_checkpoints", "test_leases", "test_docstrings", "test_validation"),
 )
 """Files of many seconds each, longest first: side by side, none is left to run alone in the end."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first, the others as they come."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--all` is what `make test-all` adds."""
+    parser.addoption("--all", action="store_true", help="also what is marked exhaustive")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Long files first, the others as they come; of products only a part, unless all is asked for."""
+    left_out = [] if config.getoption("--all") else [item for item in items if item.get_closest_marker("exhaustive")]
+    if left_out:
+        items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
+        config.hook.pytest_deselected(items=left_out)
     places = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
 

@@ -46,8 +46,8 @@ def test_links_of_the_page_lead_somewhere() -> None:
 
 
 def test_targets_of_make_exist() -> None:
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    named = set(re.findall(r"\bmake ([a-z]+)", "\n".join([*COMMANDS, *re.findall(r"`([^`\n]+)`", PAGE)])))
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = set(re.findall(r"\bmake ([a-z-]+)", "\n".join([*COMMANDS, *re.findall(r"`([^`\n]+)`", PAGE)])))
     assert {"install", "test", "format", "help"} <= named <= targets
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from covering import covering
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from rounds import Cluster, Make, by_speed, noisy, sgd, start, zero
@@ -168,8 +169,7 @@ def test_every_update_makes_every_other_groups_work_one_update_older(method: Met
     assert not cluster.waiting
 
 
-@pytest.mark.parametrize("slowest", [1.0, 3.0, 20.0])
-@pytest.mark.parametrize("n", [1, 2, 4, 8])
+@pytest.mark.parametrize(("n", "slowest"), covering(itertools.product((1, 2, 4, 8), (1.0, 3.0, 20.0))))
 def test_mean_staleness_is_p_minus_1_over_c_whatever_the_speeds(n: int, slowest: float) -> None:
     draw = random.Random(n)
     p, pushes = 8, 4000
@@ -521,7 +521,7 @@ def variances(kind: Any, p: int, trials: int) -> tuple[float, float]:
     return spread / trials, drift / trials
 
 
-@pytest.mark.parametrize("p", [2, 4, 8])
+@pytest.mark.parametrize("p", [2, pytest.param(4, marks=pytest.mark.exhaustive), 8])
 def test_a_round_of_pulls_halves_the_variance_and_moves_the_mean(p: int) -> None:
     spread, drift = variances("pull", p, 1200)
     assert spread == pytest.approx(1 / 2 - 1 / (4 * p), rel=0.03)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from covering import covering
 from hypothesis import given
 from hypothesis import strategies as st
 from rounds import sgd
@@ -296,8 +298,7 @@ def test_gradients_are_one_step_of_their_group_older(method: str, c: int) -> Non
         assert staleness.mean() == pytest.approx(expected, abs=0.02)
 
 
-@pytest.mark.parametrize("method", AT_SERVER)
-@pytest.mark.parametrize("wire", ["fp32", "int8"])
+@pytest.mark.parametrize(("method", "wire"), covering(product(AT_SERVER, ("fp32", "int8"))))
 def test_a_run_with_exchanges_under_way_is_replayed_bitwise(method: str, wire: str) -> None:
     events: list[Event] = []
     options: dict[str, Any] = {"wire": wire, "overlap": True, "batched": False, "record": events.append}
@@ -311,8 +312,16 @@ def test_a_run_with_exchanges_under_way_is_replayed_bitwise(method: str, wire: s
         assert torch.equal(again.weights[name], torch.from_numpy(weight))
 
 
-@pytest.mark.parametrize("wire", ["fp32", "int8", {"push": "topk:0.2", "pull": "bf16"}], ids=str)
-@pytest.mark.parametrize("streaming", ["fragments=3", "delay=2", "fragments=2,delay=1,alpha=0.5"])
+@pytest.mark.parametrize(
+    ("streaming", "wire"),
+    covering(
+        product(
+            ("fragments=3", "delay=2", "fragments=2,delay=1,alpha=0.5"),
+            ("fp32", "int8", {"push": "topk:0.2", "pull": "bf16"}),
+        )
+    ),
+    ids=str,
+)
 def test_a_streaming_run_is_replayed_bitwise(streaming: str, wire: Any) -> None:
     events: list[Event] = []
     options: dict[str, Any] = {"wire": wire, "batched": False, "record": events.append}
@@ -351,7 +360,7 @@ MATRIX = [
 ]
 
 
-@pytest.mark.parametrize(("method", "wire", "overlap"), MATRIX, ids=lambda each: str(each))
+@pytest.mark.parametrize(("method", "wire", "overlap"), covering(MATRIX), ids=str)
 def test_every_method_trains_in_every_format_with_exchanges_under_way(method: str, wire: str, overlap: bool) -> None:
     @torch.no_grad()
     def evaluate(model: Any) -> dict[str, float]:

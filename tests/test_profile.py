@@ -545,7 +545,7 @@ def errors_of(name: str, knows_serve: bool) -> list[float]:
 
 @cache
 def truth_of(name: str, topology: Topology, rebalance: bool) -> float:
-    updates = 300 * len(topology.alive)
+    updates = 120 * len(topology.alive)
     return pace(run(name, topology, updates, seed=3, rebalance="auto" if rebalance else "off"))
 
 
@@ -596,7 +596,7 @@ def test_accesses_to_a_merged_head_are_counted(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setitem(CLUSTERS, "head", cluster)
     profile = Profile.fit([Measured.of(run("head", 8, 240, seed=2, model=Tailed(), merged="head"))])
     for groups in (2, 4, 8):
-        trace = run("head", groups, 100 * groups, seed=3, model=Tailed(), merged="head")
+        trace = run("head", groups, 40 * groups, seed=3, model=Tailed(), merged="head")
         assert seconds(profile.predict(groups)) == pytest.approx(pace(trace), rel=0.1)
     assert profile.measured[0].nbytes == 4 * (2 * 4 + 4)  # of the body alone
     assert (profile.predict(8).bottleneck == "head") == (per_sample == MS / 4)

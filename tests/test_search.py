@@ -8,10 +8,12 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
+from covering import covering
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -395,8 +397,7 @@ def test_there_is_no_other_strategy() -> None:
 # --- The reference batch ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("adaptive", [False, True])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("strategy", "adaptive"), covering(product(STRATEGIES, (False, True))))
 def test_however_many_groups_a_run_begins_with_the_search_is_the_same(strategy: str, adaptive: bool) -> None:
     came = []
     for groups in (1, 2, 4):

@@ -285,7 +285,7 @@ SPEEDS = {
 def test_mean_staleness_is_groups_less_one_over_gradients_in_an_update(
     cluster: Cluster, method: Method, per_update: int
 ) -> None:
-    updates = 800 // per_update
+    updates = 400 // per_update
     trace = run(method, 8, cluster, max_updates=updates, data=many(8000))
     assert trace.mean_staleness == pytest.approx(7 / per_update, rel=0.05)
 

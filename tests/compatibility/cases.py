@@ -993,12 +993,8 @@ CASES: tuple[Case, ...] = (
 )
 BY_NAME = {case.name: case for case in CASES}
 QUICK = (
-    "ModelCheckpoint: best two",
-    "EarlyStopping: no patience",
     "StochasticWeightAveraging with BatchNorm",
     "EMAWeightAveraging",
-    "max_steps",
-    "fit, validate, test, predict",
     "two optimizers, frozen by hand",
     "switches optimizers through the strategy",
     "logs everywhere",
@@ -1006,4 +1002,6 @@ QUICK = (
     "writes its weights at an epoch's end",
     "writes its weights in mid-epoch",
 )
-"""Rows that `make test` runs: what once went wrong, and what most people use."""
+"""Rows that `make test` runs: what once went wrong, and what most people use that no other test has."""
+USUAL = ("ModelCheckpoint: best two", "EarlyStopping: no patience", "max_steps", "fit, validate, test, predict")
+"""Rows that `make test-all` adds: ``tests/test_groups.py`` and ``tests/test_parity.py`` have the same options."""

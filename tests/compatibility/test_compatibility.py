@@ -6,12 +6,13 @@ The whole matrix is `matrix.py` beside this file.
 from __future__ import annotations
 
 import pytest
-from cases import CASES
+from cases import CASES, QUICK, USUAL
 from matrix import check
 
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_quick_cases_hold() -> None:
-    failed = {case.name: found for case, found, _ in check([case for case in CASES if case.quick], ranks=2) if found}
+@pytest.mark.parametrize("names", [QUICK, pytest.param(USUAL, marks=pytest.mark.exhaustive)], ids=["quick", "usual"])
+def test_cases_hold(names: tuple[str, ...]) -> None:
+    failed = {case.name: found for case, found, _ in check([case for case in CASES if case.name in names], 2) if found}
     assert failed == {}
