@@ -564,7 +564,17 @@ def test_a_group_that_was_frozen_joins_again_by_itself_with_new_processes(tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize("method", ["local_sgd:period=4", "elastic_averaging:period=2", "diloco:period=4", "hardsync"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        "hardsync",
+        "local_sgd:period=4",
+        *(
+            pytest.param(each, marks=pytest.mark.exhaustive)
+            for each in ("elastic_averaging:period=2", "diloco:period=4")
+        ),
+    ],
+)
 def test_a_group_joins_whatever_the_method(run: Run, method: str) -> None:
     options = {"epochs": 3, "hold": [1], "method": method}
     one, other = run.train_together(options)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from covering import covering
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
@@ -162,7 +164,9 @@ def test_a_merged_head_in_a_lossy_format_learns_as_well_and_is_replayed_to_the_b
         assert np.array_equal(weight, again.weights[name].numpy()), name
 
 
-@pytest.mark.parametrize("groups", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize(
+    "groups", [1, pytest.param(2, marks=pytest.mark.exhaustive), 4, pytest.param(8, marks=pytest.mark.exhaustive), 16]
+)
 def test_the_hardware_model_says_how_often_an_update_comes(groups: int) -> None:
     """16 ranks, a group's batch of 32 samples: 32 ms of one rank, and 1.6 ms at the head."""
     cluster = Cluster.even(16, 1e-3, head_seconds_per_sample=5e-5, jitter=Jitter("lognormal", 0.1))
@@ -236,8 +240,10 @@ def assert_same_arrays(one: Trace, other: Trace) -> None:
 # --- One seed, one trace -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("batched", [True, False])
-@pytest.mark.parametrize("method", ["async_sgd", "softsync", "push_gossip", AsyncDiLoCo(period=4)])
+@pytest.mark.parametrize(
+    ("method", "batched"),
+    covering(product(("async_sgd", "softsync", "push_gossip", AsyncDiLoCo(period=4)), (True, False))),
+)
 def test_one_seed_gives_one_trace_to_the_bit(method: str | Method, batched: bool) -> None:
     options: dict[str, Any] = {
         "batched": batched,
@@ -361,10 +367,21 @@ COMES_BACK = (
 
 
 @pytest.mark.parametrize(
-    "method",
-    ["async_sgd", "hardsync", "stale_synchronous", "elastic_averaging:period=2", "diloco:period=3", "push_gossip"],
+    ("method", "epochs"),
+    covering(
+        product(
+            (
+                "async_sgd",
+                "hardsync",
+                "stale_synchronous",
+                "elastic_averaging:period=2",
+                "diloco:period=3",
+                "push_gossip",
+            ),
+            (1, 3),
+        )
+    ),
 )
-@pytest.mark.parametrize("epochs", [1, 3])
 def test_a_group_that_comes_back_takes_part_again_and_every_sample_is_used(method: str, epochs: int) -> None:
     topology, events = Topology(((0, 1), (2,), (3, 4))), list[Event]()
     cluster = Cluster.even(5, 2e-3, jitter=RANDOM_TIMES, link=Link(latency=1e-4), events=COMES_BACK)
@@ -560,11 +577,12 @@ def convolutions() -> nn.Module:
         return nn.Sequential(nn.Unflatten(1, (1, 6)), nn.Conv1d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3))
 
 
-@pytest.mark.parametrize("model", [new_model(), convolutions()], ids=["linear", "convolutions"])
-@pytest.mark.parametrize("method", ["async_sgd", "elastic_averaging", "push_gossip"])
-def test_batched_gradients_are_those_computed_one_by_one(method: str, model: nn.Module) -> None:
+@pytest.mark.parametrize(
+    ("method", "kind"), covering(product(("async_sgd", "elastic_averaging", "push_gossip"), ("linear", "convolutions")))
+)
+def test_batched_gradients_are_those_computed_one_by_one(method: str, kind: str) -> None:
     options: dict[str, Any] = {
-        "model": model,
+        "model": new_model() if kind == "linear" else convolutions(),
         "max_updates": 60,
         "max_epochs": 10,
         "optimizer": lambda p: torch.optim.SGD(p, lr=0.02),

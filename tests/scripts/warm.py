@@ -99,8 +99,8 @@ def enter(network: str) -> None:
 
 def prepare_workers(torchrun: list[str]) -> None:
     """The workers that torchrun is to start are copies, too, and so is the server that the first of them starts."""
-    (ranks,) = (int(word.partition("=")[2]) for word in torchrun if word.startswith("--nproc-per-node="))
-    spares.prepare(ranks, servers=0)
+    ranks = [int(word.partition("=")[2]) for word in torchrun if word.startswith("--nproc-per-node=")]
+    spares.prepare(ranks[0] if ranks else 0, servers=0)
     elastic.Popen = spares.Popen
     if "RANK" in os.environ:  # in one of them, which now is to go on as that
         sys.orig_argv[:] = [word for word in sys.orig_argv if word != "-u"]
