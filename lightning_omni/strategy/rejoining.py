@@ -1,7 +1,7 @@
 """A group that was evicted joins the run again, as a new one: the process that has started its ranks begins afresh.
 
-What a fit was cut off in has no way back, neither in torch.distributed nor in a user's hooks; the script has, from its
-beginning. So nothing is repaired: when the script has ended with the error, and no code of the user's has caught it,
+What a fit was cut off in cannot be gone back to, neither in torch.distributed nor in a user's hooks; the script can be
+run again from its beginning. So nothing is repaired: when the script has ended with the error, and no code of the user's has caught it,
 the process replaces itself (`os.execve`) with the command that it was started with. Numbers, weights and the place in
 the epoch are then those of any group that comes late.
 """
@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 LONGEST_WAIT = 30.0
 """Seconds before a group joins again, at most; they double from one."""
-SETTLED = 300.0
+FORGETS_AFTER = 300.0
 """Seconds in the run after which an eviction is not one more in a row."""
 _DIRECTORY = os.getcwd()
 
@@ -66,7 +66,7 @@ class Rejoining:
         """
         if not most or not self._run:
             return False
-        if time.monotonic() - self._began > SETTLED:
+        if time.monotonic() - self._began > FORGETS_AFTER:
             self._count = 0
         if self._count >= most:
             _log.warning("this group has joined again %d times in a row, and does so no more: %s", most, reason)
