@@ -1,9 +1,9 @@
 """A group that was evicted joins the run again, as a new one: the process that has started its ranks begins afresh.
 
 What a fit was cut off in cannot be gone back to, neither in torch.distributed nor in a user's hooks; the script can be
-run again from its beginning. So nothing is repaired: when the script has ended with the error, and no code of the user's has caught it,
-the process replaces itself (`os.execve`) with the command that it was started with. Numbers, weights and the place in
-the epoch are then those of any group that comes late.
+run again from its beginning. So nothing is repaired: when the script has ended with the error, and no code of the
+user's has caught it, the process replaces itself (`os.execve`) with the command that it was started with. Numbers,
+weights and the place in the epoch are then those of any group that comes late.
 """
 
 from __future__ import annotations
