@@ -83,7 +83,7 @@ def test_where_the_all_reduce_binds_groups_exchange_less_often_or_less() -> None
 
 
 def test_few_steps_that_scatter_are_not_decided_by_but_in_the_end_they_are() -> None:
-    own = 0.1 * np.random.default_rng(1).lognormal(0.0, 0.5, (4, 24))
+    own = 0.1 * np.random.default_rng(1).lognormal(0.0, 0.25, (4, 24))
     few, many = (search(seen(own[:, :steps])) for steps in (3, 24))
     assert verdict(few) == ""
     assert many.choice().setting.groups >= 1

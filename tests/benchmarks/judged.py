@@ -39,7 +39,7 @@ from lightning_omni.simulator import Cluster
 from lightning_omni.topology import Topology
 from lightning_omni.tuner.first_batches import DECISION_STEPS
 
-LONGEST = 3.0
+LONGEST = 6.0
 """Samples that a run may take, in those of the user's own."""
 PERIODS = (1, 8, 32)
 """Local steps of the alternatives."""

@@ -78,7 +78,8 @@ class Cell:
         groups: how many.
         period: local steps between two exchanges.
         times: of the prior's clusters.
-        variant: ``"wire"`` for int8 pushes and bfloat16 answers, ``"overlap"`` for exchanges that travel meanwhile.
+        variant: ``"wire"`` for int8 pushes and bfloat16 answers, if they may be rounded, ``"overlap"`` for exchanges
+            that travel meanwhile.
     """
 
     method: str
@@ -100,7 +101,7 @@ class Cell:
     def options(self) -> dict[str, Any]:
         """Of the simulation."""
         if self.variant == "wire":
-            return {"wire": {"push": "int8", "pull": "bf16"}}
+            return {"wire": "int8" if self.made.pushes_weights else {"push": "int8", "pull": "bf16"}}
         return {"overlap": True} if self.variant == "overlap" else {}
 
     @property
@@ -132,7 +133,7 @@ def cells() -> Iterator[Cell]:
     for groups, period in ((8, 8), (4, 2), (2, 8), (8, 2), (2, 2), (8, 32), (2, 32)):
         yield from (Cell(method, groups, period, local[method]) for method in ("local_sgd", "elastic_averaging"))
     yield from (Cell("elastic_averaging", groups, 1, scattered) for groups in (8, 2))
-    yield from (Cell("elastic_averaging", 4, period, even) for period in (8, 2, 1))
+    yield from (Cell("elastic_averaging", groups, period, even) for groups in (4, 8, 2) for period in (8, 2, 1))
     yield Cell("local_sgd", 4, 8, even, "wire")
     for groups, period in ((4, 8), (8, 8), (2, 8), (4, 32)):
         yield from (Cell(method, groups, period, local[method]) for method in ("diloco", "async_diloco"))
