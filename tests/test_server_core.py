@@ -1054,6 +1054,8 @@ SAMPLES: dict[type[m.Message], m.Message] = {
         m.Observe(version=m.VERSION, nonce=b"nonce"),
         m.ObserverProof(mac=b"mac"),
         m.AskOverview(),
+        m.AskServer(),
+        m.Echo(nbytes=3),
         m.Evict(group=1, incarnation=1),
         m.Heartbeat(sent=1.5, compute_time=0.25),
         m.Form(generation=1, groups=((0, 1), (2,)), method={"name": "async_sgd"}),

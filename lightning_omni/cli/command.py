@@ -11,6 +11,7 @@ from rich.text import Text
 from lightning_omni import __version__
 from lightning_omni.cli.console import INTERRUPTED
 from lightning_omni.cli.device import device
+from lightning_omni.cli.doctor import doctor
 from lightning_omni.cli.plan import plan
 from lightning_omni.cli.serve import serve
 from lightning_omni.cli.simulate import compare, simulate
@@ -39,11 +40,12 @@ def main(arguments: list[str] | None = None) -> int:
         arguments: the command line; None takes the process's own.
 
     Returns:
-        The exit code: 0, 2 if a setting is wrong, or 130 after Ctrl-C.
+        The exit code: 0, 1 if the doctor has found something that fails, 2 if a setting is wrong, or 130 after Ctrl-C.
     """
     commands: dict[str, Any] = {
         "serve": serve,
         "top": top,
+        "doctor": doctor,
         "simulate": simulate,
         "compare": compare,
         "device": device,

@@ -21,6 +21,8 @@ VERSION = 14
 """Protocol version. Both sides must have the same."""
 LARGEST_INLINE = 32 << 10
 """Bytes of message or payload that a rank may send on the control channel; more is brought over the data channel."""
+LARGEST_ECHO = 1 << 20
+"""Bytes that come back for an `Echo`."""
 LARGEST_BROUGHT = 8 << 20
 """Bytes that a rank may bring for one collective."""
 LONGEST = 256 << 20
@@ -266,6 +268,16 @@ class AskOverview(Message, frozen=True, kw_only=True):
     """How does the run go, with all that there is to be seen of it?"""
 
 
+class AskServer(Message, frozen=True, kw_only=True):
+    """What are you, and what time is it with you?"""
+
+
+class Echo(Message, frozen=True, kw_only=True):
+    """Send so many bytes back, `LARGEST_ECHO` at most. A payload may follow, and is dropped: this measures the way."""
+
+    nbytes: int = 0
+
+
 class Evict(Message, frozen=True, kw_only=True):
     """Take a group out of the run.
 
@@ -371,6 +383,42 @@ class Observing(Message, frozen=True, kw_only=True):
     """The process that watches is let in; ``mac`` proves that the server holds the key, too."""
 
     mac: bytes
+
+
+class About(msgspec.Struct, frozen=True):
+    """What there is to know of a server's process, whatever run it has.
+
+    Attributes:
+        versions: of Python and of packages, by name; of one that is not installed, none.
+        time: seconds since the epoch, by its clock.
+    """
+
+    versions: dict[str, str] = {}
+    time: float = 0.0
+
+
+class ServerDescription(Message, frozen=True, kw_only=True):
+    """What this server is.
+
+    Attributes:
+        about: its process.
+        data_port: of the data socket, on the same host; 0 if that is a file beside the control socket's.
+        heartbeat_timeout: seconds of silence after which a rank counts as dead.
+        progress_timeout: seconds after which a group counts as dead that gets nothing done; may be infinite.
+        shards: servers that hold a share of the weights each, this one among them.
+        patience: as in `Welcome`: above 0 if another server would go on.
+    """
+
+    about: About
+    data_port: int
+    heartbeat_timeout: float
+    progress_timeout: float
+    shards: int
+    patience: float
+
+
+class Echoed(Message, frozen=True, kw_only=True):
+    """The bytes that were asked for follow."""
 
 
 class GroupOverview(msgspec.Struct, frozen=True):
@@ -1011,7 +1059,7 @@ class Taken(Message, frozen=True, kw_only=True):
 ToControl = (
     Challenge | Welcome | RefusedMessage | Status | Formed | Joined | EpochOpened | Drawn | Verdict | Left | Gathered
     | Notice | Acknowledged | Shards | Observing | Overview | Aggregator | PushDirectly | ValidationClaimed
-    | Validations | VersionReleased | Enlisted
+    | Validations | VersionReleased | Enlisted | ServerDescription | Echoed
 )  # fmt: skip
 ToData = (
     AttachChallenge | Attached | Long | Seeded | Restructured | GroupStateStored | Weights | Snapshot | HeadOutput

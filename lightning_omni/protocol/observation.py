@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from lightning_omni.errors import Refused
+from lightning_omni.errors import MalformedMessage, Refused
 from lightning_omni.methods import Method
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.epochs import Epochs
@@ -51,6 +51,7 @@ class Observers:
         self._key, self._random = key, random
         self._challenged: dict[Peer, tuple[m.Observe, bytes]] = {}
         self._admitted: dict[Peer, None] = {}
+        self._noise = b""
 
     @property
     def peers(self) -> list[Peer]:
@@ -89,6 +90,11 @@ class Observers:
             self._admitted.pop(next(iter(self._admitted)))
         return observer_mac(self._key, "server", hello, challenge)
 
+    def noise(self, nbytes: int) -> bytes:
+        """Bytes that no link makes fewer of, `lightning_omni.protocol.messages.LARGEST_ECHO` at most."""
+        self._noise = self._noise or self._random(m.LARGEST_ECHO)
+        return self._noise[:nbytes]
+
     def forget(self, peer: Peer) -> None:
         """A connection has ended."""
         self._admitted.pop(peer, None)
@@ -104,6 +110,7 @@ class RunObservation(Service):
         observers: those that watch.
         now: the time of the message that is being handled.
         over: why the run cannot go on, or an empty string.
+        description: of the server.
     """
 
     def __init__(
@@ -114,7 +121,9 @@ class RunObservation(Service):
         observers: Observers,
         now: Callable[[], float],
         over: Callable[[], str],
+        description: Callable[[], m.ServerDescription],
     ) -> None:
+        self._description = description
         self._roster, self._epochs, self._monitoring = roster, epochs, monitoring
         self._observers, self._now, self._over = observers, now, over
         self._formed: m.Form | None = None
@@ -142,6 +151,17 @@ class RunObservation(Service):
     def ask(self, sender: Sender, message: m.AskOverview, payload: Payload) -> list[Out]:
         """It asks how the run goes."""
         return [Out(sender.peer, m.CONTROL, self.overview())]
+
+    def describe(self, sender: Sender, message: m.AskServer, payload: Payload) -> list[Out]:
+        """It asks what this server is."""
+        return [Out(sender.peer, m.CONTROL, self._description())]
+
+    def echo(self, sender: Sender, message: m.Echo, payload: Payload) -> list[Out]:
+        """It measures the way."""
+        if not 0 <= message.nbytes <= m.LARGEST_ECHO:
+            raise MalformedMessage(f"{message.nbytes} bytes cannot be sent back; ask for {m.LARGEST_ECHO} at most")
+        back = (self._observers.noise(message.nbytes),) if message.nbytes else ()
+        return [Out(sender.peer, m.CONTROL, m.Echoed(), back)]
 
     # --- What it is shown --------------------------------------------------------------------------------------------
 

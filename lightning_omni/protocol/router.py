@@ -128,6 +128,8 @@ TABLE = (
     Row(m.Observe, CONTROL, Role.STRANGER, RunObservation, RunObservation.greet),
     Row(m.ObserverProof, CONTROL, Role.STRANGER, RunObservation, RunObservation.admit),
     Row(m.AskOverview, CONTROL, Role.OBSERVER, RunObservation, RunObservation.ask),
+    Row(m.AskServer, CONTROL, Role.OBSERVER, RunObservation, RunObservation.describe),
+    Row(m.Echo, CONTROL, Role.OBSERVER, RunObservation, RunObservation.echo),
     Row(m.Evict, CONTROL, Role.OBSERVER, Membership, Membership.evict),
     # data
     Row(m.OpenEpoch, CONTROL, Role.MEMBER, DataLeasing, DataLeasing.open),

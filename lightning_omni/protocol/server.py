@@ -94,7 +94,8 @@ class ServerCore:
         patience: seconds for which ranks look for this server again when it is gone, for another one will go on; what
             saves its state sets it. 0 if none will.
         key: the run's shared secret.
-        data_port: told to every admitted rank; the driver of the machine sets it.
+        data_port: told to every admitted rank; the driver of the machine sets it, and so does it ...
+        about: ... this, which is told to processes that watch: what there is to know of the server's process.
         strangers: messages refused because they were malformed or their sender had not been admitted.
         roster: the ranks of the run.
         notes: tells the recorder.
@@ -147,6 +148,7 @@ class ServerCore:
         self._table = (*table, *rows)
         self.strangers = 0
         self.data_port = 0
+        self.about: Callable[[], m.About] = m.About
         self._observers = Observers(key, random)
         self.journal = Journal()
         self.patience = 0.0
@@ -174,7 +176,13 @@ class ServerCore:
         self._epochs = epochs
         self._monitoring = Monitoring(roster, shards, self._work_time, lambda: self.strangers)
         self._observation = RunObservation(
-            roster, epochs, self._monitoring, self._observers, self._last_now, lambda: self._membership.over
+            roster,
+            epochs,
+            self._monitoring,
+            self._observers,
+            self._last_now,
+            lambda: self._membership.over,
+            self._description,
         )
         self._synchronization = Synchronization(
             roster, training, lambda *brought: self._router.forward(*brought), journal
@@ -567,6 +575,16 @@ class ServerCore:
     def gone(self) -> str:
         """Which server that holds a share is gone for good, so that no run can be served; or an empty string."""
         return self.servers.gone if isinstance(self.servers, Coordinator) else ""
+
+    def _description(self) -> m.ServerDescription:
+        return m.ServerDescription(
+            about=self.about(),
+            data_port=self.data_port,
+            heartbeat_timeout=self._heartbeat_timeout,
+            progress_timeout=self._progress_timeout,
+            shards=self.servers.count,
+            patience=self.patience,
+        )
 
     def _last_now(self) -> float:
         return self._now

@@ -36,6 +36,7 @@ from lightning_omni.server.keys import RunKeys
 from lightning_omni.server.rate_limits import RefusalLog
 from lightning_omni.server.shard_link import ShardLink, UpstreamLink, reachable
 from lightning_omni.server.sharing import NOWHERE, Place, Places, SegmentSocket, SharedMemory
+from lightning_omni.server.versions import about
 
 _log = logging.getLogger(__name__)
 
@@ -108,6 +109,7 @@ class Server:
         self.address = self._sockets[m.CONTROL].getsockopt_string(zmq.LAST_ENDPOINT)
         # A peer that is gone is noticed when something is sent to it.
         self._sockets[m.CONTROL].setsockopt(zmq.ROUTER_MANDATORY, 1)
+        core.about = about
         core.data_port = urlsplit(self._sockets[m.DATA].getsockopt_string(zmq.LAST_ENDPOINT)).port or 0
         self.shared = SharedMemory(core.data_connection, lambda: sum(shard.buffer.numel() for shard in core.shards))
         if directory is not None and shared_memory and segments.is_offered():

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
-from typing import TypeVar
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple, TypeVar
 
 import zmq
 
@@ -20,6 +23,19 @@ from lightning_omni.server.keys import RunKeys
 Answer = TypeVar("Answer", bound=m.Message)
 PATIENCE = 30.0
 """Seconds to wait for any one answer: meanwhile the server may be busy with an update of a large model."""
+
+
+class EchoTimes(NamedTuple):
+    """Answers that came: how many seconds after they were asked for, and when, on the clock of `time.perf_counter`."""
+
+    times: Sequence[float]
+    arrived: Sequence[float]
+
+    @property
+    def rate(self) -> float:
+        """Answers a second, from the first one on."""
+        lasted = self.arrived[-1] - self.arrived[0]
+        return (len(self.arrived) - 1) / lasted if lasted > 0 else math.inf
 
 
 class Observer:
@@ -97,18 +113,61 @@ class Observer:
         """
         return self._ask(m.Enlist(ranks=ranks), m.Enlisted)
 
+    def describe(self) -> m.ServerDescription:
+        """What the server is, and what time it is there.
+
+        Raises:
+            ConnectionLost: the server is gone, or does not answer.
+        """
+        return self._ask(m.AskServer(), m.ServerDescription)
+
+    def echo(self, payload: bytes = b"", back: int = 0, under_way: int = 1, seconds: float = 0.0) -> EchoTimes:
+        """Sends bytes there and has bytes sent back, over and over.
+
+        Args:
+            payload: what is sent, `lightning_omni.protocol.messages.LARGEST_INLINE` bytes at most.
+            back: bytes that come back, `lightning_omni.protocol.messages.LARGEST_ECHO` at most.
+            under_way: how many are under way at a time.
+            seconds: for how long new ones are sent; none is sent but the first ones with 0.
+
+        Raises:
+            ConnectionLost: the server is gone, or does not answer.
+        """
+        said = [m.encode(m.Echo(nbytes=back)), *([payload] if payload else [])]
+        began = time.perf_counter()
+        waits = deque(self._say(said) for _ in range(under_way))
+        times, arrived = list[float](), list[float]()
+        while waits:
+            self._hear(m.Echoed)
+            arrived.append(time.perf_counter())
+            times.append(arrived[-1] - waits.popleft())
+            if arrived[-1] - began < seconds:
+                waits.append(self._say(said))
+        return EchoTimes(times, arrived)
+
     def close(self) -> None:
         """Closes the connection at once."""
         self._dialed.close()
         self._context.term()
 
     def _ask(self, message: m.Message, expect: type[Answer]) -> Answer:
+        self._say([m.encode(message)])
+        return self._hear(expect)
+
+    def _say(self, frames: Sequence[bytes]) -> float:
+        """Says something; returns when."""
+        try:
+            self._dialed.wire.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.Again:
+            raise ConnectionLost(f"the parameter server at {self.address} is gone") from None
+        return time.perf_counter()
+
+    def _hear(self, expect: type[Answer]) -> Answer:
         wire, deadline = self._dialed.wire, time.monotonic() + PATIENCE
         poller = zmq.Poller()
         for each in (wire, self._dialed.monitor):
             poller.register(each, zmq.POLLIN)
         try:
-            wire.send(m.encode(message), zmq.NOBLOCK)
             while (left := deadline - time.monotonic()) > 0:
                 ready = dict(poller.poll(int(1000 * left) + 1))
                 if wire in ready:

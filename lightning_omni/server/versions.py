@@ -1,0 +1,34 @@
+"""What this process is made of: versions of Python and of the packages that both sides of a run have."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+
+import zmq
+
+from lightning_omni.protocol.messages import About
+
+PACKAGES = ("lightning-omni", "torch", "pytorch-lightning", "lightning", "pyzmq")
+
+
+@cache
+def versions() -> Mapping[str, str]:
+    """Versions by name; a package that is not installed has none."""
+    found = {"python": platform.python_version(), "libzmq": zmq.zmq_version()}
+    return {**found, **{package: number for package in PACKAGES if (number := _version(package))}}
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def about() -> About:
+    """This process, now."""
+    return About(dict(versions()), time.time())

@@ -1,0 +1,148 @@
+"""``lightning-omni doctor``: what it finds on the way to a server, and what it says is to be done."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from processes import Process
+from runs import free_port
+from test_observation import say, watch
+from test_server_core import Link, expect_refusal
+
+from lightning_omni.cli import main
+from lightning_omni.protocol import ServerCore
+from lightning_omni.protocol import messages as m
+from lightning_omni.server import Server
+from lightning_omni.server.versions import about, versions
+
+KEY = "5a" * 32
+COMMAND = [sys.executable, "-c", "from lightning_omni.cli import main; raise SystemExit(main())"]
+
+
+@pytest.fixture(autouse=True)
+def key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGHTNING_OMNI_KEY", KEY)
+    monkeypatch.setattr("lightning_omni.cli.checkup.SECONDS", 0.1)
+
+
+@contextmanager
+def serving() -> Iterator[Server]:
+    """A server on TCP, in a thread."""
+    server, stop = Server(ServerCore(bytes.fromhex(KEY), secrets.token_bytes)), threading.Event()
+    thread = threading.Thread(target=server.run, args=(stop.is_set,))
+    thread.start()
+    try:
+        yield server
+    finally:
+        stop.set()
+        thread.join(20)
+        server.close()
+
+
+def test_all_is_well_with_a_server_that_serves(capsys: pytest.CaptureFixture[str]) -> None:
+    server = Process([*COMMAND, "serve", "--port", "0", "--progress-timeout", "20min"], {"LIGHTNING_OMNI_KEY": KEY})
+    try:
+        address = server.expect(r"parameter server on (tcp://\S+),", 150)[1]
+        assert main(["doctor", address, "--mb", "8"]) == 0
+    finally:
+        server.kill()
+    said = capsys.readouterr().out
+    for step in ("key", "address", "control port", "handshake", "versions", "data port", "clock", "run", "latency"):
+        assert re.search(rf"✓\s*│ {step}\s", said), said
+    for way in ("to", "from"):
+        assert float(re.search(rf"bandwidth {way} it\s*│ (?:at least )?(\d+) MB/s", said)[1]) > 1  # type: ignore[index]
+    assert "from 127.0.0.1" in said
+    assert "do:" not in said
+    times = [float(number) for number in re.findall(r"(?:fp32|bf16|int8|topk:0.01) (\S+) s", said)]
+    assert len(times) == 4
+    assert times == sorted(times, reverse=True)  # the fewer bytes, the sooner
+    assert "gets nothing done after 1200 s" in said
+    assert "start it with --state" in said
+
+
+def test_without_a_server_it_says_how_to_start_one(capsys: pytest.CaptureFixture[str]) -> None:
+    port = free_port()
+    assert main(["doctor", f"tcp://127.0.0.1:{port}"]) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"127.0.0.1:{port} refuses connections" in said
+    assert "do: control port: start lightning-omni serve there with --host 127.0.0.1" in said
+    assert "handshake" not in said
+
+
+@pytest.mark.parametrize(
+    ("address", "says"),
+    [
+        ("tcp://0.0.0.0:5555", "pass that machine's address"),
+        ("10.0.0.9", "pass what lightning-omni serve has printed"),
+        ("ipc:///nowhere/at/all/control", "run this where the server is"),
+    ],
+)
+def test_an_address_that_leads_nowhere_has_a_remedy(
+    address: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", address]) == 1
+    assert says in " ".join(capsys.readouterr().out.split())
+
+
+def test_another_key_and_no_key_have_remedies(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    with serving() as server:
+        for given in ({"LIGHTNING_OMNI_KEY": "a5" * 32}, {"XDG_CONFIG_HOME": str(tmp_path_factory.mktemp("empty"))}):
+            monkeypatch.delenv("LIGHTNING_OMNI_KEY", raising=False)
+            for name, value in given.items():
+                monkeypatch.setenv(name, value)
+            assert main(["doctor", server.address]) == 1
+            assert "copy the server's key file here, or set LIGHTNING_OMNI_KEY" in capsys.readouterr().out.replace(
+                "\n", " "
+            )
+
+
+def test_a_data_port_that_cannot_be_reached_is_told_from_the_control_port(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving() as server:
+        server.core.data_port = free_port()
+        assert main(["doctor", server.address]) == 1
+        said = capsys.readouterr().out
+    assert re.search(r"✓\s*│ control port", said)
+    assert re.search(r"✗\s*│ data port", said)
+    assert "--data-port" in said
+    assert "bandwidth" not in said
+
+
+def test_other_versions_and_a_clock_that_is_wrong_are_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving() as server:
+        other = {**versions(), "torch": "1.0.0"}
+        server.core.about = lambda: m.About(other, time.time() + 100)
+        assert main(["doctor", server.address]) == 0
+        said = capsys.readouterr().out
+    assert re.search(r"!\s*│ versions .*torch .* \(server 1\.0\.0\)", said)
+    assert re.search(r"!\s*│ clock .*the server's is (99|100)\.\d+ s ahead", said)
+    assert "install the same torch on both sides" in said
+    assert "set both by NTP" in said
+
+
+def test_only_who_holds_the_key_is_told_what_the_server_is_and_no_echo_is_too_large() -> None:
+    link = Link(1)
+    link.core.about = about
+    for message in (m.AskServer(), m.Echo()):
+        expect_refusal(say(link, message, b"stranger"), "stranger")
+    watch(link)
+    described = say(link, m.AskServer())
+    assert (described.data_port, described.heartbeat_timeout, described.shards) == (4242, 30.0, 1)
+    assert described.about.versions["python"]
+    for nbytes in (-1, m.LARGEST_ECHO + 1):
+        expect_refusal(say(link, m.Echo(nbytes=nbytes)), "protocol")
+    ((answer, payload),) = link.say(b"observer", m.Echo(nbytes=1000), b"x" * 1000)
+    assert (answer, len(payload)) == (m.Echoed(), 1000)
+
+
+def test_a_size_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "tcp://127.0.0.1:5555", "--mb", "0"]) == 2
+    assert "--mb 0" in capsys.readouterr().err
