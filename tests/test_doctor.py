@@ -29,6 +29,7 @@ COMMAND = [sys.executable, "-c", "from lightning_omni.cli import main; raise Sys
 @pytest.fixture(autouse=True)
 def key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIGHTNING_OMNI_KEY", KEY)
+    monkeypatch.setenv("COLUMNS", "200")  # no sentence is broken
     monkeypatch.setattr("lightning_omni.cli.checkup.SECONDS", 0.1)
 
 

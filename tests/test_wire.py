@@ -25,7 +25,15 @@ from processes import Process
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_omni.errors import ConfigurationError, ConnectionLost, MalformedMessage, OmniError, RankLost, Refused
+from lightning_omni.errors import (
+    ConfigurationError,
+    ConnectionLost,
+    Evicted,
+    MalformedMessage,
+    OmniError,
+    RankLost,
+    Refused,
+)
 from lightning_omni.methods import AsyncSGD
 from lightning_omni.methods.master import describe, hyperparameters_of
 from lightning_omni.protocol import ServerCore
@@ -331,7 +339,7 @@ def test_a_lost_rank_is_told_and_stops_waiting(serving: Serving) -> None:
         first.control.post(m.Lost(rank=1, reason="rank 1 was killed"))
         with pytest.raises(RankLost, match="rank 1's group is out of the run: rank 1 was killed"):
             second.control.request(m.Contribute(number=0, what="barrier"), m.Gathered, timeout=DEADLINE)
-        assert [type(error) for error in told] == [RankLost]
+        assert [type(error) for error in told] == [Evicted]
 
 
 # --- Strangers and garbage -----------------------------------------------------------------------------------------

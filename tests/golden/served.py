@@ -826,15 +826,16 @@ def travels() -> Outcome:
 
 
 OBSERVING = ("Observe", "ObserverProof", "Observing", "AskOverview", "Overview", "Evict")
+ASKING = ("AskServer", "ServerDescription", "Echo", "Echoed")
 AGGREGATING = ("AskAggregator", "Aggregator", "PushDirectly")
 ENLISTING = ("Enlist", "Enlisted", "StoreRunState", "RunStateStored", "ReadRunState", "StoredRunState")
 TRAVELLING = (
     *(m.Long, READ_PUBLISHED, PEER_MESSAGE, PUBLISHED, m.Taken),
-    *(getattr(m, name) for name in (*OBSERVING, *AGGREGATING, *ENLISTING) if hasattr(m, name)),
+    *(getattr(m, name) for name in (*OBSERVING, *ASKING, *AGGREGATING, *ENLISTING) if hasattr(m, name)),
 )
 """Messages that no transcript holds: those from leader to leader, the one that announces others, those of observers
-(tests/test_observation.py has them), of aggregators (tests/test_aggregators.py), and of groups that come on their own
-(tests/test_joining.py)."""
+(tests/test_observation.py and test_doctor.py have them), of aggregators (tests/test_aggregators.py), and of groups that
+come on their own (tests/test_joining.py)."""
 
 
 def sessions() -> dict[str, Callable[[], Session]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
+import logging
 import os
 import runpy
 import signal
@@ -99,6 +100,8 @@ def enter(network: str) -> None:
 
 def prepare_workers(torchrun: list[str]) -> None:
     """The workers that torchrun is to start are copies, too, and so is the server that the first of them starts."""
+    for name in [each for each in logging.root.manager.loggerDict if each.startswith("torch.distributed.elastic")]:
+        logging.getLogger(name).setLevel(os.environ.get("LOGLEVEL", "WARNING"))  # which torch reads when it is imported
     ranks = [int(word.partition("=")[2]) for word in torchrun if word.startswith("--nproc-per-node=")]
     spares.prepare(ranks[0] if ranks else 0, servers=0)
     elastic.Popen = spares.Popen
