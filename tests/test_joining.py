@@ -172,7 +172,8 @@ def test_no_group_joins_an_epoch_in_which_there_is_nothing_left_to_train() -> No
     assert any(isinstance(each, m.Joined) for each in link.news(place.first))
 
 
-def test_the_run_outlives_the_group_that_began_it_and_its_recorder_is_the_lowest_rank_that_lives() -> None:
+def three_groups() -> Joined:
+    """One that has begun the run, and two that have joined it."""
     link = Joined()
     run = link.begin().run
     link.part()
@@ -180,6 +181,11 @@ def test_the_run_outlives_the_group_that_began_it_and_its_recorder_is_the_lowest
         place = link.enlist(1, peer)
         link.come(place.first, run)
         assert link.ask(place.first)
+    return link
+
+
+def test_the_run_outlives_the_group_that_began_it_and_its_recorder_is_the_lowest_rank_that_lives() -> None:
+    link = three_groups()
     expect_refusal(link.control(1, m.Form(generation=2, groups=((0,), (1,), (2,)), method={})), "protocol", "rank 0")
     link.deliver(link.core.hang_up(control_peer(0)))
     assert not link.core.over
@@ -284,13 +290,7 @@ def test_what_an_evicted_group_still_pushes_is_refused_also_when_it_has_joined_a
 
 
 def test_a_group_that_a_person_evicted_or_that_failed_by_itself_is_told_not_to_come_again() -> None:
-    link = Joined()
-    run = link.begin().run
-    link.part()
-    for peer in (b"second", b"third"):
-        place = link.enlist(1, peer)
-        link.come(place.first, run)
-        link.ask(place.first)
+    link = three_groups()
     link.say(control_peer(1), m.Goodbye(reason="rank 1 failed: KeyError"))
     say(link, m.Evict(group=2, incarnation=3), b"third")
     for rank in (1, 2):

@@ -309,20 +309,23 @@ class Plan:
     @cached_property
     def efficiency(self) -> SampleEfficiency:
         """Samples that settings need."""
-        if self.ways is not None:
-            return self._evidence(self.ways).efficiency()
+        if self._evidence is not None:
+            return self._evidence.efficiency()
         return SampleEfficiency.of(self.theory, self.known.tried)
 
     @cached_property
     def rows(self) -> list[PlanRow]:
         """Powers of two, and as many groups as ranks."""
         counts = group_counts(self.cluster.profile.ranks)
-        if self.ways is None:
+        if self._evidence is None:
             return [self._as_probed(groups) for groups in counts]
-        evidence = self._evidence(self.ways)
-        return [self._as_foreseen(evidence, groups) for groups in counts]
+        return [self._as_foreseen(self._evidence, groups) for groups in counts]
 
-    def _evidence(self, ways: Ways) -> PlannedEvidence:
+    @cached_property
+    def _evidence(self) -> PlannedEvidence | None:
+        """What a run would know; None where the file's probes say it."""
+        if (ways := self.ways) is None:
+            return None
         profile = self.cluster.profile
         space = Space(
             tuple(group_counts(profile.ranks)),

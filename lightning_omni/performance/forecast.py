@@ -82,19 +82,23 @@ class Setting(Serializable):
     @property
     def exchange(self) -> str:
         """How groups exchange, in words; empty where there is one, or nothing is known of it."""
-        if self.groups == 1:
-            return ""
-        parts = [self.method] * bool(self.method) + [f"period {self.period}"] * (self.period > 1)
-        parts += [f"wire {self.wire}"] * (self.wire not in ("", "fp32")) + ["overlapped"] * self.overlap
-        return ", ".join(parts)
+        return ", ".join([*self._named_method, *self._pace]) if self.groups > 1 else ""
+
+    @property
+    def _named_method(self) -> list[str]:
+        return [self.method] * (self.groups > 1 and bool(self.method))
+
+    @property
+    def _pace(self) -> list[str]:
+        """How often groups exchange, and how."""
+        several = self.groups > 1
+        parts = [f"period {self.period}"] * (self.period > 1)
+        parts += [f"wire {self.wire}"] * (several and self.wire not in ("", "fp32"))
+        return parts + ["overlapped"] * (several and self.overlap)
 
     def __str__(self) -> str:
-        parts = [f"{self.groups} group{'s' * (self.groups > 1)}"]
-        several = self.groups > 1
-        parts += [self.method] * (several and bool(self.method)) + ["proportional batches"] * self.rebalance
-        parts += [f"period {self.period}"] * (self.period > 1)
-        parts += [f"wire {self.wire}"] * (several and self.wire not in ("", "fp32"))
-        parts += ["overlapped"] * (several and self.overlap)
+        parts = [f"{self.groups} group{'s' * (self.groups > 1)}", *self._named_method]
+        parts += ["proportional batches"] * self.rebalance + self._pace
         parts += [f"{name} {value}" for name, value in self.further]
         return ", ".join([*parts, f"momentum {self.momentum:.3g}", f"lr {self.lr:.3g}"])
 

@@ -11,6 +11,8 @@ from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import accumulate
+from operator import mul
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
@@ -119,10 +121,10 @@ class Section:
         heads = ["", "samples/s", "samples to the target", "speed-up"]
         rows = [["your own setting", "1×", "1×", "1×"]]
         rows += [[each.part, times(each.rate), times(each.samples), times(each.speed_up)] for each in parts]
-        whole = [math.prod(getattr(each, name) for each in parts) for name in ("rate", "samples", "speed_up")]
-        rows.append(["all of it", *map(times, whole)])
-        so_far = [math.prod(each.speed_up for each in parts[:count]) for count in range(len(parts) + 1)]
-        full = [*so_far, whole[-1]]
+        so_far = list(accumulate((each.speed_up for each in parts), mul, initial=1.0))
+        rate, samples = math.prod(each.rate for each in parts), math.prod(each.samples for each in parts)
+        rows.append(["all of it", *map(times, (rate, samples, so_far[-1]))])
+        full = [*so_far, so_far[-1]]
         return TextTable(heads, rows, len(rows) - 1, {3: [value / max(full) for value in full]})
 
     @property

@@ -54,12 +54,14 @@ class Decided:
         topology: its groups.
         batches: of all ranks after which it was decided.
         seconds: that they took.
+        search: that has decided.
     """
 
     setting: Setting
     topology: Topology
     batches: int
     seconds: float
+    search: Search
 
 
 class Judged:
@@ -103,7 +105,6 @@ class Judged:
         space = replace(Space.of({}, RANKS, momentum=self.own.momentum), method=METHODS, wire=WIRES)
         horizon = float(self.task.batch * 1000)
         spec = SearchSpec(self.own, self.task.batch, horizon, 0.1, space, self.scaling)
-        search = Search(spec, "forecast")
         for batches in DECISION_STEPS:
             trace = self.train(self.own, batches).trace
             measured = Measured.of(trace)
@@ -113,7 +114,7 @@ class Judged:
             if verdict(search):
                 break
         setting = search.choice().setting
-        return Decided(setting, search.prediction(setting).topology, batches, trace.seconds)
+        return Decided(setting, search.prediction(setting).topology, batches, trace.seconds, search)
 
     def tuned(self, decided: Decided) -> float:
         """Seconds to the target, with what the first batches took too long."""
@@ -139,12 +140,15 @@ class Judged:
                     for factor in (1.0, 1 / 3, 3.0):
                         yield replace(suited, lr=suited.lr * factor)
 
-    def best(self, known: float) -> tuple[float, str]:
-        """The least time of all alternatives, and what it was; no run goes on for much longer than the best so far."""
-        spec = SearchSpec(self.own, self.task.batch, 1e6, 0.1, Space.of({}, RANKS), self.scaling)
-        search = Search(spec, "forecast")
+    def best(self, decided: Decided, known: float) -> tuple[float, str]:
+        """The least time of the choice, the user's own setting and all alternatives; and which of these it was, if any.
+
+        Args:
+            decided: the choice.
+            known: seconds with it.
+        """
         found = (min(known, self.ddp.seconds), "")
-        for setting in self.alternatives(search):
+        for setting in self.alternatives(decided.search):
             outcome = self.train(setting, self.most)
             if outcome.seconds < found[0]:
                 found = outcome.seconds, str(setting)
@@ -158,7 +162,7 @@ def judge(name: str, cluster: str, seed: int, with_alternatives: bool) -> tuple[
     seconds = judged.tuned(decided)
     gain, regret, best = judged.ddp.seconds / seconds, math.nan, ""
     if with_alternatives:
-        least, best = judged.best(seconds)
+        least, best = judged.best(decided, seconds)
         regret = seconds / least - 1
     chosen = "as it was" if decided.setting == judged.own else str(decided.setting)
     row = [name, cluster, f"{judged.ddp.seconds:.0f}", f"{seconds:.0f}", f"{gain:.2f}", str(decided.batches), chosen]
