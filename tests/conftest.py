@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 
 import pytest
+import runs
 from hypothesis.internal.conjecture import providers
 from hypothesis.internal.constants_ast import Constants
+
+gc.disable()  # while tests are collected: what is imported stays, and to look for garbage in it takes as long
 
 if os.environ.get("CI"):
     # Derandomized, hypothesis still draws constants from whatever modules of ours this process has loaded so far, and
@@ -35,6 +39,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="also what is marked exhaustive")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """All processes of a run share the one whose copies run scripts."""
+    if sys.platform == "linux" and not hasattr(config, "workerinput"):
+        runs.keep_warm()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Long files first, the others as they come; of products only a part, unless all is asked for."""
     left_out = [] if config.getoption("--all") else [item for item in items if item.get_closest_marker("exhaustive")]
@@ -48,3 +58,4 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     """What is there by now stays: the collector, which some of our code calls, need not look through it every time."""
     gc.freeze()
+    gc.enable()

@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -78,26 +79,48 @@ class Started:
         self.send_signal(signal.SIGKILL)
 
 
-@cache
-def _warm() -> socket.socket:
-    """Where scripts are asked for. The warm process ends with this one, which holds the only other end."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+WARM = "OMNI_TEST_WARM"
+"""The variable that has the address of the process whose copies run scripts."""
+
+
+def keep_warm() -> None:
+    """Starts the process whose copies run scripts, for this one and all that it starts; it ends with this one.
+
+    It imports what they need when the first is asked for.
+    """
+    ours, theirs = socket.socketpair()
+    address = f"{tempfile.mkdtemp(prefix='omni-warm-')}/asked"
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(address)
+    listener.listen(64)
     environment = {k: v for k, v in os.environ.items() if k not in _NOT_INHERITED}
     process = subprocess.Popen(
-        [sys.executable, str(SCRIPTS / "warm.py"), str(theirs.fileno())],
-        pass_fds=[theirs.fileno()],
+        [sys.executable, str(SCRIPTS / "warm.py"), str(theirs.fileno()), str(listener.fileno())],
+        pass_fds=[theirs.fileno(), listener.fileno()],
         env=environment | {"OMP_NUM_THREADS": "1", "PYTHONPATH": search_path()},
         stdin=subprocess.DEVNULL,
         start_new_session=True,
     )
     theirs.close()
+    listener.close()
+    os.environ[WARM] = address
 
     def end() -> None:
         ours.close()
         process.wait(20)
+        shutil.rmtree(Path(address).parent, ignore_errors=True)
 
     atexit.register(end)
-    return ours
+
+
+@cache
+def _warm() -> socket.socket:
+    """Where this process asks for scripts to be run."""
+    if WARM not in os.environ:
+        keep_warm()
+    asked = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    asked.connect(os.environ[WARM])
+    return asked
 
 
 def search_path() -> str:

@@ -6,7 +6,7 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -73,73 +73,77 @@ def room(module: str) -> str:
     return module.split(".")[1] if "." in module else ""
 
 
-def is_for_types_only(node: ast.AST) -> bool:
-    test = node.test if isinstance(node, ast.If) else None
-    name = test.attr if isinstance(test, ast.Attribute) else getattr(test, "id", "")
-    return name == "TYPE_CHECKING"
-
-
-def imported(module: str, at_import_time: bool = False) -> Iterator[str]:
+@cache
+def imported(module: str) -> frozenset[str]:
     """Full names of all that a module imports: ``from a import b`` gives ``a.b``."""
-
-    def visit(node: ast.AST) -> Iterator[str]:
+    found = set[str]()
+    for node in ast.walk(tree(module)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{module} line {node.lineno}: relative import"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        if at_import_time and (isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) or is_for_types_only(node)):
-            return
-        for child in ast.iter_child_nodes(node):
-            yield from visit(child)
-
-    yield from visit(tree(module))
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return frozenset(found)
 
 
-def inside(module: str, at_import_time: bool = False) -> set[str]:
+@cache
+def inside(module: str) -> frozenset[str]:
     """Modules of this package that a module imports: ``a.b`` is the module of that name, or else a name in ``a``."""
-    names = {name if name in MODULES else name.rpartition(".")[0] for name in imported(module, at_import_time)}
-    return (names & set(MODULES)) - {module, PACKAGE}
+    names = {name if name in MODULES else name.rpartition(".")[0] for name in imported(module)}
+    return frozenset((names & set(MODULES)) - {module, PACKAGE})
 
 
-@pytest.mark.parametrize("module", sorted(MODULES))
-def test_every_room_has_its_place(module: str) -> None:
-    assert module == PACKAGE or room(module) in RANKS
+def test_every_room_has_its_place() -> None:
+    assert {module for module in MODULES if module != PACKAGE and room(module) not in RANKS} == set()
 
 
-@pytest.mark.parametrize("module", sorted(set(MODULES) - {PACKAGE}))
-def test_rooms_import_only_downwards(module: str) -> None:
-    own = room(module)
-    upwards = {name for name in inside(module) if room(name) != own and room(name) and RANKS[room(name)] >= RANKS[own]}
-    assert not upwards, f"{module} must not import {sorted(upwards)}"
-
-
-@pytest.mark.parametrize("module", sorted(set(MODULES) - {PACKAGE}))
-def test_heavy_packages_stay_in_their_rooms(module: str) -> None:
-    strangers = {name for name in imported(module) if room(module) not in HOMES.get(name.split(".")[0], {room(module)})}
-    assert not strangers, f"{module} must not import {sorted(strangers)}"
-
-
-@pytest.mark.parametrize("module", sorted(MODULES))
-def test_nothing_pickles(module: str) -> None:
-    assert not {name for name in imported(module) if name.split(".")[0] in PICKLES}
-    attributes = {node.attr for node in ast.walk(tree(module)) if isinstance(node, ast.Attribute)}
-    assert not attributes & PICKLING_CALLS
-
-
-@pytest.mark.parametrize("module", sorted(name for name in MODULES if room(name) in ("methods", "protocol", "server")))
-def test_no_torch_file_is_read_or_written_near_the_wire(module: str) -> None:
-    calls = {
-        f"{node.value.id}.{node.attr}"
-        for node in ast.walk(tree(module))
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+def test_rooms_import_only_downwards() -> None:
+    upwards = {
+        module: names
+        for module in MODULES
+        if (names := {name for name in inside(module) if room(name) and is_upwards(room(module), room(name))})
     }
-    names = {name for name in imported(module) if name in ("torch.load", "torch.save", "torch.serialization")}
-    assert not calls & {"torch.load", "torch.save"}
-    assert not names
+    assert not upwards, f"must not import: {upwards}"
 
 
-def cycle(edges: dict[str, set[str]]) -> str:
+def is_upwards(own: str, other: str) -> bool:
+    """The package's own `__init__` is in no room, and may import all."""
+    return bool(own) and other != own and RANKS[other] >= RANKS[own]
+
+
+def test_heavy_packages_stay_in_their_rooms() -> None:
+    strangers = {
+        module: names
+        for module in MODULES
+        if module != PACKAGE and (names := {name for name in imported(module) if is_stranger(name, room(module))})
+    }
+    assert not strangers, f"must not import: {strangers}"
+
+
+def is_stranger(name: str, own: str) -> bool:
+    return own not in HOMES.get(name.split(".")[0], {own})
+
+
+def test_nothing_pickles() -> None:
+    importing = {module for module in MODULES for name in imported(module) if name.split(".")[0] in PICKLES}
+    calling = {module for module in MODULES for name in attributes(module) if name.split(".")[-1] in PICKLING_CALLS}
+    assert (importing, calling) == (set(), set())
+
+
+def test_no_torch_file_is_read_or_written_near_the_wire() -> None:
+    near = [module for module in MODULES if room(module) in ("methods", "protocol", "server")]
+    files = {"torch.load", "torch.save", "torch.serialization"}
+    assert {module for module in near if files & {*imported(module), *attributes(module)}} == set()
+
+
+@cache
+def attributes(module: str) -> frozenset[str]:
+    """``a.b`` of all that a module reads of a name; ``.b`` of what it reads of anything else."""
+    found = (node for node in ast.walk(tree(module)) if isinstance(node, ast.Attribute))
+    return frozenset(f"{getattr(node.value, 'id', '')}.{node.attr}" for node in found)
+
+
+def cycle(edges: Mapping[str, Collection[str]]) -> str:
     """Some cycle, or nothing."""
     done: set[str] = set()
 

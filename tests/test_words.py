@@ -9,10 +9,12 @@ from __future__ import annotations
 import ast
 import functools
 import io
+import itertools
 import re
 import tokenize
+from bisect import bisect
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,15 +55,21 @@ class Replaced:
     kept: str = r"(?!)"
     kept_names: str = ""
 
+    @functools.cached_property
+    def pattern(self) -> re.Pattern[str]:
+        return re.compile(self.text, re.IGNORECASE)
+
+    @functools.cached_property
+    def unwanted(self) -> frozenset[str]:
+        return frozenset(self.names.split())
+
     def in_text(self, text: str) -> bool:
-        wanted = re.compile(self.text, re.IGNORECASE)
-        return bool(wanted.search(text)) and bool(wanted.search(re.sub(self.kept, "", text)))
+        return bool(self.pattern.search(text)) and bool(self.pattern.search(re.sub(self.kept, "", text)))
 
     def in_name(self, name: str) -> bool:
         if name in self.kept_names.split():
             return False
-        unwanted = frozenset(self.names.split())
-        return not unwanted.isdisjoint(words_of(name)) or name.strip("._") in self.exact.split()
+        return not self.unwanted.isdisjoint(words_of(name)) or name.strip("._") in self.exact.split()
 
 
 # Functions and attributes have a dot before their name here: `rest` may be the rest of a list, `.rest` may not.
@@ -148,9 +156,9 @@ REPLACED = (
 )
 
 
-def names(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Every name that the module gives or uses, with its line; functions and attributes with a dot before."""
-    for node in ast.walk(tree):
+def names(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
+    """Every name that a module gives or uses, with its line; functions and attributes with a dot before."""
+    for node in nodes:
         line = getattr(node, "lineno", 0)
         match node:
             case ast.Name(id=name) | ast.arg(arg=name) | ast.ClassDef(name=name):
@@ -165,7 +173,7 @@ def names(tree: ast.AST) -> Iterator[tuple[int, str]]:
                 pass
 
 
-def texts(source: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
+def texts(source: str, nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
     """Every comment, several lines of one together, and every string with its quotes."""
     block: list[str] = []
     first = last = -1
@@ -178,29 +186,45 @@ def texts(source: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
         block.append(token.string.lstrip("#: "))
         last = token.start[0]
     yield first, " ".join(block)
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.lineno, f'"{node.value}"'
 
 
-@functools.cache
-def parsed(module: str) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
-    """Names and texts of a module, each with its lines."""
-    tree = ast.parse(module)
-    named, said = defaultdict[str, list[int]](list), defaultdict[str, list[int]](list)
-    for line, name in names(tree):
-        named[name].append(line)
-    for line, text in texts(module, tree):
-        said[in_one_line(text)].append(line)
-    return named, said
+class Corpus:
+    """All names and texts, each with the places where it stands; texts are one string as well, a line each."""
+
+    def __init__(self, modules: Mapping[str, str], pages: Mapping[str, str] | None = None) -> None:
+        self.names, self.texts = defaultdict[str, set[str]](set), defaultdict[str, set[str]](set)
+        for path, source in modules.items():
+            nodes = list(ast.walk(ast.parse(source)))
+            for line, name in names(nodes):
+                self.names[name].add(f"{path}:{line}")
+            for line, text in texts(source, nodes):
+                self.texts[in_one_line(text)].add(f"{path}:{line}")
+        for path, page in (pages or {}).items():
+            self.texts[in_one_line(page)].add(path)
+        for path in (*modules, *(pages or {})):
+            self.names[path].add(path)
+        self.with_word = defaultdict[str, set[str]](set)
+        for name in self.names:
+            for word in (*words_of(name), name.strip("._")):
+                self.with_word[word].add(name)
+        self.lines = list(self.texts)
+        self.whole = "\n".join(self.lines)
+        self.starts = [0, *itertools.accumulate(len(line) + 1 for line in self.lines)]
+
+    def found(self, word: Replaced) -> list[str]:
+        """The places where a word stands."""
+        near = {bisect(self.starts, match.start()) - 1 for match in word.pattern.finditer(self.whole)}
+        where = [self.texts[line] for line in map(self.lines.__getitem__, near) if word.in_text(line)]
+        named = {name for each in f"{word.names} {word.exact}".split() for name in self.with_word.get(each, ())}
+        where += [self.names[name] for name in named if word.in_name(name)]
+        return sorted({place for places in where for place in places})
 
 
-def found_in(module: str, word: Replaced) -> list[int]:
-    """The lines of a module where the word stands."""
-    named, said = parsed(module)
-    found = [lines for name, lines in named.items() if word.in_name(name)]
-    found += [lines for text, lines in said.items() if word.in_text(text)]
-    return sorted({line for lines in found for line in lines})
+def found_in(module: str, word: Replaced) -> list[str]:
+    return Corpus({"": module}).found(word)
 
 
 NAMESPACES = ("lightning.py", "pytorch_lightning.py")
@@ -224,17 +248,14 @@ def test_no_two_classes_have_one_name() -> None:
 
 
 @pytest.fixture(scope="module")
-def sources() -> dict[str, str]:
-    return {str(path.relative_to(ROOT)): path.read_text() for path in (*MODULES, *PAGES)}
+def corpus() -> Corpus:
+    modules, pages = ({str(path.relative_to(ROOT)): path.read_text() for path in paths} for paths in (MODULES, PAGES))
+    return Corpus(modules, pages)
 
 
 @pytest.mark.parametrize("word", REPLACED, ids=lambda word: word.instead)
-def test_a_word_that_was_replaced_stands_nowhere(word: Replaced, sources: dict[str, str]) -> None:
-    found = [
-        f"{path}:{line}" for path, text in sources.items() if path.endswith(".py") for line in found_in(text, word)
-    ]
-    found += [path for path, text in sources.items() if path.endswith(".md") and word.in_text(in_one_line(text))]
-    found += [path for path in sources if word.in_name(path)]
+def test_a_word_that_was_replaced_stands_nowhere(word: Replaced, corpus: Corpus) -> None:
+    found = corpus.found(word)
     assert not found, f"say {word.instead!r} at {', '.join(found)}"
 
 

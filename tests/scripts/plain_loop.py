@@ -1,4 +1,4 @@
-"""A training loop without Lightning, as torchrun starts it."""
+"""Training loops without Lightning, one after the other, as torchrun starts them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 gc.disable()  # what is imported stays: to look for garbage in it takes as long as to import it
 
@@ -19,15 +20,13 @@ gc.freeze()
 gc.enable()
 
 
-def main() -> None:
-    assert "pytorch_lightning" not in sys.modules
-    dist.init_process_group("gloo")
-    world = World(groups=int(sys.argv[1]))
+def train(groups: int, merges: bool) -> dict[str, Any]:
+    world = World(groups=groups)
     torch.manual_seed(world.rank)  # the weights are rank 0's all the same
     plain = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
     raw = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.2)
     merged: set[torch.nn.Parameter] = set()
-    if "merged" in sys.argv:
+    if merges:
         world.attach_head("2", plain, [raw])
         merged = set(plain[2].parameters())
     model = world.wrap(plain)
@@ -47,22 +46,26 @@ def main() -> None:
             staleness = world.core.heard.staleness
             first, last = (loss.item() if step == 0 else first), loss.item()
     weights = sum(parameter.double().sum().item() for parameter in model.parameters())
-    result = {
+    return {
         "first": first,
         "last": last,
         "weights": weights,
         "staleness": staleness,
         "lr": schedule.get_last_lr(),
     }
-    Path(os.environ["OMNI_TEST_FOLDER"], f"rank{world.rank}.json").write_text(json.dumps(result))
+
+
+def main() -> None:
+    assert "pytorch_lightning" not in sys.modules
+    dist.init_process_group("gloo")
+    results = {name: train(**options) for name, options in json.loads(sys.argv[1]).items()}
+    assert "pytorch_lightning" not in sys.modules
+    Path(os.environ["OMNI_TEST_FOLDER"], f"rank{dist.get_rank()}.json").write_text(json.dumps(results))
     # DistributedDataParallel is part of reference cycles; collected by the dying interpreter only, it would take the
     # process group down with it, and torch aborts now and then.
-    del model, plain, raw, merged, optimizer, schedule
     gc.collect()
     dist.barrier()
     dist.destroy_process_group()
-    if sys.argv[1] == "1":
-        os._exit(0)  # plain torch by now: what its own exit does is not for us to test
 
 
 if __name__ == "__main__":

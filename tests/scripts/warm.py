@@ -1,33 +1,24 @@
-"""Starts training scripts in copies of a process that has imported torch and Lightning, which takes four seconds.
+"""Starts training scripts in copies of a process that has imported torch and Lightning, which takes eight seconds.
 
-A process of pytest keeps one, and sends it a line of JSON for each script, with the file for its output. Each script is
-run by a copy of its own, in a session of its own, with the environment that was asked for; who watches it tells its
-process number and how it ended. See `runs.Running`.
+A run of pytest keeps one, and its processes send it a line of JSON for each script, with the file for its output. Each
+script is run by a copy of its own, in a session of its own, with the environment that was asked for; who watches it
+tells its process number and how it ended. See `runs.keep_warm` and `runs.Running`.
 """
 
 from __future__ import annotations
 
 import ctypes
 import gc
+import importlib
 import json
 import logging
 import os
 import runpy
+import select
 import signal
 import socket
 import sys
 import tempfile
-
-import lightning_fabric.utilities.rank_zero as rank_zero
-import pytorch_lightning  # noqa: F401
-import spares
-import torch
-import torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler as elastic
-import torchmetrics  # noqa: F401
-
-import lightning_omni
-import lightning_omni.cli.serve
-import lightning_omni.server.__main__  # noqa: F401
 
 TORCHRUN = ["-m", "torch.distributed.run"]
 CLONE_NEWNET = 0x40000000
@@ -35,21 +26,43 @@ CLONE_NEWNET = 0x40000000
 
 
 def main() -> None:
-    """Waits for scripts to start, until no process can ask for one any more."""
+    """Waits for scripts to start, until the process that began this one is gone."""
+    begun, listener = (socket.socket(fileno=int(number)) for number in sys.argv[1:])
+    listening = [begun, listener]
+    while True:
+        for ready in select.select(listening, [], [])[0]:
+            if ready is begun:
+                return
+            if ready is listener:
+                listening.append(listener.accept()[0])
+                continue
+            word, files, _, _ = socket.recv_fds(ready, 1 << 20, 2)
+            if not word:
+                listening.remove(ready)
+                ready.close()
+                continue
+            import_all()
+            if os.fork() == 0:
+                for each in listening:
+                    each.close()
+                watch(json.loads(word), *files)
+                return
+            for number in files:
+                os.close(number)
+
+
+def import_all() -> None:
+    """What scripts need, once."""
+    if "spares" in sys.modules:
+        return
+    gc.disable()  # what is imported stays: to look for garbage in it takes as long as to import it
+    for name in ("pytorch_lightning", "torchmetrics", "lightning_omni.cli.serve", "lightning_omni.server.__main__"):
+        importlib.import_module(name)
+    importlib.import_module("spares")
     gc.collect()
     gc.freeze()  # or every copy looks through all that was imported, and so has pages of its own: half of its work
-    asked = socket.socket(fileno=int(sys.argv[1]))
+    gc.enable()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no process waits for those that watch
-    while True:
-        word, files, _, _ = socket.recv_fds(asked, 1 << 20, 2)
-        if not word:
-            return
-        if os.fork() == 0:
-            asked.close()
-            watch(json.loads(word), *files)
-            return
-        for number in files:
-            os.close(number)
 
 
 def watch(job: dict, output: int, said: int) -> None:
@@ -70,6 +83,9 @@ def watch(job: dict, output: int, said: int) -> None:
 
 def become(job: dict, output: int) -> None:
     """This process is now that of the script."""
+    import lightning_fabric.utilities.rank_zero as rank_zero
+    import torch
+
     os.setsid()
     nothing = os.open(os.devnull, os.O_RDONLY)
     for number, kept in enumerate((nothing, output, output)):
@@ -100,6 +116,9 @@ def enter(network: str) -> None:
 
 def prepare_workers(torchrun: list[str]) -> None:
     """The workers that torchrun is to start are copies, too, and so is the server that the first of them starts."""
+    import spares
+    import torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler as elastic
+
     for name in [each for each in logging.root.manager.loggerDict if each.startswith("torch.distributed.elastic")]:
         logging.getLogger(name).setLevel(os.environ.get("LOGLEVEL", "WARNING"))  # which torch reads when it is imported
     ranks = [int(word.partition("=")[2]) for word in torchrun if word.startswith("--nproc-per-node=")]
