@@ -100,6 +100,7 @@ BAD: dict[Any, dict[str, list[Any]]] = {
         "servers": [0, -1, 1.5, "3", "per-rank", None, True],
         "wire": [8, "int4", None, "topk:3"],
         "overlap": ["yes", 1, None],
+        "all_reduce": [8, "int8", None, "powersgd:0"],
         "validation": ["publish", True, None, 3],
         "join": ["yes", 1, 0.5],
         "save_every": ["30", 0, -1.0, math.nan, math.inf, True],

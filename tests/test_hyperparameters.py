@@ -15,8 +15,10 @@ from torch.optim import lr_scheduler as s
 from torch.optim.swa_utils import SWALR
 
 from lightning_omni.errors import ConfigurationError
+from lightning_omni.optimizer.reduction import Reduction
 from lightning_omni.optimizer.run_state import ShardScope
 from lightning_omni.performance.forecast import Setting
+from lightning_omni.protocol.all_reduce import EXACT
 from lightning_omni.tuner.hyperparameters import Hyperparameters
 
 FEW = settings(max_examples=15, deadline=None)
@@ -142,7 +144,7 @@ def test_a_rate_that_is_a_tensor_stays_one_and_is_scaled_once(shared: bool) -> N
     groups = [{"params": each.parameters(), "lr": rate if shared else rate.clone()} for each in (first, second)]
     optimizer = AdamW(groups, lr=rate)
     hyperparameters = Hyperparameters(optimizer)
-    snapshot = ShardScope.of(nn.Sequential(first, second), [optimizer])
+    snapshot = ShardScope.of(nn.Sequential(first, second), [optimizer], Reduction(EXACT))
     hyperparameters.set(Setting(1, 0.9, 0.4), hyperparameters.lr)
     assert rates_of(optimizer) == pytest.approx([0.4, 0.4])
     snapshot.put_back()
@@ -189,7 +191,7 @@ def test_a_snapshot_puts_back_what_was_set_for_a_probe(name: str, kind: Any) -> 
     optimizer = kind(groups, momentum=0.9)
     schedule = SCHEDULES[name](optimizer)
     hyperparameters = Hyperparameters(optimizer, [schedule] if schedule is not None else [])
-    was, lr, snapshot = optimizer.state_dict(), hyperparameters.lr, ShardScope.of(net, [optimizer])
+    was, lr, snapshot = optimizer.state_dict(), hyperparameters.lr, ShardScope.of(net, [optimizer], Reduction(EXACT))
     for setting in (Setting(4, 0.3, 7.0), Setting(1, 0.0, 0.001)):
         hyperparameters.set(setting, lr)
         assert optimizer.state_dict() != was
@@ -215,7 +217,7 @@ def test_a_beta_that_is_a_tensor_stays_one() -> None:
     betas = torch.tensor(0.75), torch.tensor(0.5)
     net = module()
     optimizer = Adam([{"params": part.parameters()} for part in net], lr=torch.tensor(LR), betas=betas, capturable=True)
-    hyperparameters, snapshot = Hyperparameters(optimizer), ShardScope.of(net, [optimizer])
+    hyperparameters, snapshot = Hyperparameters(optimizer), ShardScope.of(net, [optimizer], Reduction(EXACT))
     kept = [group["betas"] for group in optimizer.param_groups]
     hyperparameters.set_momentum(0.25)
     assert [[float(each) for each in group["betas"]] for group in optimizer.param_groups] == [[0.25, 0.5]] * 3

@@ -6,6 +6,7 @@ import ast
 import random
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from lightning_omni.methods import AsyncSGD, LocalSGD
 from lightning_omni.optimizer.loaders import Leases
 from lightning_omni.optimizer.options import WorldOptions
 from lightning_omni.optimizer.run_state import GroupScope, Live, RollbackPoint, RunScope, RunState, ShardScope
+from lightning_omni.protocol.all_reduce import PowerSGD
 from lightning_omni.protocol.group import Heard
 from lightning_omni.protocol.progress import Progress, ReferenceBatch
 
@@ -90,6 +92,7 @@ class Run:
                 "gradients": [each.grad for each in self.module.parameters()],
                 "optimizers": [self.optimizer.state_dict()["state"], self.optimizer.param_groups[0]["lr"]],
                 "scaler": self.scaler.state_dict(),
+                "unsent": [each.error for each in self.world.reduction.memory.values()],
                 "modules": [self.module.noted, self.module.training],
                 "generators": [torch.get_rng_state(), random.getstate()],
             }
@@ -97,7 +100,7 @@ class Run:
 
     DISTURBANCES = (
         *("progress", "schedule", "method", "clocks", "steps", "heard", "traffic", "staleness", "memory", "senders"),
-        *("buffers", "leases", "weights", "gradients", "optimizers", "scaler", "modules", "generators"),
+        *("buffers", "leases", "weights", "gradients", "optimizers", "scaler", "unsent", "modules", "generators"),
     )
 
     def disturb(self, what: str) -> None:
@@ -139,6 +142,11 @@ class Run:
                 self.optimizer.param_groups[0]["lr"] *= 2
             case "scaler":
                 self.scaler.load_state_dict({**self.scaler.state_dict(), "scale": 2.0})
+            case "unsent":
+                gradient = [torch.randn(20, 20, generator=torch.Generator().manual_seed(1))]
+                steps = PowerSGD(rank=1).average(gradient, [self.module[0].weight], self.world.reduction.memory)
+                with suppress(StopIteration):
+                    steps.send(steps.send(next(steps)))
             case "modules":
                 self.module.noted.append(2.0)
                 self.module.eval()

@@ -19,7 +19,9 @@ from torchmetrics import CatMetric, MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassRecall
 
 from lightning_omni.optimizer.object_snapshot import Generators, ObjectSnapshot
+from lightning_omni.optimizer.reduction import Reduction
 from lightning_omni.optimizer.run_state import ShardScope
+from lightning_omni.protocol.all_reduce import EXACT
 
 FEW = settings(max_examples=20, deadline=None)
 Parameters = list[dict[str, Any]]
@@ -31,7 +33,7 @@ class Snapshot:
     def __init__(self, module: nn.Module, optimizers: list[torch.optim.Optimizer], scalers: Any = ()) -> None:
         seen: dict[int, Any] = {}
         self.buffers = ObjectSnapshot(seen).keep_values(module.buffers())
-        self.shard = ShardScope.of(module, optimizers, scalers, seen)
+        self.shard = ShardScope.of(module, optimizers, Reduction(EXACT), scalers, seen)
 
     def restore(self) -> None:
         self.buffers.put_back()

@@ -145,6 +145,7 @@ class SimulationSettings:
         merged: Name of a submodule that stays at the server.
         wire: How pushes are put into bytes: fp32, bf16, fp16, int8 or topk:0.01; with their answers, as in
             {"push": "int8", "pull": "bf16"}.
+        all_reduce: How the devices of a group average gradients: fp32, bf16, fp16 or powersgd:8.
         overlap: Exchanges travel while groups compute their next gradient, for methods whose optimizer steps at the
             server; compare runs the others without, and says which.
         lr: Learning rate, or several as in [0.03, 0.1]: then each method is shown with the one that suits it best, the
@@ -183,6 +184,7 @@ class SimulationSettings:
     rebalance: Literal["off", "auto"] = "off"
     merged: str | None = None
     wire: str | dict[str, str] = "fp32"
+    all_reduce: str = "fp32"
     overlap: bool = False
     lr: float | list[float] | None = None
     momentum: float | None = None

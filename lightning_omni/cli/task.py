@@ -89,6 +89,7 @@ class Task:
             "merged": settings.merged,
             "wire": settings.wire,
             "overlap": settings.overlap,
+            "all_reduce": settings.all_reduce,
             "evaluate": workload.evaluate,
             "max_updates": settings.updates,
             "max_epochs": epochs_of(settings),

@@ -71,6 +71,7 @@ class Balance:
         self._balancer = Balancer()
         self._until_agreement = FIRST
         self._exchanged = self._elsewhere = 0.0
+        self._reduced = self._until_gradient = 0.0
 
     @property
     def speed(self) -> float:
@@ -129,13 +130,15 @@ class Balance:
             if len(self._world.members) > 1:  # alone, the module is not wrapped, and no rank waits
                 self._own.pause()
             self._exchanged, self._elsewhere = self._world.channel.traffic.seconds, 0.0
+            self._reduced = self._until_gradient = self._world.reduction.seconds
 
     def backward_done(self) -> None:
         """A backward pass has ended, with its wait for the group."""
         if self._world is not None:
             self._own.pause_since_gradient()
             self._own.work()
-            self._elsewhere = self._world.channel.traffic.seconds - self._exchanged
+            exchanged = self._world.channel.traffic.seconds - self._exchanged
+            self._elsewhere = exchanged + self._until_gradient - self._reduced
 
     def end_batch(self) -> None:
         """A batch has ended; every few, the members of the group tell each other what they manage."""
@@ -174,7 +177,13 @@ class Balance:
             self._hooks[self._module] = self._module.register_forward_pre_hook(lambda *_: self._own.work())
         for parameter in self._module.parameters():
             if parameter.requires_grad and parameter not in self._hooks:
-                self._hooks[parameter] = parameter.register_hook(lambda _: self._own.gradient())
+                self._hooks[parameter] = parameter.register_hook(lambda _: self._gradient())
+
+    def _gradient(self) -> None:
+        """A gradient is there; what was averaged before it, this rank has waited for."""
+        self._own.gradient()
+        if self._world is not None:
+            self._until_gradient = self._world.reduction.seconds
 
     def _agree(self, world: World, leases: Leases) -> bool:
         """Members agree on the split from a batch on that none of their loaders has taken yet.

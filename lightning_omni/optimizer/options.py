@@ -12,6 +12,7 @@ from lightning_omni.checks import check_whole
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import Method, checked, method_named
 from lightning_omni.methods.overlap import check_overlap
+from lightning_omni.protocol.all_reduce import EXACT, AllReduce, all_reduce_of
 from lightning_omni.protocol.split import check_by_member, check_servers
 from lightning_omni.protocol.transport import TRANSPORTS, Transport, name_of
 from lightning_omni.protocol.wire_format import WireFormat
@@ -55,6 +56,9 @@ class WorldOptions:
             with rows of every parameter, which it exchanges with a server of its own.
         progress_timeout: seconds after which the embedded server takes a group for dead that has trained, is alive and
             gets nothing done; None for never.
+        all_reduce: how gradients are averaged inside a group: ``"fp32"`` as they are, ``"bf16"``, ``"fp16"``, or
+            ``"powersgd:4"``, as products of matrices with so many columns; or a
+            `lightning_omni.protocol.all_reduce.AllReduce`.
     """
 
     groups: int | None = None
@@ -75,6 +79,7 @@ class WorldOptions:
     save_every: float | None = 30.0
     inside: Literal["ddp", "fsdp"] = "ddp"
     progress_timeout: float | None = 600.0
+    all_reduce: str | AllReduce = "fp32"
 
     def __post_init__(self) -> None:
         if self.groups is not None:
@@ -107,6 +112,7 @@ class WorldOptions:
         self._check_servers(transport)
         self._check_join(transport)
         self._check_inside(transport)
+        self._check_all_reduce()
         method = self.resolved_method()
         self.resolved_wire().check(method)
         if self.overlap:
@@ -182,6 +188,20 @@ class WorldOptions:
                 ' member of a group needs one; leave transport= out, or pass inside="ddp"'
             )
 
+    def _check_all_reduce(self) -> None:
+        if self.resolved_all_reduce() == EXACT:
+            return
+        if self.inside != "ddp":
+            raise ConfigurationError(
+                f"all_reduce={self.all_reduce!r} and inside={self.inside!r}: FSDP2 averages what it shards; leave"
+                ' all_reduce= out, or pass inside="ddp"'
+            )
+        if self.record is not None:
+            raise ConfigurationError(
+                f"all_reduce={self.all_reduce!r} and record={self.record!r}: a record is replayed with gradients that"
+                " the members of a group average as they are; leave one of them out"
+            )
+
     def resolved_method(self) -> Method:
         """The method as a value."""
         return method_named(self.method) if isinstance(self.method, str) else checked(self.method)
@@ -189,6 +209,10 @@ class WorldOptions:
     def resolved_wire(self) -> WireFormat:
         """The wire format as a value."""
         return wire_of(self.wire)
+
+    def resolved_all_reduce(self) -> AllReduce:
+        """The all-reduce format as a value."""
+        return all_reduce_of(self.all_reduce)
 
     def resolved_transport(self) -> Transport:
         """The transport as a value."""

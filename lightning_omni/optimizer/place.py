@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,11 +21,29 @@ from lightning_omni.optimizer.enlistment import Enlistment
 from lightning_omni.optimizer.model_replica import Part
 from lightning_omni.optimizer.options import WorldOptions
 from lightning_omni.optimizer.process_groups import ProcessGroups
+from lightning_omni.optimizer.reduction import Reduction
 from lightning_omni.optimizer.sharding import check_shardable, mesh_of
+from lightning_omni.protocol.all_reduce import AllReduce
 from lightning_omni.protocol.group import GroupCore
 from lightning_omni.protocol.transport import Control
 from lightning_omni.protocol.wire_format import WireFormat
 from lightning_omni.topology import RECORDER, Topology
+
+
+class Communication(NamedTuple):
+    """How gradients and weights travel.
+
+    Attributes:
+        method: how groups exchange.
+        wire_format: how pushes are put into bytes.
+        overlap: whether they travel while groups compute.
+        all_reduce: how the members of a group average their gradients.
+    """
+
+    method: Method
+    wire_format: WireFormat
+    overlap: bool
+    all_reduce: AllReduce
 
 
 class Place:
@@ -48,6 +66,7 @@ class Place:
         process_groups: torch's groups.
         is_computing: whether the default process group is the compute group.
         is_entering: whether the group has joined others that compute already, and is about to.
+        reduction: how the members of this rank's group average their gradients.
         enlistment: the place of a group that joins on its own, whose own ranks torch.distributed knows only; None where
             all ranks were started together.
 
@@ -96,6 +115,7 @@ class Place:
         self.server = RunServer(self.rank, self.options, ranks_per_node, self.share[1] if self.share else None)
         self.is_computing = self.is_entering = False
         self._mesh: DeviceMesh | None = None
+        self.reduction = Reduction(self.options.resolved_all_reduce())
 
     # --- Which rank is where
     # ------------------------------------------------------------------------------------------------
@@ -110,13 +130,13 @@ class Place:
         self.core.method = method
 
     @property
-    def exchanging(self) -> tuple[Method, WireFormat, bool]:
-        """Method, wire format and overlap; set between two formings of groups, they are those of the next ones."""
-        return self.core.method, self.core.wire_format, self.core.overlap
+    def communication(self) -> Communication:
+        """Set between two formings of groups, it is that of the next ones."""
+        return Communication(self.core.method, self.core.wire_format, self.core.overlap, self.reduction.format)
 
-    @exchanging.setter
-    def exchanging(self, exchanging: tuple[Method, WireFormat, bool]) -> None:
-        self.core.method, self.core.wire_format, self.core.overlap = exchanging
+    @communication.setter
+    def communication(self, communication: Communication) -> None:
+        self.core.method, self.core.wire_format, self.core.overlap, self.reduction.format = communication
 
     @property
     def group(self) -> int:

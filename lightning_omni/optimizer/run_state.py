@@ -25,6 +25,7 @@ from lightning_omni.methods import Method
 from lightning_omni.optimizer.channel import Channel, Traffic
 from lightning_omni.optimizer.object_snapshot import Generators, ObjectSnapshot, Seen
 from lightning_omni.optimizer.place import Place
+from lightning_omni.optimizer.reduction import KeptMemory, Reduction
 from lightning_omni.protocol.group import GroupCore, Heard
 from lightning_omni.protocol.lessee import Lessee
 from lightning_omni.protocol.progress import Progress
@@ -148,6 +149,7 @@ class ShardScope:
         gradients: of its parameters and buffers.
         optimizers: their state and hyperparameters.
         scaler: of the loss, where 16-bit gradients need one.
+        unsent: what of its gradients this rank's group has not been given yet, where it averages them in fewer bytes.
         modules: what modules have noted for themselves: attributes, and what is in them.
         generators: of random numbers, in this process.
     """
@@ -156,18 +158,25 @@ class ShardScope:
     gradients: ObjectSnapshot
     optimizers: ObjectSnapshot
     scaler: ObjectSnapshot
+    unsent: KeptMemory
     modules: ObjectSnapshot
     generators: Generators
 
     @classmethod
     def of(
-        cls, module: nn.Module, optimizers: Iterable[Optimizer], scalers: Iterable[Any] = (), seen: Seen | None = None
+        cls,
+        module: nn.Module,
+        optimizers: Iterable[Optimizer],
+        reduction: Reduction,
+        scalers: Iterable[Any] = (),
+        seen: Seen | None = None,
     ) -> ShardScope:
         """As it is now.
 
         Args:
             module: what is trained.
             optimizers: that train it.
+            reduction: averages its gradients.
             scalers: of the loss; or anything else with ``state_dict`` and ``load_state_dict``.
             seen: shared with others that are kept at this moment.
         """
@@ -177,13 +186,15 @@ class ShardScope:
             gradients=ObjectSnapshot(seen).keep_gradients((*module.parameters(), *module.buffers())),
             optimizers=ObjectSnapshot(seen).keep_optimizers(optimizers),
             scaler=ObjectSnapshot().keep_states(scalers),
+            unsent=reduction.kept(),
             modules=ObjectSnapshot(seen).keep_attributes(module),
             generators=Generators.now(),
         )
 
     def put_back(self) -> None:
         """Bitwise as it was, in the same objects."""
-        for each in (self.weights, self.gradients, self.optimizers, self.scaler, self.modules, self.generators):
+        parts = self.weights, self.gradients, self.optimizers, self.scaler, self.unsent, self.modules, self.generators
+        for each in parts:
             each.put_back()
 
 
@@ -232,7 +243,7 @@ class RunState:
             live=live,
             run=RunScope.of(live.place, live.channel, live.epochs),
             group=GroupScope.of(live.place, live.module.buffers(), seen),
-            shard=ShardScope.of(live.module, live.optimizers, live.scalers, seen),
+            shard=ShardScope.of(live.module, live.optimizers, live.place.reduction, live.scalers, seen),
         )
 
     def put_back(self) -> None:

@@ -399,7 +399,9 @@ class World(Place):
         if len(self.members) == 1:
             return module
         with frozen(self.executor.not_reduced()):
-            return DistributedDataParallel(module, process_group=self.compute_group, init_sync=False, **ddp_options)
+            wrapped = DistributedDataParallel(module, process_group=self.compute_group, init_sync=False, **ddp_options)
+        self.reduction.install(wrapped, self.compute_group)
+        return wrapped
 
     def shard(self, module: Module) -> None:
         """The members of this rank's group hold a module together from now on. All ranks call it, before training.

@@ -46,6 +46,8 @@ class Setting(Serializable):
         wire: what pushes and answers are rounded to, as ``"int8"``, or ``"int8/bf16"`` for one each way; empty for the
             run's own.
         overlap: whether exchanges travel while the next gradient is computed.
+        all_reduce: how the members of a group average their gradients, as ``OmniStrategy(all_reduce=...)`` takes it;
+            empty for the run's own.
 
     Example:
         >>> str(Setting(groups=4, momentum=0.3, lr=0.025))
@@ -63,6 +65,7 @@ class Setting(Serializable):
     method: str = ""
     wire: str = ""
     overlap: bool = False
+    all_reduce: str = ""
 
     @property
     def updates_per_batch(self) -> int:
@@ -93,6 +96,7 @@ class Setting(Serializable):
         """How often groups exchange, and how."""
         several = self.groups > 1
         parts = [f"period {self.period}"] * (self.period > 1)
+        parts += [f"all-reduce {self.all_reduce}"] * (self.all_reduce not in ("", "fp32"))
         parts += [f"wire {self.wire}"] * (several and self.wire not in ("", "fp32"))
         return parts + ["overlapped"] * (several and self.overlap)
 

@@ -43,6 +43,7 @@ from lightning_omni.performance.queueing import (
     slowest,
 )
 from lightning_omni.performance.statistical import Estimate, check_level
+from lightning_omni.protocol.all_reduce import EXACT, all_reduce_of
 from lightning_omni.protocol.leases import apportion
 from lightning_omni.serialization import Serializable
 from lightning_omni.topology import Topology
@@ -78,6 +79,7 @@ class Measured(Serializable):
         per_node: whether they were one on each node.
         round_trip: seconds until a message of hardly any bytes is answered by the server, or by another rank; 0 if
             unknown. It is asked for only where no exchange was measured.
+        shapes: of the parameters whose gradients a group averages; none if unknown.
 
     Raises:
         ConfigurationError: something is missing or cannot be.
@@ -103,11 +105,13 @@ class Measured(Serializable):
     servers: int = 1
     per_node: bool = False
     round_trip: float = 0.0
+    shapes: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("groups", "samples", "own", "steps", "exchanges"):  # lists and arrays are as good
             kind = int if name == "groups" else float
             object.__setattr__(self, name, tuple(tuple(map(kind, row)) for row in getattr(self, name)))
+        object.__setattr__(self, "shapes", tuple(tuple(map(int, shape)) for shape in self.shapes))
         _check_counts(self)
         _check_numbers(self)
 
@@ -153,6 +157,7 @@ class Measured(Serializable):
             else 0.0,
             period=max(1, round(float(pushed.mean()))) if several and len(pushed) else 1,
             nbytes=sum(weight.nbytes for name, weight in trace.weights.items() if not name.startswith(merged)),
+            shapes=tuple(weight.shape for name, weight in trace.weights.items() if not name.startswith(merged)),
             servers=servers if several else 1,
             per_node=per_node and several,
             round_trip=2 * float(cluster["link"]["latency"] + cluster["server"]["latency"]),
@@ -398,6 +403,7 @@ class Profile(Serializable):
         period: int | None = None,
         nbytes: int | None = None,
         exchanging: ExchangePattern | None = None,
+        all_reduce: str = "fp32",
         level: float = 0.8,
     ) -> Prediction:
         """How fast training would be.
@@ -412,12 +418,15 @@ class Profile(Serializable):
             exchanging: how groups exchange, in place of ``period`` and ``nbytes``; None for groups that wait for their
                 own answers only, as many bytes each way. With it the bottleneck is what would help most if it were
                 twice as fast.
+            all_reduce: how the members of a group average their gradients, as ``OmniStrategy(all_reduce=...)`` takes
+            it. What was measured is taken for ``"fp32"``.
             level: probability of the intervals. They are about noise in what was measured, not about the model.
 
         Raises:
             ConfigurationError: an argument is out of range, or SciPy is missing.
         """
         model = self._model if exchanging is None else self._model.forecast or self._model
+        model = self._averaging(model, all_reduce)
         batch = self.batch_size if batch_size is None else batch_size
         if exchanging is not None and (period is not None or nbytes is not None):
             raise ConfigurationError(
@@ -453,7 +462,12 @@ class Profile(Serializable):
         )
 
     def samples_per_second(
-        self, groups: int, *, rebalance: bool = False, exchanging: ExchangePattern | None = None
+        self,
+        groups: int,
+        *,
+        rebalance: bool = False,
+        exchanging: ExchangePattern | None = None,
+        all_reduce: str = "fp32",
     ) -> float:
         """How fast training would be, most likely: `predict` without intervals, in a fiftieth of the time.
 
@@ -461,13 +475,32 @@ class Profile(Serializable):
             groups: as in `predict`.
             rebalance: as there.
             exchanging: as there.
+            all_reduce: as there.
 
         Raises:
             ConfigurationError: an argument is out of range.
         """
-        model = self._likely
+        model = self._averaging(self._likely, all_reduce)
         plan = _TrainingPlan(model, self.batch_size, rebalance, model.known(exchanging or ExchangePattern()))
         return float(plan.outcome(self._topology(groups, plan)).samples_rate[0])
+
+    def _averaging(self, model: _Model, all_reduce: str) -> _Model:
+        """The same with gradients that the members of a group average so."""
+        format_ = all_reduce_of(all_reduce)
+        if format_ == EXACT:
+            return model
+        if not self.shapes:
+            raise ConfigurationError(
+                f"all_reduce={all_reduce!r}: how many bytes travel depends on the parameters' shapes, which were not"
+                " measured; fit with Measured(shapes=...)"
+            )
+        share = format_.nbytes(self.shapes) / EXACT.nbytes(self.shapes)
+        return replace(model, ring=share * model.ring, hop=format_.messages * model.hop)
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Of the parameters whose gradients a group averages; none if they are not known."""
+        return next((each.shapes for each in reversed(self.measured) if each.shapes), ())
 
     @cached_property
     def _likely(self) -> _Model:

@@ -169,12 +169,15 @@ class Digest:
         if choice.rebalance:
             at = replace(at, rebalance=True)
             parts.append(("proportional batches", at))
+        if choice.all_reduce != own.all_reduce:
+            at = replace(at, all_reduce=choice.all_reduce)
+            parts.append((f"all-reduce {at.all_reduce}", at))
         if choice.groups != own.groups:
             at = replace(at, groups=choice.groups)
             parts.append((f"{at.groups} group{'s' * (at.groups > 1)}, {at.method or 'the same method'}", at))
         if (choice.method, choice.period) != (own.method, own.period):
             at = replace(at, method=choice.method, period=choice.period)
-            parts.append((replace(at, wire="", overlap=False).exchange or "another method", at))
+            parts.append((replace(at, wire="", overlap=False, all_reduce="").exchange or "another method", at))
         if choice.wire != own.wire:
             at = replace(at, wire=choice.wire)
             parts.append((f"wire {at.wire}", at))

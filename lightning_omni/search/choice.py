@@ -71,7 +71,7 @@ def best_as_measured(evidence: Evidence) -> Setting:
 
 
 def best_by_forecast(evidence: Evidence, groups: int | None = None) -> Setting:
-    """Careful with what was not tried; among equals the fewest groups and the smallest step.
+    """Careful with what was not tried; among equals the fewest groups, the smallest step and the fewest samples.
 
     Args:
         evidence: what is known.
@@ -82,7 +82,12 @@ def best_by_forecast(evidence: Evidence, groups: int | None = None) -> Setting:
     return least(
         candidates if evidence.prior is None else _promising(evidence, forecast, candidates),
         lambda setting: careful(forecast.log_seconds(setting), forecast.efficiency(setting)[1]),
-        lambda setting: (setting.groups, _unusual(setting), evidence.scaling.step(setting)),
+        lambda setting: (
+            setting.groups,
+            _unusual(setting),
+            evidence.scaling.step(setting),
+            forecast.efficiency(setting)[0],
+        ),
     )
 
 
@@ -106,7 +111,13 @@ def _promising(evidence: Evidence, forecast: Forecast, candidates: Sequence[Sett
 
 def _unusual(setting: Setting) -> int:
     """How many things of a setting are there for its speed alone: between equals, the plain one is taken."""
-    return sum((setting.method != "async_sgd", setting.wire not in ("", "fp32"), setting.overlap))
+    lossy = [each not in ("", "fp32") for each in (setting.wire, setting.all_reduce)]
+    return sum((setting.method != "async_sgd", setting.overlap, *lossy))
+
+
+def _changes_updates(setting: Setting, start: Setting) -> bool:
+    """Whether a setting is more than one group whose batches are split otherwise, which learns as before."""
+    return setting.groups > 1 or setting.all_reduce != start.all_reduce
 
 
 def verdict(evidence: Evidence) -> str:
@@ -124,7 +135,7 @@ def verdict(evidence: Evidence) -> str:
     cost, error = evidence.efficiency()(best)
     least, _ = _speed_up(evidence, evidence.spec.start, best)
     least *= math.exp(-careful(cost, error))
-    return "change" if least > (c.GAIN if best.groups > 1 else c.FASTER) else ""
+    return "change" if least > (c.GAIN if _changes_updates(best, start) else c.FASTER) else ""
 
 
 def _most(evidence: Evidence, start: Setting) -> float:
@@ -151,7 +162,7 @@ def _by_experience(evidence: Evidence) -> Choice:
     """The best by what hardware does and what other tasks showed; several groups only for a clear gain."""
     forecast, start = evidence.forecast(), evidence.as_it_would_be(evidence.spec.start)
     best = best_by_forecast(evidence)
-    if best.groups > 1:
+    if _changes_updates(best, start):
         _, error = forecast.efficiency(best)
         gain = forecast.log_seconds(start) - careful(forecast.log_seconds(best), error)
         if gain < math.log(c.GAIN):
@@ -205,9 +216,14 @@ def _reasons(evidence: Evidence, best: Setting, forecast: Forecast, stopped: str
         faster = evidence.throughput(best) / evidence.throughput(alone)
         more = math.exp(forecast.efficiency(best)[0] - forecast.efficiency(alone)[0])
         parts.append(f"{faster:.2f} times the samples per second of one group, for {more:.2f} times the samples")
-    elif best.rebalance:
-        gain = evidence.throughput(best) / evidence.throughput(replace(best, rebalance=False))
-        parts.append(f"proportional batches make one group {gain:.2f} times faster, without staleness")
+    elif best.rebalance or best.all_reduce != alone.all_reduce:
+        plain = replace(best, all_reduce=alone.all_reduce)
+        if best.all_reduce != plain.all_reduce:
+            gain = evidence.throughput(best) / evidence.throughput(plain)
+            parts.append(f"averaging gradients by {best.all_reduce} makes one group {gain:.2f} times faster")
+        if best.rebalance:
+            gain = evidence.throughput(plain) / evidence.throughput(replace(plain, rebalance=False))
+            parts.append(f"proportional batches make one group {gain:.2f} times faster, without staleness")
     else:
         parts.append("more groups are not faster by enough to pay for their staleness")
     parts.append(f"{evidence.prediction(best).bottleneck} is the bottleneck")

@@ -67,7 +67,7 @@ class Evidence:
         self._rates: dict[Setting, float] = {}
         self._uneven: dict[Setting, bool] = {}
         self._speeds_differ: tuple[int, bool] | None = None
-        self._most: dict[int, float] = {}
+        self._most: dict[tuple[int, str], float] = {}
         self._patterns: dict[tuple[str, int, str, bool], ExchangePattern] = {}
 
     @property
@@ -117,30 +117,37 @@ class Evidence:
         key = replace(setting, momentum=0.0, lr=0.0, further=())
         if key not in self._rates and self.prior is not None:  # of hundreds
             self._rates[key] = self.profile.samples_per_second(
-                setting.groups, rebalance=setting.rebalance, exchanging=self._pattern(setting)
+                setting.groups,
+                rebalance=setting.rebalance,
+                exchanging=self._pattern(setting),
+                all_reduce=setting.all_reduce or "fp32",
             )
         elif key not in self._rates:
             self._rates[key] = self.prediction(setting).samples_per_second.value
         return self._rates[key]
 
     def most(self, setting: Setting) -> float:
-        """Samples per second that no way of exchanging can exceed, with as many groups."""
+        """Samples per second that no way of exchanging can exceed, with as many groups that average gradients so."""
         assert self.profile is not None
-        if setting.groups not in self._most:
+        key = setting.groups, setting.all_reduce or "fp32"
+        if key not in self._most:
             none = 0 if self.profile.nbytes else None
             free = ExchangePattern(period=c.FOREVER, push=none, pull=none)
             ways = (False, True) if self.spec.space.rebalance else (False,)
-            self._most[setting.groups] = max(
-                self.profile.samples_per_second(setting.groups, rebalance=how, exchanging=free) for how in ways
+            self._most[key] = max(
+                self.profile.samples_per_second(setting.groups, rebalance=how, exchanging=free, all_reduce=key[1])
+                for how in ways
             )
-        return self._most[setting.groups]
+        return self._most[key]
 
     def prediction(self, setting: Setting) -> Prediction:
         """What the hardware model says of a setting."""
         assert self.profile is not None
-        if (pattern := self._pattern(setting)) is not None:
-            return self.profile.predict(setting.groups, rebalance=setting.rebalance, exchanging=pattern)
-        return self.profile.predict(setting.groups, rebalance=setting.rebalance, period=setting.period)
+        pattern, all_reduce = self._pattern(setting), setting.all_reduce or "fp32"
+        period = setting.period if pattern is None else None
+        return self.profile.predict(
+            setting.groups, rebalance=setting.rebalance, period=period, exchanging=pattern, all_reduce=all_reduce
+        )
 
     def _pattern(self, setting: Setting) -> ExchangePattern | None:
         """How a setting's groups exchange; None for the run's own way."""
@@ -277,7 +284,9 @@ class Evidence:
     def candidates(self) -> list[Setting]:
         """What can be chosen: what was tried, and what theory proposes for each number of groups."""
         if isinstance(self.theory, Experience):
-            return self.spec.space.ways(self.spec.start, self.theory.suggested)
+            ways = self.spec.space.ways(self.spec.start, self.theory.suggested)
+            ranks = self.profile.ranks if self.profile is not None else math.inf
+            return [each for each in ways if each.groups < ranks or each.all_reduce == self.spec.start.all_reduce]
         tried = self.tried
         sound = [each.setting for each in tried if not each.has_failed]
         if tried and 1 not in {each.groups for each in sound}:

@@ -65,4 +65,5 @@ class Experience(Theory):
             is_adaptive=self.scaling.is_adaptive,
             wire=setting.wire not in ("", "fp32"),
             overlap=setting.overlap,
+            all_reduce=setting.all_reduce if setting.all_reduce != self.start.all_reduce else "",
         )

@@ -114,6 +114,7 @@ class Prior:
         steepness: about the best, of SGD and of adaptive optimizers.
         wire: logarithm of the cost of a lossy wire format, and its standard deviation.
         overlap: the same of exchanges that travel while groups compute.
+        all_reduce: the same of all-reduce formats inside groups; of others, that of a lossy wire format.
         provenance: how the table was made: command, tasks, clusters, version, date.
 
     Example:
@@ -129,6 +130,7 @@ class Prior:
     steepness: Mapping[bool, Steepness] = field(default_factory=dict)
     wire: tuple[float, float] = (0.0, 0.05)
     overlap: tuple[float, float] = (0.0, 0.1)
+    all_reduce: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -145,6 +147,7 @@ class Prior:
             steepness={name == "adaptive": Steepness.from_dict(values) for name, values in plain["steepness"].items()},
             wire=tuple(plain["wire"]),
             overlap=tuple(plain["overlap"]),
+            all_reduce={name: tuple(cost) for name, cost in plain["all_reduce"].items()},
             provenance=plain["provenance"],
         )
 
@@ -181,6 +184,7 @@ class Prior:
         is_adaptive: bool = False,
         wire: bool = False,
         overlap: bool = False,
+        all_reduce: str = "",
     ) -> tuple[float, float]:
         """Logarithm of the samples to a target, relative to the user's own synchronous setting, and its deviation.
 
@@ -194,15 +198,16 @@ class Prior:
             is_adaptive: as in `suggested`.
             wire: whether pushes travel in a lossy format, with error feedback.
             overlap: whether exchanges travel while groups compute.
+            all_reduce: how groups average their gradients; empty for the run's own way.
         """
+        variants = [self.all_reduce.get(all_reduce, self.wire)] if all_reduce else []
         if self._is_synchronous(method, groups):
-            return 0.0, 0.0
+            return _added((0.0, 0.0), variants)
         best, log_step, cost, deviation, _ = self._values(method, groups, period, scatter, is_adaptive)
         away = (0.0 if momentum is None else momentum - best, 0.0 if step is None else math.log(step) - log_step)
         cost += self.steepness.get(is_adaptive, Steepness())(*away)
-        for is_used, (mean, error) in ((wire, self.wire), (overlap, self.overlap)):
-            cost, deviation = (cost + mean, math.hypot(deviation, error)) if is_used else (cost, deviation)
-        return float(cost), float(deviation)
+        variants += [each for is_used, each in ((wire, self.wire), (overlap, self.overlap)) if is_used]
+        return _added((cost, deviation), variants)
 
     # --- Between the rows --------------------------------------------------------------------------------------------
 
@@ -230,6 +235,12 @@ class Prior:
         """Of the method: with the same kind of optimizer, or else with the other."""
         rows = [row for row in self.rows if row.method == method]
         return [row for row in rows if row.is_adaptive == is_adaptive] or rows
+
+
+def _added(cost: tuple[float, float], variants: Iterable[tuple[float, float]]) -> tuple[float, float]:
+    """A cost and its deviation, with those of variants that have nothing to do with one another."""
+    means, deviations = zip(cost, *variants, strict=True)
+    return float(sum(means)), float(math.hypot(*deviations))
 
 
 def _interpolated(rows: Iterable[PriorRow], groups: int, period: int, scatter: float) -> Array:

@@ -20,6 +20,7 @@ from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import Method, method_named
 from lightning_omni.methods.overlap import check_overlap
 from lightning_omni.performance.forecast import Scaling, Setting, Theory
+from lightning_omni.protocol.all_reduce import all_reduce_of
 from lightning_omni.protocol.wire_formats import wire_of
 from lightning_omni.search import constants as c
 
@@ -28,6 +29,9 @@ METHODS = ("async_sgd", "local_sgd", "elastic_averaging", _AVERAGED, f"{_AVERAGE
 WIRES = ("fp32", "int8", "int8/bf16")
 """How groups may exchange unless a user has chosen it: DiLoCo's outer step with a rate of 1 is local SGD that sends
 changes, so that answers may be rounded, too, and fragments may travel beside the computation."""
+
+ALL_REDUCES = ("bf16", "powersgd:8", "powersgd:4")
+"""How the members of a group may average their gradients unless a user has chosen it."""
 
 Axis = list[Any] | tuple[float, float]
 """Values that are possible, or the least and the largest; none if a surrogate is not asked for it."""
@@ -254,6 +258,19 @@ class Overlap(ExchangeDimension):
             raise ConfigurationError(f'space={{"overlap": {list(self.values)}}}: pass True, False or both')
 
 
+@dataclass(frozen=True)
+class AllReduceFormat(ExchangeDimension):
+    """How the members of a group average their gradients: names that `all_reduce_of` takes."""
+
+    name = "all_reduce"
+
+    def __post_init__(self) -> None:
+        for each in self.values:
+            if not isinstance(each, str):
+                raise ConfigurationError(f'space={{"all_reduce": {each!r}}}: pass formats, as "powersgd:4"')
+            all_reduce_of(each)
+
+
 def wire_given(text: Any) -> Any:
     """What ``OmniStrategy(wire=...)`` takes, of a setting's text.
 
@@ -285,6 +302,7 @@ class Space:
         method: how groups may exchange; none for the method of the setting that a search starts from.
         wire: what pushes and answers may be rounded to; none likewise.
         overlap: whether exchanges may travel beside the computation; none likewise.
+        all_reduce: how the members of a group may average their gradients; none likewise.
 
     Raises:
         ConfigurationError: a range is empty or out of bounds, or there is no such method or format.
@@ -300,6 +318,7 @@ class Space:
     method: tuple[str, ...] = ()
     wire: tuple[str, ...] = ()
     overlap: tuple[bool, ...] = ()
+    all_reduce: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _ = self.dimensions  # each checks its bounds
@@ -313,7 +332,7 @@ class Space:
     @property
     def exchanges(self) -> tuple[ExchangeDimension, ...]:
         """Those of how groups exchange."""
-        return MethodName(self.method), Wire(self.wire), Overlap(self.overlap)
+        return MethodName(self.method), Wire(self.wire), Overlap(self.overlap), AllReduceFormat(self.all_reduce)
 
     @classmethod
     def of(
@@ -327,7 +346,7 @@ class Space:
 
         Args:
             given: any of ``groups``, ``momentum``, ``lr``, ``rebalance``, ``period``, ``method``, ``wire``,
-                ``overlap``: single values, lists or ranges; and dimensions of one's own.
+                ``overlap``, ``all_reduce``: single values, lists or ranges; and dimensions of one's own.
             ranks: number of ranks.
             allowed: whether there may be that many groups.
             momentum: of the user's own setting, which is never out of bounds unless ``given`` says so.
@@ -335,7 +354,7 @@ class Space:
         Raises:
             ConfigurationError: there is no such name, or a value cannot be.
         """
-        chosen = ("method", "wire", "overlap")
+        chosen = ("method", "wire", "overlap", "all_reduce")
         known = ("groups", "momentum", "lr", "rebalance", "period", *chosen)
         further = tuple(each for each in given.values() if isinstance(each, Dimension))
         given = {name: value for name, value in given.items() if not isinstance(value, Dimension)}
@@ -369,12 +388,14 @@ class Space:
     def ways(self, start: Setting, suggested: Callable[[Setting], Setting]) -> list[Setting]:
         """One group as it is, and every number of groups with every way in which they may exchange.
 
+        Each once more for every all-reduce format.
+
         Args:
             start: the setting that a search starts from, in one group.
             suggested: gives a setting the momentum and rate that are expected to suit it.
         """
         found = [start]
-        ways = product(*(each.options(start) for each in self.exchanges))
+        ways = product(*(each.options(start) for each in self.exchanges[:3]))
         for method, wire, overlap in ways:
             value = method_named(method)
             periods = (self.period or periods_up_to(c.LARGEST_PERIOD)) if hasattr(value, "period") else (1,)
@@ -383,7 +404,8 @@ class Space:
                     continue
                 like = replace(start, groups=groups, method=method, wire=wire, overlap=overlap)
                 found += [suggested(replace(like, period=period)) for period in periods]
-        return found
+        formats = [each for each in self.all_reduce if each != start.all_reduce]
+        return found + [replace(each, all_reduce=format_) for format_ in formats for each in found]
 
     def holds(self, setting: Setting) -> Setting:
         """The setting with what is out of bounds put to the bound."""

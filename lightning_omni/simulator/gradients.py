@@ -5,7 +5,8 @@ A group's batch goes through the real server's head, whole, when its access ther
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +20,7 @@ from lightning_omni.methods.modules import describe_module, tensors_of, with_ten
 from lightning_omni.protocol import Batch
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.activations import Both, pack_in, unpack_in
+from lightning_omni.protocol.all_reduce import EXACT, AllReduce, Unsent
 from lightning_omni.protocol.codec import unpack
 from lightning_omni.protocol.head_side import HeadSide
 from lightning_omni.protocol.layout import Layout, TensorSpec
@@ -71,9 +73,13 @@ class Members:
         ranks: of the group.
         seed: of the jitter.
         is_balanced: whether they get parts of a batch in proportion to their speeds.
+        all_reduce: how they average their gradients.
     """
 
-    def __init__(self, cluster: Cluster, ranks: tuple[int, ...], seed: int, is_balanced: bool) -> None:
+    def __init__(
+        self, cluster: Cluster, ranks: tuple[int, ...], seed: int, is_balanced: bool, all_reduce: AllReduce = EXACT
+    ) -> None:
+        self._all_reduce, self._unsent = all_reduce, dict[Hashable, Unsent]()
         self._ranks, self._link = ranks, cluster.group_link
         self._clocks = [Clockwork(cluster, rank, seed) for rank in ranks]
         self._is_balanced = is_balanced and len(ranks) > 1
@@ -95,9 +101,30 @@ class Members:
             for rank, clock, part in zip(self._ranks, self._clocks, self.positions(batch, now), strict=True)
         ]
 
-    def reduce_seconds(self, nbytes: int) -> float:
-        """Time of an all-reduce of their gradients."""
-        return self._link.ring_seconds(nbytes, len(self._ranks))
+    def reduce_seconds(self, layout: Layout) -> float:
+        """Time in which they average gradients of a layout."""
+        if self._is_exact:
+            return self._link.ring_seconds(layout.nbytes, len(self._ranks))
+        nbytes = self._all_reduce.nbytes([spec.shape for spec in layout.specs])
+        rounds = self._all_reduce.messages
+        return rounds * self._link.ring_seconds(round(nbytes / rounds), len(self._ranks))
+
+    def averaged(self, gradient: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """What they have after that, of the mean gradient over all of them."""
+        if self._is_exact:
+            return gradient
+        found = [None if each is None else each.clone() for each in gradient]
+        there = {place: each for place, each in enumerate(found) if each is not None}
+        steps = self._all_reduce.average(list(there.values()), list(there), self._unsent)
+        with suppress(StopIteration):
+            mean = next(steps)
+            while True:
+                mean = steps.send(mean)  # it is the mean already
+        return found
+
+    @property
+    def _is_exact(self) -> bool:
+        return len(self._ranks) == 1 or self._all_reduce == EXACT
 
     def _shares(self, batch: Batch, now: float) -> tuple[int, ...]:
         if not self._is_balanced:

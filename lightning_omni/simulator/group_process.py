@@ -214,7 +214,7 @@ class SimulatedGroup:
         around = self._around
         now = around.engine.now
         work = self.members.work(batch, now)
-        seconds = max(own for _, _, own in work) + self.members.reduce_seconds(around.server.shard.layout.nbytes)
+        seconds = max(own for _, _, own in work) + self.members.reduce_seconds(around.server.shard.layout)
         self.core.step_took(0, seconds)
         around.monitor.begin(self.number, work)
         apart = around.batches.members_apart
@@ -239,7 +239,7 @@ class SimulatedGroup:
             done, self._account = self._account, Account()
             self._record(done, monitor.steps, monitor.steps, 0, self._data.epoch)
         hyperparameters = hyperparameters_of(self.replica.optimizer, self._parameters)
-        return self.core.gradient(0, Gradient(result.gradient, hyperparameters))
+        return self.core.gradient(0, Gradient(self.members.averaged(result.gradient), hyperparameters))
 
     def _record(self, done: Account, read: int, write: int, staleness: int, epoch: int) -> None:
         """A row of the trace: what was trained since the last one."""

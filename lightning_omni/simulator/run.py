@@ -10,6 +10,7 @@ from torch import nn
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import HardSync, Method, checked, method_named
 from lightning_omni.methods.overlap import check_overlap
+from lightning_omni.protocol.all_reduce import AllReduce, all_reduce_of
 from lightning_omni.protocol.record import Recorder
 from lightning_omni.protocol.split import check_servers
 from lightning_omni.protocol.wire_formats import Wire, wire_of
@@ -46,6 +47,7 @@ def simulate(
     record: Recorder | None = None,
     wire: Wire = "fp32",
     overlap: bool = False,
+    all_reduce: str | AllReduce = "fp32",
     progress: bool | Progress = False,
 ) -> Trace:
     """Trains a model on a cluster that does not exist: virtual time, real gradients.
@@ -89,6 +91,8 @@ def simulate(
             these bytes need.
         overlap: exchanges travel while groups compute their next gradient, as by ``OmniStrategy(overlap=True)``; for
             methods whose optimizer steps at the server.
+        all_reduce: how the members of a group average their gradients, as by ``OmniStrategy(all_reduce=...)``. Their
+            link takes as long as these bytes need; what members have not sent yet is kept as its mean over them.
         progress: True shows a progress bar; or a function, called with the fraction done and a text. With either,
             Ctrl-C returns the trace so far (``ended == "interrupted"``) instead of raising KeyboardInterrupt; so does
             a function that raises `lightning_omni.simulator.Enough` (``ended == "stopped"``).
@@ -127,9 +131,11 @@ def simulate(
     if cluster.server_count > 1:
         check_servers(cluster.servers, chosen)
     check_aggregators(cluster, topology, chosen)
-    formation = Formation(chosen, topology, merged, wire_format, overlap)
+    formation = Formation(chosen, topology, merged, wire_format, overlap, all_reduce_of(all_reduce))
     if topology.is_synchronous:
-        formation = Formation(HardSync(), topology)  # whatever the method, one group is plain synchronous training
+        formation = Formation(
+            HardSync(), topology, all_reduce=formation.all_reduce
+        )  # whatever the method, one group is plain synchronous training
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         workload = Workload(model, data, loss, evaluate, optimizer)

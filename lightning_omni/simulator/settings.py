@@ -11,6 +11,7 @@ from typing import Literal
 from lightning_omni.checks import check_number, check_whole
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import Method
+from lightning_omni.protocol.all_reduce import EXACT, AllReduce
 from lightning_omni.protocol.wire_format import RAW, WireFormat
 from lightning_omni.topology import Topology
 
@@ -28,6 +29,7 @@ class Formation:
         merged: name of the submodule that stays at the server.
         wire_format: how pushes are put into bytes.
         overlap: whether they travel while groups compute.
+        all_reduce: how gradients are averaged inside a group.
     """
 
     method: Method
@@ -35,6 +37,7 @@ class Formation:
     merged: str | None = None
     wire_format: WireFormat = RAW
     overlap: bool = False
+    all_reduce: AllReduce = EXACT
 
 
 @dataclass(frozen=True)

@@ -145,7 +145,9 @@ class Simulation:
         topology = self._formation.topology
         for number in topology.alive:
             ranks = topology.members(number)
-            members = Members(self._cluster, ranks, self._batches.seed, self._batches.is_balanced)
+            members = Members(
+                self._cluster, ranks, self._batches.seed, self._batches.is_balanced, self._formation.all_reduce
+            )
             self._homes[number] = self._add_group(number, GroupId(str(number), self.server.incarnation), ranks, members)
 
     def _add_group(

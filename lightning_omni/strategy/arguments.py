@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_omni.checks import check_kind, check_number, check_whole
 from lightning_omni.errors import ConfigurationError, UnknownArgument
 from lightning_omni.methods import Method
+from lightning_omni.protocol.all_reduce import AllReduce
 from lightning_omni.protocol.wire_format import WireFormat
 
 _Init = TypeVar("_Init", bound=Callable[..., None])
@@ -124,6 +125,8 @@ def check_strategy(
     inside: object,
     max_rejoins: object,
     progress_timeout: object,
+    all_reduce: object,
+    ddp: Mapping[str, Any],
 ) -> None:
     """Refuses arguments of OmniStrategy that are of the wrong kind; the code that uses them checks what they mean.
 
@@ -145,6 +148,12 @@ def check_strategy(
         'a name, as "int8", a value, as wire_formats.TopK(fraction=0.001), or both ways',
     )
     check_kind("overlap", overlap, bool, "True or False")
+    check_kind("all_reduce", all_reduce, (str, AllReduce), 'a name, as "powersgd:4", or a value, as PowerSGD(rank=4)')
+    if all_reduce != "fp32" and ddp.get("ddp_comm_hook") is not None:
+        raise ConfigurationError(
+            f"all_reduce={all_reduce!r} and ddp_comm_hook={ddp['ddp_comm_hook']!r}: both say how gradients are"
+            " averaged; leave one of them out"
+        )
     if servers != "per-node":
         check_whole("servers", servers, 'a number of servers, 1 or more, or "per-node"', low=1)
     if validation not in ("wait", "published"):

@@ -145,6 +145,7 @@ class GroupedStrategy(_Base):
         with frozen(self.merged.parameters(self.fitted) if exchanges else ()):
             if not self.merged or any(parameter.requires_grad for parameter in self.fitted.parameters()):
                 super().configure_ddp()  # which refuses a module without, as one with a frozen body may be
+        self.joined.reduction.install(self.model, self.joined.compute_group)
 
     def follow_edits(self) -> None:
         """Training begins: the world watches what users change in mid-fit, in this Trainer."""

@@ -22,6 +22,7 @@ from lightning_omni.methods import Method
 from lightning_omni.optimizer import World, WorldOptions
 from lightning_omni.optimizer.balance import Balance
 from lightning_omni.optimizer.folders import is_folder
+from lightning_omni.optimizer.place import Communication
 from lightning_omni.optimizer.run_state import Live, RunState
 from lightning_omni.optimizer.sharding import (
     check_shardable,
@@ -33,7 +34,7 @@ from lightning_omni.optimizer.sharding import (
     whole,
 )
 from lightning_omni.protocol import messages as m
-from lightning_omni.protocol.wire_format import WireFormat
+from lightning_omni.protocol.all_reduce import AllReduce
 from lightning_omni.protocol.wire_formats import Wire
 from lightning_omni.server import ServerProcess
 from lightning_omni.strategy import _private
@@ -117,6 +118,10 @@ class OmniStrategyHooks(GroupedStrategy):
         progress_timeout: seconds after which a group is evicted that answers heartbeats and gets nothing done, no batch
             and no validation batch: it is stuck in a collective or a loader, and others would wait for it. Counted from
             its first trained batch on, by the embedded server; ``lightning-omni serve`` has its own. None never.
+        all_reduce: how gradients are averaged inside a group, where the network between its members is slow:
+            ``"fp32"``, as DistributedDataParallel does; ``"bf16"`` or ``"fp16"``, half the bytes; ``"powersgd:4"``,
+            each matrix of gradients as the product of two with 4 columns, a fiftieth of the bytes, say, with error
+            feedback: see docs/wire-formats.md.
         save_distributed_checkpoint: whether, with ``inside="fsdp"``, a checkpoint is a folder to which each member
             writes its share (torch.distributed.checkpoint, as ModelParallelStrategy saves it), and not one file that
             rank 0 puts together. Both are read, whatever is passed here.
@@ -158,6 +163,7 @@ class OmniStrategyHooks(GroupedStrategy):
         inside: Literal["ddp", "fsdp"] = "ddp",
         max_rejoins: int = 10,
         progress_timeout: float | None = 600.0,
+        all_reduce: str | AllReduce = "fp32",
         save_distributed_checkpoint: bool = False,
         **ddp: Any,
     ) -> None:
@@ -190,6 +196,8 @@ class OmniStrategyHooks(GroupedStrategy):
                 inside,
                 max_rejoins,
                 progress_timeout,
+                all_reduce,
+                ddp,
             )
             check_inside(inside, merged, validation, save_distributed_checkpoint, ddp)
             if data == "static" and rebalance == "auto":
@@ -220,6 +228,7 @@ class OmniStrategyHooks(GroupedStrategy):
                 save_every=save_every,
                 inside=inside,
                 progress_timeout=progress_timeout,
+                all_reduce=all_reduce,
             )
         super().__init__(**ddp)
         self.ddp_options = dict(vars(self).get("_ddp_kwargs", {}))
@@ -240,7 +249,7 @@ class OmniStrategyHooks(GroupedStrategy):
         self.rejoining = Rejoining()
         self.checkpoints = Checkpoints(self.rank_zero_warn)
         self._has_gathered = False
-        self._arrangement: tuple[Topology, tuple[Method, WireFormat, bool], Balance] | None = None
+        self._arrangement: tuple[Topology, Communication, Balance] | None = None
         self.on_ready: list[Callable[[], None]] = []
         """Called on every rank when the groups stand and the first batch has not begun: a tuner's moment."""
         self._server_process: ServerProcess | None = None
@@ -406,6 +415,7 @@ class OmniStrategyHooks(GroupedStrategy):
             return
         _private.set_ddp_options(self, self.ddp_options)
         super().configure_ddp()
+        self.joined.reduction.install(self.model, self.joined.compute_group)
         self.trainable.remember(self.fitted)
 
     @override
@@ -609,7 +619,7 @@ class OmniStrategyHooks(GroupedStrategy):
     def stash_arrangement(self) -> None:
         """Groups and how they exchange are about to be chosen: those of the user are kept, for a later fit."""
         if self._arrangement is None:
-            self._arrangement = self.joined.topology, self.joined.exchanging, self.balance
+            self._arrangement = self.joined.topology, self.joined.communication, self.balance
 
     def begin_in_one_group(self) -> None:
         """A fit is set up whose groups are chosen while it trains: until then all ranks are one."""
@@ -626,7 +636,7 @@ class OmniStrategyHooks(GroupedStrategy):
         """A fit is set up: it begins with what the user has chosen, unless ranks were lost since."""
         arrangement, self._arrangement = self._arrangement, None
         if arrangement is not None and not self.joined.ever_lost:
-            self.joined.topology, self.joined.exchanging, self.balance = arrangement
+            self.joined.topology, self.joined.communication, self.balance = arrangement
 
     def run_state(self) -> RunState:
         """A copy of all that the run must remember, as it is on this rank, where there is one group."""

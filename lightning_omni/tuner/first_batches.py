@@ -132,6 +132,9 @@ class FirstBatches:
             steps=(tuple(seconds),),
             exchanges=((0.0,) * count,),
             round_trip=round_trip,
+            shapes=tuple(
+                spec.shape for part in self._world.parts if part.head is None for spec in part.replica.layout.specs
+            ),
             nbytes=sum(part.replica.layout.nbytes for part in self._world.parts if part.head is None),
         )
         return Observation(TrialResult(self._setting, tuple(ends), tuple(losses), gathers=False), measured)

@@ -26,13 +26,14 @@ from typing_extensions import override
 
 from lightning_omni.checks import check_kind, check_number, check_whole
 from lightning_omni.errors import ConfigurationError, OmniError, UnsupportedError
-from lightning_omni.methods import METHODS, method_named, text_of, with_period
+from lightning_omni.methods import METHODS, method_named, text_of
 from lightning_omni.optimizer.balance import Balance
 from lightning_omni.optimizer.run_state import RollbackPoint
 from lightning_omni.performance.forecast import Setting
+from lightning_omni.protocol.all_reduce import EXACT
+from lightning_omni.protocol.all_reduce import text_of as text_of_all_reduce
 from lightning_omni.protocol.progress import ReferenceBatch
 from lightning_omni.protocol.split import check_servers
-from lightning_omni.protocol.wire_formats import wire_of
 from lightning_omni.report import Round, RunTimes, TuningReport
 from lightning_omni.search import (
     Choice,
@@ -46,7 +47,7 @@ from lightning_omni.search import (
 from lightning_omni.search import space as searched
 from lightning_omni.search.choice import verdict
 from lightning_omni.search.samplers import sampler_of
-from lightning_omni.search.space import apply_further, wire_given
+from lightning_omni.search.space import apply_further
 from lightning_omni.search.surrogate import check_libraries, import_libraries, load_libraries
 from lightning_omni.serialization import Serializable
 from lightning_omni.strategy._private import will_step
@@ -57,6 +58,7 @@ from lightning_omni.strategy.namespaces import refuse_other_namespace
 from lightning_omni.topology import Topology
 from lightning_omni.trace import reaches
 from lightning_omni.tuner import _private
+from lightning_omni.tuner.communicating import communicate, communication_of
 from lightning_omni.tuner.divergence import DivergenceGuard, loss_in
 from lightning_omni.tuner.first_batches import FirstBatches
 from lightning_omni.tuner.hyperparameters import Hyperparameters
@@ -89,8 +91,10 @@ _REASONS = _NONE, _UNDER_WAY_ALREADY, _SPEED, _STALLED = (
     "the ranks do not train as fast as before",
     "the target would not be reached in time",
 )
-_USUAL = ("async_sgd", "fp32", False)
-"""Method, wire format and overlap of a strategy whose user has chosen none."""
+_USUAL = ("async_sgd", "fp32", False, "fp32")
+"""Method, wire format, overlap and all-reduce format of a strategy whose user has chosen none."""
+_COMMUNICATION = ("method", "wire", "overlap", "all_reduce")
+"""Dimensions of how gradients and weights travel."""
 _MOST_SEED = (1 << 32) - (1 << 16)
 """Libraries take seeds below 2³², and a search adds small numbers to its own."""
 _CHANGED = 0.2
@@ -193,10 +197,11 @@ class OmniTunerHooks(_CallbackBase):
             algorithm; ``"grid"`` and ``"random"`` are what their names say. With ``data="static"`` groups cannot change
             in mid-epoch, and ``"bayes"`` takes the place of ``"forecast"``.
         space: what is searched: any of ``"groups"``, ``"method"``, ``"period"``, ``"wire"``, ``"overlap"``,
-            ``"momentum"``, ``"lr"``, ``"rebalance"``, each a value, a list, or the least and the largest value. By
-            default groups are powers of two and the number of ranks, momentum 0 to 0.95 (or yours, if it is more), the
-            learning rate what goes with them, and batches may be split by speed. How groups exchange is searched by
-            ``"forecast"`` unless you have chosen it (``method=``, ``wire=`` or ``overlap=`` of the strategy).
+            ``"all_reduce"``, ``"momentum"``, ``"lr"``, ``"rebalance"``, each a value, a list, or the least and the
+            largest value. By default groups are powers of two and the number of ranks, momentum 0 to 0.95 (or yours, if
+            it is more), the learning rate what goes with them, and batches may be split by speed. How groups exchange,
+            and how their members average gradients, is searched by ``"forecast"`` unless you have chosen it
+            (``method=``, ``wire=``, ``overlap=`` or ``all_reduce=`` of the strategy).
         retune_every: epochs between two checks whether the setting is still the best; None for none.
         mode: whether ``monitor`` is better if it is smaller; by its name if None ("loss" or "error" in it).
         seed: of the search, and of the samples that probes train on.
@@ -299,7 +304,14 @@ class OmniTunerHooks(_CallbackBase):
         self._forget()
         self._fitting, self._call = trainer.strategy, partial(self._before_first_batch, trainer, pl_module)
         self._strategy.restore_arrangement()  # an earlier fit of this strategy may have been tuned
-        if self.budget and sampler_of(self.search).learns_from_run and self._strategy.epochs.data.kind == "dynamic":
+        learns = sampler_of(self.search).learns_from_run and self._strategy.epochs.data.kind == "dynamic"
+        if "all_reduce" in self._space and not (learns and self._strategy.joined.reduction.format == EXACT):
+            raise ConfigurationError(
+                f'space={{"all_reduce": {self._space["all_reduce"]!r}}}: it is forecast from the first batches, whose'
+                ' gradients are averaged as they are; pass search="forecast", and leave data= and all_reduce= of the'
+                " strategy out"
+            )
+        if self.budget and learns:
             self._strategy.begin_in_one_group()
         self._strategy.on_ready.append(self._call)
 
@@ -552,7 +564,7 @@ class OmniTunerHooks(_CallbackBase):
         self._strategy.form_one()
         hyperparameters.set_momentum(self._state.own.momentum)
         hyperparameters.scale(1 / self._state.scaled)
-        self._exchange_as(self._state.own)
+        communicate(self._strategy, communication_of(self._state.own, self._strategy.joined.communication))
         reference = float(self._batch(trainer, len(self._strategy.joined.live_ranks)))
         self._state = replace(self._state, scaled=1.0, reference=reference)
         self._first_spec = self._spec(trainer, hyperparameters, hyperparameters.lr, share=self.budget)
@@ -825,7 +837,8 @@ class OmniTunerHooks(_CallbackBase):
 
     def _regroup(self, trainer: Trainer, setting: Setting, speeds: Mapping[int, float] | None, by_speed: bool) -> None:
         strategy, world = self._strategy, self._strategy.joined
-        again = self._exchange_as(setting) | apply_further(self._further, world, setting)
+        again = communicate(strategy, communication_of(setting, world.communication))
+        again |= apply_further(self._further, world, setting)
         if setting.rebalance and not strategy.balance.is_on and strategy.epochs.leases is not None:
             strategy.balance = Balance("auto", self.rank_zero_info)
             strategy.balance.begin(world, strategy.fitted, lambda: strategy.epochs.leases)
@@ -835,17 +848,6 @@ class OmniTunerHooks(_CallbackBase):
             strategy.share_out([speeds[rank] for rank in world.members])
         if not strategy.epochs.is_open:
             world.enter_world(strategy.buffers())
-
-    def _exchange_as(self, setting: Setting) -> bool:
-        """Groups that are formed from now on exchange as a setting says. Returns whether that is another way."""
-        world = self._strategy.joined
-        before = method, wire, overlap = world.exchanging
-        if setting.method:
-            method, overlap = method_named(setting.method), setting.overlap
-        if setting.wire:
-            wire = wire_of(wire_given(setting.wire))
-        world.exchanging = with_period(method, setting.period), wire, overlap
-        return before != world.exchanging
 
     # --- Rollback -----------------------------------------------------------------------------------------------------
 
@@ -865,6 +867,7 @@ class OmniTunerHooks(_CallbackBase):
         world, hyperparameters = self._strategy.joined, self._read_hyperparameters(trainer)
         self._strategy.form_one()
         self._before_choice.put_back(world.core)
+        world.reduction.forget()
         was = self._state.setting
         factor = 1 / self._state.scaled if was.groups > 1 else 1 / 3  # the user's own schedule, or smaller steps
         momentum = self._state.own.momentum if was.groups > 1 else was.momentum
@@ -903,10 +906,11 @@ class OmniTunerHooks(_CallbackBase):
             period=int(getattr(world.method, "period", 1)),
             further=tuple(sorted((each.name, each.current(world)) for each in self._further)),
         )
-        is_named = self._learns_from_run or any(each in self._space for each in ("method", "wire", "overlap"))
+        is_named = self._learns_from_run or any(each in self._space for each in _COMMUNICATION)
         if is_named and type(world.method) in METHODS.values():
             method = text_of(world.method, without=("period",))
-            start = replace(start, method=method, wire=_text_of_wire(world.options.wire), overlap=world.core.overlaps)
+            wire, all_reduce = _text_of_wire(world.options.wire), text_of_all_reduce(world.reduction.format)
+            start = replace(start, method=method, wire=wire, overlap=world.core.overlaps, all_reduce=all_reduce)
         live, given = len(world.live_ranks), dict(self._space)
         batch = self._batch(trainer, live)
         own = self._state.own.momentum if self._state.own is not None else start.momentum
@@ -921,11 +925,12 @@ class OmniTunerHooks(_CallbackBase):
         if not space.method and not hasattr(world.method, "period"):
             space = replace(space, period=())
         options = world.options
-        if self._learns_from_run and (options.method, options.wire, options.overlap) == _USUAL:
+        if self._learns_from_run and (options.method, options.wire, options.overlap, options.all_reduce) == _USUAL:
             space = replace(
                 space,
                 method=space.method or self._methods(trainer),
                 wire=space.wire or searched.WIRES,
+                all_reduce=space.all_reduce or searched.ALL_REDUCES,
             )
         return SearchSpec(
             start,

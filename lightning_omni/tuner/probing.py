@@ -25,7 +25,6 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_omni.errors import ConfigurationError, OmniError
-from lightning_omni.methods import with_period
 from lightning_omni.optimizer.balance import Balance, gather_values
 from lightning_omni.optimizer.loaders import Leases
 from lightning_omni.performance.forecast import Setting, TrialResult
@@ -38,6 +37,7 @@ from lightning_omni.search.space import apply_further
 from lightning_omni.strategy.declared import callbacks_of, is_fast_dev_run, set_callbacks
 from lightning_omni.strategy.hooks import strategy_of
 from lightning_omni.tuner import _private
+from lightning_omni.tuner.communicating import communicate, communication_of
 from lightning_omni.tuner.divergence import NON_FINITE_TOLERATED
 from lightning_omni.tuner.hyperparameters import Hyperparameters
 from lightning_omni.tuner.step import arguments_of, loss_of, say_nothing, silence
@@ -116,6 +116,7 @@ class Prober:
         optimizer = trainer.optimizers[0]
         self._gathers = isinstance(optimizer, SGD) and not optimizer.state
         self._state = self._strategy.run_state()
+        self._communication = self._strategy.joined.communication
 
     # --- A probe ------------------------------------------------------------------------------------------------------
 
@@ -136,6 +137,7 @@ class Prober:
                 noted, has_diverged, serve = self._train(probe, speeds, by_speed)
                 groups = self._strategy.joined.topology.groups
                 self._strategy.form_one()
+                communicate(self._strategy, self._communication)
             table = self._tell_all(noted)
         except BaseException as error:
             self._give_up(error)
@@ -159,6 +161,7 @@ class Prober:
     def close(self) -> None:
         """The run is as it was before the first probe, in one group of all live ranks."""
         self._state.put_back()
+        self._strategy.joined.communication = self._communication
         for dimension, value in zip(self._further, self._further_before, strict=True):
             dimension.apply(self._strategy.joined, value)
         if self._is_first and not self._strategy.joined.executor.exchanges:
@@ -170,7 +173,7 @@ class Prober:
     ) -> tuple[ProbedRank, bool, float]:
         strategy, world = self._strategy, self._strategy.joined
         self._hyperparameters.set(probe.setting, self._lr)
-        world.method = with_period(world.method, probe.setting.period)
+        communicate(strategy, communication_of(probe.setting, self._communication))
         apply_further(self._further, world, probe.setting)
         if probe.setting.groups > 1:
             strategy.form(probe.setting.groups, speeds if by_speed else None)

@@ -12,6 +12,8 @@ taken the one of the same grid that comes there with the fewest samples in one g
 and with one target. A copy that is not there when the best one's samples times `stacked.PATIENCE` are trained counts as
 a little worse than that.
 
+What all-reduce formats cost is measured in one group with the task's own setting, by one run with and one without.
+
 Where several groups needed fewer samples than one they count as equal: an average of weights smooths what is evaluated,
 and a user who wants that has it without groups.
 
@@ -44,6 +46,7 @@ from tasks import DEVELOPING, PRIOR_CLUSTERS, RANKS, Task
 from lightning_omni.methods import Method, method_named
 from lightning_omni.performance.forecast import Scaling, Setting, Theory
 from lightning_omni.search.prior import PriorRow, Steepness
+from lightning_omni.search.space import ALL_REDUCES
 
 FILE = Path(__file__).resolve().parents[2] / "lightning_omni" / "search" / "prior.json"
 EVERY = 8
@@ -448,8 +451,21 @@ def learnt(runs: Runs) -> dict[str, Any]:
         },
         "steepness": {names[costs.is_adaptive]: costs.steepness().to_dict() for costs in kinds if costs.cells},
         **{name: _summary(found) for name, found in variants.items()},
+        "all_reduce": {name: _summary(all_reduce_costs(name, sorted(tasks), 1)) for name in ALL_REDUCES},
         "rows": [row.to_dict() for row in filled(rows)],
     }
+
+
+def all_reduce_costs(format_: str, names: Sequence[str], seeds: int) -> list[float]:
+    """Logarithms of the samples to the target in one group that averages gradients so, relative to exact means."""
+    cluster, found = PRIOR_CLUSTERS["nearly equal"], []
+    for name, seed in product(names, range(seeds)):
+        exact, other = (
+            DEVELOPING[name].train(cluster, groups=1, seed=seed, most=MOST * DEVELOPING[name].updates, all_reduce=each)
+            for each in ("fp32", format_)
+        )
+        found.append(math.log(min(other.samples, other.trained * math.exp(CENSORED)) / exact.samples))
+    return found
 
 
 def _summary(costs: Sequence[float]) -> list[float]:
@@ -457,7 +473,7 @@ def _summary(costs: Sequence[float]) -> list[float]:
     if len(costs) < 2:
         return [costs[0] if costs else 0.0, 0.1]
     deviation = statistics.stdev(costs) * math.sqrt(1 + 1 / len(costs))
-    return [round(statistics.mean(costs), 3), round(deviation, 3)]
+    return [max(0.0, round(statistics.mean(costs), 3)), round(deviation, 3)]
 
 
 def show(runs: Runs) -> None:

@@ -1,0 +1,114 @@
+"""How the members of a compute group average their gradients: an all-reduce format, in DistributedDataParallel.
+
+DDP calls a communication hook for each bucket of gradients, in one order on all ranks. What the format wants averaged
+goes through `torch.distributed.all_reduce` there and then, so that the order of collectives is the same on all ranks,
+also beside those of the module (SyncBatchNorm's). On a CUDA device they have a stream of their own, beside the backward
+pass; on a CPU the backward pass waits for all but the last bucket, which `Reduction.seconds` counts.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_omni.protocol.all_reduce import AllReduce, Exact, Memory
+
+
+class Reduction:
+    """Averages a rank's gradients over its group, in whatever groups it is.
+
+    Args:
+        format_: of the all-reduce.
+
+    Attributes:
+        format: of the all-reduce, from the next module that is wrapped.
+        seconds: that collectives have taken on a CPU so far.
+        memory: what this rank remembers, by parameter.
+    """
+
+    def __init__(self, format_: AllReduce) -> None:
+        self.format = format_
+        self.seconds = 0.0
+        self.memory: Memory = {}
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def install(self, module: Any, group: Any) -> None:
+        """From now on a module's gradients are averaged so. Nothing is done for the format that DDP has itself.
+
+        Args:
+            module: that was wrapped, or was not, because its group has one rank.
+            group: the process group of its compute group.
+        """
+        if isinstance(self.format, Exact):
+            self.forget()
+        elif isinstance(module, DistributedDataParallel):
+            # A lambda, for torch compares annotations with types, and here they are texts.
+            module.register_comm_hook((self.format, group), lambda state, bucket: self._hook(state, bucket))
+
+    def forget(self) -> None:
+        """What was not sent yet belongs to gradients that are no more."""
+        self.memory.clear()
+
+    def kept(self) -> KeptMemory:
+        """What this rank remembers now, to be put back later."""
+        return KeptMemory(self, dict(self.memory))
+
+    def _hook(self, state: tuple[AllReduce, Any], bucket: Any) -> torch.futures.Future[Tensor]:
+        """One bucket of gradients (a ``torch.distributed.GradBucket``), which becomes the mean."""
+        flat = bucket.buffer()
+        if flat.is_cuda:
+            return self._beside(state, bucket, flat)
+        began = time.perf_counter()
+        self._average(state, bucket)
+        self.seconds += time.perf_counter() - began
+        return _done(flat)
+
+    def _beside(self, state: tuple[AllReduce, Any], bucket: Any, flat: Tensor) -> torch.futures.Future[Tensor]:
+        """In a stream of its own, which has waited for these gradients; DDP waits for the stream."""
+        device = flat.device
+        stream = self._streams.setdefault(device, torch.cuda.Stream(device))
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            self._average(state, bucket)
+            return _done(flat)
+
+    def _average(self, state: tuple[AllReduce, Any], bucket: Any) -> None:
+        format_, group = state
+        steps = format_.average(bucket.gradients(), bucket.parameters(), self.memory)
+        size = dist.get_world_size(group)
+        message = next(steps)
+        while True:
+            dist.all_reduce(message.div_(size), group=group)  # divided before, for 16 bits do not hold every sum
+            try:
+                message = steps.send(message)
+            except StopIteration:
+                return
+
+
+@dataclass(frozen=True)
+class KeptMemory:
+    """What a rank remembered at one moment. Of it nothing is ever changed in place.
+
+    Attributes:
+        reduction: whose.
+        memory: by parameter.
+    """
+
+    reduction: Reduction
+    memory: Memory
+
+    def put_back(self) -> None:
+        """It is remembered again."""
+        self.reduction.memory = dict(self.memory)
+
+
+def _done(flat: Tensor) -> torch.futures.Future[Tensor]:
+    future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[flat.device] if flat.is_cuda else None)
+    future.set_result(flat)
+    return future

@@ -1,0 +1,246 @@
+"""How gradients are averaged inside a compute group: as they are, rounded, or as products of thin matrices.
+
+An all-reduce format is a frozen value, as a wire format is; it says how the members of one group make one gradient of
+theirs, and nothing of what groups exchange. Here is its arithmetic alone: `AllReduce.average` yields what is to be
+averaged over the members, and is sent the mean. Who takes the mean is not known here: torch.distributed between ranks,
+and nothing at all where a simulator has computed the whole group's gradient, which is the mean already.
+
+Rule 1: all members do the same at the same place; what they yield has one shape and dtype on all of them.
+Rule 2: what a member was given and has not sent yet lies in its `Unsent`: added up over members, what was sent and
+what lies there are the gradients that were given.
+Rule 3: a gradient that is not finite stays so, and leaves no trace: a loss scaler skips the step, or a server refuses
+it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Hashable, Iterable, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import msgspec
+import torch
+from torch import Tensor
+
+from lightning_omni.errors import ConfigurationError
+from lightning_omni.registry import Registry
+
+Steps = Generator[Tensor, Tensor, None]
+"""Yields what is to be averaged over the members, and is sent the mean; both are flat."""
+
+
+@dataclass
+class Unsent:
+    """What a member remembers of one parameter.
+
+    Attributes:
+        error: what it was given and has not sent yet, in the gradient's shape.
+        factor: the right one of the last two thin matrices, from which the next begins; the same on all members.
+    """
+
+    error: Tensor
+    factor: Tensor
+
+
+Memory = MutableMapping[Hashable, Unsent]
+"""By parameter, or by whatever stands for it."""
+
+
+class AllReduce(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
+    """A way to average gradients over the members of a group.
+
+    Attributes:
+        messages: all-reduces of one gradient, one after the other, at most.
+    """
+
+    messages: ClassVar[int] = 1
+
+    def nbytes(self, shapes: Iterable[Sequence[int]]) -> int:
+        """Bytes of a member's gradient as they travel, of float32 parameters of these shapes."""
+        raise NotImplementedError(f"{type(self).__name__} does not say how many bytes travel")
+
+    def average(self, gradients: Sequence[Tensor], keys: Sequence[Hashable], memory: Memory) -> Steps:
+        """Averages a member's gradients with those of the others, in place.
+
+        Args:
+            gradients: of some parameters, on one device and of one dtype.
+            keys: of these parameters in the memory.
+            memory: what this member remembers.
+        """
+        raise NotImplementedError(f"{type(self).__name__} cannot average")
+
+
+class Exact(AllReduce, frozen=True, kw_only=True, tag="fp32"):
+    """Every number as it is: DistributedDataParallel's own all-reduce."""
+
+    def nbytes(self, shapes: Iterable[Sequence[int]]) -> int:
+        return 4 * sum(map(math.prod, shapes))
+
+    def average(self, gradients: Sequence[Tensor], keys: Sequence[Hashable], memory: Memory) -> Steps:
+        _put((yield _flat(gradients, gradients[0].dtype)), gradients)
+
+
+class _Sixteen(AllReduce, frozen=True, kw_only=True):
+    """Every number in 16 bits."""
+
+    dtype: ClassVar[torch.dtype]
+
+    def nbytes(self, shapes: Iterable[Sequence[int]]) -> int:
+        return 2 * sum(map(math.prod, shapes))
+
+    def average(self, gradients: Sequence[Tensor], keys: Sequence[Hashable], memory: Memory) -> Steps:
+        _put((yield _flat(gradients, self.dtype)), gradients)
+
+
+class RoundedBF16(_Sixteen, frozen=True, kw_only=True, tag="bf16"):
+    """bfloat16: the range of float32, and 8 bits of precision."""
+
+    dtype: ClassVar[torch.dtype] = torch.bfloat16
+
+
+class RoundedFP16(_Sixteen, frozen=True, kw_only=True, tag="fp16"):
+    """float16: 11 bits of precision, up to 65,504; more than that is infinite."""
+
+    dtype: ClassVar[torch.dtype] = torch.float16
+
+
+class PowerSGD(AllReduce, frozen=True, kw_only=True, tag="powersgd"):
+    """Each matrix of gradients as the product of two thin ones, with error feedback and warm start.
+
+    A gradient of shape (n, ...) counts as a matrix of n rows. One step of subspace iteration from the last factor Q
+    gives P = mean(M Q), with orthonormal columns, and Q = mean(Mᵀ P). The mean is taken to be P Qᵀ, and what a member's
+    own gradient is more than that is added to its next. What would not become half as large travels as it is.
+
+    Args:
+        rank: columns of the thin matrices, 1 or more: the larger, the closer, and the more bytes.
+
+    Raises:
+        ConfigurationError: the rank is not above 0.
+
+    Example:
+        >>> PowerSGD(rank=4).nbytes([(500, 800), (500,)]) / Exact().nbytes([(500, 800), (500,)]) < 1 / 50
+        True
+
+    References:
+        Vogels, Karimireddy and Jaggi 2019, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed
+        Optimization", arXiv:1905.13727, Algorithms 1 and 2.
+    """
+
+    messages: ClassVar[int] = 2
+    rank: int = 4
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ConfigurationError(f"rank={self.rank}: pass the columns of the thin matrices, 1 or more")
+
+    def nbytes(self, shapes: Iterable[Sequence[int]]) -> int:
+        return 4 * sum(self._numbers(shape) for shape in shapes)
+
+    def average(self, gradients: Sequence[Tensor], keys: Sequence[Hashable], memory: Memory) -> Steps:
+        thin = [self._columns(each.shape) for each in gradients]
+        whole = [each for each, columns in zip(gradients, thin, strict=True) if not columns]
+        dtype = torch.promote_types(gradients[0].dtype, torch.float32)  # 16 bits are too few for orthonormal columns
+        known = [
+            (each, memory.get(key) or _nothing(each, columns, dtype), key)
+            for each, key, columns in zip(gradients, keys, thin, strict=True)
+            if columns
+        ]
+        matrices = [(each.to(dtype) + unsent.error).flatten(1) for each, unsent, _ in known]
+        factors = [unsent.factor for _, unsent, _ in known]
+        left = [matrix @ factor for matrix, factor in zip(matrices, factors, strict=True)]
+        _put((yield _flat([*whole, *left], dtype)), [*whole, *left])
+        left = [torch.linalg.qr(each).Q for each in left]
+        factors = [matrix.T @ each for matrix, each in zip(matrices, left, strict=True)]
+        if not factors:
+            return
+        _put((yield _flat(factors, dtype)), factors)
+        for (each, unsent, key), matrix, rows, factor in zip(known, matrices, left, factors, strict=True):
+            found = rows @ factor.T
+            is_finite = found.isfinite().all()  # on all members or none; not asked, for a device would be waited for
+            error = torch.where(is_finite, matrix - found, unsent.error.flatten(1)).view(each.shape)
+            memory[key] = Unsent(error, torch.where(is_finite, factor, unsent.factor))
+            each.copy_(found.view(each.shape))
+
+    def _columns(self, shape: Sequence[int]) -> int:
+        """Of the thin matrices; 0 for a gradient that travels as it is."""
+        if len(shape) < 2 or not all(shape):
+            return 0
+        rows, width = shape[0], math.prod(shape[1:])
+        columns = min(rows, width, self.rank)
+        return columns if 2 * columns * (rows + width) <= rows * width else 0
+
+    def _numbers(self, shape: Sequence[int]) -> int:
+        columns = self._columns(shape)
+        return columns * (shape[0] + math.prod(shape[1:])) if columns else math.prod(shape)
+
+
+def _nothing(gradient: Tensor, columns: int, dtype: torch.dtype) -> Unsent:
+    """Of a parameter that is averaged for the first time: the same random factor on all members."""
+    width = gradient[0].numel()
+    random = torch.Generator().manual_seed(width)
+    factor = torch.randn(width, columns, generator=random, dtype=dtype).to(gradient.device)
+    return Unsent(torch.zeros_like(gradient, dtype=dtype), factor)
+
+
+def _flat(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    return torch.cat([each.flatten().to(dtype) for each in tensors])
+
+
+def _put(flat: Tensor, tensors: Sequence[Tensor]) -> None:
+    """The numbers back into tensors, in order."""
+    for each, part in zip(tensors, flat.split([each.numel() for each in tensors]), strict=True):
+        each.copy_(part.view(each.shape))
+
+
+EXACT = Exact()
+FORMATS: dict[str, type[AllReduce]] = {
+    "fp32": Exact,
+    "bf16": RoundedBF16,
+    "fp16": RoundedFP16,
+    "powersgd": PowerSGD,
+}
+"""By the names that users write."""
+_registry = Registry(
+    FORMATS, AllReduce, "all_reduce", "all-reduce format", "lightning_omni.protocol.all_reduce.AllReduce", ""
+)
+
+
+def all_reduce_of(given: str | AllReduce) -> AllReduce:
+    """The all-reduce format that a user means.
+
+    Args:
+        given: a name, with settings after a colon, or a value.
+
+    Raises:
+        ConfigurationError: it is none.
+
+    Example:
+        >>> all_reduce_of("powersgd:2")
+        PowerSGD(rank=2)
+    """
+    if isinstance(given, str):
+        return _registry.named(given)
+    if isinstance(given, AllReduce):
+        return _registry.checked(given)
+    raise ConfigurationError(f'all_reduce={given!r}: pass a name, as "powersgd:4", or a value, as PowerSGD(rank=4)')
+
+
+def text_of(format_: AllReduce) -> str:
+    """The text that `all_reduce_of` makes the value of."""
+    return _registry.text_of(format_)
+
+
+__all__ = [
+    "EXACT",
+    "FORMATS",
+    "AllReduce",
+    "Exact",
+    "Memory",
+    "PowerSGD",
+    "RoundedBF16",
+    "RoundedFP16",
+    "Unsent",
+    "all_reduce_of",
+    "text_of",
+]

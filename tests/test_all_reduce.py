@@ -1,0 +1,208 @@
+"""Gradients averaged inside a group in fewer bytes: the arithmetic, in one process; ranks are in `test_parity`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from runs import Run, run
+from torch import Tensor
+from torch.utils.data import TensorDataset
+
+from lightning_omni.errors import ConfigurationError
+from lightning_omni.performance.profile import Measured, Profile
+from lightning_omni.protocol.all_reduce import EXACT, AllReduce, Memory, PowerSGD, Steps, all_reduce_of, text_of
+from lightning_omni.simulator import Cluster, Link, simulate
+
+SHAPES = [(40, 30), (40,), (12, 3, 5, 5), (2, 2)]
+
+
+def gradients(seed: int, shapes: Sequence[tuple[int, ...]] = SHAPES) -> list[Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=random, dtype=torch.float64) for shape in shapes]
+
+
+def next_of(steps: Steps, mean: Tensor) -> Tensor | None:
+    """What is to be averaged next; None if that was all."""
+    try:
+        return steps.send(mean.clone())
+    except StopIteration:
+        return None
+
+
+def average(format_: AllReduce, members: Sequence[list[Tensor]], memories: Sequence[Memory]) -> int:
+    """What ranks do, one after the other; each has the result in its gradients. Returns the all-reduces."""
+    keys: Sequence[Hashable] = range(len(members[0]))
+    steps = [format_.average(mine, keys, memory) for mine, memory in zip(members, memories, strict=True)]
+    messages, count = [next(each) for each in steps], 0
+    while messages:
+        mean, count = torch.stack(messages).mean(0), count + 1
+        messages = [after for each in steps if (after := next_of(each, mean)) is not None]
+        assert len(messages) in (0, len(steps))
+    return count
+
+
+@settings(deadline=None, max_examples=25)
+@given(rank=st.integers(1, 6), members=st.integers(1, 4), rounds=st.integers(1, 5), seed=st.integers(0, 99))
+def test_what_was_sent_and_what_was_not_add_up_to_the_gradients(
+    rank: int, members: int, rounds: int, seed: int
+) -> None:
+    memories: list[Memory] = [{} for _ in range(members)]
+    given_, sent = ([torch.zeros(shape, dtype=torch.float64) for shape in SHAPES] for _ in range(2))
+    for number in range(rounds):
+        mine = [gradients(seed + 10 * number + member) for member in range(members)]
+        for total, *each in zip(given_, *mine, strict=True):
+            total += torch.stack(each).mean(0)
+        assert average(PowerSGD(rank=rank), mine, memories) <= PowerSGD.messages
+        for results in zip(*mine, strict=True):
+            assert all(torch.equal(each, results[0]) for each in results)
+        for total, result in zip(sent, mine[0], strict=True):
+            total += result
+    for place, (whole, total) in enumerate(zip(given_, sent, strict=True)):
+        unsent = [memory[place].error for memory in memories if place in memory]
+        left = torch.stack(unsent).mean(0) if unsent else torch.zeros_like(whole)
+        torch.testing.assert_close(total + left, whole)
+
+
+def test_a_gradient_of_low_rank_comes_through_whole() -> None:
+    random = torch.Generator().manual_seed(0)
+    matrix = torch.randn(60, 2, generator=random) @ torch.randn(2, 50, generator=random)
+    found, memory = [matrix.clone()], dict[Hashable, Any]()
+    average(PowerSGD(rank=2), [found], [memory])
+    torch.testing.assert_close(found[0], matrix, atol=1e-4, rtol=1e-4)
+
+
+def test_the_same_gradient_is_sent_whole_in_the_course_of_time() -> None:
+    matrix, memory = gradients(3, [(30, 30)]), dict[Hashable, Any]()
+    total = torch.zeros(30, 30, dtype=torch.float64)
+    errors = []
+    for count in range(1, 201):
+        mine = [matrix[0].clone()]
+        average(PowerSGD(rank=2), [mine], [memory])
+        total += mine[0]
+        errors.append(float((total / count - matrix[0]).norm() / matrix[0].norm()))
+    assert errors[-1] < 0.1 < errors[0]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_stays_so_and_leaves_no_trace(bad: float) -> None:
+    memories: list[Memory] = [{}, {}]
+    average(PowerSGD(rank=2), [gradients(0), gradients(1)], memories)
+    before = [{place: each.error.clone() for place, each in memory.items()} for memory in memories]
+    spoilt = [gradients(2), gradients(3)]
+    spoilt[1][0][0, 0] = bad
+    average(PowerSGD(rank=2), spoilt, memories)
+    assert not spoilt[0][0].isfinite().all()
+    for memory, kept in zip(memories, before, strict=True):
+        assert torch.equal(memory[0].error, kept[0])
+        assert memory[0].factor.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16", "fp16"])
+def test_rounded_means_are_means_to_their_precision(name: str) -> None:
+    mine = [gradients(0), gradients(1)]
+    means = [torch.stack(each).mean(0) for each in zip(*mine, strict=True)]
+    assert average(all_reduce_of(name), mine, [{}, {}]) == 1
+    for result, mean in zip(mine[0], means, strict=True):
+        torch.testing.assert_close(result, mean, atol=0.05 if name != "fp32" else 1e-12, rtol=0.01)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_gradients_keep_their_dtype(dtype: torch.dtype) -> None:
+    mine = [each.to(dtype) for each in gradients(0)]
+    average(PowerSGD(rank=4), [mine], [{}])
+    assert {each.dtype for each in mine} == {dtype}
+
+
+def test_bytes_are_those_of_what_is_averaged() -> None:
+    shapes = [(40, 30), (40,), (12, 3, 5, 5), (2, 2)]
+    for format_ in map(all_reduce_of, ("fp32", "bf16", "powersgd:1", "powersgd:4")):
+        mine = [each.float() for each in gradients(0, shapes)]
+        steps, nbytes = format_.average(mine, range(len(mine)), {}), 0
+        message: Tensor | None = next(steps)
+        while message is not None:
+            nbytes += message.nbytes
+            message = next_of(steps, message)
+        assert nbytes == format_.nbytes(shapes)
+
+
+@pytest.mark.parametrize("wrong", ["powersgd:0", "int8", 4, "powersgd:rank=x"])
+def test_what_is_no_format_is_refused_with_the_argument(wrong: Any) -> None:
+    with pytest.raises(ConfigurationError, match="all_reduce"):
+        all_reduce_of(wrong)
+
+
+def test_a_format_is_what_its_text_names() -> None:
+    for text in ("fp32", "bf16", "fp16", "powersgd", "powersgd:rank=8"):
+        assert text_of(all_reduce_of(text)) == text
+
+
+# --- In the simulator, and in forecasts ------------------------------------------------------------------------------
+
+SLOW = Cluster.even(4, seconds_per_sample=0.01, group_link=Link(bandwidth=1e4))
+
+
+def trained(**options: Any) -> Any:
+    torch.manual_seed(0)
+    random = torch.Generator().manual_seed(0)
+    inputs = torch.randn(512, 40, generator=random)
+    data = TensorDataset(inputs, inputs @ torch.randn(40, 30, generator=random))
+    return simulate(
+        "async_sgd",
+        1,
+        SLOW,
+        torch.nn.Linear(40, 30),
+        data,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+        loss=lambda model, batch: (model(batch[0]) - batch[1]).square().mean(),
+        batch_size=8,
+        evaluate=lambda model: {"loss": float((model(inputs) - data.tensors[1]).square().mean())},
+        max_updates=200,
+        **options,
+    )
+
+
+def test_a_simulated_group_learns_nearly_as_much_in_a_part_of_the_time() -> None:
+    exact, thin = trained(), trained(all_reduce="powersgd:4")
+    assert trained(all_reduce="fp32").evaluated["loss"] == exact.evaluated["loss"]
+    first = 40.0
+    assert thin.evaluated["loss"][-1] < 0.1 * first
+    assert thin.seconds < 0.6 * exact.seconds
+
+
+def test_a_forecast_of_an_all_reduce_is_what_the_simulator_takes() -> None:
+    profile = Profile.fit([Measured.of(trained())])
+    for format_ in ("bf16", "powersgd:2"):
+        forecast = profile.predict(1, all_reduce=format_).seconds_per_update.value
+        run = trained(all_reduce=format_)
+        assert forecast == pytest.approx(run.seconds / run.updates, rel=0.1)
+
+
+def test_without_shapes_a_forecast_of_fewer_bytes_is_refused() -> None:
+    measured = Measured(((0, 1),), ((8.0,) * 9,) * 2, ((0.1,) * 9,) * 2, ((0.2,) * 9,), ((0.0,) * 9,), nbytes=400)
+    with pytest.raises(ConfigurationError, match="shapes"):
+        Profile.fit([measured]).predict(1, all_reduce="bf16")
+    assert Profile.fit([measured]).predict(1, all_reduce=text_of(EXACT)).samples_per_second.value > 0
+
+
+# --- Between ranks ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def fits() -> Run:
+    return run("all_reduce.py", {"servers": 0}, timeout=240)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("name", ["powersgd", "bf16", "accumulated", "switched"])
+def test_ranks_average_as_the_arithmetic_says_and_stay_alike(fits: Run, name: str) -> None:
+    one, other = (fits.results[rank][name] for rank in (0, 1))
+    assert one["weights"] == other["weights"]
+    assert one["steps"] > 4
+    assert one["off"] < (1e-5 if name != "bf16" else 0.02)
