@@ -9,9 +9,10 @@ synchronous run is timed as `OmniTuner` times the first batches of a fit, and de
 chosen setting trains from the first sample to the target. What the first batches took longer than they would have with
 it is added. Times are virtual, and deciding and forming groups take none.
 
-Beside it stand the user's own setting, and alternatives: every way of exchanging with as many groups as there are ranks
-and half as many, each with the momentum and rate that the prior suggests, a third of the rate of these, and three times
-it. Regret is the time with the choice over that with the best of all these, minus 1.
+Beside it stand the user's own setting, and alternatives: every all-reduce format in one group; and every way of
+exchanging with as many groups as there are ranks and half as many, each with the momentum and rate that the prior
+suggests, a third of the rate of these, and three times it. Regret is the time with the choice over that with the best
+of all these, minus 1.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from lightning_omni.search import Observation, Search, SearchSpec, Space
 from lightning_omni.search.choice import verdict
 from lightning_omni.search.evidence import Evidence
 from lightning_omni.search.experience import Experience
-from lightning_omni.search.space import METHODS, WIRES, wire_given
+from lightning_omni.search.space import ALL_REDUCES, METHODS, WIRES, wire_given
 from lightning_omni.simulator import Cluster
 from lightning_omni.topology import Topology
 from lightning_omni.tuner.first_batches import DECISION_STEPS
@@ -75,7 +76,7 @@ class Judged:
 
     def __init__(self, task: Task, cluster: Cluster, seed: int) -> None:
         self.task, self.cluster, self.seed = task, cluster, seed
-        self.own = Setting(1, task.momentum, task.own_lr, method="async_sgd", wire="fp32")
+        self.own = Setting(1, task.momentum, task.own_lr, method="async_sgd", wire="fp32", all_reduce="fp32")
         self.scaling = Scaling(task.is_adaptive)
         self.ddp = self.train(self.own, math.inf)
 
@@ -92,6 +93,7 @@ class Judged:
             seed=self.seed,
             wire=wire_given(setting.wire),
             overlap=setting.overlap,
+            all_reduce=setting.all_reduce,
             rebalance="auto" if setting.rebalance else "off",
         )
 
@@ -102,7 +104,8 @@ class Judged:
 
     def decide(self) -> Decided:
         """As the tuner does, from the first batches of the user's own run."""
-        space = replace(Space.of({}, RANKS, momentum=self.own.momentum), method=METHODS, wire=WIRES)
+        space = Space.of({}, RANKS, momentum=self.own.momentum)
+        space = replace(space, method=METHODS, wire=WIRES, all_reduce=ALL_REDUCES)
         horizon = float(self.task.batch * 1000)
         spec = SearchSpec(self.own, self.task.batch, horizon, 0.1, space, self.scaling)
         for batches in DECISION_STEPS:
@@ -129,6 +132,8 @@ class Judged:
     def alternatives(self, evidence: Evidence) -> Iterator[Setting]:
         """Ways of exchanging, each in steps of three sizes."""
         assert isinstance(evidence.theory, Experience)
+        for format_ in ALL_REDUCES:
+            yield replace(self.own, all_reduce=format_)
         for groups in (RANKS // 2, RANKS):
             for method in METHODS:
                 periods = PERIODS if hasattr(method_named(method), "period") else (1,)

@@ -4,12 +4,13 @@
     python tests/benchmarks/tuned_hosts.py --scenes random --seeds 3  # one of them, three times
 
 Linux only. Four hosts are network namespaces, whose links tc limits; their devices are emulated, too: a step of 64
-images takes so many seconds (--step), of which the real computation is a part, in proportion to the rank's part of the
-batch. A LeNet of 431,080 weights learns Fashion-MNIST from batches of 256, with SGD of rate 0.05 and momentum 0.9: with
-`DDPStrategy`, and with `OmniStrategy` and an `OmniTuner` that is told nothing. Every other step rank 0 copies the
-weights that Lightning would validate and save: its own, or the server's where the groups' own weights circle around
-these. The copies are evaluated when training is over, so no evaluation is in any time; nothing is validated in between.
-Times count from the first batch, and whatever the tuner does is in them.
+images takes so many seconds (--step), of which the real computation is a part, in proportion to the rank's part of
+the batch. A LeNet of 431,080 weights learns Fashion-MNIST from batches of 256, with SGD of rate 0.05 and momentum
+0.9: with `DDPStrategy`, alone or with torch's PowerSGD or its post-local SGD (see --rank and --period), and with
+`OmniStrategy` and an `OmniTuner` that is told nothing. Every other step rank 0 copies the weights that Lightning
+would validate and save: its own, or the server's where the groups' own weights circle around these. The copies are
+evaluated when training is over, so no evaluation is in any time; nothing is validated in between. Times count from
+the first batch, and whatever the tuner does is in them.
 
 Nothing of the tuner was set on these scenes but what `tests/benchmarks/tasks.py` says is for developing. A row counts
 only where what all hosts really computed takes less than half of what this machine's cores could have done in a step.
@@ -38,6 +39,10 @@ from rich.console import Console
 from rich.table import Table
 from slow_network import START, host_environment, save_images
 from slow_network_worker import BATCH, COPY_EVERY, evaluate, lenet
+from torch import distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook, powerSGD_hook
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.functional import cross_entropy
 
 
@@ -51,6 +56,7 @@ class Scene:
     wanted: str = ""
 
 
+WAYS = ("ddp", "powersgd", "post-local", "tuned")
 SCENES = {
     "equal": Scene(wanted="at most 1.05 of DDP's time"),
     "slow": Scene(slow=4.0, wanted="2.8 times faster"),
@@ -95,7 +101,7 @@ def train(told: dict[str, Any]) -> dict[str, Any]:
             return loss
 
         def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=told["lr"], momentum=0.9)
+            return peer.optimizer(torch.optim.SGD(self.parameters(), lr=told["lr"], momentum=0.9))
 
     copies: list[tuple[float, torch.Tensor]] = []
 
@@ -112,12 +118,21 @@ def train(told: dict[str, Any]) -> dict[str, Any]:
             if now > told["limit"]:
                 trainer.should_stop = True
 
+    peer = Peer(told)
+
+    class HookedDDP(DDPStrategy):  # DDPStrategy takes hooks on CUDA devices alone
+        def configure_ddp(self) -> None:
+            super().configure_ddp()
+            peer.install(self.model)
+
     tuner = omni.OmniTuner(monitor="none", space=told["space"]) if told["way"] == "tuned" else None
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=1,
         num_nodes=4,
-        strategy=DDPStrategy() if tuner is None else omni.OmniStrategy(encryption="off", heartbeat_timeout=30),
+        strategy=HookedDDP(**peer.options)
+        if tuner is None
+        else omni.OmniStrategy(encryption="off", heartbeat_timeout=30),
         max_epochs=6,
         limit_val_batches=0,
         logger=False,
@@ -135,6 +150,36 @@ def train(told: dict[str, Any]) -> dict[str, Any]:
         result["chosen"] = str(tuner.choice.setting) if tuner is not None and tuner.choice is not None else ""
         result["tuning"] = sum(each.spent for each in tuner.searches) if tuner is not None else 0.0
     return result
+
+
+class Peer:
+    """What there is in torch for slow links: hooks of DistributedDataParallel.
+
+    Args:
+        told: the way, and its settings.
+    """
+
+    def __init__(self, told: dict[str, Any]) -> None:
+        self._way, self._told = told["way"], told
+        # PowerSGD's hook starts collectives in callbacks; those of two buckets would overtake each other.
+        self.options: dict[str, Any] = {"bucket_cap_mb": 64} if self._way == "powersgd" else {}
+
+    def install(self, model: Any) -> None:
+        """Registers the hook."""
+        if self._way == "powersgd":
+            state: Any = powerSGD_hook.PowerSGDState(None, self._told["rank"], start_powerSGD_iter=self._told["warmup"])
+            model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        elif self._way == "post-local":
+            alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+            state = post_localSGD_hook.PostLocalSGDState(None, alone, self._told["warmup"])
+            model.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
+
+    def optimizer(self, plain: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """What steps."""
+        if self._way != "post-local":
+            return plain
+        averager = PeriodicModelAverager(period=self._told["period"], warmup_steps=self._told["warmup"])
+        return PostLocalSGDOptimizer(plain, averager)
 
 
 def weights_to_validate(trainer: Any, module: Any) -> torch.Tensor:
@@ -173,6 +218,9 @@ def run(way: str, scene: Scene, data: Path, seed: int, arguments: argparse.Names
         "limit": arguments.limit,
         "target": arguments.target,
         "space": json.loads(arguments.space),
+        "rank": arguments.rank,
+        "period": arguments.period,
+        "warmup": arguments.warmup,
     }
     mbit = None if scene.mbit is None else scene.mbit * 0.1 / arguments.step
     network = Network((4,), host_mbit=mbit)
@@ -210,12 +258,15 @@ def main() -> None:
         return
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--scenes", nargs="+", choices=SCENES, default=list(SCENES))
-    parser.add_argument("--ways", nargs="+", choices=("ddp", "tuned"), default=["ddp", "tuned"])
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=["ddp", "tuned"])
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--step", type=float, default=0.2, help="seconds of a device's step; links are slower with it")
     parser.add_argument("--lr", type=float, default=0.05)
     parser.add_argument("--target", type=float, default=0.86)
     parser.add_argument("--limit", type=float, default=170, help="most seconds of a training")
+    parser.add_argument("--rank", type=int, default=4, help="of torch's PowerSGD")
+    parser.add_argument("--period", type=int, default=8, help="of torch's post-local SGD")
+    parser.add_argument("--warmup", type=int, default=10, help="steps of either in which gradients are averaged whole")
     parser.add_argument("--space", default="{}", help='of the tuner, as \'{"method": "async_sgd"}\'')
     parser.add_argument("--verbose", action="store_true", help="what rank 0 printed, too")
     arguments = parser.parse_args()
