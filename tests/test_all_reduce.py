@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,8 +16,9 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from lightning_omni.errors import ConfigurationError
+from lightning_omni.optimizer.reduction import seconds_of_arithmetic
 from lightning_omni.performance.profile import Measured, Profile
-from lightning_omni.protocol.all_reduce import EXACT, AllReduce, Memory, PowerSGD, Steps, all_reduce_of, text_of
+from lightning_omni.protocol.all_reduce import EXACT, AllReduce, Memory, PowerSGD, all_reduce_of, resumed, text_of
 from lightning_omni.simulator import Cluster, Link, simulate
 
 SHAPES = [(40, 30), (40,), (12, 3, 5, 5), (2, 2)]
@@ -27,14 +29,6 @@ def gradients(seed: int, shapes: Sequence[tuple[int, ...]] = SHAPES) -> list[Ten
     return [torch.randn(shape, generator=random, dtype=torch.float64) for shape in shapes]
 
 
-def next_of(steps: Steps, mean: Tensor) -> Tensor | None:
-    """What is to be averaged next; None if that was all."""
-    try:
-        return steps.send(mean.clone())
-    except StopIteration:
-        return None
-
-
 def average(format_: AllReduce, members: Sequence[list[Tensor]], memories: Sequence[Memory]) -> int:
     """What ranks do, one after the other; each has the result in its gradients. Returns the all-reduces."""
     keys: Sequence[Hashable] = range(len(members[0]))
@@ -42,7 +36,7 @@ def average(format_: AllReduce, members: Sequence[list[Tensor]], memories: Seque
     messages, count = [next(each) for each in steps], 0
     while messages:
         mean, count = torch.stack(messages).mean(0), count + 1
-        messages = [after for each in steps if (after := next_of(each, mean)) is not None]
+        messages = [after for each in steps if (after := resumed(each, mean.clone())) is not None]
         assert len(messages) in (0, len(steps))
     return count
 
@@ -127,7 +121,7 @@ def test_bytes_are_those_of_what_is_averaged() -> None:
         message: Tensor | None = next(steps)
         while message is not None:
             nbytes += message.nbytes
-            message = next_of(steps, message)
+            message = resumed(steps, message)
         assert nbytes == format_.nbytes(shapes)
 
 
@@ -181,6 +175,22 @@ def test_a_forecast_of_an_all_reduce_is_what_the_simulator_takes() -> None:
         forecast = profile.predict(1, all_reduce=format_).seconds_per_update.value
         run = trained(all_reduce=format_)
         assert forecast == pytest.approx(run.seconds / run.updates, rel=0.1)
+
+
+def test_what_ranks_compute_for_it_is_a_part_of_their_steps() -> None:
+    measured = Measured.of(trained())
+    known = replace(measured, averaging={"bf16": 0.05})
+    free, dear = (Profile.fit([each]).predict(1, all_reduce="bf16").seconds_per_update for each in (measured, known))
+    assert dear.value - free.value == pytest.approx(0.05, rel=0.05)
+    assert Profile.fit([known]).predict(1).seconds_per_update == Profile.fit([measured]).predict(1).seconds_per_update
+    assert Measured.from_dict(known.to_dict()) == known
+
+
+def test_arithmetic_is_timed_with_a_part_of_large_models() -> None:
+    cpu, format_ = torch.device("cpu"), all_reduce_of("powersgd:2")
+    assert seconds_of_arithmetic(format_, [(64, 64), (8,)], cpu) > 0
+    assert seconds_of_arithmetic(format_, [(1 << 20, 1 << 20), (64, 64)], cpu) > 1.0
+    assert seconds_of_arithmetic(format_, [], cpu) == 0
 
 
 def test_without_shapes_a_forecast_of_fewer_bytes_is_refused() -> None:

@@ -8,7 +8,9 @@ pass; on a CPU the backward pass waits for all but the last bucket, which `Reduc
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_omni.protocol.all_reduce import AllReduce, Exact, Memory
+from lightning_omni.protocol.all_reduce import AllReduce, Exact, Memory, resumed
+
+TIMED_BYTES = 1 << 26
+"""Of gradients with which arithmetic is timed: it goes with their number, and memory may be what is short."""
 
 
 class Reduction:
@@ -82,13 +87,10 @@ class Reduction:
         format_, group = state
         steps = format_.average(bucket.gradients(), bucket.parameters(), self.memory)
         size = dist.get_world_size(group)
-        message = next(steps)
-        while True:
+        message: Tensor | None = next(steps)
+        while message is not None:
             dist.all_reduce(message.div_(size), group=group)  # divided before, for 16 bits do not hold every sum
-            try:
-                message = steps.send(message)
-            except StopIteration:
-                return
+            message = resumed(steps, message)
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,40 @@ class KeptMemory:
     def put_back(self) -> None:
         """It is remembered again."""
         self.reduction.memory = dict(self.memory)
+
+
+def seconds_of_arithmetic(format_: AllReduce, shapes: Iterable[Sequence[int]], device: torch.device) -> float:
+    """How long a rank computes to average its gradients once, but for what travels.
+
+    Args:
+        format_: by which they are averaged.
+        shapes: of all parameters. The largest that fit into `TIMED_BYTES` are timed, and the rest is taken to be alike.
+        device: where the gradients are.
+    """
+    shapes, timed = list(shapes), list[Tensor]()
+    for shape in sorted(shapes, key=math.prod, reverse=True):
+        left = TIMED_BYTES - sum(each.nbytes for each in timed)
+        if 4 * math.prod(shape) <= left:
+            timed.append(torch.ones(tuple(shape), device=device))
+    numbers = sum(each.numel() for each in timed)
+    if not numbers:
+        return 0.0
+    memory: Memory = {}
+    for _ in range(2):  # the first time there is nothing to begin with
+        began = _now(device)
+        steps = format_.average(timed, range(len(timed)), memory)
+        message: Tensor | None = next(steps)
+        while message is not None:
+            message = resumed(steps, message)
+        seconds = _now(device) - began
+    return seconds * sum(map(math.prod, shapes)) / numbers
+
+
+def _now(device: torch.device) -> float:
+    """Seconds, when the device has done what it was told so far."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def _done(flat: Tensor) -> torch.futures.Future[Tensor]:

@@ -22,7 +22,7 @@ import importlib
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial, reduce
 from statistics import NormalDist
 from typing import Any, TypeVar
@@ -80,6 +80,7 @@ class Measured(Serializable):
         round_trip: seconds until a message of hardly any bytes is answered by the server, or by another rank; 0 if
             unknown. It is asked for only where no exchange was measured.
         shapes: of the parameters whose gradients a group averages; none if unknown.
+        averaging: seconds that a rank computes to average them in an all-reduce format, where that is known.
 
     Raises:
         ConfigurationError: something is missing or cannot be.
@@ -106,6 +107,7 @@ class Measured(Serializable):
     per_node: bool = False
     round_trip: float = 0.0
     shapes: tuple[tuple[int, ...], ...] = ()
+    averaging: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("groups", "samples", "own", "steps", "exchanges"):  # lists and arrays are as good
@@ -495,7 +497,9 @@ class Profile(Serializable):
                 " measured; fit with Measured(shapes=...)"
             )
         share = format_.nbytes(self.shapes) / EXACT.nbytes(self.shapes)
-        return replace(model, ring=share * model.ring, hop=format_.messages * model.hop)
+        computed = max((each.averaging.get(all_reduce, 0.0) for each in self.measured), default=0.0)
+        ring, hop = share * model.ring, format_.messages * model.hop
+        return replace(model, ring=ring, hop=hop, overhead=model.overhead + computed)
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:

@@ -175,6 +175,14 @@ class PowerSGD(AllReduce, frozen=True, kw_only=True, tag="powersgd"):
         return columns * (shape[0] + math.prod(shape[1:])) if columns else math.prod(shape)
 
 
+def resumed(steps: Steps, mean: Tensor) -> Tensor | None:
+    """What is to be averaged next, once the mean of the last is known; None if that was all."""
+    try:
+        return steps.send(mean)
+    except StopIteration:
+        return None
+
+
 def _nothing(gradient: Tensor, columns: int, dtype: torch.dtype) -> Unsent:
     """Of a parameter that is averaged for the first time: the same random factor on all members."""
     width = gradient[0].numel()
@@ -240,7 +248,9 @@ __all__ = [
     "PowerSGD",
     "RoundedBF16",
     "RoundedFP16",
+    "Steps",
     "Unsent",
     "all_reduce_of",
+    "resumed",
     "text_of",
 ]

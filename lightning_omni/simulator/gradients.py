@@ -6,7 +6,6 @@ A group's batch goes through the real server's head, whole, when its access ther
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +19,7 @@ from lightning_omni.methods.modules import describe_module, tensors_of, with_ten
 from lightning_omni.protocol import Batch
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.activations import Both, pack_in, unpack_in
-from lightning_omni.protocol.all_reduce import EXACT, AllReduce, Unsent
+from lightning_omni.protocol.all_reduce import EXACT, AllReduce, Unsent, resumed
 from lightning_omni.protocol.codec import unpack
 from lightning_omni.protocol.head_side import HeadSide
 from lightning_omni.protocol.layout import Layout, TensorSpec
@@ -116,10 +115,9 @@ class Members:
         found = [None if each is None else each.clone() for each in gradient]
         there = {place: each for place, each in enumerate(found) if each is not None}
         steps = self._all_reduce.average(list(there.values()), list(there), self._unsent)
-        with suppress(StopIteration):
-            mean = next(steps)
-            while True:
-                mean = steps.send(mean)  # it is the mean already
+        message: Tensor | None = next(steps)
+        while message is not None:
+            message = resumed(steps, message)  # it is the mean already
         return found
 
     @property

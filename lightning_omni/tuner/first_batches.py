@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lightning_omni.optimizer.balance import Balance, gather, gather_values
+from lightning_omni.optimizer.reduction import seconds_of_arithmetic
 from lightning_omni.performance.forecast import Setting, TrialResult
 from lightning_omni.performance.profile import Measured
 from lightning_omni.performance.step_timer import StepTimer
+from lightning_omni.protocol.all_reduce import all_reduce_of
 from lightning_omni.search import Observation
 from lightning_omni.search import constants as c
 from lightning_omni.strategy.hooks import OmniStrategyHooks
@@ -53,9 +55,11 @@ class FirstBatches:
     Args:
         strategy: of the run, whose groups stand and whose first batch has not begun.
         setting: that the run trains with.
+        all_reduces: formats by which its gradients may be averaged.
     """
 
-    def __init__(self, strategy: OmniStrategyHooks, setting: Setting) -> None:
+    def __init__(self, strategy: OmniStrategyHooks, setting: Setting, all_reduces: Sequence[str] = ()) -> None:
+        self._all_reduces, self._averaging = all_reduces, dict[str, float]()
         self._strategy, self._world, self._setting = strategy, strategy.joined, setting
         self._balance = Balance("auto", say_nothing, only_measures=True)
         self._kept = strategy.balance
@@ -116,6 +120,8 @@ class FirstBatches:
         """What all ranks have seen so far, the same on all; None if it is too little. All call it."""
         self._next = next(self._moments, DECISION_STEPS[-1] + 1)
         round_trip = self._round_trip()
+        if not self._averaging:
+            self._averaging = self._seconds_of_averaging()
         rows: list[list[TimedStep]] = gather_values(self._world, self._steps, list[TimedStep])
         count = min(map(len, rows))
         if count < 2:
@@ -132,9 +138,8 @@ class FirstBatches:
             steps=(tuple(seconds),),
             exchanges=((0.0,) * count,),
             round_trip=round_trip,
-            shapes=tuple(
-                spec.shape for part in self._world.parts if part.head is None for spec in part.replica.layout.specs
-            ),
+            shapes=self._shapes,
+            averaging=dict(self._averaging),
             nbytes=sum(part.replica.layout.nbytes for part in self._world.parts if part.head is None),
         )
         return Observation(TrialResult(self._setting, tuple(ends), tuple(losses), gathers=False), measured)
@@ -150,6 +155,18 @@ class FirstBatches:
             gather(self._world, [0.0])
             found.append(time.perf_counter() - began)
         return 2 * min(found) / max(1, len(self._world.members) - 1)
+
+    @property
+    def _shapes(self) -> tuple[tuple[int, ...], ...]:
+        layouts = [part.replica.layout for part in self._world.parts if part.head is None]
+        return tuple(tuple(spec.shape) for layout in layouts for spec in layout.specs)
+
+    def _seconds_of_averaging(self) -> dict[str, float]:
+        """By format, what the slowest rank computes to average its gradients so."""
+        shapes, device = self._shapes, self._world.device
+        own = [seconds_of_arithmetic(all_reduce_of(each), shapes, device) for each in self._all_reduces]
+        rows = gather(self._world, own) if own else []
+        return dict(zip(self._all_reduces, map(max, zip(*rows, strict=True)), strict=True))
 
     def close(self) -> None:
         """The run's own balance takes its place again."""

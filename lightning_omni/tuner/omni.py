@@ -554,7 +554,7 @@ class OmniTunerHooks(_CallbackBase):
             self.rank_zero_info(f"OmniTuner: nothing is tuned: {self.problem}")
             self._strategy.joined.dismiss_server()
             return
-        self._first = FirstBatches(self._strategy, spec.start)
+        self._first = FirstBatches(self._strategy, spec.start, spec.space.all_reduce)
 
     def _watch_again(self, trainer: Trainer, reason: str) -> None:
         """Back to the user's own setting, in one group, which is timed once more."""
@@ -570,7 +570,7 @@ class OmniTunerHooks(_CallbackBase):
         self._first_spec = self._spec(trainer, hyperparameters, hyperparameters.lr, share=self.budget)
         self._deciding = 0.0
         self._guard = self._before_choice = None  # of a choice that is taken back
-        self._first = FirstBatches(self._strategy, self._first_spec.start)
+        self._first = FirstBatches(self._strategy, self._first_spec.start, self._first_spec.space.all_reduce)
 
     def _evaluate(self, trainer: Trainer, module: LightningModule) -> None:
         """Decides by what the first batches have shown, on every rank, or goes on timing them."""

@@ -10,16 +10,9 @@ import torch.distributed as dist
 from common import Net, digest, loaders, omni, pl, report, trainer
 from torch import Tensor
 
-from lightning_omni.protocol.all_reduce import Memory, Steps, all_reduce_of
+from lightning_omni.protocol.all_reduce import Memory, all_reduce_of, resumed
 
 RANK = int(os.environ.get("LOCAL_RANK", 0))
-
-
-def next_of(steps: Steps, mean: Tensor) -> Tensor | None:
-    try:
-        return steps.send(mean.clone())
-    except StopIteration:
-        return None
 
 
 class Compared(Net):
@@ -55,7 +48,7 @@ class Compared(Net):
         messages = [next(each) for each in steps]
         while messages:
             mean = torch.stack(messages).mean(0)
-            after = [next_of(each, mean) for each in steps]
+            after = [resumed(each, mean.clone()) for each in steps]
             messages = [each for each in after if each is not None]
         trained = [each for each in self.parameters() if each.requires_grad]
         found = [each.grad for each in trained]
