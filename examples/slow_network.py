@@ -59,7 +59,7 @@ class Way:
 
     @property
     def is_ours(self) -> bool:
-        return bool(self.told["way"] == "omni")
+        return self.told["way"] in ("omni", "one_group")
 
     def variants(self) -> Iterator[Way]:
         """This way with each of the settings that are tried."""
@@ -138,6 +138,7 @@ def ways() -> list[Way]:
         Way("DDP, PowerSGD", {"way": "ddp", **plain, "hook": "powersgd", "rank": 2, "warmup": 10},
             (*RATES, {"rank": 1}, {"rank": 4})),
         Way("PostLocalSGD", {"way": "post_local_sgd", **plain, "period": 8, "warmup": 10}, (*RATES, *local)),
+        Way("one group, powersgd:8", {"way": "one_group", **plain, "options": {"all_reduce": "powersgd:8"}}, RATES),
         Way("local SGD", {"way": "omni", **plain, "method": "local_sgd:period=8,warmup_steps=10",
                           "options": shared}, RATES),
         Way("hardsync, overlapped", {"way": "omni", "lr": 0.1, "momentum": 0.6, "method": "hardsync",

@@ -91,7 +91,14 @@ def with_omni(plain: nn.Module, told: dict[str, Any]) -> Way:
     return Way(model, OmniOptimizer(sgd(plain, told), world), world.training(), lambda: None)
 
 
-WAYS = {"ddp": with_ddp, "post_local_sgd": with_post_local_sgd, "omni": with_omni}
+def with_one_group(plain: nn.Module, told: dict[str, Any]) -> Way:
+    """One group of all hosts, that averages gradients in fewer bytes."""
+    world = World(groups=1, options=WorldOptions(timeout=timedelta(minutes=3), **told["options"]))
+    model = world.wrap(plain)
+    return Way(model, OmniOptimizer(sgd(plain, told), world), world.training(), lambda: None)
+
+
+WAYS = {"ddp": with_ddp, "post_local_sgd": with_post_local_sgd, "omni": with_omni, "one_group": with_one_group}
 
 
 def sgd(model: nn.Module, told: dict[str, Any]) -> torch.optim.SGD:

@@ -186,6 +186,29 @@ def test_on_a_slow_link_fewer_bytes_are_sent_and_less_often(profile: str, capsys
     assert bytes_per_step("--bandwidth", "1MB/s") < bytes_per_step("--bandwidth", "100MB/s") / 4
 
 
+def test_where_the_all_reduce_is_slow_a_plan_averages_in_fewer_bytes_as_the_tuner_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start = replace(START, method="async_sgd", wire="fp32", all_reduce="fp32")
+    space = Space.of({"all_reduce": ["bf16", "powersgd:8"], "wire": "fp32", "rebalance": False}, 8)
+    made = Search(SearchSpec(start, BATCH * 8, 1e5, 0.1, space), "forecast")
+    assert made.next() is not None
+    seen = observed(start)
+    assert seen.measured is not None
+    waiting = tuple(tuple(seconds + 1.0 for seconds in row) for row in seen.measured.steps)
+    shapes = ((1000, 1000), (1000,))
+    made.tell(replace(seen, measured=replace(seen.measured, steps=waiting, shapes=shapes)))
+    choice = made.choice().setting
+    assert (choice.groups, choice.all_reduce) == (1, "powersgd:8")
+    path = tmp_path / "omni-tuning.json"
+    path.write_text(json.dumps(TuningReport((Round(made, 0, 0.0),), None, "loss").to_dict()))
+    assert f"use {choice}: " in said(capsys, str(path))
+    exact = said(capsys, str(path), "--all-reduce", "fp32")
+    assert "all-reduce powersgd" not in exact
+    assert main(["plan", str(path), "--all-reduce", "int8"]) == 2
+    assert "--all-reduce='int8' is not known" in capsys.readouterr().err
+
+
 def test_a_plan_of_the_same_machines_is_what_the_tuner_chose_while_it_trained(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

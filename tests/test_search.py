@@ -17,13 +17,14 @@ from covering import covering
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_omni import OmniTuner
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.performance.forecast import Scaling, Setting, TrialResult
 from lightning_omni.performance.profile import Measured
 from lightning_omni.search import SAMPLERS, Choice, Observation, Probe, Search, SearchSpec, Space
 from lightning_omni.search.constants import FEWEST_BATCHES, MOST_BATCHES, MOST_PROBES
 from lightning_omni.topology import Topology
+from lightning_omni.tuner.retuning import ends_soon
+from lightning_omni.tuner.run import TunerOptions
 
 FEW = settings(max_examples=30, deadline=None)
 STRATEGIES = [name for name, kind in SAMPLERS.items() if not kind.learns_from_run]
@@ -329,10 +330,9 @@ def replace_setting(seen: Observation, probe: Probe) -> Observation:
 def test_a_target_is_near_if_it_is_expected_before_the_run_has_lasted_three_times_as_long(
     values: tuple[float, ...], seconds: float, near: bool
 ) -> None:
-    tuner = OmniTuner(target=0.88, monitor="val_acc")
+    options = TunerOptions(0.88, "val_acc", False, 0.1, "bayes", {}, (), 1, 0)
     reached = [(10.0 * number, value) for number, value in enumerate(values, 1)]
-    tuner.load_state_dict({**tuner.state_dict(), "trained": seconds, "reached": reached})
-    assert tuner._ends_soon is near
+    assert ends_soon(options.seconds_to_target(reached), seconds) is near
 
 
 def test_groups_are_judged_at_the_period_with_which_they_would_train() -> None:

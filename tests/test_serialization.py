@@ -14,7 +14,7 @@ from lightning_omni.errors import ConfigurationError
 from lightning_omni.performance.forecast import Setting
 from lightning_omni.performance.profile import Profile
 from lightning_omni.search import Probe
-from lightning_omni.tuner.omni import Command
+from lightning_omni.tuner.state import Command
 
 DATA = Path(__file__).parent / "data"
 

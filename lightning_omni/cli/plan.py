@@ -22,6 +22,7 @@ def plan(
     method: str | None = None,
     wire: str | None = None,
     period: int | None = None,
+    all_reduce: str | None = None,
     samples: float | None = None,
     momentum: float | None = None,
     lr: float | None = None,
@@ -42,6 +43,7 @@ def plan(
             with probes, for the one that they were made with.
         wire: What pushes and answers are rounded to, as in int8 or int8/bf16. None likewise.
         period: Local steps between two exchanges. None for the best; of a file with probes, for those of the probes.
+        all_reduce: How the members of a group average gradients, as in powersgd:8; fp32 for as they are. None likewise.
         samples: Samples that training takes with the sample efficiency of the best probe, to know the time.
         momentum: Momentum that suits a single group. None for the file's; 0.9 if it has none.
         lr: Learning rate that suits a single group. None for the file's; if it has none, rates are multiples of it.
@@ -64,7 +66,7 @@ def plan(
     count = nodes or ranks or known.profile.ranks if per_node else servers
     cluster = of.PlannedCluster(known.profile, ranks, rate, delay, count, per_node, batch_size)  # type: ignore[arg-type]
     has_lr = known.search is not None or lr is not None
-    ways = of.ways_of(known, method, wire, period)
+    ways = of.ways_of(known, method, wire, period, all_reduce)
     planned = of.Plan(cluster, known, known.theory(momentum, lr), ways, period, has_lr)
     show(of.table(planned, samples), of.tall_table(planned, samples))
     for line in of.sentences(planned, samples):

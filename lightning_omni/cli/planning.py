@@ -22,6 +22,7 @@ from lightning_omni.palette import CHOSEN, EXPECTED, new_figure, plot_interval
 from lightning_omni.performance.forecast import SampleEfficiency, Scaling, Setting, Theory, TrialResult
 from lightning_omni.performance.profile import Prediction, Profile
 from lightning_omni.performance.statistical import Estimate
+from lightning_omni.protocol.all_reduce import EXACT, all_reduce_of
 from lightning_omni.protocol.wire_formats import wire_of
 from lightning_omni.report import TuningReport
 from lightning_omni.report.digest import duration
@@ -31,7 +32,7 @@ from lightning_omni.search.evidence import Evidence, scatter
 from lightning_omni.search.experience import Experience
 from lightning_omni.search.prior import Prior
 from lightning_omni.search.rules import careful, is_faster, least
-from lightning_omni.search.space import METHODS, WIRES, group_counts, wire_given
+from lightning_omni.search.space import ALL_REDUCES, METHODS, WIRES, group_counts, wire_given
 
 _USUAL_MOMENTUM = 0.9
 _BOTTLENECKS = {
@@ -135,14 +136,18 @@ class Ways:
         methods: as `OmniTuner(space={"method": ...})` takes them.
         wires: wire formats, likewise.
         periods: local steps between two exchanges; none for powers of two.
+        all_reduces: how the members of a group may average their gradients, besides as they are.
     """
 
     methods: tuple[str, ...] = METHODS
     wires: tuple[str, ...] = WIRES
     periods: tuple[int, ...] = ()
+    all_reduces: tuple[str, ...] = ()
 
 
-def ways_of(known: PlanSource, method: str | None, wire: str | None, period: int | None) -> Ways | None:
+def ways_of(
+    known: PlanSource, method: str | None, wire: str | None, period: int | None, all_reduce: str | None = None
+) -> Ways | None:
     """How groups may exchange; None as those of the file's probes did.
 
     Args:
@@ -150,19 +155,28 @@ def ways_of(known: PlanSource, method: str | None, wire: str | None, period: int
         method: that is asked for, if any.
         wire: likewise.
         period: likewise.
+        all_reduce: likewise.
 
     Raises:
         ConfigurationError: there is none of that name, or they do not go together.
     """
     if period is not None:
         _as_option(lambda: check_whole("period", period, "local steps between two exchanges, 1 or more", low=1))
-    if known.has_probes and method is None and wire is None:
+    if known.has_probes and method is None and wire is None and all_reduce is None:
         return None
     spec = known.search.spec if known.search is not None and not known.has_probes else None
     methods: tuple[str, ...] = METHODS
     wires: tuple[str, ...] = WIRES
     if spec is not None:
         methods, wires = spec.space.method or (spec.start.method,), spec.space.wire or (spec.start.wire,)
+    all_reduces = ALL_REDUCES if spec is None else spec.space.all_reduce
+    if all_reduce is not None:
+        all_reduces = () if _as_option(lambda: all_reduce_of(all_reduce)) == EXACT else (all_reduce,)
+        if all_reduces and not known.profile.shapes:
+            raise ConfigurationError(
+                f"--all-reduce {all_reduce}: how many bytes that is depends on the parameters' shapes, which the file"
+                " does not have; pass one that this version's OmniTuner wrote, or leave it out"
+            )
     if method is not None:
         value = _as_option(lambda: method_named(method))
         methods = (text_of(value, without=("period",)),)
@@ -172,7 +186,7 @@ def ways_of(known: PlanSource, method: str | None, wire: str | None, period: int
         wire_format = _as_option(lambda: wire_of(wire_given(wire)))
         for each in methods if method is not None else ():
             _as_option(partial(wire_format.check, method_named(each)))
-    return Ways(methods, wires, () if period is None else (period,))
+    return Ways(methods, wires, () if period is None else (period,), all_reduces if known.profile.shapes else ())
 
 
 def _as_option(read: Callable[[], _Read]) -> _Read:
@@ -180,7 +194,8 @@ def _as_option(read: Callable[[], _Read]) -> _Read:
     try:
         return read()
     except ConfigurationError as error:
-        raise ConfigurationError(f"--{error}") from error
+        name, equals, rest = str(error).partition("=")
+        raise ConfigurationError(f"--{name.replace('_', '-')}{equals}{rest}") from error
 
 
 class PlannedEvidence(Evidence):
@@ -333,6 +348,7 @@ class Plan:
             method=ways.methods,
             wire=ways.wires,
             period=ways.periods,
+            all_reduce=ways.all_reduces,
         )
         batch = max(1, round(profile.ranks * profile.batch_size))
         start = replace(self.theory.setting(1), period=1)

@@ -84,19 +84,24 @@ class Setting(Serializable):
 
     @property
     def exchange(self) -> str:
-        """How groups exchange, in words; empty where there is one, or nothing is known of it."""
-        return ", ".join([*self._named_method, *self._pace]) if self.groups > 1 else ""
+        """How gradients and weights travel, in words; empty where that is plain, or nothing is known of it."""
+        return ", ".join([*self._named_method, *self._pace] if self.groups > 1 else self._averaged)
 
     @property
     def _named_method(self) -> list[str]:
         return [self.method] * (self.groups > 1 and bool(self.method))
 
     @property
+    def _averaged(self) -> list[str]:
+        """How the members of a group average their gradients."""
+        return [f"all-reduce {self.all_reduce}"] * (self.all_reduce not in ("", "fp32"))
+
+    @property
     def _pace(self) -> list[str]:
         """How often groups exchange, and how."""
         several = self.groups > 1
         parts = [f"period {self.period}"] * (self.period > 1)
-        parts += [f"all-reduce {self.all_reduce}"] * (self.all_reduce not in ("", "fp32"))
+        parts += self._averaged
         parts += [f"wire {self.wire}"] * (several and self.wire not in ("", "fp32"))
         return parts + ["overlapped"] * (several and self.overlap)
 

@@ -54,7 +54,7 @@ class DeviceTunerHooks(_CallbackBase):
     """Finds out how this device trains this model fastest, before the first batch, and trains like that.
 
     All is measured on copies, with the module's own ``training_step`` and batches of its own data: weights, data order
-    and RNG state of the run are those of a run without the callback. Applied is what keeps the mathematics up to
+    and RNG state of the run are those of a run without the callback. AppliedSetting is what keeps the mathematics up to
     rounding: threads, the C library's handling of freed memory, memory format, fused optimizer, compiled submodules.
     Precision only if it is allowed. After the fit all is as it was.
 

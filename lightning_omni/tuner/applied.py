@@ -1,0 +1,148 @@
+"""What a run trains with: a setting is applied on every rank, watched, and rolled back if the run diverges with it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from lightning_omni.optimizer.balance import Balance
+from lightning_omni.optimizer.run_state import RollbackPoint
+from lightning_omni.performance.forecast import Setting
+from lightning_omni.search.space import apply_further
+from lightning_omni.tuner.communicating import communicate, communication_of
+from lightning_omni.tuner.divergence import DivergenceGuard, loss_in
+from lightning_omni.tuner.fit_space import FitSpace
+from lightning_omni.tuner.hyperparameters import Hyperparameters
+from lightning_omni.tuner.run import TunedRun
+from lightning_omni.tuner.state import Command
+
+
+class AppliedSetting:
+    """The setting of one fit.
+
+    Args:
+        run: the fit.
+        space: what may be searched in it.
+    """
+
+    def __init__(self, run: TunedRun, space: FitSpace) -> None:
+        self._run, self._space = run, space
+        self._guard: DivergenceGuard | None = None
+        self._before: RollbackPoint | None = None
+        self._exchanged = 0.0
+
+    # --- To apply -----------------------------------------------------------------------------------------------------
+
+    def keep(self) -> None:
+        """The run is where it would be rolled back to."""
+        self._before = RollbackPoint.of(self._run.module, self._run.trainer.optimizers, self._run.world.core)
+
+    def apply(self, hyperparameters: Hyperparameters, command: Command) -> None:
+        """From here on the run trains like that. On all ranks."""
+        state = self._run.state
+        hyperparameters.set_momentum(command.setting.momentum)
+        hyperparameters.scale(command.scale)
+        state.scaled *= command.scale
+        state.setting = command.setting
+        state.speeds = sorted(command.speeds.items()) if command.speeds and command.by_speed else []
+        self.form(command.setting, command.speeds, command.by_speed)
+
+    def form(self, setting: Setting, speeds: Mapping[int, float] | None = None, by_speed: bool = False) -> None:
+        """Forms the groups of a setting, which exchange and split batches as it says. On all ranks."""
+        strategy, world = self._run.strategy, self._run.world
+        again = communicate(strategy, communication_of(setting, world.communication))
+        again |= apply_further(self._run.options.further, world, setting)
+        if setting.rebalance and not strategy.balance.is_on and strategy.epochs.leases is not None:
+            strategy.balance = Balance("auto", self._run.say)
+            strategy.balance.begin(world, strategy.fitted, lambda: strategy.epochs.leases)
+        if setting.groups != len(world.topology.alive) or by_speed or (again and setting.groups > 1):
+            strategy.form(setting.groups, speeds if by_speed else None)
+        if setting.rebalance and speeds is not None and len(world.members) > 1 and strategy.epochs.leases is not None:
+            strategy.share_out([speeds[rank] for rank in world.members])
+        if not strategy.epochs.is_open:
+            world.enter_world(strategy.buffers())
+
+    def take_back(self) -> None:
+        """The user's own setting once more, in one group. On all ranks."""
+        run, own = self._run, self._run.state.own
+        assert own is not None
+        hyperparameters = run.hyperparameters()
+        run.strategy.form_one()
+        hyperparameters.set_momentum(own.momentum)
+        hyperparameters.scale(1 / run.state.scaled)
+        communicate(run.strategy, communication_of(own, run.world.communication))
+        run.state.scaled, run.state.reference = 1.0, float(run.batch(len(run.world.live_ranks)))
+        self._guard = self._before = None  # of a choice that is taken back
+
+    # --- To watch -----------------------------------------------------------------------------------------------------
+
+    def watch(self, threshold: float, keeps: bool = False) -> None:
+        """From here on the run has diverged if its loss is above a threshold.
+
+        Args:
+            threshold: NaN for none.
+            keeps: whether the threshold before counts, too, if it is larger.
+        """
+        known = [threshold] if math.isfinite(threshold) else []
+        known += [self._guard.threshold] if keeps and self._guard is not None else []
+        self._guard = DivergenceGuard(max(known)) if known and self._before is not None else None
+
+    @property
+    def gives_up(self) -> bool:
+        """Whether nothing that this rank's group pushes is applied any more."""
+        return self._guard is not None and self._guard.gives_up
+
+    def batch_done(self, outputs: Any) -> None:
+        """A batch was trained, and its training step returned that."""
+        if self._guard is None:
+            return
+        world = self._run.world
+        loss = loss_in(outputs, int(self._run.trainer.accumulate_grad_batches))
+        before, self._exchanged = self._exchanged, world.channel.traffic.seconds
+        applied = world.core.heard.applied if world.channel.traffic.seconds != before else None
+        self._guard.batch_done(loss, world.executor.exchanges, applied)
+
+    @property
+    def has_diverged(self) -> bool:
+        """Whether the run has, since the last search. All ranks ask, and hear the same."""
+        if self._guard is None:
+            return False
+        mean = self._guard.mean(torch.zeros((), device=self._run.strategy.root_device))
+        return self._guard.is_worse(float(self._run.strategy.reduce(mean, reduce_op="mean")))
+
+    def roll_back(self) -> None:
+        """Back to the weights of before, in one group with the user's own setting; if it was that, in smaller steps."""
+        run, state, was = self._run, self._run.state, self._run.state.setting
+        assert was is not None
+        assert state.own is not None
+        assert self._guard is not None
+        assert self._before is not None
+        hyperparameters = run.hyperparameters()
+        run.strategy.form_one()
+        self._before.put_back(run.world.core)
+        run.world.reduction.forget()
+        all_reduce = state.own.all_reduce
+        is_own = was.groups == 1 and was.all_reduce == all_reduce
+        factor = 1 / 3 if is_own else 1 / state.scaled  # smaller steps, or the user's own schedule
+        momentum = was.momentum if is_own else state.own.momentum
+        rebalance = bool(run.strategy.epochs.leases) and self._space.may_rebalance
+        setting = replace(
+            was, groups=1, momentum=momentum, lr=was.lr * factor, rebalance=rebalance, all_reduce=all_reduce
+        )
+        state.setting, state.reference = setting, float(run.batch(len(run.world.live_ranks)))
+        hyperparameters.set_momentum(momentum)
+        hyperparameters.scale(factor)
+        state.scaled *= factor
+        self.form(setting)
+        self._guard = DivergenceGuard(self._guard.threshold)
+        run.say(
+            f"OmniTuner: the run has diverged with {was}: it is rolled back to the weights of the last search, and goes"
+            f" on with {setting}"
+        )
+
+
+__all__ = ["AppliedSetting"]

@@ -1,0 +1,162 @@
+"""A run is tuned by its own first batches: they are timed, and once it is clear what is faster it goes on with that."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+from lightning_omni.errors import ConfigurationError, OmniError
+from lightning_omni.search import Observation, Search, SearchSpec
+from lightning_omni.search.choice import verdict
+from lightning_omni.strategy._private import will_step
+from lightning_omni.tuner.applied import AppliedSetting
+from lightning_omni.tuner.divergence import loss_in
+from lightning_omni.tuner.first_batches import FirstBatches
+from lightning_omni.tuner.fit_space import FitSpace
+from lightning_omni.tuner.hyperparameters import Hyperparameters
+from lightning_omni.tuner.reports import TunerReports
+from lightning_omni.tuner.retuning import Retuning
+from lightning_omni.tuner.run import TunedRun
+from lightning_omni.tuner.state import Command
+
+
+class ByFirstBatches:
+    """Tunes a run by what it trains anyway.
+
+    Args:
+        run: that is tuned.
+        space: what may be searched in it.
+        applied: what it trains with.
+        retuning: is told of changes.
+        reports: tell of the choice.
+    """
+
+    def __init__(
+        self, run: TunedRun, space: FitSpace, applied: AppliedSetting, retuning: Retuning, reports: TunerReports
+    ) -> None:
+        self._run, self._space, self._applied = run, space, applied
+        self._retuning, self._reports = retuning, reports
+        self._batches: FirstBatches | None = None
+        self._spec: SearchSpec | None = None
+        self._deciding = 0.0
+
+    # --- To begin -----------------------------------------------------------------------------------------------------
+
+    def begin(self, hyperparameters: Hyperparameters) -> None:
+        """The run begins in one group, with the user's own setting, and is timed."""
+        run = self._run
+        run.strategy.form_one()
+        run.state.own, run.state.reference = None, float(run.batch(run.world.size))
+        spec = self._space.specification(hyperparameters, hyperparameters.lr, share=run.options.budget)
+        run.state.own = spec.start
+        if not run.options.budget or run.world.size == 1:
+            run.problem = "budget=0" if not run.options.budget else "one rank is one group"
+            run.say(f"OmniTuner: nothing is tuned: {run.problem}")
+            run.world.dismiss_server()
+            return
+        self._time(spec)
+
+    def begin_again(self, reason: str) -> None:
+        """Back to the user's own setting, in one group, which is timed once more."""
+        run = self._run
+        run.say(f"OmniTuner: times the run in one group again, because {reason}")
+        self._applied.take_back()
+        hyperparameters = run.hyperparameters()
+        self._deciding = 0.0
+        self._time(self._space.specification(hyperparameters, hyperparameters.lr, share=run.options.budget))
+
+    def _time(self, spec: SearchSpec) -> None:
+        self._spec = spec
+        self._batches = FirstBatches(self._run.strategy, spec.start, spec.space.all_reduce)
+
+    # --- While it trains ----------------------------------------------------------------------------------------------
+
+    def interrupted(self) -> None:
+        """Something else than training comes."""
+        if self._batches is not None:
+            self._batches.interrupted()
+
+    def backward_done(self) -> None:
+        """A gradient is there, and has been reduced."""
+        if self._batches is not None:
+            self._batches.backward_done()
+
+    def batch_done(self, outputs: Any) -> None:
+        """A batch was trained: perhaps it is clear by now what is to be done.
+
+        Args:
+            outputs: of the training step.
+        """
+        if self._batches is None:
+            return
+        trainer = self._run.trainer
+        steps = will_step(trainer)
+        self._batches.batch_done(loss_in(outputs, int(trainer.accumulate_grad_batches)), steps)
+        if steps and self._batches.is_due and not trainer.is_last_batch:
+            self._decide()
+
+    def close(self) -> None:
+        """Nothing is timed any more."""
+        if self._batches is not None:
+            self._batches.close()
+            self._batches = None
+
+    # --- To decide ----------------------------------------------------------------------------------------------------
+
+    def _decide(self) -> None:
+        """By what the first batches have shown, on every rank; or they go on being timed."""
+        began, run, batches = time.perf_counter(), self._run, self._batches
+        assert batches is not None
+        observation, command = batches.seen(), None
+        if run.speaks and observation is not None:
+            command = self._command(observation, batches.is_last)
+        said = run.world.tell(json.dumps(command.to_dict()) if command is not None else "")
+        if said:
+            command = Command.from_dict(json.loads(said))
+            if command.error:
+                raise ConfigurationError(command.error)
+        if said or batches.is_last:
+            self.close()
+        batches.interrupted()
+        if command is not None:
+            self._adopt(command)
+            self._reports.chosen(command)
+        took = time.perf_counter() - began
+        if run.speaks and command is not None:
+            run.rounds[-1].search.overhead += self._deciding + took
+        self._deciding += took
+        run.leave_out(took)
+
+    def _command(self, observation: Observation, is_last: bool) -> Command | None:
+        """What rank 0 makes of it: None to go on measuring."""
+        run, spec = self._run, self._spec
+        assert spec is not None
+        try:
+            search = Search(spec, run.sampler, [observation])
+            if not (is_last or verdict(search)):
+                return None
+        except OmniError as error:
+            return Command(spec.start, error=str(error))
+        search.next()  # it is over
+        run.remember(search, run.seconds)
+        self._retuning.search_begins()
+        return run.conclude(search)
+
+    def _adopt(self, command: Command) -> None:
+        """Trains with what was chosen, from this batch on."""
+        run, spec = self._run, self._spec
+        assert spec is not None
+        if command.setting == spec.start:
+            run.state.setting = command.setting
+            run.world.dismiss_server()
+        else:
+            self._applied.keep()
+            run.state.reference = spec.batch / command.setting.groups
+            self._applied.apply(run.hyperparameters(), command)
+        self._applied.watch(command.divergence_threshold)
+        run.state.rounds += 1
+        self._retuning.changed(in_mid_epoch=True)
+
+
+__all__ = ["ByFirstBatches"]

@@ -1,0 +1,149 @@
+"""What may be searched in a fit: numbers of groups, methods, bounds; and from where."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from lightning_omni.errors import ConfigurationError, UnsupportedError
+from lightning_omni.methods import METHODS, method_named, text_of
+from lightning_omni.performance.forecast import Setting
+from lightning_omni.protocol.all_reduce import text_of as text_of_all_reduce
+from lightning_omni.protocol.split import check_servers
+from lightning_omni.search import SearchSpec, Space
+from lightning_omni.search import space as searched
+from lightning_omni.tuner.hyperparameters import Hyperparameters
+from lightning_omni.tuner.run import TunedRun
+
+_USUAL = ("async_sgd", "fp32", False, "fp32")
+"""Method, wire format, overlap and all-reduce format of a strategy whose user has chosen none."""
+_COMMUNICATION = ("method", "wire", "overlap", "all_reduce")
+"""Dimensions of how gradients and weights travel."""
+
+
+class FitSpace:
+    """Of one fit.
+
+    Args:
+        run: the fit.
+    """
+
+    def __init__(self, run: TunedRun) -> None:
+        self._run = run
+
+    def why_not(self, groups: int) -> str:
+        """Why there cannot be that many groups; empty if there can."""
+        run = self._run
+        try:
+            run.world.check_method(groups)
+            run.strategy.check_several(run.trainer)
+            for optimizer in run.trainer.optimizers:
+                run.world.check_optimizer(optimizer)
+        except (ConfigurationError, UnsupportedError) as error:
+            return str(error)
+        if any(getattr(each, "sparse", False) is True for each in run.trainer.lightning_module.modules()):
+            return "sparse gradients travel inside one group only"
+        return ""
+
+    @property
+    def may_rebalance(self) -> bool:
+        """Whether batches may be split by speed."""
+        return Space.of(self._run.options.space, self._run.world.size).rebalance
+
+    def specification(self, hyperparameters: Hyperparameters, lr: float, share: float) -> SearchSpec:
+        """A search that starts from what the run trains with at the moment.
+
+        Args:
+            hyperparameters: of the optimizer.
+            lr: its learning rate, which settings are relative to.
+            share: part of the run's time that probes may take.
+        """
+        run = self._run
+        start, batch = self._start(hyperparameters, lr), run.batch(len(run.world.live_ranks))
+        return SearchSpec(
+            start,
+            batch,
+            run.horizon(batch),
+            share,
+            self._space(hyperparameters, start),
+            hyperparameters.scaling,
+            seed=run.options.seed + run.state.rounds,
+            reference=run.state.reference or batch / start.groups,
+        )
+
+    def _start(self, hyperparameters: Hyperparameters, lr: float) -> Setting:
+        run, world = self._run, self._run.world
+        start = Setting(
+            groups=max(1, len(world.live_groups)),
+            momentum=hyperparameters.momentum,
+            lr=lr,
+            rebalance=run.strategy.balance.is_on,
+            period=int(getattr(world.method, "period", 1)),
+            further=tuple(sorted((each.name, each.current(world)) for each in run.options.further)),
+        )
+        is_named = run.learns_from_run or any(each in run.options.space for each in _COMMUNICATION)
+        if not is_named or type(world.method) not in METHODS.values():
+            return start
+        return replace(
+            start,
+            method=text_of(world.method, without=("period",)),
+            wire=_text_of_wire(world.options.wire),
+            overlap=world.core.overlaps,
+            all_reduce=text_of_all_reduce(world.reduction.format),
+        )
+
+    def _space(self, hyperparameters: Hyperparameters, start: Setting) -> Space:
+        run, world = self._run, self._run.world
+        live, given = len(world.live_ranks), dict(run.options.space)
+        if world.lost and "groups" in given:  # the user could not know
+            groups = given["groups"] if isinstance(given["groups"], Iterable) else [given["groups"]]
+            given["groups"] = [1, *(each for each in groups if each <= live)]
+        own = run.state.own.momentum if run.state.own is not None else start.momentum
+        space = Space.of(given, live, self._allows, own)
+        if not hyperparameters.is_momentum_free:
+            space = replace(space, momentum=(start.momentum, start.momentum))
+        if run.strategy.epochs.leases is None:
+            space = replace(space, rebalance=False)
+        if not space.method and not hasattr(world.method, "period"):
+            space = replace(space, period=())
+        options = world.options
+        if run.learns_from_run and (options.method, options.wire, options.overlap, options.all_reduce) == _USUAL:
+            space = replace(
+                space,
+                method=space.method or self._methods(),
+                wire=space.wire or searched.WIRES,
+                all_reduce=space.all_reduce or searched.ALL_REDUCES,
+            )
+        return space
+
+    def _allows(self, groups: int) -> bool:
+        """Whether there may be that many groups."""
+        reason = self.why_not(groups)
+        if reason and not self._run.problem:
+            self._run.say(f"OmniTuner: {groups} groups are not tried: {reason}")
+        return not reason
+
+    def _methods(self) -> tuple[str, ...]:
+        """Methods by which groups of this run can exchange, of those of which it is known what they cost."""
+        world = self._run.world
+        before, found = world.method, []
+        for name in searched.METHODS:
+            world.method = method_named(name)
+            with suppress(ConfigurationError):
+                check_servers(world.options.servers, world.method)
+                if not self.why_not(2):
+                    found.append(name)
+        world.method = before
+        return tuple(found)
+
+
+def _text_of_wire(given: Any) -> str:
+    """As a setting has it; empty for a format that is no name."""
+    if isinstance(given, Mapping):
+        given = "/".join(str(given.get(way, "fp32")) for way in ("push", "pull"))
+    return given if isinstance(given, str) else ""
+
+
+__all__ = ["FitSpace"]

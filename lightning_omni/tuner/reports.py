@@ -1,0 +1,97 @@
+"""What a user hears of a tuned run: on the console, in the loggers, and as files in the first logger's folder."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+from lightning_omni.report import TuningReport
+from lightning_omni.tuner.loggers import log
+from lightning_omni.tuner.run import TunedRun
+from lightning_omni.tuner.state import Command
+
+_log = logging.getLogger(__name__)
+
+
+class TunerReports:
+    """Of one fit.
+
+    Args:
+        run: that is tuned.
+    """
+
+    def __init__(self, run: TunedRun) -> None:
+        self._run = run
+        self._folder: Path | None = None
+        self._has_trained = False
+
+    def chosen(self, command: Command) -> None:
+        """The run goes on with that. On all ranks."""
+        run, setting = self._run, command.setting
+        run.say(f"OmniTuner: trains with {setting}: {command.why}")
+        metrics = {
+            "omni/groups": float(setting.groups),
+            "omni/momentum": setting.momentum,
+            "omni/lr": setting.lr,
+            **run.times.metrics,
+        }
+        if (folder := log(run.trainer, metrics)) is not None:
+            self._folder = folder
+            if not run.learns_from_run:  # in mid-epoch pictures would hold all up: they are drawn when the run ends
+                self._report(folder)
+
+    def validated(self, value: float) -> None:
+        """The monitored metric has that value now."""
+        run, options = self._run, self._run.options
+        run.state.reached.append((run.seconds, value))
+        if options.is_reached(value) and run.state.at_target is None:
+            run.state.at_target = run.times.total, run.spent
+            run.say(f"OmniTuner: {options.monitor}={value:.4g}: {run.times.sentence}")
+            for logger in run.trainer.loggers:
+                logger.log_metrics(run.times.metrics, step=run.trainer.global_step)
+
+    def epoch_done(self) -> None:
+        """From now on a report says how long the run took."""
+        self._has_trained = True
+
+    def ended(self) -> None:
+        """The run is over: it is said if the target was not reached."""
+        run, options = self._run, self._run.options
+        if self._folder is not None:
+            self._report(self._folder)
+        values = [value for _, value in run.state.reached]
+        if options.target is None or any(map(options.is_reached, values)):
+            return
+        best = (min(values) if options.is_lower_better else max(values)) if values else None
+        told = f"the best was {best:.4g}" if best is not None else "it was never logged in a validation"
+        run.say(f"OmniTuner: {options.monitor} has not reached {options.target:.4g}: {told}")
+
+    def _report(self, folder: Path) -> None:
+        """Files and pictures; whatever is wrong with them, the run goes on."""
+        try:
+            self._write(folder)
+        except Exception as error:
+            _log.warning(
+                "OmniTuner: the report could not be written to %s: %s: %s", folder, type(error).__name__, error
+            )
+
+    def _write(self, folder: Path) -> None:
+        run, options = self._run, self._run.options
+        rounds = tuple(
+            replace(each, reasons=tuple(probe.why for probe in each.search.probes))
+            for each in run.rounds
+            if each.search.observations
+        )
+        if not rounds:
+            return
+        times = run.times if self._has_trained or run.state.trained else None
+        report = TuningReport(rounds, options.target, options.monitor, times)
+        report.save(folder)
+        for logger in run.trainer.loggers:
+            add_figure = getattr(getattr(logger, "experiment", None), "add_figure", None)
+            if callable(add_figure):
+                add_figure("omni/tuning", report.figure(-1), global_step=run.trainer.global_step)
+
+
+__all__ = ["TunerReports"]

@@ -1,0 +1,146 @@
+"""Whether a run under way is to be searched again, why, and how much time there is for it."""
+
+from __future__ import annotations
+
+import torch
+
+from lightning_omni.search import SearchSpec
+from lightning_omni.strategy.declared import loader_of
+from lightning_omni.tuner.probing import batch_size_of
+from lightning_omni.tuner.run import TunedRun
+from lightning_omni.tuner.throughput import RunThroughput
+
+AT_START, UNDER_WAY = 0.4, 0.4
+"""The parts of the budget for the search before the first batch, and for the first retuning of the run under way. More
+is earned while the run trains: so a run that reaches its target early has not paid for all of its epochs."""
+_EARLY = 0.25
+"""Up to this part of the run it counts as early: the steps that are best then are best for most of it."""
+_SOON = 3.0
+"""How many times as long as now the run may last until the target for this to be near."""
+_CHANGED = 0.2
+"""Speed that has changed by more than this part is a reason to search again."""
+_REASONS = _NONE, _UNDER_WAY_ALREADY, SPEED, _STALLED = (
+    "",
+    "the run is under way",
+    "the ranks do not train as fast as before",
+    "the target would not be reached in time",
+)
+
+
+class Retuning:
+    """Follows how fast a run is, and how far it has come.
+
+    Args:
+        run: that is tuned.
+
+    Attributes:
+        throughput: counts this rank's samples while it trains.
+        rate: samples per second of all ranks in the last epoch, validations included; 0.0 if part of it was trained
+            with another setting, or there was none.
+    """
+
+    def __init__(self, run: TunedRun) -> None:
+        self._run = run
+        self.throughput = RunThroughput()
+        self.rate = self._rate_before = 0.0
+        self._totals: dict[int, tuple[float, float]] = {}
+        self._changed_in = -1
+        self._seconds_before = 0.0
+        self._whole = 0.0
+
+    # --- What was measured --------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Training begins."""
+        self._seconds_before = self._run.state.trained
+
+    def search_begins(self) -> None:
+        """What is measured from now on is told of the next choice."""
+        self._totals = {}
+
+    def changed(self, in_mid_epoch: bool = False) -> None:
+        """From now on the run trains with another setting."""
+        self.rate = 0.0
+        if in_mid_epoch:
+            self._changed_in = self._run.trainer.current_epoch
+
+    def epoch_done(self) -> None:
+        """An epoch has ended, or what was trained of it. On all ranks; validations do not count for the report."""
+        run, strategy = self._run, self._run.strategy
+        self._rate_before = self.rate
+        own = self.throughput.take()
+        counts = torch.tensor([float(own.samples), float(own.timed)], device=strategy.root_device)
+        trained, timed = strategy.reduce(counts, reduce_op="sum").tolist()
+        longest = run.world.agree([round(1e6 * own.seconds)])[0] / 1e6
+        if run.rounds and run.state.setting is not None and longest > 0:
+            groups = run.state.setting.groups
+            before = self._totals.get(groups, (0.0, 0.0))
+            self._totals[groups] = before[0] + timed, before[1] + longest
+            run.rounds[-1].measured_after[groups] = self._totals[groups][0] / self._totals[groups][1]
+        batch = batch_size_of(loader_of(run.trainer)) * len(run.world.live_ranks)
+        self._whole = run.epochs * batch * run.trainer.num_training_batches
+        seconds, self._seconds_before = run.seconds - self._seconds_before, run.seconds
+        is_mixed = self._changed_in == run.trainer.current_epoch  # part of it was trained with another setting
+        self.rate = trained / seconds if seconds > 0 and not is_mixed else 0.0
+
+    # --- What follows from it -----------------------------------------------------------------------------------------
+
+    def reason(self, epoch: int) -> str:
+        """Why another search may be worth its time, or nothing; the same on all ranks.
+
+        Args:
+            epoch: how many have ended.
+        """
+        run = self._run
+        has_changed = bool(self._rate_before and self.rate) and abs(self.rate / self._rate_before - 1) > _CHANGED
+        is_early = run.state.rounds == 1 and epoch <= max(1, _EARLY * run.epochs)
+        found = _NONE
+        if run.learns_from_run:
+            found = SPEED if has_changed else _NONE
+        elif is_early:
+            found = _UNDER_WAY_ALREADY
+        elif has_changed:
+            found = SPEED
+        elif self._has_stalled(epoch):
+            found = _STALLED
+        return _REASONS[run.hear(_REASONS.index(found))]
+
+    def _has_stalled(self, epoch: int) -> bool:
+        """Whether at the rate of the last epoch the target would not be reached in time."""
+        options, ends = self._run.options, self._run.state.at_epochs
+        if options.target is None or len(ends) < 2 or options.is_reached(ends[-1]):
+            return False
+        before, now = (abs(options.target - value) for value in ends[-2:])
+        return now >= before or now / (before - now) > self._run.epochs - epoch
+
+    def allowance(self, reason: str) -> float:
+        """Seconds for a search: what was earned so far, or what was reserved."""
+        run, budget = self._run, self._run.options.budget
+        earned = budget * (run.seconds + run.spent) - run.spent
+        if reason != _UNDER_WAY_ALREADY or not self.rate:
+            return earned
+        whole = min(self._whole / self.rate, run.options.seconds_to_target(run.state.reached))
+        return max(earned, budget * (AT_START + UNDER_WAY) * whole - run.spent)
+
+    def specification_for_step(self, spec: SearchSpec) -> SearchSpec:
+        """A search for the size of the step alone."""
+        run = self._run
+        tried = [each for search in run.searches for each in search.tried if each.losses]
+        first_loss = tried[0].first_loss if tried else None  # rank 0 knows it from its first probe
+        is_final = ends_soon(run.options.seconds_to_target(run.state.reached), run.seconds)
+        return spec.for_step(first_loss, is_final and not run.trainer.lr_scheduler_configs)
+
+
+def ends_soon(expected: float, seconds: float) -> bool:
+    """Whether the target is expected before the run has lasted three times as long.
+
+    About so long a run whose steps have become a third as large is ahead of one whose steps have not.
+
+    Args:
+        expected: seconds of training until the target.
+        seconds: of training so far.
+    """
+    return 0 < expected <= _SOON * seconds
+
+
+__all__ = ["AT_START", "SPEED", "Retuning", "ends_soon"]

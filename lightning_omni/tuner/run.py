@@ -1,0 +1,227 @@
+"""A fit that is tuned: what the parts of a tuner know of it in common, and its time."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from lightning_omni.optimizer.world import World
+from lightning_omni.protocol.progress import ReferenceBatch
+from lightning_omni.report import Round, RunTimes
+from lightning_omni.search import Choice, Dimension, Search
+from lightning_omni.search.samplers import sampler_of
+from lightning_omni.strategy.declared import loader_of
+from lightning_omni.strategy.hooks import OmniStrategyHooks
+from lightning_omni.trace import reaches
+from lightning_omni.tuner.hyperparameters import Hyperparameters
+from lightning_omni.tuner.probing import batch_size_of, probed_loader
+from lightning_omni.tuner.state import Command, TunerState
+
+if TYPE_CHECKING:
+    from pytorch_lightning import LightningModule, Trainer
+
+_UNLIMITED = 10
+"""Epochs that a run without limits is taken to train."""
+
+
+@dataclass(frozen=True)
+class TunerOptions:
+    """What a tuner was told; see `OmniTunerHooks`, whose arguments these are.
+
+    Attributes:
+        is_lower_better: of the monitored metric.
+        further: dimensions of a user's own, of ``space``.
+    """
+
+    target: float | None
+    monitor: str
+    is_lower_better: bool
+    budget: float
+    search: str
+    space: Mapping[str, Any]
+    further: tuple[Dimension, ...]
+    retune_every: int | None
+    seed: int
+
+    def is_reached(self, value: float) -> bool:
+        """Whether a value of the monitored metric is the target, or better."""
+        return self.target is not None and reaches("loss" if self.is_lower_better else "", value, self.target)
+
+    def seconds_to_target(self, reached: list[tuple[float, float]]) -> float:
+        """Seconds of training until the target, very roughly: twice as long as at the rate of late.
+
+        Args:
+            reached: seconds of training, and the monitored metric, of each validation.
+        """
+        if self.target is None or len(reached) < 3:
+            return math.inf
+        (before, was), (now, value) = reached[-3], reached[-1]
+        gained = abs(self.target - was) - abs(self.target - value)
+        if self.is_reached(value):
+            return 0.0
+        return now + 2 * abs(self.target - value) * (now - before) / gained if gained > 0 else math.inf
+
+
+class TunedRun:
+    """One fit.
+
+    Args:
+        trainer: whose strategy is an OmniStrategy.
+        module: what is trained.
+        options: of the tuner.
+        say: tells the user something, on rank 0.
+
+    Attributes:
+        state: what checkpoints keep.
+        rounds: all searches so far, on rank 0.
+        choice: what was chosen last, on rank 0.
+        problem: why nothing is searched.
+    """
+
+    def __init__(
+        self, trainer: Trainer, module: LightningModule, options: TunerOptions, say: Callable[[str], None]
+    ) -> None:
+        self.trainer, self.module, self.options, self.say = trainer, module, options, say
+        assert isinstance(trainer.strategy, OmniStrategyHooks)
+        self.strategy: OmniStrategyHooks = trainer.strategy
+        self.state = TunerState()
+        self.rounds: list[Round] = []
+        self.choice: Choice | None = None
+        self.problem = ""
+        self._began = 0.0
+
+    @property
+    def world(self) -> World:
+        """This rank's place among all ranks."""
+        return self.strategy.joined
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank decides."""
+        return bool(self.trainer.is_global_zero)
+
+    def hear(self, number: int) -> int:
+        """What rank 0 has found: a number, 0 or more. All ranks ask."""
+        return self.world.agree([number if self.speaks else 0])[0]
+
+    def hyperparameters(self) -> Hyperparameters:
+        """The optimizer, if this fit can be probed at all.
+
+        Raises:
+            ConfigurationError: it cannot.
+        """
+        probed_loader(self.trainer)
+        schedulers = [config.scheduler for config in self.trainer.lr_scheduler_configs]
+        return Hyperparameters(self.trainer.optimizers[0], schedulers)
+
+    # --- Its searches -------------------------------------------------------------------------------------------------
+
+    @property
+    def searches(self) -> list[Search]:
+        """All so far."""
+        return [each.search for each in self.rounds]
+
+    @property
+    def sampler(self) -> str:
+        """Name of the sampler: a run whose samples are dealt out beforehand cannot change its groups in mid-epoch."""
+        can_change = self.strategy.epochs.leases is not None
+        search = self.options.search
+        return search if can_change or not sampler_of(search).learns_from_run else "bayes"
+
+    @property
+    def learns_from_run(self) -> bool:
+        """Whether it is decided by the run's own batches, and not by probes."""
+        return sampler_of(self.sampler).learns_from_run
+
+    def remember(self, search: Search, seconds: float) -> None:
+        """A search has begun, when the run had trained for so long."""
+        self.rounds.append(Round(search, self.trainer.current_epoch, seconds))
+
+    def conclude(self, search: Search) -> Command:
+        """What is to be trained with, when a search is over."""
+        choice, command = Command.to_conclude(search, len(self.world.live_ranks))
+        self.choice = choice or self.choice
+        return command
+
+    def forget(self) -> None:
+        """What was found of other ranks does not hold for these."""
+        self.state = replace(self.state, setting=None, scaled=1.0, speeds=[], unfinished=False, forgotten=self.spent)
+        self.rounds = []
+
+    # --- Its time -----------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Training begins, or goes on after something else."""
+        self._began = time.perf_counter()
+
+    def leave_out(self, seconds: float) -> None:
+        """So much was no training."""
+        self._began += seconds
+
+    @property
+    def seconds(self) -> float:
+        """Of training so far, without those of searches."""
+        return self.state.trained + (time.perf_counter() - self._began if self._began else 0.0)
+
+    @property
+    def spent(self) -> float:
+        """Seconds of all searches of the run; rank 0's count."""
+        return self.state.forgotten + sum(each.spent for each in self.searches)
+
+    @property
+    def times(self) -> RunTimes:
+        """Where the run's time went."""
+        return RunTimes(self.seconds, self.spent, self.state.at_target, self.state.reporting)
+
+    # --- Its length ---------------------------------------------------------------------------------------------------
+
+    def batch(self, ranks: int) -> int:
+        """Samples in one synchronous step of so many ranks."""
+        window = int(self.trainer.accumulate_grad_batches)
+        return ReferenceBatch(ranks, batch_size_of(loader_of(self.trainer)), window).samples
+
+    @property
+    def batches(self) -> float:
+        """Of each rank, in an epoch; 1 if there is no telling."""
+        batches = self.trainer.num_training_batches
+        return max(1, batches) if math.isfinite(batches) else 1
+
+    @property
+    def epochs(self) -> float:
+        """Epochs that the run will train."""
+        most = self.trainer.max_epochs
+        limits: list[float] = [] if most in (None, -1) else [float(most or 0)]
+        steps = self.strategy.epochs.max_steps
+        if steps != -1:
+            limits.append(steps * int(self.trainer.accumulate_grad_batches) / self.batches)
+        return float(min(limits)) if limits else float(_UNLIMITED)
+
+    def horizon(self, batch: int) -> float:
+        """Samples that are left to train."""
+        left = max(0.0, self.epochs - self.trainer.current_epoch)
+        return float(left * self.batches * batch / int(self.trainer.accumulate_grad_batches))
+
+    # --- In a checkpoint ----------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was observed, as plain lists: a resumed run replays it and goes on where it was."""
+        return {
+            **self.state.to_dict(),
+            "searches": [each.to_dict() for each in self.searches],
+            "when": [(each.epoch, each.seconds_run) for each in self.rounds],
+            "after": [sorted(each.measured_after.items()) for each in self.rounds],
+            "spent": self.spent,
+            "trained": self.seconds,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """What `state_dict` gave."""
+        self.state = TunerState.from_dict(state)
+        rounds = zip(state["searches"], state["when"], state["after"], strict=True)
+        self.rounds = [Round(Search.from_dict(each), when[0], when[1], dict(after)) for each, when, after in rounds]
+
+
+__all__ = ["TunedRun", "TunerOptions"]

@@ -1,0 +1,104 @@
+"""What a tuner says, and what it remembers: as plain values, for messages between ranks and for checkpoints."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from lightning_omni.errors import OmniError
+from lightning_omni.performance.forecast import Setting
+from lightning_omni.search import Choice, Probe, Search
+from lightning_omni.serialization import Serializable
+from lightning_omni.topology import Topology
+
+
+@dataclass(frozen=True)
+class Command(Serializable):
+    """What rank 0 says is to be done next.
+
+    Attributes:
+        setting: to train with: for a probe, or from now on.
+        probe: to carry out; None if the search is over.
+        speeds: samples per second of each rank, if they are known.
+        by_speed: whether groups are formed by them.
+        scale: by what learning rates are multiplied, if the search is over.
+        divergence_threshold: the training loss above which the run has diverged with that setting; NaN if unknown.
+        why: of the choice.
+        error: why nothing can go on; every rank raises it.
+    """
+
+    setting: Setting
+    probe: Probe | None = None
+    speeds: Mapping[int, float] | None = None
+    by_speed: bool = False
+    scale: float = 1.0
+    divergence_threshold: float = math.nan
+    why: str = ""
+    error: str = ""
+
+    @classmethod
+    def to_form(cls, search: Search, setting: Setting) -> Command:
+        """Trains with a setting: with groups of like speed where these are faster."""
+        profile = search.profile
+        if profile is None or len(profile.speeds) < setting.groups:
+            return cls(setting)
+        topology = search.prediction(setting).topology
+        by_speed = topology != Topology.of(topology.ranks, setting.groups)
+        return cls(setting, speeds=dict(zip(topology.ranks, profile.speeds, strict=True)), by_speed=by_speed)
+
+    @classmethod
+    def to_conclude(cls, search: Search, ranks: int) -> tuple[Choice | None, Command]:
+        """What is to be trained with, when a search is over, by so many ranks; and why."""
+        try:
+            choice = search.choice()
+            setting = replace(choice.setting, groups=min(choice.setting.groups, ranks))
+            said = replace(
+                cls.to_form(search, setting),
+                scale=setting.lr / search.spec.start.lr,
+                divergence_threshold=search.divergence_threshold(setting),
+                why=choice.why,
+            )
+        except OmniError as error:
+            return None, cls(search.spec.start, error=str(error))
+        return choice, said
+
+
+@dataclass
+class TunerState(Serializable):
+    """What checkpoints keep of a tuned run, beside its searches.
+
+    Attributes:
+        setting: that it trains with; None before a search has ended.
+        own: the user's own setting.
+        reference: samples of the batch that momentum and learning rate belong to.
+        scaled: by what the user's learning rates were multiplied.
+        ranks: how many the run has.
+        speeds: rank and samples per second, of those by whose speed the groups were formed.
+        unfinished: whether a search is under way.
+        rounds: searches that were begun.
+        forgotten: seconds of searches that are not kept.
+        reporting: seconds that writing reports took.
+        at_target: all seconds, and those of them for tuning, when the target was reached; None before that.
+        trained: seconds of training before the run was resumed.
+        reached: seconds of training, and the monitored metric, of each validation.
+        at_epochs: the metric at each epoch's end.
+    """
+
+    setting: Setting | None = None
+    own: Setting | None = None
+    reference: float = 0.0
+    scaled: float = 1.0
+    ranks: int = 0
+    speeds: list[tuple[int, float]] = field(default_factory=list)
+    unfinished: bool = False
+    rounds: int = 0
+    forgotten: float = 0.0
+    reporting: float = 0.0
+    at_target: tuple[float, float] | None = None
+    trained: float = 0.0
+    reached: list[tuple[float, float]] = field(default_factory=list)
+    at_epochs: list[float] = field(default_factory=list)
+
+
+__all__ = ["Command", "TunerState"]
