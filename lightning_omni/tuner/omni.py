@@ -2,7 +2,8 @@
 
 Written once for both of Lightning's namespaces, as the strategy is (see ``pytorch_lightning.py`` and ``lightning.py``).
 What the parts of a tuner do in a fit they say themselves: `TunedRun` is what they have in common, `ByFirstBatches` and
-`ByProbes` are the two ways to tune, `AppliedSetting` is what the run trains with, and `Retuning` says when that is to change.
+`ByProbes` are the two ways to tune, `AppliedSetting` is what the run trains with, and `Retuning` says when that is to
+change.
 
 Rule 1: rank 0 decides, and tells the others before anything is done; all ranks do the same.
 Rule 2: a search ends with the run's own state on every rank, and then the choice is applied.
