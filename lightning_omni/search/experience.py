@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 from typing_extensions import override
 
@@ -11,6 +12,7 @@ from lightning_omni.performance.forecast import Setting, Theory
 from lightning_omni.search.prior import Prior
 
 
+@cache
 def _known_as(method: str) -> str:
     """The name by which the prior knows a method; one that a setting does not name is taken for asynchronous SGD."""
     if not method:
@@ -32,6 +34,7 @@ class Experience(Theory):
 
     prior: Prior = field(kw_only=True)
     scatter: float = field(default=0.0, kw_only=True)
+    _costs: dict[Setting, tuple[float, float]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def suggested(self, setting: Setting) -> Setting:
         """The same with the momentum and rate that suited such a setting best."""
@@ -55,6 +58,11 @@ class Experience(Theory):
         return self._cost(setting)[1]
 
     def _cost(self, setting: Setting) -> tuple[float, float]:
+        if setting not in self._costs:  # hundreds are asked for several times
+            self._costs[setting] = self._cost_by_prior(setting)
+        return self._costs[setting]
+
+    def _cost_by_prior(self, setting: Setting) -> tuple[float, float]:
         return self.prior.log_cost(
             _known_as(setting.method),
             setting.groups,
