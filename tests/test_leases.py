@@ -447,3 +447,22 @@ def test_an_impossible_plan_is_refused(fields: dict[str, int]) -> None:
 def test_ranges_that_overlap_are_counted_once() -> None:
     plan = EpochPlan(epoch=0, total=10, batch_size=2, budget=10, trained=((2, 6), (0, 4), (4, 5)))
     assert (LeaseBook(plan, {0: 1}).trained, LeaseBook(plan, {0: 1}).trained_spans) == (6, ((0, 6),))
+
+
+# --- Ranks that get the same samples ----------------------------------------------------------------------------------
+
+
+def test_samples_of_ranks_that_compute_together_count_once() -> None:
+    plan = EpochPlan(epoch=0, total=24, batch_size=3, budget=24, ranks_per_batch=2)
+    book = LeaseBook(plan, {0: 4, 1: 2})
+    assert (book.draw(0, 0), book.draw(1, 0)) == ([Batch(0, 6, 0)], [Batch(6, 9, 0)])
+    leases = Leases(world_size=2, batch_size=3, total=24, rank=1, before_epoch=lambda epoch: None, is_local=True)
+    leases.begin_local(plan)
+    assert leases.hand_out() == Batch(0, 6, 0), "both rows of the one group"
+    assert list(leases.indices(0)) == [1, 3, 5]
+
+
+@pytest.mark.parametrize(("ranks", "sizes"), [(0, {0: 2}), (-1, {0: 2}), (2, {0: 2, 1: 3})])
+def test_groups_that_are_no_whole_rows_are_refused(ranks: int, sizes: dict[int, int]) -> None:
+    with pytest.raises(ProtocolError, match="cannot train as in"):
+        LeaseBook(EpochPlan(epoch=0, total=24, batch_size=3, budget=24, ranks_per_batch=ranks), sizes)

@@ -92,7 +92,7 @@ class Leases(Lessee):
 
     def begin_local(self, plan: EpochPlan, goes_on: bool = False) -> None:
         """An epoch of one group begins; or, after a regrouping, goes on with what ``plan`` does not call trained."""
-        self._book = LeaseBook(plan, {0: self._members})
+        self._book = LeaseBook(plan, {0: self._members * plan.ranks_per_batch})
         self._goes_on = goes_on
         self.restart(plan.epoch)
         coming = self.peek() if goes_on else None

@@ -32,6 +32,7 @@ class EpochPlan(msgspec.Struct, frozen=True, kw_only=True):
         epoch: number of the epoch.
         total: positions in the epoch's permutation (samples, padded as DistributedSampler pads them).
         batch_size: samples in one rank's batch.
+        ranks_per_batch: ranks of a group that get the same samples, and compute on them together.
         budget: positions to train in this epoch; less than ``total`` where the user limits the batches.
         validate_every: positions between two validations inside the epoch; 0 for none.
         validate_offset: positions that count towards the first validation already.
@@ -45,6 +46,7 @@ class EpochPlan(msgspec.Struct, frozen=True, kw_only=True):
     validate_every: int = 0
     validate_offset: int = 0
     trained: tuple[tuple[int, int], ...] = ()
+    ranks_per_batch: int = 1
 
 
 class Batch(msgspec.Struct, frozen=True, array_like=True):
@@ -78,6 +80,8 @@ class LeaseBook:
             raise ProtocolError(f"no epoch can be as in {plan}")
         if plan.validate_every < 0 or not 0 <= plan.validate_offset <= LARGEST_EPOCH:
             raise ProtocolError(f"no epoch can be validated as in {plan}")
+        if plan.ranks_per_batch < 1 or any(size % plan.ranks_per_batch for size in group_sizes.values()):
+            raise ProtocolError(f"groups of {sorted(set(group_sizes.values()))} ranks cannot train as in {plan}")
         self.plan = plan
         self.interval = 0
         self._free = _complement(plan.trained, plan.budget)
@@ -153,7 +157,7 @@ class LeaseBook:
         if not 0 <= number <= len(drawn):
             raise ProtocolError(f"group {group} asks for its batch {number}, but has drawn only {len(drawn)}")
         if number == len(drawn):
-            size = self._sizes[group] * self.plan.batch_size
+            size = self._sizes[group] // self.plan.ranks_per_batch * self.plan.batch_size
             left = sum(stop - start for start, stop in self._free)
             ahead = left // (8 * max(1, len(self._sizes)) * size)
             for _ in range(max(1, min(MOST_AHEAD, ahead))):

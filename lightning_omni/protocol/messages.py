@@ -17,7 +17,7 @@ from lightning_omni.protocol.cut import Cut
 from lightning_omni.protocol.leases import Batch, EpochPlan
 from lightning_omni.registry import to_wire
 
-VERSION = 14
+VERSION = 15
 """Protocol version. Both sides must have the same."""
 LARGEST_INLINE = 32 << 10
 """Bytes of message or payload that a rank may send on the control channel; more is brought over the data channel."""
