@@ -13,7 +13,7 @@ from torch import nn
 from lightning_omni.errors import ConfigurationError, UnsupportedError
 from lightning_omni.methods import AsyncSGD, LocalSGD
 from lightning_omni.optimizer.sharding import _blocks
-from lightning_omni.protocol.split import check_by_rows
+from lightning_omni.protocol.split import check_by_parts
 from lightning_omni.strategy.pytorch_lightning import OmniStrategy
 from lightning_omni.tuner.pytorch_lightning import OmniTuner
 
@@ -170,8 +170,8 @@ def test_groups_whose_members_cannot_have_like_shares_are_refused_before_any_pro
 def test_optimizers_that_mix_numbers_are_refused_where_servers_step() -> None:
     optimizer = torch.optim.Adafactor([nn.Parameter(torch.ones(2))])
     with pytest.raises(UnsupportedError, match="Adafactor is not known to treat each number by itself"):
-        check_by_rows(AsyncSGD(), optimizer)
-    check_by_rows(LocalSGD(), optimizer)
+        check_by_parts(AsyncSGD(), optimizer, 'inside="fsdp"')
+    check_by_parts(LocalSGD(), optimizer, 'inside="fsdp"')
 
 
 def test_a_tuner_that_forms_groups_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import sys
 from collections.abc import Callable, Iterator
@@ -19,9 +20,10 @@ from pytorch_lightning.loops.training_epoch_loop import _TrainingEpochLoop
 from pytorch_lightning.strategies import DDPStrategy
 from pytorch_lightning.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 
-from lightning_omni.optimizer._private import _states_of_gloo, new_named_group
+from lightning_omni.optimizer._private import _states_of_gloo, new_named_group, root_mesh
 from lightning_omni.strategy import _private
 
 
@@ -276,6 +278,26 @@ def test_torch_lets_a_process_group_be_named() -> None:
     source = inspect.getsource(dist.distributed_c10d._new_group_with_tag)
     assert "_process_group_name(ranks, use_hashed_name=use_local_synchronization)" in source
     assert "default_pg.bound_device_id" in source, "what decides whether a communicator is split off the default's"
+
+
+@pytest.mark.usefixtures("default_group")
+def test_a_mesh_knows_what_it_was_taken_out_of() -> None:
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
+    assert root_mesh(mesh) is mesh
+    assert root_mesh(mesh["data_parallel"]) is mesh
+
+
+@pytest.mark.parametrize("strategies", ["pytorch_lightning.strategies", "lightning.pytorch.strategies"])
+def test_model_parallel_strategy_keeps_what_it_was_given(strategies: str) -> None:
+    theirs = importlib.import_module(strategies).ModelParallelStrategy(2, "auto", False, "gloo")
+    assert _private.told_model_parallel(theirs) == {
+        "data_parallel_size": 2,
+        "tensor_parallel_size": "auto",
+        "save_distributed_checkpoint": False,
+        "process_group_backend": "gloo",
+        "timeout": timedelta(minutes=30),
+    }
+    assert _private.told_model_parallel(DDPStrategy()) is None
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux says what a thread is doing")

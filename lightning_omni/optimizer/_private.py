@@ -17,7 +17,8 @@ from typing import Any
 from unittest.mock import patch
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
+from torch.distributed import device_mesh, distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_omni.errors import UnsupportedError
 
@@ -59,6 +60,14 @@ def new_named_group(name: str, ranks: Sequence[int], timeout: timedelta) -> Any:
             return dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
     finally:
         default.bound_device_id = bound
+
+
+def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh that a mesh was taken out of, as ``mesh["data_parallel"]``; of one that was not, itself."""
+    if hasattr(mesh, "_get_root_mesh"):
+        root: DeviceMesh = mesh._get_root_mesh()
+        return root
+    return device_mesh._mesh_resources.get_root_mesh(mesh)  # torch before 2.8
 
 
 @cache

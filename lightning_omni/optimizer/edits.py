@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_omni.errors import UnsupportedError
 from lightning_omni.optimizer.channel import Channel
+from lightning_omni.optimizer.meshes import shown
 from lightning_omni.optimizer.model_replica import Part, fingerprint
 from lightning_omni.optimizer.place import Place
 from lightning_omni.optimizer.states import States
@@ -138,8 +139,8 @@ class Edits:
         place = self._place
         if place.share is not None:
             raise UnsupportedError(
-                'strategy.optimizers was changed, and with inside="fsdp" each member of a group has its share of their'
-                ' state: make all optimizers in configure_optimizers, or use inside="ddp"'
+                f"strategy.optimizers was changed, and with {shown(place.options.inside)} each member of a group has"
+                ' its share of their state: make all optimizers in configure_optimizers, or use inside="ddp"'
             )
         clock = max((part.replica.clock for part in place.parts), default=0)
         if place.is_recorder:
@@ -186,6 +187,6 @@ def _check_whole(written: Iterable[Tensor]) -> None:
     """Raises `UnsupportedError` if a sharded tensor was written that no optimizer moves: each rank has rows of it."""
     if any(isinstance(tensor, DTensor) for tensor in written):
         raise UnsupportedError(
-            'inside="fsdp": a parameter that no optimizer moves was written in mid-run, and each rank has rows of it;'
+            "a parameter that no optimizer moves was written in mid-run, and each rank of a group has a part of it;"
             ' keep such values in buffers, which are not sharded, or use inside="ddp"'
         )

@@ -18,6 +18,7 @@ from lightning_omni.errors import ConfigurationError, OmniError
 from lightning_omni.methods import Method
 from lightning_omni.methods.master import class_path
 from lightning_omni.methods.modules import class_paths, describe_module
+from lightning_omni.optimizer.meshes import shown
 from lightning_omni.optimizer.model_replica import Part
 from lightning_omni.optimizer.options import WorldOptions
 from lightning_omni.protocol.transport import Transport
@@ -131,9 +132,9 @@ class RunServer:
         """
         if self._needed is not None and shards != self._needed:
             raise ConfigurationError(
-                f'inside="fsdp" and groups of {self._needed} ranks, each of which exchanges a share: the server at'
-                f" {address} is one of {shards}; start it and the others with lightning-omni serve --shards"
-                f" {self._needed}, or leave server= out"
+                f"{shown(self._options.inside)} and groups of {self._needed} ranks, each of which exchanges a share:"
+                f" the server at {address} is one of {shards}; start it and the others with lightning-omni serve"
+                f" --shards {self._needed}, or leave server= out"
             )
 
     def start(self, method: Method, parts: Iterable[Part]) -> None:

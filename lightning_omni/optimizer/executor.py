@@ -23,11 +23,12 @@ from lightning_omni.methods import Gradient, NextGradient
 from lightning_omni.methods.master import check_servable, hyperparameters_of
 from lightning_omni.optimizer.channel import Channel
 from lightning_omni.optimizer.edits import Edits
+from lightning_omni.optimizer.meshes import shown
 from lightning_omni.optimizer.parameter_groups import ParameterGroups
 from lightning_omni.optimizer.place import Place
 from lightning_omni.optimizer.remote_head import RemoteHead
 from lightning_omni.performance.step_timer import StepTimer
-from lightning_omni.protocol.split import check_by_rows
+from lightning_omni.protocol.split import check_by_parts
 from lightning_omni.protocol.transport import Control
 
 
@@ -131,7 +132,7 @@ class Exchanging(Executor):
     @override
     def check_optimizer(self, optimizer: Optimizer) -> None:
         if self._place.share is not None:
-            check_by_rows(self._place.method, optimizer)
+            check_by_parts(self._place.method, optimizer, shown(self._place.options.inside))
         if not self._place.steps_at_worker or isinstance(optimizer, torch.optim.SparseAdam):
             check_servable(optimizer)
         elif isinstance(optimizer, torch.optim.LBFGS):

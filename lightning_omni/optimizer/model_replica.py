@@ -19,9 +19,9 @@ from lightning_omni.errors import UnsupportedError
 from lightning_omni.methods import Pulled, Replica
 from lightning_omni.methods.master import describe, park
 from lightning_omni.methods.replica import copies
-from lightning_omni.optimizer.sharding import held_by, here, like, parts_of, state_like
+from lightning_omni.optimizer.sharding import complete, gradient_of, held_by, here, like, parts_of, rows, state_like
 from lightning_omni.protocol.layout import Layout
-from lightning_omni.protocol.split import Split
+from lightning_omni.protocol.split import Split, over_parameters
 from lightning_omni.protocol.wire_format import Memory
 
 _LARGE = 1 << 16
@@ -36,56 +36,62 @@ class ModelReplica(Replica):
     Args:
         parameters: name and parameter, in the optimizer's order.
         optimizer: the worker's own optimizer over them.
-        share: where the group's members hold the parameters together, which of how many this rank is; else None.
+        is_shared: whether the group's members hold the parameters together, and each exchanges what it has of them.
 
     Attributes:
         parameters: names and parameters, in the order of the layout.
         ever_held: the same parameters, also those that the optimizer has let go.
     """
 
-    def __init__(
-        self, parameters: Mapping[str, Parameter], optimizer: Optimizer, share: tuple[int, int] | None = None
-    ) -> None:
+    def __init__(self, parameters: Mapping[str, Parameter], optimizer: Optimizer, is_shared: bool = False) -> None:
         super().__init__(list(parameters.values()), optimizer)
-        self.parameters, self._share = dict(parameters), share
+        self.parameters, self._is_shared = dict(parameters), is_shared
         self.ever_held = set(self.ordered)
         self._writes = Writes()
         self._stashed: Pulled | None = None
         self._released: set[Parameter] = set()
         self._parked: dict[Tensor, Any] = {}
+        self._given: list[Tensor | None] = []
         self._version = 0
 
     @cached_property
     def layout(self) -> Layout:
         """How the parameters lie in flat memory, or what this rank has of them."""
-        return self.layout_with({}) if self.split is None else self.split.shares[self._member]
-
-    @cached_property
-    def split(self) -> Split | None:
-        """How the group's members hold the parameters together; None if each of them has them whole."""
-        return None if self._share is None else Split.by_rows(self.layout_with({}), self._share[1])
-
-    @property
-    def _member(self) -> int:
-        assert self._share is not None
-        return self._share[0]
+        return self._layout_of({name: here(parameter) for name, parameter in self.parameters.items()})
 
     def described(self) -> dict[str, Any]:
         """The optimizer, with its state of what this rank has of the parameters, as a server is told of it."""
         description = describe(self.optimizer, {parameter: name for name, parameter in self.parameters.items()})
-        if self._share is not None:
+        if self._is_shared:
             description["state"] = parts_of(description["state"])
         return description
 
     def part_of(self, tree: Any) -> Any:
-        """What this rank has of a tree of whole tensors, as `Split.tree_parts`, or of sharded ones."""
-        if self.split is None or any(isinstance(leaf, DTensor) for leaf in tree_leaves(tree)):
+        """What this rank has of a tree of whole tensors, as `over_parameters` goes through it, or of sharded ones."""
+        if not self._is_shared or any(isinstance(leaf, DTensor) for leaf in tree_leaves(tree)):
             return parts_of(tree)
-        return self.split.tree_parts(tree)[self._member]
+
+        def part(value: Any, place: int | None) -> Any:
+            if place is None or not isinstance(value, Tensor):
+                return value
+            return here(rows(value, self.ordered[place]))
+
+        return over_parameters(tree, self.layout_with({}).specs, part)
+
+    def sharded(self, tree: Any) -> Any:
+        """A tree of what this rank has, with tensors that are sharded as their parameters are. By the whole group."""
+
+        def part(value: Any, place: int | None) -> Any:
+            return value if place is None or not isinstance(value, Tensor) else like(value, self.ordered[place])
+
+        return over_parameters(tree, self.layout.specs, part)
 
     def layout_with(self, more: Mapping[str, Parameter]) -> Layout:
         """The layout of whole parameters, if further ones come behind these."""
-        plain = Layout.of({name: parameter.detach() for name, parameter in {**self.parameters, **more}.items()})
+        return self._layout_of({**self.parameters, **more})
+
+    def _layout_of(self, tensors: Mapping[str, Tensor]) -> Layout:
+        plain = Layout.of({name: tensor.detach() for name, tensor in tensors.items()})
         return Layout(plain.specs, self._version, self.first if self._version else 0)
 
     def here(self, tensor: Tensor) -> Tensor:
@@ -126,8 +132,7 @@ class ModelReplica(Replica):
         park(self.optimizer, self._parked)
 
     def _lay_out(self) -> None:
-        for cached in ("layout", "split"):
-            vars(self).pop(cached, None)
+        vars(self).pop("layout", None)
 
     def load(self, pulled: Pulled) -> None:
         """Overwrites the weights, but for frozen ones that the group has written by itself: those are its own."""
@@ -137,6 +142,7 @@ class ModelReplica(Replica):
         for name, weight, value in zip(self.parameters, self.weights(), pulled.tensors, strict=True):
             if name not in own:
                 weight.copy_(value, non_blocking=True)
+        complete(self.ordered)
         self.clock = pulled.clock
         self._writes.remember(self.ordered, pulled.tensors)
 
@@ -146,6 +152,7 @@ class ModelReplica(Replica):
         super().mix(pulled, of, own)
         for name, value in kept.items():
             here(self.parameters[name]).copy_(value)
+        complete(self.ordered)
         self._writes.remember(self.ordered, self.weights())
 
     def know(self) -> None:
@@ -155,7 +162,13 @@ class ModelReplica(Replica):
     def descend(self, gradient: Sequence[Tensor | None]) -> None:
         """A local step between two fetches: it is the method that has written these weights."""
         super().descend(gradient)
+        complete(self.ordered)
         self.know()
+
+    def move(self, by: Sequence[Tensor], factor: float = 1.0) -> None:
+        """``weights += factor * by``."""
+        super().move(by, factor)
+        complete(self.ordered)
 
     def written(self, in_passing: bool = False) -> list[str]:
         """Names of trained weights that other code has written since they were loaded: see `Writes.of_trained`."""
@@ -171,23 +184,24 @@ class ModelReplica(Replica):
         Raises:
             UnsupportedError: a gradient is sparse.
         """
-        gradients = [parameter.grad if parameter not in self._released else None for parameter in self.ordered]
+        gradients = [gradient_of(each) if each not in self._released else None for each in self.ordered]
         for name, gradient in zip(self.parameters, gradients, strict=True):
             if gradient is not None and gradient.layout != torch.strided:
                 raise UnsupportedError(
                     f"the gradient of {name} is sparse, and gradients travel dense; build the embedding with"
                     " sparse=False, or use groups=1"
                 )
-        if self._share is None:
-            return gradients
-        return [None if gradient is None else here(gradient) for gradient in gradients]
+        if self._is_shared:
+            gradients = [None if gradient is None else here(gradient) for gradient in gradients]
+        self._given = gradients
+        return gradients
 
     def step(self, gradient: Sequence[Tensor | None]) -> None:
         """A step of the worker's own optimizer along this gradient, of what this rank has of the parameters."""
-        if self._share is not None:
+        if self._is_shared:
             gradient = [
-                None if part is None else like(part, parameter)
-                for part, parameter in zip(gradient, self.ordered, strict=True)
+                parameter.grad if part is given else None if part is None else like(part, parameter)
+                for part, parameter, given in zip(gradient, self.ordered, self._given, strict=True)
             ]
         super().step(gradient)
 
@@ -214,7 +228,7 @@ class ModelReplica(Replica):
         """What this group alone knows: its memory, and if ``whole`` its own weights and optimizer state."""
         if not whole:
             return {"memory": self.memory}
-        state = self.state() if self._share is None else parts_of(self.state())
+        state = parts_of(self.state()) if self._is_shared else self.state()
         if self._stashed is not None:
             state.update(weights=list(self._stashed.tensors), clock=self._stashed.clock)
         return state

@@ -12,6 +12,7 @@ from lightning_omni.checks import check_whole
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import Method, checked, method_named
 from lightning_omni.methods.overlap import check_overlap
+from lightning_omni.optimizer.meshes import Inside, ModelParallel, shown
 from lightning_omni.protocol.all_reduce import EXACT, AllReduce, all_reduce_of
 from lightning_omni.protocol.split import check_by_member, check_servers
 from lightning_omni.protocol.transport import TRANSPORTS, Transport, name_of
@@ -52,8 +53,9 @@ class WorldOptions:
             at any time; see docs/joining.md.
         save_every: seconds between two saves of the embedded server's state, from which rank 0 has another one go on if
             it dies; None saves nothing, and its death ends the run.
-        inside: how the members of a group hold the model: ``"ddp"``, each of them whole; or ``"fsdp"``, together, each
-            with rows of every parameter, which it exchanges with a server of its own.
+        inside: how the members of a group hold the model: ``"ddp"``, each of them whole; or together, each with a part
+            of every parameter, which it exchanges with a server of its own: ``"fsdp"``, rows; or a `ModelParallel`, as
+            the module is parallelized on the group's mesh.
         progress_timeout: seconds after which the embedded server takes a group for dead that has trained, is alive and
             gets nothing done; None for never.
         all_reduce: how gradients are averaged inside a group: ``"fp32"`` as they are, ``"bf16"``, ``"fp16"``, or
@@ -77,7 +79,7 @@ class WorldOptions:
     servers: int | Literal["per-node"] = 1
     join: bool = False
     save_every: float | None = 30.0
-    inside: Literal["ddp", "fsdp"] = "ddp"
+    inside: Inside = "ddp"
     progress_timeout: float | None = 600.0
     all_reduce: str | AllReduce = "fp32"
 
@@ -162,38 +164,39 @@ class WorldOptions:
             )
 
     def _check_inside(self, transport: Transport) -> None:
-        if self.inside == "ddp":
+        if not self.is_sharded:
             return
-        if self.inside != "fsdp":
-            raise ConfigurationError(f'inside={self.inside!r}: pass "ddp" or "fsdp"')
-        check_by_member(self.resolved_method())
+        given = shown(self.inside)
+        if self.inside != "fsdp" and not isinstance(self.inside, ModelParallel):
+            raise ConfigurationError(f'inside={self.inside!r}: pass "ddp", "fsdp" or a ModelParallel(...)')
+        check_by_member(self.resolved_method(), given)
         if self.servers != 1:
             raise ConfigurationError(
-                f'servers={self.servers!r} and inside="fsdp": each member of a group has a server for its share, so'
+                f"servers={self.servers!r} and {given}: each member of a group has a server for its share, so"
                 " their number is that of the members; leave servers= out"
             )
         if self.join:
             raise ConfigurationError(
-                'join=True and inside="fsdp": groups join a server that holds the whole model; leave join= out, or pass'
+                f"join=True and {given}: groups join a server that holds the whole model; leave join= out, or pass"
                 ' inside="ddp"'
             )
         if self.record is not None:
             raise ConfigurationError(
-                f'record={self.record!r} and inside="fsdp": a record is replayed with groups that hold the model whole;'
+                f"record={self.record!r} and {given}: a record is replayed with groups that hold the model whole;"
                 ' leave record= out, or pass inside="ddp"'
             )
         if type(transport).follow is Transport.follow:
             raise ConfigurationError(
-                f'inside="fsdp" and transport={name_of(transport)!r}: with this transport there is one server, and each'
+                f"{given} and transport={name_of(transport)!r}: with this transport there is one server, and each"
                 ' member of a group needs one; leave transport= out, or pass inside="ddp"'
             )
 
     def _check_all_reduce(self) -> None:
         if self.resolved_all_reduce() == EXACT:
             return
-        if self.inside != "ddp":
+        if self.is_sharded:
             raise ConfigurationError(
-                f"all_reduce={self.all_reduce!r} and inside={self.inside!r}: FSDP2 averages what it shards; leave"
+                f"all_reduce={self.all_reduce!r} and {shown(self.inside)}: FSDP2 averages what it shards; leave"
                 ' all_reduce= out, or pass inside="ddp"'
             )
         if self.record is not None:
@@ -201,6 +204,11 @@ class WorldOptions:
                 f"all_reduce={self.all_reduce!r} and record={self.record!r}: a record is replayed with gradients that"
                 " the members of a group average as they are; leave one of them out"
             )
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the members of a group hold the model together."""
+        return self.inside != "ddp"
 
     def resolved_method(self) -> Method:
         """The method as a value."""

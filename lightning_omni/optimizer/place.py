@@ -18,11 +18,11 @@ from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import Method
 from lightning_omni.optimizer.embedded import RunServer
 from lightning_omni.optimizer.enlistment import Enlistment
+from lightning_omni.optimizer.meshes import ModelParallel, columns_of, mesh_of, rows_of, sizes_in
 from lightning_omni.optimizer.model_replica import Part
 from lightning_omni.optimizer.options import WorldOptions
 from lightning_omni.optimizer.process_groups import ProcessGroups
 from lightning_omni.optimizer.reduction import Reduction
-from lightning_omni.optimizer.sharding import check_shardable, mesh_of
 from lightning_omni.protocol.all_reduce import AllReduce
 from lightning_omni.protocol.group import GroupCore
 from lightning_omni.protocol.transport import Control
@@ -63,6 +63,7 @@ class Place:
         steps: optimizer steps of the run that were taken in one group, and that no clock of a server counts.
         core: this rank's view of its group.
         server: where the server is.
+        tensor_parallel: neighbours in a group that get the same samples, and compute on them together.
         process_groups: torch's groups.
         is_computing: whether the default process group is the compute group.
         is_entering: whether the group has joined others that compute already, and is about to.
@@ -106,8 +107,9 @@ class Place:
             self.topology = Topology.by_node(ranks_per_node) if wanted is None else Topology.even(self.size, wanted)
         self._records = self.rank == RECORDER
         self.method.check(len(self.topology.alive))
-        if self.options.inside == "fsdp":
-            check_shardable(self.topology)
+        self.tensor_parallel = 1
+        if self.options.is_sharded:
+            _, self.tensor_parallel = sizes_in(self.topology, self.options.inside, ranks_per_node)
         self.generation = 0
         self.control: Control | None = None
         self.parts: list[Part] = []
@@ -170,9 +172,14 @@ class Place:
     @property
     def share(self) -> tuple[int, int] | None:
         """Where each member of a group exchanges a share of the model, which one of how many is this rank's."""
-        if self.options.inside == "ddp" or self.is_synchronous:
+        if not self.options.is_sharded or self.is_synchronous:
             return None
         return self.members.index(self.rank), len(self.members)
+
+    @property
+    def data_place(self) -> tuple[int, int]:
+        """Which of how many parts of its group's samples this rank gets."""
+        return self.members.index(self.rank) // self.tensor_parallel, len(self.members) // self.tensor_parallel
 
     @property
     def speaks(self) -> bool:
@@ -188,9 +195,23 @@ class Place:
     def mesh(self) -> DeviceMesh:
         """That of this rank's compute group. The first time, all ranks ask for it before training begins."""
         if self._mesh is None:
-            self.process_groups.make(self.topology)
-            self._mesh = mesh_of(self.compute_group, self.device.type)
+            for topology in self._parted:
+                self.process_groups.make(topology)
+            groups = [self.process_groups.compute(topology) for topology in self._parted]
+            self._mesh = mesh_of(self.members, groups, self.tensor_parallel, self.device.type)
         return self._mesh
+
+    @property
+    def _parted(self) -> list[Topology]:
+        """The groups, and those parts of them that are tensor-parallel columns and rows."""
+        if not isinstance(self.options.inside, ModelParallel):
+            return [self.topology]
+        return [self.topology, *(part(self.topology, self.tensor_parallel) for part in (columns_of, rows_of))]
+
+    def abandon_groups(self) -> None:
+        """This rank fails: ranks that wait for it inside its compute group fail at once."""
+        for topology in self._parted:
+            self.process_groups.abandon(topology)
 
     @property
     def is_synchronous(self) -> bool:

@@ -1,8 +1,10 @@
-"""A model that the members of a compute group hold together: torch's FSDP2, each member with rows of every parameter.
+"""A model that the members of a compute group hold together: torch's FSDP2 and tensor parallelism, by DTensors.
 
 Rule 1: what is exchanged of a parameter is what this rank has of it, flat (`here`), and no rank has more of it for
 longer than its block computes.
-Rule 2: a checkpoint is whole, and is put together parameter by parameter on the CPU of one rank.
+Rule 2: what all ranks of a tensor-parallel row have alike (the parameters of a norm, say) each of them exchanges a part
+of, so that it travels once, and gives to the others what it was answered (`complete`), so that they stay alike.
+Rule 3: a checkpoint is whole, and is put together parameter by parameter on the CPU of one rank.
 """
 
 from __future__ import annotations
@@ -16,41 +18,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.nn import Module, ModuleDict, ModuleList, Parameter, Sequential
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_map
 
-from lightning_omni.errors import ConfigurationError, UnsupportedError
+from lightning_omni.errors import UnsupportedError
+from lightning_omni.optimizer._private import root_mesh
+from lightning_omni.optimizer.meshes import DATA, TENSOR, Inside, shown
 from lightning_omni.topology import RECORDER, Topology
-
-MESH_DIM = "data_parallel"
-"""What a compute group's mesh is called in ``self.device_mesh[...]``, as in Lightning's ModelParallelStrategy."""
-
-
-def check_shardable(topology: Topology) -> None:
-    """Raises `ConfigurationError` if members of these groups cannot hold a model together, each the same share.
-
-    Args:
-        topology: the compute groups.
-    """
-    sizes = sorted({len(topology.members(group)) for group in topology.alive})
-    if len(sizes) > 1:
-        raise ConfigurationError(
-            f'inside="fsdp" and groups of {sizes[0]} or {sizes[1]} ranks: member j of every group exchanges share j of'
-            " the model, so all groups need equally many members; pass a groups= that divides the number of ranks"
-        )
-    if sizes == [1] and not topology.is_synchronous:
-        raise ConfigurationError(
-            f'inside="fsdp" and {len(topology.alive)} groups of one rank each: there is no other member to share the'
-            ' model with; pass a smaller groups=, or inside="ddp"'
-        )
-
-
-def mesh_of(group: Any, device: str) -> DeviceMesh:
-    """The mesh of a compute group, on every member; called while the default process group is that of all ranks."""
-    return DeviceMesh.from_group(group, device, mesh_dim_names=(MESH_DIM,))
-
 
 # --- The module ------------------------------------------------------------------------------------------------------
 
@@ -82,7 +58,7 @@ def shard(module: Module, mesh: DeviceMesh) -> None:
             raise UnsupportedError(
                 f'inside="fsdp": the parameter {name} is shared by two submodules, which are gathered each by itself:'
                 " put both into one submodule with a forward of its own, or apply fully_shard in configure_model, on"
-                f' self.device_mesh["{MESH_DIM}"]'
+                f' self.device_mesh["{DATA}"]'
             )
     for child in children:
         for block in _blocks(child):
@@ -108,24 +84,55 @@ def _listed(module: Module) -> Iterator[Module]:
             yield from _listed(child)
 
 
-def check_sharded(parameters: Mapping[str, Parameter], members: int) -> None:
-    """Raises `UnsupportedError` unless each member of a group has rows of every parameter that is exchanged.
+def check_sharded(parameters: Mapping[str, Parameter], mesh: DeviceMesh, inside: Inside) -> None:
+    """Raises `UnsupportedError` unless the members of a group hold every parameter that is exchanged together.
 
     Args:
         parameters: by name.
-        members: of the group.
+        mesh: of the group.
+        inside: as the user has passed it.
     """
     for name, parameter in parameters.items():
         if not isinstance(parameter, DTensor):
             raise UnsupportedError(
-                f'inside="fsdp": the parameter {name} is not sharded, and its gradient would be each rank\'s own: put'
-                " it into a submodule with a forward of its own, apply fully_shard to the module that holds it, or"
-                " freeze it and leave it out of the optimizer"
+                f"{shown(inside)}: the parameter {name} is not sharded, and its gradient would be each rank's own: put"
+                " it into a submodule with a forward of its own, apply fully_shard to the module that holds it, on"
+                f' self.device_mesh["{DATA}"], or freeze it and leave it out of the optimizer'
             )
-        if parameter.placements != (Shard(0),) or parameter.device_mesh.size() != members:
+        # Dimensions of one rank do not count: torch may have put an equal mesh of an earlier run in its place.
+        if not torch.equal(root_mesh(parameter.device_mesh).mesh.squeeze(), mesh.mesh.squeeze()):
             raise UnsupportedError(
-                f'inside="fsdp": the parameter {name} lies as {parameter.placements} on {parameter.device_mesh}; groups'
-                f' exchange rows: shard it with fully_shard, along dimension 0, on self.device_mesh["{MESH_DIM}"]'
+                f"{shown(inside)}: the parameter {name} lies on {parameter.device_mesh}, and its group's mesh is"
+                f' {mesh}: shard it on self.device_mesh, or on self.device_mesh["{DATA}"]'
+            )
+        if any(placement.is_partial() for placement in parameter.placements):
+            raise UnsupportedError(
+                f"{shown(inside)}: the parameter {name} lies as {parameter.placements}, and is the sum of what its"
+                " ranks have; parallelize it with Shard or Replicate"
+            )
+        if mesh.size(0) > 1 and _is_replicated(parameter, DATA):
+            raise UnsupportedError(
+                f"{shown(inside)}: the parameter {name} lies as {parameter.placements}, alike on the data-parallel"
+                " ranks, and nothing would average its gradient over them: apply fully_shard to the module that holds"
+                f' it, on self.device_mesh["{DATA}"]'
+            )
+        if not parameter.to_local().is_contiguous():
+            raise UnsupportedError(
+                f"{shown(inside)}: what this rank has of the parameter {name} is not contiguous in memory; make it so"
+                " before it is sharded, with .contiguous()"
+            )
+
+
+def check_clipping(optimizers: Iterable[Optimizer], inside: Inside) -> None:
+    """Raises `UnsupportedError` if gradients cannot be clipped by the norm of all parameters of an optimizer."""
+    for optimizer in optimizers:
+        meshes = {each.device_mesh for each in held_by(optimizer) if isinstance(each, DTensor) and each.requires_grad}
+        if len(meshes) > 1:
+            raise UnsupportedError(
+                f"{shown(inside)} and gradient_clip_val: the optimizer holds parameters on {len(meshes)} meshes, and"
+                " torch takes the norm of those of one; parallelize all modules that have parameters on"
+                f' self.device_mesh["{TENSOR}"] (with SequenceParallel, say, which copies them), or leave'
+                " gradient_clip_val= out"
             )
 
 
@@ -147,7 +154,7 @@ def share_initial(module: Module, topology: Topology, rank: int) -> None:
     mine, first = topology.members(topology.group_of(rank)), topology.members(topology.group_of(RECORDER))
     place = mine.index(rank)
     for parameter in module.parameters():
-        part = here(parameter)
+        part = local_of(parameter)
         if not isinstance(parameter, DTensor):
             dist.broadcast(part, src=RECORDER)
         elif not part.numel():
@@ -165,30 +172,117 @@ def share_initial(module: Module, topology: Topology, rank: int) -> None:
 # --- Tensors ---------------------------------------------------------------------------------------------------------
 
 
-def here(tensor: Tensor) -> Tensor:
-    """What this rank has of a tensor, flat, in the same memory; of one that is not sharded, all of it, as it is."""
+def local_of(tensor: Tensor) -> Tensor:
+    """All that this rank has of a tensor, flat, in the same memory; of one that is not sharded, it as it is."""
     if isinstance(tensor, DTensor):
-        return tensor.to_local().detach().view(-1)
+        return tensor.to_local().detach().reshape(-1)
     return tensor.detach()
 
 
+def here(tensor: Tensor) -> Tensor:
+    """Of what this rank has of a tensor, what it exchanges, and no other member; otherwise as `local_of`."""
+    local = local_of(tensor)
+    return _part(local, *_copy_of(tensor)) if isinstance(tensor, DTensor) else local
+
+
+def _is_replicated(tensor: DTensor, dim: str) -> bool:
+    """Whether ranks along a dimension of the group's mesh have the same of a tensor."""
+    mesh = tensor.device_mesh
+    names = mesh.mesh_dim_names or (DATA,)
+    return dim not in names or tensor.placements[names.index(dim)].is_replicate()
+
+
+def _copy_of(tensor: DTensor) -> tuple[int, int]:
+    """Which of how many copies this rank has, in its tensor-parallel row."""
+    mesh = root_mesh(tensor.device_mesh)
+    names, coordinate = mesh.mesh_dim_names or (), mesh.get_coordinate()
+    if TENSOR not in names or not _is_replicated(tensor, TENSOR):
+        return 0, 1
+    assert coordinate is not None
+    return coordinate[names.index(TENSOR)], mesh.size(names.index(TENSOR))
+
+
+def _part(flat: Tensor, number: int, of: int) -> Tensor:
+    each = -(-flat.numel() // of)
+    return flat[each * number : each * (number + 1)]
+
+
+def complete(tensors: Iterable[Tensor]) -> None:
+    """What each rank of a tensor-parallel row has written `here`, the others get. All ranks of the row call it.
+
+    Args:
+        tensors: the same on all of them.
+    """
+    copied: dict[torch.dtype, list[DTensor]] = {}
+    for tensor in tensors:
+        if isinstance(tensor, DTensor) and _copy_of(tensor)[1] > 1:
+            copied.setdefault(tensor.dtype, []).append(tensor)
+    for alike in copied.values():
+        _exchange_in_row(alike)
+
+
+def _exchange_in_row(tensors: Sequence[DTensor]) -> None:
+    """As `complete`, of tensors of one dtype that are copied, in one collective."""
+    number, of = _copy_of(tensors[0])
+    flats = [local_of(tensor) for tensor in tensors]
+    sizes = [-(-flat.numel() // of) for flat in flats]
+    mine = flats[0].new_zeros(sum(sizes))
+    for room, flat in zip(mine.split(sizes), flats, strict=True):
+        part = _part(flat, number, of)
+        room[: part.numel()] = part
+    theirs = [torch.empty_like(mine) for _ in range(of)]
+    dist.all_gather(theirs, mine, group=root_mesh(tensors[0].device_mesh).get_group(TENSOR))
+    for flat, *parts in zip(flats, *(each.split(sizes) for each in theirs), strict=True):
+        flat.copy_(torch.cat(parts)[: flat.numel()])
+
+
 def like(part: Tensor, parameter: Tensor) -> Tensor:
-    """A tensor that is sharded as a parameter is, of which this is `here`; what is none stays as it is."""
+    """A tensor that is sharded as a parameter is, of which this is `here`; what is none stays as it is.
+
+    All ranks of a tensor-parallel row call it.
+    """
     if not isinstance(parameter, DTensor) or isinstance(part, DTensor) or part.dim() != 1:
         return part
     local = parameter.to_local().detach()
-    return _as_sharded(part.to(local.device).view(local.shape), parameter)
+    number, of = _copy_of(parameter)
+    if of == 1:
+        return _as_sharded(part.to(local.device).view(local.shape), parameter)
+    flat = torch.empty(local.numel(), dtype=part.dtype, device=local.device)
+    _part(flat, number, of).copy_(part)
+    made = _as_sharded(flat.view(local.shape), parameter)
+    complete([made])
+    return made
 
 
 def rows(whole: Tensor, parameter: Tensor) -> Tensor:
     """A tensor as large as a parameter, sharded as that is; anything else stays as it is."""
     if not isinstance(parameter, DTensor) or isinstance(whole, DTensor) or whole.shape != parameter.shape:
         return whole
-    coordinate = parameter.device_mesh.get_coordinate()
+    mesh, local = parameter.device_mesh, whole
+    coordinate = mesh.get_coordinate()
     assert coordinate is not None
-    each = -(-len(whole) // parameter.device_mesh.size())
-    local = whole[each * coordinate[0] : each * (coordinate[0] + 1)]
+    placed = list(zip(parameter.placements, coordinate, mesh.shape, strict=True))
+    # FSDP2 divides what tensor parallelism has left of the same dimension: it comes last then.
+    for placement, place, of in sorted(placed, key=lambda each: getattr(each[0], "split_factor", 1) > 1):
+        if not placement.is_replicate():
+            dim = placement.dim  # type: ignore[attr-defined]
+            each = -(-local.shape[dim] // of)
+            start, stop = (min(local.shape[dim], each * i) for i in (place, place + 1))
+            local = local.narrow(dim, start, stop - start)
     return _as_sharded(local.to(parameter.device, copy=True), parameter)
+
+
+def gradient_of(parameter: Parameter) -> Tensor | None:
+    """A parameter's gradient, in the same places as the parameter.
+
+    Where each rank of a tensor-parallel row has computed a part of it, it is their sum: all of them call it.
+    """
+    gradient = parameter.grad
+    if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
+        return gradient
+    if gradient.placements != parameter.placements:
+        parameter.grad = gradient.redistribute(parameter.device_mesh, parameter.placements)
+    return parameter.grad
 
 
 def _as_sharded(local: Tensor, parameter: DTensor) -> DTensor:
@@ -253,38 +347,6 @@ def whole(tree: Any, keeps: bool) -> Any:
         return full.cpu() if keeps else None
 
     return tree_map(gathered, tree)
-
-
-def gather(tree: Any, group: Any, device: torch.device) -> list[Any]:
-    """Trees of all members of a group, on the first; nothing elsewhere. They differ in their tensors' sizes and values.
-
-    Tensors, which have one dimension or none, are gathered one by one, and are on the CPU then.
-    """
-    leaves, structure = tree_flatten(in_order(tree))
-    gathered = [_gather_one(leaf, group, device) if isinstance(leaf, Tensor) else None for leaf in leaves]
-    if dist.get_rank(group) != 0:
-        return []
-    return [
-        tree_unflatten(
-            [leaf if each is None else each[member] for leaf, each in zip(leaves, gathered, strict=True)], structure
-        )
-        for member in range(dist.get_world_size(group))
-    ]
-
-
-def _gather_one(part: Tensor, group: Any, device: torch.device) -> list[Tensor]:
-    size = torch.tensor([part.numel()], device=device)
-    sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(sizes, size, group=group)
-    if not any(map(int, sizes)):
-        return [part.cpu() for _ in sizes]
-    padded = torch.zeros(max(map(int, sizes)), dtype=part.dtype, device=device)
-    padded[: part.numel()] = part.flatten().to(device)
-    is_first = dist.get_rank(group) == 0
-    places = [torch.empty_like(padded) for _ in sizes] if is_first else None
-    dist.gather(padded, places, group=group, group_dst=0)
-    shape = () if part.dim() == 0 else (-1,)
-    return [each[: int(count)].cpu().reshape(shape) for each, count in zip(places or (), sizes, strict=is_first)]
 
 
 def in_order(tree: Any) -> Any:

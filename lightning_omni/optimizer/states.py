@@ -20,7 +20,7 @@ from lightning_omni.optimizer.model_replica import Part
 from lightning_omni.optimizer.parameter_groups import ParameterGroups
 from lightning_omni.optimizer.place import Place
 from lightning_omni.optimizer.saved import Saved
-from lightning_omni.optimizer.sharding import gather, held_by, like, state_like
+from lightning_omni.optimizer.sharding import held_by, in_order, state_like, whole
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.codec import Packed, pack, unpack
 from lightning_omni.protocol.wire_format import RESIDUAL, to_wire
@@ -181,40 +181,26 @@ class States:
             snapshot: what this member has. All members of the group call it.
 
         Returns:
-            Elsewhere one without tensors.
+            Elsewhere one with None in the place of what is sharded.
         """
-        place, wholes = self._place, [part.replica.split for part in self._place.parts]
-        trees = gather({"parts": snapshot.parts, "groups": snapshot.groups}, place.compute_group, place.device)
-        if not place.is_leader:
-            bare: dict[str, Any] = {"state": {}, "method": None}
-            return ServerSnapshot(
-                snapshot.cut, [{**bare, "weights": dict.fromkeys(part["weights"])} for part in snapshot.parts], {}
-            )
-        parts = []
-        for index, split in enumerate(wholes):
-            assert split is not None
-            each = [tree["parts"][index] for tree in trees]
-            weights = split.merged([list(one["weights"].values()) for one in each])
-            merged = {key: split.merged_tree([one[key] for one in each]) for key in each[0] if key != "weights"}
-            parts.append({**merged, "weights": dict(zip(each[0]["weights"], weights, strict=True))})
+        parts = [
+            {**theirs, "method": part.replica.sharded(theirs["method"])}
+            for part, theirs in zip(self._place.parts, self.sharded(snapshot).parts, strict=True)
+        ]
         groups = {
-            group: [
-                split.merged_tree([tree["groups"][group][index] for tree in trees])
-                for index, split in enumerate(wholes)
-                if split is not None
-            ]
-            for group in trees[0]["groups"]
+            group: [part.replica.sharded(in_order(tree)) for part, tree in zip(self._place.parts, trees, strict=True)]
+            for group, trees in sorted(snapshot.groups.items())
         }
-        return ServerSnapshot(snapshot.cut, parts, groups)
+        keeps = self._place.is_leader
+        return ServerSnapshot(snapshot.cut, whole(in_order(parts), keeps), whole(groups, keeps))
 
     def sharded(self, snapshot: ServerSnapshot) -> ServerSnapshot:
         """A snapshot of what this member of the recorder's group has, its parameters' tensors sharded as they are."""
         parts = []
         for part, theirs in zip(self._place.parts, snapshot.parts, strict=True):
-            held = part.replica.ordered
-            named = zip(theirs["weights"].items(), held, strict=True)
-            weights = {name: like(value, parameter) for (name, value), parameter in named}
-            parts.append({**theirs, "weights": weights, "state": state_like(theirs["state"], held)})
+            weights = part.replica.sharded(list(theirs["weights"].values()))
+            state = part.replica.sharded(in_order(theirs["state"]))
+            parts.append({**theirs, "weights": dict(zip(theirs["weights"], weights, strict=True)), "state": state})
         return ServerSnapshot(snapshot.cut, parts, snapshot.groups)
 
     def whole(self, optimizer: Optimizer, parts: Sequence[Mapping[str, Any]]) -> dict[int, Any]:

@@ -35,6 +35,7 @@ from lightning_omni.optimizer.channel import Channel, Traffic
 from lightning_omni.optimizer.edits import Edits
 from lightning_omni.optimizer.enlistment import ask_for_all
 from lightning_omni.optimizer.executor import Exchanging, Executor
+from lightning_omni.optimizer.meshes import shown
 from lightning_omni.optimizer.model_replica import ModelReplica, Part
 from lightning_omni.optimizer.options import WorldOptions
 from lightning_omni.optimizer.parameter_groups import ParameterGroups
@@ -156,12 +157,12 @@ class World(Place):
         Raises:
             UnsupportedError: a parameter is in another optimizer already.
         """
-        if self.options.inside == "fsdp":
+        if self.options.is_sharded:
             exchanged = {
                 name: each for name, each in parameters.items() if self.share is not None or each.requires_grad
             }
-            check_sharded(exchanged, len(self.members))
-        replica = ModelReplica(parameters, optimizer, self.share)
+            check_sharded(exchanged, self.mesh, self.options.inside)
+        replica = ModelReplica(parameters, optimizer, is_shared=self.share is not None)
         number = self._take_in(Part(optimizer, replica, names=names, outside=outside))
         self.executor.check_parts()
         return number
@@ -328,7 +329,7 @@ class World(Place):
         if self.control is not None:  # a rank that has trained to the end has not failed, whatever comes then
             self.control.close(reason="" if self.is_finished else f"rank {self.rank} failed: {reason}")
         self._close_connections(has_failed=True)
-        self.process_groups.abandon(self.topology)
+        self.abandon_groups()
 
     def close(self) -> None:
         """Leaves the run in good order and stops the embedded server. Gives the default process group back."""
@@ -388,10 +389,10 @@ class World(Place):
     def wrap(self, module: Module, **ddp_options: Any) -> Module:
         """Wraps a module into DistributedDataParallel over the compute group; a group of one needs none.
 
-        Initial weights are rank 0's. Where the members of a group hold the model together (``inside="fsdp"``) the
-        module itself is sharded.
+        Initial weights are rank 0's. Where the members of a group hold the model together, the module itself is
+        sharded, or has been on `mesh`.
         """
-        if self.options.inside == "fsdp":
+        if self.options.is_sharded:
             self.shard(module)
             self.share_initial()
             return module
@@ -407,9 +408,10 @@ class World(Place):
         """The members of this rank's group hold a module together from now on. All ranks call it, before training.
 
         Args:
-            module: see `lightning_omni.optimizer.sharding.shard`.
+            module: see `lightning_omni.optimizer.sharding.shard`. With a `ModelParallel` it has been parallelized.
         """
-        shard(module, self.mesh)
+        if self.options.inside == "fsdp":
+            shard(module, self.mesh)
         self.sharded = module
 
     def share_initial(self) -> None:
@@ -432,9 +434,10 @@ class World(Place):
                 "join=True: groups that have joined on their own cannot form other groups, for ranks of different"
                 " launchers have no process group in common; start other groups instead"
             )
-        if self.options.inside == "fsdp":
+        if self.options.is_sharded:
             raise UnsupportedError(
-                'inside="fsdp": other groups cannot be formed in mid-run, for ranks would need other rows of the model;'
+                f"{shown(self.options.inside)}: other groups cannot be formed in mid-run, for ranks would need other"
+                " parts of the model;"
                 ' save a checkpoint and resume with another groups=, or use inside="ddp"'
             )
 

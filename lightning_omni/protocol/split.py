@@ -78,26 +78,6 @@ class Split(msgspec.Struct, frozen=True, dict=True):
         )
 
     @classmethod
-    def by_rows(cls, layout: Layout, members: int) -> Split:
-        """Divides a layout as the members of a group hold a sharded model: rows of every tensor, as torch's Shard(0).
-
-        Args:
-            layout: of all parameters of the optimizer.
-            members: of the group; all but the last ones have equally many rows of a tensor.
-
-        Example:
-            >>> split = Split.by_rows(Layout.of({"w": torch.ones(3, 2), "b": torch.ones(1)}), 2)
-            >>> [[spec.range for spec in share.specs] for share in split.shares]
-            [[(0, 4), (0, 1)], [(4, 6), (1, 1)]]
-        """
-        places = tuple(range(len(layout.specs)))
-        shares = tuple(
-            Layout(tuple(_rows(spec, member, members) for spec in layout.specs), layout.version, layout.first)
-            for member in range(members)
-        )
-        return cls(layout, shares, (places,) * members)
-
-    @classmethod
     def whole(cls, layout: Layout) -> Split:
         """Of one server, which holds all of it."""
         return cls(layout, (layout,), (tuple(range(len(layout.specs))),))
@@ -353,13 +333,14 @@ def check_servers(servers: int | str, method: Method) -> None:
         )
 
 
-def check_by_member(method: Method) -> None:
+def check_by_member(method: Method, inside: str) -> None:
     """Raises `ConfigurationError` if members of a group cannot exchange a share of the model each with a method.
 
     Args:
         method: of the run.
+        inside: how they hold it, as the user has passed that.
     """
-    given = f'inside="fsdp" and method={type(method).__name__}'
+    given = f"{inside} and method={type(method).__name__}"
     if method.fragments > 1:
         raise ConfigurationError(
             f"{given} with fragments={method.fragments}: fragments are cut out of the whole model, and each member has"
@@ -377,26 +358,20 @@ def check_by_member(method: Method) -> None:
         )
 
 
-def check_by_rows(method: Method, optimizer: Optimizer) -> None:
-    """Raises `UnsupportedError` if an optimizer cannot step rows of parameters at several servers.
+def check_by_parts(method: Method, optimizer: Optimizer, inside: str) -> None:
+    """Raises `UnsupportedError` if an optimizer cannot step parts of parameters at several servers.
 
     Args:
         method: of the run.
         optimizer: the user's.
+        inside: how the members of a group hold the parameters, as the user has passed that.
     """
     if method.steps_at == "server" and not is_elementwise(method, optimizer):
         raise UnsupportedError(
-            f'{type(optimizer).__name__} is not known to treat each number by itself, and with inside="fsdp" each'
-            " server holds rows of the parameters: use SGD, Adam, AdamW or another of torch's element-wise optimizers,"
-            ' a method whose optimizer steps on the ranks (method="local_sgd"), or inside="ddp"'
+            f"{type(optimizer).__name__} is not known to treat each number by itself, and with {inside} each"
+            " server holds a part of the parameters: use SGD, Adam, AdamW or another of torch's element-wise"
+            ' optimizers, a method whose optimizer steps on the ranks (method="local_sgd"), or inside="ddp"'
         )
-
-
-def _rows(spec: TensorSpec, member: int, members: int) -> TensorSpec:
-    rows, size = spec.shape[0], prod(spec.shape[1:])
-    each = -(-rows // members)
-    start, stop = (min(rows, each * place) * size for place in (member, member + 1))
-    return msgspec.structs.replace(spec, range=(start, stop))
 
 
 def _ranges(layout: Layout, servers: int) -> list[list[tuple[int, TensorSpec]]]:

@@ -21,6 +21,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, DistributedSampler
 from typing_extensions import override
 
+from lightning_omni.strategy import NAMESPACES
 from lightning_omni.strategy.declared import callbacks_of
 
 if TYPE_CHECKING:
@@ -35,6 +36,18 @@ else:
 def set_ddp_options(strategy: Any, options: dict[str, Any]) -> None:
     """The keyword arguments with which DDPStrategy wraps the module."""
     strategy._ddp_kwargs = options
+
+
+def told_model_parallel(strategy: Any) -> dict[str, Any] | None:
+    """What Lightning's ModelParallelStrategy was given, by its arguments' names; None if this is none of its own."""
+    kind = type(strategy)
+    if kind.__name__ != "ModelParallelStrategy" or kind.__module__ not in _OF_MODEL_PARALLEL:
+        return None
+    names = ("data_parallel_size", "tensor_parallel_size", "save_distributed_checkpoint", "process_group_backend")
+    return {name: getattr(strategy, f"_{name}") for name in (*names, "timeout")}
+
+
+_OF_MODEL_PARALLEL = tuple(f"{name}.strategies.model_parallel" for name in NAMESPACES)
 
 
 def set_device_mesh(module: Any, mesh: Any) -> None:

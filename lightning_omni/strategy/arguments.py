@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_omni.checks import check_kind, check_number, check_whole
 from lightning_omni.errors import ConfigurationError, UnknownArgument
 from lightning_omni.methods import Method
+from lightning_omni.optimizer.meshes import Inside, ModelParallel, shown
 from lightning_omni.protocol.all_reduce import AllReduce
 from lightning_omni.protocol.wire_format import WireFormat
 
@@ -161,8 +162,11 @@ def check_strategy(
     check_kind("join", join, (bool, type(None)), "True or False")
     if save_every is not None:
         check_number("save_every", save_every, "the seconds between two saves, more than 0, or None", above=0)
-    if inside not in ("ddp", "fsdp"):
-        raise ConfigurationError(f'inside={inside!r}: pass "ddp" or "fsdp"')
+    if not isinstance(inside, ModelParallel) and inside not in ("ddp", "fsdp"):
+        raise ConfigurationError(
+            f'inside={inside!r}: pass "ddp", "fsdp" or ModelParallelStrategy(data_parallel_size=..., '
+            "tensor_parallel_size=...) of lightning.pytorch.strategies or pytorch_lightning.strategies itself"
+        )
     if progress_timeout is not None:
         check_number("progress_timeout", progress_timeout, "seconds, at least 2, or None", low=2, below=math.inf)
     check_whole("max_rejoins", max_rejoins, "how often in a row an evicted group may join again, or 0")
@@ -192,7 +196,12 @@ def check_join(data: str, validation: str, merged: str | None) -> None:
 
 
 def check_inside(
-    inside: str, merged: str | None, validation: str, save_distributed_checkpoint: bool, ddp: Mapping[str, Any]
+    inside: Inside,
+    merged: str | None,
+    validation: str,
+    save_distributed_checkpoint: bool,
+    rebalance: str,
+    ddp: Mapping[str, Any],
 ) -> None:
     """Refuses what does not go with groups whose members hold the model together.
 
@@ -209,20 +218,25 @@ def check_inside(
         return
     if merged is not None:
         raise ConfigurationError(
-            f'merged={merged!r} and inside="fsdp": a merged head is handed to one server whole, and each member of a'
-            ' group has rows of it; leave merged= out, or pass inside="ddp"'
+            f"merged={merged!r} and {shown(inside)}: a merged head is handed to one server whole, and each member of a"
+            ' group has a part of it; leave merged= out, or pass inside="ddp"'
         )
     if validation == "published":
         raise ConfigurationError(
-            'validation="published" and inside="fsdp": the weights of a validation are fetched whole by one group; pass'
-            ' validation="wait", or inside="ddp"'
+            f'validation="published" and {shown(inside)}: the weights of a validation are fetched whole by one group;'
+            ' pass validation="wait", or inside="ddp"'
+        )
+    if rebalance == "auto" and isinstance(inside, ModelParallel):
+        raise ConfigurationError(
+            f'rebalance="auto" and {shown(inside)}: ranks that compute one batch together cannot get different parts of'
+            ' it; pass rebalance="off", or inside="fsdp"'
         )
     own = {"timeout", "process_group_backend", "start_method", "accelerator", "parallel_devices"}
     own |= {"cluster_environment", "checkpoint_io", "precision_plugin"}
     for name, value in ddp.items():
         if name not in own and value is not None:
             raise ConfigurationError(
-                f'{name}={value!r} and inside="fsdp": it is an argument of DistributedDataParallel, which is not used'
+                f"{name}={value!r} and {shown(inside)}: it is an argument of DistributedDataParallel, which is not used"
                 ' then; leave it out, or pass inside="ddp"'
             )
 

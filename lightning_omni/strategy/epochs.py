@@ -107,7 +107,7 @@ class EpochDriver:
         """The groups stand; the first epoch is about to begin."""
         trainer = self.trainer
         self._started, self._stopping = True, False
-        self._limits = FitLimits(trainer)
+        self._limits = FitLimits(trainer, self.world.tensor_parallel)
         self.data.adopt()
         if self.leases is not None:
             epoch = trainer.current_epoch
@@ -223,7 +223,7 @@ class EpochDriver:
     @property
     def _is_shrunk(self) -> bool:
         """Whether one group is left with fewer ranks than the run began with: it needs more batches for an epoch."""
-        return self.leases is not None and self.leases.is_local and len(self.world.members) < self.leases.world_size
+        return self.leases is not None and self.leases.is_local and self.world.data_place[1] < self.leases.world_size
 
     def begin_batch(self) -> None:
         """A batch begins."""

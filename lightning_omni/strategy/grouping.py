@@ -19,6 +19,7 @@ from lightning_omni.errors import ConfigurationError, UnsupportedError
 from lightning_omni.metrics import RunReport
 from lightning_omni.optimizer import World, WorldOptions
 from lightning_omni.optimizer.balance import Balance, gather
+from lightning_omni.optimizer.meshes import shown
 from lightning_omni.optimizer.sharding import reshard
 from lightning_omni.optimizer.world import frozen
 from lightning_omni.protocol.leases import apportion
@@ -106,10 +107,10 @@ class GroupedStrategy(_Base):
         Args:
             what: needs it.
         """
-        if self._world_options.inside == "fsdp":
+        if self._world_options.is_sharded:
             raise UnsupportedError(
-                f'{what}, and with inside="fsdp" each rank has rows of the model that belong to its place in its group:'
-                ' leave it out, or use inside="ddp"'
+                f"{what}, and with {shown(self._world_options.inside)} each rank has a part of the model that belongs"
+                ' to its place in its group: leave it out, or use inside="ddp"'
             )
 
     def check_several(self, trainer: Trainer) -> None:
@@ -278,14 +279,13 @@ class Grouping:
     def sentence(self) -> str:
         """What people are told when the groups stand."""
         options = self._strategy.joined.options
-        sharded = self._strategy.joined.sharded is not None
         given = [f"wire={options.wire!r}"] if options.wire != "fp32" else []
         given += ["overlap=True"] if options.overlap else []
         verb = "is" if len(given) == 1 else "are"
         without_effect = f"; nothing is pushed, and {' and '.join(given)} {verb} without effect" if given else ""
         return (
             f"{self._strategy.joined.size} ranks in 1 group, which is"
-            f" {'FSDP2' if sharded else 'DistributedDataParallel'}: no parameter server, no"
+            f" {_held_by(self._strategy.joined)}: no parameter server, no"
             f" staleness{without_effect}. Pass groups= for asynchronous groups"
         )
 
@@ -354,5 +354,14 @@ class SeveralGroups(Grouping):
             f"{len(world.topology.ranks)} ranks in {len(world.topology.alive)} groups of"
             f" {' or '.join(map(str, sizes))} | method {type(world.method).__name__} | server {world.server_address} |"
             f" data {data}{' | exchanges overlap' if world.core.overlaps else ''}"
-            f"{' | inside FSDP2' if world.sharded is not None else ''}"
+            f"{'' if world.sharded is None else f' | inside {_held_by(world)}'}"
         )
+
+
+def _held_by(world: World) -> str:
+    """What a group is inside."""
+    if world.sharded is None:
+        return "DistributedDataParallel"
+    if world.tensor_parallel == 1:
+        return "FSDP2"
+    return f"FSDP2 and tensor parallelism, {world.data_place[1]} x {world.tensor_parallel} ranks"

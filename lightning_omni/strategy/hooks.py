@@ -22,10 +22,11 @@ from lightning_omni.methods import Method
 from lightning_omni.optimizer import World, WorldOptions
 from lightning_omni.optimizer.balance import Balance
 from lightning_omni.optimizer.folders import is_folder
+from lightning_omni.optimizer.meshes import Inside, ModelParallel, shown, sizes_in
 from lightning_omni.optimizer.place import Communication
 from lightning_omni.optimizer.run_state import Live, RunState
 from lightning_omni.optimizer.sharding import (
-    check_shardable,
+    check_clipping,
     held_by,
     is_sharded,
     named_rows,
@@ -60,7 +61,9 @@ from lightning_omni.strategy.signals import Signals
 from lightning_omni.topology import RECORDER, Topology, check_groups
 
 if TYPE_CHECKING:
+    from lightning.pytorch.strategies import ModelParallelStrategy as OfLightning
     from pytorch_lightning import Trainer
+    from pytorch_lightning.strategies import ModelParallelStrategy
 
 
 class OmniStrategyHooks(GroupedStrategy):
@@ -109,9 +112,11 @@ class OmniStrategyHooks(GroupedStrategy):
         save_every: seconds between two saves of the embedded server's state. If the server dies, rank 0 starts another
             one, which goes on from the last save: see docs/resilience.md. None saves nothing; its death then ends the
             run.
-        inside: how the members of a group hold the model: ``"ddp"``, each of them whole; or ``"fsdp"``, together, each
-            with rows of every parameter (torch's ``fully_shard``), so that a group can hold what no single device can.
-            Every member then exchanges its own share, and no rank ever has the whole: see docs/large-models.md.
+        inside: how the members of a group hold the model: ``"ddp"``, each of them whole; ``"fsdp"``, together, each
+            with rows of every parameter (torch's ``fully_shard``), so that a group can hold what no single device can;
+            or ``ModelParallelStrategy(data_parallel_size=..., tensor_parallel_size=...)``, together, as the module's
+            ``configure_model`` parallelizes and shards it on the group's ``self.device_mesh``. Every member then
+            exchanges its own share, and no rank ever has the whole: see docs/large-models.md.
         max_rejoins: how often in a row a group of ``join`` that was evicted by mistake (its machine stood still, its
             link was cut) joins again by itself, as a new one: if the script ends with that error, its process starts
             the command again that it was started with, after 1, 2, 4, ... seconds. See docs/joining.md. 0 never.
@@ -124,7 +129,8 @@ class OmniStrategyHooks(GroupedStrategy):
             feedback: see docs/wire-formats.md.
         save_distributed_checkpoint: whether, with ``inside="fsdp"``, a checkpoint is a folder to which each member
             writes its share (torch.distributed.checkpoint, as ModelParallelStrategy saves it), and not one file that
-            rank 0 puts together. Both are read, whatever is passed here.
+            rank 0 puts together. A ModelParallelStrategy that is passed as ``inside`` says so itself. Both are read,
+            whatever is passed here.
         **ddp: DDPStrategy's own arguments.
 
     Raises:
@@ -160,7 +166,7 @@ class OmniStrategyHooks(GroupedStrategy):
         validation: Literal["wait", "published"] = "wait",
         join: bool | None = None,
         save_every: float | None = 30.0,
-        inside: Literal["ddp", "fsdp"] = "ddp",
+        inside: Literal["ddp", "fsdp"] | ModelParallelStrategy | OfLightning = "ddp",
         max_rejoins: int = 10,
         progress_timeout: float | None = 600.0,
         all_reduce: str | AllReduce = "fp32",
@@ -176,6 +182,11 @@ class OmniStrategyHooks(GroupedStrategy):
             )
             max_nonfinite_pushes = ddp.pop("refusals")
         refuse_unknown_of_ddp(self, OmniStrategyHooks, ddp)
+        theirs, within = _private.told_model_parallel(inside), cast(Inside, inside)
+        if theirs is not None:
+            within = ModelParallel(theirs["data_parallel_size"], theirs["tensor_parallel_size"])
+            save_distributed_checkpoint = save_distributed_checkpoint or theirs["save_distributed_checkpoint"]
+            ddp = {**{name: theirs[name] for name in ("process_group_backend", "timeout")}, **ddp}
         asked = self._asked = Asked(groups, method, data, server, join)
         with asked.naming_variables():
             groups, method, data, server = asked.groups, asked.method, asked.data, asked.server
@@ -193,13 +204,13 @@ class OmniStrategyHooks(GroupedStrategy):
                 validation,
                 join,
                 save_every,
-                inside,
+                within,
                 max_rejoins,
                 progress_timeout,
                 all_reduce,
                 ddp,
             )
-            check_inside(inside, merged, validation, save_distributed_checkpoint, ddp)
+            check_inside(within, merged, validation, save_distributed_checkpoint, rebalance, ddp)
             if data == "static" and rebalance == "auto":
                 raise ConfigurationError(
                     'rebalance="auto" with data="static": samples that are dealt out beforehand cannot be split by'
@@ -226,7 +237,7 @@ class OmniStrategyHooks(GroupedStrategy):
                 servers=servers,
                 join=asked.join,
                 save_every=save_every,
-                inside=inside,
+                inside=within,
                 progress_timeout=progress_timeout,
                 all_reduce=all_reduce,
             )
@@ -289,7 +300,8 @@ class OmniStrategyHooks(GroupedStrategy):
             with self._asked.naming_variables():
                 check_groups(groups, ranks)
                 if self.is_sharded:
-                    check_shardable(Topology.even(ranks, groups))
+                    nodes = [ranks // self.num_nodes] * self.num_nodes
+                    sizes_in(Topology.even(ranks, groups), self._world_options.inside, nodes)
         if _private.start_method(self) != "popen":
             _private.set_launcher(self, self.processes_class(self, _private.start_method(self)))
         else:
@@ -389,8 +401,8 @@ class OmniStrategyHooks(GroupedStrategy):
         """Raises `UnsupportedError` for a precision that ModelParallelStrategy refuses, too."""
         if getattr(self.precision_plugin, "scaler", None) is not None:
             raise UnsupportedError(
-                "inside=\"fsdp\" and precision='16-mixed': the loss scaler of one rank would not know what is infinite"
-                " in the rows of another; use precision='bf16-mixed' or 'bf16-true'"
+                f"{shown(self._world_options.inside)} and precision='16-mixed': the loss scaler of one rank would not"
+                " know what is infinite in the part of another; use precision='bf16-mixed' or 'bf16-true'"
             )
 
     @override
@@ -424,6 +436,8 @@ class OmniStrategyHooks(GroupedStrategy):
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
             self.joined.executor.check_optimizer(optimizer)
+        if self.is_sharded and trainer.gradient_clip_val and trainer.gradient_clip_algorithm != "value":
+            check_clipping(self.optimizers, self._world_options.inside)
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
@@ -657,7 +671,8 @@ class OmniStrategyHooks(GroupedStrategy):
         elif world is not None and (enlistment := world.enlistment) is not None:
             # Lengths are those of the run as it was begun; samples are leased.
             given = {"num_replicas": enlistment.announced, "rank": given["rank"] if enlistment.begins else 0}
-        return {**given, "rank": GivenRank(given["rank"])}
+        same = world.tensor_parallel if world is not None else 1  # ranks that get the same samples
+        return {**given, "num_replicas": given["num_replicas"] // same, "rank": GivenRank(given["rank"] // same)}
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -670,7 +685,7 @@ class OmniStrategyHooks(GroupedStrategy):
     @property
     def is_sharded(self) -> bool:
         """Whether the members of a group hold the model together."""
-        return self._world_options.inside == "fsdp"
+        return self._world_options.is_sharded
 
     @property
     def _is_asynchronous(self) -> bool:

@@ -105,7 +105,7 @@ class LeasedData:
             return loader
         leased = lease(
             loader,
-            rank=rank,
+            rank=rank // world.tensor_parallel,
             before_epoch=self._before_epoch,
             is_local=not world.executor.exchanges,
             shares=self.leases.shares if self.leases is not None else (),  # of the loader that this one replaces
@@ -135,8 +135,7 @@ class LeasedData:
         """Tells the leases of this rank's place in its group, and of the group's ``shares``, if they are unequal."""
         world = self._world
         if self.leases is not None and world is not None:
-            place = world.members.index(world.rank)
-            self.leases.assign(place, len(world.members), world.executor.control, world.generation, shares)
+            self.leases.assign(*world.data_place, world.executor.control, world.generation, shares)
 
     def weigh(self, loss: Tensor) -> Tensor:
         """The loss whose gradient this rank contributes: more, if it has more of the group's batch than others."""
@@ -152,13 +151,14 @@ class FitLimits:
 
     Args:
         trainer: whose they are.
+        ranks_per_batch: as `EpochPlan` has it.
 
     Attributes:
         max_steps: steps of DDP after which the user wants the run to end, or -1.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: Trainer, ranks_per_batch: int = 1) -> None:
+        self._trainer, self._ranks_per_batch = trainer, ranks_per_batch
         self.max_steps: int = trainer.max_steps
 
     def reference(self, leases: Leases) -> ReferenceBatch:
@@ -191,6 +191,7 @@ class FitLimits:
             validate_every=every,
             validate_offset=offset,
             trained=trained,
+            ranks_per_batch=self._ranks_per_batch,
         )
 
     def validates_at_end(self, plan: EpochPlan, progress: Progress) -> bool:

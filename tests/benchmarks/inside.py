@@ -4,6 +4,7 @@
     OMP_NUM_THREADS=1 .venv/bin/python tests/benchmarks/inside.py --groups 1
     OMP_NUM_THREADS=1 .venv/bin/python tests/benchmarks/inside.py --equal 50            # and what either has learned
     OMP_NUM_THREADS=1 .venv/bin/python tests/benchmarks/inside.py --equal 50 --shards 3
+    OMP_NUM_THREADS=1 .venv/bin/python tests/benchmarks/inside.py --equal 50 --tensor   # groups of 1 x 2 ranks
 
 Peak bytes are those of all tensors that are allocated on the CPU from before the model is made until training ends, as
 torch's profiler counts them: weights, gradients, optimizer state, what is gathered and what travels, and activations,
@@ -11,7 +12,8 @@ which are few here.
 
 With ``--equal`` two groups take so many steps with every method, one after the other, so that pushes come in the same
 order (where a method has them wait for each other, that is order enough); told is the largest difference between the
-weights of groups whose members hold the model together, and those of groups whose members have it whole.
+weights of groups whose members hold the model together, and those of groups whose members have it whole. They do so by
+tensor parallelism with ``--tensor``, and train on the same samples in batches twice as large.
 """
 
 from __future__ import annotations
@@ -99,24 +101,27 @@ def train(inside: str, options: argparse.Namespace) -> None:
 def compare(options: argparse.Namespace) -> None:
     """Prints how far apart two ways of holding the model end, for each method."""
     devices = 2 * options.shards
+    together = "1 x 2" if options.tensor else "fsdp"
+    more = {"kind": "Parallel", "insides": ["ddp", together]} if options.tensor else {}
     rows = [
-        {"method": method, "optimizer": "AdamW", "turns": turns, "extra": {"gradient_clip_val": 0.3}}
+        {"method": method, "optimizer": "AdamW", "turns": turns, "extra": {"gradient_clip_val": 0.3}, **more}
         for method, turns in TURNS.items()
         if options.method in ("", method)
     ]
     samples = 4 * devices * options.equal // 2  # of each of two epochs
     told = {"what": ["across"], "across": rows, "devices": devices, "samples": samples}
     found = run("inside.py", told, timeout=3600).results[0]["across"]
-    print(f"two groups of {options.shards}, {options.equal} steps of each, AdamW, clipping by norm")
+    print(f"two groups of {options.shards}, {together}, {options.equal} steps of each, AdamW, clipping by norm")
     for row, each in zip(rows, found.values(), strict=True):
-        ddp, fsdp = each["ddp"], each["fsdp"]
-        assert ddp["steps"] == fsdp["steps"] == options.equal, row
-        assert ddp["updates"] == fsdp["updates"], row
+        ddp, ours = each["ddp"], each[together]
+        assert ddp["steps"] == ours["steps"] == options.equal, row
+        assert ddp["updates"] == ours["updates"], row
+        assert ours["copies"], row
         one, other = (
             torch.cat(
                 [torch.tensor(way["weights"][name], dtype=torch.float64) for name in ddp["weights"] if name != "seen"]
             )
-            for way in (ddp, fsdp)
+            for way in (ddp, ours)
         )
         apart, largest = float((one - other).abs().max()), float(one.abs().max())
         print(f"{row['method']:40} {apart:.1e} apart, weights up to {largest:.2f}, {ddp['updates']} updates")
@@ -131,6 +136,7 @@ def main() -> None:
     parser.add_argument("--method", default="", help="local_sgd:period=1, or with --equal all")
     parser.add_argument("--equal", type=int, default=0, metavar="STEPS")
     parser.add_argument("--shards", type=int, default=2, help="members of each group, with --equal")
+    parser.add_argument("--tensor", action="store_true", help="tensor parallelism in groups of two, with --equal")
     parser.add_argument("--inside", default="")
     options = parser.parse_args()
     if options.equal:

@@ -12,18 +12,27 @@ from common import FOLDER, OPTIONS, dataset, omni, pl, report, trainer
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.data import DataLoader, DistributedSampler, Subset
+
+from lightning_omni.optimizer import sharding
 
 
 class Blocks(pl.LightningModule):
     """A few layers, of sizes that two members cannot halve."""
 
+    hidden = 31
+
     def __init__(self, optimizer: str = "SGD") -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(12, 31), nn.Tanh(), nn.Linear(31, 5), nn.Tanh(), nn.Linear(5, 3))
+        self.net = nn.Sequential(*self.layers(self.hidden))
         self.register_buffer("seen", torch.zeros(()))
         self.optimizer = optimizer
+
+    @staticmethod
+    def layers(hidden: int) -> list[nn.Module]:
+        return [nn.Linear(12, hidden), nn.Tanh(), nn.Linear(hidden, 5), nn.Tanh(), nn.Linear(5, 3)]
 
     def forward(self, x: Tensor) -> Tensor:
         return self.net(x.to(self.net[0].weight.dtype))
@@ -56,6 +65,39 @@ class Wrapped(Blocks):
         fully_shard(self.net, mesh=mesh)
 
 
+class Even(Blocks):
+    """What is between two layers that are tensor-parallel is halved."""
+
+    hidden = 32
+
+
+class Parallel(Even):
+    """As the user of ModelParallelStrategy writes it: of one bias, tensor-parallel ranks have a copy each."""
+
+    def configure_model(self) -> None:
+        if isinstance(self.net[0].weight, DTensor):
+            return
+        data, tensor = self.device_mesh["data_parallel"], self.device_mesh["tensor_parallel"]
+        plan = {"0": ColwiseParallel(), "2": RowwiseParallel(), "4": ColwiseParallel(output_layouts=Replicate())}
+        parallelize_module(self.net, tensor, plan)
+        for place in (0, 2, 4):
+            fully_shard(self.net[place], mesh=data)
+        fully_shard(self.net, mesh=data)
+
+
+class Mixed(Even):
+    """Likewise, with a last layer that is not tensor-parallel."""
+
+    def configure_model(self) -> None:
+        if isinstance(self.net[0].weight, DTensor):
+            return
+        data, tensor = self.device_mesh["data_parallel"], self.device_mesh["tensor_parallel"]
+        parallelize_module(self.net, tensor, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        for place in (0, 2, 4):
+            fully_shard(self.net[place], mesh=data)
+        fully_shard(self.net, mesh=data)
+
+
 class InTurn:
     """Mixed into a module: groups step one after the other, so that the order of pushes is always the same."""
 
@@ -80,8 +122,31 @@ class Turns(InTurn, Blocks):
     """Groups step in turn."""
 
 
+class TurnsParallel(InTurn, Parallel):
+    """Groups step in turn, tensor-parallel."""
+
+
+class TurnsMixed(InTurn, Mixed):
+    """Likewise, but for the last layer."""
+
+
+class TurnsEven(InTurn, Even):
+    """Groups step in turn, and each rank has the whole of that model."""
+
+
 def data(samples: int = OPTIONS.get("samples", 64)) -> DataLoader[Any]:
     return DataLoader(dataset(samples), batch_size=4)
+
+
+def alike(is_parallel: bool, samples: int = OPTIONS.get("samples", 64)) -> DataLoader[Any]:
+    """Data in such an order that a tensor-parallel row of two ranks trains in a batch what two ranks do in two."""
+    rank = int(os.environ.get("LOCAL_RANK", 0))
+    if not is_parallel:
+        sampler = DistributedSampler(dataset(samples), 4, rank, shuffle=False)
+        return DataLoader(sampler.dataset, batch_size=4, sampler=sampler)
+    order = [2 * (place % 2) + place // 2 % 2 + place // 4 * 4 for place in range(samples)]
+    sampler = DistributedSampler(Subset(dataset(samples), order), 2, rank // 2, shuffle=False)
+    return DataLoader(sampler.dataset, batch_size=8, sampler=sampler)
 
 
 def whole(module: nn.Module) -> dict[str, Any]:
@@ -122,15 +187,15 @@ def here(module: nn.Module) -> list[str]:
 class Saves(pl.Callback):
     """Saves a checkpoint at the first epoch's end, and one inside it."""
 
-    def __init__(self, name: str) -> None:
-        self.name, self.found = name, {}
+    def __init__(self, name: str, epoch: int = 0) -> None:
+        self.name, self.epoch, self.found = name, epoch, {}
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if trainer.current_epoch == 0 and batch_idx == 1:
             trainer.save_checkpoint(FOLDER / f"inside-{self.name}")
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        if trainer.current_epoch == 0:
+        if trainer.current_epoch == self.epoch:
             trainer.save_checkpoint(FOLDER / self.name)
             self.found = held(trainer)
 
@@ -147,6 +212,41 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "AdamW, clipping, accumulation": ("AdamW", {"gradient_clip_val": 0.1, "accumulate_grad_batches": 3}),
     "bf16": ("AdamW", {"precision": "bf16-true"}),
 }
+
+
+def inside_of(inside: str) -> Any:
+    """What `OmniStrategy` is told: "2 x 2" is a mesh."""
+    if "x" not in inside:
+        return inside
+    sizes = map(int, inside.split("x"))
+    return pl.strategies.ModelParallelStrategy(*sizes, save_distributed_checkpoint=False)
+
+
+def tensor_parity() -> Any:
+    """One group with a mesh, and ModelParallelStrategy with the same."""
+    results = {}
+    for row in OPTIONS["meshes"]:
+        optimizer, options = ROWS[row["row"]]
+        found = []
+        for strategy in (inside_of, lambda inside: omni.OmniStrategy(groups=1, inside=inside_of(inside))):
+            pl.seed_everything(7, verbose=False)
+            module = {"Parallel": Parallel, "Mixed": Mixed}[row["kind"]](optimizer)
+            saves = Saves(row["saves"]) if "saves" in row and found else None
+            run = trainer(strategy(row["mesh"]), OPTIONS.get("devices", 2), callbacks=saves, **options)
+            run.fit(module, data(), data())
+            found.append([here(module), run.global_step, float(run.callback_metrics["val_loss"])])
+        results[row["row"]] = {"both": found, "lies": lies(module), "saved": saves.found if saves is not None else {}}
+    return results
+
+
+def lies(module: nn.Module) -> dict[str, Any]:
+    """How many parameters a rank finds in the whole, and how often each number is exchanged."""
+    held = list(module.parameters())
+    sizes = torch.tensor([sharding.here(each).numel() for each in held])
+    torch.distributed.all_reduce(sizes)
+    mine = [sharding.rows(each.full_tensor().detach(), each).to_local() for each in held]
+    found = sum(torch.equal(part, each.to_local()) for part, each in zip(mine, held, strict=True))
+    return {"whole": found, "exchanged": [size / each.numel() for size, each in zip(sizes.tolist(), held, strict=True)]}
 
 
 def parity() -> Any:
@@ -180,10 +280,34 @@ def fit(inside: str, kind: type[Blocks], optimizer: str = "SGD", groups: int = 2
     module = kind(optimizer)
     module.run = f"{OPTIONS}{inside}{given}{fit.__dict__.setdefault('count', 0)}"
     fit.__dict__["count"] += 1
-    strategy = omni.OmniStrategy(groups=groups, inside=inside, data="static", **given)
+    strategy = omni.OmniStrategy(groups=groups, inside=inside_of(inside), data="static", **given)
     run = trainer(strategy, OPTIONS.get("devices", 4), **options)
-    run.fit(module, data(), data(), ckpt_path=ckpt)
+    samples = alike("x" in inside) if issubclass(kind, Even) else data()
+    run.fit(module, samples, data(), ckpt_path=ckpt)
     return module, run, strategy.report()
+
+
+KINDS: dict[tuple[str, bool, bool], type[Blocks]] = {  # with a mesh or not, in turn or where a barrier is order enough
+    ("Blocks", False, True): Turns,
+    ("Blocks", False, False): Blocks,
+    ("Parallel", False, True): TurnsEven,
+    ("Parallel", False, False): Even,
+    ("Parallel", True, True): TurnsParallel,
+    ("Parallel", True, False): Parallel,
+    ("Mixed", False, True): TurnsEven,
+    ("Mixed", False, False): Even,
+    ("Mixed", True, True): TurnsMixed,
+    ("Mixed", True, False): Mixed,
+}
+
+
+def copies(module: nn.Module, world: Any) -> bool:
+    """Whether all members of a group have the same bits of what is the same on them."""
+    whole_there = [each for each in whole(module).values() if each.is_floating_point()]
+    mine = torch.cat([each.detach().float().flatten() for each in whole_there])
+    theirs = [torch.empty_like(mine) for _ in world.members]
+    torch.distributed.all_gather(theirs, mine, group=world.compute_group)
+    return all(torch.equal(each, mine) for each in theirs)
 
 
 def across() -> Any:
@@ -192,8 +316,8 @@ def across() -> Any:
     for row in OPTIONS["across"]:
         method, optimizer, extra = row["method"], row.get("optimizer", "SGD"), row.get("extra", {})
         found = {}
-        for inside in ("ddp", "fsdp"):
-            kind = Turns if row.get("turns", True) else Blocks  # a barrier is order enough
+        for inside in row.get("insides", ("ddp", "fsdp")):
+            kind = KINDS[row.get("kind", "Blocks"), "x" in inside, row.get("turns", True)]
             module, run, said = fit(inside, kind, optimizer, method=method, max_epochs=2, **extra)
             found[inside] = {
                 "weights": {name: each.flatten().tolist() for name, each in whole(module).items()},
@@ -202,6 +326,7 @@ def across() -> Any:
                 "steps": run.global_step,
                 "bytes": said.bytes_per_step,
                 "again": float(run.validate(module, data(), verbose=False)[0]["val_loss"]),
+                "copies": copies(module, run.strategy.world),
             }
         results[" ".join(map(str, row.values()))] = found
     return results
@@ -236,14 +361,25 @@ def resumes() -> Any:
             "parallel": partial(pl.strategies.ModelParallelStrategy, OPTIONS.get("devices", 4), 1),
             "inside ddp": partial(ours, inside="ddp"),
             "inside fsdp": partial(ours, inside="fsdp"),
+            "2 x 2": partial(ours, inside=inside_of("2 x 2")),
+            "1 x 2": partial(ours, inside=inside_of("1 x 2")),
+            "parallel 2 x 2": partial(pl.strategies.ModelParallelStrategy, 2, 2),
         }
         pl.seed_everything(7, verbose=False)
-        module, loaded = (Wrapped if row["with"] == "parallel" else Blocks)("AdamW"), Loaded()
-        callbacks = [loaded, *([Saves(row["saves"])] if "saves" in row else [])]
+        kind = Parallel if "x" in row["with"] else Wrapped if row["with"] == "parallel" else Blocks
+        module, loaded = ({"Even": Even}.get(row.get("kind", ""), kind))("AdamW"), Loaded()
+        saves = [Saves(row["saves"], row.get("epoch", 0))] if "saves" in row else []
+        callbacks = [loaded, *saves]
         strategy = strategies[row["with"]](**row.get("options", {}))
-        run = trainer(strategy, OPTIONS.get("devices", 4), max_epochs=2, callbacks=callbacks, **row.get("extra", {}))
+        run = trainer(
+            strategy, OPTIONS.get("devices", 4), **{"max_epochs": 2, "callbacks": callbacks, **row.get("extra", {})}
+        )
         run.fit(module, data(), data(), ckpt_path=FOLDER / row["from"] if "from" in row else None)
-        results[row["name"]] = {"loaded": loaded.found, "after": flat(whole(module))}
+        results[row["name"]] = {
+            "loaded": loaded.found,
+            "after": flat(whole(module)),
+            "saved": [each.found for each in saves],
+        }
     return results
 
 
@@ -266,7 +402,14 @@ def dies() -> Any:
 
 
 def main() -> None:
-    every = {"parity": parity, "across": across, "checkpoints": checkpoints, "resumes": resumes, "dies": dies}
+    every = {
+        "parity": parity,
+        "tensor_parity": tensor_parity,
+        "across": across,
+        "checkpoints": checkpoints,
+        "resumes": resumes,
+        "dies": dies,
+    }
     report(int(os.environ.get("LOCAL_RANK", 0)), {what: every[what]() for what in OPTIONS["what"]})
 
 

@@ -1,0 +1,145 @@
+"""The device mesh of a compute group: which of its ranks hold the model together, and which get the same samples."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_omni.checks import check_whole
+from lightning_omni.errors import ConfigurationError
+from lightning_omni.topology import Topology
+
+DATA, TENSOR = "data_parallel", "tensor_parallel"
+"""What the dimensions of a mesh are called in ``self.device_mesh[...]``, as in Lightning's ModelParallelStrategy."""
+
+
+@dataclass(frozen=True)
+class ModelParallel:
+    """What Lightning's ModelParallelStrategy is told, of each compute group: FSDP2 and tensor parallelism inside it.
+
+    Args:
+        data_parallel_size: ranks of the group that get samples of their own; ``"auto"`` is the number of nodes that the
+            group is on.
+        tensor_parallel_size: ranks that compute one batch together; ``"auto"`` is the number of its ranks on each node.
+
+    Raises:
+        ConfigurationError: a size is neither a positive number nor ``"auto"``.
+
+    Example:
+        >>> ModelParallel(tensor_parallel_size=2, data_parallel_size=2).sizes([4])
+        (2, 2)
+        >>> ModelParallel().sizes([4]), ModelParallel().sizes([4, 4])
+        ((1, 4), (2, 4))
+    """
+
+    data_parallel_size: int | Literal["auto"] = "auto"
+    tensor_parallel_size: int | Literal["auto"] = "auto"
+
+    def __post_init__(self) -> None:
+        for name, size in vars(self).items():
+            if size != "auto":
+                check_whole(name, size, 'a number of ranks, 1 or more, or "auto"', 1)
+
+    def __str__(self) -> str:
+        sizes = ", ".join(f"{name}={size!r}" for name, size in vars(self).items())
+        return f"ModelParallelStrategy({sizes})"
+
+    def sizes(self, ranks: Sequence[int]) -> tuple[int, int]:
+        """Both sizes as numbers.
+
+        Args:
+            ranks: of one group, on each of the nodes that it is on.
+
+        Raises:
+            ConfigurationError: their product is not the number of ranks.
+        """
+        data = len(ranks) if self.data_parallel_size == "auto" else self.data_parallel_size
+        tensor = max(ranks) if self.tensor_parallel_size == "auto" else self.tensor_parallel_size
+        if data * tensor != sum(ranks):
+            raise ConfigurationError(
+                f"inside={self}: a mesh of {data} x {tensor} ranks does not fit a group of {sum(ranks)}; pass sizes"
+                " whose product is the number of ranks in a group, or another groups="
+            )
+        return data, tensor
+
+
+Inside = Literal["ddp", "fsdp"] | ModelParallel
+"""How the members of a group hold the model."""
+
+
+def shown(inside: Inside) -> str:
+    """The argument as the user has written it, for messages."""
+    return f'inside="{inside}"' if isinstance(inside, str) else f"inside={inside}"
+
+
+def sizes_in(topology: Topology, inside: Inside, ranks_per_node: Sequence[int]) -> tuple[int, int]:
+    """How many members of each group get samples of their own, and how many compute one batch together.
+
+    Args:
+        topology: the compute groups.
+        inside: how their members hold the model; not ``"ddp"``.
+        ranks_per_node: number of ranks on each node, in rank order.
+
+    Raises:
+        ConfigurationError: members of these groups cannot hold a model together, each the same share.
+
+    Example:
+        >>> sizes_in(Topology.even(8, 2), "fsdp", [8])
+        (4, 1)
+        >>> sizes_in(Topology.even(8, 2), ModelParallel(2, 2), [8])
+        (2, 2)
+    """
+    sizes = sorted({len(topology.members(group)) for group in topology.alive})
+    if len(sizes) > 1:
+        raise ConfigurationError(
+            f"{shown(inside)} and groups of {sizes[0]} or {sizes[1]} ranks: member j of every group exchanges share j"
+            " of the model, so all groups need equally many members; pass a groups= that divides the number of ranks"
+        )
+    if sizes == [1] and not topology.is_synchronous:
+        raise ConfigurationError(
+            f"{shown(inside)} and {len(topology.alive)} groups of one rank each: there is no other member to share the"
+            ' model with; pass a smaller groups=, or inside="ddp"'
+        )
+    if not isinstance(inside, ModelParallel):
+        return sizes[0], 1
+    node_of = [node for node, ranks in enumerate(ranks_per_node) for _ in range(ranks)]
+    on_nodes = [Counter(node_of[rank] for rank in topology.members(group)) for group in topology.alive]
+    found = {inside.sizes(list(ranks.values())) for ranks in on_nodes}
+    if len(found) > 1:
+        raise ConfigurationError(
+            f"inside={inside}: some groups are on more nodes than others, and would have other meshes; pass both sizes"
+            " as numbers, or another groups="
+        )
+    return found.pop()
+
+
+def rows_of(topology: Topology, tensor: int) -> Topology:
+    """The ranks that compute one batch together: so many neighbours in each group."""
+    each = (topology.members(group) for group in topology.alive)
+    return Topology(tuple(members[i : i + tensor] for members in each for i in range(0, len(members), tensor)))
+
+
+def columns_of(topology: Topology, tensor: int) -> Topology:
+    """The ranks of each group that have the same place in their rows."""
+    each = (topology.members(group) for group in topology.alive)
+    return Topology(tuple(members[i::tensor] for members in each for i in range(tensor)))
+
+
+def mesh_of(members: Sequence[int], groups: Sequence[Any], tensor: int, device: str) -> DeviceMesh:
+    """The mesh of a compute group, on every member; called while the default process group is that of all ranks.
+
+    Args:
+        members: of the group.
+        groups: process groups: of all of them, and if it is to have two dimensions, of this rank's column and row.
+        tensor: ranks of a row.
+        device: kind of device.
+    """
+    if len(groups) == 1:
+        return DeviceMesh.from_group(groups[0], device, mesh_dim_names=(DATA,))
+    mesh = torch.tensor(members).view(-1, tensor)
+    return DeviceMesh.from_group(list(groups[1:]), device, mesh=mesh, mesh_dim_names=(DATA, TENSOR))
