@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from processes import interpret
+from processes import Process, interpret
 from pytorch_lightning import Trainer
 
 from lightning_omni.checks import check_whole
@@ -302,9 +302,10 @@ print(json.dumps(said))
 
 @pytest.mark.slow
 def test_the_other_namespaces_trainer_is_refused_with_the_import_to_use(tmp_path: Path) -> None:
-    ended = interpret(MIXED, cwd=tmp_path)
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    said = json.loads(ended.stdout.splitlines()[-1])
+    mixed = Process([sys.executable, "-c", f"import os\nos.chdir({str(tmp_path)!r})\n{MIXED}"])
+    said = json.loads(mixed.expect(r"^\{.*\}$", timeout=220)[0])
+    assert mixed.end(60) == 0, mixed.output[-3000:]
+    mixed.kill()
     for name, module in (("new", "lightning"), ("old", "pytorch_lightning")):
         for room, kind in (("strategy", "OmniStrategy"), ("tuner", "OmniTuner"), ("tuner", "DeviceTuner")):
             text = said[f"{name} {'strategy' if room == 'strategy' else kind}"]

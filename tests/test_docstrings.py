@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import doctest
 import importlib
-import pkgutil
 import re
 from pathlib import Path
 
@@ -12,20 +11,22 @@ import pytest
 
 import lightning_omni
 
-MODULES = sorted(
-    module.name
-    for module in pkgutil.walk_packages(lightning_omni.__path__, "lightning_omni.")
-    if not module.name.endswith("__main__")
+PACKAGE = Path(lightning_omni.__file__).parent
+WITH_EXAMPLES = sorted(
+    ".".join(("lightning_omni", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
+    for path in PACKAGE.rglob("*.py")
+    if ">>>" in path.read_text()
 )
 DOCS = Path(__file__).parent.parent / "docs"
 PAGES = list(DOCS.glob("*.md"))
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", WITH_EXAMPLES)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_the_examples_of_a_module_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    failed, _ = doctest.testmod(importlib.import_module(name))
+    failed, attempted = doctest.testmod(importlib.import_module(name))
+    assert attempted
     assert failed == 0
 
 
@@ -43,9 +44,8 @@ def test_every_method_has_an_example() -> None:
 
 @pytest.mark.parametrize("page", sorted(page.name for page in PAGES if page.stem != "changelog"))
 def test_files_that_a_page_names_are_there(page: str) -> None:
-    package = Path(lightning_omni.__file__).parent
     named = re.findall(r"`(?:lightning_omni/)?([a-z_]+/(?:[a-z_]+/)*(?:[a-z_]+\.py)?)`", (DOCS / page).read_text())
-    missing = {name for name in named if not (package / name).exists() and not (DOCS.parent / name).exists()}
+    missing = {name for name in named if not (PACKAGE / name).exists() and not (DOCS.parent / name).exists()}
     assert not missing
 
 

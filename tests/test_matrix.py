@@ -1,6 +1,6 @@
-"""Every two of methods, wire formats, overlap, servers and fates of a group: what trains keeps the promises.
+"""Every method, wire format, overlap, number of servers and fate of a group: what trains keeps the promises.
 
-The whole of the matrix is measured by ``tests/benchmarks/matrix.py``.
+With ``--all`` every two of them; the whole of the matrix is measured by ``tests/benchmarks/matrix.py``.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from cells import Cell, Training, cells, methods, pairwise, refusal, wires
+from covering import covering
 
 from lightning_omni.methods import METHODS
 from lightning_omni.protocol.wire_format import FORMATS, name_of
@@ -43,6 +44,8 @@ def test_what_the_matrix_refuses_is_the_documented_list() -> None:
     assert not unused, "nothing is refused with these words"
 
 
-@pytest.mark.parametrize("cell", SOME, ids=str)
-def test_nothing_is_lost_or_counted_twice_and_all_ranks_end_with_the_same_weights(cell: Cell) -> None:
-    Training(cell)
+@pytest.mark.parametrize(Cell._fields, covering(SOME))
+def test_nothing_is_lost_or_counted_twice_and_all_ranks_end_with_the_same_weights(
+    method: str, wire: str, overlap: bool, shards: int, fate: str
+) -> None:
+    Training(Cell(method, wire, overlap, shards, fate))

@@ -48,7 +48,14 @@ def usual(target: float | None, monitor: str) -> TuningReport:
 @cache
 def page_of(target: float | None = None, monitor: str = "train_loss") -> str:
     """Its page."""
-    return usual(target, monitor).html()
+    return words_of(usual(target, monitor))
+
+
+def words_of(report: TuningReport) -> str:
+    """A page without its pictures, which take a second each."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("lightning_omni.report.tuning.can_draw", lambda: False)
+        return report.html()
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +92,7 @@ def test_reading_needs_no_scikit_optimize_and_loses_no_probe(monkeypatch: pytest
     assert [each.setting for each in read.rounds[0].search.tried] == [setting for setting, _, _ in FOUND]
     assert read.statement == report().statement
     plain["rounds"][0]["reasons"] = []  # none can be asked
-    assert "4 groups" in TuningReport.from_dict(plain).html()
+    assert "4 groups" in words_of(TuningReport.from_dict(plain))
 
 
 def test_the_picture_is_as_wide_as_a_page(saved: tuple[TuningReport, Path]) -> None:
@@ -186,7 +193,7 @@ def test_a_ratio_to_the_choice_is_as_sure_as_their_difference() -> None:
 def test_what_was_not_timed_is_not_drawn() -> None:
     made = search(*(replace(each, measured=None) for each in found().observations))
     shown = report(Round(made, 0, 0.0))
-    assert "Nothing was timed" in shown.html()
+    assert "Nothing was timed" in words_of(shown)
     assert shown.picture()
 
 
@@ -232,7 +239,7 @@ def test_seconds_are_told_only_for_a_target_of_a_loss() -> None:
 
 def test_what_is_told_twice_is_told_alike() -> None:
     whole = replace(report(target=0.9), times=RunTimes(120.0, 6.0, (80.0, 5.0)))
-    digest, page = whole.digests[0], html.unescape(whole.html())
+    digest, page = whole.digests[0], html.unescape(words_of(whole))
     assert digest.seconds is not None
     for figure in (span(digest.speed_up), interval(digest.seconds)):
         assert figure in whole.statement
@@ -258,7 +265,7 @@ def test_headlines_have_their_intervals() -> None:
 
 def test_a_rate_is_told_beside_the_batches_that_it_was_measured_with() -> None:
     shown = report(Round(found(), 2, 600.0, {found().choice().setting.groups: 123.0}))
-    assert html.unescape(shown.html()).count('<td class="number">123</td>') == 1
+    assert html.unescape(words_of(shown)).count('<td class="number">123</td>') == 1
 
 
 def test_a_rate_counts_what_was_trained_in_the_time_that_it_took() -> None:
@@ -372,7 +379,7 @@ def test_what_each_part_of_the_choice_gives_multiplies_to_what_all_of_it_gives(l
     assert math.prod(each.speed_up for each in parts) == pytest.approx(math.exp(own - chosen))
     rates = [made.throughput(each) for each in (digest.start, choice)]
     assert math.prod(each.rate for each in parts) == pytest.approx(rates[1] / rates[0])
-    if not learns_from_run:  # drawing takes seconds
-        text = whole.html()
+    if not learns_from_run:
+        text = words_of(whole)
         assert "What each part of it gives" in text
         assert all(html.escape(each.part) in text for each in parts)
