@@ -33,11 +33,25 @@ NAMES = ["-".join(map(str, point.values())) for point in POINTS]
 TRAINER = {"max_epochs": 2}
 MOMENTUM: dict[str, Any] = {"momentum": 0.5, "nesterov": True}
 
+# Of each method the settings that take most of its paths; the others are cells of tests/test_matrix.py, too.
+ALWAYS = {
+    NAMES.index(name) for name in ("async_sgd-1", "downpour-2-3-4", "gossip-push", "local_sgd-4-2-1-0.25", "diloco-3")
+}
+ALWAYS |= {number for number, point in enumerate(POINTS) if len(SETTINGS[point["name"]]) == 1}
 # In groups of two, one method of each kind: what the others change does not depend on the size of a group.
 PAIRED = [NAMES.index(name) for name in ("async_sgd", "downpour-2-3-4", "gossip-pull", "local_sgd-3-2")]
 CASES = [(4, number) for number in range(len(POINTS))] + [(2, number) for number in PAIRED]
 every_case = pytest.mark.parametrize(
-    ("groups", "number"), CASES, ids=[f"{NAMES[number]}-{groups}" for groups, number in CASES]
+    ("groups", "number"),
+    [
+        pytest.param(
+            groups,
+            number,
+            id=f"{NAMES[number]}-{groups}",
+            marks=[pytest.mark.exhaustive] if groups == 4 and number not in ALWAYS else [],
+        )
+        for groups, number in CASES
+    ],
 )
 
 # Deterministic methods on data that is dealt out beforehand, saved where groups are in the middle of a period.
@@ -54,10 +68,16 @@ REGROUPED: list[dict[str, Any]] = [
 ]
 
 
+def in_groups(groups: int, number: int) -> list[dict[str, Any]]:
+    """What each of four ranks, in that many groups, says of a point."""
+    launch = launched(groups, groups == 2 or number in ALWAYS)
+    return [launch[rank][number] for rank in range(4)]
+
+
 @cache
-def in_groups(groups: int) -> dict[int, dict[int, Any]]:
-    """The points of that many groups in one launch of four ranks; each rank's results by number."""
-    numbers = [number for size, number in CASES if size == groups]
+def launched(groups: int, always: bool) -> dict[int, dict[int, Any]]:
+    """The points of that many groups in one launch, or two with ``--all``; each rank's results by number."""
+    numbers = [number for size, number in CASES if size == groups and (groups == 2 or (number in ALWAYS) == always)]
     fits = [
         {
             "method": POINTS[number],
@@ -92,7 +112,7 @@ def test_every_method_is_tried() -> None:
 
 @every_case
 def test_a_method_trains_and_all_ranks_end_with_the_same_weights(groups: int, number: int) -> None:
-    results = [in_groups(groups)[rank][number] for rank in range(4)]
+    results = in_groups(groups, number)
     assert len({result["end"] for result in results}) == 1
     assert results[0]["end"] != results[0]["start"]
     losses = [result["metrics"]["val_loss"] for result in results]
@@ -102,14 +122,14 @@ def test_a_method_trains_and_all_ranks_end_with_the_same_weights(groups: int, nu
 
 @every_case
 def test_all_ranks_validate_the_same_model(groups: int, number: int) -> None:
-    evaluated = [in_groups(groups)[rank][number]["evaluated"] for rank in range(4)]
+    evaluated = [result["evaluated"] for result in in_groups(groups, number)]
     assert len(evaluated[0]) == 2
     assert all(each == evaluated[0] for each in evaluated)
 
 
 @pytest.mark.parametrize("number", PAIRED, ids=[NAMES[number] for number in PAIRED])
 def test_members_keep_the_same_optimizer_state_where_the_optimizer_steps_at_the_worker(number: int) -> None:
-    states = [in_groups(2)[rank][number]["state"] for rank in range(4)]
+    states = [result["state"] for result in in_groups(2, number)]
     if method_from_wire(POINTS[number]).steps_at == "worker":
         assert states[0] == states[1]
         assert states[2] == states[3]
@@ -152,7 +172,7 @@ def untrained(result: dict[str, Any]) -> float:
 def test_a_recorded_run_replayed_in_the_simulator_ends_with_the_same_bits(groups: int, number: int) -> None:
     if POINTS[number]["name"] == "gossip":
         pytest.skip("gossip goes past the server, and a record is of what happens at the server")
-    real = in_groups(groups)[0][number]
+    real = in_groups(groups, number)[0]
     model = Net()
     model.load_state_dict({name: torch.tensor(value) for name, value in real["initial"].items()})
     again = replay(
