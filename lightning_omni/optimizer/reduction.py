@@ -44,17 +44,17 @@ class Reduction:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def install(self, module: Any, group: Any) -> None:
-        """From now on a module's gradients are averaged so. Nothing is done for the format that DDP has itself.
+        """From now on a module's gradients are averaged so. DDP has the exact format itself.
 
         Args:
             module: that was wrapped, or was not, because its group has one rank.
             group: the process group of its compute group.
         """
-        if isinstance(self.format, Exact):
+        if isinstance(self.format, Exact) or not isinstance(module, DistributedDataParallel):
             self.forget()
-        elif isinstance(module, DistributedDataParallel):
-            # A lambda, for torch compares annotations with types, and here they are texts.
-            module.register_comm_hook((self.format, group), lambda state, bucket: self._hook(state, bucket))
+            return
+        # A lambda, for torch compares annotations with types, and here they are texts.
+        module.register_comm_hook((self.format, group), lambda state, bucket: self._hook(state, bucket))
 
     def forget(self) -> None:
         """What was not sent yet belongs to gradients that are no more."""

@@ -398,6 +398,7 @@ class World(Place):
             return module
         self.broadcast_initial(module)
         if len(self.members) == 1:
+            self.reduction.forget()
             return module
         with frozen(self.executor.not_reduced()):
             wrapped = DistributedDataParallel(module, process_group=self.compute_group, init_sync=False, **ddp_options)

@@ -140,6 +140,7 @@ class GroupedStrategy(_Base):
         if self.joined.sharded is not None:
             return
         if exchanges and len(self.joined.members) == 1:
+            self.joined.reduction.forget()
             return  # a single rank in one group is wrapped, as under DDPStrategy
         options = {**self.ddp_options, "process_group": self.joined.compute_group, "init_sync": False}
         _private.set_ddp_options(self, options)
