@@ -24,8 +24,9 @@ test: $(READY)
 test-all:
 	@$(MAKE) --no-print-directory test OPTIONS=--all
 
-# Tests start hundreds of processes; what is compiled once need not be compiled in each.
+# Tests start hundreds of processes, the first of them all at once; what is compiled here need not be compiled in each.
 pytest: $(READY)
+	$(BIN)/python -m compileall -q lightning_omni
 	env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(OPTIONS)
 
 lint: $(READY)

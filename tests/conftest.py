@@ -20,16 +20,16 @@ if os.environ.get("CI"):
     providers._get_local_constants = Constants
 
 LONGEST = (
-    *("test_omni_tuner", "test_simulator", "test_profile", "test_faces", "test_compatibility"),
-    *("test_cluster_methods", "test_report", "test_cli_simulate", "test_merged", "test_oracles"),
-    *("test_joining", "test_groups", "test_start_methods", "test_device", "test_cli_plan", "test_proportional"),
-    *("test_deaths", "test_overlap", "test_two_nodes", "test_first_batches", "test_lossy", "test_statistical"),
-    *("test_golden", "test_hostile", "test_arguments", "test_search", "test_imports", "test_inside"),
-    *("test_matrix", "test_wire", "test_server_restart", "test_serve", "test_shards", "test_search_objects"),
-    *("test_server_core", "test_signals", "test_device_tuner", "test_manners", "test_layout_and_codec"),
-    *("test_cli", "test_transport", "test_regroup", "test_words", "test_sensing", "test_parity", "test_ends"),
-    *("test_finetuning", "test_by_forecast", "test_wire_format", "test_watch", "test_cli_device"),
-    *("test_checkpoints", "test_leases", "test_docstrings", "test_validation"),
+    *("test_omni_tuner", "test_simulator", "test_profile", "test_compatibility", "test_cli_plan"),
+    *("test_report", "test_cli_simulate", "test_oracles", "test_joining", "test_merged", "test_finetuning"),
+    *("test_device", "test_start_methods", "test_faces", "test_inside", "test_golden", "test_cluster_methods"),
+    *("test_groups", "test_deaths", "test_search", "test_overlap", "test_proportional", "test_first_batches"),
+    *("test_tensor_parallel", "test_hostile", "test_wire", "test_statistical", "test_lossy", "test_histories"),
+    *("test_device_tuner", "test_arguments", "test_serve", "test_server_core", "test_regroup", "test_sensing"),
+    *("test_server_restart", "test_parity", "test_shards", "test_manners", "test_ends", "test_signals"),
+    *("test_layout_and_codec", "test_cli", "test_search_objects", "test_cli_device", "test_watch"),
+    *("test_two_nodes", "test_words", "test_wire_format", "test_decoupled", "test_progress", "test_validation"),
+    *("test_doctor", "test_leases", "test_transport", "test_docstrings", "test_fuzz", "test_checkpoints"),
 )
 """Files of many seconds each, longest first: side by side, none is left to run alone in the end."""
 

@@ -120,6 +120,7 @@ def _warm() -> socket.socket:
         keep_warm()
     asked = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     asked.connect(os.environ[WARM])
+    atexit.register(asked.close)
     return asked
 
 
