@@ -42,7 +42,6 @@ from slow_network_worker import BATCH, COPY_EVERY, evaluate, lenet
 from torch import distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook, powerSGD_hook
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
-from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.functional import cross_entropy
 
 
@@ -101,7 +100,7 @@ def train(told: dict[str, Any]) -> dict[str, Any]:
             return loss
 
         def configure_optimizers(self) -> Any:
-            return peer.optimizer(torch.optim.SGD(self.parameters(), lr=told["lr"], momentum=0.9))
+            return torch.optim.SGD(self.parameters(), lr=told["lr"], momentum=0.9)
 
     copies: list[tuple[float, torch.Tensor]] = []
 
@@ -112,6 +111,7 @@ def train(told: dict[str, Any]) -> dict[str, Any]:
             self.began = time.perf_counter()
 
         def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            peer.stepped(pl_module)
             now = time.perf_counter() - self.began
             if rank == 0 and pl_module.steps % COPY_EVERY == 0:
                 copies.append((now, weights_to_validate(trainer, pl_module)))
@@ -161,6 +161,7 @@ class Peer:
 
     def __init__(self, told: dict[str, Any]) -> None:
         self._way, self._told = told["way"], told
+        self._averager: Any = None
         # PowerSGD's hook starts collectives in callbacks; those of two buckets would overtake each other.
         self.options: dict[str, Any] = {"bucket_cap_mb": 64} if self._way == "powersgd" else {}
 
@@ -170,16 +171,15 @@ class Peer:
             state: Any = powerSGD_hook.PowerSGDState(None, self._told["rank"], start_powerSGD_iter=self._told["warmup"])
             model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
         elif self._way == "post-local":
+            self._averager = PeriodicModelAverager(self._told["period"], warmup_steps=self._told["warmup"])
             alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
             state = post_localSGD_hook.PostLocalSGDState(None, alone, self._told["warmup"])
             model.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
 
-    def optimizer(self, plain: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """What steps."""
-        if self._way != "post-local":
-            return plain
-        averager = PeriodicModelAverager(period=self._told["period"], warmup_steps=self._told["warmup"])
-        return PostLocalSGDOptimizer(plain, averager)
+    def stepped(self, model: Any) -> None:
+        """An optimizer has stepped: post-local SGD averages weights now and then."""
+        if self._averager is not None:
+            self._averager.average_parameters(model.parameters())
 
 
 def weights_to_validate(trainer: Any, module: Any) -> torch.Tensor:
