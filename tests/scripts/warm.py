@@ -15,6 +15,7 @@ import logging
 import os
 import runpy
 import select
+import shutil
 import signal
 import socket
 import sys
@@ -26,12 +27,13 @@ CLONE_NEWNET = 0x40000000
 
 
 def main() -> None:
-    """Waits for scripts to start, until the process that began this one is gone."""
+    """Waits for scripts to start, until the process that began this one is gone, and leaves no folder behind."""
     begun, listener = (socket.socket(fileno=int(number)) for number in sys.argv[1:])
     listening = [begun, listener]
     while True:
         for ready in select.select(listening, [], [])[0]:
             if ready is begun:
+                shutil.rmtree(os.path.dirname(listener.getsockname()))
                 return
             if ready is listener:
                 listening.append(listener.accept()[0])
