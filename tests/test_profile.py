@@ -550,7 +550,7 @@ def errors_of(name: str, knows_serve: bool) -> list[float]:
 
 @cache
 def truth_of(name: str, topology: Topology, rebalance: bool) -> float:
-    updates = 120 * len(topology.alive)
+    updates = 80 * len(topology.alive)
     return pace(run(name, topology, updates, seed=3, rebalance="auto" if rebalance else "off"))
 
 
