@@ -33,8 +33,8 @@ TWO_BY_TWO = [
     {"row": "bf16", "mesh": "2 x 2", "kind": "Mixed"},
 ]
 INSIDES = ["ddp", "1 x 2"]
-ACROSS = [{"method": "async_sgd", "optimizer": "AdamW", "kind": "Mixed", "insides": INSIDES, "extra": {"wire": "bf16"}}]
-FILES = {"method": "diloco:period=2"}
+ACROSS = [{"method": "async_sgd", "optimizer": "AdamW", "kind": "Ways", "insides": INSIDES}]
+FILES = {"method": "diloco:period=2", "wire": "int8"}
 FOLDERS = {**FILES, "save_distributed_checkpoint": True}
 RESUMES: list[dict[str, Any]] = [
     {"name": "two groups", "with": "1 x 2", "groups": 2, "options": FOLDERS, "saves": "parts"},
@@ -94,7 +94,7 @@ def test_two_tensor_parallel_groups_learn_what_two_groups_of_ddp_learn(four_rank
         sum(each["bytes"] for result in four_ranks for each in [next(iter(result["across"].values()))[inside]])
         for inside in ("1 x 2", "ddp")
     )
-    assert 0 < shares < 1.1 * leaders, "what is replicated travels once; tensors begin at multiples of 64"
+    assert 0 < shares < 1.15 * leaders, "what is replicated travels once; tensors begin at multiples of 64"
 
 
 def test_a_checkpoint_goes_on_with_other_meshes_and_with_lightning_s_strategies(
@@ -105,6 +105,7 @@ def test_a_checkpoint_goes_on_with_other_meshes_and_with_lightning_s_strategies(
     for result in four_ranks:
         found = result["resumes"]
         assert apart(found["two groups"]["after"], found["again"]["after"]) == 0, "with what groups and servers knew"
+        assert found["two groups"]["after"] == four_ranks[0]["resumes"]["two groups"]["after"], "copies are alike"
         for name in ("again", "theirs"):
             assert found[name]["loaded"] == of_folder
         of_one_group = result["tensor_parity"]["AdamW, clipping, accumulation"]["saved"]

@@ -12,8 +12,8 @@ from common import FOLDER, OPTIONS, dataset, omni, pl, report, trainer
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 from lightning_omni.optimizer import sharding
@@ -98,6 +98,31 @@ class Mixed(Even):
         fully_shard(self.net, mesh=data)
 
 
+class Layers(Even):
+    """More layers, one of them a norm."""
+
+    @staticmethod
+    def layers(hidden: int) -> list[nn.Module]:
+        first, last = [nn.Linear(12, 12), nn.Tanh()], [nn.LayerNorm(5), nn.Linear(5, 3)]
+        return [*first, nn.Linear(12, hidden), nn.Tanh(), nn.Linear(hidden, 5), *last]
+
+
+class Ways(Layers):
+    """One layer is divided by FSDP2 alone, the others by tensor parallelism; of the norm, ranks compute summands."""
+
+    def configure_model(self) -> None:
+        if isinstance(self.net[0].weight, DTensor):
+            return
+        plan = {
+            "2": ColwiseParallel(),
+            "4": RowwiseParallel(output_layouts=Shard(0)),
+            "5": SequenceParallel(sequence_dim=0),
+            "6": ColwiseParallel(input_layouts=Shard(0), output_layouts=Replicate()),
+        }
+        parallelize_module(self.net, self.device_mesh["tensor_parallel"], plan)
+        fully_shard(self.net[0], mesh=self.device_mesh["data_parallel"])
+
+
 class InTurn:
     """Mixed into a module: groups step one after the other, so that the order of pushes is always the same."""
 
@@ -126,11 +151,15 @@ class TurnsParallel(InTurn, Parallel):
     """Groups step in turn, tensor-parallel."""
 
 
-class TurnsMixed(InTurn, Mixed):
-    """Likewise, but for the last layer."""
-
-
 class TurnsEven(InTurn, Even):
+    """Groups step in turn, and each rank has the whole of that model."""
+
+
+class TurnsWays(InTurn, Ways):
+    """Groups step in turn, parallel in several ways."""
+
+
+class TurnsLayers(InTurn, Layers):
     """Groups step in turn, and each rank has the whole of that model."""
 
 
@@ -294,10 +323,8 @@ KINDS: dict[tuple[str, bool, bool], type[Blocks]] = {  # with a mesh or not, in 
     ("Parallel", False, False): Even,
     ("Parallel", True, True): TurnsParallel,
     ("Parallel", True, False): Parallel,
-    ("Mixed", False, True): TurnsEven,
-    ("Mixed", False, False): Even,
-    ("Mixed", True, True): TurnsMixed,
-    ("Mixed", True, False): Mixed,
+    ("Ways", False, True): TurnsLayers,
+    ("Ways", True, True): TurnsWays,
 }
 
 
