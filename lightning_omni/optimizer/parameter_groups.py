@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -90,7 +91,8 @@ class ParameterGroups:
             grown = _layout_with(part, fresh)
             tree = self._tree(part, fresh)
         except UnsupportedError as error:
-            self._agree_in_group(str(error))  # or the others would see a connection end, and not the reason
+            with suppress(UnsupportedError):  # the others may be gone, and what is wrong here is the reason
+                self._agree_in_group(str(error))  # or they would see a connection end, and not the reason
             raise
         self._agree_in_group(_say(tree))
         first = grown.offsets[start] if fresh else grown.nbytes
