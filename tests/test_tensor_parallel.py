@@ -233,7 +233,7 @@ class Own(ModelParallelStrategy):
         ({"merged": "head"}, ["merged='head'", "inside=ModelParallelStrategy("]),
         ({"process_group": "some"}, ["process_group='some'", "leave it out"]),
     ],
-    ids=str,
+    ids=["a subclass", "no rank", "rebalance", "gossip", "record", "merged head", "process group"],
 )
 def test_what_does_not_go_with_a_mesh_is_refused_at_construction(options: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ConfigurationError) as caught:
