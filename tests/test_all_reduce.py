@@ -63,6 +63,19 @@ def test_what_was_sent_and_what_was_not_add_up_to_the_gradients(
         torch.testing.assert_close(total + left, whole)
 
 
+def test_with_other_columns_what_was_not_sent_is_sent_later_all_the_same() -> None:
+    memory: Memory = {}
+    sent = torch.zeros(40, 30, dtype=torch.float64)
+    whole = torch.zeros_like(sent)
+    for rank in (2, 2, 5, 1):
+        mine = gradients(rank, [(40, 30)])
+        whole += mine[0]
+        average(PowerSGD(rank=rank), [mine], [memory])
+        sent += mine[0]
+        assert memory[0].factor.shape == (30, rank)
+    torch.testing.assert_close(sent + memory[0].error, whole)
+
+
 def test_a_gradient_of_low_rank_comes_through_whole() -> None:
     random = torch.Generator().manual_seed(0)
     matrix = torch.randn(60, 2, generator=random) @ torch.randn(2, 50, generator=random)

@@ -77,7 +77,9 @@ class Reduction:
     def _beside(self, state: tuple[AllReduce, Any], bucket: Any, flat: Tensor) -> torch.futures.Future[Tensor]:
         """In a stream of its own, which has waited for these gradients; DDP waits for the stream."""
         device = flat.device
-        stream = self._streams.setdefault(device, torch.cuda.Stream(device))
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        stream = self._streams[device]
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             self._average(state, bucket)

@@ -142,7 +142,7 @@ class PowerSGD(AllReduce, frozen=True, kw_only=True, tag="powersgd"):
         whole = [each for each, columns in zip(gradients, thin, strict=True) if not columns]
         dtype = torch.promote_types(gradients[0].dtype, torch.float32)  # 16 bits are too few for orthonormal columns
         known = [
-            (each, memory.get(key) or _nothing(each, columns, dtype), key)
+            (each, _remembered(memory.get(key), each, columns, dtype), key)
             for each, key, columns in zip(gradients, keys, thin, strict=True)
             if columns
         ]
@@ -183,12 +183,15 @@ def resumed(steps: Steps, mean: Tensor) -> Tensor | None:
         return None
 
 
-def _nothing(gradient: Tensor, columns: int, dtype: torch.dtype) -> Unsent:
-    """Of a parameter that is averaged for the first time: the same random factor on all members."""
+def _remembered(unsent: Unsent | None, gradient: Tensor, columns: int, dtype: torch.dtype) -> Unsent:
+    """Of a parameter; the factor is made again, of the same random numbers on all members, if it has other columns."""
     width = gradient[0].numel()
+    if unsent is not None and unsent.factor.shape == (width, columns) and unsent.factor.device == gradient.device:
+        return unsent
     random = torch.Generator().manual_seed(width)
     factor = torch.randn(width, columns, generator=random, dtype=dtype).to(gradient.device)
-    return Unsent(torch.zeros_like(gradient, dtype=dtype), factor)
+    error = torch.zeros_like(gradient, dtype=dtype) if unsent is None else unsent.error.to(gradient.device)
+    return Unsent(error, factor)
 
 
 def _flat(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
