@@ -199,6 +199,7 @@ class Row:
     """What came of a training."""
 
     seconds: float = float("inf")
+    steps: float = float("inf")
     work: float = 0.0
     chosen: str = ""
     tuning: float = 0.0
@@ -247,8 +248,9 @@ def run(way: str, scene: Scene, data: Path, seed: int, arguments: argparse.Names
     if arguments.verbose:
         print(said[0])
     first = results[0]
-    seconds = next((t for t, accuracy, _ in first["curve"] if accuracy >= arguments.target), float("inf"))
-    return Row(seconds, sum(each["work"] for each in results), first["chosen"], first["tuning"])
+    reached = ((t, steps) for t, accuracy, steps in first["curve"] if accuracy >= arguments.target)
+    seconds, steps = next(reached, (float("inf"), float("inf")))
+    return Row(seconds, steps, sum(each["work"] for each in results), first["chosen"], first["tuning"])
 
 
 def main() -> None:
@@ -270,7 +272,7 @@ def main() -> None:
     parser.add_argument("--space", default="{}", help='of the tuner, as \'{"method": "async_sgd"}\'')
     parser.add_argument("--verbose", action="store_true", help="what rank 0 printed, too")
     arguments = parser.parse_args()
-    table = Table("hosts", "way", "seconds", "DDP's over these", "tuning", "chosen", "", title="to the target")
+    table = Table("hosts", "way", "seconds", "steps", "DDP's over these", "tuning", "chosen", "", title="to the target")
     with explained(), tempfile.TemporaryDirectory() as folder:
         with_own_network()
         save_images(data := Path(folder, "images.pt"))
@@ -284,13 +286,14 @@ def main() -> None:
                     found.setdefault(way, []).append(row.seconds)
                     ratio = found["ddp"][-1] / row.seconds if "ddp" in found else float("nan")
                     busy = "" if row.work < 0.5 * arguments.step * (os.cpu_count() or 1) else "busy"
-                    cells = (f"{row.seconds:.1f}", f"{ratio:.2f}", f"{row.tuning:.1f}", row.chosen, busy)
+                    measured = f"{row.seconds:.1f}", f"{row.steps:.0f}", f"{ratio:.2f}", f"{row.tuning:.1f}"
+                    cells = *measured, row.chosen, busy
                     table.add_row(name, f"{way}, seed {seed}", *cells)
                     print(name, way, seed, *cells, flush=True)
             if set(found) == {"ddp", "tuned"}:
                 ratios = [ddp / tuned for ddp, tuned in zip(found["ddp"], found["tuned"], strict=True)]
                 median = f"{statistics.median(ratios):.2f}"
-                table.add_row(name, "median", "", median, "", f"wanted: {SCENES[name].wanted}", "")
+                table.add_row(name, "median", "", "", median, "", f"wanted: {SCENES[name].wanted}", "")
     Console().print(table)
 
 
