@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_omni.protocol.all_reduce import AllReduce, Exact, Memory, resumed
+from lightning_omni.protocol.all_reduce import AllReduce, Exact, Memory, run_through
 
 TIMED_BYTES = 1 << 26
 """Of gradients with which arithmetic is timed: it goes with their number, and memory may be what is short."""
@@ -87,12 +87,13 @@ class Reduction:
 
     def _average(self, state: tuple[AllReduce, Any], bucket: Any) -> None:
         format_, group = state
-        steps = format_.average(bucket.gradients(), bucket.parameters(), self.memory)
         size = dist.get_world_size(group)
-        message: Tensor | None = next(steps)
-        while message is not None:
+
+        def mean(message: Tensor) -> Tensor:
             dist.all_reduce(message.div_(size), group=group)  # divided before, for 16 bits do not hold every sum
-            message = resumed(steps, message)
+            return message
+
+        run_through(format_.average(bucket.gradients(), bucket.parameters(), self.memory), mean)
 
 
 @dataclass(frozen=True)
@@ -131,10 +132,7 @@ def seconds_of_arithmetic(format_: AllReduce, shapes: Iterable[Sequence[int]], d
     memory: Memory = {}
     for _ in range(2):  # the first time there is nothing to begin with
         began = _now(device)
-        steps = format_.average(timed, range(len(timed)), memory)
-        message: Tensor | None = next(steps)
-        while message is not None:
-            message = resumed(steps, message)
+        run_through(format_.average(timed, range(len(timed)), memory), lambda message: message)
         seconds = _now(device) - began
     return seconds * sum(map(math.prod, shapes)) / numbers
 

@@ -488,9 +488,22 @@ class Profile(Serializable):
 
     def _averaging(self, model: _Model, all_reduce: str) -> _Model:
         """The same with gradients that the members of a group average so."""
+        if all_reduce not in self._averages:  # hundreds of settings ask for the same few
+            self._averages[all_reduce] = self._average(all_reduce)
+        share, messages, computed = self._averages[all_reduce]
+        if (share, messages, computed) == (1.0, 1, 0.0):
+            return model
+        return replace(model, ring=share * model.ring, hop=messages * model.hop, overhead=model.overhead + computed)
+
+    @cached_property
+    def _averages(self) -> dict[str, tuple[float, int, float]]:
+        return {}
+
+    def _average(self, all_reduce: str) -> tuple[float, int, float]:
+        """The part of a gradient's bytes that travel, in how many all-reduces, and the seconds that a rank computes."""
         format_ = all_reduce_of(all_reduce)
         if format_ == EXACT:
-            return model
+            return 1.0, 1, 0.0
         if not self.shapes:
             raise ConfigurationError(
                 f"all_reduce={all_reduce!r}: how many bytes travel depends on the parameters' shapes, which were not"
@@ -498,8 +511,7 @@ class Profile(Serializable):
             )
         share = format_.nbytes(self.shapes) / EXACT.nbytes(self.shapes)
         computed = max((each.averaging.get(all_reduce, 0.0) for each in self.measured), default=0.0)
-        ring, hop = share * model.ring, format_.messages * model.hop
-        return replace(model, ring=ring, hop=hop, overhead=model.overhead + computed)
+        return share, format_.messages, computed
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:

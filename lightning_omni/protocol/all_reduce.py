@@ -15,7 +15,7 @@ it.
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Hashable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -183,6 +183,18 @@ def resumed(steps: Steps, mean: Tensor) -> Tensor | None:
         return None
 
 
+def run_through(steps: Steps, mean: Callable[[Tensor], Tensor]) -> None:
+    """Averages to the end.
+
+    Args:
+        steps: of `AllReduce.average`.
+        mean: gives the mean over the members of what one of them yields; it may write to that.
+    """
+    message: Tensor | None = next(steps)
+    while message is not None:
+        message = resumed(steps, mean(message))
+
+
 def _remembered(unsent: Unsent | None, gradient: Tensor, columns: int, dtype: torch.dtype) -> Unsent:
     """Of a parameter; the factor is made again, of the same random numbers on all members, if it has other columns."""
     width = gradient[0].numel()
@@ -255,5 +267,6 @@ __all__ = [
     "Unsent",
     "all_reduce_of",
     "resumed",
+    "run_through",
     "text_of",
 ]

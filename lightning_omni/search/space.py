@@ -327,12 +327,17 @@ class Space:
     def dimensions(self) -> tuple[Dimension, ...]:
         """All of them, in the order of a surrogate's axes."""
         own = Groups(self.groups), Momentum(self.momentum), LearningRate(self.lr), StepFactor(self.factor)
-        return *own, Period(self.period), *self.exchanges, *self.further
+        return *own, Period(self.period), *self.communication, *self.further
+
+    @property
+    def communication(self) -> tuple[ExchangeDimension, ...]:
+        """Those of how groups exchange, and how their members average gradients."""
+        return *self.exchanges, AllReduceFormat(self.all_reduce)
 
     @property
     def exchanges(self) -> tuple[ExchangeDimension, ...]:
         """Those of how groups exchange."""
-        return MethodName(self.method), Wire(self.wire), Overlap(self.overlap), AllReduceFormat(self.all_reduce)
+        return MethodName(self.method), Wire(self.wire), Overlap(self.overlap)
 
     @classmethod
     def of(
@@ -395,7 +400,7 @@ class Space:
             suggested: gives a setting the momentum and rate that are expected to suit it.
         """
         found = [start]
-        ways = product(*(each.options(start) for each in self.exchanges[:3]))
+        ways = product(*(each.options(start) for each in self.exchanges))
         for method, wire, overlap in ways:
             value = method_named(method)
             periods = (self.period or periods_up_to(c.LARGEST_PERIOD)) if hasattr(value, "period") else (1,)

@@ -79,7 +79,7 @@ class Axes:
     def __init__(self, evidence: Evidence, without: Sequence[str] = ()) -> None:
         self._evidence = evidence
         self._dimensions = evidence.spec.space.dimensions
-        self._named = {each.name: each for each in (*evidence.spec.space.exchanges, *evidence.spec.space.further)}
+        self._named = {each.name: each for each in (*evidence.spec.space.communication, *evidence.spec.space.further)}
         self.bounds: dict[str, tuple[float, float] | list[int]] = {}
         for each in self._dimensions:
             axis = each.axis(evidence)

@@ -19,7 +19,7 @@ from lightning_omni.methods.modules import describe_module, tensors_of, with_ten
 from lightning_omni.protocol import Batch
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.activations import Both, pack_in, unpack_in
-from lightning_omni.protocol.all_reduce import EXACT, AllReduce, Unsent, resumed
+from lightning_omni.protocol.all_reduce import EXACT, AllReduce, Unsent, run_through
 from lightning_omni.protocol.codec import unpack
 from lightning_omni.protocol.head_side import HeadSide
 from lightning_omni.protocol.layout import Layout, TensorSpec
@@ -114,10 +114,8 @@ class Members:
             return gradient
         found = [None if each is None else each.clone() for each in gradient]
         there = {place: each for place, each in enumerate(found) if each is not None}
-        steps = self._all_reduce.average(list(there.values()), list(there), self._unsent)
-        message: Tensor | None = next(steps)
-        while message is not None:
-            message = resumed(steps, message)  # it is the mean already
+        # What the group has computed is the mean already.
+        run_through(self._all_reduce.average(list(there.values()), list(there), self._unsent), lambda mean: mean)
         return found
 
     @property

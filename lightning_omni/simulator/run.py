@@ -133,9 +133,8 @@ def simulate(
     check_aggregators(cluster, topology, chosen)
     formation = Formation(chosen, topology, merged, wire_format, overlap, all_reduce_of(all_reduce))
     if topology.is_synchronous:
-        formation = Formation(
-            HardSync(), topology, all_reduce=formation.all_reduce
-        )  # whatever the method, one group is plain synchronous training
+        # Whatever the method, one group is plain synchronous training.
+        formation = Formation(HardSync(), topology, all_reduce=formation.all_reduce)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         workload = Workload(model, data, loss, evaluate, optimizer)

@@ -87,9 +87,14 @@ class TunedFit:
             self._go_on()
         else:
             run.state.ranks = run.world.size
-            (self.by_first_batches if run.learns_from_run else self.by_probes).begin(hyperparameters)
+            self._tuning.begin(hyperparameters)
         run.begin()
         self.retuning.begin()
+
+    @property
+    def _tuning(self) -> ByFirstBatches | ByProbes:
+        """The way in which this run is tuned."""
+        return self.by_first_batches if self.run.learns_from_run else self.by_probes
 
     def _search_once_more(self, hyperparameters: Hyperparameters) -> None:
         """A run is resumed with another number of ranks."""
@@ -142,7 +147,7 @@ class TunedFit:
         if not is_due or run.state.setting is None or run.trainer.should_stop or epoch >= run.epochs:
             return
         if reason := self.retuning.reason(epoch):
-            (self.by_first_batches if run.learns_from_run else self.by_probes).begin_again(reason)
+            self._tuning.begin_again(reason)
 
 
 class OmniTunerHooks(_CallbackBase):
