@@ -17,7 +17,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from lightning_omni.performance.exchanging import ExchangePattern
-from lightning_omni.performance.profile import Measured, Prediction, Profile
+from lightning_omni.performance.measured import Measured
+from lightning_omni.performance.profile import Prediction, Profile
 from lightning_omni.simulator import Cluster, Jitter, Link, simulate
 from lightning_omni.trace import Trace
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from lightning_omni.performance.forecast import Setting, TrialResult
-from lightning_omni.performance.profile import Measured
+from lightning_omni.performance.measured import Measured
 from lightning_omni.search import Observation, Search, SearchSpec, Space
 from lightning_omni.topology import Topology
 

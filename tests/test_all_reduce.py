@@ -17,7 +17,8 @@ from torch.utils.data import TensorDataset
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.optimizer.reduction import seconds_of_arithmetic
-from lightning_omni.performance.profile import Measured, Profile
+from lightning_omni.performance.measured import Measured
+from lightning_omni.performance.profile import Profile
 from lightning_omni.protocol.all_reduce import EXACT, AllReduce, Memory, PowerSGD, all_reduce_of, resumed, text_of
 from lightning_omni.simulator import Cluster, Link, simulate
 

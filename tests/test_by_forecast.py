@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from lightning_omni.performance.forecast import Scaling, Setting, TrialResult
-from lightning_omni.performance.profile import Measured
+from lightning_omni.performance.measured import Measured
 from lightning_omni.search import Observation, Search, SearchSpec, Space
 from lightning_omni.search.choice import verdict
 

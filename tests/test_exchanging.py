@@ -17,7 +17,8 @@ from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import METHODS, method_named
 from lightning_omni.performance.costs import Costs
 from lightning_omni.performance.exchanging import ExchangePattern
-from lightning_omni.performance.profile import Measured, Prediction, Profile
+from lightning_omni.performance.measured import Measured
+from lightning_omni.performance.profile import Prediction, Profile
 from lightning_omni.performance.queueing import BarrierExchange, quantiles_of_slowest, quantiles_of_sum, slowest
 from lightning_omni.protocol.layout import Layout
 

@@ -24,7 +24,8 @@ from torch.utils.data import TensorDataset
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.performance.costs import Costs
-from lightning_omni.performance.profile import Measured, Prediction, Profile
+from lightning_omni.performance.measured import Measured
+from lightning_omni.performance.profile import Prediction, Profile
 from lightning_omni.performance.queueing import residence, slowest
 from lightning_omni.simulator import Cluster, Jitter, Link, simulate
 from lightning_omni.topology import Topology

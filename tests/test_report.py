@@ -21,7 +21,7 @@ from searches import FOUND, PROBLEM, START, found, observed, search, smaller
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.performance.forecast import Setting, TrialResult
-from lightning_omni.performance.profile import Measured
+from lightning_omni.performance.measured import Measured
 from lightning_omni.report import Round, RunTimes, TuningReport
 from lightning_omni.report.digest import duration, interval, rate_of, span, times
 from lightning_omni.report.page import templates

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.performance.forecast import Scaling, Setting, TrialResult
-from lightning_omni.performance.profile import Measured
+from lightning_omni.performance.measured import Measured
 from lightning_omni.search import SAMPLERS, Choice, Observation, Probe, Search, SearchSpec, Space
 from lightning_omni.search.constants import FEWEST_BATCHES, MOST_BATCHES, MOST_PROBES
 from lightning_omni.topology import Topology

@@ -9,7 +9,8 @@ from functools import cached_property
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.performance.forecast import Forecast, Setting, SettingEstimate, TrialResult, log_costs, samples_to
-from lightning_omni.performance.profile import Measured, Prediction, Profile
+from lightning_omni.performance.measured import Measured
+from lightning_omni.performance.profile import Prediction, Profile
 from lightning_omni.performance.statistical import Estimate
 from lightning_omni.search import Choice, Search, StepSearchSpec
 from lightning_omni.search.choice import best_by_forecast

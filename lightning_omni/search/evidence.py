@@ -15,7 +15,8 @@ import numpy as np
 from lightning_omni.methods import method_named, with_period
 from lightning_omni.performance.exchanging import ExchangePattern
 from lightning_omni.performance.forecast import Forecast, SampleEfficiency, Scaling, Setting, Theory, TrialResult
-from lightning_omni.performance.profile import Measured, Prediction, Profile
+from lightning_omni.performance.measured import Measured
+from lightning_omni.performance.profile import Prediction, Profile
 from lightning_omni.search import constants as c
 from lightning_omni.search.experience import Experience
 from lightning_omni.search.prior import Prior

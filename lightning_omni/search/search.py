@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_omni.performance.forecast import Setting
-from lightning_omni.performance.profile import Measured
+from lightning_omni.performance.measured import Measured
 from lightning_omni.search import constants as c
 from lightning_omni.search.choice import Choice, choose
 from lightning_omni.search.evidence import Evidence, Observation

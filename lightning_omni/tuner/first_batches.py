@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_omni.optimizer.balance import Balance, gather, gather_values
 from lightning_omni.optimizer.reduction import seconds_of_arithmetic
 from lightning_omni.performance.forecast import Setting, TrialResult
-from lightning_omni.performance.profile import Measured
+from lightning_omni.performance.measured import Measured
 from lightning_omni.performance.step_timer import StepTimer
 from lightning_omni.protocol.all_reduce import all_reduce_of
 from lightning_omni.search import Observation

@@ -28,7 +28,7 @@ from lightning_omni.errors import ConfigurationError, OmniError
 from lightning_omni.optimizer.balance import Balance, gather_values
 from lightning_omni.optimizer.loaders import Leases
 from lightning_omni.performance.forecast import Setting, TrialResult
-from lightning_omni.performance.profile import Measured
+from lightning_omni.performance.measured import Measured
 from lightning_omni.protocol import EpochPlan
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.leases import apportion

@@ -30,7 +30,7 @@ from tasks import CLUSTERS, JUDGING, RANKS, Outcome, Task, cluster_of
 
 from lightning_omni.methods import method_named, with_period
 from lightning_omni.performance.forecast import Scaling, Setting, TrialResult
-from lightning_omni.performance.profile import Measured
+from lightning_omni.performance.measured import Measured
 from lightning_omni.search import Observation, Search, SearchSpec, Space
 from lightning_omni.search.choice import verdict
 from lightning_omni.search.evidence import Evidence

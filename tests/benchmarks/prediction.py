@@ -45,7 +45,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_omni as omni
 from lightning_omni.performance.forecast import Setting
-from lightning_omni.performance.profile import Measured, Prediction, Profile
+from lightning_omni.performance.measured import Measured
+from lightning_omni.performance.profile import Prediction, Profile
 from lightning_omni.search import Probe
 from lightning_omni.topology import Topology
 from lightning_omni.tuner.hyperparameters import Hyperparameters

@@ -29,7 +29,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from lightning_omni.performance.forecast import Scaling, Setting
-from lightning_omni.performance.profile import Measured
+from lightning_omni.performance.measured import Measured
 from lightning_omni.search import SAMPLERS, Observation, Search, SearchSpec, Space
 
 OFF = (1.0, 1 / 3, 3.0)

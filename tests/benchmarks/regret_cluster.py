@@ -20,7 +20,8 @@ from torch.utils.data import TensorDataset
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.performance.forecast import Setting, TrialResult
-from lightning_omni.performance.profile import Measured, Profile
+from lightning_omni.performance.measured import Measured
+from lightning_omni.performance.profile import Profile
 from lightning_omni.protocol.leases import apportion
 from lightning_omni.simulator import Cluster, Jitter, Link, simulate
 from lightning_omni.topology import Topology

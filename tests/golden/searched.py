@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from golden.digests import digest, processor
 from lightning_omni.performance.forecast import SampleEfficiency, Scaling, Setting, TrialResult
-from lightning_omni.performance.profile import Measured
+from lightning_omni.performance.measured import Measured
 from lightning_omni.report.digest import Digest
 from lightning_omni.search import SAMPLERS, Observation, Probe, Search, SearchSpec, Space
 from lightning_omni.topology import Topology

@@ -1,0 +1,156 @@
+"""Costs as they were fitted, or are known, with draws of them for the intervals: what `Profile` predicts from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from lightning_omni.errors import ConfigurationError
+from lightning_omni.performance.costs import Costs
+from lightning_omni.performance.exchanging import ExchangePattern
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Array = np.ndarray[Any, Any]
+Drawn = TypeVar("Drawn", bound="DataclassInstance")
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """What was fitted. Arrays have a first axis of draws, of which the first is the fit to what was measured.
+
+    Attributes:
+        devices: of each rank: which measured device it is, and by what factor it is slower.
+        overhead: seconds of a step whatever its samples, shape (draws, devices).
+        per_sample: seconds of a sample, shape (draws, devices).
+        jitter: quantiles of the factor by which steps scatter, ascending, shape (draws, devices, quantiles).
+        ring: seconds for the gradient's bytes on a member's link, shape (draws,); 2 (k - 1) / k of it count.
+        hop: seconds of one of the 2 (k - 1) messages of an all-reduce, shape (draws,).
+        delay: seconds of an exchange whatever its bytes, but for what is shared, shape (draws,).
+        delay_per_byte: seconds of each byte there, shape (draws,).
+        serve: seconds of the server for a push, shape (draws,).
+        link_per_byte: seconds of a byte on the server's link, shape (draws,).
+        head_per_sample: seconds of a sample of a group's batch at a merged head.
+        servers: that hold a share of the weights each. What an exchange costs is said of one that holds everything.
+        per_node: whether they are one on each node.
+        forecast: the same with an exchange that is forecast; None if it was measured, or cannot be forecast.
+    """
+
+    devices: Mapping[int, tuple[int, float]]
+    overhead: Array
+    per_sample: Array
+    jitter: Array
+    ring: Array
+    hop: Array
+    delay: Array
+    delay_per_byte: Array
+    serve: Array
+    link_per_byte: Array
+    head_per_sample: float
+    period: int
+    nbytes: int
+    knows_overhead: bool
+    knows_exchange: bool
+    servers: int = 1
+    per_node: bool = False
+    forecast: CostModel | None = None
+
+    @classmethod
+    def of(cls, costs: Costs, ranks: int) -> CostModel:
+        """Costs that are known, of one device, without jitter; the two draws are the same."""
+        ones = np.ones(2)
+        return cls(
+            devices=dict.fromkeys(range(ranks), (0, 1.0)),
+            overhead=costs.overhead * ones[:, None],
+            per_sample=costs.per_sample * ones[:, None],
+            jitter=np.ones((2, 1, 1)),
+            ring=costs.allreduce * ones,
+            hop=costs.allreduce_latency * ones,
+            delay=(costs.exchange - costs.serve - costs.link) * ones,
+            delay_per_byte=0 * ones,
+            serve=costs.serve * ones,
+            link_per_byte=costs.link / max(costs.nbytes, 1) * ones,
+            head_per_sample=costs.head_per_sample,
+            period=costs.period,
+            nbytes=costs.nbytes,
+            knows_overhead=True,
+            knows_exchange=True,
+            servers=costs.servers,
+            per_node=costs.per_node,
+        )
+
+    @property
+    def away(self) -> float:
+        """What part of an exchange's bytes crosses links."""
+        return part_away(self.servers, self.per_node)
+
+    def known(self, exchanging: ExchangePattern) -> ExchangePattern:
+        """With what was measured in place of what is not said."""
+        for name in ("push", "pull"):
+            if getattr(exchanging, name) is not None:
+                self.check_nbytes(f"{name}={getattr(exchanging, name)}: what an exchange had was")
+        period = self.period if exchanging.period is None else exchanging.period
+        push, pull = (self.nbytes if nbytes is None else nbytes for nbytes in (exchanging.push, exchanging.pull))
+        return replace(exchanging, period=period, push=push, pull=pull)
+
+    def check_nbytes(self, asked: str) -> None:
+        """Refuses what depends on the bytes of an exchange, where these are not known."""
+        if not self.nbytes:
+            raise ConfigurationError(f"{asked} not measured; fit with Measured(nbytes=...)")
+
+    def speeds(self, samples: float) -> dict[int, float]:
+        """Samples per second of each rank in steps of so many."""
+        seconds = self.overhead[0] + samples * self.per_sample[0]
+        return {rank: float(samples / seconds[device] / slower) for rank, (device, slower) in self.devices.items()}
+
+    def changed(
+        self,
+        ranks: int | None = None,
+        bandwidth: float | None = None,
+        latency: float | None = None,
+        slowest: float | None = None,
+        servers: int | None = None,
+        per_node: bool = False,
+        batch_size: float | None = None,
+    ) -> CostModel:
+        """What `Profile.scaled` was asked for, but for the size of batches, which no part of the model depends on."""
+        model, alike = self, np.ones_like(self.delay)
+        if model.forecast is not None:
+            forecast = model.forecast.changed(ranks, bandwidth, latency, slowest, servers, per_node)
+            model = replace(model, forecast=forecast)
+        if servers is not None:
+            model = replace(model, servers=servers, per_node=per_node)
+        if ranks is not None:
+            known = list(model.devices.values())
+            model = replace(model, devices={rank: known[rank % len(known)] for rank in range(ranks)})
+        if bandwidth is not None:
+            per_byte = alike / bandwidth
+            model = replace(model, ring=model.nbytes * per_byte, delay_per_byte=per_byte, link_per_byte=per_byte)
+            model = replace(model, knows_exchange=True)
+        if latency is not None:
+            model = replace(model, hop=alike * latency, delay=2 * alike * latency, knows_exchange=True)
+        if slowest is not None:
+            last = max(model.devices)
+            device, slower = model.devices[last]
+            model = replace(model, devices={**model.devices, last: (device, slower * slowest)})
+        return model
+
+
+def first_draw(drawn: Drawn) -> Drawn:
+    """The same without the draws but the first."""
+    cut: dict[str, Any] = {name: each[:1] for name, each in vars(drawn).items() if isinstance(each, np.ndarray)}
+    return replace(drawn, **cut)
+
+
+def part_away(servers: int, per_node: bool) -> float:
+    """What part of an exchange's bytes crosses links."""
+    return (servers - 1) / servers if per_node and servers > 1 else 1.0
+
+
+def messages_of(servers: int) -> int:
+    """How often a message goes there and back in an exchange."""
+    return 1 if servers == 1 else 2

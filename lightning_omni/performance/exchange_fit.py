@@ -1,0 +1,156 @@
+"""What an exchange costs: its delay, and how long it keeps busy what all groups share."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from lightning_omni.errors import ConfigurationError
+from lightning_omni.performance import constants as c
+from lightning_omni.performance.cost_model import first_draw
+from lightning_omni.performance.measured import servers_of
+from lightning_omni.performance.queueing import residence
+from lightning_omni.performance.resampled import Resampled
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class _Exchanges:
+    """What one segment says of the exchange; seconds of one exchange, and of a cycle from one to the next.
+
+    Attributes:
+        think: of a cycle without the exchange, by group, shape (draws, groups).
+        variance: of that, shape (draws, groups).
+        mean: of an exchange, shape (draws,).
+        least: the shortest exchange of all. Most likely it did not wait; later, among many, all may.
+        nbytes: of an exchange.
+    """
+
+    think: Array
+    variance: Array
+    mean: Array
+    least: float
+    nbytes: int
+
+    @classmethod
+    def of(cls, drawn: Resampled) -> _Exchanges:
+        period = drawn.measured.period
+        rest = [steps - exchanges for steps, exchanges in zip(drawn.steps, drawn.exchanges, strict=True)]
+        exchanged = np.concatenate(drawn.exchanges, axis=1)
+        steady = np.concatenate(drawn.steady, axis=1)
+        return cls(
+            think=period * np.stack([row.mean(axis=1) for row in rest], axis=1),
+            variance=period * np.stack([row.var(axis=1) for row in rest], axis=1),
+            mean=period * (exchanged * steady).sum(axis=1) / np.maximum(steady.sum(axis=1), 1),
+            least=min((number for row in drawn.measured.exchanges for number in row if number > 0), default=0.0),
+            nbytes=drawn.measured.nbytes,
+        )
+
+    def misses(self, away: Array, busy: Array) -> list[Array]:
+        """By what part of a cycle the mean is missed, and the shortest; both of shape (draws,).
+
+        Args:
+            away: seconds of an exchange that are not at the busiest station, shape (draws,).
+            busy: seconds that are, but for waiting, shape (draws,).
+        """
+        there = residence(self.think + away[:, None], self.variance, busy[:, None], np.ones(1))
+        cycle, over = float(self.think[0].mean() + self.mean[0]), away + busy - self.least
+        return [(away + there - self.mean) / cycle, (np.maximum(over, 0.0) + c.SHORTEST_EXCHANGE * over) / cycle]
+
+
+def fit_exchange(drawn: Sequence[Resampled]) -> tuple[Array, Array, Array, Array]:
+    """Delay, delay of a byte, the server's time, and the link's of a byte: each in seconds, of shape (draws,)."""
+    servers = servers_of([each.measured for each in drawn])
+    several = [
+        each
+        for each in drawn
+        if len(each.measured.groups) > 1 and (each.measured.servers, each.measured.per_node) == servers
+    ]
+    if not several:
+        nothing = np.zeros(len(drawn[0].steps[0]))
+        return nothing, nothing, nothing, nothing
+    segments = [_Exchanges.of(each) for each in several]
+    known = [each.measured.serve for each in several if each.measured.serve]
+    serve, nbytes = sum(known) / max(len(known), 1), max(each.nbytes for each in segments)
+    costs = _exchange_costs(segments, serve, nbytes)
+    delay, per_byte, busy = costs[:, 0], costs[:, 1] / max(nbytes, 1), serve + costs[:, 2]
+    if not known:  # the server and its link cannot be told apart
+        return delay, per_byte, busy, np.zeros_like(busy)
+    served = np.full_like(busy, serve)
+    if busy[0] <= (1 + c.NOTICED) * serve:
+        return delay, per_byte, served, np.zeros_like(busy)
+    # Something is busy for longer than the server is, whose time then is a part of the delay.
+    if not nbytes:
+        return np.maximum(delay - serve, 0.0), per_byte, busy, np.zeros_like(busy)
+    per_byte = np.maximum(per_byte - np.maximum(serve - delay, 0.0) / nbytes, 0.0)
+    return np.maximum(delay - serve, 0.0), per_byte, served, busy / nbytes
+
+
+def _exchange_costs(segments: Sequence[_Exchanges], serve: float, nbytes: int) -> Array:
+    """Delay, delay of so many bytes, and how much longer than ``serve`` the busiest station is: shape (draws, 3)."""
+    sizes = {each.nbytes for each in segments}
+    # Where all exchanges are of one size, all of their delay is ascribed to the bytes.
+    free = [index for index, is_free in enumerate((len(sizes) > 1 or not nbytes, nbytes > 0, True)) if is_free]
+    unit = max(float(each.think[0].mean() + each.mean[0]) for each in segments)
+
+    def misses(costs: Array, of: Sequence[_Exchanges]) -> Array:
+        spread = np.zeros((len(of[0].mean), 3))
+        spread[:, free] = unit * costs
+        found: list[Array] = []
+        for each in of:
+            part = each.nbytes / max(nbytes, 1)
+            # What is busy beyond the server's known time is its link.
+            found += each.misses(
+                spread[:, 0] + spread[:, 1] * part, serve + spread[:, 2] * (part if serve and nbytes else 1.0)
+            )
+        return np.stack(found, axis=1)
+
+    first = [first_draw(each) for each in segments]
+    found, slopes = _least_squares(lambda costs: misses(costs, first)[0], len(free), segments, unit)
+    # The other draws are near: one step of Gauss and Newton takes each to its own fit.
+    missed = misses(found, segments)
+    costs = np.zeros((len(missed), 3))
+    costs[:, free] = unit * np.maximum(found - (missed - missed[0]) @ np.linalg.pinv(slopes, rcond=1e-2).T, 0.0)
+    return costs
+
+
+def _least_squares(
+    misses: Callable[[Array], Array], count: int, segments: Sequence[_Exchanges], unit: float
+) -> tuple[Array, Array]:
+    """The costs, in units, of the last of which is the busiest station; and how the misses depend on them."""
+
+    def slopes(costs: Array) -> Array:
+        here = misses(costs)
+        return np.stack([(misses(costs + step) - here) / c.SLOPE_STEP for step in c.SLOPE_STEP * np.eye(count)], axis=1)
+
+    least = min(each.least for each in segments) / unit
+    most = max(float(each.mean[0]) / each.think.shape[1] for each in segments) / unit
+    starts = [
+        np.append(np.full(count - 1, max(least - busy, 0.05 * least) / max(count - 1, 1)), busy)
+        for busy in (0.0, 0.5 * least, most)  # a server for which no group waits, and one that is always busy
+    ]
+    fit = partial(scipy_optimize().least_squares, misses, jac=slopes, bounds=(0, np.inf), x_scale=0.1)
+    found = [fit(start + 1e-9) for start in starts]
+    # Of fits that are equally good (misses of a thousandth are) the first has the least that is always busy.
+    best: Array = min(found, key=lambda one: round(float(one.cost), 6)).x
+    return best, slopes(best)
+
+
+def scipy_optimize() -> Any:
+    """SciPy's optimizers.
+
+    Raises:
+        ConfigurationError: it is not installed.
+    """
+    try:
+        return importlib.import_module("scipy.optimize")
+    except ImportError as error:
+        raise ConfigurationError(
+            "a profile needs SciPy; install it with: pip install 'lightning-omni[tune]'"
+        ) from error

@@ -1,0 +1,177 @@
+"""Costs fitted to measured steps: of each rank, of the all-reduce and of the exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+
+from lightning_omni.performance import constants as c
+from lightning_omni.performance.cost_model import CostModel, messages_of, part_away
+from lightning_omni.performance.exchange_fit import fit_exchange, scipy_optimize
+from lightning_omni.performance.measured import Measured, mean_samples, servers_of
+from lightning_omni.performance.queueing import means_of_parts
+from lightning_omni.performance.resampled import Resampled
+
+Array = np.ndarray[Any, Any]
+
+
+def fit_model(measured: Sequence[Measured], draws: int, seed: int) -> CostModel:
+    """The costs that explain what was measured best, and draws of them.
+
+    Args:
+        measured: segments of training by the same ranks.
+        draws: number of resampled fits.
+        seed: of these.
+
+    Raises:
+        ConfigurationError: SciPy is missing.
+    """
+    random = np.random.default_rng(seed)
+    drawn = [Resampled.of(each, draws, random) for each in measured]
+    ranks = measured[0].ranks
+    times = [_fit_rank(drawn, rank) for rank in ranks]
+    overhead, per_sample, factors = (list(column) for column in zip(*times, strict=True))
+    ring, hop = _fit_allreduce(drawn)
+    several = [each for each in measured if len(each.groups) > 1]
+    servers, per_node = servers_of(measured)
+    away = part_away(servers, per_node)
+    delay, delay_per_byte, serve, link_per_byte = fit_exchange(drawn)
+    heads = [each for each in several if each.head]
+    # A group has its batch of samples there.
+    batches = [mean_samples([each]) * len(each.ranks) / len(each.groups) for each in heads]
+    sizes = {number for each in measured for row in each.samples for number in row}
+    model = CostModel(
+        devices={rank: (device, 1.0) for device, rank in enumerate(ranks)},
+        overhead=np.stack(overhead, axis=1),
+        per_sample=np.stack(per_sample, axis=1),
+        jitter=_jitter(factors),
+        ring=ring,
+        hop=hop,
+        delay=delay / messages_of(servers),
+        delay_per_byte=delay_per_byte / away,
+        serve=serve * servers,
+        link_per_byte=link_per_byte * servers / away,
+        head_per_sample=sum(each.head for each in heads) / max(sum(batches), 1e-300),
+        period=several[0].period if several else 1,
+        nbytes=max(each.nbytes for each in measured),
+        knows_overhead=len(sizes) > 1,
+        knows_exchange=bool(several),
+        servers=servers,
+        per_node=per_node,
+    )
+    can_forecast = not several and model.nbytes and len(ranks) > 1
+    return replace(model, forecast=_forecast(model, measured, random)) if can_forecast else model
+
+
+def _fit_rank(drawn: Sequence[Resampled], rank: int) -> tuple[Array, Array, Array]:
+    """Overhead and seconds per sample, both of shape (draws,), and jitter, shape (draws, steps)."""
+    samples, own = (
+        np.concatenate([getattr(each, name)[rank] for each in drawn], axis=1) for name in ("samples", "own")
+    )
+    overhead, per_sample = _costs_of_steps(samples[:1], own[:1])
+    factors = own / (overhead + samples * per_sample)
+    # Jitter is drawn again, batches stay as they were: a draw without the few small ones would not know the overhead.
+    overhead, per_sample = _costs_of_steps(samples[:1], factors * (overhead + samples[:1] * per_sample))
+    return overhead[:, 0], per_sample[:, 0], factors
+
+
+def _costs_of_steps(samples: Array, own: Array) -> tuple[Array, Array]:
+    """Overhead and seconds per sample, both of shape (draws, 1), of samples of shape (1, steps)."""
+    if not np.ptp(samples):
+        return np.zeros((len(own), 1)), own.sum(axis=1, keepdims=True) / samples.sum()
+    # Divided by the samples, for a long step scatters more.
+    matrix = np.stack([1 / samples[0], np.ones(samples.shape[1])], axis=1)
+    nnls = scipy_optimize().nnls
+    costs = np.array([nnls(matrix, row)[0] for row in own / samples])
+    return costs[:, :1], costs[:, 1:]
+
+
+def _jitter(factors: Sequence[Array]) -> Array:
+    """Each rank's jitter in as many equal parts as there are quantiles, the mean of each, shape (draws, ranks, parts).
+
+    Of few steps those of all ranks count, too.
+    """
+    pool = np.concatenate(factors, axis=1)
+    found = []
+    for own in factors:
+        count = own.shape[1]
+        values = np.concatenate([own, pool], axis=1)
+        weights = np.concatenate([np.ones(count), np.full(pool.shape[1], c.POOLED / pool.shape[1])])
+        order = np.argsort(values, axis=1)
+        shares = weights[order] / (count + c.POOLED)
+        found.append(means_of_parts(np.take_along_axis(values, order, axis=1), shares, c.QUANTILES))
+    jitter = np.stack(found, axis=1)
+    return np.asarray(jitter / jitter.mean(axis=2, keepdims=True))
+
+
+def _fit_allreduce(drawn: Sequence[Resampled]) -> tuple[Array, Array]:
+    """Seconds of the bytes and of a hop, both of shape (draws,)."""
+    rows: list[tuple[int, Array]] = []
+    for each in drawn:
+        head = each.measured.head if len(each.measured.groups) > 1 else 0.0
+        for members, steps, exchanges in zip(each.measured.groups, each.steps, each.exchanges, strict=True):
+            if len(members) > 1:
+                own = np.max([each.own[rank] for rank in members], axis=0)
+                rows.append((len(members), np.maximum((steps - exchanges - own).mean(axis=1) - head, 0.0)))
+    if not rows:
+        return np.zeros(len(drawn[0].steps[0])), np.zeros(len(drawn[0].steps[0]))
+    sizes = np.array([size for size, _ in rows])
+    matrix, values = (
+        np.stack([2 * (sizes - 1) / sizes, 2.0 * (sizes - 1)], axis=1),
+        np.stack([row for _, row in rows], 1),
+    )
+    if len(set(sizes.tolist())) == 1:
+        # One size does not tell bytes from hops. But an exchange carries the same bytes twice, in half a ring's time
+        # at least: what is beyond that are hops. And a hop takes no longer than half a round trip.
+        whole = values.mean(axis=1)
+        round_trip = _round_trip([each.measured for each in drawn])
+        if round_trip and all(len(each.measured.groups) == 1 for each in drawn):
+            hop = np.minimum(round_trip / 2, whole / matrix[0, 1])
+            return (whole - hop * matrix[0, 1]) / matrix[0, 0], hop
+        ring = np.minimum(whole / matrix[0, 0], _seconds_of_bytes(drawn))
+        return ring, (whole - ring * matrix[0, 0]) / matrix[0, 1]
+    nnls = scipy_optimize().nnls
+    ring, hop = np.array([nnls(matrix, row)[0] for row in values]).T
+    return ring, hop
+
+
+def _seconds_of_bytes(drawn: Sequence[Resampled]) -> Array:
+    """What the bytes of a gradient can take at most on their way between two ranks, shape (draws,)."""
+    shortest = [
+        each.measured.period
+        * np.min([row.mean(axis=1) for row in each.exchanges], axis=0)
+        / (2 * part_away(each.measured.servers, each.measured.per_node))
+        for each in drawn
+        if len(each.measured.groups) > 1
+    ]
+    return np.min(shortest, axis=0) if shortest else np.full(len(drawn[0].steps[0]), np.inf)
+
+
+def _round_trip(measured: Sequence[Measured]) -> float:
+    """Seconds, the least that was measured; 0 if none was."""
+    return min((each.round_trip for each in measured if each.round_trip), default=0.0)
+
+
+def _forecast(model: CostModel, measured: Sequence[Measured], random: np.random.Generator) -> CostModel:
+    """With exchanges over the links that the all-reduce went over.
+
+    A push and its answer cross the server's link once each, and their group's at the same time.
+    """
+    known = [each.serve for each in measured if each.serve]
+    # In the intervals is what a forecast is off by, for bytes and for the rest.
+    draws = len(model.ring) - 1
+    quantiles = [NormalDist().inv_cdf((place + 0.5) / draws) for place in range(draws)]
+    factors = np.exp(c.FORECAST_ERROR * random.permuted([quantiles] * 2, axis=1))
+    bytes_off, delay_off = np.concatenate([np.ones((2, 1)), factors], axis=1)
+    per_byte = model.ring / model.nbytes * bytes_off
+    return replace(
+        model,
+        delay=(_round_trip(measured) or 2 * model.hop) * delay_off,
+        delay_per_byte=per_byte,
+        serve=sum(known) / max(len(known), 1) * delay_off,
+        link_per_byte=per_byte,
+    )

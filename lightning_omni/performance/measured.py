@@ -1,0 +1,179 @@
+"""What ranks measured of their own steps: the material of a profile."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from lightning_omni.checks import check_number
+from lightning_omni.errors import ConfigurationError
+from lightning_omni.serialization import Serializable
+from lightning_omni.trace import Trace
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Measured(Serializable):
+    """A segment of training with one grouping, as its ranks measured it, without the first steps that warm up.
+
+    Args:
+        groups: ranks of each group.
+        samples: of each rank, in ascending order of ranks: its samples of each of its steps.
+        own: of each rank in that order: its compute time in each of these steps, in seconds (load, forward, backward,
+            the optimizer's step): all of it but the exchange and waiting for others.
+        steps: of each group: seconds of each of its steps, from the end of one to the end of the next.
+        exchanges: of each group: seconds of each of these steps that went into the exchange with the server; zeros if
+            there is one group.
+        serve: seconds of a server's own time for one push, or its share of one; 0 if unknown. With one group, those of
+            the optimizer's step, which a server would make.
+        head: seconds of exclusive access to a merged head; 0 if there is none.
+        period: local steps between two exchanges, H.
+        nbytes: bytes of one exchange, one way; 0 if unknown.
+        servers: that held a share of the weights each.
+        per_node: whether they were one on each node.
+        round_trip: seconds until a message of hardly any bytes is answered by the server, or by another rank; 0 if
+            unknown. It is asked for only where no exchange was measured.
+        shapes: of the parameters whose gradients a group averages; none if unknown.
+        averaging: seconds that a rank computes to average them in an all-reduce format, where that is known.
+
+    Raises:
+        ConfigurationError: something is missing or cannot be.
+
+    Example:
+        >>> measured = Measured(
+        ...     groups=((0,), (1,)), samples=((8, 8), (8, 8)), own=((0.1, 0.1), (0.2, 0.2)),
+        ...     steps=((0.11, 0.11), (0.21, 0.21)), exchanges=((0.01, 0.01), (0.01, 0.01)),
+        ... )
+        >>> Measured.from_dict(measured.to_dict()) == measured
+        True
+    """
+
+    groups: tuple[tuple[int, ...], ...]
+    samples: tuple[tuple[float, ...], ...]
+    own: tuple[tuple[float, ...], ...]
+    steps: tuple[tuple[float, ...], ...]
+    exchanges: tuple[tuple[float, ...], ...]
+    serve: float = 0.0
+    head: float = 0.0
+    period: int = 1
+    nbytes: int = 0
+    servers: int = 1
+    per_node: bool = False
+    round_trip: float = 0.0
+    shapes: tuple[tuple[int, ...], ...] = ()
+    averaging: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("groups", "samples", "own", "steps", "exchanges"):  # lists and arrays are as good
+            kind = int if name == "groups" else float
+            object.__setattr__(self, name, tuple(tuple(map(kind, row)) for row in getattr(self, name)))
+        object.__setattr__(self, "shapes", tuple(tuple(map(int, shape)) for shape in self.shapes))
+        _check_counts(self)
+        _check_numbers(self)
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """All ranks, ascending."""
+        return tuple(sorted(rank for members in self.groups for rank in members))
+
+    @classmethod
+    def of(cls, trace: Trace) -> Measured:
+        """What a simulated run measured.
+
+        Args:
+            trace: of `lightning_omni.simulator.simulate`, long enough that each group made two steps.
+
+        Raises:
+            ConfigurationError: the trace has no step times, or too few.
+        """
+        if not len(trace.steps.get("group", ())):
+            raise ConfigurationError("trace: it has no step times; pass one of a simulated run, of this version")
+        groups = [members for members in trace.meta["groups"] if members]
+        numbers = [number for number, members in enumerate(trace.meta["groups"]) if members]
+        ranks = sorted(rank for members in groups for rank in members)
+        samples, own = (_columns(trace.work, "rank", ranks, name) for name in ("samples", "seconds"))
+        steps, exchanges = (_columns(trace.steps, "group", numbers, name) for name in ("seconds", "exchange"))
+        cluster, pushed = trace.meta["cluster"], trace.rows["steps"]
+        several = len(groups) > 1
+        per_node = cluster.get("servers") == "per-node"
+        devices = sum(kind["count"] for kind in cluster["devices"])
+        servers = (cluster["nodes"] or devices) if per_node else cluster.get("servers", 1)
+        # A merged head is not pushed.
+        merged = f"{trace.meta['merged']}." if trace.meta.get("merged") else ()
+        per_access = len(ranks) / len(groups) * float(trace.meta["batch_size"])
+        return cls(
+            tuple(map(tuple, groups)),
+            samples,
+            own,
+            steps,
+            exchanges,
+            serve=float(cluster["update_seconds"]) / (servers if several else 1),
+            head=per_access * float(cluster["head_seconds_per_sample"])
+            if several and trace.meta.get("merged")
+            else 0.0,
+            period=max(1, round(float(pushed.mean()))) if several and len(pushed) else 1,
+            nbytes=sum(weight.nbytes for name, weight in trace.weights.items() if not name.startswith(merged)),
+            shapes=tuple(weight.shape for name, weight in trace.weights.items() if not name.startswith(merged)),
+            servers=servers if several else 1,
+            per_node=per_node and several,
+            round_trip=2 * float(cluster["link"]["latency"] + cluster["server"]["latency"]),
+        )
+
+
+def servers_of(measured: Sequence[Measured]) -> tuple[int, bool]:
+    """How many servers the last segment with several groups had, and whether they were one on each node."""
+    return next(((each.servers, each.per_node) for each in reversed(measured) if len(each.groups) > 1), (1, False))
+
+
+def mean_samples(measured: Sequence[Measured]) -> float:
+    """Samples of a rank in a step."""
+    counts = [number for each in measured for row in each.samples for number in row]
+    return sum(counts) / len(counts)
+
+
+def _columns(table: Mapping[str, Array], key: str, keys: Sequence[int], name: str) -> tuple[tuple[float, ...], ...]:
+    return tuple(tuple(table[name][table[key] == one].tolist()) for one in keys)
+
+
+def _check_counts(measured: Measured) -> None:
+    ranks = [rank for members in measured.groups for rank in members]
+    if not ranks or not all(measured.groups) or len(set(ranks)) != len(ranks):
+        raise ConfigurationError(f"groups={measured.groups}: pass the ranks of each group, each rank once")
+    for name, count, of in (
+        ("samples", len(ranks), "rank"),
+        ("own", len(ranks), "rank"),
+        ("steps", len(measured.groups), "group"),
+        ("exchanges", len(measured.groups), "group"),
+    ):
+        if len(getattr(measured, name)) != count:
+            raise ConfigurationError(f"{name}: {len(getattr(measured, name))} rows; pass one for each {of}, {count}")
+    order = sorted(ranks)
+    for number, members in enumerate(measured.groups):
+        count = len(measured.steps[number])
+        if not count:
+            raise ConfigurationError(f"steps: none of group {number}; measure at least one, better 30")
+        if len(measured.exchanges[number]) != count:
+            raise ConfigurationError(f"exchanges: {len(measured.exchanges[number])} of group {number}; pass {count}")
+        for rank in members:
+            for name in ("samples", "own"):
+                found = len(getattr(measured, name)[order.index(rank)])
+                if found != count:
+                    raise ConfigurationError(
+                        f"{name}: {found} of rank {rank}, whose group made {count} steps; pass one for each step"
+                    )
+
+
+def _check_numbers(measured: Measured) -> None:
+    for name in ("samples", "own", "steps"):
+        if not all(0 < number < math.inf for row in getattr(measured, name) for number in row):
+            raise ConfigurationError(f"{name}: pass numbers above 0; leave out steps that were not measured")
+    if not all(0 <= number < math.inf for row in measured.exchanges for number in row):
+        raise ConfigurationError("exchanges: pass seconds, 0 or more")
+    for name, least in (("serve", 0), ("head", 0), ("period", 1), ("nbytes", 0), ("servers", 1), ("round_trip", 0)):
+        check_number(name, getattr(measured, name), f"a number, {least} or more", least, below=math.inf)
