@@ -125,6 +125,8 @@ class Outcome:
 
 
 RATES = ({"lr": 0.03}, {"lr": 0.08})
+AVERAGED = 11
+"""Steps before PostLocalSGD's averages begin: an odd number, so that copies of every other step are of averages."""
 
 
 def ways() -> list[Way]:
@@ -137,7 +139,7 @@ def ways() -> list[Way]:
         Way("DDP, fp16 hook", {"way": "ddp", **plain, "hook": "fp16"}, RATES),
         Way("DDP, PowerSGD", {"way": "ddp", **plain, "hook": "powersgd", "rank": 2, "warmup": 10},
             (*RATES, {"rank": 1}, {"rank": 4})),
-        Way("PostLocalSGD", {"way": "post_local_sgd", **plain, "period": 8, "warmup": 10}, (*RATES, *local)),
+        Way("PostLocalSGD", {"way": "post_local_sgd", **plain, "period": 8, "warmup": AVERAGED}, (*RATES, *local)),
         Way("one group, powersgd:8", {"way": "one_group", **plain, "options": {"all_reduce": "powersgd:8"}}, RATES),
         Way("local SGD", {"way": "omni", **plain, "method": "local_sgd:period=8,warmup_steps=10",
                           "options": shared}, RATES),
