@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
 
-from lightning_omni.checks import check_whole
+from lightning_omni.checks import check_kind, check_number, check_whole
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import Method, checked, method_named
 from lightning_omni.methods.overlap import check_overlap
@@ -86,26 +88,10 @@ class WorldOptions:
     def __post_init__(self) -> None:
         if self.groups is not None:
             check_groups(self.groups, sys.maxsize)
+        self._check_values()
         transport = self.resolved_transport()
         if self.server is not None:
             transport.check_address(self.server)
-        if self.heartbeat_timeout < 2:
-            raise ConfigurationError(
-                f"heartbeat_timeout={self.heartbeat_timeout}: ranks give two signs of life a second, and a busy one"
-                " may be late; pass at least 2 seconds"
-            )
-        if self.save_every is not None and not 0 < self.save_every < math.inf:
-            raise ConfigurationError(
-                f"save_every={self.save_every}: pass the seconds between two saves, as 30, or None to save nothing"
-            )
-        if self.progress_timeout is not None and not self.progress_timeout >= 2:
-            raise ConfigurationError(
-                f"progress_timeout={self.progress_timeout}: no batch and no epoch's end may take longer; pass at least"
-                " 2 seconds, or None"
-            )
-        for name in ("max_nonfinite_pushes", "server_threads"):
-            if getattr(self, name) < 1:
-                raise ConfigurationError(f"{name}={getattr(self, name)}: pass a positive number")
         if self.record is not None and self.server is not None:
             raise ConfigurationError(
                 f"record={self.record!r}: the server at {self.server} runs already; start it with"
@@ -122,11 +108,38 @@ class WorldOptions:
         if self.groups is not None:
             method.check(self.groups)
 
+    def _check_values(self) -> None:
+        """Each by itself: its kind and range."""
+        text = (str, type(None))
+        check_kind("method", self.method, (str, Method), 'a name, as "hardsync", or a value, as DiLoCo(period=50)')
+        check_kind("server", self.server, text, 'the address of a server, as "tcp://host:port", or None')
+        check_kind("host", self.host, text, "an address, or None")
+        late = "seconds, at least 2: ranks give two signs of life a second, and a busy one may be late"
+        check_number("heartbeat_timeout", self.heartbeat_timeout, late, low=2)
+        check_whole("max_nonfinite_pushes", self.max_nonfinite_pushes, "a number of pushes, 1 or more", low=1)
+        check_whole("server_threads", self.server_threads, "a number of threads, 1 or more", low=1)
+        check_kind("record", self.record, (*text, os.PathLike), "a file, or None")
+        given = 'a name, as "int8", a value, as wire_formats.TopK(fraction=0.001), or both ways'
+        check_kind("wire", self.wire, (str, WireFormat, Mapping), given)
+        check_kind("overlap", self.overlap, bool, "True or False")
+        if self.servers != "per-node":
+            check_whole("servers", self.servers, 'a number of servers, 1 or more, or "per-node"', low=1)
+        check_kind("join", self.join, bool, "True or False")
+        if self.save_every is not None:
+            seconds = "the seconds between two saves, as 30, or None to save nothing"
+            check_number("save_every", self.save_every, seconds, above=0, below=math.inf)
+        if self.inside not in ("ddp", "fsdp") and not isinstance(self.inside, ModelParallel):
+            raise ConfigurationError(f'inside={self.inside!r}: pass "ddp", "fsdp" or a ModelParallel(...)')
+        if self.progress_timeout is not None:
+            longest = "seconds, at least 2, than which no batch and no epoch's end may take longer, or None"
+            check_number("progress_timeout", self.progress_timeout, longest, low=2, below=math.inf)
+        check_kind(
+            "all_reduce", self.all_reduce, (str, AllReduce), 'a name, as "powersgd:4", or a value, as PowerSGD(rank=4)'
+        )
+
     def _check_servers(self, transport: Transport) -> None:
         if self.servers == 1:
             return
-        if self.servers != "per-node":
-            check_whole("servers", self.servers, 'a number of servers, 1 or more, or "per-node"', 1)
         if self.server is not None:
             raise ConfigurationError(
                 f"servers={self.servers!r} and server={self.server!r}: how many servers hold a share each is said where"
@@ -167,8 +180,6 @@ class WorldOptions:
         if not self.is_sharded:
             return
         given = shown(self.inside)
-        if self.inside != "fsdp" and not isinstance(self.inside, ModelParallel):
-            raise ConfigurationError(f'inside={self.inside!r}: pass "ddp", "fsdp" or a ModelParallel(...)')
         check_by_member(self.resolved_method(), given)
         if self.servers != 1:
             raise ConfigurationError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -12,11 +12,8 @@ from lightning_omni.errors import ConfigurationError
 from lightning_omni.performance.costs import Costs
 from lightning_omni.performance.exchanging import ExchangePattern
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
 Array = np.ndarray[Any, Any]
-Drawn = TypeVar("Drawn", bound="DataclassInstance")
+Drawn = TypeVar("Drawn")
 
 
 @dataclass(frozen=True)
@@ -143,7 +140,7 @@ class CostModel:
 def first_draw(drawn: Drawn) -> Drawn:
     """The same without the draws but the first."""
     cut: dict[str, Any] = {name: each[:1] for name, each in vars(drawn).items() if isinstance(each, np.ndarray)}
-    return replace(drawn, **cut)
+    return cast(Drawn, replace(cast(Any, drawn), **cut))
 
 
 def part_away(servers: int, per_node: bool) -> float:

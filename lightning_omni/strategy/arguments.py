@@ -10,21 +10,21 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_omni.checks import check_kind, check_number, check_whole
+from lightning_omni.checks import check_choice, check_kind, check_whole
 from lightning_omni.errors import ConfigurationError, UnknownArgument
 from lightning_omni.methods import Method
 from lightning_omni.optimizer.meshes import Inside, ModelParallel, shown
-from lightning_omni.protocol.all_reduce import AllReduce
-from lightning_omni.protocol.wire_format import WireFormat
+from lightning_omni.optimizer.options import WorldOptions
+from lightning_omni.strategy import _private
 
 _Init = TypeVar("_Init", bound=Callable[..., None])
 _OF_LIGHTNING = ("module", "device_ids")
@@ -109,136 +109,123 @@ def refuse_unknown_of_ddp(strategy: Any, own: type, given: Mapping[str, Any]) ->
     refuse_unknown(type(strategy).__name__, given, _parameters(own), passed_on)
 
 
-def check_strategy(
-    method: object,
-    server: object,
-    host: object,
-    heartbeat_timeout: object,
-    max_nonfinite_pushes: object,
-    merged: object,
-    record: object,
-    wire: object,
-    overlap: object,
-    servers: object,
-    validation: object,
-    join: object,
-    save_every: object,
-    inside: object,
-    max_rejoins: object,
-    progress_timeout: object,
-    all_reduce: object,
-    ddp: Mapping[str, Any],
-) -> None:
-    """Refuses arguments of OmniStrategy that are of the wrong kind; the code that uses them checks what they mean.
+def inside_of(given: object) -> tuple[Inside, dict[str, Any]]:
+    """How the members of a group hold the model, and what else a ModelParallelStrategy was told, by its names.
 
     Raises:
-        ConfigurationError: an argument is of another kind; the message names it.
+        ConfigurationError: it is none of what ``inside=`` takes.
     """
-    text = (str, type(None))
-    check_kind("method", method, (str, Method), 'a name, as "hardsync", or a value, as methods.DiLoCo(period=50)')
-    check_kind("server", server, text, 'the address of a server, as "tcp://host:port", or None')
-    check_kind("host", host, text, "an address, or None")
-    check_number("heartbeat_timeout", heartbeat_timeout, "seconds, at least 2")
-    check_whole("max_nonfinite_pushes", max_nonfinite_pushes, "a number of pushes, 1 or more", low=1)
-    check_kind("merged", merged, text, "the name of a submodule, or None")
-    check_kind("record", record, (*text, os.PathLike), "a file, or None")
-    check_kind(
-        "wire",
-        wire,
-        (str, WireFormat, Mapping),
-        'a name, as "int8", a value, as wire_formats.TopK(fraction=0.001), or both ways',
-    )
-    check_kind("overlap", overlap, bool, "True or False")
-    check_kind("all_reduce", all_reduce, (str, AllReduce), 'a name, as "powersgd:4", or a value, as PowerSGD(rank=4)')
-    if all_reduce != "fp32" and ddp.get("ddp_comm_hook") is not None:
+    theirs = _private.told_model_parallel(given)
+    if theirs is not None:
+        return ModelParallel(theirs.pop("data_parallel_size"), theirs.pop("tensor_parallel_size")), theirs
+    if given not in ("ddp", "fsdp"):
         raise ConfigurationError(
-            f"all_reduce={all_reduce!r} and ddp_comm_hook={ddp['ddp_comm_hook']!r}: both say how gradients are"
-            " averaged; leave one of them out"
-        )
-    if servers != "per-node":
-        check_whole("servers", servers, 'a number of servers, 1 or more, or "per-node"', low=1)
-    if validation not in ("wait", "published"):
-        raise ConfigurationError(f'validation={validation!r}: pass "wait" or "published"')
-    check_kind("join", join, (bool, type(None)), "True or False")
-    if save_every is not None:
-        check_number("save_every", save_every, "the seconds between two saves, more than 0, or None", above=0)
-    if not isinstance(inside, ModelParallel) and inside not in ("ddp", "fsdp"):
-        raise ConfigurationError(
-            f'inside={inside!r}: pass "ddp", "fsdp" or ModelParallelStrategy(data_parallel_size=..., '
+            f'inside={given!r}: pass "ddp", "fsdp" or ModelParallelStrategy(data_parallel_size=..., '
             "tensor_parallel_size=...) of lightning.pytorch.strategies or pytorch_lightning.strategies itself"
         )
-    if progress_timeout is not None:
-        check_number("progress_timeout", progress_timeout, "seconds, at least 2, or None", low=2, below=math.inf)
-    check_whole("max_rejoins", max_rejoins, "how often in a row an evicted group may join again, or 0")
+    return cast(Inside, given), {}
 
 
-def check_join(data: str, validation: str, merged: str | None) -> None:
-    """Refuses what groups that join on their own cannot do.
-
-    Raises:
-        ConfigurationError: an argument asks for it.
-    """
-    if data == "static":
-        raise ConfigurationError(
-            'data="static" and join=True: samples that are dealt out beforehand leave none for a group that joins; pass'
-            ' data="dynamic"'
-        )
-    if validation == "published":
-        raise ConfigurationError(
-            'validation="published" and join=True: a group that joins knows nothing of the validations that are due;'
-            ' pass validation="wait"'
-        )
-    if merged is not None:
-        raise ConfigurationError(
-            f"merged={merged!r} and join=True: a merged head's access is dealt out to the groups that were formed;"
-            " leave merged= out"
-        )
-
-
-def check_inside(
-    inside: Inside,
-    merged: str | None,
-    validation: str,
-    save_distributed_checkpoint: bool,
-    rebalance: str,
-    ddp: Mapping[str, Any],
-) -> None:
-    """Refuses what does not go with groups whose members hold the model together.
+@dataclass(frozen=True)
+class FitOptions:
+    """What OmniStrategy takes beside `WorldOptions`: the arguments of that name.
 
     Raises:
-        ConfigurationError: an argument does not; the message names it.
+        ConfigurationError: one is of another kind; the message names it.
     """
-    check_kind("save_distributed_checkpoint", save_distributed_checkpoint, bool, "True or False")
-    if save_distributed_checkpoint and inside == "ddp":
-        raise ConfigurationError(
-            'save_distributed_checkpoint=True and inside="ddp": each rank has the whole model, and rank 0 saves it as'
-            ' one file; leave it out, or pass inside="fsdp"'
-        )
-    if inside == "ddp":
-        return
-    if merged is not None:
-        raise ConfigurationError(
-            f"merged={merged!r} and {shown(inside)}: a merged head is handed to one server whole, and each member of a"
-            ' group has a part of it; leave merged= out, or pass inside="ddp"'
-        )
-    if validation == "published":
-        raise ConfigurationError(
-            f'validation="published" and {shown(inside)}: the weights of a validation are fetched whole by one group;'
-            ' pass validation="wait", or inside="ddp"'
-        )
-    if rebalance == "auto" and isinstance(inside, ModelParallel):
-        raise ConfigurationError(
-            f'rebalance="auto" and {shown(inside)}: ranks that compute one batch together cannot get different parts of'
-            ' it; pass rebalance="off", or inside="fsdp"'
-        )
-    own = {"timeout", "process_group_backend", "start_method", "accelerator", "parallel_devices"}
-    own |= {"cluster_environment", "checkpoint_io", "precision_plugin"}
-    for name, value in ddp.items():
-        if name not in own and value is not None:
+
+    merged: str | None = None
+    data: Literal["dynamic", "static"] = "dynamic"
+    rebalance: Literal["off", "auto"] = "off"
+    validation: Literal["wait", "published"] = "wait"
+    max_rejoins: int = 10
+    save_distributed_checkpoint: bool = False
+
+    def __post_init__(self) -> None:
+        check_kind("merged", self.merged, (str, type(None)), "the name of a submodule, or None")
+        check_choice("rebalance", self.rebalance, ("off", "auto"))
+        check_choice("validation", self.validation, ("wait", "published"))
+        check_whole("max_rejoins", self.max_rejoins, "how often in a row an evicted group may join again, or 0")
+        check_kind("save_distributed_checkpoint", self.save_distributed_checkpoint, bool, "True or False")
+        if self.data == "static" and self.rebalance == "auto":
             raise ConfigurationError(
-                f"{name}={value!r} and {shown(inside)}: it is an argument of DistributedDataParallel, which is not used"
-                ' then; leave it out, or pass inside="ddp"'
+                'rebalance="auto" with data="static": samples that are dealt out beforehand cannot be split by'
+                ' speed; pass data="dynamic", or rebalance="off"'
             )
+        if self.data == "static" and self.validation == "published":
+            raise ConfigurationError(
+                'validation="published" with data="static": where a validation is due is told by the samples that'
+                ' the server deals out; pass data="dynamic", or validation="wait"'
+            )
+
+    def check(self, world: WorldOptions, ddp: Mapping[str, Any]) -> None:
+        """Refuses what does not go with what else was passed.
+
+        Args:
+            world: of the same strategy.
+            ddp: DDPStrategy's own arguments.
+
+        Raises:
+            ConfigurationError: two arguments exclude each other; the message names both.
+        """
+        if world.all_reduce != "fp32" and ddp.get("ddp_comm_hook") is not None:
+            raise ConfigurationError(
+                f"all_reduce={world.all_reduce!r} and ddp_comm_hook={ddp['ddp_comm_hook']!r}: both say how gradients"
+                " are averaged; leave one of them out"
+            )
+        if self.save_distributed_checkpoint and not world.is_sharded:
+            raise ConfigurationError(
+                'save_distributed_checkpoint=True and inside="ddp": each rank has the whole model, and rank 0 saves it'
+                ' as one file; leave it out, or pass inside="fsdp"'
+            )
+        if world.join:
+            self._check_join()
+        if world.is_sharded:
+            self._check_inside(world.inside, ddp)
+
+    def _check_join(self) -> None:
+        """What groups that join on their own cannot do."""
+        if self.data == "static":
+            raise ConfigurationError(
+                'data="static" and join=True: samples that are dealt out beforehand leave none for a group that joins;'
+                ' pass data="dynamic"'
+            )
+        if self.validation == "published":
+            raise ConfigurationError(
+                'validation="published" and join=True: a group that joins knows nothing of the validations that are'
+                ' due; pass validation="wait"'
+            )
+        if self.merged is not None:
+            raise ConfigurationError(
+                f"merged={self.merged!r} and join=True: a merged head's access is dealt out to the groups that were"
+                " formed; leave merged= out"
+            )
+
+    def _check_inside(self, inside: Inside, ddp: Mapping[str, Any]) -> None:
+        """What groups cannot do whose members hold the model together."""
+        if self.merged is not None:
+            raise ConfigurationError(
+                f"merged={self.merged!r} and {shown(inside)}: a merged head is handed to one server whole, and each"
+                ' member of a group has a part of it; leave merged= out, or pass inside="ddp"'
+            )
+        if self.validation == "published":
+            raise ConfigurationError(
+                f'validation="published" and {shown(inside)}: the weights of a validation are fetched whole by one'
+                ' group; pass validation="wait", or inside="ddp"'
+            )
+        if self.rebalance == "auto" and isinstance(inside, ModelParallel):
+            raise ConfigurationError(
+                f'rebalance="auto" and {shown(inside)}: ranks that compute one batch together cannot get different'
+                ' parts of it; pass rebalance="off", or inside="fsdp"'
+            )
+        own = {"timeout", "process_group_backend", "start_method", "accelerator", "parallel_devices"}
+        own |= {"cluster_environment", "checkpoint_io", "precision_plugin"}
+        for name, value in ddp.items():
+            if name not in own and value is not None:
+                raise ConfigurationError(
+                    f"{name}={value!r} and {shown(inside)}: it is an argument of DistributedDataParallel, which is not"
+                    ' used then; leave it out, or pass inside="ddp"'
+                )
 
 
 def _parameters(kind: type) -> list[str]:

@@ -7,7 +7,7 @@ not. The strategy asks its `grouping` for what differs; the same seam runs throu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from lightning_omni.optimizer.sharding import reshard
 from lightning_omni.optimizer.world import frozen
 from lightning_omni.protocol.leases import apportion
 from lightning_omni.strategy import _private
+from lightning_omni.strategy.arguments import FitOptions
 from lightning_omni.strategy.epochs import EpochDriver
 from lightning_omni.strategy.live_metrics import Reporting, StepTimes
 from lightning_omni.strategy.proxies import Merged, Proxies
@@ -55,20 +56,15 @@ class GroupedStrategy(_Base):
     rank_zero_warn: Callable[[str], None]
     ddp_options: dict[str, Any]
     _world_options: WorldOptions
+    _fit_options: FitOptions
     _last_report: RunReport | None
 
-    def _make_parts(
-        self,
-        merged: str | None,
-        data: Literal["dynamic", "static"],
-        rebalance: Literal["off", "auto"],
-        validation: Literal["wait", "published"],
-    ) -> None:
+    def _make_parts(self, options: FitOptions) -> None:
         self.world: World | None = None
-        self.merged = Merged(merged)
+        self.merged = Merged(options.merged)
         self.proxies = Proxies()
-        self.epochs = EpochDriver(data, self.rank_zero_info, validation)
-        self.balance = Balance(rebalance, self.rank_zero_info)
+        self.epochs = EpochDriver(options.data, self.rank_zero_info, options.validation)
+        self.balance = Balance(options.rebalance, self.rank_zero_info)
         self.trainable = Trainable(self.rank_zero_warn)
         self.reporting = Reporting()
         self.step_times = StepTimes()
@@ -101,13 +97,18 @@ class GroupedStrategy(_Base):
         """What differs between one group and several, for the groups that there are."""
         return self._several if self.joined.executor.exchanges else self._one
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the members of a group hold the model together."""
+        return self._world_options.is_sharded
+
     def check_whole(self, what: str) -> None:
         """Raises `UnsupportedError` if members of a group hold the model together, and something needs all of it.
 
         Args:
             what: needs it.
         """
-        if self._world_options.is_sharded:
+        if self.is_sharded:
             raise UnsupportedError(
                 f"{what}, and with {shown(self._world_options.inside)} each rank has a part of the model that belongs"
                 ' to its place in its group: leave it out, or use inside="ddp"'

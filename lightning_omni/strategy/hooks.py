@@ -7,9 +7,8 @@ Written once for both of Lightning's namespaces: the class here is mixed into ea
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch.distributed as dist
@@ -21,34 +20,20 @@ from lightning_omni.errors import ConfigurationError, ConnectionLost, Evicted, O
 from lightning_omni.methods import Method
 from lightning_omni.optimizer import World, WorldOptions
 from lightning_omni.optimizer.balance import Balance
-from lightning_omni.optimizer.folders import is_folder
-from lightning_omni.optimizer.meshes import Inside, ModelParallel, shown, sizes_in
+from lightning_omni.optimizer.meshes import shown, sizes_in
 from lightning_omni.optimizer.place import Communication
 from lightning_omni.optimizer.run_state import Live, RunState
 from lightning_omni.optimizer.sharding import (
     check_clipping,
-    held_by,
-    is_sharded,
-    named_rows,
-    reshard,
-    state_rows,
-    whole,
 )
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.all_reduce import AllReduce
 from lightning_omni.protocol.wire_formats import Wire
 from lightning_omni.server import ServerProcess
 from lightning_omni.strategy import _private
-from lightning_omni.strategy.arguments import (
-    Asked,
-    check_inside,
-    check_join,
-    check_strategy,
-    refuse_unknown_of_ddp,
-)
+from lightning_omni.strategy.arguments import Asked, FitOptions, inside_of, refuse_unknown_of_ddp
 from lightning_omni.strategy.checkpoints import Checkpoints
 from lightning_omni.strategy.declared import callbacks_of
-from lightning_omni.strategy.grouping import GroupedStrategy
 from lightning_omni.strategy.joining import RunStates
 from lightning_omni.strategy.launcher import say_exit
 from lightning_omni.strategy.leased import GivenRank, is_given
@@ -57,8 +42,9 @@ from lightning_omni.strategy.live_metrics import gathering_sentence
 from lightning_omni.strategy.namespaces import refuse_other_namespace
 from lightning_omni.strategy.proxies import Merged, Proxies
 from lightning_omni.strategy.rejoining import Rejoining
+from lightning_omni.strategy.saving import SavingStrategy
 from lightning_omni.strategy.signals import Signals
-from lightning_omni.topology import RECORDER, Topology, check_groups
+from lightning_omni.topology import Topology, check_groups
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import ModelParallelStrategy as OfLightning
@@ -66,7 +52,7 @@ if TYPE_CHECKING:
     from pytorch_lightning.strategies import ModelParallelStrategy
 
 
-class OmniStrategyHooks(GroupedStrategy):
+class OmniStrategyHooks(SavingStrategy):
     """Trains synchronously inside compute groups and asynchronously across them.
 
     Args:
@@ -143,8 +129,6 @@ class OmniStrategyHooks(GroupedStrategy):
 
     launcher_class: type
     terminated_class: type[SystemExit]
-    plain_checkpoint_io: type
-    checkpoint_io_class: type
     processes_class: type
 
     def __init__(
@@ -182,51 +166,15 @@ class OmniStrategyHooks(GroupedStrategy):
             )
             max_nonfinite_pushes = ddp.pop("refusals")
         refuse_unknown_of_ddp(self, OmniStrategyHooks, ddp)
-        theirs, within = _private.told_model_parallel(inside), cast(Inside, inside)
-        if theirs is not None:
-            within = ModelParallel(theirs["data_parallel_size"], theirs["tensor_parallel_size"])
-            save_distributed_checkpoint = save_distributed_checkpoint or theirs["save_distributed_checkpoint"]
-            ddp = {**{name: theirs[name] for name in ("process_group_backend", "timeout")}, **ddp}
+        within, theirs = inside_of(inside)
+        save_distributed_checkpoint = theirs.pop("save_distributed_checkpoint", False) or save_distributed_checkpoint
+        ddp = {**theirs, **ddp}
         asked = self._asked = Asked(groups, method, data, server, join)
         with asked.naming_variables():
-            groups, method, data, server = asked.groups, asked.method, asked.data, asked.server
-            check_strategy(
-                method,
-                server,
-                host,
-                heartbeat_timeout,
-                max_nonfinite_pushes,
-                merged,
-                record,
-                wire,
-                overlap,
-                servers,
-                validation,
-                join,
-                save_every,
-                within,
-                max_rejoins,
-                progress_timeout,
-                all_reduce,
-                ddp,
-            )
-            check_inside(within, merged, validation, save_distributed_checkpoint, rebalance, ddp)
-            if data == "static" and rebalance == "auto":
-                raise ConfigurationError(
-                    'rebalance="auto" with data="static": samples that are dealt out beforehand cannot be split by'
-                    ' speed; pass data="dynamic", or rebalance="off"'
-                )
-            if data == "static" and validation == "published":
-                raise ConfigurationError(
-                    'validation="published" with data="static": where a validation is due is told by the samples that'
-                    ' the server deals out; pass data="dynamic", or validation="wait"'
-                )
-            if asked.join:
-                check_join(data, validation, merged)
             self._world_options = WorldOptions(
-                groups=groups,
-                method=method,
-                server=server,
+                groups=asked.groups,
+                method=asked.method,
+                server=asked.server,
                 host=host,
                 encryption=encryption,
                 heartbeat_timeout=heartbeat_timeout,
@@ -241,17 +189,18 @@ class OmniStrategyHooks(GroupedStrategy):
                 progress_timeout=progress_timeout,
                 all_reduce=all_reduce,
             )
+            self._fit_options = FitOptions(
+                merged, asked.data, rebalance, validation, max_rejoins, save_distributed_checkpoint
+            )
+            self._fit_options.check(self._world_options, ddp)
         super().__init__(**ddp)
         self.ddp_options = dict(vars(self).get("_ddp_kwargs", {}))
-        self._given = merged, data, rebalance, validation
-        self._max_rejoins = max_rejoins
-        self._saves_folders = save_distributed_checkpoint
         self._last_report = None
         self._make_run()
 
     def _make_run(self) -> None:
         """What lives as long as this process and the runs in it: nothing of this goes to another process."""
-        self._make_parts(*self._given)
+        self._make_parts(self._fit_options)
         self.nested = NestedRuns(self)
         self._listener: Listener | None = None
         self.run_states = RunStates(self)
@@ -270,10 +219,10 @@ class OmniStrategyHooks(GroupedStrategy):
         """The strategy as it was constructed, and the report of its last fit."""
         state: dict[str, Any] = super().__getstate__()
         fresh = object.__new__(type(self))
-        fresh._given = self._given
+        fresh._fit_options = self._fit_options
         fresh._make_run()
         kept = {name: value for name, value in state.items() if name not in vars(fresh)}
-        return {**kept, "_given": self._given, "_last_report": self.last_report}
+        return {**kept, "_fit_options": self._fit_options, "_last_report": self.last_report}
 
     @override
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -287,7 +236,7 @@ class OmniStrategyHooks(GroupedStrategy):
     def _configure_launcher(self) -> None:
         refuse_other_namespace(self, self.accelerator, "strategy")
         super()._configure_launcher()
-        if self._saves_folders and type(self.checkpoint_io) is not self.plain_checkpoint_io:
+        if self.saves_folders and type(self.checkpoint_io) is not self.plain_checkpoint_io:
             raise UnsupportedError(
                 f"save_distributed_checkpoint=True and {type(self.checkpoint_io).__name__}: each rank writes its share"
                 " by itself, and there is no whole checkpoint to hand to a CheckpointIO; leave one of them out"
@@ -446,12 +395,6 @@ class OmniStrategyHooks(GroupedStrategy):
 
     # --- Training ----------------------------------------------------------------------------------------------------
 
-    def _take_time(self) -> None:
-        """What comes now, a checkpoint, say, may take its time."""
-        self.signals.pause()
-        if self.world is not None and self.world.control is not None:
-            self.world.control.takes_time()
-
     def _install_signals(self) -> None:
         self.signals.install(self._trainer, self.joined, lambda: self.epochs.interrupt(self.buffers()))
 
@@ -564,7 +507,7 @@ class OmniStrategyHooks(GroupedStrategy):
         by_mistake = isinstance(reason, (Evicted, ConnectionLost)) and isinstance(error, Exception)
         if not by_mistake or self.signals.is_told_to_end or self.local_rank:
             return False
-        return self.rejoining.arm(error, reason, self._max_rejoins, self.world_size)
+        return self.rejoining.arm(error, reason, self._fit_options.max_rejoins, self.world_size)
 
     def _start_again(self, error: OmniError) -> None:
         """This rank is out of the run, and blocked: no error comes out of its fit."""
@@ -679,110 +622,6 @@ class OmniStrategyHooks(GroupedStrategy):
         """Makes the training DataLoader one with leased batches, if it is one whose samples we may deal out."""
         loader = super().process_dataloader(dataloader)
         return self.epochs.data.process(loader, self.global_rank, is_given) if self._trainer.training else loader
-
-    # --- Checkpoints -------------------------------------------------------------------------------------------------
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether the members of a group hold the model together."""
-        return self._world_options.is_sharded
-
-    @property
-    def _is_asynchronous(self) -> bool:
-        """Whether several groups train at the moment, so that no rank knows everything that belongs in a checkpoint."""
-        return self.world is not None and self.world.executor.control is not None
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The module's state, with the weights that the method evaluates in the place of this group's own.
-
-        At a synchronization point of all groups (after a validation, at an epoch's end) every rank takes part, and what
-        the groups know each for itself is collected. In between rank 0 speaks for itself and the server; where the mean
-        of all groups' weights would count, the checkpoint then has those of rank 0's group.
-        """
-        if self.run_states.is_described:
-            return {}
-        self._take_time()
-        if self.world is not None:
-            reshard(self.world.sharded)
-        state = super().lightning_module_state_dict()
-        if self._is_asynchronous:
-            version = self.epochs.published.version
-            self.checkpoints.collect(self.joined, self.fitted, state, version, self._saves_folders)
-        return self._put_together(state)
-
-    def _put_together(self, state: dict[str, Any]) -> dict[str, Any]:
-        """What the members of the recorder's group have of it, whole on the recorder."""
-        if not self.is_sharded or self._saves_folders or RECORDER not in self.joined.members:
-            return state
-        together: dict[str, Any] = whole(state, keeps=self.joined.is_recorder)
-        return together
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimizer state of the same moment: the server's, with this rank's hyperparameters, if it steps there."""
-        own: dict[str, Any] = super().optimizer_state(optimizer)
-        if self.run_states.is_described:
-            return {"state": {}, "param_groups": own["param_groups"]}
-        if self._is_asynchronous and (self.joined.hands_over if self._saves_folders else self.joined.is_recorder):
-            own = self.checkpoints.state_of(self.joined, getattr(optimizer, "optimizer", optimizer), own)
-        return self._put_together(own)
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Loads whole weights; where the members of a group hold the model together, each its rows of them."""
-        if self.is_sharded and is_sharded(self.fitted):
-            state = named_rows(checkpoint["state_dict"], self.fitted.state_dict(keep_vars=True).items())
-            checkpoint = {**checkpoint, "state_dict": state}
-        super().load_model_state_dict(checkpoint, strict=strict)
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Loads whole optimizer states; likewise."""
-        states = self.checkpoints.optimizer_states(checkpoint, self.optimizers, self.fitted)
-        if self.is_sharded:
-            states = [
-                {**saved, "state": state_rows(saved["state"], held_by(optimizer))}
-                for optimizer, saved in zip(self.optimizers, states, strict=False)
-            ]
-        checkpoint = {**checkpoint, "optimizer_states": states}
-        super().load_optimizer_state_dict(checkpoint)
-
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Adds what server and groups know beyond Lightning: clocks, samples trained, and the method's own state."""
-        if self._saves_folders:
-            self._save_folder(checkpoint, filepath, storage_options)
-            return
-        if self.world is not None:
-            self.checkpoints.complete(self.world, checkpoint, self.epochs.progress)
-        if type(self.checkpoint_io) is self.plain_checkpoint_io:  # and no plugin of the user's
-            self.checkpoint_io = self.checkpoint_io_class()
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    def _save_folder(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
-        if storage_options is not None or "://" in str(filepath):
-            raise UnsupportedError(
-                f"save_distributed_checkpoint=True and a checkpoint at {filepath}: each rank writes its share to files"
-                " of its own; save it in a folder that all of them see, or pass save_distributed_checkpoint=False"
-            )
-        path = Path(self.broadcast(str(filepath))).expanduser()
-        if RECORDER in self.joined.members:
-            progress = self.epochs.progress
-            self.checkpoints.save_folder(self.joined, self.fitted, self.optimizers, checkpoint, path, progress)
-
-    @override
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Reads a checkpoint of this strategy, of plain DDP or of ModelParallelStrategy."""
-        self.checkpoints.folder = None
-        options = {} if weights_only is None else {"weights_only": weights_only}  # which older releases do not know
-        if is_folder(checkpoint_path):
-            checkpoint = self.checkpoints.open_folder(Path(checkpoint_path), self.fitted, **options)
-        else:
-            checkpoint = super().load_checkpoint(checkpoint_path, **options)
-        self.checkpoints.read(checkpoint)
-        self.epochs.resumed = self.checkpoints.resumed.cut
-        return checkpoint
 
     # --- Collectives -------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,145 @@
+"""An OmniStrategy saves and loads: checkpoints of what the method evaluates, with what server and groups know."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_omni.errors import UnsupportedError
+from lightning_omni.optimizer.folders import is_folder
+from lightning_omni.optimizer.sharding import held_by, is_sharded, named_rows, reshard, state_rows, whole
+from lightning_omni.strategy.checkpoints import Checkpoints
+from lightning_omni.strategy.grouping import GroupedStrategy
+from lightning_omni.strategy.joining import RunStates
+from lightning_omni.strategy.signals import Signals
+from lightning_omni.topology import RECORDER
+
+
+class SavingStrategy(GroupedStrategy):
+    """A strategy in groups, with Lightning's hooks for checkpoints.
+
+    Attributes:
+        checkpoints: what was read from one, and what goes into one.
+        run_states: what groups that join on their own are told of the run.
+        signals: of the process.
+        plain_checkpoint_io: Lightning's own.
+        checkpoint_io_class: what takes its place.
+    """
+
+    checkpoints: Checkpoints
+    run_states: RunStates
+    signals: Signals
+    plain_checkpoint_io: type
+    checkpoint_io_class: type
+
+    @property
+    def saves_folders(self) -> bool:
+        """Whether each member of a group writes its share of a checkpoint, to a folder."""
+        return self._fit_options.save_distributed_checkpoint
+
+    def _take_time(self) -> None:
+        """What comes now, a checkpoint, say, may take its time."""
+        self.signals.pause()
+        if self.world is not None and self.world.control is not None:
+            self.world.control.takes_time()
+
+    @property
+    def _is_asynchronous(self) -> bool:
+        """Whether several groups train at the moment, so that no rank knows everything that belongs in a checkpoint."""
+        return self.world is not None and self.world.executor.control is not None
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The module's state, with the weights that the method evaluates in the place of this group's own.
+
+        At a synchronization point of all groups (after a validation, at an epoch's end) every rank takes part, and what
+        the groups know each for itself is collected. In between rank 0 speaks for itself and the server; where the mean
+        of all groups' weights would count, the checkpoint then has those of rank 0's group.
+        """
+        if self.run_states.is_described:
+            return {}
+        self._take_time()
+        if self.world is not None:
+            reshard(self.world.sharded)
+        state = super().lightning_module_state_dict()
+        if self._is_asynchronous:
+            version = self.epochs.published.version
+            self.checkpoints.collect(self.joined, self.fitted, state, version, self.saves_folders)
+        return self._put_together(state)
+
+    def _put_together(self, state: dict[str, Any]) -> dict[str, Any]:
+        """What the members of the recorder's group have of it, whole on the recorder."""
+        if not self.is_sharded or self.saves_folders or RECORDER not in self.joined.members:
+            return state
+        together: dict[str, Any] = whole(state, keeps=self.joined.is_recorder)
+        return together
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The optimizer state of the same moment: the server's, with this rank's hyperparameters, if it steps there."""
+        own: dict[str, Any] = super().optimizer_state(optimizer)
+        if self.run_states.is_described:
+            return {"state": {}, "param_groups": own["param_groups"]}
+        if self._is_asynchronous and (self.joined.hands_over if self.saves_folders else self.joined.is_recorder):
+            own = self.checkpoints.state_of(self.joined, getattr(optimizer, "optimizer", optimizer), own)
+        return self._put_together(own)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Loads whole weights; where the members of a group hold the model together, each its rows of them."""
+        if self.is_sharded and is_sharded(self.fitted):
+            state = named_rows(checkpoint["state_dict"], self.fitted.state_dict(keep_vars=True).items())
+            checkpoint = {**checkpoint, "state_dict": state}
+        super().load_model_state_dict(checkpoint, strict=strict)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Loads whole optimizer states; likewise."""
+        states = self.checkpoints.optimizer_states(checkpoint, self.optimizers, self.fitted)
+        if self.is_sharded:
+            states = [
+                {**saved, "state": state_rows(saved["state"], held_by(optimizer))}
+                for optimizer, saved in zip(self.optimizers, states, strict=False)
+            ]
+        checkpoint = {**checkpoint, "optimizer_states": states}
+        super().load_optimizer_state_dict(checkpoint)
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Adds what server and groups know beyond Lightning: clocks, samples trained, and the method's own state."""
+        if self.saves_folders:
+            self._save_folder(checkpoint, filepath, storage_options)
+            return
+        if self.world is not None:
+            self.checkpoints.complete(self.world, checkpoint, self.epochs.progress)
+        if type(self.checkpoint_io) is self.plain_checkpoint_io:  # and no plugin of the user's
+            self.checkpoint_io = self.checkpoint_io_class()
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def _save_folder(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
+        if storage_options is not None or "://" in str(filepath):
+            raise UnsupportedError(
+                f"save_distributed_checkpoint=True and a checkpoint at {filepath}: each rank writes its share to files"
+                " of its own; save it in a folder that all of them see, or pass save_distributed_checkpoint=False"
+            )
+        path = Path(self.broadcast(str(filepath))).expanduser()
+        if RECORDER in self.joined.members:
+            progress = self.epochs.progress
+            self.checkpoints.save_folder(self.joined, self.fitted, self.optimizers, checkpoint, path, progress)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Reads a checkpoint of this strategy, of plain DDP or of ModelParallelStrategy."""
+        self.checkpoints.folder = None
+        options = {} if weights_only is None else {"weights_only": weights_only}  # which older releases do not know
+        if is_folder(checkpoint_path):
+            checkpoint = self.checkpoints.open_folder(Path(checkpoint_path), self.fitted, **options)
+        else:
+            checkpoint = super().load_checkpoint(checkpoint_path, **options)
+        self.checkpoints.read(checkpoint)
+        self.epochs.resumed = self.checkpoints.resumed.cut
+        return checkpoint
