@@ -7,6 +7,7 @@ import inspect
 import json
 import math
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from pytorch_lightning import Trainer
 
 from lightning_omni.checks import check_whole
 from lightning_omni.errors import ConfigurationError, UnknownArgument, UnsupportedError
+from lightning_omni.optimizer import WorldOptions
 from lightning_omni.strategy.arguments import refuses_unknown
 from lightning_omni.strategy.pytorch_lightning import OmniStrategy
 from lightning_omni.tuner.pytorch_lightning import DeviceTuner, OmniTuner
@@ -109,6 +111,15 @@ BAD: dict[Any, dict[str, list[Any]]] = {
         "progress_timeout": ["600", 0, -1.0, 1.5, math.nan, math.inf, True],
         "save_distributed_checkpoint": ["yes", 1, None, True],
     },
+}
+
+BAD[WorldOptions] = {
+    **{
+        name: values for name, values in BAD[OmniStrategy].items() if name in inspect.signature(WorldOptions).parameters
+    },
+    "timeout": [30, None, timedelta(0)],
+    "server_threads": [0, 1.5, "2", None, True],
+    "transport": ["zeromq", 3],
 }
 
 

@@ -117,6 +117,8 @@ class WorldOptions:
         late = "seconds, at least 2: ranks give two signs of life a second, and a busy one may be late"
         check_number("heartbeat_timeout", self.heartbeat_timeout, late, low=2)
         check_whole("max_nonfinite_pushes", self.max_nonfinite_pushes, "a number of pushes, 1 or more", low=1)
+        if not (isinstance(self.timeout, timedelta) and self.timeout > timedelta(0)):
+            raise ConfigurationError(f"timeout={self.timeout!r}: pass a timedelta, as timedelta(minutes=30)")
         check_whole("server_threads", self.server_threads, "a number of threads, 1 or more", low=1)
         check_kind("record", self.record, (*text, os.PathLike), "a file, or None")
         given = 'a name, as "int8", a value, as wire_formats.TopK(fraction=0.001), or both ways'
@@ -237,6 +239,7 @@ class WorldOptions:
         """The transport as a value."""
         if self.transport is None:
             return ZeroMQ(encryption=self.encryption)
+        check_kind("transport", self.transport, Transport, "a value, as lightning_omni.server.ZeroMQ(), or None")
         if TRANSPORTS.get(name_of(self.transport)) is not type(self.transport):
             raise ConfigurationError(
                 f"transport={type(self.transport).__name__}(): the server, a process of its own, cannot be told of it;"
