@@ -312,7 +312,7 @@ def test_groups_that_were_lost_or_joined_after_the_save_are_known_to_the_next_se
         rate = serving.core.shards[0].method_side._rate  # type: ignore[attr-defined]
         serving.die()
         assert serving.core.roster.groups == (0, 2)
-        assert serving.core.roster.awaited == ()
+        assert all(serving.core.roster.members[rank].peer for rank in serving.core.roster.live)
         assert serving.core.shards[0].method_side._rate == rate  # type: ignore[attr-defined]
         assert third.train(2)
         finish([first])

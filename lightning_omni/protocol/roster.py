@@ -390,11 +390,6 @@ class Roster:
         """Ranks up to this number have been given by the server before this one."""
         self._numbered = max(self._numbered, numbered)
 
-    @property
-    def awaited(self) -> tuple[int, ...]:
-        """Ranks that were admitted by the server before this one, and have not come again yet."""
-        return tuple(rank for rank in self.live if rank in self.members and not self.members[rank].peer)
-
     def by_peer(self, peer: bytes) -> Member | None:
         """The admitted rank behind a control connection."""
         return self.members.get(self._ranks.get(peer, -1))

@@ -352,8 +352,7 @@ class ServerCore:
 
         An aggregator also tells those who take it for the server that it is none.
         """
-        if self.roster.awaited:
-            out = [each for each in out if each.peer]
+        out = [each for each in out if each.peer]  # none of those that have not come again to a server that goes on
         if self.servers.number:
             also = m.RefusedMessage if isinstance(self.servers, Aggregator) else ()
             out = [each for each in out if each.channel == m.DATA or isinstance(each.message, also)]
