@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from types import UnionType
@@ -635,6 +636,30 @@ def test_a_push_that_cannot_be_is_refused_and_changes_nothing(
     assert says in answer.reason
     assert link.core.clock == 1
     assert_same(link.weights(), before)
+
+
+def calls_of_a_push(groups: int) -> int:
+    """Python calls and steps of generators that the server makes for a push, once it has seen others."""
+    link, calls = trained_link(*((rank,) for rank in range(groups))), 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    for rank in range(2):
+        link.data(rank, *push_of(gradient(rank), read_at=0))
+    message, payload = push_of(gradient(2), read_at=0)
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        link.data(2, message, payload)
+    finally:
+        sys.setprofile(before)
+    return calls
+
+
+def test_a_push_costs_the_server_no_more_with_more_groups() -> None:
+    assert 0 < calls_of_a_push(64) == calls_of_a_push(4)
 
 
 @pytest.mark.parametrize(
