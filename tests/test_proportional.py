@@ -72,6 +72,17 @@ FITS: dict[str, dict[str, Any]] = {
         "data": {"samples": 1024, "num_workers": 1},
         "regroup": {"12": {"groups": 2}, "20": {"groups": 1}},
     },
+    "by hand, with a tuner": {
+        "tuner": {"monitor": "none"},
+        "by_hand": True,
+        "sleep": {"0": [0.012, 0.006, 0.003, 0.003]},
+        "data": {"samples": 512},
+    },
+    "by hand, with a tuner that must not split": {
+        "tuner": {"monitor": "none", "space": {"rebalance": False}},
+        "by_hand": True,
+        "sleep": {"0": [0.004, 0.002, 0.001, 0.001]},
+    },
     "own sampler": {"strategy": AUTO, "data": {"kind": "sampler", "samples": 128}, "compare": False},
     "iterable": {"strategy": AUTO, "data": {"kind": "iterable"}, "compare": False},
     "sorted without measuring": {"regroup": {"2": {"groups": 2, "by_speed": True}}, "expect_error": True},
@@ -120,6 +131,7 @@ def test_members_get_their_shares(trained: Run, name: str) -> None:
         "speeds change",
         "like with like",
         "regrouped",
+        "by hand, with a tuner",
     ],
 )
 def test_every_sample_of_an_epoch_is_trained_exactly_once(trained: Run, name: str) -> None:
@@ -142,6 +154,17 @@ def test_batches_are_split_in_proportion_to_the_speeds(trained: Run) -> None:
         assert each["splits"][8:] == [list(apportion(32, [1, 2, 4, 4]))] * 40, "as soon as all are measured"
     assert ranks[0]["share"] == pytest.approx(ranks[0]["counts"][-1] / 32)
     assert "group 0 rebalanced: " in trained.output
+
+
+def test_a_tuner_splits_batches_where_it_can_choose_nothing_else(trained: Run) -> None:
+    for each in result(trained, "by hand, with a tuner"):
+        slow, *_, fast = each["splits"][-1]
+        assert slow < 8 < fast
+    for each in result(trained, "by hand, with a tuner that must not split"):
+        assert {tuple(split) for split in each["splits"]} == {(8, 8, 8, 8)}
+    splits = "batches are split in proportion to the ranks' speeds where that pays"
+    assert f"OmniTuner: nothing is tuned, but {splits}: with manual" in trained.output
+    assert "OmniTuner: nothing is tuned: with manual" in trained.output
 
 
 def test_each_group_is_split_by_the_speeds_of_its_own_ranks(trained: Run) -> None:

@@ -143,7 +143,6 @@ class FitOptions:
 
     def __post_init__(self) -> None:
         check_kind("merged", self.merged, (str, type(None)), "the name of a submodule, or None")
-        check_choice("rebalance", self.rebalance, ("off", "auto"))
         check_choice("validation", self.validation, ("wait", "published"))
         check_whole("max_rejoins", self.max_rejoins, "how often in a row an evicted group may join again, or 0")
         check_kind("save_distributed_checkpoint", self.save_distributed_checkpoint, bool, "True or False")

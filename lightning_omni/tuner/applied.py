@@ -56,15 +56,24 @@ class AppliedSetting:
         strategy, world = self._run.strategy, self._run.world
         again = communicate(strategy, communication_of(setting, world.communication))
         again |= apply_further(self._run.options.further, world, setting)
-        if setting.rebalance and not strategy.balance.is_on and strategy.epochs.leases is not None:
-            strategy.balance = Balance("auto", self._run.say)
-            strategy.balance.begin(world, strategy.fitted, lambda: strategy.epochs.leases)
+        if setting.rebalance:
+            self.split_by_speed()
         if setting.groups != len(world.topology.alive) or by_speed or (again and setting.groups > 1):
             strategy.form(setting.groups, speeds if by_speed else None)
         if setting.rebalance and speeds is not None and len(world.members) > 1 and strategy.epochs.leases is not None:
             strategy.share_out([speeds[rank] for rank in world.members])
         if not strategy.epochs.is_open:
             world.enter_world(strategy.buffers())
+
+    def split_by_speed(self) -> bool:
+        """From here on batches are split by speed, where that pays; says whether they can be. On all ranks."""
+        strategy = self._run.strategy
+        if strategy.epochs.leases is None:
+            return False
+        if not strategy.balance.is_on:
+            strategy.balance = Balance("auto", self._run.say)
+            strategy.balance.begin(strategy.joined, strategy.fitted, lambda: strategy.epochs.leases)
+        return True
 
     def take_back(self) -> None:
         """The user's own setting once more, in one group. On all ranks."""

@@ -25,6 +25,7 @@ from lightning_omni.search import Choice, Search, Space
 from lightning_omni.search.samplers import sampler_of
 from lightning_omni.search.surrogate import check_libraries, load_libraries
 from lightning_omni.strategy.arguments import refuses_unknown
+from lightning_omni.strategy.declared import is_fast_dev_run
 from lightning_omni.strategy.hooks import OmniStrategyHooks, strategy_of
 from lightning_omni.strategy.namespaces import refuse_other_namespace
 from lightning_omni.tuner import _private
@@ -77,9 +78,11 @@ class TunedFit:
             hyperparameters = run.hyperparameters()
         except (ConfigurationError, UnsupportedError) as error:
             run.problem = str(error)
-            run.say(f"OmniTuner: nothing is tuned: {run.problem}")
             run.strategy.form_as_arranged()
             run.world.dismiss_server()
+            splits = self._may_split_all_the_same and self.applied.split_by_speed()
+            but = ", but batches are split in proportion to the ranks' speeds where that pays" if splits else ""
+            run.say(f"OmniTuner: nothing is tuned{but}: {run.problem}")
             return
         if run.state.setting is not None and run.state.ranks != run.world.size:
             self._search_once_more(hyperparameters)
@@ -95,6 +98,12 @@ class TunedFit:
     def _tuning(self) -> ByFirstBatches | ByProbes:
         """The way in which this run is tuned."""
         return self.by_first_batches if self.run.learns_from_run else self.by_probes
+
+    @property
+    def _may_split_all_the_same(self) -> bool:
+        """Whether a run that cannot be tuned may get what changes nothing but its speed."""
+        run = self.run
+        return bool(run.options.budget) and self.space.may_rebalance and not is_fast_dev_run(run.trainer)
 
     def _search_once_more(self, hyperparameters: Hyperparameters) -> None:
         """A run is resumed with another number of ranks."""

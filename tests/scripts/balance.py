@@ -44,10 +44,13 @@ class Paced(Net):
         self.per_sample, self.batches = 0.0, 0
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.work(len(batch[2]))
+        return self.loss(batch)
+
+    def work(self, samples: int) -> None:
         self.per_sample = self.sleep.get(self.batches, self.per_sample)
         self.batches += 1
-        self.clock.sleep(self.per_sample * len(batch[2]))
-        return self.loss(batch)
+        self.clock.sleep(self.per_sample * samples)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.01)
@@ -61,6 +64,7 @@ class ByHand(Paced):
         self.automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.work(len(batch[2]))
         for optimizer in self.optimizers():
             optimizer.zero_grad()
             self.manual_backward(self.loss(batch))
@@ -164,8 +168,14 @@ def fit(options: dict[str, Any]) -> dict[str, Any]:
     if clock and strategy.balance.is_on:
         strategy.balance = Balance("auto", strategy.rank_zero_info, clock=clock)
     module = (ByHand if options.get("by_hand") else Paced)(options.get("sleep", {}), clock or time)
+    tuners = [omni.OmniTuner(**options["tuner"])] if "tuner" in options else []
     run = trainer(
-        strategy, 4, callbacks=[notes, InTime()], limit_val_batches=0, log_every_n_steps=1, **options.get("trainer", {})
+        strategy,
+        4,
+        callbacks=[notes, InTime(), *tuners],
+        limit_val_batches=0,
+        log_every_n_steps=1,
+        **options.get("trainer", {}),
     )
     error = ""
     try:
