@@ -7,6 +7,7 @@ tells its process number and how it ended. See `runs.keep_warm` and `runs.Runnin
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import gc
 import importlib
@@ -24,10 +25,14 @@ import tempfile
 TORCHRUN = ["-m", "torch.distributed.run"]
 CLONE_NEWNET = 0x40000000
 """Of Linux's sched.h."""
+HEAVY = ("pytorch_lightning", "torchmetrics", "skopt")
+_ended: list[int] = []
+"""The exit code, when a script has come to its end."""
 
 
 def main() -> None:
     """Waits for scripts to start, until the process that began this one is gone, and leaves no folder behind."""
+    atexit.register(leave)  # before what torch and Lightning register, and so run after that
     begun, listener = (socket.socket(fileno=int(number)) for number in sys.argv[1:])
     listening = [begun, listener]
     while True:
@@ -58,7 +63,7 @@ def import_all() -> None:
     if "spares" in sys.modules:
         return
     gc.disable()  # what is imported stays: to look for garbage in it takes as long as to import it
-    for name in ("pytorch_lightning", "torchmetrics", "lightning_omni.cli.serve", "lightning_omni.server.__main__"):
+    for name in (*HEAVY, "lightning_omni.cli.serve", "lightning_omni.server.__main__"):
         importlib.import_module(name)
     importlib.import_module("spares")
     gc.collect()
@@ -109,6 +114,15 @@ def become(job: dict, output: int) -> None:
     run(sys.orig_argv[1:])
 
 
+def leave() -> None:
+    """Leaves a process whose script has come to its end at once: to take all modules apart takes half a second."""
+    if _ended:
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(_ended[0])
+
+
 def enter(network: str) -> None:
     """From here on this process, and whatever it starts, is in a network namespace, as by `ip netns exec`."""
     with open(f"/run/netns/{network}") as namespace:
@@ -134,15 +148,25 @@ def prepare_workers(torchrun: list[str]) -> None:
 
 def run(command: list[str]) -> None:
     """As Python does with these arguments."""
-    what, *rest = command
+    try:
+        run_program(*command)
+    except SystemExit as end:
+        if not isinstance(end.code, (int, type(None))):
+            raise
+        _ended.append(end.code or 0)
+        raise
+    _ended.append(0)
+
+
+def run_program(what: str, *rest: str) -> None:
     if what == "-m":
-        sys.path[0], sys.argv = os.getcwd(), rest
+        sys.path[0], sys.argv = os.getcwd(), [*rest]
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
     elif what == "-c":
         sys.path[0], sys.argv = "", ["-c", *rest[1:]]
         exec(compile(rest[0], "<string>", "exec"), vars(sys.modules["__main__"]))
     else:
-        sys.path[0], sys.argv = os.path.dirname(what), command
+        sys.path[0], sys.argv = os.path.dirname(what), [what, *rest]
         runpy.run_path(what, run_name="__main__")
 
 
