@@ -203,6 +203,15 @@ def _residence_at_one_station(groups: int, think: float, scatter: float, service
     return rhythm + random * max(cycle - rhythm, 0.0) - think
 
 
+@cache
+def _picked(groups: int, quantiles: int, chains: int) -> Array:
+    """Which of its times each group takes, hidden and others: shape (2, cycles, chains, groups); each equally often."""
+    count = -(-c.BARRIER_CYCLES * chains // quantiles)
+    picked = np.random.default_rng(0).permuted(np.tile(np.arange(quantiles), (2, groups, count, 1)), axis=3)
+    picked = picked.reshape(2, groups, -1)[:, :, : c.BARRIER_CYCLES * chains].reshape(2, groups, -1, chains)
+    return np.asarray(picked.transpose(0, 2, 3, 1))
+
+
 @dataclass(frozen=True)
 class BarrierExchange:
     """What an exchange costs groups that wait for each other in it; seconds, each of shape (draws,).
@@ -250,30 +259,28 @@ class BarrierExchange:
 
     def _mean_cycle(self, hidden: Array, rest: Array, chains: int) -> Array:
         draws, groups, quantiles = rest.shape
-        random = np.random.default_rng(0)
-        count = -(-c.BARRIER_CYCLES * chains // quantiles)
-        # Every group has each of its times equally often.
-        picked = random.permuted(np.tile(np.arange(quantiles), (2, groups, count, 1)), axis=3)
-        picked = picked.reshape(2, groups, -1)[:, :, : c.BARRIER_CYCLES * chains].reshape(2, groups, -1, chains)
-        group = np.arange(groups)[:, None]
+        firsts, thens = (
+            np.ascontiguousarray(steps[:, np.arange(groups), which].transpose(1, 0, 2, 3))
+            for steps, which in zip((hidden, rest), _picked(groups, quantiles, chains), strict=True)
+        )
         behind = np.arange(groups, 0, -1) * self.serve[:, None, None]
-        queue, half = np.arange(1, groups + 1) * self.send[:, None, None], self.way[:, None, None] / 2
+        half = self.way[:, None, None] / 2
+        answers = np.broadcast_to(np.arange(1, groups + 1) * self.send[:, None, None] + half, firsts.shape[1:])
+        begins = (np.arange(draws * chains) * groups).reshape(draws, chains, 1)
         sent = answered = np.zeros((draws, chains, groups))
-        spent, longest = np.zeros((2, draws))
-        for number in range(c.BARRIER_CYCLES):
-            first, then = (
-                steps[:, group, which[:, number]].swapaxes(1, 2)
-                for steps, which in zip((hidden, rest), picked, strict=True)
-            )
+        ends = np.empty((len(thens), draws, chains))
+        for number, (first, then) in enumerate(zip(firsts, thens, strict=True)):
             sent = np.maximum(sent + first, answered) + then
-            order = sent.argsort(axis=2)
-            served = (np.take_along_axis(sent, order, axis=2) + behind).max(axis=2, keepdims=True) + half
+            order = sent.argsort(axis=2) + begins  # places in all of them: quicker than along an axis
+            served = (sent.take(order) + behind).max(axis=2, keepdims=True) + half
             sent = sent - served  # from now on the barrier's end is 0
             answered = np.empty_like(sent)
-            np.put_along_axis(answered, order, np.broadcast_to(queue + half, order.shape), axis=2)
-            if number >= c.BARRIER_CYCLES // 4:
-                spent += served.mean(axis=(1, 2))
-                longest += then.max(axis=2).mean(axis=1)
+            answered.put(order, answers)
+            ends[number] = served[:, :, 0]
+        spent, longest = np.zeros((2, draws))
+        for end, then in list(zip(ends, thens.max(axis=3), strict=True))[c.BARRIER_CYCLES // 4 :]:
+            spent += end.mean(axis=1)
+            longest += then.mean(axis=1)
         counted = c.BARRIER_CYCLES - c.BARRIER_CYCLES // 4
         if hidden.any():
             return np.asarray(spent / counted)
