@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from typing import Any
 
 import pytest
 import runs
+import workers
 from hypothesis.internal.conjecture import providers
 from hypothesis.internal.constants_ast import Constants
 
@@ -41,7 +43,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """All processes of a run share the one whose copies run scripts."""
-    if sys.platform == "linux" and not hasattr(config, "workerinput"):
+    if sys.platform == "linux" and not hasattr(config, "workerinput") and not config.getoption("numprocesses", None):
+        runs.keep_warm()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
+    """The workers are copies of one process; they share the one whose copies run scripts, too."""
+    if sys.platform == "linux":
+        command = workers.prepare(config.pluginmanager.getplugin("session"))
+        for spec in specs:
+            spec.python = command
         runs.keep_warm()
 
 

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -24,8 +25,6 @@ SERVER = "omni-server"
 """What a copy of a process that is a server calls itself, see ``scripts/spares.py``."""
 _NOT_INHERITED = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "PL_GLOBAL_SEED", "MASTER_ADDR", "MASTER_PORT")
 """What a test in this process may have left in the environment."""
-_WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-_PORTS = itertools.count(20_000 + 1_000 * _WORKER + os.getpid() % 900)  # tests of two trees may run side by side
 
 
 @dataclass
@@ -37,9 +36,16 @@ class Run:
     results: dict[int, Any] = field(default_factory=dict)
 
 
+@cache
+def _ports() -> Iterator[int]:
+    """Those of this worker of pytest."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    return itertools.count(20_000 + 1_000 * worker + os.getpid() % 900)  # tests of two trees may run side by side
+
+
 def free_port() -> int:
     """A port for the ranks' rendezvous, below those that systems give away: it is still free when rank 0 binds it."""
-    for port in _PORTS:
+    for port in _ports():
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(("", port))
