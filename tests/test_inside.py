@@ -67,7 +67,7 @@ def resumes(one_group: Run) -> list[dict[str, Any]]:
 def two_groups(one_group: Run) -> list[dict[str, Any]]:
     """What ranks 0 and 1 report, the members of one group; the other group has died at the end."""
     resumed = resumes(one_group)
-    servers = 2 * len(ACROSS) + 4 + sum("groups" in each for each in resumed) + 1
+    servers = 2 * (2 * len(ACROSS) + 4 + sum("groups" in each for each in resumed) + 1)
     what = {"what": ["across", "checkpoints", "resumes", "dies"], "across": ACROSS, "checkpoints": [DILOCO]}
     finished = run("inside.py", {**what, "resumes": resumed, "servers": servers})
     assert set(finished.results) == {0, 1}

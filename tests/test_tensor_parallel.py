@@ -49,7 +49,7 @@ RESUMES: list[dict[str, Any]] = [
 @pytest.fixture(scope="module")
 def four_ranks() -> list[dict[str, Any]]:
     told = {"what": ["tensor_parity", "across", "resumes"], "meshes": TWO_BY_TWO, "devices": 4, "across": ACROSS}
-    servers = 2 * len(ACROSS) + sum("groups" in each for each in RESUMES)
+    servers = 2 * (2 * len(ACROSS) + sum("groups" in each for each in RESUMES))
     finished = run("inside.py", {**told, "resumes": RESUMES, "servers": servers})
     return [finished.results[rank] for rank in range(4)]
 

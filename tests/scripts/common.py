@@ -42,9 +42,10 @@ assert omni.OmniStrategy  # imported here, and so in no copy
 
 def servers() -> int:
     """How many the fits start: one each, or several; "servers" counts those that are not options of a fit."""
-    given = [fit.get("strategy", {}) for fit in OPTIONS.get("fits", ()) if isinstance(fit, dict)]
+    fits = OPTIONS.get("fits", ())
+    given = [fit.get("strategy", {}) if isinstance(fit, dict) else {} for fit in fits]
     several = [each.get("servers", 1) if isinstance(each, dict) else 1 for each in given]
-    return OPTIONS.get("servers", 0 if given else 1) + sum(count for count in several if isinstance(count, int))
+    return OPTIONS.get("servers", 0 if fits else 1) + sum(count for count in several if isinstance(count, int))
 
 
 if SPARES := int(os.environ.get("OMNI_TEST_SPARES", 0)):
