@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_omni.errors import MalformedMessage, UnsupportedError
+from lightning_omni.errors import MalformedMessage, OmniError, UnsupportedError
 from lightning_omni.methods.fragments import cut, read, sizes_of
 
 _MAY_BE_FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
@@ -25,6 +25,7 @@ _IMPLEMENTATION_FLAGS = ("foreach", "fused", "capturable", "differentiable")
 _NOT_SETTINGS = ("params", "param_names", *_IMPLEMENTATION_FLAGS)
 """What a parameter group holds besides hyperparameters."""
 _PLAIN = (bool, int, float, str, bytes, type(None))
+_STEP_ON_RANKS = 'use a method whose optimizer steps on the ranks (method="local_sgd", say), or groups=1'
 
 T = TypeVar("T")
 Resolve = Callable[[str], type[Optimizer]]
@@ -131,7 +132,13 @@ class Master:
         for some in _steppable_together(optimizer, pairs):
             for parameter, gradient in some:
                 parameter.grad = gradient
-            optimizer.step()
+            try:
+                optimizer.step()
+            except Exception as error:
+                raise OmniError(
+                    f"{type(optimizer).__qualname__}.step(), which the parameter server calls without a closure,"
+                    f" failed: {type(error).__name__}: {error}; {_STEP_ON_RANKS}"
+                ) from error
             for parameter, _ in some:
                 parameter.grad = None
         self.clock += 1
@@ -398,6 +405,11 @@ def check_servable(optimizer: Optimizer) -> None:
             f"the optimizer class {kind.__qualname__} is defined in the script itself, where the parameter server"
             " cannot import it; move it to a module of its own, or use groups=1"
         )
+    if callable(getattr(kind, "train", None)) and callable(getattr(kind, "eval", None)):
+        raise UnsupportedError(
+            f"{kind.__qualname__} moves the weights in its train() and eval(), by a state that would be at the"
+            f" parameter server: other weights would be evaluated than with one group; {_STEP_ON_RANKS}"
+        )
     own = {key: value for key, value in vars(optimizer).items() if key not in _torch_attributes()}
     for where, values in (("its attribute", own), ("the default", optimizer.defaults)):
         for key, value in values.items():
@@ -405,7 +417,7 @@ def check_servable(optimizer: Optimizer) -> None:
                 raise UnsupportedError(
                     f"{kind.__qualname__} cannot run at the parameter server: {where} {key!r} is a"
                     f" {type(value).__qualname__}, and only plain values (numbers, strings, lists) can be sent there;"
-                    " use groups=1"
+                    f" {_STEP_ON_RANKS}"
                 )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -49,6 +49,8 @@ class Replica:
         clock: the server's clock when the weights were read.
         peers: numbers of the groups that are alive, this one included.
         memory: what the method's group side remembers: plain values, tensors and lists of them.
+        closure: computes loss and gradients once more, in the step that is under way, for a worker's own optimizer that
+            asks for it.
     """
 
     def __init__(self, parameters: Sequence[Parameter], optimizer: Optimizer, group: int = 0) -> None:
@@ -59,6 +61,7 @@ class Replica:
         self.clock = 0
         self.peers: tuple[int, ...] = (group,)
         self.memory: dict[str, Any] = {}
+        self.closure: Callable[[], Any] | None = None
 
     def here(self, tensor: Tensor) -> Tensor:
         """What this rank exchanges of a parameter, of its gradient or of its optimizer state: all of it."""
@@ -115,7 +118,10 @@ class Replica:
                 parameter.grad = direction
         # The class's own: strategies and schedulers hang steps of theirs on the instance.
         with torch.enable_grad():
-            type(self.optimizer).step(self.optimizer)
+            if self.closure is None:
+                type(self.optimizer).step(self.optimizer)
+            else:
+                type(self.optimizer).step(self.optimizer, self.closure)
 
     def part(self, fragment: int | None, of: int) -> list[Tensor]:
         """The weights' pieces of a fragment; None for the weights."""

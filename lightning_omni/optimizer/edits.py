@@ -118,11 +118,13 @@ class Edits:
             and (names := part.replica.written(in_passing=True))
         ):
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            untrained = all(part.replica.parameters[name].grad is None for name in names)
+            no_gradient = "; if no gradient moves it, as a target network, call requires_grad_(False) on it"
             raise UnsupportedError(
                 f"{names[0]}{more} was written between two steps, by a callback or a hook of the module: the master"
                 " weights are at the parameter server, and other groups train on them meanwhile; write weights at an"
                 " epoch's start or end or in validation, where all groups hear of it, or use a method whose groups have"
-                ' weights of their own (method="local_sgd"), or groups=1'
+                ' weights of their own (method="local_sgd"), or groups=1' + (no_gradient if untrained else "")
             )
 
     # --- How ----------------------------------------------------------------------------------------------------------

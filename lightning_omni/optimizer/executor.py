@@ -8,7 +8,8 @@ its path; `Exchanging` is for several.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -21,6 +22,7 @@ from typing_extensions import override
 from lightning_omni.errors import UnsupportedError
 from lightning_omni.methods import Gradient, NextGradient
 from lightning_omni.methods.master import check_servable, hyperparameters_of
+from lightning_omni.methods.replica import Replica
 from lightning_omni.optimizer.channel import Channel
 from lightning_omni.optimizer.edits import Edits
 from lightning_omni.optimizer.meshes import shown
@@ -245,7 +247,8 @@ class Exchanging(Executor):
         with torch.no_grad():
             self._parameter_groups.follow(index)
             hyperparameters = hyperparameters_of(optimizer, part.replica.ever_held)
-            self._advance(index, Gradient(part.replica.gradients(), hyperparameters))
+            with evaluating(part.replica, closure, loss):
+                self._advance(index, Gradient(part.replica.gradients(), hyperparameters))
         optimizer._opt_called = True  # type: ignore[attr-defined]  # else schedulers warn of a missing step
         return loss
 
@@ -259,6 +262,23 @@ class Exchanging(Executor):
         took = self._timers.setdefault(index, StepTimer()).done(channel.traffic.seconds - elsewhere)
         if took is not None:
             core.step_took(index, took)
+
+
+@contextmanager
+def evaluating(replica: Replica, closure: Callable[[], Any] | None, loss: Any) -> Iterator[None]:
+    """A context in which the worker's own optimizer may evaluate the loss once more, as SAM does.
+
+    Args:
+        replica: what it moves.
+        closure: computes loss and gradients; None if the step has none.
+        loss: what it has just returned; the optimizer's first call gets that, with the gradients as they are.
+    """
+    known = [loss]
+    replica.closure = closure and (lambda: known.pop() if known else closure())
+    try:
+        yield
+    finally:
+        replica.closure = None
 
 
 def _scatter(flat: Tensor, tensors: Sequence[Tensor]) -> None:

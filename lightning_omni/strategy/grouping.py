@@ -29,6 +29,7 @@ from lightning_omni.strategy.epochs import EpochDriver
 from lightning_omni.strategy.live_metrics import Reporting, StepTimes
 from lightning_omni.strategy.proxies import Merged, Proxies
 from lightning_omni.strategy.trainable import Trainable
+from lightning_omni.strategy.wrapped import check_wrapped
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
@@ -270,6 +271,9 @@ class Grouping:
         if self._strategy.joined.size > 1:
             self._strategy.trainable.warn_of_late(self._strategy.optimizers)
 
+    def begin_epoch(self) -> None:
+        """All hooks of the epoch's start are over, and its batches come next."""
+
     def begin_batch(self) -> None:
         """A batch begins."""
 
@@ -333,6 +337,10 @@ class SeveralGroups(Grouping):
             world.parameter_groups.follow_all()
         if len(world.members) > 1 and strategy.trainable.has_changed(strategy.optimizers):
             strategy.wrap_for_group()
+
+    @override
+    def begin_epoch(self) -> None:
+        check_wrapped(self._strategy.fitted.trainer, self._strategy.joined.members)
 
     @override
     def begin_batch(self) -> None:

@@ -88,6 +88,7 @@ class Listener:
         if strategy.epochs.data.is_dealt_out:
             iterate()  # an iterable data set may ask how many ranks there are
         self._staleness.reset()
+        strategy.grouping.begin_epoch()
         strategy.epochs.begin(self._trainer.current_epoch)
         strategy.balance.begin_epoch()
         if not strategy.epochs.data.is_dealt_out:

@@ -978,6 +978,20 @@ CASES: tuple[Case, ...] = (
     Case("ReduceLROnPlateau", module=modules.OnPlateau),
     Case("AdamW", module=modules.Adam),
     Case("LBFGS", module=modules.Lbfgs, refused="LBFGS"),
+    Case("SAM, local SGD", module=modules.Sam, omni={"method": "local_sgd:period=4"}),
+    Case("a target network", module=modules.FrozenTarget),
+    Case(
+        "a target network in the optimizer",
+        module=modules.Target,
+        ddp={"find_unused_parameters": True},
+        refused="was written between two steps",
+    ),
+    Case("a callback with a DDP of its own", callbacks=lambda folder: [modules.Probe()], refused="whose process group"),
+    Case(
+        "a callback with a DDP of its own, by group",
+        callbacks=lambda folder: [modules.LateProbe()],
+        data=lambda: (modules.train_loader(7), modules.val_loader()),
+    ),
     Case("raw optimizer step", module=modules.RawStep, refused="raw optimizer.step()"),
     Case("sparse gradients", module=modules.SparseEmbedding, refused="sparse"),
     Case(

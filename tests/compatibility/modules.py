@@ -534,6 +534,81 @@ class Adam(Classifier):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
+class SharpnessAware(torch.optim.SGD):
+    """SAM: the gradient is that of the weights a step of length rho up the slope, so the loss is evaluated twice."""
+
+    def __init__(self, parameters: Any, rho: float, **options: Any) -> None:
+        super().__init__(parameters, **options)
+        self.rho = rho
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        if closure is None:
+            raise RuntimeError("SAM needs a closure")
+        with torch.enable_grad():
+            loss = closure()
+        held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        before, length = [p.clone() for p in held], torch.stack([p.grad.norm() for p in held]).norm()
+        for p in held:
+            p.add_(p.grad, alpha=self.rho / (float(length) + 1e-12))
+        self.zero_grad()
+        with torch.enable_grad():
+            closure()
+        for p, value in zip(held, before, strict=True):
+            p.copy_(value)
+        super().step()
+        return loss
+
+
+class Sam(Classifier):
+    def configure_optimizers(self) -> Any:
+        return SharpnessAware(self.parameters(), rho=0.05, lr=self.lr, momentum=0.5)
+
+
+class Target(Classifier):
+    """A moving average of the head, written after each step, which the optimizer was given with the rest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.target = copy.deepcopy(self.head)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for mine, theirs in zip(self.target.parameters(), self.head.parameters(), strict=True):
+            mine.data = 0.9 * mine.data + 0.1 * theirs.data
+
+
+class FrozenTarget(Target):
+    def __init__(self) -> None:
+        super().__init__()
+        self.target.requires_grad_(False)
+
+
+class Probe(pl.Callback):
+    """A linear probe of the features, trained beside the module, with an optimizer and a DDP of its own."""
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self.probe = nn.parallel.DistributedDataParallel(nn.Linear(16, CLASSES))
+        self.optimizer = torch.optim.Adam(self.probe.parameters(), lr=0.01)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        nn.functional.cross_entropy(self.probe(pl_module.backbone(x).detach()), y).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+class LateProbe(Probe):
+    """The same, wrapped where the default process group is the compute group's."""
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        pass
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if not hasattr(self, "probe"):
+            torch.manual_seed(3)
+            super().on_fit_start(trainer, pl_module)
+
+
 class Lbfgs(Classifier):
     def configure_optimizers(self) -> Any:
         return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=2)

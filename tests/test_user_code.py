@@ -1,0 +1,120 @@
+"""What users' own optimizers, modules and callbacks do, and where it would go wrong among groups: no process needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from lightning_omni.errors import OmniError, UnsupportedError
+from lightning_omni.methods.master import Master, check_servable
+from lightning_omni.methods.replica import Replica
+from lightning_omni.optimizer.executor import evaluating
+from lightning_omni.strategy.wrapped import check_wrapped
+
+
+class Twice(torch.optim.SGD):
+    """Steps along the gradient half a step ahead, and so needs the loss twice."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        assert closure is not None, "it needs a closure"
+        with torch.enable_grad():
+            loss = closure()
+        held = [p for group in self.param_groups for p in group["params"]]
+        before = [p.clone() for p in held]
+        for p in held:
+            p.add_(p.grad, alpha=-0.5 * self.param_groups[0]["lr"])
+        with torch.enable_grad():
+            closure()
+        for p, value in zip(held, before, strict=True):
+            p.copy_(value)
+        super().step()
+        return loss
+
+
+class ScheduleFree(torch.optim.SGD):
+    """Trains with other weights than it evaluates."""
+
+    def train(self) -> None: ...
+
+    def eval(self) -> None: ...
+
+
+def squares(weight: Parameter, evaluated: list[float]) -> Any:
+    """The closure of a loss whose gradient depends on the weights; it notes the losses."""
+
+    def closure() -> Tensor:
+        weight.grad = None
+        loss = (weight**3).sum()
+        loss.backward()
+        evaluated.append(float(loss.detach()))
+        return loss
+
+    return closure
+
+
+def test_an_optimizer_that_steps_on_the_ranks_may_evaluate_the_loss_again_and_not_more_often_than_alone() -> None:
+    mine, theirs = (Parameter(torch.linspace(1, 2, 4)) for _ in range(2))
+    alone, among = Twice([mine], lr=0.1), Twice([theirs], lr=0.1)
+    losses: list[float] = []
+    noted: list[float] = []
+    replica = Replica([theirs], among)
+    for _ in range(3):
+        alone.step(squares(mine, losses))
+        closure = squares(theirs, noted)
+        loss = closure()
+        with evaluating(replica, closure, loss):
+            replica.step([theirs.grad])
+    assert torch.equal(mine, theirs)
+    assert losses == noted
+    assert replica.closure is None
+
+
+def test_an_optimizer_that_needs_a_closure_is_named_when_it_fails_at_the_server() -> None:
+    weight = Parameter(torch.ones(3))
+    master = Master({"weight": weight}, Twice([weight], lr=0.1))
+    with pytest.raises(OmniError, match=r"(?s)Twice\.step\(\).*without a closure.*it needs a closure.*local_sgd"):
+        master.update([torch.ones(3)], [{"lr": 0.1}])
+
+
+def test_an_optimizer_that_swaps_weights_for_evaluation_is_refused_at_the_server() -> None:
+    with pytest.raises(UnsupportedError, match=r"ScheduleFree moves the weights in its train\(\).*local_sgd"):
+        check_servable(ScheduleFree([Parameter(torch.ones(3))], lr=0.1))
+
+
+class Probing(pl.Callback):
+    """Keeps a module."""
+
+    def __init__(self, probe: nn.Module) -> None:
+        self.probe = probe
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("keeps", ["callback", "module"])
+@pytest.mark.usefixtures("alone")
+def test_a_module_wrapped_over_ranks_of_other_groups_is_refused_by_name(keeps: str) -> None:
+    wrapped, module = nn.parallel.DistributedDataParallel(nn.Linear(2, 2)), pl.LightningModule()
+    callbacks: list[Any] = [Probing(nn.Sequential(wrapped))] if keeps == "callback" else []
+    if keeps == "module":
+        module.probe = wrapped
+    trainer = pl.Trainer(accelerator="cpu", devices=1, callbacks=callbacks, logger=False, enable_checkpointing=False)
+    trainer.strategy.connect(module)
+    check_wrapped(trainer, members=(0, 1))
+    name = "Probing.probe.0" if keeps == "callback" else "probe"
+    with pytest.raises(UnsupportedError, match=rf"^{name} is a DistributedDataParallel.*\(0\).*on_train_batch_start"):
+        check_wrapped(trainer, members=(1,))
