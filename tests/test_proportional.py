@@ -62,13 +62,15 @@ FITS: dict[str, dict[str, Any]] = {
     },
     "like with like": {
         "strategy": {**AUTO, "groups": 2},
+        "emulated": True,
         "sleep": {"0": [0.012, 0.002, 0.012, 0.002]},
         "data": {"samples": 1024, "num_workers": 1},
         "regroup": {"12": {"groups": 2, "by_speed": True}},
     },
     "regrouped": {
         "strategy": AUTO,
-        "sleep": {"0": [0.012, 0.006, 0.003, 0.003]},  # a busy machine is no match for it
+        "emulated": True,
+        "sleep": {"0": [0.012, 0.006, 0.003, 0.003]},
         "data": {"samples": 1024, "num_workers": 1},
         "regroup": {"12": {"groups": 2}, "20": {"groups": 1}},
     },
