@@ -77,6 +77,7 @@ FITS: dict[str, dict[str, Any]] = {
     "by hand, with a tuner": {
         "tuner": {"monitor": "none"},
         "by_hand": True,
+        "emulated": True,
         "sleep": {"0": [0.012, 0.006, 0.003, 0.003]},
         "data": {"samples": 512},
     },

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import time
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, WeightedRandomSampler
 
 from lightning_omni.optimizer.balance import Balance, HostClock
+from lightning_omni.tuner import applied
 
 RANK = int(os.environ.get("LOCAL_RANK", 0))
 DATA = dataset(1024)
@@ -167,6 +169,7 @@ def fit(options: dict[str, Any]) -> dict[str, Any]:
     notes, clock = Notes(options), Emulated() if options.get("emulated") else None
     if clock and strategy.balance.is_on:
         strategy.balance = Balance("auto", strategy.rank_zero_info, clock=clock)
+    applied.Balance = partial(Balance, clock=clock)  # which a tuner turns on
     module = (ByHand if options.get("by_hand") else Paced)(options.get("sleep", {}), clock or time)
     tuners = [omni.OmniTuner(**options["tuner"])] if "tuner" in options else []
     run = trainer(
