@@ -109,7 +109,8 @@ def gathering_sentence(world: World) -> str:
     """What a gather over ranks sees in the training step, and what to do if that is too little."""
     return (
         f"OmniStrategy: all_gather in a training step sees the {len(world.members)} rank(s) of its compute group, not"
-        f" all {len(world.topology.ranks)}: a contrastive loss over the gathered batch, say, is not that of DDP."
+        f" all {len(world.topology.ranks)}: a contrastive loss over the gathered batch, say, is not that of DDP, and a"
+        " rank's place in it is torch.distributed.get_rank(), not self.global_rank."
         " If it needs more ranks, use fewer groups, down to groups=1; in validation it sees all ranks"
     )
 
