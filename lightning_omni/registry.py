@@ -27,6 +27,7 @@ class Registry(Generic[Kind]):
         what: what one is called in messages.
         path: of the base, as users import it.
         option: of ``lightning-omni serve``, by which a server of its own is told of others.
+        internal: tags that travel only, and are no names for users.
     """
 
     known: dict[str, type[Kind]]
@@ -35,6 +36,7 @@ class Registry(Generic[Kind]):
     what: str
     path: str
     option: str
+    internal: frozenset[str] = frozenset()
 
     def named(self, text: str, presets: Mapping[str, Kind] = MappingProxyType({})) -> Kind:
         """The value of that name, with other settings than its own after a colon: ``"diloco:period=50"``.
@@ -49,9 +51,10 @@ class Registry(Generic[Kind]):
             ConfigurationError: there is none, or it has no such setting.
         """
         name, _, settings = text.partition(":")
-        if name not in self.known and name not in presets:
+        names = [*(each for each in self.known if each not in self.internal), *presets]
+        if name not in names:
             raise ConfigurationError(
-                f"{self.argument}={name!r} is not known; pass one of {', '.join(map(repr, [*self.known, *presets]))}"
+                f"{self.argument}={name!r} is not known; pass one of {', '.join(map(repr, names))}"
             )
         plain = to_wire(presets[name]) if name in presets else {"name": name}
         try:

@@ -190,7 +190,13 @@ RAW = Raw()
 FORMATS: dict[str, type[WireFormat]] = {"raw": Raw}
 """Every wire format by the name under which it travels."""
 _registry = Registry(
-    FORMATS, WireFormat, "wire", "wire format", "lightning_omni.protocol.wire_format.WireFormat", "--wire-format"
+    FORMATS,
+    WireFormat,
+    "wire",
+    "wire format",
+    "lightning_omni.protocol.wire_format.WireFormat",
+    "--wire-format",
+    internal=frozenset({"raw", "both_ways", "by_share"}),
 )
 
 
@@ -282,7 +288,7 @@ def from_wire(plain: Mapping[str, Any]) -> WireFormat:
 
 def registered(text: str) -> WireFormat:
     """The format of that name, with settings after a colon: see `lightning_omni.registry.Registry.named`."""
-    return _registry.named(text)
+    return _registry.named(text, {"fp32": RAW})
 
 
 def register(kind: type[WireFormat]) -> type[WireFormat]:

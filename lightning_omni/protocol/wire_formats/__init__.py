@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.protocol.wire_format import RAW, WireFormat, registered, to_wire
+from lightning_omni.protocol.wire_format import WireFormat, registered, to_wire
 from lightning_omni.protocol.wire_formats.both_ways import BothWays
 from lightning_omni.protocol.wire_formats.int8 import Int8
 from lightning_omni.protocol.wire_formats.rounded import BF16, FP16
@@ -27,7 +27,7 @@ def wire_named(text: str) -> WireFormat:
         >>> wire_named("int8:block=64")
         Int8(block=64)
     """
-    return RAW if text == "fp32" else registered(text)
+    return registered(text)
 
 
 def wire_of(given: Wire) -> WireFormat:
