@@ -253,7 +253,7 @@ def test_formats_have_names_and_settings() -> None:
         ("topk:2", "wire='topk:2': TopK: fraction=2.0: pass a part of the numbers, above 0 to 1"),
         ("topk:much", "wire='topk:much': TopK: Expected `float`"),
         ("int8:block=2", "wire='int8:block=2': Int8: block=2: pass 8 or more numbers to a scale"),
-        ("both_ways", "wire='both_ways': BothWays: Object missing required field `push`"),
+        ("both_ways", "wire='both_ways' is not known"),
         ({"push": {"push": "int8"}}, "pass a format of one direction for each"),
         ("bf16:3", "wire='bf16:3': BF16 has no setting 3; it has none"),
         (8, "wire=8"),
