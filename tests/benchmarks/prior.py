@@ -14,6 +14,9 @@ a little worse than that.
 
 What all-reduce formats cost is measured in one group with the task's own setting, with three orders of the data.
 
+What a setting costs is said by tasks that had no part in choosing it: of each task the costs count of the setting that
+is best for all others. The momentum and step that are suggested are the best for all of them.
+
 Where several groups needed fewer samples than one they count as equal: an average of weights smooths what is evaluated,
 and a user who wants that has it without groups.
 
@@ -301,16 +304,16 @@ class Costs:
     def mean(self, cell: Cell) -> Surface:
         """Over tasks, at settings that all of them have."""
         surfaces = list(self.surfaces(cell).values())
-        common = set.intersection(*(set(each) for each in surfaces))
-        return {setting: statistics.mean(each[setting] for each in surfaces) for setting in sorted(common)}
+        return _over_tasks(surfaces, surfaces)
 
     def row(self, cell: Cell, pooled: float) -> PriorRow:
-        """The best setting of a cell, and its cost."""
+        """The best setting of a cell, and what a task pays that had no part in choosing it."""
         mean, runs = self.mean(cell), self.runs(cell)
         best = min(mean, key=mean.__getitem__)
-        each = [surface[best] for surface in self.surfaces(cell).values()]
+        each = self.unseen(cell)
+        cost = statistics.mean(each)
         # A few tasks say little of the scatter over tasks: that of all cells counts as two tasks more.
-        squares = sum((cost - mean[best]) ** 2 for cost in each) + 2 * pooled**2
+        squares = sum((one - cost) ** 2 for one in each) + 2 * pooled**2
         variance = squares / (len(each) + 1) * (1 + 1 / len(each))
         return PriorRow(
             method=cell.method,
@@ -321,20 +324,30 @@ class Costs:
             scatter=round(statistics.mean(run.scatter for run in runs), 3),
             momentum=best[0],
             step=round(3 ** (_vertex(mean, best) / 2), 3),
-            log_cost=max(0.0, round(mean[best], 3)),
+            log_cost=max(0.0, round(cost, 3)),
             deviation=round(math.sqrt(variance), 3),
             tasks=len(each),
             seeds=len(runs) // len(each),
         )
 
+    def unseen(self, cell: Cell) -> list[float]:
+        """Of each task what the setting costs it that is best for all others; for a single task, the best.
+
+        The least of many noisy costs is less than what it would be once more: a setting that was chosen with a task
+        says too little of what one costs that is new.
+        """
+        surfaces, found = list(self.surfaces(cell).values()), []
+        for number, surface in enumerate(surfaces):
+            mean = _over_tasks(surfaces[:number] + surfaces[number + 1 :] or surfaces, surfaces)
+            found.append(surface[min(mean, key=mean.__getitem__)])
+        return found
+
     def pooled(self) -> float:
-        """Standard deviation over tasks of what the best settings cost, over all cells."""
+        """Standard deviation over tasks of what settings cost that were chosen without them, over all cells."""
         squares, freedom = 0.0, 0
         for cell in self.cells:
-            mean = self.mean(cell)
-            best = min(mean, key=mean.__getitem__)
-            each = [surface[best] for surface in self.surfaces(cell).values()]
-            squares += sum((cost - mean[best]) ** 2 for cost in each)
+            each = self.unseen(cell)
+            squares += sum((cost - statistics.mean(each)) ** 2 for cost in each)
             freedom += len(each) - 1
         return math.sqrt(squares / freedom) if freedom else 0.15
 
@@ -375,6 +388,12 @@ def _mean_surface(found: Sequence[Measured]) -> Surface:
         )
         for momentum, step in found[0].settings
     }
+
+
+def _over_tasks(some: Sequence[Surface], every: Sequence[Surface]) -> Surface:
+    """The mean of some surfaces at settings that all of them have."""
+    common = set.intersection(*map(set, every))
+    return {setting: statistics.mean(each[setting] for each in some) for setting in sorted(common)}
 
 
 def _vertex(mean: Surface, best: tuple[float, int]) -> float:
