@@ -114,7 +114,8 @@ class Prior:
         steepness: about the best, of SGD and of adaptive optimizers.
         wire: logarithm of the cost of a lossy wire format, and its standard deviation.
         overlap: the same of exchanges that travel while groups compute.
-        all_reduce: the same of all-reduce formats inside groups; of others, that of a lossy wire format.
+        all_reduce: the same of all-reduce formats inside groups, for SGD and for adaptive optimizers; of others, that
+            of a lossy wire format.
         provenance: how the table was made: command, tasks, clusters, version, date.
 
     Example:
@@ -130,7 +131,7 @@ class Prior:
     steepness: Mapping[bool, Steepness] = field(default_factory=dict)
     wire: tuple[float, float] = (0.0, 0.05)
     overlap: tuple[float, float] = (0.0, 0.1)
-    all_reduce: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    all_reduce: Mapping[bool, Mapping[str, tuple[float, float]]] = field(default_factory=dict)
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -147,7 +148,10 @@ class Prior:
             steepness={name == "adaptive": Steepness.from_dict(values) for name, values in plain["steepness"].items()},
             wire=tuple(plain["wire"]),
             overlap=tuple(plain["overlap"]),
-            all_reduce={name: tuple(cost) for name, cost in plain["all_reduce"].items()},
+            all_reduce={
+                kind == "adaptive": {name: tuple(cost) for name, cost in costs.items()}
+                for kind, costs in plain["all_reduce"].items()
+            },
             provenance=plain["provenance"],
         )
 
@@ -200,7 +204,7 @@ class Prior:
             overlap: whether exchanges travel while groups compute.
             all_reduce: how groups average their gradients; empty for the run's own way.
         """
-        variants = [self.all_reduce.get(all_reduce, self.wire)] if all_reduce else []
+        variants = [self.all_reduce.get(is_adaptive, {}).get(all_reduce, self.wire)] if all_reduce else []
         if self._is_synchronous(method, groups):
             return _added((0.0, 0.0), variants)
         best, log_step, cost, deviation, _ = self._values(method, groups, period, scatter, is_adaptive)

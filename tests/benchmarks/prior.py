@@ -12,7 +12,8 @@ taken the one of the same grid that comes there with the fewest samples in one g
 and with one target. A copy that is not there when the best one's samples times `stacked.PATIENCE` are trained counts as
 a little worse than that.
 
-What all-reduce formats cost is measured in one group with the task's own setting, with three orders of the data.
+What all-reduce formats cost is measured in one group with the task's own setting, with three orders of the data, for
+either kind of optimizer by its own tasks.
 
 What a setting costs is said by tasks that had no part in choosing it: of each task the costs count of the setting that
 is best for all others. The momentum and step that are suggested are the best for all of them.
@@ -472,17 +473,21 @@ def learnt(runs: Runs) -> dict[str, Any]:
         },
         "steepness": {names[costs.is_adaptive]: costs.steepness().to_dict() for costs in kinds if costs.cells},
         **{name: _summary(found) for name, found in variants.items()},
-        "all_reduce": {name: _summary(all_reduce_costs(name, sorted(tasks), ORDERS)) for name in ALL_REDUCES},
+        "all_reduce": {
+            name: {each: _summary(all_reduce_costs(each, is_adaptive, ORDERS)) for each in ALL_REDUCES}
+            for is_adaptive, name in names.items()
+        },
         "rows": [row.to_dict() for row in filled(rows)],
     }
 
 
-def all_reduce_costs(format_: str, names: Sequence[str], seeds: int) -> list[float]:
+def all_reduce_costs(format_: str, is_adaptive: bool, seeds: int) -> list[float]:
     """Logarithms of the samples to the target in one group that averages gradients so, relative to exact means."""
     cluster, found = PRIOR_CLUSTERS["nearly equal"], []
-    for name, seed in product(names, range(seeds)):
+    tasks = [task for task in DEVELOPING.values() if task.is_adaptive == is_adaptive]
+    for task, seed in product(tasks, range(seeds)):
         exact, other = (
-            DEVELOPING[name].train(cluster, groups=1, seed=seed, most=MOST * DEVELOPING[name].updates, all_reduce=each)
+            task.train(cluster, groups=1, seed=seed, most=MOST * task.updates, all_reduce=each)
             for each in ("fp32", format_)
         )
         found.append(math.log(min(other.samples, other.trained * math.exp(CENSORED)) / exact.samples))
