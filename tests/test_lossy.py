@@ -248,7 +248,7 @@ def test_formats_have_names_and_settings() -> None:
 @pytest.mark.parametrize(
     ("wire", "says"),
     [
-        ("int4", "wire='int4' is not known; pass one of 'int8', 'bf16', 'fp16', 'topk', 'fp32'"),
+        ("int4", "wire='int4' is not known; pass one of 'int8', 'bf16', 'fp16', 'topk'"),
         ("raw", "wire='raw' is not known"),
         ("topk:2", "wire='topk:2': TopK: fraction=2.0: pass a part of the numbers, above 0 to 1"),
         ("topk:much", "wire='topk:much': TopK: Expected `float`"),
