@@ -43,6 +43,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """All processes of a run share the one whose copies run scripts."""
+    sys.path += [path for path in workers.paths if path not in sys.path]
     if sys.platform == "linux" and not hasattr(config, "workerinput") and not config.getoption("numprocesses", None):
         runs.keep_warm()
 

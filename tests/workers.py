@@ -23,6 +23,8 @@ BOOTSTRAP = "import sys;exec(eval(sys.stdin.readline()))"
 """What execnet has Python begin with; it tells the rest."""
 _open: list[socket.socket] = []
 """Closed when this process ends, however it does."""
+paths: list[str] = []
+"""Where modules are looked for once the tests have been imported: some of them import more while they run."""
 
 
 def prepare(session: Any) -> str:
@@ -58,6 +60,7 @@ def _wait(session: Any, begun: socket.socket, listener: socket.socket) -> NoRetu
     session.config.pluginmanager.unregister(name="terminalreporter")
     with contextlib.suppress(Exception):  # a worker meets it, too, and says so
         session.perform_collect()
+    paths.extend(sys.path)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:
         for ready in select.select([begun, listener], [], [])[0]:
