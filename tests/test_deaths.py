@@ -100,6 +100,22 @@ def test_a_group_that_is_stopped_for_half_of_the_run_holds_up_none_and_takes_par
     assert finished.results[0][0]["metrics"]["val_loss"] < 0.9
 
 
+def test_a_job_that_is_suspended_as_a_whole_goes_on_as_if_nothing_had_been() -> None:
+    fit = {**FIT, "strategy": {"groups": 2, "heartbeat_timeout": 4}, "sleep": {str(rank): 0.02 for rank in range(4)}}
+    with Running("groups.py", {"fits": [fit]}) as running:
+        until(lambda: all(begun(running, rank) for rank in range(4)), 120, "training never began")
+        job = running.survivors
+        assert len(job) >= 4 + 1
+        for pid in job:
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(7)  # what the test is about: longer than any silence is allowed to last
+        for pid in job:
+            os.kill(pid, signal.SIGCONT)
+        finished = finish(running)
+    assert finished.code == 0, finished.output[-4000:]
+    assert finished.results[0][0]["report"]["ranks_lost"] == []
+
+
 def test_a_death_in_the_first_group_ends_the_run_and_says_why() -> None:
     with Running("groups.py", {"fits": [{**FIT, "die_at": {"1": 5}}]}) as running:
         finished = finish(running, timeout=60)

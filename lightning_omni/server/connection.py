@@ -36,6 +36,7 @@ from lightning_omni.server.addresses import (
     memory_path,
     remove_if_abandoned,
 )
+from lightning_omni.server.awake import AwakeClock
 from lightning_omni.server.dialing import Dialed, attach, dial
 from lightning_omni.server.frames import (
     CHUNK_MARK,
@@ -151,13 +152,14 @@ class ControlConnection(Control):
                 f" the control channel, which takes {m.LARGEST_INLINE}; bring it over the data channel"
             )
         self._outside.send_multipart([data, payload] if payload else [data])
-        deadline = time.monotonic() + timeout
+        clock = AwakeClock()
+        deadline = clock() + timeout
         while True:
             if self._outside.poll(_SLICE):
                 head, *parts = self._outside.recv_multipart()
                 return answer_of(m.decode(head, at="rank", channel=m.CONTROL), expect), parts
             self.check()
-            if time.monotonic() > deadline:
+            if clock() > deadline:
                 raise ConnectionLost(
                     f"no answer to {type(message).__name__} within {timeout:.0f} s: some rank is stuck; raise timeout="
                     " if its work really takes that long"
@@ -304,10 +306,11 @@ class ControlConnection(Control):
         poller = zmq.Poller()
         for wire in (self._inside, self._wire, self._monitor):
             poller.register(wire, zmq.POLLIN)
-        heard = beat = time.monotonic()
+        clock = AwakeClock()
+        heard = beat = clock()
         while not self._closing:
-            ready = dict(poller.poll(int(max(0.0, beat - time.monotonic()) * 1000) + 1))
-            now = time.monotonic()
+            ready = dict(poller.poll(int(max(0.0, beat - clock()) * 1000) + 1))
+            now = clock()
             if self._inside in ready:
                 frames = self._inside.recv_multipart()
                 if frames[0]:
@@ -471,12 +474,13 @@ class DataConnection(Data):
         return assembly.buffer
 
     def _receive(self) -> list[Any]:
-        deadline = time.monotonic() + self._timeout
+        clock = AwakeClock()
+        deadline = clock() + self._timeout
         while not self._wire.poll(_SLICE):
             self._check()
             if not self._dialed.monitor.closed and self._dialed.monitor.poll(0):
                 raise ConnectionLost("the other side has ended this data connection")
-            if time.monotonic() > deadline:
+            if clock() > deadline:
                 raise ConnectionLost(
                     f"the parameter server sent no tensors for {self._timeout:.0f} s; if the method has groups wait for"
                     " each other, perhaps one of them needs longer than that: raise timeout="

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +21,7 @@ from lightning_omni.protocol.shard_servers import COORDINATOR
 from lightning_omni.protocol.transport import refusal
 from lightning_omni.server import segments, sharing
 from lightning_omni.server.addresses import CONTROL, DATA, PrivateDirectory, memory_path, tcp_endpoint
+from lightning_omni.server.awake import AwakeClock
 from lightning_omni.server.frames import (
     CHUNK_MARK,
     LARGEST_CONTROL_FRAME,
@@ -85,6 +85,7 @@ class Server:
         shared_memory: bool = True,
     ) -> None:
         self.core = core
+        self._clock = AwakeClock()
         self._directory, self._encryption = directory, encryption
         keys, self._context = RunKeys(core.key, encryption), zmq.Context()
         self._guard = ConnectionGuard(self._context, keys)
@@ -144,9 +145,9 @@ class Server:
             poller.register(self._segment_socket, zmq.POLLIN)
         if self._coordinator is not None:
             self._coordinator.watch(poller)
-        due = time.monotonic()
+        due = self._clock()
         while not until() and (self._coordinator is None or self._coordinator.stands):
-            ready = dict(poller.poll(int(max(0.0, min(due, self.core.due) - time.monotonic()) * 1000) + 1))
+            ready = dict(poller.poll(int(max(0.0, min(due, self.core.due) - self._clock()) * 1000) + 1))
             try:
                 for channel, socket in self._sockets.items():
                     if socket in ready:
@@ -157,18 +158,18 @@ class Server:
                     self._send(self.core.follow(message))
                 for message, payload in self._coordinator.hear_answers() if self._coordinator is not None else ():
                     self._send(self.core.hear_answer(message, payload))
-                if self.core.due <= time.monotonic():
-                    self._send(self.core.tick(time.monotonic()))
+                if self.core.due <= self._clock():
+                    self._send(self.core.tick(self._clock()))
             except Exception as error:
                 # Whatever it is, ranks must hear of it rather than wait for a server that is no more.
                 _log.exception("the parameter server failed")
                 self._send(self.core.fail(f"{type(error).__name__}: {error}"))
-            if time.monotonic() >= due:
+            if self._clock() >= due:
                 self._probe_connections()
                 self._count_strangers()
-                self._send(self.core.tick(time.monotonic()))
+                self._send(self.core.tick(self._clock()))
                 self._forget_strangers()
-                due = time.monotonic() + TICK
+                due = self._clock() + TICK
 
     def farewell(self, reason: str) -> None:
         """The rank that this server belongs to has ended: if the run has not, the others are told."""
@@ -220,13 +221,13 @@ class Server:
         payload = frames[1].bytes if len(frames) == 2 else b""
         if isinstance(message, (m.Proof, m.ObserverProof, ShardProof)):
             return self._decide(m.CONTROL, peer, message, frames[0])
-        return self.core.receive(m.CONTROL, peer, message, payload, time.monotonic())
+        return self.core.receive(m.CONTROL, peer, message, payload, self._clock())
 
     def _decide(self, channel: m.Channel, peer: bytes, message: m.Message, frame: zmq.Frame) -> list[Out]:
         """A connection asks to be let in."""
         was_admitted = self.core.is_admitted(channel, peer)
         with self._guard.deciding():
-            out = self.core.receive(channel, peer, message, b"", time.monotonic())
+            out = self.core.receive(channel, peer, message, b"", self._clock())
             if not was_admitted and self.core.is_admitted(channel, peer):
                 self._guard.let_in(frame.get(zmq.SRCFD))
                 if isinstance(message, m.Proof):
@@ -258,7 +259,7 @@ class Server:
         if not assembly.is_complete:
             return []
         del self._assemblies[peer]
-        return self.core.receive(m.DATA, peer, assembly.message, assembly.buffer, time.monotonic())
+        return self.core.receive(m.DATA, peer, assembly.message, assembly.buffer, self._clock())
 
     def _begin(self, peer: bytes, message: m.Message, places: Places) -> Assembly:
         """A message whose payload is on its way, or lies in shared memory."""

@@ -10,7 +10,6 @@ import contextlib
 import logging
 import secrets
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -29,6 +28,7 @@ from lightning_omni.protocol.roster import MOST_CHALLENGED
 from lightning_omni.protocol.transport import Address
 from lightning_omni.protocol.wire_format import RAW, Memory, WireFormat, check_size, decode
 from lightning_omni.server.addresses import is_private, own_host, sibling, tcp_endpoint
+from lightning_omni.server.awake import AwakeClock
 from lightning_omni.server.dialing import Dialed, attach, dial
 from lightning_omni.server.frames import CHUNK_MARK, LARGEST_DATA_FRAME, Assembly, chunks
 from lightning_omni.server.guard import ConnectionGuard
@@ -330,11 +330,12 @@ class PeerConnections:
         return answer
 
     def _receive(self, group: int) -> list[Any] | None:
-        deadline = time.monotonic() + self._timeout
+        clock = AwakeClock()
+        deadline = clock() + self._timeout
         wire = self._wires[group]
         while not wire.poll(_SLICE):
             self._check()
-            if self._is_lost(group) or time.monotonic() > deadline:
+            if self._is_lost(group) or clock() > deadline:
                 self._give_up(group)
                 return None
         return wire.recv_multipart(copy=False)
