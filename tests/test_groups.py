@@ -212,6 +212,18 @@ def test_infinities_and_complex_numbers_in_buffers_survive_a_synchronization(tra
         assert each["rotation"] == ["(1+2j)", "(3-4j)"]
 
 
+def test_running_statistics_are_the_mean_over_groups_and_other_buffers_those_of_the_first(trained: Run) -> None:
+    ranks = result(trained, "awkward buffers")
+    batches = len(ranks[0]["rates"][0])
+    for each in ranks:
+        assert each["pointer"] == batches
+        assert sorted(each["queue"]) == [*range(batches - 4, batches)]  # no key of group 1, and none in between
+        assert each["is_full"] is True
+        assert each["codes"] == [1.0, 1.0, 1.0]  # a frozen parameter that the module writes
+        assert each["running_mean"] == [0.5, 0.5]
+        assert each["batches_tracked"] > 1000  # of the group that has counted most
+
+
 def test_min_epochs_puts_a_stop_off(trained: Run) -> None:
     assert {each["epoch"] for each in result(trained, "stop put off by min_epochs")} == {3}
 

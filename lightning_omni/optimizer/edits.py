@@ -21,6 +21,7 @@ from lightning_omni.optimizer.meshes import shown
 from lightning_omni.optimizer.model_replica import Part, fingerprint
 from lightning_omni.optimizer.place import Place
 from lightning_omni.optimizer.states import States
+from lightning_omni.optimizer.untrained import Untrained
 
 _SAMPLED = 1 << 16
 """Numbers of a tensor by which a synchronization point tells whether it was written."""
@@ -44,8 +45,8 @@ class Edits:
 
     def __init__(self, place: Place, channel: Channel, states: States) -> None:
         self._place, self._channel, self._states = place, channel, states
-        self.buffers: Callable[[], Iterable[Tensor]] = tuple
-        self.others: Callable[[], Iterable[Tensor]] = tuple
+        self.buffers: Callable[[], Iterable[Untrained]] = tuple
+        self.others: Callable[[], Iterable[Untrained]] = tuple
         self.switched: Callable[[], bool] = bool
         self.reattach: Callable[[], None] = tuple  # type: ignore[assignment]
         self._buffers_seen: list[int] = []
@@ -59,7 +60,7 @@ class Edits:
 
     # --- A synchronization point --------------------------------------------------------------------------------------
 
-    def others_written(self) -> list[Tensor]:
+    def others_written(self) -> list[Untrained]:
         """Those of ``others`` that any rank has written since the last synchronization point. On all ranks."""
         loaded = {
             id(parameter)
@@ -69,17 +70,16 @@ class Edits:
         others = list(self.others())
         seen = self._others_seen if len(self._others_seen) == len(others) else [0] * len(others)
         written = [
-            int(fingerprint(tensor, _SAMPLED) != then and id(tensor) not in loaded)
-            for tensor, then in zip(others, seen, strict=True)
+            int(fingerprint(each.tensor, _SAMPLED) != then and id(each.tensor) not in loaded)
+            for each, then in zip(others, seen, strict=True)
         ]
-        found = [tensor.detach() for tensor, any_rank in zip(others, self._agree(written), strict=True) if any_rank]
-        _check_whole(found)
+        found = [each for each, any_rank in zip(others, self._agree(written), strict=True) if any_rank]
+        _check_whole(each.tensor for each in found)
         return found
 
     def others_followed(self) -> None:
         """The groups are synchronized: buffers and others are the same on all ranks."""
-        self._buffers_seen = [fingerprint(tensor, _SAMPLED) for tensor in self.buffers()]
-        self._others_seen = [fingerprint(tensor, _SAMPLED) for tensor in self.others()]
+        self._buffers_seen, self._others_seen = _marks(self.buffers()), _marks(self.others())
 
     def follow(self) -> None:
         """The groups are about to part: what was written since they synchronized is followed. On all ranks."""
@@ -130,10 +130,9 @@ class Edits:
     # --- How ----------------------------------------------------------------------------------------------------------
 
     def _written(self) -> list[int]:
-        buffers, others = ([fingerprint(t, _SAMPLED) for t in tensors()] for tensors in (self.buffers, self.others))
         return [
             int(any(part.replica.written() for part in self._place.parts)),
-            int(buffers != self._buffers_seen or others != self._others_seen),
+            int(_marks(self.buffers()) != self._buffers_seen or _marks(self.others()) != self._others_seen),
         ]
 
     def _switch(self) -> None:
@@ -167,7 +166,7 @@ class Edits:
 
     def _share_loose(self) -> None:
         """Buffers, and parameters that no optimizer moves, become those of the recorder."""
-        others = list(self.others())
+        others = [each.tensor for each in self.others()]
         trained = {id(parameter) for part in self._place.parts for parameter in part.replica.ordered}
         seen = self._others_seen if len(self._others_seen) == len(others) else [0] * len(others)
         _check_whole(
@@ -175,7 +174,8 @@ class Edits:
             for tensor, then in zip(others, seen, strict=True)
             if id(tensor) not in trained and fingerprint(tensor, _SAMPLED) != then
         )
-        self._share([*self.buffers(), *(tensor for tensor in others if not isinstance(tensor, DTensor))])
+        buffers = [each.tensor for each in self.buffers()]
+        self._share([*buffers, *(tensor for tensor in others if not isinstance(tensor, DTensor))])
 
     def _share(self, tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:
@@ -183,6 +183,10 @@ class Edits:
 
     def _agree(self, numbers: Sequence[int]) -> list[int]:
         return self._place.agree(numbers) if numbers else []
+
+
+def _marks(untrained: Iterable[Untrained]) -> list[int]:
+    return [fingerprint(each.tensor, _SAMPLED) for each in untrained]
 
 
 def _check_whole(written: Iterable[Tensor]) -> None:

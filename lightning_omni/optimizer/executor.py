@@ -13,9 +13,7 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -29,6 +27,7 @@ from lightning_omni.optimizer.meshes import shown
 from lightning_omni.optimizer.parameter_groups import ParameterGroups
 from lightning_omni.optimizer.place import Place
 from lightning_omni.optimizer.remote_head import RemoteHead
+from lightning_omni.optimizer.untrained import buffers_of, merge
 from lightning_omni.performance.step_timer import StepTimer
 from lightning_omni.protocol.split import check_by_parts
 from lightning_omni.protocol.transport import Control
@@ -74,7 +73,7 @@ class Executor:
     def enter_compute(self) -> None:
         """The training epoch begins or goes on."""
 
-    def enter_world(self, buffers: Iterable[Tensor], wants_stop: bool) -> bool:
+    def enter_world(self, module: Module | None, wants_stop: bool) -> bool:
         """The ranks synchronize: see `World.enter_world`. Returns whether any of them wants to stop."""
         return False
 
@@ -181,7 +180,7 @@ class Exchanging(Executor):
             part.replica.restore()
 
     @override
-    def enter_world(self, buffers: Iterable[Tensor], wants_stop: bool) -> bool:
+    def enter_world(self, module: Module | None, wants_stop: bool) -> bool:
         place = self._place
         if not place.is_computing:
             return False
@@ -194,7 +193,8 @@ class Exchanging(Executor):
         place.is_computing = False
         stops = any(place.agree([int(wants_stop)]))  # a barrier, too
         self._pull()
-        self._average([*buffers, *self._edits.others_written()])
+        buffers = () if module is None else buffers_of(module)
+        merge(place, [*buffers, *self._edits.others_written()])
         self._edits.others_followed()
         return stops
 
@@ -211,23 +211,6 @@ class Exchanging(Executor):
             else:
                 part.replica.load(pulled)
         self._parameter_groups.read_beyond()
-
-    def _average(self, buffers: Iterable[Tensor]) -> None:
-        """The mean over groups of every floating-point buffer; of whole numbers (they count things) the largest."""
-        everything = [torch.view_as_real(b) if b.is_complex() else b for b in buffers]
-        floating = [b for b in everything if b.is_floating_point()]
-        counting = [b for b in everything if not b.is_floating_point() and b.dtype != torch.bool]
-        if floating:
-            # The last number counts the leaders that spoke, so that all ranks divide by the same.
-            flat = torch.cat([*(b.detach().double().cpu().flatten() for b in floating), torch.ones(1).double()])
-            if not self._place.is_leader:
-                flat.zero_()  # not multiplied: a mask may hold infinities
-            dist.all_reduce(flat)
-            _scatter(flat[:-1] / flat[-1], floating)
-        if counting:
-            flat = torch.cat([b.detach().long().cpu().flatten() for b in counting])
-            dist.all_reduce(flat, op=dist.ReduceOp.MAX)
-            _scatter(flat, counting)
 
     @override
     def is_finite(self, parameters: Iterable[Parameter]) -> bool:
@@ -279,8 +262,3 @@ def evaluating(replica: Replica, closure: Callable[[], Any] | None, loss: Any) -
         yield
     finally:
         replica.closure = None
-
-
-def _scatter(flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    for part, tensor in zip(flat.split([t.numel() for t in tensors]), tensors, strict=True):
-        tensor.copy_(part.view_as(tensor))

@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -372,17 +371,18 @@ class World(Place):
         reshard(self.sharded)
         self.executor.enter_compute()
 
-    def enter_world(self, buffers: Iterable[Tensor] = ()) -> None:
+    def enter_world(self, module: Module | None = None) -> None:
         """The groups synchronize: every rank gets the weights to evaluate.
 
-        Floating-point buffers become the mean over all groups. Weights of their own, if the method has groups keep
-        any, come back with `enter_compute`. If any rank ``wants_stop``, all are told, by ``on_stop``.
+        Buffers become the same on all ranks: running statistics the mean over the groups, others those of rank 0.
+        Weights of their own, if the method has groups keep any, come back with `enter_compute`. If any rank
+        ``wants_stop``, all are told, by ``on_stop``.
 
         Args:
-            buffers: the model's buffers (running statistics of BatchNorm, say), in one order on all ranks.
+            module: the model, whose buffers these are; None leaves each group its own.
         """
         reshard(self.sharded)
-        stops = self.executor.enter_world(buffers, self.wants_stop)
+        stops = self.executor.enter_world(module, self.wants_stop)
         if stops and self.on_stop is not None:
             self.on_stop()
 
@@ -443,13 +443,13 @@ class World(Place):
             )
 
     def regroup(
-        self, groups: int, buffers: Iterable[Tensor] = (), speeds: Mapping[int, float] | None = None
+        self, groups: int, module: Module | None = None, speeds: Mapping[int, float] | None = None
     ) -> tuple[tuple[int, int], ...]:
         """All live ranks form other groups, at one point of their programs. Weights and optimizer state carry on.
 
         Args:
             groups: the new number of groups.
-            buffers: as in `enter_world`.
+            module: as in `enter_world`.
             speeds: each live rank's samples per second, the same on all ranks: groups are formed by them, like with
                 like. None forms them in the order of ranks.
 
@@ -465,7 +465,7 @@ class World(Place):
             self.parameter_groups.follow_all()
         else:
             self.parameter_groups.renew()
-        self.enter_world(buffers)
+        self.enter_world(module)
         if not before.exchanges:
             if groups == 1:
                 return ()

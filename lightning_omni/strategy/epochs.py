@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
+from torch.nn import Module
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.optimizer import World
@@ -254,7 +255,7 @@ class EpochDriver:
                 self._validates = False
                 self.step_limit = self.trainer.global_step
 
-    def end(self, buffers: Any) -> None:
+    def end(self, module: Module) -> None:
         """An epoch has ended, in good order or before its time: the groups synchronize."""
         trainer = self.trainer
         complete = self._over if self.is_open_ended else trainer.is_last_batch
@@ -263,7 +264,7 @@ class EpochDriver:
         stops = _private.stops_now(trainer) or is_limit_reached
         if self.world.is_computing and not self._stopping and (stops or not complete):
             self.leave("end" if stops else "skip" if self.is_open_ended else "")
-        self._synchronize(buffers)
+        self._synchronize(module)
         if self.world.executor.exchanges and any(self.world.agree([int(stops or self._stopping)])):
             trainer.should_stop |= not is_limit_reached  # whichever rank said so, and however late
         self.is_open = False
@@ -287,7 +288,7 @@ class EpochDriver:
         seen = min(self._seen(), plan.budget)
         return max(done + 1, -(-done * plan.budget // seen) if seen else self._now().batches)
 
-    def interrupt(self, buffers: Any) -> None:
+    def interrupt(self, module: Module) -> None:
         """The run ends here, in mid-epoch: the groups synchronize for the last time, with what each has trained.
 
         A group that has joined on its own leaves the others to go on: what it holds and has not trained goes back.
@@ -297,7 +298,7 @@ class EpochDriver:
             return
         if self.world.is_computing:
             self.leave("skip")
-        self.world.enter_world(buffers)
+        self.world.enter_world(module)
 
     def leave(self, stop: str) -> None:
         """This group ends the epoch early; ``stop`` says how the others end it, or the run."""
@@ -311,7 +312,7 @@ class EpochDriver:
             control.request(m.Leave(epoch=-1, generation=self.world.generation, trained=0, stop=stop), m.Left)
         self._stopping = self._stopping or stop in ("validate", "end")
 
-    def before_validation(self, buffers: Any) -> None:
+    def before_validation(self, module: Module) -> None:
         """Validation is for all groups together. One that comes on its own (a callback said stop) brings the others."""
         if self._world is None or not self.is_open:
             return  # no training is under way: validation after the fit, or without one
@@ -319,9 +320,9 @@ class EpochDriver:
             return
         if self.world.is_computing and _private.stops_now(self.trainer) and not self._stopping:
             self.leave("validate")
-        self._synchronize(buffers)
+        self._synchronize(module)
 
-    def _synchronize(self, buffers: Any) -> None:
+    def _synchronize(self, module: Module) -> None:
         """All groups synchronize, and count steps alike from here on: as the recorder, which logs and saves.
 
         Names of checkpoints, which have the step in them, are then the same on all ranks.
@@ -329,7 +330,7 @@ class EpochDriver:
         if not self.world.is_computing:
             return
         self.published.end_all()
-        self.world.enter_world(buffers)
+        self.world.enter_world(module)
         trainer, mine = self.trainer, self.trainer.global_step
         counts = _private.step_counters(trainer)
         counts = self.world.agree(counts if self.world.is_recorder else [0] * len(counts))
@@ -416,7 +417,7 @@ class EpochDriver:
             return self.published.run(run, self._now())
         if self._world is None or not self.is_open or self._world.executor.control is None:
             return run()
-        self.before_validation(self.trainer.lightning_module.buffers())
+        self.before_validation(self.trainer.lightning_module)
         live = self.world.process_groups.live  # as all ranks have just agreed
         is_whole = live.size() == self.world.size and self.world.enlistment is None
         if is_whole or not all(map(is_given, _private.validation_loaders(self.trainer))):

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -21,6 +20,7 @@ from lightning_omni.optimizer import World, WorldOptions
 from lightning_omni.optimizer.balance import Balance, gather
 from lightning_omni.optimizer.meshes import shown
 from lightning_omni.optimizer.sharding import reshard
+from lightning_omni.optimizer.untrained import Merge, Untrained, average_of, buffers_of
 from lightning_omni.optimizer.world import frozen
 from lightning_omni.protocol.leases import apportion
 from lightning_omni.strategy import _private
@@ -121,10 +121,6 @@ class GroupedStrategy(_Base):
 
     # --- Model and optimizers -----------------------------------------------------------------------------------------
 
-    def buffers(self) -> Iterator[Tensor]:
-        """The module's buffers."""
-        return self.fitted.buffers()
-
     @property
     def real_optimizers(self) -> list[Optimizer]:
         """The optimizers without the one that Lightning puts in place of none, which holds nothing."""
@@ -154,17 +150,17 @@ class GroupedStrategy(_Base):
     def follow_edits(self) -> None:
         """Training begins: the world watches what users change in mid-fit, in this Trainer."""
         edits = self.joined.edits
-        edits.buffers, edits.others = self.buffers, self._others
+        edits.buffers, edits.others = lambda: buffers_of(self.fitted), self._others
         edits.switched = lambda: not self.proxies.are_of(self.real_optimizers)
         edits.reattach = self._reattach
 
-    def _others(self) -> Iterator[Tensor]:
+    def _others(self) -> Iterator[Untrained]:
         """All parameters, and the averages that WeightAveraging keeps."""
         reshard(self.joined.sharded)
-        yield from self.fitted.parameters()
+        for parameter in self.fitted.parameters():
+            yield Untrained(parameter, Merge.FIRST)
         for model in _private.averaged_models(self._trainer):
-            yield from model.parameters()
-            yield from model.buffers()
+            yield from average_of(model)
 
     def _reattach(self) -> None:
         """Takes in the optimizers as they are now, in groups as they are.
@@ -208,7 +204,7 @@ class GroupedStrategy(_Base):
         world = self.joined
         before, spans = world.executor, self.epochs.before_regroup()
         self.proxies.unguard()
-        spans = world.regroup(groups, self.buffers(), speeds) or spans
+        spans = world.regroup(groups, self.fitted, speeds) or spans
         self.grouping.guard()
         self.wrap_for_group()
         self.epochs.after_regroup(spans, before)

@@ -396,7 +396,7 @@ class OmniStrategyHooks(SavingStrategy):
     # --- Training ----------------------------------------------------------------------------------------------------
 
     def _install_signals(self) -> None:
-        self.signals.install(self._trainer, self.joined, lambda: self.epochs.interrupt(self.buffers()))
+        self.signals.install(self._trainer, self.joined, lambda: self.epochs.interrupt(self.fitted))
 
     @override
     def on_validation_start(self) -> None:
@@ -570,7 +570,7 @@ class OmniStrategyHooks(SavingStrategy):
             return
         self.form(groups, speeds)
         if not self.epochs.is_open:
-            world.enter_world(self.buffers())  # between epochs: hooks are for all ranks together
+            world.enter_world(self.fitted)  # between epochs: hooks are for all ranks together
         self._say_hello()
 
     def stash_arrangement(self) -> None:

@@ -135,13 +135,13 @@ class Listener:
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The groups synchronize."""
         if not trainer.sanity_checking:
-            self._strategy.epochs.before_validation(pl_module.buffers())
+            self._strategy.epochs.before_validation(pl_module)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The groups synchronize."""
         if self._nested.is_running:
             return
-        self._strategy.epochs.end(pl_module.buffers())
+        self._strategy.epochs.end(pl_module)
         control = self._strategy.joined.control
         if control is None:
             return

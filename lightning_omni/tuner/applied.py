@@ -63,7 +63,7 @@ class AppliedSetting:
         if setting.rebalance and speeds is not None and len(world.members) > 1 and strategy.epochs.leases is not None:
             strategy.share_out([speeds[rank] for rank in world.members])
         if not strategy.epochs.is_open:
-            world.enter_world(strategy.buffers())
+            world.enter_world(strategy.fitted)
 
     def split_by_speed(self) -> bool:
         """From here on batches are split by speed, where that pays; says whether they can be. On all ranks."""

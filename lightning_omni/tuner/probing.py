@@ -186,7 +186,7 @@ class Prober:
             finally:
                 balance.end()
             serve = self._ask_serve_time()
-            world.enter_world(strategy.buffers())
+            world.enter_world(strategy.fitted)
         window = int(self._trainer.accumulate_grad_batches)
         own = tuple((samples * window, seconds) for samples, seconds in balance.measured)
         return ProbedRank(tuple(batches), own), has_diverged, serve

@@ -102,8 +102,24 @@ class BufferNet(GroupNet):
         super().__init__(*args, **options)
         self.register_buffer("mask", torch.full((3, 3), float("-inf")).triu(1))
         self.register_buffer("rotation", torch.tensor([1 + 2j, 3 - 4j]))
+        self.register_buffer("queue", torch.zeros(4))
+        self.register_buffer("pointer", torch.zeros((), dtype=torch.long))
+        self.register_buffer("is_full", torch.tensor(False))
+        self.register_buffer("running_mean", torch.zeros(2))
+        self.register_buffer("num_batches_tracked", torch.zeros((), dtype=torch.long))
+        self.codes = torch.nn.Parameter(torch.zeros(3), requires_grad=False)
         self.twin = torch.nn.Linear(32, 3, bias=False)
         self.twin.weight = self.net[-1].weight
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        group = RANK // 2
+        self.queue[int(self.pointer) % 4] = int(self.pointer) + 1000 * group
+        self.pointer += 1
+        self.is_full.fill_(group == 0)
+        self.running_mean.fill_(group)
+        self.num_batches_tracked += 1 + 1000 * group
+        self.codes.fill_(group + 1)
+        return super().training_step(batch, batch_idx)
 
 
 class MetricsNet(GroupNet):
@@ -238,6 +254,12 @@ def odd_buffers(module: Any) -> dict[str, Any]:
     return {
         "mask": [bool(module.mask[0, 2].isneginf()), bool(module.mask.isnan().any())],
         "rotation": [str(value) for value in module.rotation.tolist()],
+        "queue": module.queue.tolist(),
+        "pointer": int(module.pointer),
+        "is_full": bool(module.is_full),
+        "running_mean": module.running_mean.tolist(),
+        "batches_tracked": int(module.num_batches_tracked),
+        "codes": module.codes.tolist(),
     }
 
 

@@ -1,0 +1,126 @@
+"""What no optimizer moves, and what becomes of it where groups synchronize: buffers, frozen parameters, averages.
+
+Inside an epoch they are each group's own. Then all ranks go on with the same: running statistics of normalization
+layers are the mean over the groups, for each group has seen other samples of the same distribution. All else is that of
+the recorder's group, as under DistributedDataParallel it is rank 0's: the mean of two queues, of two codebooks or of
+two vectors of unit length is none, and what belongs together (a queue and its pointer, a scale and its zero point)
+stays together.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Module
+
+from lightning_omni.optimizer.model_replica import fingerprint
+from lightning_omni.optimizer.place import Place
+from lightning_omni.topology import RECORDER
+
+_STATISTICS = re.compile(r"(running|moving)_(mean|var|variance|std)")
+"""Buffers of normalization layers: torch's, and others that keep to its names."""
+_BATCHES = "num_batches_tracked"
+"""What such a layer calls the number of batches that it has seen."""
+
+
+class Merge(Enum):
+    """What becomes of a tensor that groups have each for itself."""
+
+    MEAN = auto()
+    LARGEST = auto()
+    FIRST = auto()
+
+
+@dataclass(frozen=True, eq=False)
+class Untrained:
+    """A tensor that no optimizer moves.
+
+    Attributes:
+        tensor: the tensor.
+        merge: what becomes of it at a synchronization point.
+    """
+
+    tensor: Tensor
+    merge: Merge
+
+
+def buffers_of(module: Module) -> Iterator[Untrained]:
+    """The buffers of a module, in its order."""
+    for name, buffer in module.named_buffers():
+        own = name.rpartition(".")[2]
+        if own == _BATCHES:
+            yield Untrained(buffer, Merge.LARGEST)
+        else:
+            is_mean = _STATISTICS.fullmatch(own) and not _is_whole(buffer)
+            yield Untrained(buffer, Merge.MEAN if is_mean else Merge.FIRST)
+
+
+def average_of(module: Module) -> Iterator[Untrained]:
+    """An average of the weights, which a callback keeps, and the buffers beside it: averaged over groups it is one."""
+    for parameter in module.parameters():
+        yield Untrained(parameter, Merge.MEAN)
+    yield from buffers_of(module)
+
+
+def merge(place: Place, untrained: Iterable[Untrained]) -> None:
+    """What the groups had each for itself becomes the same on all ranks. On all of them, as one process group.
+
+    Args:
+        place: this rank's, in the run.
+        untrained: in one order on all ranks.
+    """
+    kinds: dict[Merge, list[Tensor]] = {each: [] for each in Merge}
+    for each in untrained:
+        tensor = each.tensor.detach()
+        kinds[each.merge].append(torch.view_as_real(tensor) if tensor.is_complex() else tensor)
+    _average(place, kinds[Merge.MEAN])
+    _take_largest(kinds[Merge.LARGEST])
+    _take_first(place, kinds[Merge.FIRST])
+
+
+def _average(place: Place, tensors: Sequence[Tensor]) -> None:
+    if tensors:
+        # The last number counts the leaders that spoke, so that all ranks divide by the same.
+        flat = torch.cat([*(each.double().cpu().flatten() for each in tensors), torch.ones(1).double()])
+        if not place.is_leader:
+            flat.zero_()  # not multiplied: infinities would become NaN
+        dist.all_reduce(flat)
+        _scatter(flat[:-1] / flat[-1], tensors)
+
+
+def _take_largest(tensors: Sequence[Tensor]) -> None:
+    if tensors:
+        flat = torch.cat([each.long().cpu().flatten() for each in tensors])
+        dist.all_reduce(flat, op=dist.ReduceOp.MAX)
+        _scatter(flat, tensors)
+
+
+def _take_first(place: Place, tensors: Sequence[Tensor]) -> None:
+    """Those that differ become the recorder's. What is the same everywhere (a mask, say) need not travel."""
+    if not tensors:
+        return
+    marks = [fingerprint(each, max(1, each.numel())) for each in tensors]
+    largest = place.agree(marks)
+    smallest = [-mark for mark in place.agree([-mark for mark in marks])]
+    differ = [each for each, a, b in zip(tensors, largest, smallest, strict=True) if a != b]
+    if differ:
+        flat = torch.cat([each.contiguous().flatten().view(torch.uint8).cpu() for each in differ])
+        dist.broadcast(flat, src=RECORDER)
+        parts = flat.split([each.numel() * each.element_size() for each in differ])
+        for part, tensor in zip(parts, differ, strict=True):
+            tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))  # a copy is aligned
+
+
+def _scatter(flat: Tensor, tensors: Sequence[Tensor]) -> None:
+    for part, tensor in zip(flat.split([each.numel() for each in tensors]), tensors, strict=True):
+        tensor.copy_(part.view_as(tensor))
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex())
