@@ -27,6 +27,7 @@ from test_server_core import (
     push_of,
     seed_of,
 )
+from torch import nn
 
 from lightning_omni.errors import ConfigurationError, ConnectionLost, Evicted, RankLost, Refused
 from lightning_omni.optimizer import WorldOptions
@@ -249,6 +250,52 @@ def test_a_group_that_dies_while_it_waits_is_missed_by_nobody() -> None:
     assert any(isinstance(each, m.Gathered) for each in link.news(0))
 
 
+def evaluated(link: Joined, rank: int, passed: int) -> int:
+    """A group passes a point of the epoch and evaluates; the number of the validation."""
+    number: int = link.control(rank, m.ClaimValidation(epoch=0, generation=1, passed=passed)).number
+    packed, buffer = pack({"loss": float(number)})
+    publish = m.PublishEvaluation(number=number, packed=packed, nbytes=buffer.numel())
+    assert link.data(rank, publish, buffer.numpy().tobytes())[0] == m.EvaluationPublished()
+    return number
+
+
+def known(link: Joined, rank: int) -> int:
+    """Validations that a rank hears are complete."""
+    complete: int = link.control(rank, m.AskValidations()).complete
+    return complete
+
+
+def test_the_recorder_hears_of_a_validation_first_and_if_it_dies_before_it_has_saved_the_next_one_does() -> None:
+    link = three_groups()
+    assert evaluated(link, 2, 1) == 1
+    assert [known(link, rank) for rank in range(3)] == [1, 0, 0]
+    link.control(0, m.ReleaseVersion(number=1))
+    assert [known(link, rank) for rank in range(3)] == [1, 1, 1]
+    assert evaluated(link, 1, 2) == 2
+    assert link.data(0, m.ReadEvaluation(number=2))[0].packed
+    link.deliver(link.core.hang_up(control_peer(0)))
+    assert [known(link, rank) for rank in (1, 2)] == [2, 1]
+    assert link.data(1, m.FetchMessage(optimizer=0))[0].validations == 2
+    assert link.data(2, m.FetchMessage(optimizer=0))[0].validations == 1
+
+
+def test_what_came_of_a_validation_is_kept_until_groups_that_join_are_given_it() -> None:
+    link = Joined()
+    run = link.begin().run
+    link.part()
+    evaluated(link, 0, 1)
+    assert link.data(0, m.ReadEvaluation(number=1))[0].packed
+    place = link.enlist(1, b"late")
+    link.come(place.first, run)
+    assert link.ask(place.first)
+    assert known(link, 1) == 0
+    link.part()
+    link.control(0, m.ReleaseVersion(number=1))
+    evaluated(link, 0, 2)
+    assert link.data(0, m.ReadEvaluation(number=2))[0].packed
+    assert link.data(1, m.ReadEvaluation(number=1))[0].packed, "it may have been given what was stored before"
+
+
 def test_what_a_group_is_given_is_said_by_the_recorder_alone() -> None:
     link = Joined()
     run = link.begin().run
@@ -365,7 +412,6 @@ SERVER = "tcp://127.0.0.1:5555"
         ({"groups": 2}, "groups=2 and join=True"),
         ({"method": "gossip"}, "speak to each other"),
         ({"data": "static"}, 'data="static" and join=True'),
-        ({"validation": "published"}, 'validation="published" and join=True'),
         ({"merged": "head"}, "merged='head' and join=True"),
     ],
 )
@@ -431,8 +477,8 @@ class Run:
             assert time.monotonic() < deadline, f"{name} did not come: {ended} {self.server.output}"
             time.sleep(0.02)
 
-    def go(self, epoch: int) -> None:
-        (self.folder / f"go-{epoch}").touch()
+    def go(self, epoch: int, gate: str = "go") -> None:
+        (self.folder / f"{gate}-{epoch}").touch()
 
     def train_together(self, options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """One group begins, another joins it in epoch 1; what both said in the end."""
@@ -512,6 +558,59 @@ def test_three_launchers_train_one_run_in_which_the_first_is_killed_and_the_seco
     last = torch.load(run.folder / "a" / f"epoch={epochs - 1}.ckpt", weights_only=False)
     assert last["epoch"] == epochs - 1
     assert last["lr_schedulers"][0]["last_epoch"] == epochs * samples // 8
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_groups_that_come_and_go_share_the_validations_of_published_versions(run: Run) -> None:
+    """The recorder dies while it evaluates, another group joins meanwhile, and the next recorder leaves likewise."""
+    options: dict[str, Any] = {
+        "epochs": 4,
+        "file": "{epoch}-{step}",
+        "strategy": {"validation": "published"},
+        "trainer": {"val_check_interval": 0.25},
+    }
+    first = run.start("a", {**options, "hold": [1], "hold_validation": [1]})
+    run.wait_for("a0-in-1")
+    second = run.start("b", {**options, "hold": [1, 2], "gate": "b", "hold_validation": [2]}, seed=2)
+    run.wait_for("b0-in-1")
+    run.go(1)
+    run.wait_for("a0-validates-1")
+    third = run.start("c", {**options, "hold": [2], "gate": "c"}, seed=3)
+    run.wait_for("c0-validates-1")  # another point of the epoch, of which the first is still being evaluated
+    os.kill(first.pid, signal.SIGKILL)
+    run.server.expect("rank 0 lost", PATIENCE)
+    run.go(1, "b")
+    run.wait_for("c0-in-2")
+    run.go(2, "b")
+    run.wait_for("b0-validates-2")
+    os.kill(second.pid, signal.SIGTERM)
+    assert second.end(PATIENCE) == 128 + signal.SIGTERM, second.output
+    run.go(2, "c")
+    assert third.end(PATIENCE) == 0, third.output
+    assert run.server.end(PATIENCE) == 0, run.server.output
+
+    heard, before, meanwhile = (json.loads((run.folder / f"heard-{name}").read_text()) for name in "cab")
+    assert heard[: len(before)] == before
+    assert heard[: len(meanwhile)] == meanwhile
+    epochs = Counter(epoch for epoch, _, _ in heard)
+    assert epochs[0] == epochs[3] == 4
+    assert epochs[1] in (3, 4), "what the dead group evaluated is made up for, perhaps together with the next"
+    assert epochs[2] in (3, 4)
+    steps = [step for _, step, _ in heard]
+    assert steps == sorted(set(steps))
+    losses = {int(step): loss for _, step, loss in heard}
+    x = torch.randn(64, 12, generator=torch.Generator().manual_seed(0))
+    files = list((run.folder / "a").iterdir())
+    for file in files:
+        saved = torch.load(file, weights_only=False)
+        net = nn.Sequential(nn.Linear(12, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 3)).eval()
+        net.load_state_dict({name[4:]: each for name, each in saved["state_dict"].items() if name.startswith("net.")})
+        with torch.no_grad():
+            loss = nn.functional.cross_entropy(net(x), x[:, :3].argmax(1))
+        assert float(loss) == pytest.approx(losses[saved["global_step"]], rel=1e-5)
+    assert {file.name for file in files} == {f"epoch={int(epoch)}-step={int(step)}.ckpt" for epoch, step, _ in heard}
+    assert set(run.trained) == {(epoch, sample) for epoch in range(4) for sample in range(128)}
 
 
 @pytest.mark.slow

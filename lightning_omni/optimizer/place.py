@@ -23,6 +23,7 @@ from lightning_omni.optimizer.model_replica import Part
 from lightning_omni.optimizer.options import WorldOptions
 from lightning_omni.optimizer.process_groups import ProcessGroups
 from lightning_omni.optimizer.reduction import Reduction
+from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.all_reduce import AllReduce
 from lightning_omni.protocol.group import GroupCore
 from lightning_omni.protocol.transport import Control
@@ -160,14 +161,23 @@ class Place:
         """Whether this rank speaks for the run: it forms groups, hands weights over, logs and saves.
 
         Where groups join on their own, it is the lowest rank that lives. All ranks know alike which that is where they
-        synchronize; while they compute, each as it has heard from the server.
+        synchronize; while they compute it stays so until `follow_recorder`, for a checkpoint is made of several calls.
         """
-        if self.enlistment is not None and self.control is not None:
-            if not self.is_computing:
-                self._records = self.rank == self.process_groups.live.ranks[0]
-            elif self.control.status is not None:
-                self._records = self.rank == self.control.status.recorder
+        if self.enlistment is not None and self.control is not None and not self.is_computing:
+            self._records = self.rank == self.process_groups.live.ranks[0]
         return self._records
+
+    def follow_recorder(self, asks: bool = False) -> bool:
+        """While groups compute, the one with the recorder may go: finds out whether it is now this rank.
+
+        Args:
+            asks: asks the server, rather than go by what it has said last.
+        """
+        if self.enlistment is not None and self.control is not None and self.is_computing:
+            status = self.control.request(m.AskStatus(), m.Status) if asks else self.control.status
+            if status is not None:
+                self._records |= self.rank == status.recorder  # for good: what was said last may be old
+        return self.is_recorder
 
     @property
     def share(self) -> tuple[int, int] | None:

@@ -20,6 +20,7 @@ from lightning_omni.optimizer.place import Place
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.codec import pack, unpack
 from lightning_omni.protocol.cut import Cut
+from lightning_omni.topology import RECORDER
 
 _Answer = TypeVar("_Answer", bound=m.Message)
 
@@ -94,6 +95,13 @@ class Versions:
         tree: dict[str, Any] = unpack(evaluation.packed, buffer)
         copied: dict[str, Any] = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, tree)
         return copied
+
+    def ask_for_recorder(self) -> bool:
+        """Whether the recorder is one of this group, as the server says now."""
+        if self._place.enlistment is None:
+            return RECORDER in self._place.members
+        is_here = self._place.follow_recorder(asks=self._place.is_leader)
+        return bool(self._channel.tell_group(b"here" if is_here else b""))
 
     def release(self, number: int) -> None:
         """No checkpoint is saved of validations up to this one any more. By the recorder."""

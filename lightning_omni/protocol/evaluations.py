@@ -12,7 +12,7 @@ from lightning_omni.methods import Method
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.codec import Packed, check_specs
 from lightning_omni.protocol.epochs import Epochs
-from lightning_omni.protocol.journal import ClaimedEntry, EvaluatedEntry, Journal, ReadEntry
+from lightning_omni.protocol.journal import ClaimedEntry, EvaluatedEntry, Journal, ReadEntry, SavedEntry
 from lightning_omni.protocol.roster import Roster
 from lightning_omni.protocol.service import Out, Payload, Sender, Service, as_tensor, bytes_of
 from lightning_omni.protocol.training import Training
@@ -54,16 +54,18 @@ class Evaluations(Service):
         results = {number: _result(*plain) if plain else None for number, plain in state["results"].items()}
         self._epochs.validations.load({**state, "results": results})
 
-    def redo(self, entry: ClaimedEntry | EvaluatedEntry | ReadEntry) -> None:
+    def redo(self, entry: ClaimedEntry | EvaluatedEntry | ReadEntry | SavedEntry) -> None:
         """A server before this one has told ranks of this."""
         book = self._epochs.validations
         match entry:
             case ClaimedEntry():
-                book.claim(entry.group, entry.epoch, entry.passed, self._roster.recorder)
+                book.claim(entry.group, entry.epoch, entry.passed)
             case EvaluatedEntry():
                 book.publish(entry.group, entry.number, (entry.packed, as_tensor(entry.payload)))
             case ReadEntry():
                 self._read(entry.rank, entry.number)
+            case SavedEntry():
+                book.save(entry.number)
 
     def _read(self, rank: int, number: int) -> Any:
         result = self._epochs.validations.read(rank, number)
@@ -74,7 +76,7 @@ class Evaluations(Service):
     def claim(self, sender: Sender, message: m.ClaimValidation, payload: Payload) -> list[Out]:
         """A group passes a point at which the run is to be validated."""
         self._epochs.book_of(message.epoch, message.generation)
-        number = self._epochs.validations.claim(sender.group, message.epoch, message.passed, self._roster.recorder)
+        number = self._epochs.validations.claim(sender.group, message.epoch, message.passed)
         self._journal.note(ClaimedEntry(sender.group, message.epoch, message.passed))
         answer = Out(sender.peer, m.CONTROL, m.ValidationClaimed(number=number))
         return [answer, *(self._training.idle(sender.rank) if number else ())]
@@ -98,7 +100,8 @@ class Evaluations(Service):
     def ask(self, sender: Sender, message: m.AskValidations, payload: Payload) -> list[Out]:
         """A rank wants to know how many validations are complete."""
         book = self._epochs.validations
-        return [Out(sender.peer, m.CONTROL, m.Validations(complete=book.complete, is_missed=book.is_missed))]
+        complete = book.known(self._roster.hears_first(sender.group))
+        return [Out(sender.peer, m.CONTROL, m.Validations(complete=complete, is_missed=book.is_missed))]
 
     def read(self, sender: Sender, message: m.ReadEvaluation, payload: Payload) -> list[Out]:
         """A rank wants to know what came of a validation."""

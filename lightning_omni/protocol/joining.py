@@ -91,6 +91,7 @@ class Joining(Service):
         self._stored = message.packed, as_tensor(payload)
         self._stored_at = self._synchronization.completed
         self._roster.can_go_on = True
+        self._epochs.validations.give()
         self._journal.is_due = True
         return [Out(sender.peer, m.DATA, m.RunStateStored())]
 

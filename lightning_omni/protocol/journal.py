@@ -97,6 +97,12 @@ class ReadEntry(Entry, frozen=True):
     number: int
 
 
+class SavedEntry(Entry, frozen=True):
+    """Of the validations up to this number everything is saved."""
+
+    number: int
+
+
 class LostEntry(Entry, frozen=True):
     """A rank is dead."""
 
@@ -144,6 +150,7 @@ AnyEntry = (
     | ClaimedEntry
     | EvaluatedEntry
     | ReadEntry
+    | SavedEntry
     | LostEntry
     | LeftEntry
     | NumberedEntry

@@ -112,6 +112,14 @@ class Roster:
         """The rank that forms groups, hands weights over, logs and saves."""
         return min(self.live, default=RECORDER) if self.joining else RECORDER
 
+    def hears_first(self, group: int) -> bool:
+        """Whether a group may hear of a validation before the recorder has saved what it wants to save of it.
+
+        Args:
+            group: number of the group; where groups join on their own, that of the recorder hears first.
+        """
+        return not self.joining or self.group_of(self.recorder) == group
+
     @property
     def live(self) -> tuple[int, ...]:
         """Ranks that take part in collectives: those announced or joined, less those lost and those that left."""

@@ -44,6 +44,7 @@ from lightning_omni.protocol.journal import (
     OpenedEntry,
     ReadEntry,
     ResolvedEntry,
+    SavedEntry,
     TrainedEntry,
     WentOnEntry,
 )
@@ -63,7 +64,7 @@ from lightning_omni.protocol.snapshots import Snapshots
 from lightning_omni.protocol.synchronization import Synchronization
 from lightning_omni.protocol.training import Training
 
-STATE, STATE_VERSION = "lightning_omni.server_state", 1
+STATE, STATE_VERSION = "lightning_omni.server_state", 2
 """What a saved state calls itself."""
 STRANGE = ("stranger", "key", "malformed")
 """Codes of refusals that are counted: their receivers are no ranks of the run, or send what cannot be read."""
@@ -480,7 +481,7 @@ class ServerCore:
                 epochs.leave(entry.group, entry.said)
             case GatheredEntry():
                 self._synchronization.redo(entry)
-            case ClaimedEntry() | EvaluatedEntry() | ReadEntry():
+            case ClaimedEntry() | EvaluatedEntry() | ReadEntry() | SavedEntry():
                 self._evaluations.redo(entry)
             case LostEntry() | LeftEntry() | JoinedEntry():
                 self._membership.redo(entry)

@@ -17,7 +17,7 @@ from lightning_omni.protocol.codec import Packed, check_specs, pack, unpack
 from lightning_omni.protocol.cut import Cut
 from lightning_omni.protocol.epochs import Epochs
 from lightning_omni.protocol.head_shard import HeadShard
-from lightning_omni.protocol.journal import Journal
+from lightning_omni.protocol.journal import Journal, SavedEntry
 from lightning_omni.protocol.notes import Notes
 from lightning_omni.protocol.roster import Roster
 from lightning_omni.protocol.service import Out, Payload, Sender, Service, as_tensor
@@ -144,6 +144,8 @@ class Snapshots(Service):
     def release(self, sender: Sender, message: m.ReleaseVersion, payload: Payload) -> list[Out]:
         """What was kept for validations up to this one may go."""
         self._versions = {number: kept for number, kept in self._versions.items() if number > message.number}
+        self._epochs.validations.save(message.number)
+        self._journal.note(SavedEntry(message.number))
         return [Out(sender.peer, m.CONTROL, m.VersionReleased())]
 
     def _version(self, number: int) -> Moment:

@@ -443,10 +443,11 @@ class Training(Service):
         like: tuple[Payload, ...] | None = None,
     ) -> Out:
         parts = like or ()
+        asks = group if known < 0 else known
         fragment = push.part if push is not None else None
         if like is None and (push is None or push.pull):
             of = shard.method_side.method.fragments
-            layout = shard.layout_of(group if known < 0 else known).fragment(fragment, of)
+            layout = shard.layout_of(asks).fragment(fragment, of)
             whole = shard.payload_of(Reply(group, staleness), fragment) if payload is None else payload
             part = whole if layout is shard.layout else whole[: layout.nbytes]
             parts = (shard.as_bytes(part, layout) if to_push else part,)
@@ -458,7 +459,7 @@ class Training(Service):
             refused_in_row=shard.refused_in_row[group],
             progress=self._epochs.progress,
             stop=self._epochs.stop,
-            validations=self._epochs.validations.complete,
+            validations=self._epochs.validations.known(self._roster.hears_first(asks)),
             nbytes=sum(map(nbytes_of, parts)),
             note=note,
             fragment=-1 if fragment is None else fragment,

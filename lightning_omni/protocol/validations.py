@@ -4,6 +4,8 @@ Rule 1: a validation is given to one group; the others go on. If that group dies
 validation is void, and the next group that passes a point gets another one.
 Rule 2: results are complete in the order of their numbers, so every rank hears of them in the same order.
 Rule 3: the answer to a claim never changes, so the members of a group agree without talking.
+Rule 4: where the recorder may die and the run goes on, it hears of a result first, and others when it has saved what it
+wants to save. So if it dies the next one does that.
 """
 
 from __future__ import annotations
@@ -14,10 +16,10 @@ from typing import Any
 from lightning_omni.errors import ProtocolError
 
 MOST_OPEN = 8
-"""Validations that the recorder has not heard of, at most: of each the server keeps a copy of all that it holds."""
+"""Validations of which not everything is saved yet, at most: of each the server keeps a copy of all that it holds."""
 
 
-_NUMBERS = ("complete", "is_missed", "_epoch", "_passed", "_last")
+_NUMBERS = ("complete", "is_missed", "saved", "_given", "_epoch", "_passed", "_last")
 
 
 class ValidationBook:
@@ -26,6 +28,7 @@ class ValidationBook:
     Attributes:
         complete: every validation up to this number has a result, or is void.
         is_missed: whether a point of this epoch was passed for which there is no validation.
+        saved: nothing is to be saved of the validations up to this number any more.
 
     Example:
         >>> book = ValidationBook()
@@ -37,8 +40,9 @@ class ValidationBook:
     """
 
     def __init__(self) -> None:
-        self.complete = 0
+        self.complete = self.saved = 0
         self.is_missed = False
+        self._given: int | None = None
         self._epoch, self._passed, self._last = -1, 0, 0
         self._answers: dict[int, tuple[int, int, int]] = {}  # of each group, the last: epoch, points passed, number
         self._under_way: dict[int, int] = {}  # number: group
@@ -51,29 +55,28 @@ class ValidationBook:
             self.evict(group)
         self._answers.clear()
 
-    def claim(self, group: int, epoch: int, passed: int, recorder: int = 0) -> int:
+    def claim(self, group: int, epoch: int, passed: int) -> int:
         """A group comes past a point at which the run is to be validated.
 
         Args:
             group: which one.
             epoch: that is under way.
             passed: points of this epoch that it has passed.
-            recorder: the rank that saves.
 
         Returns:
             The number of the validation that it is to evaluate; 0 for none.
         """
         answer = self._answers.get(group)
         if answer is None or answer[:2] != (epoch, passed):
-            answer = self._answers[group] = (epoch, passed, self._give(group, epoch, passed, recorder))
+            answer = self._answers[group] = (epoch, passed, self._give(group, epoch, passed))
         return answer[2]
 
-    def _give(self, group: int, epoch: int, passed: int, recorder: int) -> int:
+    def _give(self, group: int, epoch: int, passed: int) -> int:
         if epoch != self._epoch:
             self._epoch, self._passed, self.is_missed = epoch, 0, False
         self.is_missed = self.is_missed or passed > self._passed
         self._passed = max(passed, self._passed)
-        if not self.is_missed or self._last - self._read.get(recorder, 0) >= MOST_OPEN:
+        if not self.is_missed or self._last - self.saved >= MOST_OPEN:
             return 0
         self.is_missed, self._last = False, self._last + 1
         self._under_way[self._last] = group
@@ -134,7 +137,25 @@ class ValidationBook:
         self._read[rank] = max(number, self._read.get(rank, 0))
         return self._results[number]
 
+    def known(self, is_first: bool) -> int:
+        """Of the validations that are complete, those that a rank may hear of.
+
+        Args:
+            is_first: whether it may hear of them before the recorder has saved what it wants to.
+        """
+        return self.complete if is_first else min(self.complete, self.saved)
+
+    def save(self, number: int) -> None:
+        """Of the validations up to this number everything is saved."""
+        self.saved = max(number, self.saved)
+
+    def give(self) -> None:
+        """From now on a group that joins is given what came of validations, but for those that are not `saved` yet."""
+        self._given = self.saved
+
     def forget(self, live: Collection[int]) -> None:
-        """What all ranks that are alive have read is not kept."""
+        """What all ranks that are alive have read is not kept, unless a group that joins would have to."""
         known = min((self._read.get(rank, 0) for rank in live), default=0)
+        if self._given is not None:
+            known = min(known, self._given)
         self._results = {number: result for number, result in self._results.items() if number > known}

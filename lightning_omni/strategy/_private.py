@@ -239,6 +239,12 @@ def begin_at(trainer: Trainer, epoch: int, counters: list[int]) -> None:
     trainer.num_sanity_val_steps = 0
 
 
+def set_metrics(trainer: Trainer, metrics: Mapping[str, float]) -> None:
+    """What callbacks and schedulers that watch a metric find until there is a newer one."""
+    known = {name: torch.tensor(value, device=trainer.strategy.root_device) for name, value in metrics.items()}
+    trainer._logger_connector._callback_metrics.update(known)
+
+
 _OF_CHECKPOINTS = ("dirpath", "_last_global_step_saved", "_last_checkpoint_saved")
 """What ModelCheckpoint decides by, and does not save with its state."""
 

@@ -189,11 +189,6 @@ class FitOptions:
                 'data="static" and join=True: samples that are dealt out beforehand leave none for a group that joins;'
                 ' pass data="dynamic"'
             )
-        if self.validation == "published":
-            raise ConfigurationError(
-                'validation="published" and join=True: a group that joins knows nothing of the validations that are'
-                ' due; pass validation="wait"'
-            )
         if self.merged is not None:
             raise ConfigurationError(
                 f"merged={self.merged!r} and join=True: a merged head's access is dealt out to the groups that were"

@@ -9,7 +9,7 @@ loop is left alone.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -42,10 +42,12 @@ class Entered(NamedTuple):
     Attributes:
         plan: the epoch that is under way.
         samples: of this epoch, those that were trained when the groups parted.
+        validations: what callbacks have heard of: `PublishedValidation.state`.
     """
 
     plan: EpochPlan
     samples: int
+    validations: Mapping[str, Any]
 
 
 class EpochDriver:
@@ -186,8 +188,11 @@ class EpochDriver:
             self._plan = self._limits.plan(self.leases, self.progress, trained)
             entered, self._entered = self._entered, None
             if entered is not None:
-                self._check_entered(entered)
+                trained = entered.plan.trained
             self.published.begin(self._plan, size_of(trained), self.data.is_dynamic)
+            if entered is not None:
+                self._check_entered(entered)
+                self.published.enter(entered.validations)
             self.world.core.heard.progress, self.world.core.heard.stop = self.progress.samples, ""
             left = self._limits.steps_left(self.progress, epoch)
             if self.data.is_dynamic:
@@ -203,17 +208,21 @@ class EpochDriver:
                 self.step_limit = self.trainer.global_step + left
         else:
             self.published.begin(None)
+        self._have_parted()
+
+    def _have_parted(self) -> None:
         self.on_parted()
+        self.published.have_parted()
 
     def _check_entered(self, entered: Entered) -> None:
         """Raises `ConfigurationError` unless this group has the data of the run that it has joined."""
-        theirs = msgspec.structs.replace(entered.plan, trained=())
-        if self._plan != theirs:
+        assert self._plan is not None
+        self._plan = msgspec.structs.replace(self._plan, trained=entered.plan.trained)
+        if (mine := self.published.dealt(self._plan)) != entered.plan:
             raise ConfigurationError(
-                f"this group's data is not that of the run that it joins, {self._plan} against {theirs}: give all the"
-                " same dataset, batch size and limits"
+                f"this group's data is not that of the run that it joins, {mine} against {entered.plan}: give all the"
+                " same dataset, batch size, limits and validation="
             )
-        self._plan = entered.plan
         self._advance(entered.samples)
 
     @property
@@ -342,7 +351,7 @@ class EpochDriver:
         """Back into the epoch, if it goes on."""
         if self.is_open and not self.trainer.is_last_batch and not self.published.evaluates:
             self.world.enter_compute()
-            self.on_parted()
+            self._have_parted()
 
     def _what_next(self) -> str:
         leases = self.leases

@@ -184,7 +184,7 @@ class GroupedStrategy(_Base):
     def follow_recorder(self) -> None:
         """Who logs and saves for groups that have joined on their own may be gone: then it is this rank, perhaps."""
         world = self.joined
-        if world.enlistment is not None and world.is_recorder and not self._is_told_to_record:
+        if world.enlistment is not None and world.follow_recorder() and not self._is_told_to_record:
             self._is_told_to_record = True
             _private.set_rank(0)
             self.rank_zero_info("OmniStrategy: the group that logged and saved is gone; from here on this one does")

@@ -205,6 +205,8 @@ class OmniStrategyHooks(SavingStrategy):
         self._listener: Listener | None = None
         self.run_states = RunStates(self)
         self.epochs.on_parted = self.run_states.store
+        self.epochs.published.on_ended = self.run_states.renew
+        self.epochs.published.follow_recorder = self.follow_recorder
         self.signals = Signals(self.terminated_class)
         self.rejoining = Rejoining()
         self.checkpoints = Checkpoints(self.rank_zero_warn)
@@ -334,7 +336,7 @@ class OmniStrategyHooks(SavingStrategy):
             self.grouping.check(trainer)
             self.run_states.check(trainer)
             self.signals.prepare(_requeue_signal(self.cluster_environment))
-            self._listener = Listener(self, self.nested, trainer, self.signals.agree_alone)
+            self._listener = Listener(self, self.nested, trainer, self.signals)
             self.epochs.connect(trainer, self.joined)
         super().setup(trainer)
         if self._is_fitting(trainer):

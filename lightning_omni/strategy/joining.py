@@ -56,6 +56,11 @@ class RunStates:
         world = self._strategy.joined
         if world.enlistment is None or world.process_groups.live.ranks[0] not in world.members:
             return
+        self.renew()
+
+    def renew(self) -> None:
+        """A further group is given how the run stands now. On all of the recorder's group, while groups compute."""
+        world = self._strategy.joined
         tree = self._describe()  # on all of the group: what users save may need collectives
         if world.is_leader:
             try:
@@ -79,6 +84,8 @@ class RunStates:
             "epoch": trainer.current_epoch,
             "counters": _private.progress_counters(trainer)[1:],
             "samples": strategy.epochs.samples,
+            "validations": strategy.epochs.published.state,
+            "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
             "order": strategy.epochs.data.order,
             "folders": _private.folders(trainer),
             "schedule": [list(bases.get(config.scheduler, ())) for config in trainer.lr_scheduler_configs],
@@ -125,7 +132,8 @@ class RunStates:
             config.scheduler.load_state_dict(_like(vars(config.scheduler), state))
             if base:
                 schedule[config.scheduler] = tuple(base)
-        strategy.epochs.enter(Entered(joined.plan, tree["samples"]), schedule)
+        strategy.epochs.enter(Entered(joined.plan, tree["samples"], tree["validations"]), schedule)
+        _private.set_metrics(trainer, tree["metrics"])
         strategy.epochs.data.order = tree["order"]
         _private.begin_at(trainer, tree["epoch"], tree["counters"])
 

@@ -16,6 +16,7 @@ from lightning_omni.strategy import _private
 from lightning_omni.strategy.epochs import EpochDriver
 from lightning_omni.strategy.grouping import GroupedStrategy
 from lightning_omni.strategy.live_metrics import ProgressDisplay, live_metrics
+from lightning_omni.strategy.signals import Signals
 from lightning_omni.topology import Topology
 
 if TYPE_CHECKING:
@@ -31,15 +32,13 @@ class Listener:
         strategy: what is told of them.
         nested: runs the loop where it is run inside one of its hooks.
         trainer: the fit's.
-        before_batch: called before a batch is begun.
+        signals: of this process.
     """
 
-    def __init__(
-        self, strategy: GroupedStrategy, nested: NestedRuns, trainer: Trainer, before_batch: Callable[[], None]
-    ) -> None:
+    def __init__(self, strategy: GroupedStrategy, nested: NestedRuns, trainer: Trainer, signals: Signals) -> None:
         self._strategy = strategy
         self._nested = nested
-        self._trainer, self._before_batch = trainer, before_batch
+        self._trainer, self._signals = trainer, signals
         self._staleness = Staleness()
         self._display = ProgressDisplay()
         _private.listen(trainer, self)
@@ -101,7 +100,7 @@ class Listener:
         if self._nested.is_running:
             return
         strategy, traffic = self._strategy, self._strategy.joined.channel.traffic
-        self._before_batch()
+        self._signals.agree_alone()
         strategy.follow_recorder()
         strategy.grouping.begin_batch()
         strategy.step_times.begin(traffic.seconds, traffic.moved)
@@ -132,16 +131,23 @@ class Listener:
             for name, value in values.items():
                 pl_module.log(name, value)
 
+    def on_validation_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        """A group that has joined on its own and is told to leave does so also while it validates for all."""
+        if self._strategy.epochs.published.evaluates and self._strategy.joined.enlistment is not None:
+            self._signals.agree()
+
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The groups synchronize."""
         if not trainer.sanity_checking:
             self._strategy.epochs.before_validation(pl_module)
+            self._strategy.follow_recorder()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The groups synchronize."""
         if self._nested.is_running:
             return
         self._strategy.epochs.end(pl_module)
+        self._strategy.follow_recorder()
         control = self._strategy.joined.control
         if control is None:
             return

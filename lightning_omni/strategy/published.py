@@ -54,6 +54,8 @@ class PublishedValidation:
         is_on: whether several groups validate so in this epoch.
         evaluates: number of the validation that this group runs, or is about to run; 0 for none.
         version: what callbacks hear the end of at this moment.
+        follow_recorder: called when the recorder may have changed.
+        on_ended: called on all of the recorder's group when callbacks have heard of a validation while groups compute.
     """
 
     def __init__(self, is_wanted: bool, say: Callable[[str], None]) -> None:
@@ -61,6 +63,8 @@ class PublishedValidation:
         self._has_said = False
         self._trainer: Trainer | None = None
         self._world: World | None = None
+        self.follow_recorder: Callable[[], None] = tuple  # type: ignore[assignment]
+        self.on_ended: Callable[[], None] = tuple  # type: ignore[assignment]
         self.forget()
 
     def forget(self) -> None:
@@ -68,7 +72,7 @@ class PublishedValidation:
         self._trainer = self._world = None
         self.is_on = False
         self.evaluates, self.version = 0, None
-        self._ended, self._steps, self._begun = 0, 0, set[int]()
+        self._ended, self._released, self._steps, self._begun = 0, 0, 0, set[int]()
         self._plan: EpochPlan | None = None
         self._passed, self._trained, self._counters = 0, 0, [0, 0, 0]
         self._have_all_ended = True
@@ -93,6 +97,15 @@ class PublishedValidation:
         self._counters, self._steps = _private.step_counters(self._joined[0]), 0
         self._trained, self._passed = trained, 0
         self.go_on(plan, trained, is_dynamic)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What a group that joins this epoch has to know, as plain values."""
+        return {"ended": self._ended, "steps": self._steps, "counters": self._counters}
+
+    def enter(self, state: Mapping[str, Any]) -> None:
+        """This group has joined an epoch, with callbacks that have heard of the validations that are in a `state`."""
+        self._ended, self._steps, self._counters = state["ended"], state["steps"], list(state["counters"])
 
     def go_on(self, plan: EpochPlan | None, trained: int, is_dynamic: bool) -> None:
         """The groups stand, at an epoch's begin or in the midst of it. On all ranks.
@@ -190,9 +203,27 @@ class PublishedValidation:
     # --- What came of it ---------------------------------------------------------------------------------------------
 
     def end_known(self) -> None:
-        """Callbacks hear of the validations whose end this group has heard of. All its members call it."""
+        """Callbacks hear of the validations whose end this group has heard of. All its members call it.
+
+        Where groups join on their own, the recorder's hears first; when it has saved what it wants to, and groups that
+        join are given what came of it, the others hear.
+        """
+        is_first = False
         while self._ended < self._joined[1].core.heard.validations:
-            self._end_next()
+            is_first = self._end_next()
+        if is_first and self._joined[1].enlistment is not None:
+            self.on_ended()
+            self._release()
+
+    def have_parted(self) -> None:
+        """The groups compute again, and groups that join from here on are given what this one knows."""
+        if self._world is not None and self._world.control is not None:
+            self._release()
+
+    def _release(self) -> None:
+        if self._released < self._ended:
+            self._released = self._ended
+            self._joined[1].versions.release(self._ended)
 
     def end_all(self) -> bool:
         """The groups are about to synchronize: those that evaluate are waited for, and callbacks hear of everything.
@@ -207,13 +238,28 @@ class PublishedValidation:
         self._have_all_ended = True
         world = self._joined[1]
         world.agree([0])
-        known = world.versions.ask()
-        while self._ended < known.complete:
-            self._end_next()
-        return known.is_missed
+        complete = 0
+        while True:
+            is_first, known = self._is_first(), world.versions.ask()
+            complete = max(complete, known.complete)
+            while self._ended < complete:
+                self._end_next()
+            # The recorder knows how many are complete. If it is gone by now, the next one does.
+            numbers = [complete, -self._ended, int(is_first), int(known.is_missed)]
+            complete, behind, is_heard, is_missed = world.agree(numbers)
+            if is_heard and complete + behind <= 0:
+                return bool(is_missed)
 
-    def _end_next(self) -> None:
+    def _is_first(self) -> bool:
+        """Whether this is the recorder's group, as it is now. All of the group ask."""
+        is_first = self._joined[1].versions.ask_for_recorder()
+        self.follow_recorder()
+        return is_first
+
+    def _end_next(self) -> bool:
+        """Callbacks hear of the next validation. Returns whether this is the recorder's group."""
         trainer, world = self._joined
+        is_first = self._is_first()
         self._ended += 1
         result = world.versions.read(self._ended)
         if result is not None:
@@ -227,7 +273,9 @@ class PublishedValidation:
             finally:
                 self.version = None
                 _private.set_step_counters(trainer, own)
-        world.versions.release(self._ended)
+        if world.enlistment is None:  # others are given what came of it before anything is let go
+            self._release()
+        return is_first
 
     # --- Steps -------------------------------------------------------------------------------------------------------
 

@@ -13,19 +13,29 @@ from torch import Tensor
 from torch.optim.lr_scheduler import OneCycleLR
 
 NAME = os.environ["OMNI_TEST_NAME"]
+GATE = OPTIONS.get("gate", "go")
 
 
 class Member(Net):
     """Writes down what it has trained, in which epoch, and at which rate."""
 
-    held = -1
+    held = validates = -1
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        epoch = self.current_epoch
+        if epoch != self.validates and not self.trainer.sanity_checking:
+            self.validates = epoch
+            (FOLDER / f"{NAME}{self.global_rank}-validates-{epoch}").touch()
+            while epoch in OPTIONS.get("hold_validation", ()) and not self.trainer.strategy.signals.is_told_to_end:
+                time.sleep(0.02)
+        super().validation_step(batch, batch_idx)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         epoch = self.current_epoch
         if epoch != self.held:
             self.held = epoch
             (FOLDER / f"{NAME}{self.global_rank}-in-{epoch}").touch()
-            while epoch in OPTIONS.get("hold", ()) and not (FOLDER / f"go-{epoch}").exists():
+            while epoch in OPTIONS.get("hold", ()) and not (FOLDER / f"{GATE}-{epoch}").exists():
                 time.sleep(0.02)
         time.sleep(OPTIONS.get("step", 0.0))
         return super().training_step(batch, batch_idx)
@@ -43,26 +53,36 @@ class Member(Net):
 
 
 class Record(pl.Callback):
-    """Counts the epochs of the whole run, as whoever saves does, and not those of this group."""
+    """Counts epochs and notes validations: those of the whole run, as whoever saves does, and not this group's."""
 
     epochs = 0
+
+    def __init__(self) -> None:
+        self.heard: list[list[float]] = []
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        if not trainer.sanity_checking:
+            self.heard.append([trainer.current_epoch, trainer.global_step, float(trainer.callback_metrics["val_loss"])])
+            (FOLDER / f"heard-{NAME}").write_text(json.dumps(self.heard))
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         self.epochs += 1
 
     def state_dict(self) -> dict[str, Any]:
-        return {"epochs": self.epochs}
+        return {"epochs": self.epochs, "heard": self.heard}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.epochs = state_dict["epochs"]
+        self.epochs, self.heard = state_dict["epochs"], state_dict["heard"]
 
 
 def main() -> None:
     pl.seed_everything(int(os.environ.get("OMNI_TEST_SEED", 1)), verbose=False)
     net, record = Member(), Record()
     devices = OPTIONS.get("devices", int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-    saves = pl.callbacks.ModelCheckpoint(FOLDER / NAME, "{epoch}", monitor="val_loss", save_top_k=-1)
-    strategy = omni.OmniStrategy(method=OPTIONS.get("method"), timeout=None)
+    saves = pl.callbacks.ModelCheckpoint(
+        FOLDER / NAME, OPTIONS.get("file", "{epoch}"), monitor="val_loss", save_top_k=-1
+    )
+    strategy = omni.OmniStrategy(method=OPTIONS.get("method"), timeout=None, **OPTIONS.get("strategy", {}))
     fit = trainer(
         strategy,
         devices,
