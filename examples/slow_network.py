@@ -119,6 +119,16 @@ class Outcome:
         return next((steps for _, accuracy, steps in self.curve if accuracy >= self.scene.target), float("inf"))
 
     @property
+    def sentence(self) -> str:
+        """For people who wait for the table."""
+        if self.failed:
+            return f"{self.way.name} failed:\n{self.failed[-2000:]}"
+        reached = f"{self.seconds:.1f} s, {self.steps:g} steps" if self.curve else "no copy was taken"
+        if self.curve and self.seconds == float("inf"):
+            reached = f"not reached, {self.curve[-1][1]:.1%} after {self.curve[-1][0]:.0f} s"
+        return f"{self.way.name} ({self.scene.name}): {reached}, {self.step * 1e3:.0f} ms a step"
+
+    @property
     def counts(self) -> bool:
         """Whether this machine was fast enough to emulate the hosts."""
         return self.work < 0.5 * self.scene.seconds_per_step * (os.cpu_count() or 1)
@@ -236,17 +246,21 @@ def _busiest(hosts: Hosts) -> int:
 
 
 def compare(scenes: Sequence[tuple[Way, Scene]], data: Path) -> list[Outcome]:
-    """Runs all of them, one after the other, with a progress bar."""
+    """Runs all of them, one after the other, and says what came of each; after Ctrl-C, those that are done."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    outcomes = []
+    outcomes: list[Outcome] = []
     with Progress(*columns, console=console, transient=True) as progress:
         bar = progress.add_task("training", total=len(scenes))
-        for way, scene in scenes:
-            progress.update(bar, description=f"{way.name} ({scene.name})")
-            outcomes.append(run(way, scene, data))
-            if outcomes[-1].failed:
-                console.print(f"{way.name} failed:\n{outcomes[-1].failed[-2000:]}", markup=False, highlight=False)
-            progress.advance(bar)
+        try:
+            for way, scene in scenes:
+                progress.update(bar, description=f"{way.name} ({scene.name})")
+                outcomes.append(run(way, scene, data))
+                console.print(outcomes[-1].sentence, markup=False, highlight=False)
+                progress.advance(bar)
+        except KeyboardInterrupt:
+            if not outcomes:
+                raise
+            console.print(f"interrupted: {len(outcomes)} of {len(scenes)} are done")
     return outcomes
 
 
@@ -255,6 +269,8 @@ def tuned(candidates: Iterable[Way], scene: Scene, data: Path) -> list[Way]:
     candidates = list(candidates)
     outcomes = compare([(variant, scene) for way in candidates for variant in way.variants()], data)
     show(outcomes, f"Every setting: {scene.name}")
+    if len(outcomes) < sum(1 + len(way.grid) for way in candidates):
+        raise SystemExit(1)  # interrupted
     return [
         min((each for each in outcomes if each.way.name == way.name), key=lambda each: each.seconds).way
         for way in candidates
