@@ -9,6 +9,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from lightning_omni.errors import ConfigurationError
+from lightning_omni.performance.cluster_change import ClusterChange
 from lightning_omni.performance.costs import Costs
 from lightning_omni.performance.exchanging import ExchangePattern
 
@@ -104,36 +105,27 @@ class CostModel:
         seconds = self.overhead[0] + samples * self.per_sample[0]
         return {rank: float(samples / seconds[device] / slower) for rank, (device, slower) in self.devices.items()}
 
-    def changed(
-        self,
-        ranks: int | None = None,
-        bandwidth: float | None = None,
-        latency: float | None = None,
-        slowest: float | None = None,
-        servers: int | None = None,
-        per_node: bool = False,
-        batch_size: float | None = None,
-    ) -> CostModel:
-        """What `Profile.scaled` was asked for, but for the size of batches, which no part of the model depends on."""
+    def changed(self, change: ClusterChange) -> CostModel:
+        """The costs on a changed cluster. The size of batches is no part of the model."""
         model, alike = self, np.ones_like(self.delay)
         if model.forecast is not None:
-            forecast = model.forecast.changed(ranks, bandwidth, latency, slowest, servers, per_node)
-            model = replace(model, forecast=forecast)
-        if servers is not None:
-            model = replace(model, servers=servers, per_node=per_node)
-        if ranks is not None:
+            model = replace(model, forecast=model.forecast.changed(change))
+        if change.servers is not None:
+            model = replace(model, servers=change.servers, per_node=change.per_node)
+        if change.ranks is not None:
             known = list(model.devices.values())
-            model = replace(model, devices={rank: known[rank % len(known)] for rank in range(ranks)})
-        if bandwidth is not None:
-            per_byte = alike / bandwidth
+            model = replace(model, devices={rank: known[rank % len(known)] for rank in range(change.ranks)})
+        if change.bandwidth is not None:
+            per_byte = alike / change.bandwidth
             model = replace(model, ring=model.nbytes * per_byte, delay_per_byte=per_byte, link_per_byte=per_byte)
             model = replace(model, knows_exchange=True)
-        if latency is not None:
-            model = replace(model, hop=alike * latency, delay=2 * alike * latency, knows_exchange=True)
-        if slowest is not None:
+        if change.latency is not None:
+            hop = alike * change.latency
+            model = replace(model, hop=hop, delay=2 * hop, knows_exchange=True)
+        if change.slowest is not None:
             last = max(model.devices)
             device, slower = model.devices[last]
-            model = replace(model, devices={**model.devices, last: (device, slower * slowest)})
+            model = replace(model, devices={**model.devices, last: (device, slower * change.slowest)})
         return model
 
 

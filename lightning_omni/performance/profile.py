@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, reduce
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,7 @@ import numpy as np
 from lightning_omni.checks import check_number, check_whole
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.performance import constants as c
+from lightning_omni.performance.cluster_change import ClusterChange
 from lightning_omni.performance.cost_model import CostModel, first_draw
 from lightning_omni.performance.costs import Costs
 from lightning_omni.performance.exchanging import ExchangePattern
@@ -93,7 +94,7 @@ class Profile(Serializable):
             those with as many servers as the last one had.
         draws: number of resampled fits for the intervals.
         seed: of these.
-        changes: what `scaled` was asked for, one after the other.
+        changes: what `scaled` was asked for, in that order.
         costs: what is known instead of measured; see `of`.
         equal_ranks: of these costs: number of ranks, and samples of each in a step.
 
@@ -118,7 +119,7 @@ class Profile(Serializable):
     measured: tuple[Measured, ...]
     draws: int = 100
     seed: int = 0
-    changes: tuple[Mapping[str, Any], ...] = ()
+    changes: tuple[ClusterChange, ...] = ()
     costs: Costs | None = None
     equal_ranks: tuple[int, float] = (1, 1.0)
 
@@ -172,7 +173,7 @@ class Profile(Serializable):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "measured", tuple(self.measured))
-        object.__setattr__(self, "changes", tuple(dict(change) for change in self.changes))
+        object.__setattr__(self, "changes", tuple(self.changes))
         if not self.measured and self.costs is None:
             raise ConfigurationError("measured=[]: pass at least one segment of training")
         if any(each.ranks != self.measured[0].ranks for each in self.measured):
@@ -186,7 +187,7 @@ class Profile(Serializable):
         known = None if self.costs is None else CostModel.of(self.costs, self.equal_ranks[0])
         model = known or fit_model(self.measured, self.draws, self.seed)
         for change in self.changes:
-            model = model.changed(**change)
+            model = model.changed(change)
         return model
 
     @property
@@ -198,8 +199,8 @@ class Profile(Serializable):
     def batch_size(self) -> float:
         """Mean samples per rank and step: those that were measured, unless `scaled` was asked for others."""
         for change in reversed(self.changes):
-            if "batch_size" in change:
-                return float(change["batch_size"])
+            if change.batch_size is not None:
+                return float(change.batch_size)
         return mean_samples(self.measured) if self.measured else self.equal_ranks[1]
 
     @property
@@ -411,28 +412,19 @@ class Profile(Serializable):
             >>> [round(1000 * profile.predict(groups).seconds_per_update.value, 2) for groups in (1, 4, 16)]
             [130.0, 27.0, 6.38]
         """
-        asked = {"ranks": ranks, "bandwidth": bandwidth, "latency": latency, "slowest": slowest, "servers": servers}
-        change: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
-        if servers is not None:
-            check_whole("servers", servers, "a whole number, 1 or more", low=1)
-        if per_node:
-            if servers is None:
-                raise ConfigurationError("per_node=True: pass servers=, the number of nodes, as well")
-            change["per_node"] = True
-        if ranks is not None:
-            check_whole("ranks", ranks, "a whole number, 1 or more", low=1)
+        change = ClusterChange(
+            ranks=ranks,
+            bandwidth=bandwidth,
+            latency=latency,
+            slowest=slowest,
+            servers=servers,
+            per_node=per_node,
+            batch_size=batch_size,
+        )
         if bandwidth is not None:
-            check_number("bandwidth", bandwidth, "a positive number", above=0)
             self._model.check_nbytes(f"bandwidth={bandwidth}: bytes of an exchange were")
-        if latency is not None:
-            check_number("latency", latency, "a positive number", low=0, below=math.inf)
-        if slowest is not None:
-            check_number("slowest", slowest, "a positive number", above=0, below=math.inf)
-        if batch_size is not None:
-            check_number("batch_size", batch_size, "samples per rank and step, above 0", above=0, below=math.inf)
-            change["batch_size"] = batch_size
         scaled = replace(self, changes=(*self.changes, change))
-        vars(scaled)["_model"] = self._model.changed(**change)  # which is fitted once
+        vars(scaled)["_model"] = self._model.changed(change)  # which is fitted once
         return scaled
 
     def saturating_groups(self) -> int:
@@ -458,13 +450,9 @@ class Profile(Serializable):
         Raises:
             ConfigurationError: it did not make that, or SciPy is missing.
         """
-        kept = super().from_dict(plain)
-        fitted = replace(kept, changes=())
-        fitted._model  # noqa: B018 - errors belong here
-        try:
-            return reduce(lambda profile, change: profile.scaled(**change), kept.changes, fitted)
-        except TypeError as error:
-            raise ConfigurationError(f"plain: {error}; pass what Profile.to_dict returned") from error
+        profile = super().from_dict(plain)
+        profile._model  # noqa: B018 - errors belong here
+        return profile
 
 
 def _interval(draws: Array, level: float) -> Estimate:
