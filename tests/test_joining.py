@@ -599,9 +599,16 @@ def test_groups_that_come_and_go_share_the_validations_of_published_versions(run
     assert epochs[2] in (3, 4)
     steps = [step for _, step, _ in heard]
     assert steps == sorted(set(steps))
+    check_saved(run.folder / "a", heard)
+    assert set(run.trained) == {(epoch, sample) for epoch in range(4) for sample in range(128)}
+
+
+def check_saved(folder: Path, heard: Sequence[tuple[float, float, float]]) -> None:
+    """There is a checkpoint for each validation that was heard of, with the weights that have this loss."""
     losses = {int(step): loss for _, step, loss in heard}
     x = torch.randn(64, 12, generator=torch.Generator().manual_seed(0))
-    files = list((run.folder / "a").iterdir())
+    files = list(folder.iterdir())
+    assert {file.name for file in files} == {f"epoch={int(epoch)}-step={int(step)}.ckpt" for epoch, step, _ in heard}
     for file in files:
         saved = torch.load(file, weights_only=False)
         net = nn.Sequential(nn.Linear(12, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 3)).eval()
@@ -609,8 +616,34 @@ def test_groups_that_come_and_go_share_the_validations_of_published_versions(run
         with torch.no_grad():
             loss = nn.functional.cross_entropy(net(x), x[:, :3].argmax(1))
         assert float(loss) == pytest.approx(losses[saved["global_step"]], rel=1e-5)
-    assert {file.name for file in files} == {f"epoch={int(epoch)}-step={int(step)}.ckpt" for epoch, step, _ in heard}
-    assert set(run.trained) == {(epoch, sample) for epoch in range(4) for sample in range(128)}
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_group_that_joins_goes_on_with_the_average_of_the_weights_and_saves_it_when_it_records(run: Run) -> None:
+    pytest.importorskip("pytorch_lightning", minversion="2.6")  # EMAWeightAveraging
+    options: dict[str, Any] = {"epochs": 3, "hold": [1, 2], "average": 0.9, "file": "{epoch}-{step}"}
+    first = run.start("a", options)
+    run.wait_for("a0-in-1")
+    second = run.start("b", options, seed=2)
+    run.wait_for("b0-in-1")
+
+    def said(name: str) -> str:
+        return (run.folder / name).read_text()
+
+    assert said("a0-in-1") == said("a0-average") == said("b0-in-1") != ""
+    run.go(1)
+    run.wait_for("a0-in-2")
+    run.wait_for("b0-in-2")
+    assert said("a0-average") == said("a0-in-2") == said("b0-in-2"), "a group that is new does not count in the mean"
+    assert said("b0-average") != said("b0-in-2")
+    os.kill(first.pid, signal.SIGKILL)
+    run.server.expect("rank 0 lost", PATIENCE)
+    run.go(2)
+    assert second.end(PATIENCE) == 0, second.output
+    heard = json.loads(said("heard-b"))
+    assert [epoch for epoch, _, _ in heard] == [0, 1, 2]
+    check_saved(run.folder / "a", heard)
 
 
 @pytest.mark.slow

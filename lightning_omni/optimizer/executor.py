@@ -196,6 +196,7 @@ class Exchanging(Executor):
         buffers = () if module is None else buffers_of(module)
         merge(place, [*buffers, *self._edits.others_written()])
         self._edits.others_followed()
+        place.is_new = False
         return stops
 
     def _pull(self) -> None:

@@ -68,6 +68,7 @@ class Place:
         process_groups: torch's groups.
         is_computing: whether the default process group is the compute group.
         is_entering: whether the group has joined others that compute already, and is about to.
+        is_new: whether it has joined since the groups synchronized last.
         reduction: how the members of this rank's group average their gradients.
         enlistment: the place of a group that joins on its own, whose own ranks torch.distributed knows only; None where
             all ranks were started together.
@@ -116,7 +117,7 @@ class Place:
         self.parts: list[Part] = []
         self.steps = 0
         self.server = RunServer(self.rank, self.options, ranks_per_node, self.share[1] if self.share else None)
-        self.is_computing = self.is_entering = False
+        self.is_computing = self.is_entering = self.is_new = False
         self._mesh: DeviceMesh | None = None
         self.reduction = Reduction(self.options.resolved_all_reduce())
 

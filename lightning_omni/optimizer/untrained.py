@@ -88,10 +88,21 @@ def _average(place: Place, tensors: Sequence[Tensor]) -> None:
     if tensors:
         # The last number counts the leaders that spoke, so that all ranks divide by the same.
         flat = torch.cat([*(each.double().cpu().flatten() for each in tensors), torch.ones(1).double()])
-        if not place.is_leader:
+        if not (_counts(place) and place.is_leader):
             flat.zero_()  # not multiplied: infinities would become NaN
         dist.all_reduce(flat)
         _scatter(flat[:-1] / flat[-1], tensors)
+
+
+def _counts(place: Place) -> bool:
+    """Whether this rank's group counts in a mean over the groups. All ranks ask.
+
+    One that has joined since they synchronized last began with the mean of that moment, from which others have gone on.
+    """
+    if place.enlistment is None:
+        return True
+    are_others_there = any(place.agree([int(not place.is_new)]))
+    return not (place.is_new and are_others_there)
 
 
 def _take_largest(tensors: Sequence[Tensor]) -> None:

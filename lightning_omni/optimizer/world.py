@@ -257,7 +257,7 @@ class World(Place):
         for part in self.parts:
             part.replica.group, part.replica.peers = joined.group, joined.groups
         self.core.form(GroupId(str(joined.group), joined.incarnation))
-        self.is_entering = True
+        self.is_entering = self.is_new = True
         self.enlistment.close()
         return joined
 

@@ -187,9 +187,16 @@ def averaged_models(trainer: Trainer) -> list[Any]:
     return [model for model in models if isinstance(model, AveragedModel)]
 
 
-def keeps_average(trainer: Trainer) -> bool:
-    """Whether a callback keeps an average of the weights."""
-    return any(hasattr(callback, "_average_model") for callback in callbacks_of(trainer))
+def average_no_later(trainer: Trainer) -> None:
+    """Steps were set back, perhaps: WeightAveraging goes on with the next, and does not wait for as many once more."""
+    averaging: list[Any] = [each for each in callbacks_of(trainer) if hasattr(each, "_latest_update_step")]
+    for each in averaging:
+        each._latest_update_step = min(each._latest_update_step, trainer.global_step)
+
+
+def replaces_scheduler(trainer: Trainer) -> bool:
+    """Whether a callback puts another learning-rate scheduler in the place of the user's, in mid-run."""
+    return any(hasattr(callback, "_swa_scheduler") for callback in callbacks_of(trainer))
 
 
 # --- Groups that join a run ------------------------------------------------------------------------------------------

@@ -344,6 +344,7 @@ class EpochDriver:
         counts = _private.step_counters(trainer)
         counts = self.world.agree(counts if self.world.is_recorder else [0] * len(counts))
         _private.set_step_counters(trainer, self.published.not_before(counts))
+        _private.average_no_later(trainer)
         if self.step_limit == mine:
             self.step_limit = trainer.global_step
 

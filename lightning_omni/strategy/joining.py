@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from lightning_omni.errors import MalformedMessage, UnsupportedError
+from lightning_omni.errors import ConfigurationError, MalformedMessage, UnsupportedError
 from lightning_omni.protocol.codec import pack
 from lightning_omni.strategy import _private
 from lightning_omni.strategy.epochs import Entered
@@ -43,10 +43,17 @@ class RunStates:
 
     def check(self, trainer: Trainer) -> None:
         """Raises `UnsupportedError` for what groups that join cannot do in this fit."""
-        if self._strategy.joined.enlistment is not None and _private.keeps_average(trainer):
+        if self._strategy.joined.enlistment is None:
+            return
+        if _private.replaces_scheduler(trainer):
             raise UnsupportedError(
-                "join=True with WeightAveraging: a group that joins would begin an average of its own; leave the"
-                " callback out, or start all ranks together"
+                "join=True with StochasticWeightAveraging: it replaces a learning-rate scheduler in mid-run, and a"
+                " group that joins has none to replace it with; use WeightAveraging, or start all ranks together"
+            )
+        if len(_private.averaged_models(trainer)) > 1:
+            raise UnsupportedError(
+                "join=True with several WeightAveraging callbacks: a checkpoint has room for the average of one, and so"
+                " has what a group that joins is given; keep one of them"
             )
 
     # --- The recorder's group ----------------------------------------------------------------------------------------
@@ -80,6 +87,7 @@ class RunStates:
         entries = strategy.fitted.state_dict(keep_vars=True).items()
         own = {name: each for name, each in entries if isinstance(each, Tensor) and id(each) not in served}
         bases = strategy.epochs.schedule
+        averages = _private.averaged_models(trainer)
         return {
             "epoch": trainer.current_epoch,
             "counters": _private.progress_counters(trainer)[1:],
@@ -92,6 +100,7 @@ class RunStates:
             "schedulers": checkpoint.pop("lr_schedulers"),
             "hyperparameters": checkpoint.pop("optimizer_states"),
             "module": {name: each.detach() for name, each in own.items()},
+            "averages": [average.state_dict() for average in averages],
             "callbacks": self._sendable("the state of the callback", checkpoint.pop("callbacks")),
             "more": self._sendable("the checkpoint's entry", {k: v for k, v in checkpoint.items() if k not in _APART}),
         }
@@ -120,10 +129,20 @@ class RunStates:
         if "refused" in tree:
             raise UnsupportedError(f"no group can join this run: {tree['refused']}")
         assert joined.plan is not None  # or the server would not have let it in
+        averages = _private.averaged_models(trainer)
+        if len(averages) != len(tree["averages"]):
+            raise ConfigurationError(
+                "callbacks: WeightAveraging is either in the run or in the group that joins it, and not in both; give"
+                " all groups the same callbacks"
+            )
         checkpoint = {**tree["more"], "callbacks": tree["callbacks"], "state_dict": tree["module"]}
+        if averages:  # the callback loads both, of which the module's own weights are read when training begins
+            [average] = tree["averages"]
+            whole = {name[7:]: each for name, each in average.items() if name.startswith("module.")}
+            checkpoint |= {"state_dict": whole, "current_model_state": strategy.fitted.state_dict()}
         _private.set_folders(trainer, tree["folders"])
         _private.load_callbacks(trainer, checkpoint)
-        strategy.fitted.load_state_dict(checkpoint["state_dict"], strict=False)
+        strategy.fitted.load_state_dict(tree["module"], strict=False)
         for optimizer, state in zip(strategy.optimizers, tree["hyperparameters"], strict=True):
             for group, theirs in zip(optimizer.param_groups, state["param_groups"], strict=True):
                 group.update((name, value) for name, value in theirs.items() if name != "params")

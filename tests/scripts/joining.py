@@ -34,16 +34,24 @@ class Member(Net):
         epoch = self.current_epoch
         if epoch != self.held:
             self.held = epoch
-            (FOLDER / f"{NAME}{self.global_rank}-in-{epoch}").touch()
+            begins = FOLDER / f"{NAME}{self.global_rank}-in-{epoch}"
+            begins.with_suffix(".partial").write_text(self.averaged())
+            begins.with_suffix(".partial").rename(begins)
             while epoch in OPTIONS.get("hold", ()) and not (FOLDER / f"{GATE}-{epoch}").exists():
                 time.sleep(0.02)
         time.sleep(OPTIONS.get("step", 0.0))
         return super().training_step(batch, batch_idx)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        (FOLDER / f"{NAME}{self.global_rank}-average").write_text(self.averaged())
         line = [self.current_epoch, batch[2].tolist(), self.trainer.optimizers[0].param_groups[0]["lr"]]
         with (FOLDER / f"seen-{os.getpid()}").open("a") as file:
             file.write(json.dumps(line) + "\n")
+
+    def averaged(self) -> str:
+        """Bits of the average that a callback keeps of the first layer, if one does."""
+        models = [getattr(callback, "_average_model", None) for callback in self.trainer.callbacks]
+        return "".join(digest(model.module.net[0]) for model in models if model is not None)
 
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
@@ -75,6 +83,9 @@ class Record(pl.Callback):
         self.epochs, self.heard = state_dict["epochs"], state_dict["heard"]
 
 
+Ema = getattr(pl.callbacks, "EMAWeightAveraging", None)  # of Lightning 2.6
+
+
 def main() -> None:
     pl.seed_everything(int(os.environ.get("OMNI_TEST_SEED", 1)), verbose=False)
     net, record = Member(), Record()
@@ -87,7 +98,7 @@ def main() -> None:
         strategy,
         devices,
         max_epochs=OPTIONS["epochs"],
-        callbacks=[saves, record],
+        callbacks=[saves, record, *([Ema(decay=OPTIONS["average"])] if "average" in OPTIONS else [])],
         enable_checkpointing=True,
         **{"num_sanity_val_steps": 1, **OPTIONS.get("trainer", {})},
     )
