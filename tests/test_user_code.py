@@ -16,7 +16,9 @@ from torch.nn import Parameter
 from lightning_omni.errors import OmniError, UnsupportedError
 from lightning_omni.methods.master import Master, check_servable
 from lightning_omni.methods.replica import Replica
+from lightning_omni.optimizer import World
 from lightning_omni.optimizer.executor import evaluating
+from lightning_omni.strategy.proxies import Merged, Proxies
 from lightning_omni.strategy.wrapped import check_wrapped
 
 
@@ -103,6 +105,30 @@ def alone(tmp_path: Path) -> Iterator[None]:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_optimizer_that_the_trainer_does_not_know_may_not_move_the_module_inside_an_epoch() -> None:
+    module = pl.LightningModule()
+    module.body, module.head = nn.Linear(2, 2), nn.Linear(2, 2)
+    known, unknown = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (module.body, module.head))
+    elsewhere = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+    world, proxies = World(), Proxies()
+    proxies.attach(world, module, [known], Merged(None), trainer)
+    proxies.guard([known])
+    try:
+        unknown.step()  # all ranks synchronize: they hear of it
+        world.is_computing = True
+        elsewhere.step()  # what a callback trains by itself
+        with pytest.raises(UnsupportedError, match=r"^SGD\.step\(\) would move head.weight.*configure_optimizers"):
+            unknown.step()
+        with pytest.raises(UnsupportedError, match=r"raw optimizer\.step\(\)"):
+            known.step()
+    finally:
+        proxies.unguard()
+    unknown.step()
+    known.step()
 
 
 @pytest.mark.parametrize("keeps", ["callback", "module"])

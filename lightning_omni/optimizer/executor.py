@@ -43,12 +43,14 @@ class Executor:
 
     Attributes:
         exchanges: whether several groups train and exchange.
+        is_stepping: whether an optimizer steps, or what steps in its place; not while its closure is called first.
     """
 
     exchanges: ClassVar[bool] = False
 
     def __init__(self, heads: Sequence[RemoteHead]) -> None:
         self._heads = heads
+        self.is_stepping = False
 
     @property
     def control(self) -> Control | None:
@@ -231,10 +233,18 @@ class Exchanging(Executor):
         with torch.no_grad():
             self._parameter_groups.follow(index)
             hyperparameters = hyperparameters_of(optimizer, part.replica.ever_held)
-            with evaluating(part.replica, closure, loss):
+            with evaluating(part.replica, closure, loss), self._stepping():
                 self._advance(index, Gradient(part.replica.gradients(), hyperparameters))
         optimizer._opt_called = True  # type: ignore[attr-defined]  # else schedulers warn of a missing step
         return loss
+
+    @contextmanager
+    def _stepping(self) -> Iterator[None]:
+        self.is_stepping = True
+        try:
+            yield
+        finally:
+            self.is_stepping = False
 
     def _advance(self, index: int, gradient: Gradient) -> None:
         """The group goes on from this gradient to the next."""

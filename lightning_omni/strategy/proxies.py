@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_omni.errors import UnsupportedError
 from lightning_omni.methods.head import check_mergeable
@@ -27,6 +28,9 @@ class Proxies:
     def __init__(self) -> None:
         self._of: dict[int, OmniOptimizer] = {}
         self._own_steps: dict[Optimizer, Callable[..., Any] | None] = {}
+        self._world: World | None = None
+        self._module: Module | None = None
+        self._hook: Any = None
 
     def __bool__(self) -> bool:
         return bool(self._of)
@@ -44,6 +48,7 @@ class Proxies:
             trainer: says how a merged head's gradients are clipped.
         """
         world.detach_all()
+        self._world, self._module = world, module
         left_out = set(merged.parameters(module))
         names = partial(names_of, module)
         self._of = {id(each): OmniOptimizer(each, world, names, left_out) for each in optimizers}
@@ -69,7 +74,12 @@ class Proxies:
     # --- Steps of the user's own -------------------------------------------------------------------------------------
 
     def guard(self, optimizers: Sequence[Optimizer]) -> None:
-        """Among several groups, a raw ``optimizer.step()`` would move one rank's weights behind the server's back."""
+        """Among several groups, a raw ``optimizer.step()`` would move one rank's weights behind the server's back.
+
+        So would a step of an optimizer that the Trainer does not know.
+        """
+        if self._hook is None:
+            self._hook = register_optimizer_step_pre_hook(self._refuse_unknown)
         for optimizer in optimizers:
             if optimizer not in self._own_steps:
                 # A scheduler may have put a step of its own on the instance.
@@ -84,6 +94,27 @@ class Proxies:
             if own is not None:
                 optimizer.step = own  # type: ignore[method-assign]
         self._own_steps.clear()
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def _refuse_unknown(self, optimizer: Optimizer, *_: Any) -> None:
+        """An optimizer is about to step, whosever it is."""
+        world, module = self._world, self._module
+        assert world is not None
+        assert module is not None
+        if not world.is_computing or world.executor.is_stepping or optimizer in self._own_steps:
+            return
+        names = names_of(module)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter in names:
+                    raise UnsupportedError(
+                        f"{type(optimizer).__name__}.step() would move {names[parameter]}, and configure_optimizers has"
+                        " not returned that optimizer: each group would train weights of its own, of which rank 0's are"
+                        " kept; return it from configure_optimizers and take it from self.optimizers(), keep what it"
+                        " trains out of the LightningModule, or use groups=1"
+                    )
 
 
 def _refuse_raw_step(self: Optimizer, closure: Any = None) -> Tensor:

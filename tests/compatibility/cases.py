@@ -993,6 +993,7 @@ CASES: tuple[Case, ...] = (
         data=lambda: (modules.train_loader(7), modules.val_loader()),
     ),
     Case("raw optimizer step", module=modules.RawStep, refused="raw optimizer.step()"),
+    Case("an optimizer of the module's own", module=modules.OwnOptimizer, refused="has not returned that optimizer"),
     Case("sparse gradients", module=modules.SparseEmbedding, refused="sparse"),
     Case(
         "a parameter in two optimizers",

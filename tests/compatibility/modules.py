@@ -624,6 +624,22 @@ class RawStep(Manual):
         optimizer.step()
 
 
+class OwnOptimizer(Manual):
+    """Makes its optimizer itself, and tells the Trainer of none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.5)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.own.zero_grad()
+        self.manual_backward(self.loss(batch))
+        self.own.step()
+
+    def configure_optimizers(self) -> Any:
+        return None
+
+
 class SparseEmbedding(Classifier):
     """An embedding with sparse gradients, beside the rest."""
 
