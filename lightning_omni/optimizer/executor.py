@@ -24,6 +24,7 @@ from lightning_omni.methods.replica import Replica
 from lightning_omni.optimizer.channel import Channel
 from lightning_omni.optimizer.edits import Edits
 from lightning_omni.optimizer.meshes import shown
+from lightning_omni.optimizer.model_replica import Part
 from lightning_omni.optimizer.parameter_groups import ParameterGroups
 from lightning_omni.optimizer.place import Place
 from lightning_omni.optimizer.remote_head import RemoteHead
@@ -223,7 +224,20 @@ class Exchanging(Executor):
 
     @override
     def step(self, index: int, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
-        loss, part = None, self._place.parts[index]
+        part = self._place.parts[index]
+
+        def step(*_: Any) -> Any:
+            return self._step(index, part, optimizer, closure)
+
+        if not self._place.steps_here(part):
+            # Its twin steps elsewhere, and what users have hung on its steps is here: an average of weights, say.
+            step = Optimizer.profile_hook_step(step)
+        loss = step(optimizer, closure)
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # else schedulers warn of a missing step
+        return loss
+
+    def _step(self, index: int, part: Part, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
+        loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -235,7 +249,6 @@ class Exchanging(Executor):
             hyperparameters = hyperparameters_of(optimizer, part.replica.ever_held)
             with evaluating(part.replica, closure, loss), self._stepping():
                 self._advance(index, Gradient(part.replica.gradients(), hyperparameters))
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # else schedulers warn of a missing step
         return loss
 
     @contextmanager

@@ -252,6 +252,16 @@ def read_state(fit: Fit) -> dict[str, Any]:
     }
 
 
+def read_hooks(fit: Fit) -> dict[str, Any]:
+    fit.fit()
+    module = fit.module
+    gap = float((module.shadow["weight"] - module.head.weight).norm() / module.head.weight.norm())
+    return {
+        "hooks of each step": module.begun == module.stepped == module.steps > 0,
+        "average follows": gap < 0.5,
+    }
+
+
 def read_sparsity(fit: Fit) -> dict[str, Any]:
     """How many weights pruning has left at zero, and whether masks are still masks."""
     fit.fit()
@@ -962,6 +972,7 @@ CASES: tuple[Case, ...] = (
     Case("training_step returns None", module=modules.Skipping, differs=APART),
     Case("ends an epoch early", module=modules.SkippingEpoch),
     Case("overrides the optimizer's hooks", module=modules.OwnSteps, act=read_seen),
+    Case("hooks of the optimizer", module=modules.HooksOfTheOptimizer, act=read_hooks),
     Case("steps every other batch", module=modules.EveryOtherStep),
     Case("tied weights", module=modules.Tied),
     Case("reads the strategy", module=modules.ReadingStrategy, act=read_read, differs={}),
@@ -1014,6 +1025,7 @@ QUICK = (
     "switches optimizers through the strategy",
     "logs everywhere",
     "keeps state",
+    "hooks of the optimizer",
     "writes its weights at an epoch's end",
     "writes its weights in mid-epoch",
 )

@@ -417,6 +417,28 @@ class OwnSteps(Classifier):
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)]
 
 
+class HooksOfTheOptimizer(Classifier):
+    """Counts in a hook before the optimizer's step, and averages weights in one after it."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        self.shadow, self.steps, self.begun, self.stepped = copy.deepcopy(self.head.state_dict()), 0, 0, 0
+        optimizer.register_step_pre_hook(self.before)
+        optimizer.register_step_post_hook(self.after)
+        return optimizer
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.steps += 1
+
+    def before(self, optimizer: Any, *_: Any) -> None:
+        self.begun += 1
+
+    def after(self, optimizer: Any, *_: Any) -> None:
+        self.stepped += 1
+        for name, value in self.head.state_dict().items():
+            self.shadow[name].lerp_(value, 0.2)
+
+
 class EveryOtherStep(Classifier):
     """optimizer_step that steps every other batch only, and runs the closure in between."""
 
