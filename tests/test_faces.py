@@ -50,6 +50,39 @@ def test_the_name_is_registered_in_whatever_order_things_are_imported() -> None:
     ], done.stderr[-2000:]
 
 
+YAML = """
+import importlib, os, sys
+import torch, torch._dynamo, torchmetrics, jsonargparse
+for namespace in ("pytorch_lightning", "lightning.pytorch"):
+    if os.fork():
+        os.wait()
+        continue
+    pl = importlib.import_module(namespace)
+    parser = importlib.import_module(f"{namespace}.cli").LightningArgumentParser()
+    parser.add_lightning_class_args(pl.Trainer, "trainer")
+    options = ["accelerator=cpu", "devices=2", "logger=false", "strategy=lightning_omni.OmniStrategy"]
+    options += ["strategy.groups=2", "strategy.find_unused_parameters=true", "callbacks+=lightning_omni.OmniTuner"]
+    parsed = parser.parse_args([f"--trainer.{option}" for option in options])
+    saved = parser.dump(parsed)
+    trainer = parser.instantiate_classes(parser.parse_string(saved)).trainer
+    options = [*options[:4], "strategy.inside=fsdp"]  # beside defaults of DistributedDataParallel
+    parser.instantiate_classes(parser.parse_args([f"--trainer.{option}" for option in options]))
+    strategy = trainer.strategy
+    print(namespace, type(strategy).__name__, strategy.ddp_options["find_unused_parameters"], flush=True)
+    print(any(type(each).__name__ == "OmniTuner" for each in trainer.callbacks), flush=True)
+    os._exit(0)
+"""
+
+
+def test_strategy_and_tuner_are_those_of_the_command_line_that_names_them() -> None:
+    done = interpret(YAML)
+    assert done.stdout.splitlines() == [
+        line
+        for namespace in ("pytorch_lightning", "lightning.pytorch")
+        for line in (f"{namespace} OmniStrategy True", "True")
+    ], done.stderr[-2000:]
+
+
 def test_importing_the_package_imports_no_lightning() -> None:
     names = "[n for n in sys.modules if n.partition('.')[0] in ('lightning', 'pytorch_lightning')]"
     done = interpret(f"import lightning_omni, sys; print({names})")

@@ -214,8 +214,10 @@ class FitOptions:
             )
         own = {"timeout", "process_group_backend", "start_method", "accelerator", "parallel_devices"}
         own |= {"cluster_environment", "checkpoint_io", "precision_plugin"}
+        defaults = inspect.signature(DistributedDataParallel).parameters  # which LightningCLI passes, too
         for name, value in ddp.items():
-            if name not in own and value is not None:
+            is_default = value is None or (name in defaults and value == defaults[name].default)
+            if name not in own and not is_default:
                 raise ConfigurationError(
                     f"{name}={value!r} and {shown(inside)}: it is an argument of DistributedDataParallel, which is not"
                     ' used then; leave it out, or pass inside="ddp"'

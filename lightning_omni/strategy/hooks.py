@@ -47,9 +47,12 @@ from lightning_omni.strategy.signals import Signals
 from lightning_omni.topology import Topology, check_groups
 
 if TYPE_CHECKING:
-    from lightning.pytorch.strategies import ModelParallelStrategy as OfLightning
     from pytorch_lightning import Trainer
     from pytorch_lightning.strategies import ModelParallelStrategy
+else:
+    OfLightning = Any
+if TYPE_CHECKING is True:  # LightningCLI runs what type checkers read, but not this: it would import both namespaces
+    from lightning.pytorch.strategies import ModelParallelStrategy as OfLightning
 
 
 class OmniStrategyHooks(SavingStrategy):
