@@ -9,6 +9,20 @@ from typing import Any
 from lightning_omni.errors import ConfigurationError
 
 
+def counted(number: int, noun: str) -> str:
+    """The number and its noun.
+
+    Args:
+        number: how many.
+        noun: of one of them; with an s, of several.
+
+    Example:
+        >>> counted(1, "rank"), counted(4, "rank")
+        ('1 rank', '4 ranks')
+    """
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def check_number(
     name: str,
     value: Any,

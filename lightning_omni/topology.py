@@ -8,6 +8,7 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from math import inf
 
+from lightning_omni.checks import counted
 from lightning_omni.errors import ConfigurationError
 
 RECORDER = 0
@@ -186,6 +187,6 @@ def check_groups(groups: int, world_size: int) -> None:
         raise ConfigurationError(f"groups={groups}: at least one compute group is needed; groups=1 is plain DDP")
     if groups > world_size:
         raise ConfigurationError(
-            f"groups={groups}, but there are only {world_size} ranks, and a group needs at least one; pass"
-            f" groups<={world_size} or more devices"
+            f"groups={groups}, but there {'is' if world_size == 1 else 'are'} only {counted(world_size, 'rank')}, and a"
+            f" group needs at least one; pass groups{'=' if world_size == 1 else '<='}{world_size} or more devices"
         )

@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lightning_omni.errors import ConfigurationError
+from lightning_omni.methods import DecoupledDiLoCo, SoftSync
 from lightning_omni.topology import Topology, check_groups
 
 varied = settings(deadline=None, max_examples=50, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -134,6 +135,15 @@ def test_an_impossible_number_of_groups_is_named(groups: int, says: str) -> None
         check_groups(groups, 4)
     with pytest.raises(ConfigurationError, match="groups="):
         Topology.even(4, groups)
+
+
+def test_messages_speak_of_one_rank_and_one_group_in_the_singular() -> None:
+    with pytest.raises(ConfigurationError, match=r"there is only 1 rank, .*; pass groups=1 or more devices"):
+        check_groups(2, 1)
+    with pytest.raises(ConfigurationError, match=r"there is only 1 group: .*; pass n=1 or more groups"):
+        SoftSync(n=2).check(1)
+    with pytest.raises(ConfigurationError, match=r"of 1 group no more can come; pass 1, or None"):
+        DecoupledDiLoCo(quorum=2).check(1)
 
 
 @pytest.mark.parametrize("groups", [2.0, "2", None])

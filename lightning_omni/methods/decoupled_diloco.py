@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lightning_omni.checks import check_number, check_whole
+from lightning_omni.checks import check_number, check_whole, counted
 from lightning_omni.errors import ConfigurationError, ProtocolError
 from lightning_omni.methods.contract import (
     Exchange,
@@ -240,7 +240,10 @@ class DecoupledDiLoCo(Method, frozen=True, kw_only=True, tag="decoupled_diloco")
     def check(self, groups: int) -> None:
         """No more groups can come than there are."""
         if self.quorum is not None and self.quorum > groups:
-            raise ConfigurationError(f"quorum={self.quorum}: there are {groups} groups; pass 1 to {groups}, or None")
+            instead = f"1 to {groups}" if groups > 1 else "1"
+            raise ConfigurationError(
+                f"quorum={self.quorum}, but of {counted(groups, 'group')} no more can come; pass {instead}, or None"
+            )
 
     @property
     def _stride(self) -> int:

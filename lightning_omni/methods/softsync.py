@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from lightning_omni.checks import check_choice, check_whole
+from lightning_omni.checks import check_choice, check_whole, counted
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods.contract import Method, Push, Reply, ServerSide, Sum
 from lightning_omni.methods.totals import Total
@@ -121,8 +121,9 @@ class SoftSync(Method, frozen=True, kw_only=True, tag="softsync"):
         """The server cannot wait for less than one gradient."""
         if self.n > groups:
             raise ConfigurationError(
-                f"n={self.n}, but there are only {groups} groups: an update needs floor(groups / n) >= 1 gradients;"
-                f" pass n<={groups} or more groups"
+                f"n={self.n}, but there {'is' if groups == 1 else 'are'} only {counted(groups, 'group')}: an update"
+                " needs floor(groups / n) >= 1 gradients;"
+                f" pass n{'=' if groups == 1 else '<='}{groups} or more groups"
             )
 
     def updates_per_batch(self, groups: int) -> int:

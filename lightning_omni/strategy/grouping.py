@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_omni.checks import counted
 from lightning_omni.errors import ConfigurationError, UnsupportedError
 from lightning_omni.metrics import RunReport
 from lightning_omni.optimizer import World, WorldOptions
@@ -286,7 +287,7 @@ class Grouping:
         verb = "is" if len(given) == 1 else "are"
         without_effect = f"; nothing is pushed, and {' and '.join(given)} {verb} without effect" if given else ""
         return (
-            f"{self._strategy.joined.size} ranks in 1 group, which is"
+            f"{counted(self._strategy.joined.size, 'rank')} in 1 group, which is"
             f" {_held_by(self._strategy.joined)}: no parameter server, no"
             f" staleness{without_effect}. Pass groups= for asynchronous groups"
         )
