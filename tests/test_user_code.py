@@ -10,6 +10,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
+from pytorch_lightning.utilities.types import LRSchedulerConfig
 from torch import Tensor, nn
 from torch.nn import Parameter
 
@@ -19,6 +20,7 @@ from lightning_omni.methods.replica import Replica
 from lightning_omni.optimizer import World
 from lightning_omni.optimizer.executor import evaluating
 from lightning_omni.strategy.proxies import Merged, Proxies
+from lightning_omni.strategy.schedulers import Pacer
 from lightning_omni.strategy.wrapped import check_wrapped
 
 
@@ -105,6 +107,21 @@ def alone(tmp_path: Path) -> Iterator[None]:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+def test_a_schedule_that_is_told_its_epoch_goes_there_whatever_the_run_is_at() -> None:
+    optimizer = torch.optim.SGD([Parameter(torch.ones(3))], lr=1.0)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    pacer = Pacer([LRSchedulerConfig(schedule)], steps=lambda: 0, epochs=lambda: 2)
+    pacer.count_from({schedule: (0, 0)})
+    pacer.pace()
+    optimizer.step()
+    schedule.step()
+    assert optimizer.param_groups[0]["lr"] == 0.25
+    with pytest.warns(UserWarning, match="epoch"):  # torch would rather not be told
+        schedule.step(epoch=3)
+    assert optimizer.param_groups[0]["lr"] == 0.125
+    pacer.release()
 
 
 @pytest.mark.usefixtures("alone")

@@ -10,6 +10,7 @@ stays together.
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module
 
+from lightning_omni.errors import UnsupportedError
 from lightning_omni.optimizer.model_replica import fingerprint
 from lightning_omni.optimizer.place import Place
 from lightning_omni.topology import RECORDER
@@ -42,10 +44,12 @@ class Untrained:
     """A tensor that no optimizer moves.
 
     Attributes:
+        name: what the module calls it.
         tensor: the tensor.
         merge: what becomes of it at a synchronization point.
     """
 
+    name: str
     tensor: Tensor
     merge: Merge
 
@@ -55,16 +59,16 @@ def buffers_of(module: Module) -> Iterator[Untrained]:
     for name, buffer in module.named_buffers():
         own = name.rpartition(".")[2]
         if own == _BATCHES:
-            yield Untrained(buffer, Merge.LARGEST)
+            yield Untrained(name, buffer, Merge.LARGEST)
         else:
             is_mean = _STATISTICS.fullmatch(own) and not _is_whole(buffer)
-            yield Untrained(buffer, Merge.MEAN if is_mean else Merge.FIRST)
+            yield Untrained(name, buffer, Merge.MEAN if is_mean else Merge.FIRST)
 
 
 def average_of(module: Module) -> Iterator[Untrained]:
     """An average of the weights, which a callback keeps, and the buffers beside it: averaged over groups it is one."""
-    for parameter in module.parameters():
-        yield Untrained(parameter, Merge.MEAN)
+    for name, parameter in module.named_parameters():
+        yield Untrained(name, parameter, Merge.MEAN)
     yield from buffers_of(module)
 
 
@@ -74,14 +78,41 @@ def merge(place: Place, untrained: Iterable[Untrained]) -> None:
     Args:
         place: this rank's, in the run.
         untrained: in one order on all ranks.
+
+    Raises:
+        UnsupportedError: one of them has another shape on another rank.
     """
+    everything = list(untrained)
+    _check_shapes(place, everything)
     kinds: dict[Merge, list[Tensor]] = {each: [] for each in Merge}
-    for each in untrained:
+    for each in everything:
         tensor = each.tensor.detach()
         kinds[each.merge].append(torch.view_as_real(tensor) if tensor.is_complex() else tensor)
     _average(place, kinds[Merge.MEAN])
     _take_largest(kinds[Merge.LARGEST])
     _take_first(place, kinds[Merge.FIRST])
+
+
+def _check_shapes(place: Place, untrained: Sequence[Untrained]) -> None:
+    for each, is_one in zip(untrained, _are_one(place, [_mark(each.tensor) for each in untrained]), strict=True):
+        if not is_one:
+            raise UnsupportedError(
+                f"{each.name} is not of one shape and dtype on all ranks ({list(each.tensor.shape)} on rank"
+                f" {place.rank}), and all go on with one value of it when groups synchronize; keep it in a plain"
+                " attribute, which remains each rank's own, or give it one shape"
+            )
+
+
+def _mark(tensor: Tensor) -> int:
+    return zlib.crc32(f"{tensor.dtype}{list(tensor.shape)}".encode())
+
+
+def _are_one(place: Place, marks: Sequence[int]) -> list[bool]:
+    """Whether each mark is the same on all ranks."""
+    if not marks:
+        return []
+    largest, negated = place.agree(marks), place.agree([-mark for mark in marks])
+    return [most == -least for most, least in zip(largest, negated, strict=True)]
 
 
 def _average(place: Place, tensors: Sequence[Tensor]) -> None:
@@ -114,12 +145,8 @@ def _take_largest(tensors: Sequence[Tensor]) -> None:
 
 def _take_first(place: Place, tensors: Sequence[Tensor]) -> None:
     """Those that differ become the recorder's. What is the same everywhere (a mask, say) need not travel."""
-    if not tensors:
-        return
-    marks = [fingerprint(each, max(1, each.numel())) for each in tensors]
-    largest = place.agree(marks)
-    smallest = [-mark for mark in place.agree([-mark for mark in marks])]
-    differ = [each for each, a, b in zip(tensors, largest, smallest, strict=True) if a != b]
+    are_one = _are_one(place, [fingerprint(each, max(1, each.numel())) for each in tensors])
+    differ = [each for each, is_one in zip(tensors, are_one, strict=True) if not is_one]
     if differ:
         flat = torch.cat([each.contiguous().flatten().view(torch.uint8).cpu() for each in differ])
         dist.broadcast(flat, src=RECORDER)

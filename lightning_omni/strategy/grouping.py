@@ -158,8 +158,8 @@ class GroupedStrategy(_Base):
     def _others(self) -> Iterator[Untrained]:
         """All parameters, and the averages that WeightAveraging keeps."""
         reshard(self.joined.sharded)
-        for parameter in self.fitted.parameters():
-            yield Untrained(parameter, Merge.FIRST)
+        for name, parameter in self.fitted.named_parameters():
+            yield Untrained(name, parameter, Merge.FIRST)
         for model in _private.averaged_models(self._trainer):
             yield from average_of(model)
 

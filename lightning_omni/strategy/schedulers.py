@@ -21,11 +21,17 @@ class _Paced:
     target: Callable[[], int]
     last_epoch: int
 
-    def step(self, *args: Any) -> None:
-        """Steps as often as it takes to catch up: not at all, once, or several times."""
+    def step(self, *args: Any, **options: Any) -> None:
+        """Steps as often as it takes to catch up: not at all, once, or several times.
+
+        Where a user's ``lr_scheduler_step`` says for which epoch or metric, as it is.
+        """
+        if args or options:
+            super().step(*args, **options)  # type: ignore[misc]
+            return
         while self.last_epoch < type(self).target():
             before = self.last_epoch
-            super().step(*args)  # type: ignore[misc]
+            super().step()  # type: ignore[misc]
             if self.last_epoch == before:
                 return
 

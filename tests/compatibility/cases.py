@@ -986,6 +986,7 @@ CASES: tuple[Case, ...] = (
     ),
     Case("clamps its weights, local SGD", module=modules.Clamping, omni={"method": "local_sgd:period=4"}),
     Case("OneCycleLR", module=modules.Schedules),
+    Case("a schedule that is told its epoch", module=modules.EpochSchedule),
     Case("ReduceLROnPlateau", module=modules.OnPlateau),
     Case("AdamW", module=modules.Adam),
     Case("LBFGS", module=modules.Lbfgs, refused="LBFGS"),

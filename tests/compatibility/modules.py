@@ -417,6 +417,17 @@ class OwnSteps(Classifier):
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)]
 
 
+class EpochSchedule(Classifier):
+    """Tells the schedule which epoch it is, as Lightning's docs have it for schedules of timm."""
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        scheduler.step(epoch=self.current_epoch)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
+
+
 class HooksOfTheOptimizer(Classifier):
     """Counts in a hook before the optimizer's step, and averages weights in one after it."""
 
