@@ -117,10 +117,6 @@ def test_a_run_whose_ranks_were_announced_is_not_joined_so() -> None:
     expect_refusal(link.enlist(1, b"late"), "busy", "were all announced")
 
 
-def test_several_servers_refuse_groups_that_come_on_their_own() -> None:
-    expect_refusal(Joined(shards=2).enlist(1, b"first"), "servers", "--shards")
-
-
 @pytest.mark.parametrize("ranks", [0, -1, 1 << 16])
 def test_an_impossible_number_of_ranks_is_refused(ranks: int) -> None:
     expect_refusal(Joined().enlist(ranks, b"first"), "rank")
@@ -509,10 +505,13 @@ class Run:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[Run]:
-    run = Run(tmp_path)
+def run(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Run]:
+    run = Run(tmp_path, *getattr(request, "param", ()))
     yield run
     run.close()
+
+
+SERVERS = pytest.mark.parametrize("run", [(), ("--shards", "2")], ids=["one server", "two servers"], indirect=True)
 
 
 @pytest.mark.slow
@@ -562,6 +561,7 @@ def test_three_launchers_train_one_run_in_which_the_first_is_killed_and_the_seco
 
 @pytest.mark.slow
 @pytest.mark.processes
+@SERVERS
 def test_groups_that_come_and_go_share_the_validations_of_published_versions(run: Run) -> None:
     """The recorder dies while it evaluates, another group joins meanwhile, and the next recorder leaves likewise."""
     options: dict[str, Any] = {
@@ -648,6 +648,7 @@ def test_a_group_that_joins_goes_on_with_the_average_of_the_weights_and_saves_it
 
 @pytest.mark.slow
 @pytest.mark.processes
+@SERVERS
 def test_a_run_that_nobody_trains_any_more_is_trained_on_by_the_group_that_comes_next(run: Run) -> None:
     options = {"epochs": 3, "hold": [1]}
     first = run.start("a", options)

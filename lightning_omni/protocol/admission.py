@@ -107,7 +107,7 @@ class Admission:
             patience=patience,
             clock=clock,
         )
-        self._servers.tell(sm.Admit(hello=hello, challenge=challenge))
+        self._servers.tell(sm.Admit(hello=hello, challenge=challenge, joins=self._roster.joining))
         return [Out(sender.peer, m.CONTROL, welcome)]
 
     def challenge(self, sender: Sender, message: m.Attach, payload: Payload) -> list[Out]:

@@ -62,12 +62,6 @@ class Joining(Service):
 
     def enlist(self, sender: Sender, message: m.Enlist, payload: Payload) -> list[Out]:
         """A group wants numbers for its ranks."""
-        if self._servers.count > 1:
-            raise Refused(
-                "servers",
-                f"{self._servers.count} servers hold a share of the weights each here, and groups can join one server"
-                " only; start it without --shards",
-            )
         first, announced = self._roster.enlist(sender.peer, message.ranks, self._random(8).hex())
         if announced:
             self._journal.note(NumberedEntry(first + message.ranks))
@@ -76,7 +70,7 @@ class Joining(Service):
 
     def ask(self, sender: Sender, message: m.Join, payload: Payload) -> list[Out]:
         """Ranks that came late want to be a group; answered when they are."""
-        if not self._roster.joining:
+        if not self._roster.joining or self._servers.number:  # the server that coordinates has taken it in
             return self._admit(sender, message, payload)
         self._waiting[sender.rank] = sender, message
         return self.resolve_pending()

@@ -174,7 +174,11 @@ class Membership:
             live=self._roster.live,
             synchronizations=self._synchronizations(),
         )
-        return [*self._tell_everyone(self._monitoring.status(-1.0)), Out(sender.peer, m.CONTROL, joined)]
+        out = [*self._tell_everyone(self._monitoring.status(-1.0)), Out(sender.peer, m.CONTROL, joined)]
+        if self._servers.count > 1:  # as late as this: it may have waited
+            self._servers.tell(sm.Relay(rank=sender.rank, said=m.encode(message)))
+            out = self._servers.when_done(out)
+        return out
 
     def _members(self, group: int) -> tuple[int, ...]:
         return self._roster.topology.members(group) if self._roster.topology is not None else ()

@@ -108,7 +108,7 @@ TABLE = (
     Row(m.AttachProof, DATA, Role.STRANGER, Admission, Admission.attach),
     # membership
     Row(m.Form, CONTROL, Role.RECORDER, Membership, Membership.form, does="forms groups", told=True),
-    Row(m.Join, CONTROL, Role.RANK, Joining, Joining.ask, told=True),
+    Row(m.Join, CONTROL, Role.RANK, Joining, Joining.ask),
     Row(m.Lost, CONTROL, Role.RANK, Membership, Membership.report_lost),
     Row(m.Goodbye, CONTROL, Role.RANK, Membership, Membership.goodbye, resolves=True, when_lost=True, when_over=True),
     # joining

@@ -96,10 +96,17 @@ class Told(m.Message, frozen=True, kw_only=True):
 
 
 class Admit(Told, frozen=True, kw_only=True):
-    """A rank was admitted: what it has said, and what it was asked, from which its secret is derived."""
+    """A rank was admitted: what it has said, and what it was asked, from which its secret is derived.
+
+    Attributes:
+        hello: what it has said.
+        challenge: what it was asked.
+        joins: whether it is of a run that groups join on their own.
+    """
 
     hello: m.Hello
     challenge: bytes
+    joins: bool = False
 
 
 class Relay(Told, frozen=True, kw_only=True):
