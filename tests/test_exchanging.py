@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -261,6 +262,34 @@ def test_a_forecast_from_the_all_reduce_has_a_wider_interval() -> None:
     assert 1.5 < four.high / four.low < 3
     again = Profile.from_dict(json.loads(json.dumps(slow.to_dict())))
     assert again.predict(4, exchanging=exchanging) == slow.predict(4, exchanging=exchanging)
+
+
+def test_what_a_step_takes_beside_computation_and_messages_is_no_cost_of_bytes() -> None:
+    own, beside, bytes_, round_trip = 0.1, 0.05, 0.02, 0.001
+    step = own + beside + bytes_ + 6 * round_trip / 2  # four ranks: six messages
+    measured = Measured(
+        groups=(tuple(range(4)),),
+        samples=((8.0,) * 9,) * 4,
+        own=((own,) * 9,) * 4,
+        steps=((step,) * 9,),
+        exchanges=((0.0,) * 9,),
+        nbytes=4000,
+        round_trip=round_trip,
+        shapes=((1000,),),
+    )
+
+    def seconds(all_reduce: str, reduce_per_byte: float, groups: int = 1) -> float:
+        profile = Profile.fit([replace(measured, reduce_per_byte=reduce_per_byte)])
+        exchanging = ExchangePattern.of("async_sgd", nbytes=4000) if groups > 1 else None
+        return 4 * 8.0 / profile.predict(groups, all_reduce=all_reduce, exchanging=exchanging).samples_per_second.value
+
+    per_byte = bytes_ / 4000
+    assert seconds("fp32", per_byte) == pytest.approx(step), "the run's own setting is predicted as it was measured"
+    assert seconds("bf16", per_byte) == pytest.approx(step - bytes_ / 2)
+    assert seconds("bf16", 0.0) == pytest.approx(step - (beside + bytes_) / 2), "by itself a step cannot tell"
+    assert seconds("fp32", 10 * per_byte) == pytest.approx(step), "and never more than the step had"
+    alone = seconds("fp32", per_byte, groups=4)
+    assert own + beside < alone < own + beside + 3 * bytes_, "each group has it in its own steps, too"
 
 
 def test_a_round_trip_tells_hops_from_bytes_and_the_optimizers_step_is_the_servers() -> None:

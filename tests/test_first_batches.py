@@ -43,7 +43,7 @@ FITS: dict[str, dict[str, Any]] = {
     "accumulated": {
         "tuner": ALONE,
         "seconds": {"0": 2e-3, "1": 10e-3},
-        "trainer": {**EPOCHS, "accumulate_grad_batches": 2},
+        "trainer": {**EPOCHS, "accumulate_grad_batches": 2, "max_epochs": 4},  # 64 steps: the last look is after 48
     },
     "dealt out beforehand": {"tuner": {**TUNER, "budget": 0.8}, "strategy": {"data": "static"}, "trainer": EPOCHS},
 }
@@ -82,6 +82,13 @@ def test_where_there_is_nothing_to_choose_the_run_is_bitwise_that_without_a_tune
             plain["global_step"],
         )
         assert not any(tuned["servers"])
+
+
+@pytest.mark.parametrize("name", ["equal", "a slow rank", "accumulated"])
+def test_gradients_of_a_few_bytes_are_not_said_to_be_slow_however_busy_the_machine_is(
+    fits: dict[str, list[dict[str, Any]]], name: str
+) -> None:
+    assert "all-reduce" not in str(fits[name][0]["setting"]), "fewer bytes would gain nothing"
 
 
 @pytest.mark.parametrize("name", [name for name in TUNED if name != "dealt out beforehand"])

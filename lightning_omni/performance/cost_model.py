@@ -28,6 +28,8 @@ class CostModel:
         jitter: quantiles of the factor by which steps scatter, ascending, shape (draws, devices, quantiles).
         ring: seconds for the gradient's bytes on a member's link, shape (draws,); 2 (k - 1) / k of it count.
         hop: seconds of one of the 2 (k - 1) messages of an all-reduce, shape (draws,).
+        between: seconds of a step beside computation and communication (a slow loader, callbacks), the same in all
+            groups, shape (draws,).
         delay: seconds of an exchange whatever its bytes, but for what is shared, shape (draws,).
         delay_per_byte: seconds of each byte there, shape (draws,).
         serve: seconds of the server for a push, shape (draws,).
@@ -44,6 +46,7 @@ class CostModel:
     jitter: Array
     ring: Array
     hop: Array
+    between: Array
     delay: Array
     delay_per_byte: Array
     serve: Array
@@ -68,6 +71,7 @@ class CostModel:
             jitter=np.ones((2, 1, 1)),
             ring=costs.allreduce * ones,
             hop=costs.allreduce_latency * ones,
+            between=0 * ones,
             delay=(costs.exchange - costs.serve - costs.link) * ones,
             delay_per_byte=0 * ones,
             serve=costs.serve * ones,

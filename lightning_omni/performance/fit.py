@@ -35,7 +35,7 @@ def fit_model(measured: Sequence[Measured], draws: int, seed: int) -> CostModel:
     ranks = measured[0].ranks
     times = [_fit_rank(drawn, rank) for rank in ranks]
     overhead, per_sample, factors = (list(column) for column in zip(*times, strict=True))
-    ring, hop = _fit_allreduce(drawn)
+    ring, hop, between = _fit_allreduce(drawn)
     several = [each for each in measured if len(each.groups) > 1]
     servers, per_node = servers_of(measured)
     away = part_away(servers, per_node)
@@ -51,6 +51,7 @@ def fit_model(measured: Sequence[Measured], draws: int, seed: int) -> CostModel:
         jitter=_jitter(factors),
         ring=ring,
         hop=hop,
+        between=between,
         delay=delay / messages_of(servers),
         delay_per_byte=delay_per_byte / away,
         serve=serve * servers,
@@ -108,8 +109,8 @@ def _jitter(factors: Sequence[Array]) -> Array:
     return np.asarray(jitter / jitter.mean(axis=2, keepdims=True))
 
 
-def _fit_allreduce(drawn: Sequence[Resampled]) -> tuple[Array, Array]:
-    """Seconds of the bytes and of a hop, both of shape (draws,)."""
+def _fit_allreduce(drawn: Sequence[Resampled]) -> tuple[Array, Array, Array]:
+    """Seconds of the bytes, of a hop, and of what a step takes beside all that, each of shape (draws,)."""
     rows: list[tuple[int, Array]] = []
     for each in drawn:
         head = each.measured.head if len(each.measured.groups) > 1 else 0.0
@@ -117,8 +118,9 @@ def _fit_allreduce(drawn: Sequence[Resampled]) -> tuple[Array, Array]:
             if len(members) > 1:
                 own = np.max([each.own[rank] for rank in members], axis=0)
                 rows.append((len(members), np.maximum((steps - exchanges - own).mean(axis=1) - head, 0.0)))
+    nothing = np.zeros(len(drawn[0].steps[0]))
     if not rows:
-        return np.zeros(len(drawn[0].steps[0])), np.zeros(len(drawn[0].steps[0]))
+        return nothing, nothing, nothing
     sizes = np.array([size for size, _ in rows])
     matrix, values = (
         np.stack([2 * (sizes - 1) / sizes, 2.0 * (sizes - 1)], axis=1),
@@ -131,12 +133,20 @@ def _fit_allreduce(drawn: Sequence[Resampled]) -> tuple[Array, Array]:
         round_trip = _round_trip([each.measured for each in drawn])
         if round_trip and all(len(each.measured.groups) == 1 for each in drawn):
             hop = np.minimum(round_trip / 2, whole / matrix[0, 1])
-            return (whole - hop * matrix[0, 1]) / matrix[0, 0], hop
+            rest = whole - hop * matrix[0, 1]
+            # A loader that is not ahead, callbacks, a busy processor: more than the bytes take is not due to them.
+            ring = np.minimum(rest / matrix[0, 0], _most_of_bytes([each.measured for each in drawn]) / matrix[0, 0])
+            return ring, hop, rest - ring * matrix[0, 0]
         ring = np.minimum(whole / matrix[0, 0], _seconds_of_bytes(drawn))
-        return ring, (whole - ring * matrix[0, 0]) / matrix[0, 1]
+        return ring, (whole - ring * matrix[0, 0]) / matrix[0, 1], nothing
     nnls = scipy_optimize().nnls
     ring, hop = np.array([nnls(matrix, row)[0] for row in values]).T
-    return ring, hop
+    return ring, hop, nothing
+
+
+def _most_of_bytes(measured: Sequence[Measured]) -> float:
+    """Seconds of a gradient's bytes in an all-reduce that was timed by itself; infinite if none was."""
+    return min((each.reduce_per_byte * each.nbytes for each in measured if each.reduce_per_byte), default=np.inf)
 
 
 def _seconds_of_bytes(drawn: Sequence[Resampled]) -> Array:

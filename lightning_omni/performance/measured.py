@@ -39,6 +39,9 @@ class Measured(Serializable):
         per_node: whether they were one on each node.
         round_trip: seconds until a message of hardly any bytes is answered by the server, or by another rank; 0 if
             unknown. It is asked for only where no exchange was measured.
+        reduce_per_byte: seconds that each byte adds to an all-reduce of all ranks, timed by itself; 0 if unknown. What
+            a step takes beyond computation and all-reduce is then no part of the all-reduce. It is asked for only where
+            no exchange was measured.
         shapes: of the parameters whose gradients a group averages; none if unknown.
         averaging: seconds that a rank computes to average them in an all-reduce format, where that is known.
 
@@ -66,6 +69,7 @@ class Measured(Serializable):
     servers: int = 1
     per_node: bool = False
     round_trip: float = 0.0
+    reduce_per_byte: float = 0.0
     shapes: tuple[tuple[int, ...], ...] = ()
     averaging: Mapping[str, float] = field(default_factory=dict)
 
@@ -175,5 +179,6 @@ def _check_numbers(measured: Measured) -> None:
             raise ConfigurationError(f"{name}: pass numbers above 0; leave out steps that were not measured")
     if not all(0 <= number < math.inf for row in measured.exchanges for number in row):
         raise ConfigurationError("exchanges: pass seconds, 0 or more")
-    for name, least in (("serve", 0), ("head", 0), ("period", 1), ("nbytes", 0), ("servers", 1), ("round_trip", 0)):
-        check_number(name, getattr(measured, name), f"a number, {least} or more", least, below=math.inf)
+    least = dict.fromkeys(("serve", "head", "nbytes", "round_trip", "reduce_per_byte"), 0) | {"period": 1, "servers": 1}
+    for name, low in least.items():
+        check_number(name, getattr(measured, name), f"a number, {low} or more", low, below=math.inf)

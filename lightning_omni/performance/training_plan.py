@@ -29,7 +29,7 @@ _T = TypeVar("_T")
 
 
 _TWICE_AS_FAST = {
-    "compute": ("overhead", "per_sample"),
+    "compute": ("overhead", "per_sample", "between"),
     "allreduce": ("ring", "hop"),
     "exchange": ("delay", "delay_per_byte"),
     "server": ("serve",),
@@ -75,10 +75,11 @@ class TrainingPlan:
         sizes = np.array([len(members) for members in groups])
         work = self._work(groups, slowest)
         compute, variance = (np.stack(column, axis=1) for column in zip(*work, strict=True))
+        between = model.between[:, None]
         allreduce = 2 * (sizes - 1) * (model.ring[:, None] / sizes + model.hop[:, None])
         if len(groups) == 1:  # plain synchronous training, with no server and no head
             nothing = np.zeros_like(model.delay)
-            return Outcome(sizes * self.batch, compute, allreduce, nothing, nothing, nothing, 0.0, nothing)
+            return Outcome(sizes * self.batch, compute + between, allreduce, nothing, nothing, nothing, 0.0, nothing)
         serve, link = self._serial()
         # What comes one after the other and takes equally long each time makes one queue only, at the longest.
         busy, rest = np.maximum(serve, link), np.minimum(serve, link)
@@ -86,15 +87,17 @@ class TrainingPlan:
         head = model.head_per_sample * self.batch * float(sizes.mean())
         per_step = delay / self.period, serve / self.period, link / self.period
         if self.exchanging.barrier or self.exchanging.delay:
-            alone = allreduce + head
+            alone = allreduce + head + between
             hidden, then = (self._steps(groups, count, compute, variance, alone) for count in self._hidden_and_others)
             play = self._at_a_barrier if self.exchanging.barrier else self._beside
             cycle, waiting = play(hidden, then, self.period * variance, delay, busy)
             cycle = np.maximum(cycle / self.period, len(groups) * head)
             compute = np.maximum(waiting / self.period - alone, compute)
             exposed = np.maximum(cycle - compute - alone, 0.0).mean(axis=1)
-            return Outcome(sizes * self.batch, compute, allreduce, exposed, *per_step[1:], head, 0 * delay, cycle)
+            parts = compute + between, allreduce, exposed
+            return Outcome(sizes * self.batch, *parts, *per_step[1:], head, 0 * delay, cycle)
         service, visits = np.stack([busy, np.full_like(busy, head)], axis=1), np.array([1, self.period])
+        compute = compute + between
         think = self.period * (compute + allreduce) + delay[:, None]
         shared = residence(think, self.period * variance, service, visits) / self.period
         return Outcome(sizes * self.batch, compute, allreduce, *per_step, head, shared)

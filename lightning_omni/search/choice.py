@@ -211,7 +211,7 @@ def _reasons(evidence: Evidence, best: Setting, forecast: Forecast, stopped: str
     alone = evidence.proposal(1)
     count = len(evidence.observations)
     seen = f"{count} probes" if evidence.prior is None else f"{len(evidence.tried[0].losses)} batches of the run"
-    parts = [f"expected to be first at the target, after {seen}"]
+    parts = [f"predicted to reach the target first, from {seen}"]
     if best.groups > 1:
         faster = evidence.throughput(best) / evidence.throughput(alone)
         more = math.exp(forecast.efficiency(best)[0] - forecast.efficiency(alone)[0])

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_omni.optimizer.balance import Balance, gather, gather_values
@@ -30,6 +31,8 @@ from lightning_omni.tuner.step import say_nothing
 DECISION_STEPS = tuple(c.FIRST_DECISION << number for number in range(c.DECISIONS))
 MESSAGES = 5
 """Messages of which the shortest counts: one may have waited for a rank that was late."""
+LARGEST_MESSAGE = 1 << 20
+"""Bytes of the largest of them. It takes much longer than an empty one, and is a small part of a large gradient."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,7 @@ class FirstBatches:
 
     def __init__(self, strategy: OmniStrategyHooks, setting: Setting, all_reduces: Sequence[str] = ()) -> None:
         self._all_reduces, self._averaging = all_reduces, dict[str, float]()
+        self._reduce_per_byte = 0.0
         self._strategy, self._world, self._setting = strategy, strategy.joined, setting
         self._balance = Balance("auto", say_nothing, only_measures=True)
         self._kept = strategy.balance
@@ -122,6 +126,8 @@ class FirstBatches:
         round_trip = self._round_trip()
         if not self._averaging:
             self._averaging = self._seconds_of_averaging()
+        if not self._reduce_per_byte:
+            self._reduce_per_byte = self._seconds_per_byte()
         rows: list[list[TimedStep]] = gather_values(self._world, self._steps, list[TimedStep])
         count = min(map(len, rows))
         if count < 2:
@@ -138,9 +144,10 @@ class FirstBatches:
             steps=(tuple(seconds),),
             exchanges=((0.0,) * count,),
             round_trip=round_trip,
+            reduce_per_byte=self._reduce_per_byte,
             shapes=self._shapes,
             averaging=dict(self._averaging),
-            nbytes=sum(part.replica.layout.nbytes for part in self._world.parts if part.head is None),
+            nbytes=self._nbytes,
         )
         return Observation(TrialResult(self._setting, tuple(ends), tuple(losses), gathers=False), measured)
 
@@ -155,6 +162,28 @@ class FirstBatches:
             gather(self._world, [0.0])
             found.append(time.perf_counter() - began)
         return 2 * min(found) / max(1, len(self._world.members) - 1)
+
+    def _seconds_per_byte(self) -> float:
+        """What each byte adds to an all-reduce, by the shortest of a few of hardly any bytes and of many. On rank 0."""
+        many = max(2, min(self._nbytes, LARGEST_MESSAGE) // 4)
+        short, long = (
+            self._seconds_of_all_reduce(torch.zeros(count, device=self._world.device)) for count in (1, many)
+        )
+        return max(long - short, 1e-9) / (4 * many)
+
+    def _seconds_of_all_reduce(self, numbers: Tensor) -> float:
+        found = []
+        for _ in range(MESSAGES):
+            self._wait_for_device()
+            began = time.perf_counter()
+            dist.all_reduce(numbers, group=self._world.compute_group)
+            self._wait_for_device()
+            found.append(time.perf_counter() - began)
+        return min(found)
+
+    @property
+    def _nbytes(self) -> int:
+        return sum(part.replica.layout.nbytes for part in self._world.parts if part.head is None)
 
     @property
     def _shapes(self) -> tuple[tuple[int, ...], ...]:
