@@ -290,6 +290,10 @@ def test_what_a_step_takes_beside_computation_and_messages_is_no_cost_of_bytes()
     assert seconds("fp32", 10 * per_byte) == pytest.approx(step), "and never more than the step had"
     alone = seconds("fp32", per_byte, groups=4)
     assert own + beside < alone < own + beside + 3 * bytes_, "each group has it in its own steps, too"
+    hidden = replace(measured, steps=((own,) * 9,), reduce_per_byte=per_byte)
+    exchanging = ExchangePattern.of("async_sgd", nbytes=4000)
+    rate = Profile.fit([hidden]).predict(4, exchanging=exchanging).samples_per_second.value
+    assert 4 * 8.0 / rate > own + bytes_, "an exchange does not hide behind a backward pass as that all-reduce did"
 
 
 def test_a_round_trip_tells_hops_from_bytes_and_the_optimizers_step_is_the_servers() -> None:

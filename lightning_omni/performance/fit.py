@@ -169,15 +169,18 @@ def _round_trip(measured: Sequence[Measured]) -> float:
 def _forecast(model: CostModel, measured: Sequence[Measured], random: np.random.Generator) -> CostModel:
     """With exchanges over the links that the all-reduce went over.
 
-    A push and its answer cross the server's link once each, and their group's at the same time.
+    A push and its answer cross the server's link once each, and their group's at the same time. What an all-reduce by
+    itself takes is what links take; in a step a part of it may hide behind the backward pass.
     """
+    ranks, timed = len(model.devices), _most_of_bytes(measured)
+    ring = model.ring if np.isinf(timed) else timed / (2 * (ranks - 1) / ranks) + 0 * model.ring
     known = [each.serve for each in measured if each.serve]
     # In the intervals is what a forecast is off by, for bytes and for the rest.
     draws = len(model.ring) - 1
     quantiles = [NormalDist().inv_cdf((place + 0.5) / draws) for place in range(draws)]
     factors = np.exp(c.FORECAST_ERROR * random.permuted([quantiles] * 2, axis=1))
     bytes_off, delay_off = np.concatenate([np.ones((2, 1)), factors], axis=1)
-    per_byte = model.ring / model.nbytes * bytes_off
+    per_byte = ring / model.nbytes * bytes_off
     return replace(
         model,
         delay=(_round_trip(measured) or 2 * model.hop) * delay_off,
