@@ -108,12 +108,23 @@ class Hosts:
             environment: variables besides those of this process.
             options: for ``subprocess.Popen``.
         """
-        inside = ["nsenter", f"--target={self._hosts[host].pid}", "--net", "--", *command]
         # torch's gloo looks its own host name up, which no namespace has an address for.
         variables = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0", "TP_SOCKET_IFNAME": "eth0", **(environment or {})}
-        process = subprocess.Popen(inside, env=variables, start_new_session=True, **options)
+        process = subprocess.Popen(self.inside(host, command), env=variables, start_new_session=True, **options)
         self._stack.callback(_kill, process)
         return process
+
+    def inside(self, host: int, command: Sequence[str]) -> list[str]:
+        """What runs a command on a host, in the process that is started with it; ending it is then the caller's."""
+        return ["nsenter", f"--target={self._hosts[host].pid}", "--net", "--", *command]
+
+    def cut(self, host: int) -> None:
+        """A host's link carries nothing from now on."""
+        _in(self._hub, "ip", "link", "set", f"port{host}", "down")
+
+    def mend(self, host: int) -> None:
+        """A link that was cut carries again."""
+        _in(self._hub, "ip", "link", "set", f"port{host}", "up")
 
     def traffic(self, host: int) -> Traffic:
         """What a host's link has carried."""

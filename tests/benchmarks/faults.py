@@ -7,13 +7,17 @@ at random, in equal parts of each kind, from a seed:
     kill        SIGKILL
     leave       SIGTERM: the group leaves in good order
     freeze      SIGSTOP, for longer than the server's heartbeat time-out, and SIGCONT
+    cut         the link of a group's host carries nothing, for longer than the heartbeat time-out, and then again
     server      SIGKILL to the server, which is started again with its saved state
 
     python tests/benchmarks/faults.py --groups 4 --minutes 5 --faults 40 --seed 1
 
-prints: how the last groups ended; the longest time between two batches of anybody; samples of an epoch that nobody has
-trained; useful device time over all device time of groups that were up; and the accuracy beside that of a run that was
-left alone (--alone measures that, too).
+prints: how the last groups and the server ended; the longest time between two batches of any group; samples of an epoch
+that no group has trained; useful device time over all device time of groups that were up; processes and files that are
+left; and the accuracy beside that of a run that was left alone (--alone measures that, too).
+
+Where this user may make network namespaces (Linux; root, or a system that allows user namespaces) the server and every
+group has a host of its own, as ``examples/emulated_network.py`` makes them. Elsewhere all are on one; no link is cut.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import logging
 import os
 import random
 import re
@@ -33,16 +38,23 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "examples"))
+
+from emulated_network import Hosts, Network, NoNamespacesError, with_own_network  # noqa: E402
+
 KINDS = ("kill", "leave", "freeze", "server")
 SILENCE = 5.0
 """Seconds of silence after which the server evicts a group."""
-FROZEN = 9.0
-"""Seconds that a frozen group stays so."""
+AWAY = 9.0
+"""Seconds that a group stays frozen, or a link cut."""
+PORT = 5555
+"""Of the server, where it has a host of its own."""
 SAMPLES, BATCH = 2048, 16
 
 
@@ -58,6 +70,7 @@ def train(folder: Path, epochs: int, step: float) -> None:
 
     from lightning_omni import OmniStrategy
 
+    logging.basicConfig(format="%(asctime)s %(message)s")
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(7)
     x = torch.randn(SAMPLES + 1024, 16, generator=generator)
@@ -118,45 +131,83 @@ class Fleet:
 
     Args:
         folder: of all that they write.
-        groups: how many there are to be.
         epochs: of the run.
         step: seconds of a batch.
+        hosts: the server's and one for each group; None if all are on this one.
     """
 
-    def __init__(self, folder: Path, groups: int, epochs: int, step: float) -> None:
-        self.folder, self._wanted = folder, groups
+    def __init__(self, folder: Path, epochs: int, step: float, hosts: Hosts | None) -> None:
+        self.folder, self._hosts = folder, hosts
+        (folder / "tmp").mkdir()
         self._env = {
             **os.environ,
             "LIGHTNING_OMNI_KEY": secrets.token_hex(32),
             "OMP_NUM_THREADS": "1",
+            "TMPDIR": str(folder / "tmp"),
             "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
         }
         self._member = [sys.executable, "-W", "ignore", __file__, "--member", str(folder)]
         self._member += ["--epochs", str(epochs), "--step", str(step)]
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        self._serve = [sys.executable, "-m", "lightning_omni", "serve", "--port", str(port), "--once"]
+        self._serve = [sys.executable, "-m", "lightning_omni", "serve", "--once", *self._address()]
         self._serve += ["--heartbeat-timeout", str(SILENCE), "--state", str(folder / "state"), "--save-every", "5s"]
-        self.server = self._start(self._serve, "server.log")
-        deadline = time.monotonic() + 60
-        while not (found := re.search(r"tcp://\S+(?=,)", (folder / "server.log").read_text())):
-            assert time.monotonic() < deadline, (folder / "server.log").read_text()
-            time.sleep(0.1)
-        self._env["LIGHTNING_OMNI_SERVER"] = found[0]
-        self.members: list[subprocess.Popen[bytes]] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self.members: dict[int, subprocess.Popen[bytes]] = {}
+        """By number of their places; where groups have hosts of their own, that of the host."""
         self.codes: Counter[int] = Counter()
         self.up = 0.0
         """Seconds that groups were up, in sum."""
+        self._logs = itertools.count()
         self._began: dict[int, float] = {}
-        self.frozen: set[int] = set()
-        while len(self.members) < groups:
-            self.add()
+        self.away: dict[int, str] = {}
+        """Places whose group is frozen or cut off, and which of both."""
 
-    def add(self) -> None:
-        """One group more comes."""
-        self.members.append(self._start(self._member, f"group-{len(self._began)}.log"))
-        self._began[self.members[-1].pid] = time.monotonic()
+    def begin(self, groups: int) -> None:
+        """The server comes up, and then the groups."""
+        log = self.folder / "server.log"
+        self.server = self._start(self._serve, log.name)
+        deadline = time.monotonic() + 60
+        while not (found := re.search(r"tcp://\S+(?=,)", log.read_text())):
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.1)
+        self._env["LIGHTNING_OMNI_SERVER"] = found[0]
+        for place in range(1, groups + 1):
+            self._add(place)
+
+    def _address(self) -> list[str]:
+        if self._hosts is not None:
+            return ["--host", self._hosts.addresses[0], "--port", str(PORT)]
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            return ["--port", str(free.getsockname()[1])]
+
+    def _add(self, place: int) -> None:
+        """A group comes."""
+        self.members[place] = self._start(self._member, f"group-{next(self._logs)}.log", place)
+        self._began[place] = time.monotonic()
+
+    @property
+    def at_work(self) -> list[int]:
+        """Places whose group is neither frozen nor cut off."""
+        return [place for place in self.members if place not in self.away]
+
+    def disturb(self, place: int, kind: str) -> None:
+        """Something happens to a group."""
+        if kind in ("freeze", "cut"):
+            self.away[place] = kind
+        if kind == "cut":
+            assert self._hosts is not None
+            self._hosts.cut(place)
+        else:
+            signals = {"kill": signal.SIGKILL, "leave": signal.SIGTERM, "freeze": signal.SIGSTOP}
+            os.kill(self.members[place].pid, signals[kind])
+
+    def bring_back(self, place: int) -> None:
+        """A group that was frozen or cut off is so no more."""
+        if self.away.pop(place) == "cut":
+            assert self._hosts is not None
+            self._hosts.mend(place)
+        elif place in self.members and self.members[place].poll() is None:
+            os.kill(self.members[place].pid, signal.SIGCONT)
 
     def kill_server(self) -> None:
         """The server dies, and is started again."""
@@ -167,68 +218,110 @@ class Fleet:
     def tend(self, restart: bool = True) -> bool:
         """Groups that have ended are counted, and started again. Returns whether the run goes on."""
         goes_on = self.server.poll() is None
-        for member in list(self.members):
+        for place, member in list(self.members.items()):
             if (code := member.poll()) is not None:
-                self.members.remove(member)
+                del self.members[place]
                 self.codes[code] += 1
-                self.up += time.monotonic() - self._began[member.pid]
+                self.up += time.monotonic() - self._began[place]
                 if restart and goes_on and code != 0:
-                    self.add()
+                    self._add(place)
         return goes_on
 
+    def leavings(self) -> tuple[list[int], list[str]]:
+        """Sessions of which a process is left, and files that are neither logs nor results."""
+        sessions = set()
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            with suppress(OSError):
+                sessions.add(int(stat.read_text().rpartition(")")[2].split()[3]))
+        folders = self.folder / "tmp", self.folder / "state"
+        files = [str(path.relative_to(self.folder)) for folder in folders for path in folder.rglob("*")]
+        files = [file for file in files if "torchinductor" not in file and file != "state/lock"]  # torch's, and empty
+        return sorted(sessions.intersection(process.pid for process in self._processes)), files
+
     def close(self) -> None:
-        """Whatever is left is killed."""
-        for process in (*self.members, self.server):
-            process.kill()
+        """What is left is killed."""
+        for process in self._processes:
+            process.kill()  # does nothing to one that was waited for
             process.wait()
 
-    def _start(self, command: Sequence[str], log: str) -> subprocess.Popen[bytes]:
+    def _start(self, command: Sequence[str], log: str, place: int = 0) -> subprocess.Popen[bytes]:
+        here, env = command, self._env
+        if self._hosts is not None:
+            here, env = self._hosts.inside(place, command), {**env, "GLOO_SOCKET_IFNAME": "lo"}
         with (self.folder / log).open("ab") as output:
-            return subprocess.Popen(
-                command, env=self._env, stdout=output, stderr=output, stdin=subprocess.DEVNULL, start_new_session=True
+            process = subprocess.Popen(
+                here, env=env, stdout=output, stderr=output, stdin=subprocess.DEVNULL, start_new_session=True
             )
+        self._processes.append(process)
+        return process
+
+
+@contextmanager
+def network(groups: int) -> Iterator[Hosts | None]:
+    """A host for the server and one for each group, where this user may have them."""
+    try:
+        hosts = Hosts(Network(sites=(1 + groups,))).__enter__()
+    except NoNamespacesError as error:
+        print(f"no link is cut: {error}", flush=True)
+        yield None
+        return
+    try:
+        yield hosts
+    finally:
+        hosts.__exit__(None, None, None)
 
 
 def disturbed(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """A run under faults; what came of it."""
+    with network(args.groups) as hosts:
+        return _disturbed(folder, args, hosts)
+
+
+def _disturbed(folder: Path, args: argparse.Namespace, hosts: Hosts | None) -> dict[str, Any]:
     chance = random.Random(args.seed)
-    fleet = Fleet(folder, args.groups, args.epochs, args.step)
-    kinds = [KINDS[number % len(KINDS)] for number in range(args.faults)]
+    fleet = Fleet(folder, args.epochs, args.step, hosts)
+    possible = KINDS if hosts is None else (*KINDS, "cut")
+    kinds = [possible[number % len(possible)] for number in range(args.faults)]
     chance.shuffle(kinds)
     moments = sorted(chance.uniform(10, 60 * args.minutes) for _ in kinds)
-    began, done, thaw = time.monotonic(), Counter[str](), list[tuple[float, int]]()
+    began, done, back = time.monotonic(), Counter[str](), list[tuple[float, int]]()
+    log = (folder / "faults.log").open("a", buffering=1)
     try:
+        fleet.begin(args.groups)
         while fleet.tend():
             now = time.monotonic() - began
             if now > 60 * args.minutes + args.patience:
                 break
-            for due, pid in [each for each in thaw if each[0] <= now]:
-                thaw.remove((due, pid))
-                fleet.frozen.discard(pid)
-                if any(member.pid == pid and member.poll() is None for member in fleet.members):
-                    os.kill(pid, signal.SIGCONT)
+            for due, place in [each for each in back if each[0] <= now]:
+                back.remove((due, place))
+                fleet.bring_back(place)
             if moments and moments[0] <= now:
                 moments.pop(0)
-                free = [member.pid for member in fleet.members if member.pid not in fleet.frozen]
+                free = fleet.at_work
+                place = chance.choice(free) if free else 0
                 if kinds[-1] == "server":
-                    done[kinds.pop()] += 1
                     fleet.kill_server()
                 elif len(free) > 1:
-                    pid, kind = chance.choice(free), kinds.pop()
-                    done[kind] += 1
-                    os.kill(pid, {"kill": signal.SIGKILL, "leave": signal.SIGTERM, "freeze": signal.SIGSTOP}[kind])
-                    if kind == "freeze":
-                        fleet.frozen.add(pid)
-                        thaw.append((now + FROZEN, pid))
+                    fleet.disturb(place, kinds[-1])
+                    if place in fleet.away:
+                        back.append((now + AWAY, place))
+                else:
+                    continue
+                done[kinds[-1]] += 1
+                print(f"{time.time():.1f} {kinds.pop()} {place}", file=log)
             time.sleep(0.1)
+        for place in list(fleet.away):
+            fleet.bring_back(place)
         deadline = time.monotonic() + 30
         while fleet.members and time.monotonic() < deadline:
             fleet.tend(restart=False)
             time.sleep(0.1)
-        left = [member.pid for member in fleet.members]
+        server = fleet.server.poll()
+        left, files = fleet.leavings()
     finally:
         fleet.close()
-    return {"faults": dict(done), "left": left, "codes": dict(fleet.codes), "up": fleet.up, **read(folder, args)}
+    said = {"faults": dict(done), "left": left, "files": files, "server": server, "codes": dict(fleet.codes)}
+    return {**said, "up": fleet.up, **read(folder, args)}
 
 
 def read(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
@@ -242,11 +335,14 @@ def read(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     times = sorted(at for at, _, _ in lines)
     trained = Counter((epoch, sample) for _, epoch, samples in lines for sample in samples)
     all_samples = {(epoch, sample) for epoch in range(args.epochs) for sample in range(SAMPLES)}
-    gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
+    gaps = [(later - earlier, later) for earlier, later in itertools.pairwise(times)]
+    longest, until = max(gaps, default=(0.0, 0.0))
+    faults = [line.split() for line in (folder / "faults.log").read_text().splitlines()]
     accuracies = [float(file.read_text()) for file in folder.glob("ended-*")]
     return {
         "seconds": times[-1] - times[0] if times else 0.0,
-        "standstill": max(gaps, default=0.0),
+        "standstill": longest,
+        "after": [kind for at, kind, _ in faults if float(at) <= until][-2:],
         "missing": len(all_samples - set(trained)),
         "twice": sum(count - 1 for count in trained.values()),
         "useful": len(all_samples & set(trained)) / BATCH * args.step,
@@ -270,6 +366,9 @@ def main() -> None:
     if args.member is not None:
         train(args.member, args.epochs, args.step)
         return
+    with suppress(NoNamespacesError):
+        with_own_network()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # cleaned up as after Ctrl-C
     for faults in (args.faults, 0) if args.alone else (args.faults,):
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name) if args.keep is None else args.keep / f"{faults}-faults"
@@ -278,9 +377,10 @@ def main() -> None:
             said = disturbed(folder, args)
         print(
             f"{args.groups} groups, seed {args.seed}, {said['faults'] or 'no faults'}: exit codes {said['codes']},"
-            f" {len(said['left'])} processes left, {said['seconds']:.0f} s, longest standstill {said['standstill']:.1f}"
-            f" s, {said['missing']} samples missing, {said['twice']} trained more than once, goodput"
-            f" {said['useful'] / said['up']:.2f}, accuracy {said['accuracy']:.3f}",
+            f" of the server {said['server']}, {len(said['left'])} processes and {len(said['files'])} files left"
+            f" {said['files'][:3] or ''}, {said['seconds']:.0f} s, longest standstill {said['standstill']:.1f}"
+            f" s after {said['after']}, {said['missing']} samples missing, {said['twice']} trained more than once,"
+            f" goodput {said['useful'] / said['up']:.2f}, accuracy {said['accuracy']:.3f}",
             flush=True,
         )
 
