@@ -124,6 +124,21 @@ def test_a_schedule_that_is_told_its_epoch_goes_there_whatever_the_run_is_at() -
     pacer.release()
 
 
+def test_a_chained_schedule_keeps_pace_though_it_counts_no_steps() -> None:
+    optimizer, done = torch.optim.SGD([Parameter(torch.ones(3))], lr=1.0), 0
+    kinds = torch.optim.lr_scheduler
+    chained = kinds.ChainedScheduler([kinds.ExponentialLR(optimizer, 0.5), kinds.ConstantLR(optimizer, 0.1, 3)])
+    pacer = Pacer([LRSchedulerConfig(chained, interval="step")], steps=lambda: done, epochs=lambda: 1)
+    pacer.count_from({})
+    pacer.pace()
+    optimizer.step()
+    for now, rate in ((1, 0.05), (1, 0.05), (4, 0.0625)):  # other groups have trained two steps meanwhile
+        done = now
+        chained.step()
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(rate)
+    pacer.release()
+
+
 @pytest.mark.usefixtures("alone")
 def test_an_optimizer_that_the_trainer_does_not_know_may_not_move_the_module_inside_an_epoch() -> None:
     module = pl.LightningModule()

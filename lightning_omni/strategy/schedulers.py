@@ -19,7 +19,6 @@ class _Paced:
     """Mixed into the scheduler's own class."""
 
     target: Callable[[], int]
-    last_epoch: int
 
     def step(self, *args: Any, **options: Any) -> None:
         """Steps as often as it takes to catch up: not at all, once, or several times.
@@ -29,10 +28,9 @@ class _Paced:
         if args or options:
             super().step(*args, **options)  # type: ignore[misc]
             return
-        while self.last_epoch < type(self).target():
-            before = self.last_epoch
+        while (before := _count_of(self)) < type(self).target():
             super().step()  # type: ignore[misc]
-            if self.last_epoch == before:
+            if _count_of(self) == before:
                 return
 
 
@@ -59,7 +57,7 @@ class Pacer:
         """Schedulers count from where they did; those that are new, from now on. Returns where all of them do."""
         now = {
             config.scheduler: (
-                config.scheduler.last_epoch,
+                _count_of(config.scheduler),
                 self._steps() if config.interval == "step" else self._epochs() - 1,
             )
             for config in self._configs
@@ -96,3 +94,10 @@ class Pacer:
         for scheduler, own, _ in self._paced:
             scheduler.__class__ = own
         self._paced = []
+
+
+def _count_of(scheduler: Any) -> int:
+    """How often it was stepped. A ChainedScheduler does not count, but each of those in it does."""
+    while not hasattr(scheduler, "last_epoch"):
+        scheduler = vars(scheduler)["_schedulers"][0]
+    return int(scheduler.last_epoch)
