@@ -76,6 +76,21 @@ def test_no_more_validations_are_open_than_the_recorder_saves() -> None:
     assert book.claim(group=2, epoch=0, passed=1) == MOST_OPEN + 1, "the point that was missed"
 
 
+def test_what_a_server_that_died_has_told_no_rank_of_is_void_and_done_again() -> None:
+    book = ValidationBook()
+    assert [book.claim(group=0, epoch=0, passed=point) for point in (1, 2, 3)] == [1, 2, 3]
+    book.publish(0, 1, "heard")
+    assert book.read(rank=1, number=1) == "heard"
+    book.publish(0, 2, "not heard")
+    after = ValidationBook()
+    after.load(book.state())
+    after.go_back()
+    assert after.claim(group=1, epoch=0, passed=3) == 4, "whose weights there are"
+    after.publish(0, 3, "of weights that are no more")
+    after.publish(1, 4, "again")
+    assert [after.read(rank=0, number=number) for number in (1, 2, 3, 4)] == ["heard", None, None, "again"]
+
+
 def test_what_no_group_was_given_cannot_be_published_and_what_is_not_known_not_read() -> None:
     book = ValidationBook()
     book.claim(group=0, epoch=0, passed=1)

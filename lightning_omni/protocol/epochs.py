@@ -250,6 +250,7 @@ class Epochs:
 
     def go_back(self) -> None:
         """What was trained after the state that was loaded counts no more; what groups have drawn stays theirs."""
+        self.validations.go_back()
         if self.book is None or self._saved is None:
             return
         is_same = self._saved.plan == self.plan

@@ -48,6 +48,7 @@ class ValidationBook:
         self._under_way: dict[int, int] = {}  # number: group
         self._results: dict[int, Any] = {}
         self._read: dict[int, int] = {}
+        self._lost: set[int] = set()  # under way, of weights that are no more
 
     def form(self) -> None:
         """Groups are formed: none of those before evaluates any more."""
@@ -94,7 +95,7 @@ class ValidationBook:
             ProtocolError: it was given no such one.
         """
         self.check_evaluates(group, number)
-        self._end(number, result)
+        self._end(number, None if number in self._lost else result)
 
     def evict(self, group: int) -> None:
         """A group is gone: what it evaluates is void."""
@@ -102,6 +103,19 @@ class ValidationBook:
         for number in [number for number, by in self._under_way.items() if by == group]:
             self.is_missed = True
             self._end(number, None)
+
+    def go_back(self) -> None:
+        """A server goes on in the place of one that died, with which the weights of validations are lost.
+
+        What no rank has heard of is void, for its weights could not be saved any more.
+        """
+        heard = max(self._read.values(), default=0)
+        for number in range(max(heard, self.saved) + 1, self._last + 1):
+            self.is_missed = True
+            if number in self._under_way:
+                self._lost.add(number)
+            else:
+                self._results[number] = None
 
     def state(self) -> dict[str, Any]:
         """All of it, as plain values; results as they are."""
@@ -112,6 +126,7 @@ class ValidationBook:
             "under_way": dict(self._under_way),
             "results": dict(self._results),
             "read": dict(self._read),
+            "lost": sorted(self._lost),
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -119,7 +134,7 @@ class ValidationBook:
         vars(self).update({name: state[name] for name in _NUMBERS})
         self._answers = {group: tuple(answer) for group, answer in state["answers"].items()}
         self._under_way, self._results = dict(state["under_way"]), dict(state["results"])
-        self._read = dict(state["read"])
+        self._read, self._lost = dict(state["read"]), set(state["lost"])
 
     def _end(self, number: int, result: Any) -> None:
         del self._under_way[number]

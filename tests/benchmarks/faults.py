@@ -61,7 +61,7 @@ SAMPLES, BATCH = 2048, 16
 # --- A group ---------------------------------------------------------------------------------------------------------
 
 
-def train(folder: Path, epochs: int, step: float) -> None:
+def train(folder: Path, epochs: int, step: float, more: argparse.Namespace) -> None:
     """One group, which joins whatever run there is."""
     import pytorch_lightning as pl
     import torch
@@ -112,8 +112,12 @@ def train(folder: Path, epochs: int, step: float) -> None:
         max_epochs=epochs,
         accelerator="cpu",
         devices=1,
-        strategy=OmniStrategy(),
-        callbacks=[pl.callbacks.ModelCheckpoint(folder / "checkpoints", save_last=True)],
+        strategy=OmniStrategy(validation=more.validation),
+        callbacks=[
+            pl.callbacks.ModelCheckpoint(folder / "checkpoints", monitor="accuracy", mode="max", save_last=True),
+            *([pl.callbacks.EMAWeightAveraging(decay=0.9)] if more.average else []),
+        ],
+        val_check_interval=more.validate_every,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -131,12 +135,11 @@ class Fleet:
 
     Args:
         folder: of all that they write.
-        epochs: of the run.
-        step: seconds of a batch.
+        args: of the command.
         hosts: the server's and one for each group; None if all are on this one.
     """
 
-    def __init__(self, folder: Path, epochs: int, step: float, hosts: Hosts | None) -> None:
+    def __init__(self, folder: Path, args: argparse.Namespace, hosts: Hosts | None) -> None:
         self.folder, self._hosts = folder, hosts
         (folder / "tmp").mkdir()
         self._env = {
@@ -147,7 +150,9 @@ class Fleet:
             "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
         }
         self._member = [sys.executable, "-W", "ignore", __file__, "--member", str(folder)]
-        self._member += ["--epochs", str(epochs), "--step", str(step)]
+        self._member += ["--epochs", str(args.epochs), "--step", str(args.step)]
+        self._member += ["--validation", args.validation, "--validate-every", str(args.validate_every)]
+        self._member += ["--average"] if args.average else []
         self._serve = [sys.executable, "-m", "lightning_omni", "serve", "--once", *self._address()]
         self._serve += ["--heartbeat-timeout", str(SILENCE), "--state", str(folder / "state"), "--save-every", "5s"]
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -279,7 +284,7 @@ def disturbed(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
 
 def _disturbed(folder: Path, args: argparse.Namespace, hosts: Hosts | None) -> dict[str, Any]:
     chance = random.Random(args.seed)
-    fleet = Fleet(folder, args.epochs, args.step, hosts)
+    fleet = Fleet(folder, args, hosts)
     possible = KINDS if hosts is None else (*KINDS, "cut")
     kinds = [possible[number % len(possible)] for number in range(args.faults)]
     chance.shuffle(kinds)
@@ -346,6 +351,7 @@ def read(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         "missing": len(all_samples - set(trained)),
         "twice": sum(count - 1 for count in trained.values()),
         "useful": len(all_samples & set(trained)) / BATCH * args.step,
+        "failures": sum(file.read_text(errors="replace").count("Traceback") for file in folder.glob("group-*.log")),
         "accuracy": statistics.median(accuracies) if accuracies else float("nan"),
     }
 
@@ -359,12 +365,15 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--epochs", type=int, default=40)
     parser.add_argument("--step", type=float, default=0.2, help="seconds of a batch")
+    parser.add_argument("--validation", choices=("wait", "published"), default="wait")
+    parser.add_argument("--validate-every", type=float, default=1.0, help="part of an epoch")
+    parser.add_argument("--average", action="store_true", help="with EMAWeightAveraging")
     parser.add_argument("--alone", action="store_true", help="also a run without faults")
     parser.add_argument("--keep", type=Path, help="where logs stay")
     parser.add_argument("--member", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.member is not None:
-        train(args.member, args.epochs, args.step)
+        train(args.member, args.epochs, args.step, args)
         return
     with suppress(NoNamespacesError):
         with_own_network()
@@ -377,6 +386,7 @@ def main() -> None:
             said = disturbed(folder, args)
         print(
             f"{args.groups} groups, seed {args.seed}, {said['faults'] or 'no faults'}: exit codes {said['codes']},"
+            f" {said['failures']} tracebacks,"
             f" of the server {said['server']}, {len(said['left'])} processes and {len(said['files'])} files left"
             f" {said['files'][:3] or ''}, {said['seconds']:.0f} s, longest standstill {said['standstill']:.1f}"
             f" s after {said['after']}, {said['missing']} samples missing, {said['twice']} trained more than once,"
