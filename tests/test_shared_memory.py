@@ -197,7 +197,7 @@ def test_without_shared_memory_tensors_go_by_socket_and_one_line_says_so(
             assert leader.data.shared == 0 < leader.data.moved
     finally:
         serving.stop()
-    assert sum("go by socket" in line for line in caplog.messages) == (where != "at the leader")
+    assert sum("sent through sockets" in line for line in caplog.messages) == (where != "at the leader")
 
 
 # --- What a hostile leader may do ------------------------------------------------------------------------------------

@@ -294,5 +294,5 @@ def test_through_a_real_server_and_other_groups_nothing_given_is_lost_or_sent_tw
         owed = torch.tensor([result["residual"][place] for result in ranks[::2]], dtype=torch.float64).sum(0)
         assert bool(owed.any())
         torch.testing.assert_close(torch.tensor(weight, dtype=torch.float64), -0.1 * (total - owed))
-    assert finished.output.count("the checkpoint holds what its groups had not pushed yet") == 1
-    assert "training has ended, and of what group 1 was to push with optimizer 0 a remainder" in finished.output
+    assert finished.output.count("the checkpoint holds residuals that its groups had not pushed yet") == 1
+    assert "training has ended, and group 1 has not pushed the residual of optimizer 0" in finished.output

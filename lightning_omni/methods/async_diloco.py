@@ -92,8 +92,8 @@ class AsyncDiLoCo(Method, frozen=True, kw_only=True, tag="async_diloco"):
     r"""Asynchronous local SGD with delayed Nesterov momentum (DN) and dynamic local updates (DyLU).
 
     Each group makes :math:`H_w` steps of the user's optimizer from the outer weights :math:`\theta` that it last read
-    and pushes :math:`\Delta_t = \theta_{read} - x`. The server applies the t-th arrival at once, momentum only with
-    every N-th, from the mean of the last N:
+    and pushes :math:`\Delta_t = \theta_{read} - x`. The server applies the t-th arrival immediately, and momentum
+    only with every N-th, from the mean of the last N:
 
     .. math:: B \leftarrow B + \Delta_t; \quad \text{if } N | t: \; m \leftarrow \beta m + B/N, \;
         \theta \leftarrow \theta - \epsilon\bigl[(1 - cN + c)\beta m + \Delta_t/N\bigr], \; B \leftarrow 0;

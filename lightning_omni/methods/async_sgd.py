@@ -67,8 +67,8 @@ class AsyncSGD(Method, frozen=True, kw_only=True, tag="async_sgd"):
 
     .. math:: w_{t+1} = \mathrm{step}\bigl(w_t,\; g(w_{t-\tau})\bigr), \qquad t \leftarrow t + 1
 
-    where ``step`` is one step of the torch optimizer that the user configured (its state, a momentum buffer say, is
-    one for all groups), ``g`` the mean gradient of one compute group's batch, and :math:`\tau` its staleness: the
+    where ``step`` is one step of the torch optimizer that the user configured (with one state, such as a momentum
+    buffer, for all groups), ``g`` the mean gradient of one compute group's batch, and :math:`\tau` its staleness: the
     updates that other groups made between this group's read and its write. With random step times and g groups, the
     mean of :math:`\tau` is g-1 and asynchrony adds momentum of about 1 - 1/g.
 

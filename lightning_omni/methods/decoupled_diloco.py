@@ -171,28 +171,28 @@ class _Syncer(ServerSide):
 class DecoupledDiLoCo(Method, frozen=True, kw_only=True, tag="decoupled_diloco"):
     r"""Decoupled DiLoCo: no group waits for one that is slow or dead.
 
-    The parameters are cut into P fragments. Each group makes steps of the user's optimizer on a clock of its own; every
-    H/P of them it sends the change of the next fragment, and computes on. The server merges fragment p when K groups
-    have come with it and a window of grace for others is over:
+    The parameters are split into P fragments. Each group makes steps of the user's optimizer at its own speed; every
+    H/P of them it sends the change of the next fragment, and continues computing. The server merges fragment p when K
+    groups have sent it and a grace period for others is over:
 
     .. math:: w_m \propto n_m \frac{n_m}{s_m}, \quad \sum_m w_m = 1; \qquad
         \Delta_p = \sum_m w_m (\Theta_p - \theta_{m,p}), \quad m_p \leftarrow \beta m_p + \Delta_p, \quad
         \Theta_p \leftarrow \Theta_p - \eta_o (\Delta_p + \beta m_p)
 
-    over the groups m that have come, which have trained :math:`n_m` samples in :math:`s_m` steps since they sent this
-    fragment last. A group loads :math:`\Theta_p` when it is about to send its next fragment, and keeps what it has
-    changed in between. One that comes late is answered at once, and counts in the next merge, with what it has changed
-    since the :math:`\Theta_p` that it had read. The inner optimizer's state stays at the worker.
+    over the groups m that have sent it, which have trained :math:`n_m` samples in :math:`s_m` steps since they last
+    sent this fragment. A group loads :math:`\Theta_p` when it is about to send its next fragment, and keeps its changes
+    in between. A late group is answered at once, and its change since the :math:`\Theta_p` that it had read counts in
+    the next merge. The inner optimizer's state stays at the worker.
 
     Args:
         period: H, inner steps between two exchanges of the same fragment, in steps.
         fragments: P, of equal bytes; divides ``period``.
-        quorum: K, groups that a merge needs; None for more than half of those that live. The fewer they are, the more
+        quorum: K, groups that a merge needs; None for more than half of the live groups. The smaller it is, the more
             often a fragment is merged, each time with the whole outer step.
-        grace: for how long a merge that has its quorum waits for others: the part, from 0 to less than 1, of the time
-            until the first of the waiting groups wants it; 0 for no window.
-        delay: steps after which what was merged is loaded; None for H/P, when the next one is sent. With 0 a
-            group waits for the merge, as in `DiLoCo`.
+        grace: how long a merge that has its quorum waits for more groups, as a fraction (from 0 to less than 1) of the
+            time until the first of the waiting groups needs its answer; 0 for no waiting.
+        delay: number of steps after which the merged fragment is loaded; None for H/P, when the next one is sent. With
+            0 a group waits for the merge, as in `DiLoCo`.
         outer_lr: :math:`\eta_o`, above 0.
         outer_momentum: :math:`\beta`, from 0 to less than 1.
 

@@ -69,10 +69,10 @@ class DiLoCo(Streaming, frozen=True, kw_only=True, tag="diloco"):
         period: H, inner steps between two outer ones of the same weight, in steps.
         outer_lr: :math:`\eta_o`, above 0.
         outer_momentum: :math:`\beta`, from 0 to less than 1.
-        fragments: P, parts of equal bytes that are exchanged one after the other; P divides H.
-        delay: :math:`\tau`, steps that an exchange may take without being waited for, fewer than H/P; 0 waits.
-        alpha: :math:`\alpha`, the part of its own weights that a group keeps, from 0 to less than 1. With 0 what it
-            learned in the last :math:`\tau` steps is lost.
+        fragments: P, fragments of equal bytes that are exchanged one after the other; P divides H.
+        delay: :math:`\tau`, steps that a group makes while an exchange is in flight, fewer than H/P; 0 waits.
+        alpha: :math:`\alpha`, the weight that a group gives to its own parameters, from 0 to less than 1. With 0 what
+            it learned in the last :math:`\tau` steps is lost.
 
     The model that is evaluated is the server's outer weights.
 

@@ -36,11 +36,11 @@ class _ApplyOrAdd(Barrier):
 class Downpour(Method, frozen=True, kw_only=True, tag="downpour"):
     r"""Downpour SGD; with ``send="updates"`` and n_push = n_fetch, GPU A-SGD.
 
-    Every group descends alone, and remembers what it did:
+    Every group descends on its own, and accumulates its gradients:
 
     .. math:: x \leftarrow x - \eta g(x), \qquad a \leftarrow a + g(x)
 
-    Every ``n_push`` steps it pushes a and forgets it; every ``n_fetch`` steps the master weights *overwrite* x. The
+    Every ``n_push`` steps it pushes a and clears it; every ``n_fetch`` steps the master weights *overwrite* x. The
     server applies each a at once. With ``send="gradients"`` the user's optimizer steps at the server along a, and the
     steps in between are plain SGD with its learning rate. With ``send="updates"`` it steps at the worker, its state
     (velocity) stays there, and the server *adds* the accumulated change of x.

@@ -49,12 +49,12 @@ class Gossip(Method, frozen=True, kw_only=True, tag="gossip"):
 
     Pushing conserves the mean of all weights far better than pulling, and brings them together somewhat more slowly.
     No group waits for another. Velocities are not exchanged, and Nesterov's look-ahead is taken off before weights are
-    sent and put on again after.
+    sent and added again afterwards.
 
     Args:
         kind: ``"pull"`` or ``"push"``.
         period: local steps between two exchanges, in steps.
-        seed: of the draws.
+        seed: of the random choice of peers.
 
     The model that is evaluated is the exact mean of all groups' weights.
 

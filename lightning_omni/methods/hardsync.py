@@ -19,8 +19,8 @@ class HardSync(Method, frozen=True, kw_only=True, tag="hardsync"):
     .. math:: w_{t+1} = \mathrm{step}\Bigl(w_t,\; \tfrac1\lambda \sum_{l=1}^{\lambda} g_l(w_t)\Bigr)
 
     for :math:`\lambda` groups. Staleness is always 0, and the result is that of one synchronous group with the batch
-    of them all; so it is the yardstick for the asynchronous methods on the same wires. For speed rather than for
-    comparison take ``groups=1``, which all-reduces and needs no server.
+    of them all; use it as a baseline for the asynchronous methods on the same network. For speed use ``groups=1``,
+    which all-reduces and needs no server.
 
     The model that is evaluated is the server's.
 

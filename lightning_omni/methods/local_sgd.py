@@ -28,9 +28,9 @@ class LocalSGD(Streaming, frozen=True, kw_only=True, tag="local_sgd"):
 
     Args:
         period: H, local steps between two averages, in steps.
-        warmup_steps: steps in the beginning that are averaged one by one (post-local SGD), in steps.
-        fragments: P, parts of the weights that are averaged one by one, every H/P steps; P divides H.
-        delay: steps that are made while an average is computed and travels, fewer than H/P; 0 waits for it.
+        warmup_steps: initial steps that are averaged one by one (post-local SGD), in steps.
+        fragments: P, fragments of the weights that are averaged one by one, every H/P steps; P divides H.
+        delay: steps that a group makes while an average is in flight, fewer than H/P; 0 waits for it.
         alpha: part of its own weights that a group keeps at an average, from 0 to less than 1.
 
     The model that is evaluated is the exact mean of all groups' weights.

@@ -89,13 +89,13 @@ class SoftSync(Method, frozen=True, kw_only=True, tag="softsync"):
 
     Args:
         n: 1 to the number of groups.
-        modulation: what becomes of the learning rate.
+        modulation: how staleness scales the learning rate.
 
-    Where aggregators add pushes up (``lightning-omni serve --upstream``), an update is of c gradients or more: a sum
-    comes whole. With "each" none may.
+    With aggregators, which sum pushes (``lightning-omni serve --upstream``), an update is made of c or more gradients,
+    because a sum arrives whole. "each" cannot be used with aggregators.
 
-    When all groups are idle (before a validation, say) what has come in is applied even if it is less than c gradients,
-    so that no sample is lost. The model that is evaluated is the server's.
+    When all groups are idle (before a validation, for example), the gradients received so far are applied even if there
+    are fewer than c, so that no sample is lost. The model that is evaluated is the server's.
 
     Raises:
         ConfigurationError: ``n`` is out of range.

@@ -445,7 +445,7 @@ class Channel:
         """Warns of the first of what was not finite."""
         if not applied and in_row == 1:
             _log.warning(
-                "group %d pushed something that is not finite; it was refused and the weights did not move",
+                "group %d made a push that is not finite; it was refused, and the weights did not change",
                 self._place.group,
             )
 
@@ -552,7 +552,7 @@ class Channel:
         self._close_peers()
 
     def _warn_of_aggregator(self, error: ConnectionLost) -> None:
-        _log.warning("group %d pushes to the parameter server itself from now on: %s", self._place.group, error)
+        _log.warning("group %d pushes directly to the parameter server from now on: %s", self._place.group, error)
 
     def _close_peers(self) -> None:
         if self._peers is not None:

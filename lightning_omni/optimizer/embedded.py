@@ -65,15 +65,15 @@ class Keeper:
             with self._lock:
                 if self._stopping:
                     return
-                _log.warning("the parameter server's process has ended with status %d; it is started again", status)
+                _log.warning("the parameter server's process has ended with status %d; restarting it", status)
                 self._process = ServerProcess(self._again)
             try:
                 self._process.address()
             except OmniError as error:
                 if not self._stopping:
-                    _log.error("the parameter server could not be started again: %s", error)
+                    _log.error("the parameter server could not be restarted: %s", error)
                 return
-        _log.error("the parameter server has ended %d times in a row; it is not started again", fallen)
+        _log.error("the parameter server has ended %d times in a row; it is not restarted any more", fallen)
 
 
 class RunServer:

@@ -15,19 +15,19 @@ from lightning_omni.optimizer.world import World
 
 
 class OmniOptimizer(Optimizer):
-    """Wraps any torch optimizer so that it steps across compute groups, as the world's method has it.
+    """Wraps any torch optimizer so that it steps across compute groups, with the method of the world.
 
-    The wrapped optimizer stays the place where hyperparameters are read and edited (by schedulers, say). Where the
-    method steps at the parameter server they travel with every push; where it steps at the workers the wrapped
-    optimizer itself does, and the groups exchange weights. With one group nothing is exchanged and the wrapped
-    optimizer steps itself, bit for bit.
+    Hyperparameters are read from and edited in the wrapped optimizer (by schedulers, for example). Where the method
+    steps at the parameter server, they are sent with every push. Where it steps at the workers, the wrapped optimizer
+    itself steps, and the groups exchange weights. With one group nothing is exchanged, and the wrapped optimizer steps,
+    bit for bit.
 
     Args:
         optimizer: the optimizer to wrap, over parameters that live on this rank.
-        world: this rank's place in the run.
-        names: a name for every parameter, or what gives these names, if the model gets more parameters in mid-run; by
-            default their places, ``"0.3"`` for the fourth of the first group.
-        merged: parameters that belong to a merged head, which the server steps by itself: see `World.attach_head`.
+        world: the run that this rank belongs to.
+        names: a name for every parameter, or a function that returns these names, if parameters are added during the
+            run; by default their positions, ``"0.3"`` for the fourth of the first group.
+        merged: parameters of a merged head, which the server steps separately: see `World.attach_head`.
 
     Raises:
         UnsupportedError: the optimizer cannot run at a server; the message says what to do instead.

@@ -279,8 +279,8 @@ class Residuals:
             self._place.core.load_sender_state(index, sender["state"])
         elif _largest(sender["state"]):
             _log.warning(
-                "the checkpoint holds what group %d had not pushed yet in the wire format %s; this run has another one,"
-                " and it is left out",
+                "the checkpoint holds a residual that group %d had not pushed yet in the wire format %s; it is not"
+                " restored, because this run has another wire format",
                 self._place.group,
                 sender["format"]["name"],
             )
@@ -294,8 +294,8 @@ class Residuals:
         owed = [_largest(each["sender"]["state"]) for state in states.values() for each in state if "sender" in each]
         if self._place.is_recorder and any(owed):
             _log.warning(
-                "the checkpoint holds what its groups had not pushed yet (the largest number of it is %.3g); this run"
-                " has other groups, another method or other parameters, and it is left out",
+                "the checkpoint holds residuals that its groups had not pushed yet (largest number: %.3g); they are not"
+                " restored, because this run has other groups, another method or other parameters",
                 max(owed),
             )
 
@@ -313,8 +313,8 @@ class Residuals:
         for index in range(len(self._place.parts)):
             if self._place.speaks and (largest := _largest(self._place.core.sender_state(index))):
                 _log.warning(
-                    "training has ended, and of what group %d was to push with optimizer %d a remainder has not been"
-                    " sent; its largest number is %.3g",
+                    "training has ended, and group %d has not pushed the residual of optimizer %d; its largest number:"
+                    " %.3g",
                     self._place.group,
                     index,
                     largest,

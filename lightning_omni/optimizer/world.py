@@ -60,13 +60,13 @@ LEARN = 2.0
 
 
 class World(Place):
-    """This rank's place among all ranks. Call it after ``torch.distributed.init_process_group``.
+    """A run's compute groups, as seen from this rank. Create it after ``torch.distributed.init_process_group``.
 
     Args:
-        groups: number of compute groups, or None for one group for each node.
-        device: where the model's weights live.
-        options: the rest; ``groups`` overrides its ``groups``.
-        ranks_per_node: number of ranks on each node, in rank order; by default what torchrun says.
+        groups: number of compute groups, or None for one group per node.
+        device: device of the model's weights.
+        options: all other settings; ``groups`` overrides their ``groups``.
+        ranks_per_node: number of ranks on each node, in rank order; by default that of torchrun.
 
     Raises:
         ConfigurationError: an argument is wrong.

@@ -134,7 +134,7 @@ class ControlConnection(Control):
         shares = shared_memory and is_private(address) and segments.is_offered()
         self.session = Session(self.data_address, rank, self._secret, self.keys, memory_path(address) if shares else "")
         if shared_memory and not shares:
-            _log.info("tensors go by socket: memory is shared on Linux, with a server whose sockets lie in a directory")
+            _log.info("tensors are sent through sockets: shared memory needs Linux, and no server on a TCP port")
         self._memory = self.session.memory
         self._thread = threading.Thread(target=self._keep_alive, name="omni-control", daemon=True)
         self._thread.start()
@@ -196,7 +196,7 @@ class ControlConnection(Control):
         except (ConnectionLost, Refused) as error:
             self.check()
             _log.warning(
-                "pushes go to the parameter server itself: the aggregator does not let this rank in: %s", error
+                "pushes go directly to the parameter server, because the aggregator does not admit this rank: %s", error
             )
             return None
 
@@ -206,7 +206,7 @@ class ControlConnection(Control):
                 return segments.empty(nbytes)
             except OSError as error:
                 self.session = dataclasses.replace(self.session, memory="")
-                _log.warning("there is no memory that can be shared, tensors go by socket: %s", error)
+                _log.warning("no shared memory is available, tensors are sent through sockets: %s", error)
         return super().empty(nbytes)
 
     def listen(

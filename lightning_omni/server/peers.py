@@ -254,7 +254,7 @@ class PeerConnections:
         if self._unread[group] >= UNREAD:
             self.dropped += 1
             if self.dropped == 1:
-                _log.warning("group %d does not take weights as fast as they are sent to it; some are dropped", group)
+                _log.warning("group %d receives weights more slowly than they are sent to it; some are dropped", group)
             return
         buffer = self._format.encode(tensors, self._layouts[optimizer], {}, Memory()).payload
         message = m.PeerMessage(optimizer=optimizer, nbytes=buffer.numel())
@@ -346,7 +346,7 @@ class PeerConnections:
             wire.close(0)
         self._unread[group] = 0
         if not self._is_lost(group):
-            _log.warning("group %d did not answer within %.0f s; gossip goes on without it", group, self._timeout)
+            _log.warning("group %d did not answer within %.0f s; gossip continues without it", group, self._timeout)
 
 
 class PeerWires(PeerConnections):

@@ -141,7 +141,7 @@ class Sharing:
                 self._hand_over(segment)
             except (OSError, MalformedMessage, Refused) as error:
                 self._path = ""
-                _log.warning("memory cannot be shared with the parameter server, tensors go by socket: %s", error)
+                _log.warning("memory cannot be shared with the server, tensors are sent through sockets: %s", error)
                 return None
         return Place(self._numbers[segment.number], start, tensor.numel())
 

@@ -396,8 +396,8 @@ class EpochDriver:
         if self._limits.steps_left(progress, self._plan.epoch + 1) == 0:
             self.step_limit = trainer.global_step
             self._say(
-                f"OmniStrategy: max_steps={self.max_steps} reached: as many samples as {self.max_steps} steps of all"
-                f" {self.world.size} ranks; this group took {trainer.global_step} steps of its own"
+                f"OmniStrategy: max_steps={self.max_steps} reached: the groups have trained as many samples as"
+                f" {self.max_steps} steps of all {self.world.size} ranks; this group made {trainer.global_step} steps"
             )
         return self._limits.validates_at_end(self._plan, progress)
 

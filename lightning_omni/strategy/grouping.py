@@ -188,7 +188,7 @@ class GroupedStrategy(_Base):
         if world.enlistment is not None and world.follow_recorder() and not self._is_told_to_record:
             self._is_told_to_record = True
             _private.set_rank(0)
-            self.rank_zero_info("OmniStrategy: the group that logged and saved is gone; from here on this one does")
+            self.rank_zero_info("OmniStrategy: the group that logged and saved is gone; this group does so now")
 
     def form_one(self) -> None:
         """One group of all live ranks, which has everything that the server knew."""

@@ -59,68 +59,70 @@ class OmniStrategyHooks(SavingStrategy):
     """Trains synchronously inside compute groups and asynchronously across them.
 
     Args:
-        groups: number of compute groups, from 1 (plain DDP, bit for bit, with no server in the path) to the number
-            of ranks. None takes what the environment variable LIGHTNING_OMNI_GROUPS says, and without it makes one
-            group for each node. Groups differ in size by at most one rank.
+        groups: number of compute groups, from 1 (plain DDP, bit for bit, with no server in the path) to the number of
+            ranks. Groups differ in size by at most one rank. None uses the environment variable LIGHTNING_OMNI_GROUPS
+            if it is set, and otherwise one group per node.
         method: how groups exchange: a name (``"hardsync"``), a name with settings (``"diloco:period=50"``) or a value
-            (``DiLoCo(period=50)``): see `lightning_omni.methods`. None takes LIGHTNING_OMNI_METHOD, or ``"async_sgd"``.
-        server: ``"tcp://host:port"`` of a parameter server that runs already (``lightning-omni serve``); None takes
-            LIGHTNING_OMNI_SERVER, whose run this process then joins (see ``join``), or starts one for this run, in a
-            process of its own beside rank 0.
-        data: ``"dynamic"`` deals the samples of an epoch out to the group that is free, so that a slow one delays no
-            other; ``"static"`` gives every rank its share beforehand, as DistributedSampler does. None takes
-            LIGHTNING_OMNI_DATA, or ``"dynamic"``.
-        rebalance: ``"auto"`` measures how fast ranks are and splits each group's batch in proportion, where that makes
-            the group more than 5 % faster; ``"off"`` gives all ranks the same. The loss must be a mean over the batch.
-        host: address that the embedded server binds. None takes no port at all on one node, and otherwise MASTER_ADDR.
+            (``DiLoCo(period=50)``): see `lightning_omni.methods`. None uses LIGHTNING_OMNI_METHOD, or ``"async_sgd"``.
+        server: ``"tcp://host:port"`` of a running parameter server (``lightning-omni serve``). None uses
+            LIGHTNING_OMNI_SERVER, and joins the run there (see ``join``); if that is not set either, rank 0 starts a
+            server for this run in a separate process.
+        data: ``"dynamic"`` deals out the samples of an epoch to the groups as they become free, so that a slow group
+            does not delay the others; ``"static"`` gives every rank its share in advance, as DistributedSampler does.
+            None uses LIGHTNING_OMNI_DATA, or ``"dynamic"``.
+        rebalance: ``"auto"`` measures the speed of the ranks and splits each group's batch in proportion, where that
+            makes the group more than 5 % faster; ``"off"`` gives all ranks equal parts. The loss must be a mean over
+            the batch.
+        host: address that the embedded server binds. None uses no port at all on one node, and MASTER_ADDR on several.
         encryption: of connections over the network: ``"curve"``, or ``"off"`` on a network whose every user you trust.
         heartbeat_timeout: seconds of silence after which a rank counts as dead.
-        max_nonfinite_pushes: pushes with NaN or infinite gradients that a group may make in a row before the run ends.
-        merged: name of a submodule, the last layers of a classifier, say, that stays at the server: each group's batch
-            passes through it there, one group at a time, so that its weights are never stale and never travel; only
-            activations and their gradients do. With one group it changes nothing.
-        record: file for a record of everything that moves the weights, written by the embedded server; the simulator
-            can go through it once more, see `lightning_omni.simulator.replay`.
-        wire: how pushes are put into bytes, where bytes are what a slow network makes expensive: ``"fp32"``, all
-            tensors as they are; ``"bf16"`` or ``"fp16"``, half of that; ``"int8"``, about a quarter; ``"topk:0.01"``,
-            the largest hundredth of the numbers with their places; or a value, see docs/wire-formats.md. What a lossy
-            format leaves out is added to the group's next push. ``{"push": "int8", "pull": "bf16"}`` names one for the
-            answers, too. With one group nothing is pushed.
-        overlap: whether a group's exchange travels while it computes its next gradient, which is then one step older;
-            for methods whose optimizer steps at the server. Worth it where exchanges take long: see
+        max_nonfinite_pushes: consecutive pushes with NaN or infinite gradients that a group may make before the run
+            ends.
+        merged: name of a submodule that stays at the server, such as the last layers of a classifier. Each group's
+            batch passes through it there, one group at a time, so that its weights are never stale and never sent; only
+            activations and their gradients are. With one group this has no effect.
+        record: file for a record of everything that changes the weights, written by the embedded server; the simulator
+            can replay it, see `lightning_omni.simulator.replay`.
+        wire: encoding of pushes, for slow networks: ``"fp32"``, uncompressed; ``"bf16"`` or ``"fp16"``, half the bytes;
+            ``"int8"``, about a quarter; ``"topk:0.01"``, the largest hundredth of the numbers with their positions; or
+            a value, see docs/wire-formats.md. What a lossy format leaves out is added to the group's next push.
+            ``{"push": "int8", "pull": "bf16"}`` sets the encoding of answers, too. With one group nothing is pushed.
+        overlap: whether a group computes its next gradient during an exchange, which makes that gradient one step
+            staler; for methods whose optimizer steps at the server. Use it where exchanges take long: see
             docs/performance.md. With one group nothing is exchanged.
-        servers: how many parameter servers hold a share of the weights each, so that no single link carries the pushes
-            of all groups: a number, all beside rank 0; or ``"per-node"``, one on each node, with which an exchange of
-            all groups costs no more bytes on any link than a ring all-reduce. See docs/servers.md.
-        validation: ``"wait"`` has all groups synchronize and validate together; ``"published"`` has one group evaluate
-            the weights of that moment, wherever a validation is due inside an epoch, while the others train on: see
+        servers: number of parameter servers that share the weights, so that no single link carries the pushes of all
+            groups: a number, all on rank 0's node; or ``"per-node"``, one on each node, with which an exchange of all
+            groups sends no more bytes over any link than a ring all-reduce. See docs/servers.md.
+        validation: ``"wait"``: all groups synchronize and validate together. ``"published"``: where a validation is due
+            inside an epoch, one group evaluates the weights of that moment while the others train on; see
             docs/validation.md.
-        join: whether this process, or those of its launcher, are one group of a run that others train, too: it begins
-            the run at ``server``, or joins it, at any time, and may leave it at any time, see docs/joining.md. None
+        join: whether the ranks of this launcher are one group of a run that other groups train, too. The group begins
+            the run at ``server``, or joins it, at any time, and may leave it at any time; see docs/joining.md. None
             joins the run of the server that LIGHTNING_OMNI_SERVER names, if no ``server`` is passed.
         save_every: seconds between two saves of the embedded server's state. If the server dies, rank 0 starts another
-            one, which goes on from the last save: see docs/resilience.md. None saves nothing; its death then ends the
-            run.
-        inside: how the members of a group hold the model: ``"ddp"``, each of them whole; ``"fsdp"``, together, each
-            with rows of every parameter (torch's ``fully_shard``), so that a group can hold what no single device can;
-            or ``ModelParallelStrategy(data_parallel_size=..., tensor_parallel_size=...)``, together, as the module's
-            ``configure_model`` parallelizes and shards it on the group's ``self.device_mesh``. Every member then
-            exchanges its own share, and no rank ever has the whole: see docs/large-models.md.
-        max_rejoins: how often in a row a group of ``join`` that was evicted by mistake (its machine stood still, its
-            link was cut) joins again by itself, as a new one: if the script ends with that error, its process starts
-            the command again that it was started with, after 1, 2, 4, ... seconds. See docs/joining.md. 0 never.
-        progress_timeout: seconds after which a group is evicted that answers heartbeats and gets nothing done, no batch
-            and no validation batch: it is stuck in a collective or a loader, and others would wait for it. Counted from
-            its first trained batch on, by the embedded server; ``lightning-omni serve`` has its own. None never.
-        all_reduce: how gradients are averaged inside a group, where the network between its members is slow:
-            ``"fp32"``, as DistributedDataParallel does; ``"bf16"`` or ``"fp16"``, half the bytes; ``"powersgd:4"``,
-            each matrix of gradients as the product of two with 4 columns, a fiftieth of the bytes, say, with error
-            feedback: see docs/wire-formats.md.
-        save_distributed_checkpoint: whether, with ``inside="fsdp"``, a checkpoint is a folder to which each member
-            writes its share (torch.distributed.checkpoint, as ModelParallelStrategy saves it), and not one file that
-            rank 0 puts together. A ModelParallelStrategy that is passed as ``inside`` says so itself. Both are read,
-            whatever is passed here.
-        **ddp: DDPStrategy's own arguments.
+            one, which continues from the last save: see docs/resilience.md. With None nothing is saved, and the run
+            ends if the server dies.
+        inside: how the members of a group hold the model: ``"ddp"``, each the whole model; ``"fsdp"``, each a shard
+            with rows of every parameter (torch's ``fully_shard``), for models that no single device can hold; or
+            ``ModelParallelStrategy(data_parallel_size=..., tensor_parallel_size=...)``, as the module's
+            ``configure_model`` parallelizes and shards it on the group's ``self.device_mesh``. With the last two every
+            member exchanges its own shard, and no rank ever has the whole model: see docs/large-models.md.
+        max_rejoins: how often in a row a group of ``join`` that was evicted by mistake (because its machine was
+            suspended or its link failed) rejoins automatically, as a new group: if the script ends with that error, its
+            process runs its own command again, after 1, 2, 4, ... seconds. See docs/joining.md. 0 disables this.
+        progress_timeout: seconds after which a group that answers heartbeats but makes no progress (no batch and no
+            validation batch) is evicted, because it hangs in a collective or a loader and others would wait for it.
+            Counted by the embedded server, from the first trained batch on; ``lightning-omni serve`` has its own
+            option. None disables this.
+        all_reduce: how gradients are averaged inside a group, for slow networks between its members: ``"fp32"``, as
+            DistributedDataParallel does; ``"bf16"`` or ``"fp16"``, half the bytes; ``"powersgd:4"``, each matrix of
+            gradients as the product of two with 4 columns (a fiftieth of the bytes, for example), with error feedback:
+            see docs/wire-formats.md.
+        save_distributed_checkpoint: with ``inside="fsdp"``, whether a checkpoint is a folder to which each member
+            writes its shard (torch.distributed.checkpoint, as ModelParallelStrategy saves it), instead of one file that
+            rank 0 writes. If ``inside`` is a ModelParallelStrategy, its own argument is used. Both kinds can be loaded
+            in any case.
+        **ddp: arguments of DDPStrategy.
 
     Raises:
         ConfigurationError: an argument is wrong; the message names it.

@@ -172,8 +172,8 @@ class Reporting:
         if status is None or status.clock or not world.steps_at_worker or method.evaluated == "mean":
             return ""
         return (
-            f"no group has exchanged anything with {method!r}, so the weights are those of the beginning: its period is"
-            " longer than the run"
+            f"no group has exchanged anything with {method!r}, because its period is longer than the run: the model"
+            " still has its initial weights"
         )
 
 

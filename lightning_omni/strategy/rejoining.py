@@ -71,7 +71,7 @@ class Rejoining:
         if self._count >= most:
             _log.warning("this group has joined again %d times in a row, and does so no more: %s", most, reason)
         elif obstacle := _obstacle(ranks):
-            _log.warning("this group does not join again by itself: %s", obstacle)
+            _log.warning("this group does not rejoin automatically: %s", obstacle)
         else:
             self._error, self._reason, self.is_armed = error, str(reason), True
             self._replace_hook()

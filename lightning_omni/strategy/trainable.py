@@ -53,11 +53,11 @@ class Trainable:
             return
         self._has_warned = True
         self._warn(
-            f"the parameter {late} is trained, and was frozen or not there when DistributedDataParallel wrapped the"
-            " module: DDP does not average its gradient, and every rank trains a version of its own. This is so with"
-            " DDPStrategy, too, with which one group is one and the same. Have it trainable when the module is wrapped"
-            " and pass find_unused_parameters=True (a callback may freeze it in on_fit_start, after the wrapping), or"
-            " pass groups=2 or more, which wraps again when parameters are unfrozen"
+            f"the parameter {late} is trained now, but was frozen or missing when DistributedDataParallel wrapped the"
+            " module: DDP does not average its gradient, and every rank trains its own version (with DDPStrategy, too)."
+            " Keep it trainable when the module is wrapped and pass find_unused_parameters=True (a callback may freeze"
+            " it in on_fit_start, after the wrapping), or pass groups=2 or more: then the module is wrapped again when"
+            " parameters are unfrozen"
         )
 
     def check_in_step(self) -> None:

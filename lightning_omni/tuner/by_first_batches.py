@@ -60,7 +60,7 @@ class ByFirstBatches:
     def begin_again(self, reason: str) -> None:
         """Back to the user's own setting, in one group, which is timed once more."""
         run = self._run
-        run.say(f"OmniTuner: times the run in one group again, because {reason}")
+        run.say(f"OmniTuner: timing the run in one group again, because {reason}")
         self._applied.take_back()
         hyperparameters = run.hyperparameters()
         self._deciding = 0.0

@@ -85,7 +85,7 @@ class ByProbes:
             spec = self._retuning.specification_for_step(spec)
         if not run.hear(spec.batches):
             return
-        run.say(f"OmniTuner: retunes, because {reason}; there are {seconds:.1f} s for it")
+        run.say(f"OmniTuner: retuning, because {reason}; the budget is {seconds:.1f} s")
         self._find(hyperparameters, spec, hyperparameters.lr_now, ())
 
     def _find(

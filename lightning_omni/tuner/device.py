@@ -51,26 +51,26 @@ _MUCH = 0.1
 
 
 class DeviceTunerHooks(_CallbackBase):
-    """Finds out how this device trains this model fastest, before the first batch, and trains like that.
+    """Finds the settings with which this device trains the model fastest, before the first batch, and uses them.
 
-    All is measured on copies, with the module's own ``training_step`` and batches of its own data: weights, data order
-    and RNG state of the run are those of a run without the callback. AppliedSetting is what keeps the mathematics up to
-    rounding: threads, the C library's handling of freed memory, memory format, fused optimizer, compiled submodules.
-    Precision only if it is allowed. After the fit all is as it was.
+    Measurements use copies of the model, with the module's own ``training_step`` and batches of its own data: weights,
+    data order and RNG state of the run are those of a run without the callback. Settings that keep the mathematics up
+    to rounding are applied: threads, the C library's handling of freed memory, memory format, fused optimizer, compiled
+    submodules. Precision is changed only if it is allowed. After the fit everything is restored.
 
     With several ranks, rank 0 measures and decides for all.
 
     Args:
-        allow: ``("precision",)`` lets it train in bfloat16 (``"bf16-mixed"``, or TF32 on CUDA) if that is faster and
+        allow: ``("precision",)`` allows training in bfloat16 (``"bf16-mixed"``, or TF32 on CUDA) if that is faster and
             the losses of a short probe agree. Batch size and number of workers cannot change within a fit.
         propose: what else is measured, for the report: ``"precision"``, ``"batch_size"``.
         budget: seconds for all measurements together.
         tolerance: how far apart the loss curves of two precisions may be, as a fraction of the losses.
         setting: use this and measure nothing.
-        batches: to measure with; by default some of the train dataloader's, taken from its dataset directly.
+        batches: to measure with; by default some of the train dataloader's, taken directly from its dataset.
 
     Attributes:
-        report: what was measured, a `lightning_omni.device.DeviceReport`; None if nothing was.
+        report: the measurements, a `lightning_omni.device.DeviceReport`; None if nothing was measured.
         problem: why nothing was measured.
 
     Raises:

@@ -109,8 +109,7 @@ class TunedFit:
         """A run is resumed with another number of ranks."""
         run = self.run
         run.say(
-            f"OmniTuner: the run is resumed with {run.world.size} ranks instead of {run.state.ranks}, and searches once"
-            " more"
+            f"OmniTuner: the run is resumed with {run.world.size} ranks instead of {run.state.ranks}: searching again"
         )
         if run.state.own is not None:
             hyperparameters.set_momentum(run.state.own.momentum)
@@ -160,43 +159,44 @@ class TunedFit:
 
 
 class OmniTunerHooks(_CallbackBase):
-    """Finds the groups, method, momentum and learning rate that are expected to be at the target first, and trains so.
+    """Chooses the groups, method, momentum and learning rate with the shortest predicted time to the target.
 
-    The run begins as it would without it, in one group, and its first batches are timed: how long each rank computes,
-    and how long the all-reduce takes. From these it forecasts the samples per second of every number of groups, method,
-    number of local steps and wire format; what each of them costs in samples is known from other tasks. As soon as one
-    is expected to be clearly faster, the run goes on with it, in mid-epoch: groups are formed, momentum and learning
-    rate are set, and batches are split in proportion to the ranks' speeds where that pays. Where nothing is, nothing
-    changes. No batch is thrown away.
+    The run begins as it would without the tuner, in one group, and its first batches are timed: the compute time of
+    each rank and the duration of the all-reduce. From these the tuner predicts the samples per second of every number
+    of groups, method, number of local steps and wire format; their costs in samples are known from other tasks. When a
+    setting is predicted to be clearly faster, the run switches to it in the middle of the epoch: groups are formed,
+    momentum and learning rate are set, and batches are split in proportion to the ranks' speeds where that pays. If no
+    setting is faster, nothing changes. No batch is discarded.
 
-    With ``search="bayes"`` and the others it trains a few batches with one setting after another instead, before the
-    first batch and again at ends of epochs, always from the same snapshot and back to it: weights, optimizer state,
-    data order and RNG state are those of the run when a search is over.
+    With ``search="bayes"`` and the other searches, the tuner instead trains a few batches with one setting after
+    another, before the first batch and again at ends of epochs, each time from the same snapshot. After a search,
+    weights, optimizer state, data order and RNG state are those of the run.
 
-    It needs `OmniStrategy`, one optimizer, automatic optimization, and one DataLoader over a map-style data set.
+    It needs `OmniStrategy`, one optimizer, automatic optimization, and one DataLoader over a map-style dataset.
 
     Args:
-        target: value of ``monitor`` that is wanted; None to have the lowest loss when the run ends.
+        target: desired value of ``monitor``; None for the lowest loss at the end of the run.
         monitor: name of a logged metric, read when it is validated.
         budget: part of the run's time that probes may take, 0 or more and less than 1: 0.1 is a tenth. Two fifths of it
-            are for the search before the first batch, two fifths for the first retuning of the run under way, and what
-            comes later has to be earned by then. 0 tunes nothing.
-        search: ``"forecast"`` times the run's own first batches and makes no probes; ``"bayes"`` asks scikit-optimize
-            for the setting whose predicted time promises most, starting from theory; ``"omnivore"`` is the published
-            algorithm; ``"grid"`` and ``"random"`` are what their names say. With ``data="static"`` groups cannot change
-            in mid-epoch, and ``"bayes"`` takes the place of ``"forecast"``.
-        space: what is searched: any of ``"groups"``, ``"method"``, ``"period"``, ``"wire"``, ``"overlap"``,
-            ``"all_reduce"``, ``"momentum"``, ``"lr"``, ``"rebalance"``, each a value, a list, or the least and the
-            largest value. By default groups are powers of two and the number of ranks, momentum 0 to 0.95 (or yours, if
-            it is more), the learning rate what goes with them, and batches may be split by speed. How groups exchange,
-            and how their members average gradients, is searched by ``"forecast"`` unless you have chosen it
+            are for the search before the first batch, two fifths for the first retuning during the run; later searches
+            have to be earned by time trained. 0 tunes nothing.
+        search: ``"forecast"`` times the run's own first batches and makes no probes. ``"bayes"`` asks scikit-optimize
+            for the most promising setting by predicted time, starting from theory; ``"omnivore"`` is the published
+            algorithm; ``"grid"`` and ``"random"`` are grid and random search. With ``data="static"`` groups cannot
+            change inside an epoch, and ``"bayes"`` replaces ``"forecast"``.
+        space: the search space: any of ``"groups"``, ``"method"``, ``"period"``, ``"wire"``, ``"overlap"``,
+            ``"all_reduce"``, ``"momentum"``, ``"lr"``, ``"rebalance"``, each a value, a list, or the smallest and the
+            largest value. By default groups are powers of two and the number of ranks, momentum is 0 to 0.95 (or yours,
+            if it is larger), the learning rate follows them, and batches may be split by speed. ``"forecast"`` also
+            searches how groups exchange, and how their members average gradients, unless you have chosen it
             (``method=``, ``wire=``, ``overlap=`` or ``all_reduce=`` of the strategy).
-        retune_every: epochs between two checks whether the setting is still the best; None for none.
-        mode: whether ``monitor`` is better if it is smaller; by its name if None ("loss" or "error" in it).
+        retune_every: epochs between two checks whether the setting is still the best; None for no checks.
+        mode: ``"min"`` or ``"max"``: whether a smaller or a larger ``monitor`` is better; None decides by its name
+            ("min" for names with "loss" or "error").
         seed: of the search, and of the samples that probes train on.
 
     Attributes:
-        choice: what was chosen last, a `lightning_omni.search.Choice`; on rank 0.
+        choice: the latest choice, a `lightning_omni.search.Choice`; on rank 0.
         searches: all searches of this fit, on rank 0.
         problem: why nothing was searched.
 
