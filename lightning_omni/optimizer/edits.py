@@ -1,19 +1,21 @@
-"""What others write while training is under way: weights, buffers, optimizers, in hooks of module and callbacks.
+"""What others write while training is under way: weights, buffers, optimizers and their state, in hooks of the user's.
 
 Under data parallelism every rank writes the same and there is no more to it. Among groups the server has to hear of it.
 
 Rule 1: at a synchronization point what was written is followed, as the recorder has it: on all ranks and at the server.
-Rule 2: while several groups train, written weights are refused in that very step, unless the method steps at the
-    workers: then they are the group's own, and are exchanged as such.
+Rule 2: while several groups train, written weights and states are refused in that very step, unless the method steps at
+    the workers: then they are the group's own, and weights are exchanged as such.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from lightning_omni.errors import UnsupportedError
 from lightning_omni.optimizer.channel import Channel
@@ -51,11 +53,13 @@ class Edits:
         self.reattach: Callable[[], None] = tuple  # type: ignore[assignment]
         self._buffers_seen: list[int] = []
         self._others_seen: list[int] = []
+        self._states_seen: dict[Optimizer, Any] = {}
 
     def begin(self) -> None:
         """Training begins, or goes on among new groups: what is there now is known everywhere."""
         for part in self._place.parts:
             part.replica.know()
+        self._know_states()
         self.others_followed()
 
     # --- A synchronization point --------------------------------------------------------------------------------------
@@ -83,14 +87,17 @@ class Edits:
 
     def follow(self) -> None:
         """The groups are about to part: what was written since they synchronized is followed. On all ranks."""
-        weights, loose, switched = self._agree([*self._written(), int(self.switched())])
+        is_state_written = any(map(self._is_state_written, self._place.parts))
+        written = [*self._written(), int(self.switched()), int(is_state_written)]
+        weights, loose, switched, states = self._agree(written)
         if loose:
             self._share_loose()
             self.others_followed()
         if switched:
             self._switch()
-        if weights or switched:
+        if weights or switched or states:
             self._hand_over(keep_states=not switched)
+        self._know_states()
 
     def finish(self) -> None:
         """Training has ended: what was written since the groups synchronized is that of the recorder, on all ranks."""
@@ -126,6 +133,13 @@ class Edits:
                 " epoch's start or end or in validation, where all groups hear of it, or use a method whose groups have"
                 ' weights of their own (method="local_sgd"), or groups=1' + (no_gradient if untrained else "")
             )
+        if place.speaks and part.head is None and self._is_state_written(part):
+            raise UnsupportedError(
+                f"the state of {type(part.optimizer).__name__} was loaded or given up between two steps: it is at the"
+                " parameter server, where other groups' gradients move it meanwhile; do so at an epoch's start or end,"
+                " where all groups hear of it, or use a method whose optimizer steps on the ranks"
+                ' (method="local_sgd"), or groups=1'
+            )
 
     # --- How ----------------------------------------------------------------------------------------------------------
 
@@ -134,6 +148,18 @@ class Edits:
             int(any(part.replica.written() for part in self._place.parts)),
             int(_marks(self.buffers()) != self._buffers_seen or _marks(self.others()) != self._others_seen),
         ]
+
+    def _know_states(self) -> None:
+        """What the state of optimizers is now, the server knows."""
+        self._states_seen = {part.optimizer: part.optimizer.state for part in self._place.parts}
+
+    def _is_state_written(self, part: Part) -> bool:
+        """Whether others wrote the state of an optimizer that steps at the server, and so has none here."""
+        if self._place.steps_here(part):
+            return False
+        state: Any = part.optimizer.state
+        is_replaced = state is not self._states_seen.get(part.optimizer, state)
+        return is_replaced or any(state.get(parameter) for parameter in part.replica.ordered)
 
     def _switch(self) -> None:
         """Other optimizers take the place of those that were attached; those that stay get their state back."""
@@ -156,7 +182,10 @@ class Edits:
         for part in place.parts:
             part.replica.abandon()
         if keep_states:
+            written = {part.optimizer: part.optimizer.state for part in place.parts if self._is_state_written(part)}
             self._states.keep()
+            for optimizer, state in written.items():
+                optimizer.state = state
         for part in place.parts:
             part.replica.begin_layout()
         self._states.seed()

@@ -252,6 +252,11 @@ def read_state(fit: Fit) -> dict[str, Any]:
     }
 
 
+def read_steps(fit: Fit) -> dict[str, Any]:
+    states = fit.fit().optimizers[0].state.values()  # where the server had it, rank 0 has it again
+    return {"goes on from the state": fit.last.global_rank > 0 or all(state["step"] > 1020 for state in states)}
+
+
 def read_hooks(fit: Fit) -> dict[str, Any]:
     fit.fit()
     module = fit.module
@@ -983,6 +988,12 @@ CASES: tuple[Case, ...] = (
         module=modules.ResettingInMidEpoch,
         act=read_read,
         refused="was written between two steps",
+    ),
+    Case("loads optimizer state at an epoch's start", module=modules.LoadingState, act=read_steps),
+    Case(
+        "loads optimizer state in mid-epoch",
+        module=modules.LoadingStateInMidEpoch,
+        refused="was loaded or given up between two steps",
     ),
     Case("clamps its weights, local SGD", module=modules.Clamping, omni={"method": "local_sgd:period=4"}),
     Case("OneCycleLR", module=modules.Schedules),
