@@ -25,19 +25,19 @@ def device(
     json: Path | None = None,
     picture: Path | None = None,
 ) -> int:
-    """Measures how this machine trains a model fastest: threads, memory, optimizer, compilation, precision, batch.
+    """Finds this machine's fastest settings for a model: threads, memory, optimizer, compilation, precision, batch.
 
     Args:
         model: The LightningModule, as file.py:Class or package.module:Class.
-        data: A LightningDataModule, or a function that returns a DataLoader, named like the model. Without it the
-            model's own train_dataloader, or random data made by --input.
-        arguments: Of the model's constructor, as in '{"width": 64}'.
+        data: A LightningDataModule, or a function that returns a DataLoader, in the same form as the model. Without it
+            the model's own train_dataloader is used, or random data from --input.
+        arguments: Arguments of the model's constructor, as in '{"width": 64}'.
         input: Shape of one sample of random data, as in "[3, 32, 32]".
-        classes: Labels of random data are 0 to this less one; without it the batch is the inputs alone.
-        batch_size: Samples in a batch of random data, 64 by default; real data come with theirs.
-        allow: What may be taken though it changes the statistics of training: precision, batch_size, workers,
+        classes: Number of labels of random data; without it the batch is the inputs alone.
+        batch_size: Samples in a batch of random data, 64 by default; real data has its own.
+        allow: What may be applied although it changes the statistics of training: precision, batch_size, workers,
             separated by commas.
-        propose: Which of these are measured at least.
+        propose: Which of these are at least measured.
         budget: Time for all measurements, as in 2min, or in seconds.
         tolerance: How far apart the loss curves of two precisions may be, as a fraction of the losses.
         json: File for the report.

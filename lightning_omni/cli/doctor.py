@@ -8,16 +8,17 @@ from lightning_omni.cli.units import check_above_zero
 
 
 def doctor(address: str, key_file: Path | None = None, mb: float = 100.0, encryption: str = "curve") -> int:
-    """Checks the way from this machine to a parameter server, and measures it.
+    """Checks and measures the connection from this machine to a parameter server.
 
-    Ports, key, versions, clock, latency, and bandwidth both ways, for two seconds; and what that means for a model.
-    Every failure says what to do. It takes no part in the run. The exit status is 0, or 1 if something failed.
+    It checks ports, key, versions, clock, latency, and bandwidth in both directions, for two seconds, and what that
+    means for a model. Every failure says what to do. It takes no part in the run. The exit status is 0, or 1 if
+    something failed.
 
     Args:
-        address: Of the server, as in tcp://host:5555.
-        key_file: File with the shared key, by default the one that lightning-omni serve makes.
-        mb: Size of the model's parameters in MB (of 4 bytes each), to say what an exchange takes.
-        encryption: "curve", or "off", as the server's.
+        address: Address of the server, as in tcp://host:5555.
+        key_file: File with the shared key, by default the one that lightning-omni serve creates.
+        mb: Size of the model's parameters in MB (of 4 bytes each), to predict the time of an exchange.
+        encryption: "curve" or "off", the same as the server's.
     """
     # Not above: --help is not to wait for torch.
     from lightning_omni.cli.checkup import Checkup, examine

@@ -28,25 +28,27 @@ def plan(
     lr: float | None = None,
     out: Path | None = None,
 ) -> int:
-    """Says how fast more machines, or another network, would train, and with how many groups.
+    """Predicts how fast more machines, or another network, would train, and with how many groups.
 
     Args:
         file: An omni-tuning.json that OmniTuner wrote, or the JSON of a Profile.
-        ranks: Devices of the planned machines, of the kinds that were measured. None for those that were.
-        bandwidth: Of the network, as in 10Gbit or 1GB/s, or in bytes per second. None for the one that was measured.
-        latency: Of one message, as in 50us, or in seconds. None for the one that was measured.
-        servers: Parameter servers that hold a share of the weights each; or per-node, one on each node. None for those
-            that were measured.
-        nodes: Of the planned machines, for per-node. None makes each device a node of its own.
-        batch_size: Samples in one device's batch. None for those that were measured.
-        method: How groups exchange, as in local_sgd. None for the best of those that OmniTuner chooses among; of a file
-            with probes, for the one that they were made with.
-        wire: What pushes and answers are rounded to, as in int8 or int8/bf16. None likewise.
-        period: Local steps between two exchanges. None for the best; of a file with probes, for those of the probes.
-        all_reduce: How the members of a group average gradients, as in powersgd:8; fp32 for as they are. None likewise.
-        samples: Samples that training takes with the sample efficiency of the best probe, to know the time.
-        momentum: Momentum that suits a single group. None for the file's; 0.9 if it has none.
-        lr: Learning rate that suits a single group. None for the file's; if it has none, rates are multiples of it.
+        ranks: Number of devices of the planned machines, of the kinds that were measured. By default as measured.
+        bandwidth: Of the network, as in 10Gbit or 1GB/s, or in bytes per second. By default as measured.
+        latency: Of one message, as in 50us, or in seconds. By default as measured.
+        servers: Number of parameter servers that share the weights; or per-node, one on each node. By default as
+            measured.
+        nodes: Nodes of the planned machines, for per-node. By default each device is a node.
+        batch_size: Samples in one device's batch. By default as measured.
+        method: How groups exchange, as in local_sgd. By default the best of those that OmniTuner searches; with a file
+            that has probes, the one of the probes.
+        wire: Wire format of pushes and answers, as in int8 or int8/bf16. The default is chosen as for the method.
+        period: Local steps between two exchanges. By default the best; with a file that has probes, those of the
+            probes.
+        all_reduce: How the members of a group average gradients, as in powersgd:8; fp32 for uncompressed. The default
+            is chosen as for the method.
+        samples: Samples that training takes with the sample efficiency of the best probe, to predict the time.
+        momentum: Momentum that suits a single group. By default the file's; 0.9 if it has none.
+        lr: Learning rate that suits a single group. By default the file's; if it has none, rates are multiples of it.
         out: Folder for a picture.
     """
     check_above_zero({"samples": samples, "lr": lr})

@@ -1,4 +1,4 @@
-"""``lightning-omni serve``: a parameter server that stands by itself."""
+"""``lightning-omni serve``: a standalone parameter server."""
 
 from __future__ import annotations
 
@@ -43,41 +43,41 @@ def serve(
     save_every: Quantity = 30.0,
     progress_timeout: Quantity = 600.0,
 ) -> int:
-    """Runs a parameter server that trainings join with OmniStrategy(server="tcp://host:port").
+    """Runs a parameter server for runs with OmniStrategy(server="tcp://host:port").
 
-    One run at a time; when all its ranks have left, the next one may come. Ctrl-C ends the server.
+    It takes one run at a time; when all its ranks have left, the next one may join. Stop the server with Ctrl-C.
 
     Args:
-        host: Address to listen on. Loopback by default: other machines can connect only if you name an address here.
-        port: Port of the control socket; 0 takes a free one.
-        data_port: Port of the data socket; 0 takes a free one.
-        key_file: File with the shared key, made on first use. Copy it to the machines that train.
-        allow_optimizer: Optimizers outside torch.optim that ranks may ask for, as module:Class, separated by commas.
-        allow_module: Modules outside torch.nn that a merged head may consist of, as module:Class, separated by commas.
+        host: Address to listen on. Loopback by default: other machines can connect only if you set an address here.
+        port: Port of the control socket; 0 selects a free one.
+        data_port: Port of the data socket; 0 selects a free one.
+        key_file: File with the shared key, created on first use. Copy it to the machines that train.
+        allow_optimizer: Optimizers outside torch.optim that ranks may use, as module:Class, separated by commas.
+        allow_module: Modules outside torch.nn that a merged head may contain, as module:Class, separated by commas.
         heartbeat_timeout: Silence after which a rank counts as dead, as in 30s, or in seconds.
         threads: Threads for the optimizer's arithmetic.
-        once: End after the first run.
-        record: File for a record of everything that moves the weights, to be gone through again in the simulator. Of
-            several servers the one that coordinates writes it.
+        once: Exit after the first run.
+        record: File for a record of everything that changes the weights, for replay in the simulator. With several
+            servers, the coordinating one writes it.
         method: Methods of your own that runs may use, as module:Class, separated by commas.
-        encryption: "curve", or "off" on a network whose every user you trust; the runs must be given the same.
+        encryption: "curve", or "off" on a network whose every user you trust; the runs must use the same.
         wire_format: Wire formats of your own that runs may use, as module:Class, separated by commas.
-        transport: A transport of your own in place of ZeroMQ, as module:Class; the runs must be given the same.
-        shards: Servers that hold a share of the weights each; trainings are told the address of this one alone.
-        shards_here: How many of them run on this machine, this one among them; 0 means all. The others are started on
-            theirs, each with a number of its own: lightning-omni serve --shards 4 --shard 1 --coordinator tcp://...
-        shard: Number of the share that this server holds, if another one coordinates them.
-        coordinator: Address of the server that coordinates.
-        upstream: Address of another server, for which this one adds up what groups push: it holds no weights itself.
-            Trainings are told the address of that other one.
+        transport: A transport of your own instead of ZeroMQ, as module:Class; the runs must use the same.
+        shards: Number of servers that share the weights. Runs need only the address of this one.
+        shards_here: How many of them run on this machine, including this one; 0 means all. Start the others on their
+            machines, each with its own number: lightning-omni serve --shards 4 --shard 1 --coordinator tcp://...
+        shard: Number of the share that this server holds, if another one coordinates.
+        coordinator: Address of the coordinating server.
+        upstream: Address of another server, for which this one sums the pushes of groups (an aggregator): it holds no
+            weights itself. Runs use the address of the other server.
         http: Port for /metrics (Prometheus), /status (JSON), /healthz and /readyz, which anyone who can connect may
-            read; 0 takes a free one. Without it nothing is served over HTTP.
-        http_host: Address for these. Loopback by default: other machines can connect only if you name an address here.
-        state: Directory in which the server saves its state as it runs. Started with it again after it was killed, the
-            server goes on from there with its run, whose ranks look for it at the same address for five minutes.
+            read; 0 selects a free one. Without it nothing is served over HTTP.
+        http_host: Address for these. Loopback by default: other machines can connect only if you set an address here.
+        state: Directory in which the server saves its state. If it is killed and started with the same directory, it
+            continues its run, whose ranks try to reconnect at the same address for five minutes.
         save_every: Time between two saves, as in 30s, or in seconds.
-        progress_timeout: Time after which a group that has trained, is alive and gets nothing done counts as dead, as
-            in 10min, or in seconds, at least 2; 0 for never.
+        progress_timeout: Time after which a group that has trained, is alive and makes no progress is evicted, as in
+            10min, or in seconds, at least 2; 0 for never.
     """
     # Not above: --help is not to wait for torch.
     import msgspec

@@ -16,7 +16,7 @@ def simulate(method: str = "async_sgd", **settings: Any) -> int:
     """Simulates one method on a cluster: virtual time, real gradients. Writes a table, a picture and the trace.
 
     Args:
-        method: Name, with settings after a colon, as in diloco:period=50,outer_lr=1.0; @2 behind it makes 2 groups.
+        method: Name, with settings after a colon, as in diloco:period=50,outer_lr=1.0; append @2 for 2 groups.
         settings: See SimulationSettings.
     """
     from lightning_omni.cli.runs import run  # not above: --help is not to wait for torch
@@ -27,11 +27,11 @@ def simulate(method: str = "async_sgd", **settings: Any) -> int:
 def compare(methods: str | list[str] = "async_sgd@1, hardsync, softsync:n=2, async_sgd", **settings: Any) -> int:
     """Simulates several methods on one cluster. Writes a table, one picture and the traces.
 
-    Without --lr each method gets the learning rate that suits it, found by short runs before its own.
+    Without --lr, a learning rate is found for each method, by short runs before its own.
 
     Args:
-        methods: Names as for simulate, separated by commas, semicolons or spaces; in YAML also a list. @1 behind a
-            method makes one group of it, which is plain synchronous training.
+        methods: Names as for simulate, separated by commas, semicolons or spaces; in YAML also a list. Append @1 to a
+            method for one group, which is plain synchronous training.
         settings: See SimulationSettings.
     """
     entries = [methods] if isinstance(methods, str) else methods

@@ -25,11 +25,11 @@ def top(
     It needs the run's key, in LIGHTNING_OMNI_KEY or a file, as the ranks do. It takes no part in the run.
 
     Args:
-        address: Of the server, as in tcp://host:5555.
-        key_file: File with the shared key, by default the one that lightning-omni serve makes.
-        every: Time between two questions to the server, as in 2s, or in seconds.
-        once: Write the table once, and end. So it is where standard output is no terminal.
-        encryption: "curve", or "off", as the server's.
+        address: Address of the server, as in tcp://host:5555.
+        key_file: File with the shared key, by default the one that lightning-omni serve creates.
+        every: Time between two requests to the server, as in 2s, or in seconds.
+        once: Print the table once and exit. This is the default if standard output is not a terminal.
+        encryption: "curve" or "off", the same as the server's.
     """
     # Not above: --help is not to wait for torch.
     from lightning_omni.cli.console import show
