@@ -43,7 +43,7 @@ class Death:
     Args:
         rank: Number of the rank.
         time: When.
-        until: When the group comes back; never, if it is not said.
+        until: When the group comes back; None for never.
     """
 
     rank: int
@@ -73,9 +73,9 @@ class Devices:
     """Some equal devices: a batch of b samples takes ``(overhead + b * seconds_per_sample) * jitter``.
 
     Args:
-        count: How many.
+        count: Number of devices.
         seconds_per_sample: Of forward and backward, as in 1ms, or in seconds.
-        overhead: Of every batch, likewise.
+        overhead: Additional time of every batch, in the same form.
         jitter: How these times scatter: lognormal:0.2, or a kind and its cv.
     """
 
@@ -97,9 +97,9 @@ class Machines:
         update_seconds: Time that the server takes for one push.
         head_seconds_per_sample: Time that a merged head takes for one sample.
         events: Ranks that die (rank, time), or are slow for a while (rank, start, stop, factor).
-        servers: Parameter servers that hold a share of the weights each; or per-node, one on each node.
-        nodes: Over which the devices are spread evenly, in the order of ranks; None: each is a node of its own.
-        aggregators: Between groups and the server: they add pushes up. 0 for none.
+        servers: Number of parameter servers that share the weights; or per-node, one on each node.
+        nodes: Nodes over which the devices are spread evenly, in the order of ranks; None makes each device a node.
+        aggregators: Number of aggregators between groups and the server, which sum pushes. 0 for none.
     """
 
     devices: tuple[Devices, ...]
@@ -116,41 +116,42 @@ class Machines:
 
 @dataclass(frozen=True)
 class SimulationSettings:
-    """What is trained on which cluster, for how long, and where the results go.
+    """Model, cluster, length of the runs, and files for the results.
 
     Times are in seconds, or with a unit as in 5ms; bandwidths in bytes per second, or as in 10Gbit or 1GB/s.
 
     Args:
-        groups: Compute groups, into which the devices are split evenly. None makes every device a group of its own.
-        devices: Devices in the cluster.
+        groups: Number of compute groups, into which the devices are split evenly. None makes every device a group.
+        devices: Number of devices in the cluster.
         seconds_per_sample: Time of forward and backward for one sample.
-        overhead: Time that every batch takes besides.
+        overhead: Additional time of every batch.
         jitter: How the devices' times scatter: none, exponential, or normal, lognormal or gamma with their standard
             deviation over their mean, as in lognormal:0.2.
-        straggler: The last device takes so many times as long as the others.
-        bandwidth: Of all links, to the server as inside groups, as in 10Gbit.
+        straggler: Factor by which the last device is slower than the others.
+        bandwidth: Of all links, to the server and inside groups, as in 10Gbit.
         latency: Of all links, as in 50us.
         server_bandwidth: Of the server's network card, which all groups share. None for that of the links.
         update_seconds: Time that the server takes for one push.
         head_seconds_per_sample: Time that a merged head takes for one sample, one group at a time.
-        servers: Parameter servers that hold a share of the weights each; or per-node, one on each node, of which a
-            group reaches its own without a link.
-        nodes: Over which the devices are spread evenly, for per-node; None makes each a node of its own.
-        aggregators: Between groups and the server: they add pushes up, for methods that go by their sum. 0 for none.
+        servers: Number of parameter servers that share the weights; or per-node, one on each node, which the groups on
+            that node reach without a link.
+        nodes: Nodes over which the devices are spread evenly, for per-node; None makes each device a node.
+        aggregators: Number of aggregators between groups and the server, which sum pushes, for methods that need only
+            their sum. 0 for none.
         cluster: A whole cluster with different devices, links and failures (best in YAML), instead of these settings.
-        workload: What is trained: synthetic, or file.py:function or package.module:function that returns a
+        workload: Model and data: synthetic, or file.py:function or package.module:function that returns a
             lightning_omni.simulator.Workload.
         batch_size: Samples in one device's batch.
         rebalance: auto gives the devices of a group parts of its batch in proportion to their speeds; off, equal parts.
         merged: Name of a submodule that stays at the server.
-        wire: How pushes are put into bytes: fp32, bf16, fp16, int8 or topk:0.01; with their answers, as in
-            {"push": "int8", "pull": "bf16"}.
+        wire: Encoding of pushes: fp32, bf16, fp16, int8 or topk:0.01; of pushes and answers, as in {"push": "int8",
+            "pull": "bf16"}.
         all_reduce: How the devices of a group average gradients: fp32, bf16, fp16 or powersgd:8.
-        overlap: Exchanges travel while groups compute their next gradient, for methods whose optimizer steps at the
-            server; compare runs the others without, and says which.
-        lr: Learning rate, or several as in [0.03, 0.1]: then each method is shown with the one that suits it best, the
-            target reached soonest or else the lowest last loss. None: simulate takes the workload's, and compare finds
-            each method's best around it.
+        overlap: Groups compute their next gradient during an exchange, for methods whose optimizer steps at the server;
+            compare runs the others without it, and says which.
+        lr: Learning rate, or several as in [0.03, 0.1]: then each method is shown with its best one, by the earliest
+            target or else the lowest last loss. None: simulate uses the workload's, and compare searches each method's
+            best around it.
         momentum: Momentum. None for the workload's.
         epochs: Passes over the data after which a run ends; 10 if nothing else ends it.
         updates: Updates after which a run ends.
