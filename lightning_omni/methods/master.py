@@ -403,7 +403,7 @@ def check_servable(optimizer: Optimizer) -> None:
     if kind.__module__ == "__main__" or "<locals>" in kind.__qualname__:
         raise UnsupportedError(
             f"the optimizer class {kind.__qualname__} is defined in the script itself, where the parameter server"
-            " cannot import it; move it to a module of its own, or use groups=1"
+            f" cannot import it; move it to a module of its own, {_STEP_ON_RANKS}"
         )
     if callable(getattr(kind, "train", None)) and callable(getattr(kind, "eval", None)):
         raise UnsupportedError(
