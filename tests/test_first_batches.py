@@ -21,6 +21,12 @@ FITS: dict[str, dict[str, Any]] = {
         "trainer": EPOCHS,
     },
     "a slow rank": {"tuner": ALONE, "seconds": {"0": 2e-3, "1": 10e-3}, "trainer": EPOCHS},
+    "slow for each step": {
+        "tuner": {**TUNER, "space": {"wire": "fp32"}},
+        "seconds": {"0": 3e-3, "1": 15e-3},
+        "per_step": True,
+        "trainer": EPOCHS,
+    },
     "random": {
         "tuner": {**TUNER, "space": {"rebalance": False, "wire": "fp32"}},
         "seconds": {"0": 8e-3, "1": 8e-3},
@@ -95,7 +101,7 @@ def test_gradients_of_a_few_bytes_are_not_said_to_be_slow_however_busy_the_machi
 def test_every_sample_is_trained_once_an_epoch_and_no_batch_is_thrown_away(
     fits: dict[str, list[dict[str, Any]]], name: str
 ) -> None:
-    assert sum(sum(rank["sizes"]) for rank in fits[name]) == 2 * 512
+    assert sum(sum(rank["sizes"]) for rank in fits[name]) == FITS[name]["trainer"]["max_epochs"] * 512
     assert sorted(number for rank in fits[name] for number in rank["last_epoch"]) == list(range(512))
     assert [rank["steps"] for rank in fits[name]] == [len(rank["sizes"]) for rank in fits[name]]
 
@@ -110,6 +116,15 @@ def test_ranks_of_different_speed_get_proportional_batches_in_mid_epoch(
     assert (fast["sizes"][0], slow["sizes"][0]) == (8, 8), "the run began as it would have"
     assert fast["sizes"][30] > 8 > slow["sizes"][30], "in its first epoch of 32 batches"
     assert fast["lr"] == 0.05
+
+
+def test_proportional_batches_that_gain_nothing_are_seen_to_and_groups_take_their_place(
+    fits: dict[str, list[dict[str, Any]]],
+) -> None:
+    fast, slow = fits["slow for each step"]
+    assert min(slow["sizes"]) < 8 < max(fast["sizes"]), "first it was taken for slow for each sample"
+    assert fast["setting"]["groups"] == 2
+    assert len(fast["sizes"]) > 1.5 * len(slow["sizes"]), "a slow group delays no fast one"
 
 
 def test_random_step_times_ask_for_groups_in_mid_epoch(fits: dict[str, list[dict[str, Any]]]) -> None:

@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 from lightning_omni.errors import ConfigurationError, OmniError
+from lightning_omni.performance.measured import Measured
 from lightning_omni.search import Observation, Search, SearchSpec
 from lightning_omni.search.choice import verdict
 from lightning_omni.strategy._private import will_step
@@ -24,6 +25,9 @@ from lightning_omni.tuner.state import Command
 class ByFirstBatches:
     """Tunes a run by what it trains anyway.
 
+    Proportional batches are what costs no samples, and what is least certain: by equal batches alone it cannot be told
+    whether a slow rank takes longer for each sample or for each step. So once batches are split, they are timed again.
+
     Args:
         run: that is tuned.
         space: what may be searched in it.
@@ -39,6 +43,7 @@ class ByFirstBatches:
         self._retuning, self._reports = retuning, reports
         self._batches: FirstBatches | None = None
         self._spec: SearchSpec | None = None
+        self._known: list[Measured] = []
         self._deciding = 0.0
 
     # --- To begin -----------------------------------------------------------------------------------------------------
@@ -63,7 +68,7 @@ class ByFirstBatches:
         run.say(f"OmniTuner: timing the run in one group again, because {reason}")
         self._applied.take_back()
         hyperparameters = run.hyperparameters()
-        self._deciding = 0.0
+        self._deciding, self._known = 0.0, []
         self._time(self._space.specification(hyperparameters, hyperparameters.lr, share=run.options.budget))
 
     def _time(self, spec: SearchSpec) -> None:
@@ -119,9 +124,11 @@ class ByFirstBatches:
         if said or batches.is_last:
             self.close()
         batches.interrupted()
-        if command is not None:
+        if command is not None and command.setting != run.state.setting:
             self._adopt(command)
             self._reports.chosen(command)
+            if command.setting.groups == 1 and command.setting.rebalance and observation is not None:
+                self._time_again(observation)
         took = time.perf_counter() - began
         if run.speaks and command is not None:
             run.rounds[-1].search.overhead += self._deciding + took
@@ -133,15 +140,27 @@ class ByFirstBatches:
         run, spec = self._run, self._spec
         assert spec is not None
         try:
-            search = Search(spec, run.sampler, [observation])
+            now = observation.measured
+            known = [each for each in self._known if now is not None and each.ranks == now.ranks]
+            search = Search(spec, run.sampler, [observation], known)
             if not (is_last or verdict(search)):
                 return None
+            if known and search.choice().setting in (run.state.setting, spec.start):
+                assert run.state.setting is not None
+                return Command(run.state.setting)  # as it was forecast, or nothing is better
         except OmniError as error:
             return Command(spec.start, error=str(error))
         search.next()  # it is over
         run.remember(search, run.seconds)
         self._retuning.search_begins()
         return run.conclude(search)
+
+    def _time_again(self, observation: Observation) -> None:
+        """The run goes on in one group with other batches: whether it is as fast as it should be is seen in these."""
+        assert self._spec is not None
+        if not self._known and observation.measured is not None:
+            self._known = [observation.measured]
+            self._time(self._spec)
 
     def _adopt(self, command: Command) -> None:
         """Trains with what was chosen, from this batch on."""

@@ -202,6 +202,7 @@ class FirstBatches:
         self._balance.end()
         if self._strategy.balance is self._balance:
             self._strategy.balance = self._kept
+            self._kept.after_validation()  # what has been since it was put away is no batch of its own
 
     def _wait_for_device(self) -> None:
         """The host runs ahead of an accelerator; while steps are timed, it does not."""

@@ -67,7 +67,8 @@ class Classifier(pl.LightningModule):
             assert batch[-1] == "transferred"
             self.of_epoch.append(self.steps)
             self.logger.experiment.log_metrics({"own": 1.0}, self.steps)
-        seconds = self.options.get("seconds", {}).get(str(RANK), 0.0) * len(batch[0])
+        seconds = self.options.get("seconds", {}).get(str(RANK), 0.0)
+        seconds *= 8 if self.options.get("per_step") else len(batch[0])
         if self.options.get("exponential"):
             seconds *= self.rng.expovariate(1.0)
         time.sleep(seconds)
