@@ -179,6 +179,18 @@ def test_a_stop_reaches_those_who_wait_and_those_who_come(stop: str) -> None:
     assert ask(epochs, 0, 3) == [(0, f"stop:{stop}")]
 
 
+@pytest.mark.parametrize("stop", ["validate", "end", "skip"])
+def test_a_stop_that_comes_when_the_epoch_was_called_over_is_too_late_for_all(stop: str) -> None:
+    epochs = Epochs()
+    epochs.form({0: 1, 1: 2}, generation=4, keep_epoch=False)
+    epochs.open(EpochPlan(epoch=1, total=6, batch_size=2, budget=6))
+    draw(epochs, 0, 0), draw(epochs, 1, 0)
+    assert ask(epochs, 1, 1, rank=1) == [], "group 0 still holds a batch"
+    assert ask(epochs, 0, 1) == [(0, "over"), (1, "over")]
+    assert leave(epochs, 0, 1, stop=stop) == []
+    assert ask(epochs, 1, 1, rank=2) == [(2, "over")], "as its neighbour in the group has heard"
+
+
 def test_the_first_stop_counts() -> None:
     epochs = opened()
     leave(epochs, 0, 0, stop="validate")

@@ -283,7 +283,7 @@ class Epochs:
             if self._has_more(group, question):
                 self.book.draw(group, question.trained)
                 return "more"
-            if self.stop:
+            if self.stop and not self._is_called_over:
                 return f"stop:{self.stop}"
             if state.is_trained:
                 return "over" if state.all_answered else ""
@@ -293,6 +293,15 @@ class Epochs:
             self._validations += 1
         self._validated[rank] += 1
         return "validate"
+
+    @property
+    def _is_called_over(self) -> bool:
+        """Whether ranks were told that this epoch is over: then a stop comes too late for those that ask after them."""
+        plan = self.plan
+        return plan is not None and any(
+            verdict == "over" and (asked.epoch, asked.generation) == (plan.epoch, self.generation)
+            for asked, verdict in self._told.values()
+        )
 
     def _has_more(self, group: int, question: Await) -> bool:
         """Whether the group has something to train before the next validation."""
