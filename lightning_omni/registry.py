@@ -26,7 +26,7 @@ class Registry(Generic[Kind]):
         argument: by which users name one.
         what: what one is called in messages.
         path: of the base, as users import it.
-        option: of ``lightning-omni serve``, by which a server of its own is told of others.
+        option: of ``lightning-omni serve``, by which a standalone server is told of others.
         internal: tags that travel only, and are no names for users.
     """
 

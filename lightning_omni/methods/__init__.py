@@ -124,7 +124,7 @@ def load(path: str) -> type[Method]:
 def register(kind: type[Method]) -> type[Method]:
     """Makes a method of your own known by its tag. A class decorator.
 
-    The embedded server imports the module that a run's method comes from; a server of its own is told with
+    The embedded server imports the module that a run's method comes from; a standalone server is told with
     ``lightning-omni serve --method module:Class``.
 
     Raises:

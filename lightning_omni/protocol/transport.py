@@ -640,7 +640,7 @@ def from_wire(plain: Mapping[str, Any]) -> Transport:
 def register(kind: type[Transport]) -> type[Transport]:
     """Makes a transport of your own known by its tag. A class decorator.
 
-    The embedded server imports the module that a run's transport comes from; a server of its own is told with
+    The embedded server imports the module that a run's transport comes from; a standalone server is told with
     ``lightning-omni serve --transport module:Class``.
 
     Raises:

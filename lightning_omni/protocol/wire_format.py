@@ -294,7 +294,7 @@ def registered(text: str) -> WireFormat:
 def register(kind: type[WireFormat]) -> type[WireFormat]:
     """Makes a wire format of your own known by its tag. A class decorator.
 
-    The embedded server imports the module that a run's format comes from; a server of its own is told with
+    The embedded server imports the module that a run's format comes from; a standalone server is told with
     ``lightning-omni serve --wire-format module:Class``.
 
     Raises:
