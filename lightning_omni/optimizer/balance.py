@@ -197,7 +197,7 @@ class Balance:
             leases.share_out(split.shares, from_number=int(max(handed for _, handed in said)))
             self._say(
                 f"OmniStrategy: group {world.group} rebalanced: {' : '.join(map(str, split.shares))} of"
-                f" {sum(split.shares)} samples; expected {split.gain:.0%} faster"
+                f" {sum(split.shares)} samples; up to {split.gain:.0%} faster"
             )
         return all(speeds)
 

@@ -297,7 +297,8 @@ class _BookState(msgspec.Struct, frozen=True, array_like=True):
 def apportion(total: int, speeds: Sequence[float]) -> tuple[int, ...]:
     """Whole samples for each member of a group, so that the slowest of them is done as early as can be.
 
-    In proportion to the speeds, but for rounding; each gets at least one sample if there are enough for that.
+    In proportion to the speeds, but for rounding. Each gets at least two samples if there are enough for that, or one:
+    of a single one BatchNorm has no variance, and fails.
 
     Args:
         total: samples to split.
@@ -316,7 +317,7 @@ def apportion(total: int, speeds: Sequence[float]) -> tuple[int, ...]:
     """
     if total < 0 or not speeds or not all(0 < speed < inf for speed in speeds):
         raise ValueError(f"cannot split {total} samples by the speeds {tuple(speeds)}")
-    least, whole = int(total >= len(speeds)), sum(speeds)
+    least, whole = min(2, total // len(speeds)), sum(speeds)
     parts = [max(least, int(total * speed / whole)) for speed in speeds]
     members = range(len(parts))
     # Rounded down, a few samples are left; where the least was more than its part, a few are too many.
