@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from rich.filesize import decimal
 from torch import Tensor
 from torchmetrics import Metric
 
@@ -93,12 +94,14 @@ class RunReport:
         Example:
             >>> print(RunReport(1024, 0.98123, 4, 2, 2, serve_time=0.00021))
             1,024 updates, 2 groups of up to 2 ranks; staleness 0.98, at most 4; 0.21 ms a push
+            >>> print(RunReport(128, 0.5, 2, 2, 2, bytes_per_step=2_240_123.4))
+            128 updates, 2 groups of up to 2 ranks; staleness 0.5, at most 2; 2.2 MB exchanged a step
         """
         groups = f"{self.groups} group{'s' * (self.groups > 1)} of up to {self.group_size} rank"
         parts = [f"{self.updates:,} updates, {groups}{'s' * (self.group_size > 1)}"]
         if self.groups > 1:
             parts.append(f"staleness {self.staleness_mean:.2g}, at most {self.staleness_max}")
-        costs = [f"{self.bytes_per_step / 1000:,.3g} kB exchanged a step"] if self.bytes_per_step else []
+        costs = [f"{decimal(round(self.bytes_per_step))} exchanged a step"] if self.bytes_per_step else []
         costs += [f"{1000 * self.serve_time:.2g} ms a push"] if self.serve_time else []
         costs += [f"{1000 * self.head_time:.2g} ms at the head"] if self.head_time else []
         parts += [", ".join(costs)] if costs else []
