@@ -73,7 +73,8 @@ def test_with_one_group_the_bar_is_lightnings_own(run: Run) -> None:
 def test_the_report_is_one_rounded_line(run: Run) -> None:
     said = run.results[0][0]["said"]
     assert re.fullmatch(
-        r"\d+ updates, 2 groups of up to 1 rank; staleness [\d.]+, at most \d+; [\d.]+ (bytes|kB) exchanged a step, .*push.*",
+        r"\d+ updates, 2 groups of up to 1 rank; staleness [\d.]+, at most \d+;"
+        r" [\d.]+ (bytes|kB) exchanged a step, .*a push.*",
         said,
     )
     assert not re.search(r"\d\.\d{4}", said)
