@@ -463,11 +463,11 @@ def without_validation() -> Any:
     return (modules.train_loader(),)
 
 
-APART = {"weights": "ranks keep what they had when the error came, as under DDP with a rank more or less"}
+APART = {"weights": "ranks keep the weights that they had when the error occurred"}
 FAILED = {
     **APART,
-    "steps": "in the midst of an epoch each group counts its own",
-    "a checkpoint holds the final weights": "in the midst of an epoch it holds the server's, which others move on",
+    "steps": "inside an epoch each group counts its own steps",
+    "a checkpoint holds the final weights": "inside an epoch it holds the server's weights, which other groups change",
 }
 
 
@@ -488,7 +488,7 @@ CASES: tuple[Case, ...] = (
         "ModelCheckpoint: every n steps",
         ("ModelCheckpoint",),
         callbacks=checkpointing(every_n_train_steps=10, save_top_k=-1),
-        differs={"a checkpoint holds the final weights": "the last batch may be one of the tenth, or not"},
+        differs={"a checkpoint holds the final weights": "the last step need not be a multiple of ten"},
     ),
     Case(
         "ModelCheckpoint: every n steps, a training metric",
@@ -514,7 +514,7 @@ CASES: tuple[Case, ...] = (
         "ModelCheckpoint: last as a link", ("ModelCheckpoint",), callbacks=checkpointing(save_last="link", save_top_k=1)
     ),
     Case(
-        "ModelCheckpoint: the largest, own names",
+        "ModelCheckpoint: mode max, custom file names",
         ("ModelCheckpoint",),
         callbacks=checkpointing(monitor="val_loss", mode="max", filename="{epoch}-{val_loss:.2f}", save_top_k=1),
     ),
@@ -526,7 +526,7 @@ CASES: tuple[Case, ...] = (
         differs=FAILED,
     ),
     Case(
-        "ModelCheckpoint: two of them",
+        "ModelCheckpoint: two callbacks",
         ("ModelCheckpoint",),
         callbacks=lambda folder: [
             cb.ModelCheckpoint(folder / "a", monitor="val_loss"),
@@ -534,7 +534,7 @@ CASES: tuple[Case, ...] = (
         ],
         trainer={"val_check_interval": 0.5},
     ),
-    Case("Checkpoint of one's own", ("Checkpoint",), callbacks=lambda folder: [OwnCheckpoint(folder)]),
+    Case("custom Checkpoint", ("Checkpoint",), callbacks=lambda folder: [OwnCheckpoint(folder)]),
     Case(
         "OnExceptionCheckpoint",
         ("OnExceptionCheckpoint",),
@@ -548,11 +548,11 @@ CASES: tuple[Case, ...] = (
         callbacks=lambda folder: [cb.EarlyStopping("val_loss", stopping_threshold=0.9)],
         trainer={"max_epochs": 5, "val_check_interval": 0.5},
         differs={
-            "loss": "ends at the threshold",
-            "accuracy": "ends at the threshold",
-            "epochs": "ends at the threshold",
-            "calls": "ends at the threshold",
-            "steps": "ends at the threshold",
+            "loss": "the run ends at the threshold",
+            "accuracy": "the run ends at the threshold",
+            "epochs": "the run ends at the threshold",
+            "calls": "the run ends at the threshold",
+            "steps": "the run ends at the threshold",
         },
     ),
     Case(
@@ -575,7 +575,9 @@ CASES: tuple[Case, ...] = (
         callbacks=lambda folder: [cb.EarlyStopping("val_loss", divergence_threshold=1e-3)],
         trainer={"max_epochs": 6},
     ),
-    Case("should_stop in mid-epoch", callbacks=lambda folder: [StopAt(10)], trainer={"max_epochs": 6, "min_epochs": 1}),
+    Case(
+        "should_stop inside an epoch", callbacks=lambda folder: [StopAt(10)], trainer={"max_epochs": 6, "min_epochs": 1}
+    ),
     Case(
         "StochasticWeightAveraging",
         ("StochasticWeightAveraging",),
@@ -603,7 +605,7 @@ CASES: tuple[Case, ...] = (
         act=best_checkpoint,
     ),
     Case(
-        "EMAWeightAveraging, validation in mid-epoch",
+        "EMAWeightAveraging, validation inside an epoch",
         ("EMAWeightAveraging",),
         module=modules.WithNorm,
         callbacks=lambda folder: [WithEma(update_every_n_steps=2, update_starting_at_step=4)],
@@ -636,10 +638,10 @@ CASES: tuple[Case, ...] = (
         "LearningRateFinder",
         ("LearningRateFinder",),
         callbacks=lambda folder: [cb.LearningRateFinder(num_training_steps=20, max_lr=0.2)],
-        differs={"lr": "two groups find a rate of their own"},
+        differs={"lr": "two groups find another learning rate"},
     ),
     Case(
-        "Tuner.lr_find", ("LearningRateFinder",), act=find_rate, differs={"lr": "two groups find a rate of their own"}
+        "Tuner.lr_find", ("LearningRateFinder",), act=find_rate, differs={"lr": "two groups find another learning rate"}
     ),
     Case(
         "BatchSizeFinder",
@@ -707,10 +709,10 @@ CASES: tuple[Case, ...] = (
             )
         ],
         act=read_sparsity,
-        differs=dict.fromkeys(("loss", "accuracy"), "weights are drawn again after the last step"),
+        differs=dict.fromkeys(("loss", "accuracy"), "weights are resampled after the last step"),
     ),
     Case(
-        "ModelPruning: at random",
+        "ModelPruning: random",
         ("ModelPruning",),
         callbacks=lambda folder: [
             cb.ModelPruning(
@@ -733,7 +735,7 @@ CASES: tuple[Case, ...] = (
         ("Timer",),
         callbacks=lambda folder: [cb.Timer(timedelta(milliseconds=150))],
         trainer={"max_epochs": 100},
-        differs=dict.fromkeys(("loss", "accuracy", "epochs", "steps", "calls", "moved"), "ends by the clock"),
+        differs=dict.fromkeys(("loss", "accuracy", "epochs", "steps", "calls", "moved"), "the clock ends the run"),
         by_the_clock=True,
     ),
     Case(
@@ -741,11 +743,11 @@ CASES: tuple[Case, ...] = (
         ("Timer",),
         callbacks=lambda folder: [cb.Timer(timedelta(milliseconds=150), interval="epoch")],
         trainer={"max_epochs": 100},
-        differs=dict.fromkeys(("loss", "accuracy", "epochs", "steps", "calls"), "ends by the clock"),
+        differs=dict.fromkeys(("loss", "accuracy", "epochs", "steps", "calls"), "the clock ends the run"),
         by_the_clock=True,
     ),
     Case(
-        "ProgressBar of one's own",
+        "custom ProgressBar",
         ("ProgressBar",),
         callbacks=lambda folder: [CountedBar()],
         trainer={"enable_progress_bar": True},
@@ -782,12 +784,12 @@ CASES: tuple[Case, ...] = (
         act=predict_to_files,
     ),
     Case(
-        "SpikeDetection: none",
+        "SpikeDetection: no spike",
         ("SpikeDetection",),
         callbacks=lambda folder: [cb.SpikeDetection(exclude_batches_path=folder / "skip.json", rtol=100.0)],
     ),
     Case(
-        "SpikeDetection: one",
+        "SpikeDetection: one spike",
         ("SpikeDetection",),
         module=Spiking,
         callbacks=lambda folder: [cb.SpikeDetection(exclude_batches_path=folder / "skip.json", warmup=2, rtol=10.0)],
@@ -795,7 +797,7 @@ CASES: tuple[Case, ...] = (
     ),
     # --- Trainer options --------------------------------------------------------------------------------------------
     Case("limit_train_batches: a number", trainer={"limit_train_batches": 7}),
-    Case("limit_train_batches: a part", trainer={"limit_train_batches": 0.5, "limit_val_batches": 3}),
+    Case("limit_train_batches: a fraction", trainer={"limit_train_batches": 0.5, "limit_val_batches": 3}),
     Case(
         "limit_*_batches",
         trainer={"limit_val_batches": 0.5, "limit_test_batches": 2, "limit_predict_batches": 3},
@@ -804,7 +806,7 @@ CASES: tuple[Case, ...] = (
     Case("limit_val_batches=0", trainer={"limit_val_batches": 0}),
     Case("limit_train_batches=0", trainer={"limit_train_batches": 0}),
     Case("overfit_batches: a number", trainer={"overfit_batches": 6}),
-    Case("overfit_batches: a part", trainer={"overfit_batches": 0.25}),
+    Case("overfit_batches: a fraction", trainer={"overfit_batches": 0.25}),
     Case("fast_dev_run", trainer={"fast_dev_run": True}),
     Case("fast_dev_run: three batches", trainer={"fast_dev_run": 3}),
     Case("max_steps", trainer={"max_steps": 40, "max_epochs": -1}),
@@ -821,10 +823,10 @@ CASES: tuple[Case, ...] = (
         "max_time",
         trainer={"max_time": timedelta(milliseconds=150), "max_epochs": 100},
         by_the_clock=True,
-        differs=dict.fromkeys(("loss", "accuracy", "epochs", "steps", "calls", "moved"), "ends by the clock"),
+        differs=dict.fromkeys(("loss", "accuracy", "epochs", "steps", "calls", "moved"), "the clock ends the run"),
     ),
     Case("val_check_interval: batches", trainer={"val_check_interval": 8}),
-    Case("val_check_interval: a part", trainer={"val_check_interval": 0.3}),
+    Case("val_check_interval: a fraction", trainer={"val_check_interval": 0.3}),
     Case("val_check_interval: across epochs", trainer={"val_check_interval": 30, "check_val_every_n_epoch": None}),
     Case("val_check_interval: a duration", trainer={"val_check_interval": "00:00:00:01"}, refused="val_check_interval"),
     Case("check_val_every_n_epoch", trainer={"check_val_every_n_epoch": 2, "max_epochs": 4}),
@@ -919,13 +921,13 @@ CASES: tuple[Case, ...] = (
     Case("fit with two Trainers", act=fit_with_two_trainers),
     Case("resume by ckpt_path", module=modules.Schedules, act=resume),
     Case("resume by ckpt_path, AdamW", module=modules.Adam, act=resume),
-    Case("resume in mid-epoch", act=resume_in_mid_epoch),
+    Case("resume inside an epoch", act=resume_in_mid_epoch),
     Case("checkpoint to DDP", module=modules.Adam, act=load_in_ddp),
     Case("checkpoint from DDP", module=modules.Adam, act=load_from_ddp),
     Case("datamodule", act=use_datamodule),
-    Case("loaders of the module", module=WithLoaders, act=by_module),
+    Case("loaders defined in the module", module=WithLoaders, act=by_module),
     Case(
-        "batches that are dictionaries",
+        "dictionaries as batches",
         data=lambda: (DataLoader(modules.Named(), batch_size=8, shuffle=True), modules.val_loader()),
     ),
     *(
@@ -938,8 +940,8 @@ CASES: tuple[Case, ...] = (
         data=lambda: (modules.train_loader(), [modules.val_loader(), modules.val_loader()]),
     ),
     Case("IterableDataset", module=ByStream, trainer={"limit_train_batches": 20}, act=by_module),
-    Case("IterableDataset without an end in sight", module=ByStream, act=by_module),
-    Case("batch sampler of one's own", data=own_batch_sampler),
+    Case("IterableDataset without a limit", module=ByStream, act=by_module),
+    Case("custom batch sampler", data=own_batch_sampler),
     Case("weighted sampler", data=weighted),
     Case("workers", data=lambda: (modules.train_loader(num_workers=1, persistent_workers=True), modules.val_loader())),
     Case("drop_last", data=lambda: (modules.train_loader(7, drop_last=True), modules.val_loader())),
@@ -956,9 +958,9 @@ CASES: tuple[Case, ...] = (
         "two optimizers, toggled",
         module=modules.TwoOptimizers,
         ddp={"find_unused_parameters": True},
-        differs={"lr": "a schedule that is stepped by hand counts the steps of rank 0's group"},
+        differs={"lr": "a schedule that is stepped by hand advances once per interval, by default an epoch"},
     ),
-    Case("two optimizers alternately", module=modules.Alternating, ddp={"find_unused_parameters": True}),
+    Case("two optimizers, alternating", module=modules.Alternating, ddp={"find_unused_parameters": True}),
     Case(
         "two optimizers, frozen by hand",
         module=modules.FrozenByHand,
@@ -968,7 +970,7 @@ CASES: tuple[Case, ...] = (
     Case("switches optimizers through the strategy", module=modules.SwitchingOptimizer),
     Case("switches optimizers through the Trainer", module=modules.SwitchingThroughTrainer),
     Case(
-        "switches optimizers in mid-epoch",
+        "switches optimizers inside an epoch",
         module=modules.SwitchingInMidEpoch,
         refused="strategy.optimizers was changed",
     ),
@@ -976,28 +978,28 @@ CASES: tuple[Case, ...] = (
     Case("keeps state", module=modules.KeepingState, act=read_state),
     Case("training_step returns None", module=modules.Skipping, differs=APART),
     Case("ends an epoch early", module=modules.SkippingEpoch),
-    Case("overrides the optimizer's hooks", module=modules.OwnSteps, act=read_seen),
-    Case("hooks of the optimizer", module=modules.HooksOfTheOptimizer, act=read_hooks),
+    Case("overrides the optimizer hooks", module=modules.OwnSteps, act=read_seen),
+    Case("hooks registered on the optimizer", module=modules.HooksOfTheOptimizer, act=read_hooks),
     Case("steps every other batch", module=modules.EveryOtherStep),
     Case("tied weights", module=modules.Tied),
     Case("reads the strategy", module=modules.ReadingStrategy, act=read_read, differs={}),
     Case("clamps its weights", module=modules.Clamping, refused="was written between two steps"),
-    Case("writes its weights at an epoch's end", module=modules.Resetting, act=read_read),
+    Case("edits its weights at the end of an epoch", module=modules.Resetting, act=read_read),
     Case(
-        "writes its weights in mid-epoch",
+        "edits its weights inside an epoch",
         module=modules.ResettingInMidEpoch,
         act=read_read,
         refused="was written between two steps",
     ),
-    Case("loads optimizer state at an epoch's start", module=modules.LoadingState, act=read_steps),
+    Case("loads optimizer state at the start of an epoch", module=modules.LoadingState, act=read_steps),
     Case(
-        "loads optimizer state in mid-epoch",
+        "loads optimizer state inside an epoch",
         module=modules.LoadingStateInMidEpoch,
         refused="was loaded or given up between two steps",
     ),
     Case("clamps its weights, local SGD", module=modules.Clamping, omni={"method": "local_sgd:period=4"}),
     Case("OneCycleLR", module=modules.Schedules),
-    Case("a schedule that is told its epoch", module=modules.EpochSchedule),
+    Case("a schedule that is stepped with its epoch", module=modules.EpochSchedule),
     Case("ReduceLROnPlateau", module=modules.OnPlateau),
     Case("AdamW", module=modules.Adam),
     Case("LBFGS", module=modules.Lbfgs, refused="LBFGS"),
@@ -1009,14 +1011,14 @@ CASES: tuple[Case, ...] = (
         ddp={"find_unused_parameters": True},
         refused="was written between two steps",
     ),
-    Case("a callback with a DDP of its own", callbacks=lambda folder: [modules.Probe()], refused="whose process group"),
+    Case("a callback with its own DDP", callbacks=lambda folder: [modules.Probe()], refused="whose process group"),
     Case(
-        "a callback with a DDP of its own, by group",
+        "a callback with its own DDP, per group",
         callbacks=lambda folder: [modules.LateProbe()],
         data=lambda: (modules.train_loader(7), modules.val_loader()),
     ),
     Case("raw optimizer step", module=modules.RawStep, refused="raw optimizer.step()"),
-    Case("an optimizer of the module's own", module=modules.OwnOptimizer, refused="has not returned that optimizer"),
+    Case("an optimizer that is not returned", module=modules.OwnOptimizer, refused="has not returned that optimizer"),
     Case("sparse gradients", module=modules.SparseEmbedding, refused="sparse"),
     Case(
         "a parameter in two optimizers",
@@ -1025,7 +1027,7 @@ CASES: tuple[Case, ...] = (
         refused="two optimizers",
     ),
     Case("unused parameters", module=modules.Unused, ddp={"find_unused_parameters": True}),
-    Case("layers made in configure_model", module=modules.LateLayer),
+    Case("layers created in configure_model", module=modules.LateLayer),
     Case("no optimizer", module=modules.NoOptimizer),
     Case("a compiled submodule", module=modules.Compiled),
 )
@@ -1037,9 +1039,9 @@ QUICK = (
     "switches optimizers through the strategy",
     "logs everywhere",
     "keeps state",
-    "hooks of the optimizer",
-    "writes its weights at an epoch's end",
-    "writes its weights in mid-epoch",
+    "hooks registered on the optimizer",
+    "edits its weights at the end of an epoch",
+    "edits its weights inside an epoch",
 )
 """Rows that `make test` runs: what once went wrong, and what most people use that no other test has."""
 USUAL = ("ModelCheckpoint: best two", "EarlyStopping: no patience", "max_steps", "fit, validate, test, predict")

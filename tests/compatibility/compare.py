@@ -12,29 +12,29 @@ from typing import Any
 COMPARED = {
     "loss": "held-out loss of the final weights: at most a tenth and 0.05 above DDP's",
     "accuracy": "held-out accuracy of the final weights: at most 0.04 below DDP's",
-    "moved": "names of the parameters and buffers that moved, and so of those that did not",
+    "moved": "names of the parameters and buffers that changed, and so of those that did not",
     "state names": "names in the module's state_dict",
-    "trainable": "parameters that require gradients in the end",
+    "trainable": "parameters that require gradients after the fit",
     "weights": "equal bitwise on all ranks after the fit",
-    "calls": "calls of each hook: equal on each rank; hooks by batch, in sum over the ranks, within a tenth and 4",
+    "calls": "calls of each hook: equal on each rank; batch hooks, summed over the ranks: within a tenth and 4",
     "epochs": "epochs trained",
     "steps": "trainer.global_step: the same on all ranks",
     "stopped": "trainer.should_stop",
     "status": "trainer.state.status",
-    "logged": "names of what reached the loggers",
+    "logged": "names of the values that reached the loggers",
     "metrics": "names in trainer.callback_metrics",
-    "optimizers": "kinds of the optimizers, and the sizes of their parameter groups",
-    "lr": "learning rates in the end, within 2 %",
+    "optimizers": "classes of the optimizers, and the sizes of their parameter groups",
+    "lr": "final learning rates, within 2 %",
     "callback list": "trainer.callbacks",
     "limits": "trainer.num_training_batches, max_steps and max_epochs after the fit",
-    "files": "names of the files that were written, numbers masked; how many of each, within 60 % and 2"
+    "files": "names of the files that were written, numbers masked; the number of each, within 60 % and 2"
     " (steps are those of rank 0's group)",
-    "empty files": "files without a byte",
+    "empty files": "files of zero bytes",
     "checkpoint keys": "keys of the checkpoints",
     "checkpoint names": "names in their state_dicts",
     "checkpoint optimizers": "their optimizer states",
     "checkpoint finite": "finite weights in all of them",
-    "a checkpoint holds the final weights": "one does where one of DDP's does",
+    "a checkpoint holds the final weights": "one of them does if one of DDP's does",
 }
 """Fact and how it is compared. What a row adds of its own must be equal; "about ..." within a tenth and 4."""
 _BY_BATCH = ("batch", "backward", "optimizer_step", "zero_grad")

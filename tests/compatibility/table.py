@@ -16,10 +16,10 @@ from compare import COMPARED  # noqa: E402
 DOCS = HERE.parent.parent / "docs" / "compatibility.md"
 ELSEWHERE = {
     "accelerator": "every case runs on CPU",
-    "callbacks": "see the callbacks above",
-    "devices": "every case runs with two ranks; `matrix.py --ranks 4` has two groups of two",
-    "num_nodes": "two nodes are a test of their own, tests/test_two_nodes.py",
-    "strategy": "what is compared",
+    "callbacks": "see Callbacks",
+    "devices": "every case runs with two ranks; `matrix.py --ranks 4` runs them with two groups of two",
+    "num_nodes": "tested separately, in tests/test_two_nodes.py",
+    "strategy": "the subject of the comparison",
 }
 """Options of the Trainer without a row, each with the reason."""
 
