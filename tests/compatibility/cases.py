@@ -638,11 +638,8 @@ CASES: tuple[Case, ...] = (
         "LearningRateFinder",
         ("LearningRateFinder",),
         callbacks=lambda folder: [cb.LearningRateFinder(num_training_steps=20, max_lr=0.2)],
-        differs={"lr": "two groups find another learning rate"},
     ),
-    Case(
-        "Tuner.lr_find", ("LearningRateFinder",), act=find_rate, differs={"lr": "two groups find another learning rate"}
-    ),
+    Case("Tuner.lr_find", ("LearningRateFinder",), act=find_rate),
     Case(
         "BatchSizeFinder",
         ("BatchSizeFinder",),
