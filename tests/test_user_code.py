@@ -124,6 +124,42 @@ def test_a_schedule_that_is_told_its_epoch_goes_there_whatever_the_run_is_at() -
     pacer.release()
 
 
+@pytest.mark.parametrize(
+    ("every", "others", "expected"),
+    [(1, 1, 24), (3, 1, 8), (1, 2, 24), (6, 2, 4), (24, 1, 1)],
+)
+def test_a_schedule_that_is_stepped_by_hand_goes_as_far_as_under_ddp_whoever_trains_the_batches(
+    every: int, others: int, expected: int
+) -> None:
+    optimizer, here = torch.optim.SGD([Parameter(torch.ones(3))], lr=1.0), 0
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1000)
+    pacer = Pacer([LRSchedulerConfig(schedule)], lambda: here * others, lambda: 1 + (here - 1) // 24, lambda: here)
+    pacer.count_from({})
+    pacer.pace()
+    optimizer.step()
+    for here in range(1, 24 // others + 1):  # the run has trained `others` times as many batches
+        if here % every == 0:
+            schedule.step()
+    pacer.catch_up()
+    pacer.release()
+    assert schedule.last_epoch == expected
+
+
+def test_a_schedule_that_is_stepped_by_hand_once_an_epoch_or_less_often_is_left_alone() -> None:
+    optimizer, epoch = torch.optim.SGD([Parameter(torch.ones(3))], lr=1.0), 0
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1000)
+    pacer = Pacer([LRSchedulerConfig(schedule)], lambda: epoch * 24, lambda: epoch, lambda: epoch * 7)
+    pacer.count_from({})
+    pacer.pace()
+    optimizer.step()
+    for epoch in range(1, 7):
+        if epoch % 2 == 0:
+            schedule.step()
+        pacer.catch_up()
+    pacer.release()
+    assert schedule.last_epoch == 3
+
+
 def test_a_chained_schedule_keeps_pace_though_it_counts_no_steps() -> None:
     optimizer, done = torch.optim.SGD([Parameter(torch.ones(3))], lr=1.0), 0
     kinds = torch.optim.lr_scheduler

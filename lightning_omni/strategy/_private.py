@@ -123,6 +123,11 @@ def progress_counters(trainer: Trainer) -> list[int]:
     return [batch.current.ready, batch.total.ready, *step_counters(trainer)]
 
 
+def batches_begun(trainer: Trainer) -> int:
+    """Batches that this rank has begun to train, in all epochs."""
+    return int(trainer.fit_loop.epoch_loop.batch_progress.total.ready)
+
+
 def set_progress_counters(trainer: Trainer, counters: list[int]) -> None:
     """Sets what `progress_counters` reads."""
     current, total, *steps = counters

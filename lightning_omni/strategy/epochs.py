@@ -458,7 +458,9 @@ class EpochDriver:
         """Schedulers follow the run's common progress, where groups differ in speed."""
         if self.leases is not None and self.data.kind == "dynamic":
             trainer = self.trainer
-            pacer = Pacer(trainer.lr_scheduler_configs, self._steps, lambda: trainer.current_epoch + 1)
+            by_hand = not trainer.lightning_module.automatic_optimization
+            batches = (lambda: _private.batches_begun(trainer)) if by_hand else None
+            pacer = Pacer(trainer.lr_scheduler_configs, self._steps, lambda: trainer.current_epoch + 1, batches)
             self.schedule = pacer.count_from(self.schedule)
             if self.data.is_dynamic or self.is_open_ended:
                 pacer.pace()

@@ -3,11 +3,15 @@
 With leased data a fast group takes more steps than a slow one. A schedule that counted a group's own steps would give
 every group another learning rate, and OneCycleLR would run past its end. So a paced scheduler, whenever it is
 stepped, catches up with the run's common progress: the steps that every rank would have taken under DDP.
+
+In manual optimization the user steps schedulers, at any time. One that is stepped once per epoch or less often is left
+alone: all groups do so alike. One that is stepped more often is paced by how often, relative to this rank's batches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -28,10 +32,59 @@ class _Paced:
         if args or options:
             super().step(*args, **options)  # type: ignore[misc]
             return
-        while (before := _count_of(self)) < type(self).target():
-            super().step()  # type: ignore[misc]
-            if _count_of(self) == before:
-                return
+        _reach(self, type(self).target(), super().step)  # type: ignore[misc]
+
+
+class _SteppedByHand:
+    """Mixed into the class of a scheduler that the user steps."""
+
+    calls: Calls
+
+    def step(self, *args: Any, **options: Any) -> None:
+        """Steps once if it is stepped once an epoch at most; otherwise as often as it takes to catch up."""
+        calls = type(self).calls
+        calls.note()
+        if args or options or not calls.are_frequent:
+            super().step(*args, **options)  # type: ignore[misc]
+        else:
+            _reach(self, calls.target(), super().step)  # type: ignore[misc]
+
+
+class Calls:
+    """How often this rank steps a scheduler by hand.
+
+    Args:
+        count: of the scheduler.
+        steps: the run's progress in batches as DDP would count them.
+        epochs: the run's progress in epochs, the current one counted.
+        batches: batches that this rank has trained, the current one counted.
+
+    Attributes:
+        are_frequent: whether it was stepped several times in one epoch.
+    """
+
+    def __init__(
+        self, count: int, steps: Callable[[], int], epochs: Callable[[], int], batches: Callable[[], int]
+    ) -> None:
+        self._count, self._steps, self._epochs, self._batches = count, steps, epochs, batches
+        self._began, self._first = steps(), 0
+        self._calls, self._epoch = 0, 0
+        self.are_frequent = False
+
+    def note(self) -> None:
+        """It is stepped."""
+        self.are_frequent |= self._epoch == self._epochs()
+        self._epoch = self._epochs()
+        self._first = self._first if self._calls else self._batches()
+        self._calls += 1
+
+    def target(self) -> int:
+        """What the scheduler would count by now if all ranks stepped it as often, batch for batch, as this one does."""
+        calls, batches = self._calls - 1, self._batches() - self._first  # since the first call
+        if not batches:
+            return self._count + self._calls
+        done = self._steps() - self._began
+        return self._count + (round(calls / batches) * done if calls >= batches else done // round(batches / calls))
 
 
 class Pacer:
@@ -41,17 +94,24 @@ class Pacer:
         configs: Lightning's scheduler configs.
         steps: the run's progress in optimizer steps as DDP would count them.
         epochs: the run's progress in epochs, the current one counted.
+        batches: if the user steps the schedulers: batches that this rank has trained, the current one counted.
     """
 
-    def __init__(self, configs: list[Any], steps: Callable[[], int], epochs: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        configs: list[Any],
+        steps: Callable[[], int],
+        epochs: Callable[[], int],
+        batches: Callable[[], int] | None = None,
+    ) -> None:
         self._configs = [
             config
             for config in configs
             if isinstance(config.scheduler, LRScheduler) and not isinstance(config.scheduler, ReduceLROnPlateau)
         ]
-        self._steps, self._epochs = steps, epochs
+        self._steps, self._epochs, self._batches = steps, epochs, batches
         self._bases: Schedule = {}
-        self._paced: list[tuple[LRScheduler, type[LRScheduler], str]] = []
+        self._paced: list[tuple[LRScheduler, type[LRScheduler], str | Calls]] = []
 
     def count_from(self, schedule: Schedule) -> Schedule:
         """Schedulers count from where they did; those that are new, from now on. Returns where all of them do."""
@@ -68,7 +128,11 @@ class Pacer:
     def pace(self) -> None:
         """From now on the schedulers keep pace."""
         for config in self._configs:
-            self._pace(config.scheduler, config.interval, config.frequency)
+            if self._batches is not None:
+                calls = Calls(_count_of(config.scheduler), self._steps, self._epochs, self._batches)
+                self._mix_in(config.scheduler, _SteppedByHand, calls, {"calls": calls})
+            else:
+                self._pace(config.scheduler, config.interval, config.frequency)
 
     def _pace(self, scheduler: LRScheduler, interval: str, frequency: int) -> None:
         count, began = self._bases[scheduler]
@@ -77,16 +141,21 @@ class Pacer:
         def target() -> int:
             return count + (progress() - began) // frequency
 
+        self._mix_in(scheduler, _Paced, interval, {"target": staticmethod(target)})
+
+    def _mix_in(self, scheduler: LRScheduler, mixin: type, paced: str | Calls, fields: dict[str, Any]) -> None:
         own = type(scheduler)
-        self._paced.append((scheduler, own, interval))
+        self._paced.append((scheduler, own, paced))
         # A class of its own, not an attribute: what hangs on a scheduler goes into its state_dict.
-        fields = {"target": staticmethod(target), "__module__": own.__module__}
-        scheduler.__class__ = type(own.__name__, (_Paced, own), fields)
+        scheduler.__class__ = type(own.__name__, (mixin, own), {**fields, "__module__": own.__module__})
 
     def catch_up(self) -> None:
         """At the end of an epoch: schedulers that count steps arrive where the epoch ends."""
-        for scheduler, _, interval in self._paced:
-            if interval == "step":
+        for scheduler, own, paced in self._paced:
+            if isinstance(paced, Calls):
+                if paced.are_frequent:
+                    _reach(scheduler, paced.target(), partial(own.step, scheduler))
+            elif paced == "step":
                 scheduler.step()
 
     def release(self) -> None:
@@ -94,6 +163,14 @@ class Pacer:
         for scheduler, own, _ in self._paced:
             scheduler.__class__ = own
         self._paced = []
+
+
+def _reach(scheduler: Any, count: int, step: Callable[[], Any]) -> None:
+    """Steps until the scheduler counts so many, or counts no further."""
+    while (before := _count_of(scheduler)) < count:
+        step()
+        if _count_of(scheduler) == before:
+            return
 
 
 def _count_of(scheduler: Any) -> int:
