@@ -56,6 +56,8 @@ class Scene:
     wanted: str = ""
 
 
+STOP_EVERY = 8
+"""Steps between two questions whether the time is over."""
 WARMUP = "steps of either in which gradients are averaged whole; odd, or no copy is of weights just averaged"
 WAYS = ("ddp", "powersgd", "post-local", "tuned")
 SCENES = {
@@ -119,8 +121,9 @@ def train(told: dict[str, Any]) -> dict[str, Any]:
             now = time.perf_counter() - self.began
             if rank == 0 and pl_module.steps % COPY_EVERY == 0:
                 copies.append((now, weights_to_validate(trainer, pl_module)))
-            if now > told["limit"]:
-                trainer.should_stop = True
+            # Together: a rank that stopped a batch before the others of its group would leave them waiting for it.
+            if pl_module.steps % STOP_EVERY == 0:
+                trainer.should_stop |= trainer.strategy.reduce_boolean_decision(now > told["limit"], all=False)
 
     peer = Peer(told)
 
