@@ -145,6 +145,23 @@ def test_a_schedule_that_is_stepped_by_hand_goes_as_far_as_under_ddp_whoever_tra
     assert schedule.last_epoch == expected
 
 
+def test_a_schedule_that_is_stepped_by_hand_goes_no_further_when_the_user_stops_to() -> None:
+    optimizer, here = torch.optim.SGD([Parameter(torch.ones(3))], lr=1.0), 0
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1000)
+    pacer = Pacer([LRSchedulerConfig(schedule)], lambda: here, lambda: 1 + (here - 1) // 20, lambda: here)
+    pacer.count_from({})
+    pacer.pace()
+    optimizer.step()
+    for here in range(1, 61):  # twice a batch, as two losses do; for a warm-up of 14 batches
+        for _ in range(2 if here <= 14 else 0):
+            schedule.step()
+        assert schedule.last_epoch == 2 * min(here, 14)
+        if here % 20 == 0:
+            pacer.catch_up()
+    assert schedule.last_epoch == 28
+    pacer.release()
+
+
 def test_a_schedule_that_is_stepped_by_hand_once_an_epoch_or_less_often_is_left_alone() -> None:
     optimizer, epoch = torch.optim.SGD([Parameter(torch.ones(3))], lr=1.0), 0
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1000)

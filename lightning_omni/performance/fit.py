@@ -135,7 +135,7 @@ def _fit_allreduce(drawn: Sequence[Resampled]) -> tuple[Array, Array, Array]:
             hop = np.minimum(round_trip / 2, whole / matrix[0, 1])
             rest = whole - hop * matrix[0, 1]
             # A loader that is not ahead, callbacks, a busy processor: more than the bytes take is not due to them.
-            ring = np.minimum(rest / matrix[0, 0], _most_of_bytes([each.measured for each in drawn]) / matrix[0, 0])
+            ring = np.minimum(rest, _most_of_bytes([each.measured for each in drawn])) / matrix[0, 0]
             return ring, hop, rest - ring * matrix[0, 0]
         ring = np.minimum(whole / matrix[0, 0], _seconds_of_bytes(drawn))
         return ring, (whole - ring * matrix[0, 0]) / matrix[0, 1], nothing

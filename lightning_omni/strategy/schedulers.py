@@ -67,7 +67,7 @@ class Calls:
         self, count: int, steps: Callable[[], int], epochs: Callable[[], int], batches: Callable[[], int]
     ) -> None:
         self._count, self._steps, self._epochs, self._batches = count, steps, epochs, batches
-        self._began, self._first = steps(), 0
+        self._began, self._began_here = steps(), batches()
         self._calls, self._epoch = 0, 0
         self.are_frequent = False
 
@@ -75,16 +75,12 @@ class Calls:
         """It is stepped."""
         self.are_frequent |= self._epoch == self._epochs()
         self._epoch = self._epochs()
-        self._first = self._first if self._calls else self._batches()
         self._calls += 1
 
     def target(self) -> int:
         """What the scheduler would count by now if all ranks stepped it as often, batch for batch, as this one does."""
-        calls, batches = self._calls - 1, self._batches() - self._first  # since the first call
-        if not batches:
-            return self._count + self._calls
-        done = self._steps() - self._began
-        return self._count + (round(calls / batches) * done if calls >= batches else done // round(batches / calls))
+        done, here = self._steps() - self._began, self._batches() - self._began_here
+        return self._count + self._calls * done // max(1, here)
 
 
 class Pacer:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -156,27 +157,23 @@ class FirstBatches:
 
         An all-gather of one number hands as many messages on, one after the other, as there are other ranks.
         """
-        found = []
-        for _ in range(MESSAGES):
-            began = time.perf_counter()
-            gather(self._world, [0.0])
-            found.append(time.perf_counter() - began)
-        return 2 * min(found) / max(1, len(self._world.members) - 1)
+        return 2 * self._shortest(lambda: gather(self._world, [0.0])) / max(1, len(self._world.members) - 1)
 
     def _seconds_per_byte(self) -> float:
         """What each byte adds to an all-reduce, by the shortest of a few of hardly any bytes and of many. On rank 0."""
         many = max(2, min(self._nbytes, LARGEST_MESSAGE) // 4)
-        short, long = (
-            self._seconds_of_all_reduce(torch.zeros(count, device=self._world.device)) for count in (1, many)
-        )
+        group = self._world.compute_group
+        few, all_ = (torch.zeros(count, device=self._world.device) for count in (1, many))
+        short, long = (self._shortest(partial(dist.all_reduce, numbers, group=group)) for numbers in (few, all_))
         return max(long - short, 1e-9) / (4 * many)
 
-    def _seconds_of_all_reduce(self, numbers: Tensor) -> float:
+    def _shortest(self, send: Callable[[], object]) -> float:
+        """Seconds of the shortest of a few messages of one kind."""
         found = []
         for _ in range(MESSAGES):
             self._wait_for_device()
             began = time.perf_counter()
-            dist.all_reduce(numbers, group=self._world.compute_group)
+            send()
             self._wait_for_device()
             found.append(time.perf_counter() - began)
         return min(found)
