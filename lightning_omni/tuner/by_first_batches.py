@@ -124,7 +124,7 @@ class ByFirstBatches:
         if said or batches.is_last:
             self.close()
         batches.interrupted()
-        if command is not None and command.setting != run.state.setting:
+        if command is not None and not (self._known and command.setting == run.state.setting):
             self._adopt(command)
             self._reports.chosen(command)
             if command.setting.groups == 1 and command.setting.rebalance and observation is not None:
