@@ -70,7 +70,7 @@ def two_groups(one_group: Run) -> list[dict[str, Any]]:
     servers = 2 * (2 * len(ACROSS) + 4 + sum("groups" in each for each in resumed) + 1)
     what = {"what": ["across", "checkpoints", "resumes", "dies"], "across": ACROSS, "checkpoints": [DILOCO]}
     finished = run("inside.py", {**what, "resumes": resumed, "servers": servers})
-    assert set(finished.results) == {0, 1}
+    assert {rank for rank, found in finished.results.items() if "dies" in found} == {0, 1}
     return [finished.results[0], finished.results[1]]
 
 

@@ -48,8 +48,9 @@ RESUMES: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def four_ranks() -> list[dict[str, Any]]:
-    told = {"what": ["tensor_parity", "across", "resumes"], "meshes": TWO_BY_TWO, "devices": 4, "across": ACROSS}
-    servers = 2 * (2 * len(ACROSS) + sum("groups" in each for each in RESUMES))
+    what = ["across", "tensor_parity", "resumes", "dies_in_row"]  # our launcher outlives a rank, Lightning's does not
+    told = {"what": what, "meshes": TWO_BY_TWO, "devices": 4, "across": ACROSS}
+    servers = 2 * (2 * len(ACROSS) + sum("groups" in each for each in RESUMES) + 1)
     finished = run("inside.py", {**told, "resumes": RESUMES, "servers": servers})
     return [finished.results[rank] for rank in range(4)]
 
@@ -113,6 +114,31 @@ def test_a_checkpoint_goes_on_with_other_meshes_and_with_lightning_s_strategies(
             assert found[name]["loaded"] == of_one_group
         assert found["DDP of two"]["loaded"] == of_file
     assert len(of_folder["states"]) == len(of_file["states"]) == 18
+
+
+def test_a_killed_member_of_a_tensor_parallel_row_costs_its_group_alone(four_ranks: list[dict[str, Any]]) -> None:
+    assert ["dies_in_row" in found for found in four_ranks] == [True, True, False, False]
+    one, other = (found["dies_in_row"] for found in four_ranks[:2])
+    assert one["lost"] == [2, 3]
+    assert one == other
+
+
+def test_what_is_replicated_is_the_same_after_each_step_of_a_group_on_its_own_clock(
+    four_ranks: list[dict[str, Any]],
+) -> None:
+    assert [found["dies_in_row"]["apart"] for found in four_ranks[:2]] == [[], []]
+
+
+def test_a_checkpoint_of_before_a_death_and_one_of_after_it_go_on_with_another_mesh(
+    four_ranks: list[dict[str, Any]],
+) -> None:
+    saved = four_ranks[0]["dies_in_row"]["saved"]
+    resumes = [{"name": name, "with": "2 x 1", "from": each["folder"]} for name, each in saved.items()]
+    more = [{**each, "extra": {"max_epochs": 3}} for each in resumes]
+    for found in run("inside.py", {"what": ["resumes"], "resumes": more, "devices": 2, "servers": 0}).results.values():
+        for name, each in saved.items():
+            assert found["resumes"][name]["loaded"] == each["held"]
+            assert apart(each["held"]["weights"], found["resumes"][name]["after"]) > 0, "and it trains on"
 
 
 # --- What does not go with a mesh -------------------------------------------------------------------------------------

@@ -279,10 +279,10 @@ class DecoupledDiLoCo(Method, frozen=True, kw_only=True, tag="decoupled_diloco")
         if pulled.refused:  # the others are no better, and are not at hand
             memory["is_lost"] = True
             return
-        weights = replica.weights()
-        since = minus(read(weights, pieces), sent)
+        since = minus(read(replica.weights(), pieces), sent)
         write(memory["outer"], pieces, pulled.tensors)
-        write(weights, pieces, [merged + change for merged, change in zip(pulled.tensors, since, strict=True)])
+        moved = [merged + change for merged, change in zip(pulled.tensors, since, strict=True)]
+        replica.overwrite(moved, pulled.fragment, self.fragments)
         memory["read_at"][pulled.fragment or 0] = replica.clock = pulled.clock
 
     def _begin_again(self, replica: Replica) -> GroupSide:

@@ -68,7 +68,7 @@ class Replica:
         return tensor.detach()
 
     def weights(self) -> list[Tensor]:
-        """The live weights."""
+        """The live weights, to be read; `load`, `move`, `descend`, `overwrite` and `mix` write them."""
         return [self.here(parameter) for parameter in self.ordered]
 
     def pieces(self, fragment: int | None, of: int) -> Pieces:
@@ -126,6 +126,10 @@ class Replica:
     def part(self, fragment: int | None, of: int) -> list[Tensor]:
         """The weights' pieces of a fragment; None for the weights."""
         return read(self.weights(), self.pieces(fragment, of))
+
+    def overwrite(self, values: Sequence[Tensor], fragment: int | None = None, of: int = 1) -> None:
+        """Overwrites the weights' pieces of a fragment, one value for each; None for the weights."""
+        write(self.weights(), self.pieces(fragment, of), values)
 
     def mix(self, pulled: Pulled, of: int, own: float = 0.0) -> None:
         """``weights = own * weights + (1 - own) * pulled``, of the fragment that was pulled."""

@@ -146,6 +146,11 @@ class ModelReplica(Replica):
         self.clock = pulled.clock
         self._writes.remember(self.ordered, pulled.tensors)
 
+    def overwrite(self, values: Sequence[Tensor], fragment: int | None = None, of: int = 1) -> None:
+        """Overwrites the weights' pieces of a fragment."""
+        super().overwrite(values, fragment, of)
+        complete(self.ordered)
+
     def mix(self, pulled: Pulled, of: int, own: float = 0.0) -> None:
         """Mixes weights with what was pulled, but for frozen ones that the group has written by itself."""
         kept = {name: here(self.parameters[name]).clone() for name in self.own_frozen()}

@@ -388,8 +388,7 @@ def resumes() -> Any:
             "parallel": partial(pl.strategies.ModelParallelStrategy, OPTIONS.get("devices", 4), 1),
             "inside ddp": partial(ours, inside="ddp"),
             "inside fsdp": partial(ours, inside="fsdp"),
-            "2 x 2": partial(ours, inside=inside_of("2 x 2")),
-            "1 x 2": partial(ours, inside=inside_of("1 x 2")),
+            **{mesh: partial(ours, inside=inside_of(mesh)) for mesh in ("2 x 2", "1 x 2", "2 x 1")},
             "parallel 2 x 2": partial(pl.strategies.ModelParallelStrategy, 2, 2),
         }
         pl.seed_everything(7, verbose=False)
@@ -411,11 +410,25 @@ def resumes() -> Any:
 
 
 class Dies(pl.Callback):
-    """The last rank is killed in the midst of the first epoch."""
+    """The last rank is killed in the midst of an epoch."""
+
+    def __init__(self, epoch: int = 0) -> None:
+        self.epoch = epoch
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_rank == 3 and batch_idx == 2:
+        if trainer.global_rank == 3 and trainer.current_epoch == self.epoch and batch_idx == 2:
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Compares(pl.Callback):
+    """After which steps the members of a group do not have the same bits of what is the same on them."""
+
+    def __init__(self) -> None:
+        self.apart: list[int] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if not copies(pl_module, trainer.strategy.world):
+            self.apart.append(trainer.global_step)
 
 
 def dies() -> Any:
@@ -428,6 +441,23 @@ def dies() -> Any:
     return {"lost": lost, "val_loss": float(run.callback_metrics["val_loss"])}
 
 
+def dies_in_row() -> Any:
+    """Likewise in a tensor-parallel row; checkpoints are of before and after."""
+    pl.seed_everything(7, verbose=False)
+    module, compares = Parallel("AdamW"), Compares()
+    callbacks = [Saves("before"), Saves("after", 1), Dies(1), compares]
+    method = "decoupled_diloco:period=2,fragments=1"
+    strategy = omni.OmniStrategy(groups=2, inside=inside_of("1 x 2"), method=method, save_distributed_checkpoint=True)
+    run = trainer(strategy, 4, max_epochs=2, callbacks=callbacks)
+    run.fit(module, data(128), data())
+    return {
+        "lost": run.strategy.report().ranks_lost,
+        "val_loss": float(run.callback_metrics["val_loss"]),
+        "apart": compares.apart,
+        "saved": {each.name: {"folder": str(FOLDER / each.name), "held": each.found} for each in callbacks[:2]},
+    }
+
+
 def main() -> None:
     every = {
         "parity": parity,
@@ -436,8 +466,12 @@ def main() -> None:
         "checkpoints": checkpoints,
         "resumes": resumes,
         "dies": dies,
+        "dies_in_row": dies_in_row,
     }
-    report(int(os.environ.get("LOCAL_RANK", 0)), {what: every[what]() for what in OPTIONS["what"]})
+    results: dict[str, Any] = {}
+    for what in OPTIONS["what"]:
+        results[what] = every[what]()
+        report(int(os.environ.get("LOCAL_RANK", 0)), results)
 
 
 if __name__ == "__main__":
