@@ -2,15 +2,18 @@
 
     python tests/benchmarks/tuned_hosts.py                            # all scenes, about 20 minutes
     python tests/benchmarks/tuned_hosts.py --scenes random --seeds 3  # one of them, three times
+    python tests/benchmarks/tuned_hosts.py --task clicks --step 0.1   # another model, one of tasks.py
 
 Linux only. Four hosts are network namespaces, whose links tc limits; their devices are emulated, too: a step of 64
 images takes so many seconds (--step), of which the real computation is a part, in proportion to the rank's part of
 the batch. A LeNet of 431,080 weights learns Fashion-MNIST from batches of 256, with SGD of rate 0.05 and momentum
 0.9: with `DDPStrategy`, alone or with torch's PowerSGD or its post-local SGD (see --rank and --period), and with
-`OmniStrategy` and an `OmniTuner` that is told nothing. Every other step rank 0 copies the weights that Lightning
-would validate and save: its own, or the server's where the groups' own weights circle around these. The copies are
-evaluated when training is over, so no evaluation is in any time; nothing is validated in between. Times count from
-the first batch, and whatever the tuner does is in them.
+`OmniStrategy` and an `OmniTuner` that is told nothing. With --task, one of `tests/benchmarks/tasks.py` is trained
+instead, with its user's own optimizer, to its held-out loss; links are slower or faster with its number of weights.
+Every other step rank 0 copies the weights that Lightning would validate and save: its own, or the server's where the
+groups' own weights circle around these. The copies are evaluated when training is over (those of --task by a thread
+beside it, and training ends at the target), so no evaluation is in any time; nothing is validated in between. Times
+count from the first batch, and whatever the tuner does is in them.
 
 Nothing of the tuner was set on these scenes but what `tests/benchmarks/tasks.py` says is for developing. A row counts
 only where what all hosts really did, communication and tuning included, is less than half of what this machine's cores
@@ -20,7 +23,9 @@ could have done in a step.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
+import math
 import os
 import random
 import statistics
@@ -28,6 +33,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,10 +46,13 @@ from rich.console import Console
 from rich.table import Table
 from slow_network import START, host_environment, save_images
 from slow_network_worker import BATCH, COPY_EVERY, evaluate, lenet
+from tasks import EVERY, SMOOTHED, TASKS, Task, at_evaluation, crossing
+from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook, powerSGD_hook
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.nn.functional import cross_entropy
+from torch.utils.data import TensorDataset
 
 
 @dataclass(frozen=True)
@@ -56,6 +65,8 @@ class Scene:
     wanted: str = ""
 
 
+RANKS = 4
+LENET_BYTES = 4 * 431_080
 STOP_EVERY = 8
 """Steps between two questions whether the time is over."""
 WARMUP = "steps of either in which gradients are averaged whole; odd, or no copy is of weights just averaged"
@@ -76,7 +87,7 @@ def train(told: dict[str, Any]) -> dict[str, Any]:
     """One host's part of a training; on rank 0 when which copy was taken, and how accurate it is."""
     import pytorch_lightning as pl
     from pytorch_lightning.strategies import DDPStrategy
-    from torch.utils.data import DataLoader, TensorDataset
+    from torch.utils.data import DataLoader
 
     import lightning_omni as omni
 
@@ -84,28 +95,28 @@ def train(told: dict[str, Any]) -> dict[str, Any]:
     rank = int(os.environ["RANK"])
     pl.seed_everything(told["seed"], verbose=False)
     generator = random.Random(1_000 * told["seed"] + rank)
-    data = torch.load(told["data"], mmap=True)
+    problem = JudgedTask(TASKS[told["task"]]) if told["task"] else Images(told)
 
-    class Task(pl.LightningModule):
+    class Trained(pl.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.net = lenet()
+            self.net = problem.net
             self.steps = 0
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             began = time.perf_counter()
-            loss = cross_entropy(self.net(batch[0]), batch[1])
+            loss = problem.loss(self.net, batch)
             took = time.perf_counter() - began
             self.steps += 1
-            seconds = told["step"] * len(batch[0]) / BATCH * (told["slow"] if rank == 3 else 1.0)
+            seconds = told["step"] * len(batch[0]) / problem.batch * (told["slow"] if rank == 3 else 1.0)
             seconds *= generator.expovariate(1.0) if told["random"] else 1.0
             time.sleep(max(0.0, seconds - 3 * took))
             return loss
 
         def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=told["lr"], momentum=0.9)
+            return problem.optimizers(self.net)
 
-    copies: list[tuple[float, torch.Tensor]] = []
+    copies: list[tuple[float, Tensor]] = []
 
     class Copies(pl.Callback):
         began, working = 0.0, 0.0
@@ -123,7 +134,8 @@ def train(told: dict[str, Any]) -> dict[str, Any]:
                 copies.append((now, weights_to_validate(trainer, pl_module)))
             # Together: a rank that stopped a batch before the others of its group would leave them waiting for it.
             if pl_module.steps % STOP_EVERY == 0:
-                trainer.should_stop |= trainer.strategy.reduce_boolean_decision(now > told["limit"], all=False)
+                is_over = now > told["limit"] or (rank == 0 and problem.is_over(copies))
+                trainer.should_stop |= trainer.strategy.reduce_boolean_decision(is_over, all=False)
 
     peer = Peer(told)
 
@@ -137,11 +149,11 @@ def train(told: dict[str, Any]) -> dict[str, Any]:
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=1,
-        num_nodes=4,
+        num_nodes=RANKS,
         strategy=HookedDDP(**peer.options)
         if tuner is None
         else omni.OmniStrategy(encryption="off", heartbeat_timeout=30),
-        max_epochs=6,
+        max_epochs=problem.epochs,
         limit_val_batches=0,
         logger=False,
         enable_checkpointing=False,
@@ -149,12 +161,11 @@ def train(told: dict[str, Any]) -> dict[str, Any]:
         enable_model_summary=False,
         callbacks=[watching, *([tuner] if tuner is not None else [])],
     )
-    module = Task()
-    loader = DataLoader(TensorDataset(*data["train"]), batch_size=BATCH, shuffle=True)
-    trainer.fit(module, loader)
+    module = Trained()
+    trainer.fit(module, DataLoader(problem.data, batch_size=problem.batch, shuffle=True))
     result: dict[str, Any] = {"work": watching.working / max(1, module.steps), "steps": module.steps}
     if rank == 0:
-        result["curve"] = evaluate(module.net, copies, data["test"], told["target"])
+        result["seconds"], result["steps"] = problem.reached(copies)
         result["chosen"] = str(tuner.choice.setting) if tuner is not None and tuner.choice is not None else ""
         result["tuning"] = sum(each.spent for each in tuner.searches) if tuner is not None else 0.0
     return result
@@ -190,13 +201,106 @@ class Peer:
             self._averager.average_parameters(model.parameters())
 
 
-def weights_to_validate(trainer: Any, module: Any) -> torch.Tensor:
-    """Those that Lightning would validate now, flat. The server is on this host, and reading it crosses no link."""
-    weights = [each.detach() for each in module.parameters()]
+def weights_to_validate(trainer: Any, module: Any) -> Tensor:
+    """Those that Lightning would validate now, flat, and buffers. The server is on this host: no link is crossed."""
+    weights = [each.detach() for each in module.net.parameters()]
     world = getattr(trainer.strategy, "joined", None)
     if world is not None and world.executor.exchanges and world.method.evaluated == "centre":
         weights = list(world.channel.snapshot(with_state=False).parts[0]["weights"].values())
-    return torch.cat([each.flatten() for each in weights])
+    return torch.cat([each.flatten().float() for each in [*weights, *module.net.buffers()]])
+
+
+# --- What is trained -------------------------------------------------------------------------------------------------
+
+
+class Images:
+    """Fashion-MNIST and the LeNet of `slow_network.py`, to a test accuracy.
+
+    Args:
+        told: to this host.
+    """
+
+    batch, epochs = BATCH, 6
+
+    def __init__(self, told: dict[str, Any]) -> None:
+        self._told = told
+        found = torch.load(told["data"], mmap=True)
+        self.data, self._test = TensorDataset(*found["train"]), found["test"]
+        self.net = lenet()
+
+    def loss(self, net: nn.Module, batch: Any) -> Tensor:
+        """Of a batch."""
+        return cross_entropy(net(batch[0]), batch[1])
+
+    def optimizers(self, net: nn.Module) -> Any:
+        """What `configure_optimizers` returns."""
+        return torch.optim.SGD(net.parameters(), lr=self._told["lr"], momentum=0.9)
+
+    def is_over(self, copies: list[tuple[float, Tensor]]) -> bool:
+        """Whether the target is reached, as far as that is known during training."""
+        return False
+
+    def reached(self, copies: list[tuple[float, Tensor]]) -> tuple[float, float]:
+        """Seconds and rank 0's steps to the target; infinite if the run ended before."""
+        curve = evaluate(self.net, copies, self._test, self._told["target"])
+        found = ((seconds, float(steps)) for seconds, accuracy, steps in curve if accuracy >= self._told["target"])
+        return next(found, (math.inf, math.inf))
+
+
+class JudgedTask:
+    """A task of `tasks.py`, by its user's own optimizer, to its smoothed held-out loss.
+
+    Args:
+        task: what is trained; the simulator's ranks are more, with smaller batches.
+    """
+
+    epochs = 1000
+
+    def __init__(self, task: Task) -> None:
+        self._task, self.batch = task, task.batch // RANKS
+        self.net, self.data, self.loss = task.subject.model, task.subject.data, task.subject.loss
+        self._copy = copy.deepcopy(self.net).eval()
+        self._losses: list[float] = []
+        self._crossing = math.inf
+        self._thread = ThreadPoolExecutor(1)
+        self._evaluating = self._thread.submit(lambda: None)
+
+    def optimizers(self, net: nn.Module) -> Any:
+        """What `configure_optimizers` returns, a warm-up included."""
+        task = self._task
+        if not task.is_adaptive:
+            return torch.optim.SGD(net.parameters(), lr=task.own_lr, momentum=task.momentum)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=task.own_lr, betas=(task.momentum, 0.999))
+        if not task.warmup:
+            return optimizer
+        rising = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / task.warmup))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": rising, "interval": "step"}}
+
+    def is_over(self, copies: list[tuple[float, Tensor]]) -> bool:
+        """Whether the target is reached, as far as that is known during training: copies are evaluated beside it."""
+        if self._evaluating.done():
+            self._evaluating = self._thread.submit(self._evaluate, copies[:])
+        return math.isfinite(self._crossing)
+
+    def reached(self, copies: list[tuple[float, Tensor]]) -> tuple[float, float]:
+        """Seconds and rank 0's steps to the target; infinite if the run ended before."""
+        self._evaluating.result()
+        self._evaluate(copies)
+        steps = [COPY_EVERY * (number + 1) for number in range(len(copies))]
+        return at_evaluation([seconds for seconds, _ in copies], self._crossing), at_evaluation(steps, self._crossing)
+
+    @torch.no_grad()
+    def _evaluate(self, copies: list[tuple[float, Tensor]]) -> None:
+        """Those that were not yet."""
+        state = [*self._copy.parameters(), *self._copy.buffers()]
+        for _, weights in copies[len(self._losses) :]:
+            for tensor, values in zip(state, weights.split([tensor.numel() for tensor in state]), strict=True):
+                tensor.copy_(values.view_as(tensor))
+            self._losses.append(float(self.loss(self._copy, self._task.subject.held_out)))
+        smoothed = SMOOTHED * EVERY // COPY_EVERY
+        windows = (self._losses[last - smoothed : last] for last in range(smoothed, len(self._losses) + 1))
+        means = [math.inf] * (smoothed - 1) + [statistics.fmean(window) for window in windows]
+        self._crossing = crossing(means, self._task.target, smoothed)
 
 
 # --- All of them -----------------------------------------------------------------------------------------------------
@@ -214,10 +318,17 @@ class Row:
     failed: str = ""
 
 
+def slower(arguments: argparse.Namespace) -> float:
+    """What links are slowed by, so that the weights take as many steps on them as LeNet's take at steps of 0.1 s."""
+    weights = TASKS[arguments.task].subject.nbytes if arguments.task else LENET_BYTES
+    return 0.1 / arguments.step * weights / LENET_BYTES
+
+
 def run(way: str, scene: Scene, data: Path, seed: int, arguments: argparse.Namespace) -> Row:
     """Trains once on emulated hosts."""
     told = {
         "way": way,
+        "task": arguments.task,
         "data": str(data),
         "seed": seed,
         "step": arguments.step,
@@ -231,10 +342,9 @@ def run(way: str, scene: Scene, data: Path, seed: int, arguments: argparse.Names
         "period": arguments.period,
         "warmup": arguments.warmup,
     }
-    mbit = None if scene.mbit is None else scene.mbit * 0.1 / arguments.step
-    network = Network((4,), host_mbit=mbit)
+    network = Network((RANKS,), host_mbit=None if scene.mbit is None else scene.mbit * slower(arguments))
     with tempfile.TemporaryDirectory() as folder, Hosts(network) as hosts:
-        files = [Path(folder, f"{host}.json") for host in range(4)]
+        files = [Path(folder, f"{host}.json") for host in range(RANKS)]
         processes = [
             hosts.start(
                 host,
@@ -256,9 +366,8 @@ def run(way: str, scene: Scene, data: Path, seed: int, arguments: argparse.Names
     if arguments.verbose:
         print(said[0])
     first = results[0]
-    reached = ((t, steps) for t, accuracy, steps in first["curve"] if accuracy >= arguments.target)
-    seconds, steps = next(reached, (float("inf"), float("inf")))
-    return Row(seconds, steps, sum(each["work"] for each in results), first["chosen"], first["tuning"])
+    work = sum(each["work"] for each in results)
+    return Row(first["seconds"], first["steps"], work, first["chosen"], first["tuning"])
 
 
 def main() -> None:
@@ -269,6 +378,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--scenes", nargs="+", choices=SCENES, default=list(SCENES))
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=["ddp", "tuned"])
+    parser.add_argument("--task", choices=TASKS, help="of tasks.py; LeNet and Fashion-MNIST if none is named")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--step", type=float, default=0.2, help="seconds of a device's step; links are slower with it")
     parser.add_argument("--lr", type=float, default=0.05)
