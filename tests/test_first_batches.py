@@ -33,6 +33,13 @@ FITS: dict[str, dict[str, Any]] = {
         "exponential": True,
         "trainer": EPOCHS,
     },
+    "steps take twice as long": {
+        "tuner": {**TUNER, "space": {"rebalance": False, "wire": "fp32"}},
+        "seconds": {"0": 4e-3, "1": 4e-3},
+        "exponential": True,
+        "slower_from": 2,
+        "trainer": {**EPOCHS, "max_epochs": 5},
+    },
     "a method of the user's": {
         "tuner": {**TUNER, "space": {"rebalance": False}},
         "strategy": {"method": "local_sgd:period=4", "groups": 2},
@@ -132,6 +139,14 @@ def test_random_step_times_ask_for_groups_in_mid_epoch(fits: dict[str, list[dict
         assert rank["world"][0] == rank["setting"]["groups"] == 2
         assert rank["updates"] > 0
     assert "batches of the run" in fits["random"][0]["why"]
+
+
+def test_a_run_whose_speed_changes_is_timed_anew_and_goes_on_in_groups_if_it_chooses_the_same(
+    fits: dict[str, list[dict[str, Any]]],
+) -> None:
+    assert fits["steps take twice as long"][0]["searches"] >= 2
+    for rank in fits["steps take twice as long"]:
+        assert rank["world"][0] == rank["setting"]["groups"] == 2
 
 
 def test_where_nothing_can_be_tuned_groups_are_those_that_the_user_asked_for(

@@ -66,7 +66,9 @@ class ByFirstBatches:
         """Back to the user's own setting, in one group, which is timed once more."""
         run = self._run
         run.say(f"OmniTuner: timing the run in one group again, because {reason}")
+        self.close()
         self._applied.take_back()
+        self._retuning.changed()  # as fast as one group: no reason to begin again once more, if an epoch is too short
         hyperparameters = run.hyperparameters()
         self._deciding, self._known = 0.0, []
         self._time(self._space.specification(hyperparameters, hyperparameters.lr, share=run.options.budget))

@@ -320,8 +320,8 @@ class Row:
 
 def slower(arguments: argparse.Namespace) -> float:
     """What links are slowed by, so that the weights take as many steps on them as LeNet's take at steps of 0.1 s."""
-    weights = TASKS[arguments.task].subject.nbytes if arguments.task else LENET_BYTES
-    return 0.1 / arguments.step * weights / LENET_BYTES
+    weights: int = TASKS[arguments.task].subject.nbytes if arguments.task else LENET_BYTES
+    return float(0.1 / arguments.step * weights / LENET_BYTES)
 
 
 def run(way: str, scene: Scene, data: Path, seed: int, arguments: argparse.Namespace) -> Row:

@@ -69,6 +69,7 @@ class Classifier(pl.LightningModule):
             self.logger.experiment.log_metrics({"own": 1.0}, self.steps)
         seconds = self.options.get("seconds", {}).get(str(RANK), 0.0)
         seconds *= 8 if self.options.get("per_step") else len(batch[0])
+        seconds *= 2 if self.current_epoch >= self.options.get("slower_from", 1 << 30) else 1
         if self.options.get("exponential"):
             seconds *= self.rng.expovariate(1.0)
         time.sleep(seconds)
