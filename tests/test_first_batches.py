@@ -40,6 +40,13 @@ FITS: dict[str, dict[str, Any]] = {
         "slower_from": 2,
         "trainer": {**EPOCHS, "max_epochs": 5},
     },
+    "a callback of one group stops it": {
+        "tuner": {**TUNER, "space": {"rebalance": False, "wire": "fp32"}, "monitor": "none"},
+        "seconds": {"0": 4e-3, "1": 4e-3},
+        "exponential": True,
+        "stops_in_training": [0, 70],  # in the third epoch
+        "trainer": {**EPOCHS, "max_epochs": 5, "limit_val_batches": 0},
+    },
     "a method of the user's": {
         "tuner": {**TUNER, "space": {"rebalance": False}},
         "strategy": {"method": "local_sgd:period=4", "groups": 2},
@@ -73,6 +80,7 @@ def fits(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, A
     return {name: [finished.results[rank][number] for rank in (0, 1)] for number, name in enumerate(fits)}
 
 
+ENDS_OTHERWISE = "dealt out beforehand", "a callback of one group stops it"
 TUNED = [name for name, fit in FITS.items() if "tuner" in fit and name != "nothing can be tuned"]
 
 
@@ -104,7 +112,7 @@ def test_gradients_of_a_few_bytes_are_not_said_to_be_slow_however_busy_the_machi
     assert "all-reduce" not in str(fits[name][0]["setting"]), "fewer bytes would gain nothing"
 
 
-@pytest.mark.parametrize("name", [name for name in TUNED if name != "dealt out beforehand"])
+@pytest.mark.parametrize("name", [name for name in TUNED if name not in ENDS_OTHERWISE])
 def test_every_sample_is_trained_once_an_epoch_and_no_batch_is_thrown_away(
     fits: dict[str, list[dict[str, Any]]], name: str
 ) -> None:
@@ -147,6 +155,13 @@ def test_a_run_whose_speed_changes_is_timed_anew_and_goes_on_in_groups_if_it_cho
     assert fits["steps take twice as long"][0]["searches"] >= 2
     for rank in fits["steps take twice as long"]:
         assert rank["world"][0] == rank["setting"]["groups"] == 2
+
+
+def test_where_a_callback_of_one_group_stops_the_run_it_ends_for_all(fits: dict[str, list[dict[str, Any]]]) -> None:
+    ranks = fits["a callback of one group stops it"]
+    assert ranks[0]["world"][0] == 2
+    assert all(rank["should_stop"] for rank in ranks)
+    assert sum(sum(rank["sizes"]) for rank in ranks) < 4 * 512
 
 
 def test_where_nothing_can_be_tuned_groups_are_those_that_the_user_asked_for(

@@ -274,8 +274,11 @@ class EpochDriver:
         if self.world.is_computing and not self._stopping and (stops or not complete):
             self.leave("end" if stops else "skip" if self.is_open_ended else "")
         self._synchronize(module)
-        if self.world.executor.exchanges and any(self.world.agree([int(stops or self._stopping)])):
-            trainer.should_stop |= not is_limit_reached  # whichever rank said so, and however late
+        if self.world.executor.exchanges:
+            mine = int(stops or self._stopping), int(_private.stops_now(trainer))
+            ends, was_asked = self.world.agree(mine)
+            # Whichever rank said so, and however late. A group that was told to stop has a limit, but was not asked to.
+            trainer.should_stop |= bool(ends) and (bool(was_asked) or not is_limit_reached)
         self.is_open = False
         if self.progress is not None:
             self.progress = replace(self.progress, epochs=self._begun + 1, samples=0)

@@ -105,8 +105,8 @@ class Classifier(pl.LightningModule):
 class State(pl.Callback):
     """The run's state right before and right after the tuner's search."""
 
-    def __init__(self, dies: list[int] | None = None) -> None:
-        self.dies, self.batches = dies, 0
+    def __init__(self, dies: list[int] | None = None, stops: list[int] | None = None) -> None:
+        self.dies, self.stops, self.batches = dies, stops, 0
         self.owed: list[list[float]] = []
         self.seen: list[str] = []
         self.first: list[int] = []
@@ -138,10 +138,12 @@ class State(pl.Callback):
         self.last_epoch += batch[2].tolist()
         self.sizes.append(len(batch[2]))
 
-    def on_train_batch_end(self, *_: Any) -> None:  # of the run: probes do not come here
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:  # of the run: probes do not come here
         self.batches += 1
         if self.dies == [RANK, self.batches]:
             os._exit(3)
+        if self.stops == [RANK, self.batches]:
+            trainer.should_stop = True
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         self.last_epoch.clear()
@@ -167,7 +169,7 @@ def main() -> None:
         strategy = omni.OmniStrategy(**fit.get("strategy", {}), wire=wire)
         if "sent" in fit:
             fit["tuner"]["space"]["sent"] = Sent(*fit["sent"])
-        module, state = Classifier(fit), State(fit.get("dies_in_training"))
+        module, state = Classifier(fit), State(fit.get("dies_in_training"), fit.get("stops_in_training"))
         if "again" not in fit:
             tuner = omni.OmniTuner(**{"search": "bayes", **fit["tuner"]}) if "tuner" in fit else None
         callbacks = [State(), tuner, state] if tuner else [state]
@@ -198,6 +200,7 @@ def main() -> None:
                 "last_epoch": sorted(state.last_epoch),
                 "steps": module.steps,
                 "max_steps": run.max_steps,
+                "should_stop": run.should_stop,
                 "searches": len(tuner.searches) if tuner else 0,
                 "weights": [parameter.flatten().tolist() for parameter in module.parameters()],
                 "lr": run.optimizers[0].param_groups[0]["lr"] if run.optimizers else None,
