@@ -234,8 +234,8 @@ class Running:
 
     @property
     def servers(self) -> list[int]:
-        """Those of them that are parameter servers."""
-        return [pid for pid in self.survivors if Path(f"/proc/{pid}/comm").read_text().strip() == SERVER]
+        """Those of them that are parameter servers, each after the process that has forked it and watches it."""
+        return sorted(pid for pid in self.survivors if Path(f"/proc/{pid}/comm").read_text().strip() == SERVER)
 
 
 def run(

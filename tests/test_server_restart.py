@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import secrets
+import signal
+import socket
 import sys
 from pathlib import Path
 
 import pytest
-from benchmarks.server_restart import COMMAND, LISTENS, one_death
+from benchmarks.server_restart import COMMAND, LISTENS, children, one_death
 from processes import Process
 from runs import free_port
 from test_joining import PATIENCE, Run
+from test_private_directory import wait_for
+
+from lightning_omni.server.supervisor import GAVE_UP
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
@@ -20,12 +26,116 @@ MOST = 60.0
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are looked up in /proc")
-@pytest.mark.parametrize(("stands", "method"), [(False, "local_sgd:period=2"), (True, "async_sgd")])
-def test_the_run_goes_on_when_its_server_is_killed_and_every_sample_is_trained(stands: bool, method: str) -> None:
-    death = one_death(stands, method, SAVE_EVERY, delay=0.5)
+@pytest.mark.parametrize(
+    ("stands", "method", "both"),
+    [(False, "local_sgd:period=2", False), (False, "diloco:period=2", True), (True, "async_sgd", False)],
+    ids=["embedded", "embedded, and what watches it", "standalone"],
+)
+def test_the_run_goes_on_when_its_server_is_killed_and_every_sample_is_trained(
+    stands: bool, method: str, both: bool
+) -> None:
+    death = one_death(stands, method, SAVE_EVERY, delay=0.5, both=both)
     assert not death.problem
     assert death.to_go_on < MOST
     assert 0 <= death.lost < 300 * SAVE_EVERY
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only there a server is forked")
+def test_a_server_that_is_killed_is_back_and_ends_with_the_process_that_watches_it(tmp_path: Path) -> None:
+    command = [*COMMAND, "serve", "--port", str(free_port()), "--state", str(tmp_path)]
+    server = Process(command, {"LIGHTNING_OMNI_KEY": secrets.token_hex(32)})
+    try:
+        address = server.expect(LISTENS, PATIENCE)[1]
+        (first,) = children(server.pid)
+        os.kill(first, signal.SIGKILL)
+        server.expect("process was killed by SIGKILL; another one continues$", PATIENCE)
+        assert server.expect(LISTENS, PATIENCE)[1] == address
+        (second,) = children(server.pid)
+        os.kill(server.pid, signal.SIGKILL)
+        wait_for(lambda: not alive(second))
+    finally:
+        server.kill()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only there a server is forked")
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_server_that_is_watched_ends_in_good_order_when_only_the_watching_process_gets_the_signal(
+    number: signal.Signals, code: int, tmp_path: Path
+) -> None:
+    command = [*COMMAND, "serve", "--port", str(free_port()), "--state", str(tmp_path)]
+    server = Process(command, {"LIGHTNING_OMNI_KEY": secrets.token_hex(32)})
+    try:
+        server.expect(LISTENS, PATIENCE)
+        (serving,) = children(server.pid)
+        os.kill(server.pid, number)
+        assert server.end(PATIENCE) == code, server.output
+        assert not alive(serving)
+        assert "parameter server stopped" in server.output
+        assert "Traceback" not in server.output
+    finally:
+        server.kill()
+
+
+FALLS = """
+import os, sys, time
+from lightning_omni.server import supervisor
+supervisor.RESTARTS = 3
+began = time.monotonic()
+outcome = supervisor.supervise(lambda: False, lambda text: print(text, flush=True))
+if isinstance(outcome, int):
+    print("waited", time.monotonic() - began >= 1.0)
+    sys.exit(outcome)
+print("begins after", repr(outcome.said), flush=True)
+outcome.say("there")
+{end}
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only there a server is forked")
+@pytest.mark.parametrize(
+    ("end", "how"),
+    [
+        ("os.kill(os.getpid(), 11)", "was killed by SIGSEGV"),
+        ("raise RuntimeError('of the server')", "has failed with status 1"),
+    ],
+)
+def test_a_server_that_dies_again_and_again_is_started_ever_later_and_then_no_more(end: str, how: str) -> None:
+    process = Process([sys.executable, "-c", FALLS.format(end=end)])
+    try:
+        assert process.end(PATIENCE) == GAVE_UP, process.output
+    finally:
+        process.kill()
+    said = [line for line in process.output.splitlines() if line.startswith(("the parameter", "begins", "waited"))]
+    assert said == [
+        "begins after ''",
+        f"the parameter server's process {how}; another one continues",
+        "begins after 'there'",
+        f"the parameter server's process {how}; another one continues in 1 s",
+        "begins after 'there'",
+        f"the parameter server's process {how}, 3 times in a row soon after its start: giving up",
+        "waited True",
+    ]
+
+
+def test_a_watched_server_that_cannot_listen_is_one_line_and_is_not_started_again(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        command = [*COMMAND, "serve", "--port", str(port), "--state", str(tmp_path)]
+        server = Process(command, {"LIGHTNING_OMNI_KEY": secrets.token_hex(32)})
+        try:
+            assert server.end(PATIENCE) == 2
+            [line] = server.output.splitlines()
+            assert f"cannot listen on 127.0.0.1:{port}" in line
+        finally:
+            server.kill()
 
 
 class Saving(Run):

@@ -40,7 +40,8 @@ def main(arguments: list[str] | None = None) -> int:
         arguments: the command line; None takes the process's own.
 
     Returns:
-        The exit code: 0, 1 if the doctor has found something that fails, 2 if a setting is wrong, or 130 after Ctrl-C.
+        The exit code: 0, 1 if the doctor has found something that fails, 2 if a setting is wrong, 3 if a
+        server died too often to be started again, or 130 after Ctrl-C.
     """
     commands: dict[str, Any] = {
         "serve": serve,

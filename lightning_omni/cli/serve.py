@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import secrets
 import signal
 import threading
@@ -73,12 +74,14 @@ def serve(
         http: Port for /metrics (Prometheus), /status (JSON), /healthz and /readyz, which anyone who can connect may
             read; 0 selects a free one. Without it nothing is served over HTTP.
         http_host: Address for these. Loopback by default: other machines can connect only if you set an address here.
-        state: Directory in which the server saves its state. If it is killed and started with the same directory, it
-            continues its run, whose ranks try to reconnect at the same address for five minutes.
+        state: Directory in which the server saves its state. If it is killed, another one continues its run at once
+            (on Linux), as does one that is started with the same directory; ranks try to reconnect at the same
+            address for five minutes.
         save_every: Time between two saves, as in 30s, or in seconds.
         progress_timeout: Time after which a group that has trained, is alive and makes no progress is evicted, as in
             10min, or in seconds, at least 2; 0 for never.
     """
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's, with which nothing is computed
     # Not above: --help is not to wait for torch.
     import msgspec
     import torch
@@ -96,6 +99,7 @@ def serve(
     from lightning_omni.server.keys import load_or_create
     from lightning_omni.server.process import ServerProcess, ServerSettings, raise_limit_of_files
     from lightning_omni.server.saving import StateDirectory
+    from lightning_omni.server.supervisor import can_supervise, preload, supervise
     from lightning_omni.server.web import StatusServer
 
     console = Console(stderr=True)
@@ -109,6 +113,16 @@ def serve(
     if 0 < progress < 2:
         raise ConfigurationError(f"--progress-timeout {progress_timeout}: pass 2s or more, or 0 for never")
     key, where = load_or_create(key_file)
+    signals: list[int] = []
+    lifeline = None
+    if state is not None and can_supervise():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda number, frame: signals.append(number))
+        preload()
+        outcome = supervise(lambda: bool(signals), lambda text: console.print(text, soft_wrap=True, markup=False))
+        if isinstance(outcome, int):  # in the process that does not serve itself
+            return INTERRUPTED if outcome == 0 and signal.SIGINT in signals else outcome
+        lifeline = outcome
     torch.set_num_threads(threads)
     for path in method.split(",") if method else ():
         methods.load(path)
@@ -162,7 +176,6 @@ def serve(
     )
     beside = [ServerProcess(msgspec.structs.replace(settings, shard=number)) for number in range(1, here)]
     stopped = threading.Event()
-    signals: list[int] = []
 
     def stop(number: int, frame: FrameType | None) -> None:
         signals.append(number)
@@ -187,7 +200,7 @@ def serve(
             run_log.tell()
         if web is not None:
             web.tend(core)
-        if core.gone:
+        if core.gone or (lifeline is not None and lifeline.is_over):
             stopped.set()
         if core.is_over:
             if run_log is not None:

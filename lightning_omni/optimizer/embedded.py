@@ -29,15 +29,15 @@ from lightning_omni.server.addresses import PrivateDirectory
 from lightning_omni.server.keys import ENVIRONMENT, key_of_environment, new_key
 from lightning_omni.server.keys import load as load_key
 from lightning_omni.server.process import ServerSettings
+from lightning_omni.server.supervisor import GAVE_UP, RESTARTS, SOON
 
 _log = logging.getLogger(__name__)
-
-RESTARTS, SOON = 5, 10.0
-"""How often in a row a server is started again that has ended within so many seconds."""
 
 
 class Keeper:
     """Starts the embedded server again when its process has ended and the run has not.
+
+    Where that process only watches the one that serves (`supervisor`), both are gone then.
 
     Args:
         process: the server.
@@ -64,6 +64,9 @@ class Keeper:
             fallen = fallen + 1 if time.monotonic() - began < SOON else 0
             with self._lock:
                 if self._stopping:
+                    return
+                if status == GAVE_UP:
+                    _log.error("the parameter server has ended too often, and is not restarted any more")
                     return
                 _log.warning("the parameter server's process has ended with status %d; restarting it", status)
                 self._process = ServerProcess(self._again)

@@ -1,7 +1,8 @@
 """The embedded server's process: ``python -m lightning_omni.server``, started by rank 0 and ended with it.
 
 The first line of standard input is the settings, with the key; standard input then stays open for as long as the
-parent lives. One line with the addresses goes to standard output. A server that holds a share of the weights ends with
+parent lives. One line with the addresses goes to standard output. A server that saves its state is forked, so that
+another one can continue at once when it is killed (`supervisor`). A server that holds a share of the weights ends with
 the one that coordinates instead.
 """
 
@@ -12,6 +13,7 @@ import logging
 import math
 import os
 import secrets
+import select
 import signal
 import sys
 import threading
@@ -29,22 +31,46 @@ from lightning_omni.protocol.server import ServerCore
 from lightning_omni.server.addresses import remove_if_abandoned
 from lightning_omni.server.process import Ready, ServerSettings, raise_limit_of_files
 from lightning_omni.server.saving import EMBEDDED_PATIENCE, StateDirectory
+from lightning_omni.server.supervisor import Lifeline, can_supervise, preload, supervise
+
+_log = logging.getLogger(__name__)
 
 
 def main() -> int:
-    """Serves one parent process."""
+    """Serves one parent process, itself or by a process that it forks and watches."""
     # Ctrl-C reaches the whole foreground group, torchrun and SLURM send SIGTERM to all that rank 0 has started. The
     # run's ranks decide what it means; the server ends with them, and tells the other nodes why.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(format="lightning-omni server: %(message)s", level=logging.WARNING)
-    threading.Thread(target=_make_an_optimizer, daemon=True).start()
+    parent = os.getppid()
+    preload()  # now, while the ranks still start and join
     line = sys.stdin.buffer.readline()
     if not line:  # the run has ended and never needed a server
         return 0
     settings = msgspec.json.decode(line, type=ServerSettings)
+    if not settings.state or not can_supervise():
+        return _serve(settings, None)
+    stdin = sys.stdin.fileno()
+
+    def is_over() -> bool:
+        return os.getppid() != parent or (bool(select.select([stdin], [], [], 0)[0]) and not os.read(stdin, 1))
+
+    lifeline = supervise(is_over, lambda text: _log.warning("%s", text), wake_on=[stdin])
+    return lifeline if isinstance(lifeline, int) else _serve(settings, lifeline)
+
+
+def _serve(settings: ServerSettings, lifeline: Lifeline | None) -> int:
+    """Serves until the run has ended.
+
+    Args:
+        settings: of the server.
+        lifeline: to the process that has forked this one; None if this is the one that rank 0 has started.
+    """
     raise_limit_of_files()
     torch.set_num_threads(settings.threads)
+    before = lifeline.said if lifeline is not None else ""
+    again = before or settings.again
     try:
         with contextlib.redirect_stdout(sys.stderr):  # the first line on standard output is ours
             for room, paths in (
@@ -70,31 +96,34 @@ def main() -> int:
         chosen = transport.from_wire(settings.transport)
         states = StateDirectory(settings.state, settings.save_every, EMBEDDED_PATIENCE) if settings.state else None
         if states is not None and (said := states.restore(core)):
-            logging.getLogger(__name__).warning("%s", said)
+            _log.warning("%s", said)
         if settings.shard:
             server = chosen.follow(core, settings.coordinator, settings.host, settings.port)
-        elif settings.again:
-            server = chosen.serve_again(core, settings.again)
+        elif again:
+            server = chosen.serve_again(core, again)
         else:
             server = chosen.serve(core, settings.host, settings.port)
     except Exception as error:
-        _say(Ready(address="", error=str(error)))
-        return 1
-    _say(Ready(address=server.address))
+        if before:  # rank 0 knows where the first one was, and reads no more
+            _log.error("the parameter server could not be started again: %s", error)
+        else:
+            _say(Ready(address="", error=str(error)))
+        return 2
+    if not before:
+        _say(Ready(address=server.address))
+    if lifeline is not None:
+        lifeline.say(server.address)
     if settings.shard:
         # It ends with the server that coordinates: a rank that dies costs its own group, not the share that is here.
         server.run(until=lambda: False)
         server.close()
         return 0
-    orphaned = threading.Event()
-    threading.Thread(target=_watch_parent, args=(orphaned,), daemon=True).start()
-    parent = os.getppid()
+    beginning = lifeline or _Parent()
 
     def is_over() -> bool:
         if states is not None:
             states.tend(core)
-        # A forked data loader may hold the other end of the pipe after the parent's death, so look at both.
-        return orphaned.is_set() or os.getppid() != parent
+        return beginning.is_over
 
     server.run(until=is_over)
     server.farewell("rank 0 has ended, and the parameter server with it")
@@ -105,22 +134,30 @@ def main() -> int:
     return 0
 
 
-def _make_an_optimizer() -> None:
-    """The first one takes torch a second, for imports: now, while the ranks still start and join."""
-    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+class _Parent:
+    """Rank 0, as a server sees it that it has started."""
+
+    def __init__(self) -> None:
+        self._number, self._is_gone = os.getppid(), threading.Event()
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended, or wants the server to."""
+        # A forked data loader may hold the other end of the pipe after its death, so look at both.
+        return self._is_gone.is_set() or os.getppid() != self._number
+
+    def _watch(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            while sys.stdin.buffer.read(1):
+                pass
+        self._is_gone.set()
 
 
 def _say(ready: Ready) -> None:
     with contextlib.suppress(BrokenPipeError):  # the run has ended already; standard input says so, too
         sys.stdout.buffer.write(msgspec.json.encode(ready) + b"\n")
         sys.stdout.buffer.flush()
-
-
-def _watch_parent(orphaned: threading.Event) -> None:
-    with contextlib.suppress(OSError, ValueError):
-        while sys.stdin.buffer.read(1):
-            pass
-    orphaned.set()
 
 
 if __name__ == "__main__":

@@ -154,7 +154,8 @@ def _environment() -> dict[str, str]:
     # The server is no rank: it must not be taken for one, nor bring a crowd of threads along.
     ignored = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "PL_GLOBAL_SEED")
     environment = {name: value for name, value in os.environ.items() if name not in ignored}
-    return environment | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    ours = {"CUDA_VISIBLE_DEVICES": "", "OPENBLAS_NUM_THREADS": "1"}
+    return environment | ours | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
 def raise_limit_of_files() -> None:

@@ -1,12 +1,13 @@
 """Kills the parameter server in the midst of an epoch, again and again: every run must go on, and finish.
 
-    python tests/benchmarks/server_restart.py [--runs 20] [--method async_sgd] [--save-every 1] [--seed 0]
+    python tests/benchmarks/server_restart.py [--runs 20] [--both] [--method async_sgd] [--save-every 1] [--seed 0]
 
 Each run trains 4 ranks in 2 groups for 2 epochs with a validation in mid-epoch. Every other run has a server that rank
-0 starts, the others one that stands by itself (``lightning-omni serve --state``), which is started again at once. The
-server gets SIGKILL at a random moment. A run counts if it ends with exit code 0, if every sample of every epoch was
-trained, and if nothing is left running. Printed are the seconds until each rank has trained two batches more, and the
-updates that were lost.
+0 starts, the others one that stands by itself (``lightning-omni serve --state``). The process that serves gets SIGKILL
+at a random moment, with ``--both`` also the one that has forked it, and a server that stands by itself is then started
+again at once. A run counts if it ends with exit code 0, if every sample of every epoch was trained, and if nothing is
+left running. Printed are the seconds until each rank has trained two batches more, and the updates that were lost.
+(``restart_time.py`` measures how long training pauses, with processes that are started as a user starts them.)
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,10 +87,15 @@ def wait_for(running: Running, condition: Callable[[], bool], seconds: float) ->
     return True
 
 
-def embedded_server(running: Running) -> int:
-    """The process that rank 0 has started."""
-    (server,) = running.servers
-    return server
+def children(pid: int) -> list[int]:
+    """The processes that a process has started."""
+    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def kill_embedded(running: Running, both: bool) -> None:
+    """The server dies that rank 0 has started, with the process that watches it or alone."""
+    for pid in running.servers if both else running.servers[-1:]:
+        os.kill(pid, signal.SIGKILL)
 
 
 class Standing:
@@ -111,15 +118,19 @@ class Standing:
         """Where it listens, when it does."""
         return str(self.process.expect(LISTENS, 150)[1])
 
-    def die(self) -> None:
-        """It is killed, and started again at once."""
+    def die(self, both: bool) -> None:
+        """It is killed; with the process that watches it, it is started again at once."""
+        if not both:
+            (serving,) = children(self.process.pid)
+            os.kill(serving, signal.SIGKILL)
+            return
         os.kill(self.process.pid, signal.SIGKILL)
         self.start()
 
 
 @contextmanager
-def run_with(stands: bool, method: str, save_every: float) -> Iterator[tuple[Running, Callable[[], None]]]:
-    """A run, and what kills its server."""
+def run_with(stands: bool, method: str, save_every: float) -> Iterator[tuple[Running, Callable[[bool], None]]]:
+    """A run, and what kills its server: True the process that watches it, too."""
     with ExitStack() as stack:
         environment, strategy, server = {}, {}, None
         if stands:
@@ -127,18 +138,18 @@ def run_with(stands: bool, method: str, save_every: float) -> Iterator[tuple[Run
             strategy["server"], environment["LIGHTNING_OMNI_KEY"] = server.address(), server.key
         options = {"fits": [fit(method, save_every, **strategy)], "servers": 1}
         running = stack.enter_context(Running("groups.py", options, environment))
-        yield running, server.die if server is not None else lambda: os.kill(embedded_server(running), signal.SIGKILL)
+        yield running, server.die if server is not None else partial(kill_embedded, running)
 
 
-def one_death(stands: bool, method: str, save_every: float, delay: float) -> Death:
-    """One run whose server dies so many seconds after its first batch."""
+def one_death(stands: bool, method: str, save_every: float, delay: float, both: bool = False) -> Death:
+    """One run whose server dies so many seconds after its first batch, with what watches it or alone."""
     death = Death()
     with run_with(stands, method, save_every) as (running, kill):
         if not wait_for(running, lambda: all(batches(running)), 120):
             return Death(problem=f"training never began:\n{running.output[-3000:]}")
         time.sleep(delay)
         before, began = batches(running), time.monotonic()
-        kill()
+        kill(both)
         if wait_for(running, lambda: all(n >= b + GOES_ON for n, b in zip(batches(running), before, strict=True)), 60):
             death.to_go_on = time.monotonic() - began
         try:
@@ -160,6 +171,7 @@ def main() -> int:
     """Runs and counts."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--both", action="store_true", help="the process that watches the server is killed, too")
     parser.add_argument("--method", default="async_sgd")
     parser.add_argument("--save-every", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
@@ -168,7 +180,7 @@ def main() -> int:
     deaths = []
     for number in range(1, arguments.runs + 1):
         stands, delay = number % 2 == 0, draw.uniform(0.2, 1.2)
-        death = one_death(stands, arguments.method, arguments.save_every, delay)
+        death = one_death(stands, arguments.method, arguments.save_every, delay, arguments.both)
         deaths.append(death)
         print(
             f"{number:3d} {'FAIL' if death.problem else 'ok  '} {'standing' if stands else 'embedded'} server killed"
