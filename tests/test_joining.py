@@ -31,13 +31,19 @@ from torch import nn
 
 from lightning_omni.errors import ConfigurationError, ConnectionLost, Evicted, RankLost, Refused
 from lightning_omni.optimizer import WorldOptions
+from lightning_omni.optimizer.embedded import RunServer
 from lightning_omni.optimizer.enlistment import COMES_BACK, ask_for_all
+from lightning_omni.optimizer.folders import Folder
+from lightning_omni.optimizer.meshes import ModelParallel, sizes_in
 from lightning_omni.protocol import EpochPlan
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.codec import pack, unpack
+from lightning_omni.protocol.handshake import fingerprint_problem, hello_of
+from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.transport import answer_of
 from lightning_omni.strategy.pytorch_lightning import OmniStrategy
 from lightning_omni.strategy.rejoining import Rejoining
+from lightning_omni.topology import Topology
 
 # --- The protocol ----------------------------------------------------------------------------------------------------
 
@@ -430,6 +436,34 @@ def test_the_environment_names_a_run_to_join_and_an_argument_wins(monkeypatch: p
         options(groups=3)
 
 
+@pytest.mark.parametrize(
+    ("given", "inside", "says"),
+    [
+        ("3 ranks, ab", "2 ranks, cd", "sharded (3 ranks, ab), not sharded (2 ranks, cd): all groups need the same"),
+        ("", "2 ranks, cd", "whole in each member, not sharded (2 ranks, cd)"),
+        ("2 ranks, cd", "", "sharded (2 ranks, cd), not whole in each member"),
+        ("2 ranks, cd", "2 ranks, cd", ""),
+    ],
+)
+def test_a_group_is_told_that_it_divides_the_model_otherwise(given: str, inside: str, says: str) -> None:
+    plain = Layout.of({"w": torch.ones(4)})
+    mine, theirs = (hello_of("run", 2, 0, Layout(plain.specs, division=each), b"") for each in (given, inside))
+    problem = fingerprint_problem(mine, theirs)
+    assert says in problem
+    assert bool(says) == bool(problem)
+
+
+def test_groups_that_shard_their_model_need_a_server_for_each_member_and_more_than_one() -> None:
+    options = WorldOptions(server=SERVER, join=True, inside="fsdp")
+    with pytest.raises(ConfigurationError, match=r"is one of 2; all groups of the run need as many ranks"):
+        RunServer(0, options, [3], shares=3).check(2, SERVER)
+    RunServer(0, options, [3], shares=3).check(3, SERVER)
+    for inside in ("fsdp", ModelParallel(1, 1)):
+        with pytest.raises(ConfigurationError, match="join=True and a group of one rank"):
+            sizes_in(Topology.even(1, 1), inside, [1], joins=True)
+    assert sizes_in(Topology.even(2, 1), "fsdp", [2], joins=True) == (2, 1)
+
+
 # --- Processes -------------------------------------------------------------------------------------------------------
 
 SCRIPT = Path(__file__).parent / "scripts" / "joining.py"
@@ -693,6 +727,111 @@ def test_a_group_that_was_frozen_joins_again_by_itself_with_new_processes(tmp_pa
         assert set(run.trained) == {(epoch, sample) for epoch in range(4) for sample in range(128)}
     finally:
         run.close()
+
+
+def weights_of(saved: dict[str, Any]) -> dict[str, list[float]]:
+    """Of a checkpoint that is one file."""
+    return {name: each.flatten().tolist() for name, each in saved["state_dict"].items()}
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_groups_that_shard_their_model_come_and_go(tmp_path: Path) -> None:
+    """One begins, one joins it, the first is killed and started again, and the second is frozen and comes back."""
+    run = Run(tmp_path, "--shards", "2", "--heartbeat-timeout", "3")
+    options = {
+        "epochs": 4,
+        "hold": [1, 2],
+        "devices": 2,
+        "inside": "fsdp",
+        "method": "diloco:period=4",
+        "optimizer": "AdamW",
+        "frozen": [0],  # of which a group that joins gets the run's
+        "steps": 1,
+    }
+    try:
+        first = run.start("a", options)
+        run.wait_for("a0-in-1")
+        second = run.start("b", options, seed=2, OMNI_TEST_SPARES="1")
+        run.wait_for("b1-in-1")
+        run.go(1)
+        run.wait_for("a0-in-2")
+        run.wait_for("b0-in-2")
+        os.killpg(first.pid, signal.SIGKILL)
+        run.server.expect("ranks 0 to 1 lost", PATIENCE)
+        third = run.start("c", options, seed=3)
+        run.wait_for("c1-in-2")
+        os.killpg(second.pid, signal.SIGSTOP)
+        run.server.expect("ranks 2 to 3 lost: rank . gave no sign of life for 3 s", PATIENCE)
+        os.killpg(second.pid, signal.SIGCONT)
+        second.expect("joins again in 1 s, as a new one", PATIENCE)
+        run.server.expect("group 3 takes part: ranks 6 to 7", PATIENCE)
+        run.go(2)
+        assert third.end(PATIENCE) == 0, third.output
+        assert second.end(PATIENCE) == 0, second.output
+        assert run.server.end(PATIENCE) == 0, run.server.output
+    finally:
+        run.close()
+    results = [run.result(name, rank) for name in "bc" for rank in range(2)]
+    assert all(each["weights"] == results[0]["weights"] for each in results)
+    assert [each["zero"] for each in results] == [False, False, True, False]
+    assert all(each["epochs"] == 4 and each["finite"] for each in results)
+    assert set(run.trained) == {(epoch, sample) for epoch in range(4) for sample in range(128)}
+    saved = [torch.load(tmp_path / "a" / f"epoch={epoch}.ckpt", weights_only=False) for epoch in (0, 3)]
+    before, after = map(weights_of, saved)
+    assert after == results[0]["weights"]
+    moved = {name for name in after if after[name] != before[name]}
+    assert moved == set(after) - {"frozen", "net.0.weight", "net.0.bias"}
+    state = saved[1]["optimizer_states"][0]["state"]
+    assert [each["exp_avg"].shape for each in state.values()] == [(32,), (32,), (3, 32), (3,)]
+    steps = list((tmp_path / "steps").iterdir())
+    assert {path.name[: len("epoch=0")] for path in steps} == {f"epoch={n}" for n in range(4)}, "by three recorders"
+    for path in steps:
+        inside = torch.load(path, weights_only=False)
+        assert {name: each.shape for name, each in inside["state_dict"].items()} == {
+            name: each.shape for name, each in saved[1]["state_dict"].items()
+        }
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # a folder is read by one process
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"method": "async_sgd", "inside": "fsdp", "optimizer": "AdamW", "strategy": {"wire": "int8"}},
+        {"method": "local_sgd:period=4", "inside": "1 x 2", "optimizer": "SGD"},
+        pytest.param({"method": "async_sgd", "inside": "2 x 1", "optimizer": "SGD"}, marks=pytest.mark.exhaustive),
+        pytest.param({"method": "hardsync", "inside": "fsdp", "optimizer": "SGD"}, marks=pytest.mark.exhaustive),
+    ],
+    ids=lambda given: f"{given['method']}, {given['inside']}",
+)
+@pytest.mark.parametrize("run", [("--shards", "2")], ids=[""], indirect=True)
+def test_a_group_that_shards_its_model_joins_however_it_does_so(run: Run, given: dict[str, Any]) -> None:
+    one, other = run.train_together({"epochs": 3, "hold": [1], "devices": 2, **given})
+    assert one["weights"] == other["weights"] == run.result("b", 1)["weights"]
+    assert one["val"] == other["val"]
+    assert one["finite"]
+    assert set(run.trained) == {(epoch, sample) for epoch in range(3) for sample in range(128)}
+    if "x" in given["inside"]:  # the checkpoint is a folder
+        net = nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.Linear(32, 3))
+        blank = {"frozen": torch.zeros(3), **{f"net.{name}": each for name, each in net.state_dict().items()}}
+        saved = weights_of({"state_dict": Folder(run.folder / "a" / "epoch=2.ckpt").weights(blank)})
+        assert saved == one["weights"]
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("run", [("--shards", "2")], ids=[""], indirect=True)
+def test_a_group_that_divides_its_model_otherwise_is_refused_and_the_run_goes_on(run: Run) -> None:
+    options = {"epochs": 2, "devices": 2, "method": "local_sgd:period=4", "optimizer": "SGD"}
+    first = run.start("a", {**options, "inside": "fsdp", "hold": [1]})
+    run.wait_for("a0-in-1")
+    other = run.start("b", options)
+    assert other.end(PATIENCE) != 0
+    assert "whole in each member, not sharded (2 ranks, " in other.output
+    run.go(1)
+    assert first.end(PATIENCE) == 0, first.output
 
 
 @pytest.mark.slow

@@ -326,15 +326,24 @@ class Channel:
     def store_run_state(self, packed: Packed, buffer: Tensor) -> None:
         """What a group that joins from here on is given beside the weights. By the recorder, when groups have parted.
 
+        Where its members hold something together, each stores its share with its own server, and the recorder last.
+
         Args:
             packed: the tree without its tensors, and ...
             buffer: ... these: see `lightning_omni.protocol.codec.pack`.
         """
-        self.ask(m.StoreRunState(packed=packed, nbytes=buffer.numel()), m.RunStateStored, buffer)
+        message = m.StoreRunState(packed=packed, nbytes=buffer.numel())
+        self._free_connections().own.exchange(message, m.RunStateStored, buffer)
 
-    def read_run_state(self) -> dict[str, Any]:
-        """What was stored for groups that join."""
-        answer, payload = self.ask(m.ReadRunState(), m.StoredRunState)
+    def read_run_state(self, share: bool = False) -> dict[str, Any]:
+        """What was stored for groups that join.
+
+        Args:
+            share: reads what a member of the recorder's group has stored with this rank's own server.
+        """
+        requests = self._free_connections()
+        connection = requests.own if share else requests.coordinator
+        answer, payload = connection.exchange(m.ReadRunState(), m.StoredRunState)
         tree: dict[str, Any] = unpack(answer.packed, payload)
         return tree
 

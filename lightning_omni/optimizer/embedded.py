@@ -133,12 +133,19 @@ class RunServer:
             shards: servers that hold a share each, as it says.
             address: of that server.
         """
-        if self._needed is not None and shards != self._needed:
+        if self._needed is None or shards == self._needed:
+            return
+        if self._options.join:
             raise ConfigurationError(
                 f"{shown(self._options.inside)} and groups of {self._needed} ranks, each of which exchanges a share:"
-                f" the server at {address} is one of {shards}; start it and the others with lightning-omni serve"
-                f" --shards {self._needed}, or leave server= out"
+                f" the server at {address} is one of {shards}; all groups of the run need as many ranks as there are"
+                " servers (lightning-omni serve --shards N)"
             )
+        raise ConfigurationError(
+            f"{shown(self._options.inside)} and groups of {self._needed} ranks, each of which exchanges a share:"
+            f" the server at {address} is one of {shards}; start it and the others with lightning-omni serve"
+            f" --shards {self._needed}, or leave server= out"
+        )
 
     def start(self, method: Method, parts: Iterable[Part]) -> None:
         """Starts the servers that are this rank's to start; returns at once, so that they come up meanwhile."""

@@ -77,13 +77,14 @@ def shown(inside: Inside) -> str:
     return f'inside="{inside}"' if isinstance(inside, str) else f"inside={inside}"
 
 
-def sizes_in(topology: Topology, inside: Inside, ranks_per_node: Sequence[int]) -> tuple[int, int]:
+def sizes_in(topology: Topology, inside: Inside, ranks_per_node: Sequence[int], joins: bool = False) -> tuple[int, int]:
     """How many members of each group get samples of their own, and how many compute one batch together.
 
     Args:
         topology: the compute groups.
         inside: how their members hold the model; not ``"ddp"``.
         ranks_per_node: number of ranks on each node, in rank order.
+        joins: whether this is one group of a run that others join.
 
     Raises:
         ConfigurationError: members of these groups cannot hold a model together, each the same share.
@@ -104,6 +105,11 @@ def sizes_in(topology: Topology, inside: Inside, ranks_per_node: Sequence[int]) 
         raise ConfigurationError(
             f"{shown(inside)} and {len(topology.alive)} groups of one rank each: there is no other member to share the"
             ' model with; pass a smaller groups=, or inside="ddp"'
+        )
+    if sizes == [1] and joins:
+        raise ConfigurationError(
+            f"{shown(inside)}, join=True and a group of one rank: there is no other member to share the model with;"
+            ' start the group with as many ranks as the run has servers, or pass inside="ddp"'
         )
     if not isinstance(inside, ModelParallel):
         return sizes[0], 1

@@ -189,11 +189,6 @@ class WorldOptions:
                 f"servers={self.servers!r} and {given}: each member of a group has a server for its share, so"
                 " their number is that of the members; leave servers= out"
             )
-        if self.join:
-            raise ConfigurationError(
-                f"join=True and {given}: groups join a server that holds the whole model; leave join= out, or pass"
-                ' inside="ddp"'
-            )
         if self.record is not None:
             raise ConfigurationError(
                 f"record={self.record!r} and {given}: a record is replayed with groups that hold the model whole;"

@@ -98,20 +98,20 @@ class Place:
         ranks_per_node = list(ranks_per_node or _count_ranks_per_node(self.size))
         joins = self.options.join
         self.process_groups = ProcessGroups(self.rank, self.size, self.options.timeout, self.device, is_group=joins)
+        wanted = 1 if joins else groups if groups is not None else self.options.groups
+        self.topology = Topology.by_node(ranks_per_node) if wanted is None else Topology.even(self.size, wanted)
+        self.method.check(len(self.topology.alive))
+        self.tensor_parallel = 1
+        if self.options.is_sharded:
+            _, self.tensor_parallel = sizes_in(self.topology, self.options.inside, ranks_per_node, joins)
         self.enlistment: Enlistment | None = None
         if joins:
             self.enlistment = Enlistment(self.options, self.rank, self.size, self._tell_torch)
             first = self.enlistment.first
             self.rank += first
             self.topology = Topology((tuple(range(first, first + self.size)),))
-        else:
-            wanted = groups if groups is not None else self.options.groups
-            self.topology = Topology.by_node(ranks_per_node) if wanted is None else Topology.even(self.size, wanted)
         self._records = self.rank == RECORDER
-        self.method.check(len(self.topology.alive))
-        self.tensor_parallel = 1
-        if self.options.is_sharded:
-            _, self.tensor_parallel = sizes_in(self.topology, self.options.inside, ranks_per_node)
+        self._is_with_recorder = RECORDER in self.members
         self.generation = 0
         self.control: Control | None = None
         self.parts: list[Part] = []
@@ -181,9 +181,22 @@ class Place:
         return self.is_recorder
 
     @property
+    def is_with_recorder(self) -> bool:
+        """Whether the recorder is of this rank's group.
+
+        Where groups join on their own, all ranks know it alike where they synchronize, and while they compute the
+        members of a group since they have agreed on it: see `World.agree_on_recorder`.
+        """
+        if self.enlistment is None:
+            return RECORDER in self.members
+        if self.control is not None and not self.is_computing:
+            self._is_with_recorder = self.process_groups.live.ranks[0] in self.members
+        return self._is_with_recorder
+
+    @property
     def share(self) -> tuple[int, int] | None:
         """Where each member of a group exchanges a share of the model, which one of how many is this rank's."""
-        if not self.options.is_sharded or self.is_synchronous:
+        if not self.options.is_sharded or (self.is_synchronous and self.enlistment is None):
             return None
         return self.members.index(self.rank), len(self.members)
 
@@ -200,7 +213,7 @@ class Place:
     @property
     def hands_over(self) -> bool:
         """Whether this rank hands weights over to the server and takes them back, or its share of them."""
-        return self.is_recorder or (self.share is not None and RECORDER in self.members)
+        return self.is_recorder or (self.share is not None and self.is_with_recorder)
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -209,15 +222,17 @@ class Place:
             for topology in self._parted:
                 self.process_groups.make(topology)
             groups = [self.process_groups.compute(topology) for topology in self._parted]
-            self._mesh = mesh_of(self.members, groups, self.tensor_parallel, self.device.type)
+            members = self.members if self.enlistment is None else range(self.size)
+            self._mesh = mesh_of(members, groups, self.tensor_parallel, self.device.type)
         return self._mesh
 
     @property
     def _parted(self) -> list[Topology]:
-        """The groups, and those parts of them that are tensor-parallel columns and rows."""
+        """The groups that torch knows, and those parts of them that are tensor-parallel columns and rows."""
+        groups = self.topology if self.enlistment is None else Topology.even(self.size, 1)
         if not isinstance(self.options.inside, ModelParallel):
-            return [self.topology]
-        return [self.topology, *(part(self.topology, self.tensor_parallel) for part in (columns_of, rows_of))]
+            return [groups]
+        return [groups, *(part(groups, self.tensor_parallel) for part in (columns_of, rows_of))]
 
     def abandon_groups(self) -> None:
         """This rank fails: ranks that wait for it inside its compute group fail at once."""

@@ -109,9 +109,7 @@ class ProcessGroups:
             topology: every rank of it is here.
             gather: how they hear of each other; None takes the default process group as it was found.
         """
-        if self._is_group:
-            return
-        members, kept = topology.members(topology.group_of(self._rank)), self._cache
+        members, kept = self._members(topology), self._cache
         if len(members) == self._size:
             return
         held = kept.compute.get(topology.groups)
@@ -131,10 +129,14 @@ class ProcessGroups:
 
     def compute(self, topology: Topology) -> Any:
         """The process group of this rank's group in a topology that was made."""
-        if self._is_group:
-            return self.original
-        members = topology.members(topology.group_of(self._rank))
+        members = self._members(topology)
         return self.original if len(members) == self._size else self._cache.compute[topology.groups].group()
+
+    def _members(self, topology: Topology) -> Sequence[int]:
+        """Ranks of this rank's group, as torch numbers them."""
+        if self._is_group and self._rank not in topology.ranks:  # the numbers are those of the run
+            return range(self._size)
+        return topology.members(topology.group_of(self._rank))
 
     def use(self, group: Any) -> None:
         """Makes a process group the default of torch.distributed."""
@@ -155,8 +157,7 @@ class ProcessGroups:
     def abandon(self, topology: Topology) -> None:
         """This rank fails: ranks that wait for it inside its compute group fail at once."""
         self.use(self.original)
-        if not self._is_group:
-            self._cache.destroy(topology.groups)
+        self._cache.destroy(topology.groups)
 
     def leave(self) -> None:
         """The run is over; what torch's default is now is found again by the next one."""

@@ -9,6 +9,7 @@ Rule 3: a checkpoint is whole, and is put together parameter by parameter on the
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -123,6 +124,20 @@ def check_sharded(parameters: Mapping[str, Parameter], mesh: DeviceMesh, inside:
             )
 
 
+def division_of(parameters: Iterable[Tensor], mesh: DeviceMesh) -> str:
+    """Which part of each parameter which member of a group has: the same text where all groups divide them alike.
+
+    Args:
+        parameters: that are exchanged, in order.
+        mesh: of the group.
+
+    Returns:
+        Sizes of the mesh, and a digest of where each parameter lies on it.
+    """
+    lies = [str(each.placements) for each in parameters if isinstance(each, DTensor)]
+    return f"{' x '.join(map(str, mesh.shape))} ranks, {hashlib.sha256(repr(lies).encode()).hexdigest()[:8]}"
+
+
 def check_clipping(optimizers: Iterable[Optimizer], inside: Inside) -> None:
     """Raises `UnsupportedError` if gradients cannot be clipped by the norm of all parameters of an optimizer."""
     for optimizer in optimizers:
@@ -170,6 +185,11 @@ def share_initial(module: Module, topology: Topology, rank: int) -> None:
 
 
 # --- Tensors ---------------------------------------------------------------------------------------------------------
+
+
+def is_part(tensor: Tensor) -> bool:
+    """Whether the members of the group hold it together."""
+    return isinstance(tensor, DTensor)
 
 
 def local_of(tensor: Tensor) -> Tensor:
@@ -234,6 +254,20 @@ def _exchange_in_row(tensors: Sequence[DTensor]) -> None:
     dist.all_gather(theirs, mine, group=root_mesh(tensors[0].device_mesh).get_group(TENSOR))
     for flat, *parts in zip(flats, *(each.split(sizes) for each in theirs), strict=True):
         flat.copy_(torch.cat(parts)[: flat.numel()])
+
+
+def fill(tensors: Mapping[str, Tensor], parts: Mapping[str, Tensor]) -> None:
+    """Overwrites what this rank has of some tensors.
+
+    Args:
+        tensors: by name.
+        parts: of some of them, as `local_of`.
+    """
+    with torch.no_grad():
+        for name, part in parts.items():
+            tensor = tensors[name]
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            local.copy_(part.view(local.shape))
 
 
 def like(part: Tensor, parameter: Tensor) -> Tensor:

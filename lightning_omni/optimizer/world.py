@@ -40,7 +40,7 @@ from lightning_omni.optimizer.options import WorldOptions
 from lightning_omni.optimizer.parameter_groups import ParameterGroups
 from lightning_omni.optimizer.place import Place
 from lightning_omni.optimizer.remote_head import RemoteHead
-from lightning_omni.optimizer.sharding import check_sharded, reshard, shard, share_initial
+from lightning_omni.optimizer.sharding import check_sharded, division_of, reshard, shard, share_initial
 from lightning_omni.optimizer.states import Residuals, States
 from lightning_omni.optimizer.versions import Versions
 from lightning_omni.protocol import messages as m
@@ -268,6 +268,15 @@ class World(Place):
         timeout = self.options.timeout.total_seconds()
         return m.encode(self.control.request(m.Join(ranks=self.members), m.Joined, timeout=timeout)).hex()
 
+    def agree_on_recorder(self) -> None:
+        """While groups compute, the recorder may go: its new group learns of it at one moment. On all of a group."""
+        if self.enlistment is not None and self.share is not None and self.is_computing:
+            self._is_with_recorder = self.channel.tell_group(str(self.is_recorder).encode()) == b"True"
+
+    def wait_for_members(self) -> None:
+        """Until all of this rank's group are here."""
+        dist.barrier(group=self.compute_group)
+
     def _check_alike(self, joined: m.Joined) -> None:
         """Raises `ConfigurationError` if the groups of the run exchange otherwise than this one was told."""
         mine = m.method_to_wire(self.method), to_wire(self.core.wire_format), self.core.overlaps
@@ -417,8 +426,12 @@ class World(Place):
 
     def share_initial(self) -> None:
         """All groups get the weights with which the recorder's begins. All ranks call it, before training."""
-        if self.sharded is not None and self.share is not None and not self.ever_lost:
+        if self.sharded is None or self.share is None or self.ever_lost:
+            return
+        if self.enlistment is None:
             share_initial(self.sharded, self.topology, self.rank)
+        else:  # the other groups are not in this torch.distributed world: they read what the server is given
+            share_initial(self.sharded, Topology.even(self.size, 1), self.share[0])
 
     def broadcast_initial(self, module: Module) -> None:
         """All ranks get the parameters and buffers of rank 0; called before training begins, while all are here."""
@@ -492,12 +505,20 @@ class World(Place):
         self.start_server()
         address, key, run = self.server.find(self.tell) if self.enlistment is None else self._enlisted_at
         self.channel.synchronizations = 0
-        layout = Layout(tuple(spec for part in self.parts for spec in part.replica.layout_with({}).specs))
+        specs = tuple(spec for part in self.parts for spec in part.replica.layout_with({}).specs)
+        layout = Layout(specs, division=self._division)
         size = 0 if self.goes_on else self.size  # ranks that are not announced
         self.control = self.server.transport.join(address, key, run, self.rank, size, layout, self._on_end)
         self.server.check(self.control.shards, address)
         self.server.share(address, key)
         self.process_groups.join(self.channel.synchronize, self.rank)
+
+    @property
+    def _division(self) -> str:
+        """How the members of a group share the parameters; empty if each exchanges all of them."""
+        if self.share is None:
+            return ""
+        return division_of((each for part in self.parts for each in part.replica.ordered), self.mesh)
 
     @property
     def _enlisted_at(self) -> tuple[str, bytes, str]:

@@ -230,6 +230,13 @@ def fingerprint_problem(hello: Hello, first: Hello) -> str:
     """Why this rank's model does not fit the first one's, or an empty string."""
     if hello.fingerprint == first.fingerprint:
         return ""
+    (mine, _, division), (theirs, _, divided) = (each.fingerprint.partition(" ") for each in (hello, first))
+    if mine == theirs:
+        held = (f"sharded ({each})" if each else "whole in each member" for each in (division, divided))
+        return (
+            "rank {} has the model of rank {}, and its group holds it {}, not {}: all groups need the same inside=, the"
+            " same number of ranks and the same configure_model".format(hello.rank, first.rank, *held)
+        )
     return (
         f"rank {hello.rank} has another model than rank {first.rank}: {hello.tensors} parameters with {hello.numbers}"
         f" numbers ({hello.fingerprint[:8]}) against {first.tensors} with {first.numbers} ({first.fingerprint[:8]});"

@@ -98,6 +98,8 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
         specs: the entries, in order.
         version: counts how often entries were added; a push says in which version its tensors lie.
         first: how many entries the first version had; 0 if this is the first. Fragments are cut out of these.
+        division: how the members of a group share these tensors, as a text that must be the same for all groups; empty
+            if each member exchanges all of them.
 
     Example:
         >>> layout = Layout.of({"w": torch.ones(2, 3), "b": torch.zeros(3)})
@@ -108,6 +110,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
     specs: tuple[TensorSpec, ...]
     version: int = 0
     first: int = 0
+    division: str = ""
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> Layout:
@@ -153,8 +156,9 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def fingerprint(self) -> str:
-        """A digest of all names, shapes, dtypes and ranges in order."""
-        return hashlib.sha256(msgspec.msgpack.encode(self.specs)).hexdigest()
+        """A digest of all names, shapes, dtypes and ranges in order; and the `division`, if there is one."""
+        digest = hashlib.sha256(msgspec.msgpack.encode(self.specs)).hexdigest()
+        return f"{digest} {self.division}" if self.division else digest
 
     def grown(self, specs: Sequence[TensorSpec]) -> Layout:
         """The next version: with further entries at the end."""

@@ -156,8 +156,11 @@ class Membership:
         """Ranks that came late are a group from now on."""
         if not message.ranks or message.ranks[0] != sender.rank:
             raise ProtocolError(f"rank {sender.rank} speaks for no group of {message.ranks}: the first of them does")
-        if self._roster.by_member:
-            raise ProtocolError("members of the groups exchange a share each, and no group can join these")
+        if self._roster.by_member and len(message.ranks) != self._servers.count:
+            raise ProtocolError(
+                f"the members of the groups exchange a share each, with {self._servers.count} servers, and"
+                f" {len(message.ranks)} ranks want to be one more: all groups need equally many"
+            )
         group = self._roster.group_of(sender.rank)
         if group < 0 or message.ranks != self._members(group):  # else it asks again, for the answer was lost
             group = self._join(sender.rank, message)

@@ -512,7 +512,14 @@ class Follower(_InParts):
         count: of how many.
     """
 
-    IN_PARTS: ClassVar[tuple[type[m.Message], ...]] = (m.Attach, m.AttachProof, m.Long, m.GroupState)
+    IN_PARTS: ClassVar[tuple[type[m.Message], ...]] = (
+        m.Attach,
+        m.AttachProof,
+        m.Long,
+        m.GroupState,
+        m.StoreRunState,
+        m.ReadRunState,
+    )
 
     def __init__(self, number: int, count: int) -> None:
         super().__init__(number, count)

@@ -435,7 +435,8 @@ class EpochDriver:
         is_whole = live.size() == self.world.size and self.world.enlistment is None
         if is_whole or not all(map(is_given, _private.validation_loaders(self.trainer))):
             return run()
-        with _private.dealt_out(self.trainer, live.rank(), live.size()):
+        alike = self.world.tensor_parallel  # neighbours that get the same samples
+        with _private.dealt_out(self.trainer, live.rank() // alike, live.size() // alike):
             return run()
 
     @property

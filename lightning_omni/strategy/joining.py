@@ -12,8 +12,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from lightning_omni.errors import ConfigurationError, MalformedMessage, UnsupportedError
+from lightning_omni.optimizer.meshes import shown
+from lightning_omni.optimizer.sharding import fill, is_part, local_of, reshard
 from lightning_omni.protocol.codec import pack
 from lightning_omni.strategy import _private
 from lightning_omni.strategy.epochs import Entered
@@ -50,6 +53,12 @@ class RunStates:
                 "join=True with StochasticWeightAveraging: it replaces a learning-rate scheduler in mid-run, and a"
                 " group that joins has none to replace it with; use WeightAveraging, or start all ranks together"
             )
+        if self._strategy.is_sharded and _private.averaged_models(trainer):
+            raise UnsupportedError(
+                "join=True with WeightAveraging: what it keeps is whole, and with"
+                f" {shown(self._strategy.joined.options.inside)} each rank has a part of the model; leave the callback"
+                ' out, or use inside="ddp"'
+            )
         if len(_private.averaged_models(trainer)) > 1:
             raise UnsupportedError(
                 "join=True with several WeightAveraging callbacks: a checkpoint has room for the average of one, and so"
@@ -68,7 +77,12 @@ class RunStates:
     def renew(self) -> None:
         """A further group is given how the run stands now. On all of the recorder's group, while groups compute."""
         world = self._strategy.joined
+        reshard(world.sharded)
         tree = self._describe()  # on all of the group: what users save may need collectives
+        if tree["shared"]:
+            if not world.is_leader:
+                world.channel.store_run_state(*pack({"shared": tree["shared"]}))
+            world.wait_for_members()  # what the leader stores lets others in
         if world.is_leader:
             try:
                 packed, buffer = pack(tree)
@@ -86,6 +100,7 @@ class RunStates:
         served = {id(each) for part in strategy.joined.parts for each in part.replica.ordered}
         entries = strategy.fitted.state_dict(keep_vars=True).items()
         own = {name: each for name, each in entries if isinstance(each, Tensor) and id(each) not in served}
+        shared = {name: own.pop(name) for name in list(own) if is_part(own[name])}
         bases = strategy.epochs.schedule
         averages = _private.averaged_models(trainer)
         return {
@@ -100,6 +115,7 @@ class RunStates:
             "schedulers": checkpoint.pop("lr_schedulers"),
             "hyperparameters": checkpoint.pop("optimizer_states"),
             "module": {name: each.detach() for name, each in own.items()},
+            "shared": {name: local_of(each) for name, each in shared.items()},
             "averages": [average.state_dict() for average in averages],
             "callbacks": self._sendable("the state of the callback", checkpoint.pop("callbacks")),
             "more": self._sendable("the checkpoint's entry", {k: v for k, v in checkpoint.items() if k not in _APART}),
@@ -143,6 +159,10 @@ class RunStates:
         _private.set_folders(trainer, tree["folders"])
         _private.load_callbacks(trainer, checkpoint)
         strategy.fitted.load_state_dict(tree["module"], strict=False)
+        if shared := tree["shared"]:  # of what the members of a group hold together, each has read its share
+            is_own = strategy.joined.share is None or strategy.joined.is_leader
+            mine = shared if is_own else strategy.joined.channel.read_run_state(share=True)["shared"]
+            fill(strategy.fitted.state_dict(), mine)
         for optimizer, state in zip(strategy.optimizers, tree["hyperparameters"], strict=True):
             for group, theirs in zip(optimizer.param_groups, state["param_groups"], strict=True):
                 group.update((name, value) for name, value in theirs.items() if name != "params")
@@ -159,6 +179,8 @@ class RunStates:
 
 def _problem(tree: Any) -> str:
     """Why this cannot be sent, or an empty string."""
+    if any(isinstance(leaf, Tensor) and is_part(leaf) for leaf in tree_leaves(tree)):
+        return "it holds a part of the model"
     try:
         pack(tree)
     except MalformedMessage as error:

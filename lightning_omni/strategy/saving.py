@@ -16,7 +16,6 @@ from lightning_omni.strategy.checkpoints import Checkpoints
 from lightning_omni.strategy.grouping import GroupedStrategy
 from lightning_omni.strategy.joining import RunStates
 from lightning_omni.strategy.signals import Signals
-from lightning_omni.topology import RECORDER
 
 
 class SavingStrategy(GroupedStrategy):
@@ -65,6 +64,7 @@ class SavingStrategy(GroupedStrategy):
         self._take_time()
         if self.world is not None:
             reshard(self.world.sharded)
+            self.world.agree_on_recorder()
         state = super().lightning_module_state_dict()
         if self._is_asynchronous:
             version = self.epochs.published.version
@@ -73,7 +73,7 @@ class SavingStrategy(GroupedStrategy):
 
     def _put_together(self, state: dict[str, Any]) -> dict[str, Any]:
         """What the members of the recorder's group have of it, whole on the recorder."""
-        if not self.is_sharded or self.saves_folders or RECORDER not in self.joined.members:
+        if not self.is_sharded or self.saves_folders or not self.joined.is_with_recorder:
             return state
         together: dict[str, Any] = whole(state, keeps=self.joined.is_recorder)
         return together
@@ -127,7 +127,7 @@ class SavingStrategy(GroupedStrategy):
                 " of its own; save it in a folder that all of them see, or pass save_distributed_checkpoint=False"
             )
         path = Path(self.broadcast(str(filepath))).expanduser()
-        if RECORDER in self.joined.members:
+        if self.joined.is_with_recorder:
             progress = self.epochs.progress
             self.checkpoints.save_folder(self.joined, self.fitted, self.optimizers, checkpoint, path, progress)
 

@@ -10,10 +10,14 @@ from typing import Any
 import torch
 from common import FOLDER, OPTIONS, Net, digest, loaders, omni, pl, trainer
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim.lr_scheduler import OneCycleLR
 
 NAME = os.environ["OMNI_TEST_NAME"]
 GATE = OPTIONS.get("gate", "go")
+INSIDE = OPTIONS.get("inside", "ddp")  # or "fsdp", or a mesh, as "1 x 2"
 
 
 class Member(Net):
@@ -55,9 +59,29 @@ class Member(Net):
 
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
+        if "optimizer" in OPTIONS:  # what no module gathers is not to be in it
+            trained = [each for each in self.parameters() if each.requires_grad]
+            kinds = {"AdamW": torch.optim.AdamW, "SGD": torch.optim.SGD}
+            optimizer = kinds[OPTIONS["optimizer"]](trained, lr=0.01)
         steps = int(self.trainer.estimated_stepping_batches)
         schedule = OneCycleLR(optimizer, 0.05, total_steps=steps, cycle_momentum=False)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class Parallel(Member):
+    """Its layers are divided, as the user of ModelParallelStrategy writes it."""
+
+    def __init__(self) -> None:
+        super().__init__(norm=False)
+
+    def configure_model(self) -> None:
+        if isinstance(self.net[0].weight, DTensor):
+            return
+        parallelize_module(
+            self.net, self.device_mesh["tensor_parallel"], {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        )
+        for layer in (self.net[0], self.net[2], self.net):
+            fully_shard(layer, mesh=self.device_mesh["data_parallel"])
 
 
 class Record(pl.Callback):
@@ -88,28 +112,36 @@ Ema = getattr(pl.callbacks, "EMAWeightAveraging", None)  # of Lightning 2.6
 
 def main() -> None:
     pl.seed_everything(int(os.environ.get("OMNI_TEST_SEED", 1)), verbose=False)
-    net, record = Member(), Record()
+    net, record = Parallel() if "x" in INSIDE else Member(), Record()
+    for number in OPTIONS.get("frozen", ()):
+        net.net[number].requires_grad_(False)
     devices = OPTIONS.get("devices", int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     saves = pl.callbacks.ModelCheckpoint(
         FOLDER / NAME, OPTIONS.get("file", "{epoch}"), monitor="val_loss", save_top_k=-1
     )
-    strategy = omni.OmniStrategy(method=OPTIONS.get("method"), timeout=None, **OPTIONS.get("strategy", {}))
+    steps = [pl.callbacks.ModelCheckpoint(FOLDER / "steps", every_n_train_steps=1, save_top_k=-1)] * OPTIONS.get(
+        "steps", 0
+    )
+    inside = pl.strategies.ModelParallelStrategy(*map(int, INSIDE.split("x"))) if "x" in INSIDE else INSIDE
+    given = {"method": OPTIONS.get("method"), "timeout": None, "inside": inside, **OPTIONS.get("strategy", {})}
+    strategy = omni.OmniStrategy(**given)
     fit = trainer(
         strategy,
         devices,
         max_epochs=OPTIONS["epochs"],
-        callbacks=[saves, record, *([Ema(decay=OPTIONS["average"])] if "average" in OPTIONS else [])],
+        callbacks=[saves, record, *steps, *([Ema(decay=OPTIONS["average"])] if "average" in OPTIONS else [])],
         enable_checkpointing=True,
         **{"num_sanity_val_steps": 1, **OPTIONS.get("trainer", {})},
     )
     train, held_out = loaders(OPTIONS.get("samples", 128))
     fit.fit(net, train, held_out)
+    whole = {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in net.state_dict().items()}
     said = {
-        "weights": digest(net),
+        "weights": digest(net) if INSIDE == "ddp" else {name: each.flatten().tolist() for name, each in whole.items()},
         "step": fit.global_step,
         "zero": fit.is_global_zero,
         "epochs": record.epochs,
-        "finite": bool(torch.stack([each.sum() for each in net.parameters()]).isfinite().all()),
+        "finite": all(bool(each.isfinite().all()) for each in whole.values()),
         "val": float(fit.callback_metrics["val_loss"]),
         "best": saves.best_model_path,
     }
