@@ -73,9 +73,9 @@ class ByFirstBatches:
         self._deciding, self._known = 0.0, []
         self._time(self._space.specification(hyperparameters, hyperparameters.lr, share=run.options.budget))
 
-    def _time(self, spec: SearchSpec) -> None:
+    def _time(self, spec: SearchSpec, before: FirstBatches | None = None) -> None:
         self._spec = spec
-        self._batches = FirstBatches(self._run.strategy, spec.start, spec.space.all_reduce)
+        self._batches = FirstBatches(self._run.strategy, spec.start, spec.space.all_reduce, before)
 
     # --- While it trains ----------------------------------------------------------------------------------------------
 
@@ -130,7 +130,7 @@ class ByFirstBatches:
             self._adopt(command)
             self._reports.chosen(command)
             if command.setting.groups == 1 and command.setting.rebalance and observation is not None:
-                self._time_again(observation)
+                self._time_again(observation, batches)
         took = time.perf_counter() - began
         if run.speaks and command is not None:
             run.rounds[-1].search.overhead += self._deciding + took
@@ -157,12 +157,12 @@ class ByFirstBatches:
         self._retuning.search_begins()
         return run.conclude(search)
 
-    def _time_again(self, observation: Observation) -> None:
+    def _time_again(self, observation: Observation, before: FirstBatches) -> None:
         """The run goes on in one group with other batches: whether it is as fast as it should be is seen in these."""
         assert self._spec is not None
         if not self._known and observation.measured is not None:
             self._known = [observation.measured]
-            self._time(self._spec)
+            self._time(self._spec, before)
 
     def _adopt(self, command: Command) -> None:
         """Trains with what was chosen, from this batch on."""

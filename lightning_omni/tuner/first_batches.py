@@ -60,11 +60,19 @@ class FirstBatches:
         strategy: of the run, whose groups stand and whose first batch has not begun.
         setting: that the run trains with.
         all_reduces: formats by which its gradients may be averaged.
+        before: steps of the same group with other batches, whose messages need not be timed once more.
     """
 
-    def __init__(self, strategy: OmniStrategyHooks, setting: Setting, all_reduces: Sequence[str] = ()) -> None:
-        self._all_reduces, self._averaging = all_reduces, dict[str, float]()
-        self._reduce_per_byte = 0.0
+    def __init__(
+        self,
+        strategy: OmniStrategyHooks,
+        setting: Setting,
+        all_reduces: Sequence[str] = (),
+        before: FirstBatches | None = None,
+    ) -> None:
+        self._all_reduces = all_reduces
+        self._averaging: dict[str, float] = before._averaging if before else {}
+        self._reduce_per_byte = before._reduce_per_byte if before else 0.0
         self._strategy, self._world, self._setting = strategy, strategy.joined, setting
         self._balance = Balance("auto", say_nothing, only_measures=True)
         self._kept = strategy.balance
