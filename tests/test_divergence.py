@@ -92,3 +92,8 @@ def test_everything_comes_back_as_it_was_but_hyperparameters() -> None:
         core.load_sender_state(0, {})
         step()
     assert optimizer.param_groups[0]["lr"] == 0.05
+    later = [each.detach().clone() for each in module.parameters()]
+    kept.keep_weights()
+    step()
+    kept.put_back(core)
+    assert all(map(torch.equal, later, module.parameters()))

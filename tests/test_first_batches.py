@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from typing import Any
 
 import pytest
@@ -47,6 +49,13 @@ FITS: dict[str, dict[str, Any]] = {
         "stops_in_training": [0, 70],  # in the third epoch
         "trainer": {**EPOCHS, "max_epochs": 5, "limit_val_batches": 0},
     },
+    "it diverges in groups": {
+        "tuner": {**TUNER, "space": {"rebalance": False, "wire": "fp32"}},
+        "seconds": {"0": 4e-3, "1": 4e-3},
+        "exponential": True,
+        "diverged_after": 90,  # in the third epoch
+        "trainer": {**EPOCHS, "max_epochs": 6},
+    },
     "a method of the user's": {
         "tuner": {**TUNER, "space": {"rebalance": False}},
         "strategy": {"method": "local_sgd:period=4", "groups": 2},
@@ -80,7 +89,7 @@ def fits(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, A
     return {name: [finished.results[rank][number] for rank in (0, 1)] for number, name in enumerate(fits)}
 
 
-ENDS_OTHERWISE = "dealt out beforehand", "a callback of one group stops it"
+ENDS_OTHERWISE = "dealt out beforehand", "a callback of one group stops it", "it diverges in groups"
 TUNED = [name for name, fit in FITS.items() if "tuner" in fit and name != "nothing can be tuned"]
 
 
@@ -162,6 +171,22 @@ def test_where_a_callback_of_one_group_stops_the_run_it_ends_for_all(fits: dict[
     assert ranks[0]["world"][0] == 2
     assert all(rank["should_stop"] for rank in ranks)
     assert sum(sum(rank["sizes"]) for rank in ranks) < 4 * 512
+
+
+def test_a_run_that_diverges_in_groups_goes_on_in_one_from_its_last_good_epoch_and_stays_there(
+    fits: dict[str, list[dict[str, Any]]],
+) -> None:
+    for rank in fits["it diverges in groups"]:
+        assert rank["world"][0] == rank["setting"]["groups"] == 1
+        assert (rank["lr"], rank["momentum"]) == (0.05, 0.9)
+    assert fits["it diverges in groups"][0]["searches"] == 1, "or the same would be chosen again"
+    chosen, rolled_back = [], []
+    for rank in fits["it diverges in groups"]:
+        lost = [number for number, loss in enumerate(rank["losses"]) if math.isnan(loss)]
+        assert lost
+        chosen += rank["losses"][32:48]
+        rolled_back += rank["losses"][lost[-1] + 1 :][:16]
+    assert statistics.fmean(rolled_back) < statistics.fmean(chosen), "more was learnt since the choice"
 
 
 def test_where_nothing_can_be_tuned_groups_are_those_that_the_user_asked_for(

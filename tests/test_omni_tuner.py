@@ -355,7 +355,7 @@ def test_a_run_that_diverges_with_the_choice_is_rolled_back_and_goes_on_as_the_u
         assert (diverged["lr"], diverged["momentum"]) == pytest.approx((0.05, 0.9))
         assert diverged["logged"]["val_loss"] < 1.0
         assert diverged["max_steps"] < 1000  # as many as DDP would have left, after steps of several groups
-    assert "it is rolled back to the weights of the last search" in four.output
+    assert "it is rolled back to the weights that it had after the last good epoch or search" in four.output
 
 
 def test_a_worker_lost_while_tuning_costs_the_search_and_not_the_run(four: Run) -> None:

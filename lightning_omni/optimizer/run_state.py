@@ -302,6 +302,16 @@ class RollbackPoint:
             senders=tuple(copied(core.sender_state(index)) for index in range(len(optimizers))),
         )
 
+    @torch.no_grad()
+    def keep_weights(self) -> None:
+        """The run has got on well so far: weights and buffers are those of now.
+
+        Optimizer states stay as they are. While several groups train, those of now are at the server or differ from
+        group to group, and a few steps make up for it.
+        """
+        for tensor, kept in (*self.weights, *self.buffers):
+            kept.copy_(tensor)
+
     def put_back(self, core: GroupCore) -> None:
         """The run goes on from there, in one group.
 

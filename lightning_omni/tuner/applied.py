@@ -123,6 +123,11 @@ class AppliedSetting:
         mean = self._guard.mean(torch.zeros((), device=self._run.strategy.root_device))
         return self._guard.is_worse(float(self._run.strategy.reduce(mean, reduce_op="mean")))
 
+    def keep_weights(self) -> None:
+        """An epoch has ended well: if the run diverges in the next one, it is rolled back to here."""
+        if self._guard is not None and self._before is not None:
+            self._before.keep_weights()
+
     def roll_back(self) -> None:
         """Back to the weights of before, in one group with the user's own setting; if it was that, in smaller steps."""
         run, state, was = self._run, self._run.state, self._run.state.setting
@@ -142,6 +147,7 @@ class AppliedSetting:
         setting = replace(
             was, groups=1, momentum=momentum, lr=was.lr * factor, rebalance=rebalance, all_reduce=all_reduce
         )
+        state.diverged = True
         state.setting, state.reference = setting, float(run.batch(len(run.world.live_ranks)))
         hyperparameters.set_momentum(momentum)
         hyperparameters.scale(factor)
@@ -149,8 +155,8 @@ class AppliedSetting:
         self.form(setting)
         self._guard = DivergenceGuard(self._guard.threshold)
         run.say(
-            f"OmniTuner: the run has diverged with {was}: it is rolled back to the weights of the last search, and goes"
-            f" on with {setting}"
+            f"OmniTuner: the run has diverged with {was}: it is rolled back to the weights that it had after the last"
+            f" good epoch or search, and goes on with {setting}"
         )
 
 

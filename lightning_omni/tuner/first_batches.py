@@ -72,7 +72,7 @@ class FirstBatches:
     ) -> None:
         self._all_reduces = all_reduces
         self._averaging: dict[str, float] = before._averaging if before else {}
-        self._reduce_per_byte = before._reduce_per_byte if before else 0.0
+        self._reduce_per_byte: float = before._reduce_per_byte if before else 0.0
         self._strategy, self._world, self._setting = strategy, strategy.joined, setting
         self._balance = Balance("auto", say_nothing, only_measures=True)
         self._kept = strategy.balance

@@ -150,7 +150,9 @@ class TunedFit:
         self.reports.epoch_done()
         if self.applied.has_diverged:
             self.applied.roll_back()
+            self.retuning.changed()
             return
+        self.applied.keep_weights()
         is_due = options.retune_every is not None and epoch % options.retune_every == 0
         if not is_due or run.state.setting is None or run.trainer.should_stop or epoch >= run.epochs:
             return

@@ -96,7 +96,8 @@ class Retuning:
         is_early = run.state.rounds == 1 and epoch <= max(1, _EARLY * run.epochs)
         found = _NONE
         if run.learns_from_run:
-            found = SPEED if has_changed else _NONE
+            # The forecast does not know of a divergence, and would choose the same again.
+            found = SPEED if has_changed and not run.state.diverged else _NONE
         elif is_early:
             found = _UNDER_WAY_ALREADY
         elif has_changed:

@@ -77,6 +77,7 @@ class TunerState(Serializable):
         speeds: rank and samples per second, of those by whose speed the groups were formed.
         unfinished: whether a search is under way.
         rounds: searches that were begun.
+        diverged: whether the run has diverged with a setting that was chosen.
         forgotten: seconds of searches that are not kept.
         reporting: seconds that writing reports took.
         at_target: all seconds, and those of them for tuning, when the target was reached; None before that.
@@ -93,6 +94,7 @@ class TunerState(Serializable):
     speeds: list[tuple[int, float]] = field(default_factory=list)
     unfinished: bool = False
     rounds: int = 0
+    diverged: bool = False
     forgotten: float = 0.0
     reporting: float = 0.0
     at_target: tuple[float, float] | None = None

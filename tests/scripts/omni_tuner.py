@@ -199,6 +199,7 @@ def main() -> None:
                 "sizes": state.sizes,
                 "last_epoch": sorted(state.last_epoch),
                 "steps": module.steps,
+                "losses": module.noted,
                 "max_steps": run.max_steps,
                 "should_stop": run.should_stop,
                 "searches": len(tuner.searches) if tuner else 0,
