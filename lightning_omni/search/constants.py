@@ -18,8 +18,9 @@ FASTER = 1.05
 """More groups, and proportional batches, have to be that much faster to be considered; less is a tie."""
 CLEARLY = 4.0
 """Speeds differ if their mean squared deviation is that many times its expectation under noise alone."""
-LOST, NOISY = 0.5, 0.2
-"""A run is lost when this part of what its probe gained is gone, and the loss is higher by at least this part of it."""
+LOST, NOISY, SCATTERED = 0.5, 0.2, 1.0
+"""A run is lost when this part of what its probe gained is gone, and the loss is higher by at least this part of it,
+and by so many standard deviations of the losses of single batches."""
 GAIN = 1.1
 """A run under way changes its groups only for an expected speed-up of that much."""
 PAYS, DARES = 0.036, 0.057

@@ -179,7 +179,8 @@ class Evidence:
     def divergence_threshold(self, setting: Setting) -> float:
         """The training loss above which a run with that setting is lost: half of what its probe gained is gone.
 
-        Probes of as many groups count, or all, if there was none of these. NaN if all failed.
+        Batches whose losses scatter do not make it lost. Probes of as many groups count, or all, if there was none of
+        these. NaN if all failed.
         """
         sound = [each for each in self.tried if not each.has_failed]
         tried = [each for each in sound if each.setting.groups == setting.groups] or sound
@@ -187,7 +188,7 @@ class Evidence:
             return math.nan
         ends = [float(each.blocks(each.end)[-3:].mean()) for each in tried]
         level, first = max(ends), tried[0].first_loss
-        return level + max(c.LOST * (first - level), c.NOISY * abs(level))
+        return level + max(c.LOST * (first - level), c.NOISY * abs(level), c.SCATTERED * _scatter_of_losses(tried))
 
     def gain(self, number: int) -> float:
         """By how much lower the loss of a probe was than that of the first.
@@ -322,6 +323,12 @@ def _rose(tried: TrialResult) -> bool:
         return False
     first, last = (float(np.mean(part)) for part in (tried.losses[:groups], tried.losses[-3 * groups :]))
     return last > first + c.RISE * abs(first)
+
+
+def _scatter_of_losses(tried: Sequence[TrialResult]) -> float:
+    """Standard deviation of a batch's loss about what is learnt meanwhile: by the differences of successive ones."""
+    differences = np.concatenate([np.diff(each.losses) for each in tried])
+    return float(np.sqrt(np.mean(differences**2) / 2)) if len(differences) else 0.0
 
 
 def scatter(measured: Sequence[Measured]) -> float:

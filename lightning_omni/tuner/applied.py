@@ -32,6 +32,7 @@ class AppliedSetting:
     def __init__(self, run: TunedRun, space: FitSpace) -> None:
         self._run, self._space = run, space
         self._guard: DivergenceGuard | None = None
+        self._threshold = math.nan
         self._before: RollbackPoint | None = None
         self._exchanged = 0.0
 
@@ -94,11 +95,21 @@ class AppliedSetting:
 
         Args:
             threshold: NaN for none.
-            keeps: whether the threshold before counts, too, if it is larger.
+            keeps: whether the threshold before counts, too, if it is larger: the run may have learnt little since.
         """
-        known = [threshold] if math.isfinite(threshold) else []
-        known += [self._guard.threshold] if keeps and self._guard is not None else []
-        self._guard = DivergenceGuard(max(known)) if known and self._before is not None else None
+        known = [each for each in (threshold, self._threshold if keeps else math.nan) if math.isfinite(each)]
+        self._threshold = max(known, default=math.nan)
+        guards = known and self._before is not None and not self._is_users_own
+        self._guard = DivergenceGuard(self._threshold) if guards else None
+
+    @property
+    def _is_users_own(self) -> bool:
+        """Whether the run makes the updates that it would make without a tuner: if it diverges, so it would."""
+        setting, own = self._run.state.setting, self._run.state.own
+        if setting is None or own is None or setting.groups > 1:
+            return False
+        is_same = setting.all_reduce == own.all_reduce and setting.further == own.further
+        return is_same and setting.momentum == own.momentum and math.isclose(self._run.state.scaled, 1.0)
 
     @property
     def gives_up(self) -> bool:
@@ -153,7 +164,7 @@ class AppliedSetting:
         hyperparameters.scale(factor)
         state.scaled *= factor
         self.form(setting)
-        self._guard = DivergenceGuard(self._guard.threshold)
+        self.watch(self._threshold)
         run.say(
             f"OmniTuner: the run has diverged with {was}: it is rolled back to the weights that it had after the last"
             f" good epoch or search, and goes on with {setting}"

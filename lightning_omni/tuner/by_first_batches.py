@@ -175,7 +175,7 @@ class ByFirstBatches:
             self._applied.keep()
             run.state.reference = spec.batch / command.setting.groups
             self._applied.apply(run.hyperparameters(), command)
-        self._applied.watch(command.divergence_threshold)
+        self._applied.watch(command.divergence_threshold, keeps=True)
         run.state.rounds += 1
         self._retuning.changed(in_mid_epoch=True)
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import astuple
+
 import torch
 
 from lightning_omni.search import SearchSpec
 from lightning_omni.strategy.declared import loader_of
 from lightning_omni.tuner.probing import batch_size_of
 from lightning_omni.tuner.run import TunedRun
-from lightning_omni.tuner.throughput import RunThroughput
+from lightning_omni.tuner.throughput import RunThroughput, Speed, Trained
 
 AT_START, UNDER_WAY = 0.4, 0.4
 """The parts of the budget for the search before the first batch, and for the first retuning of the run under way. More
@@ -42,7 +45,9 @@ class Retuning:
     def __init__(self, run: TunedRun) -> None:
         self._run = run
         self.throughput = RunThroughput()
-        self.rate = self._rate_before = 0.0
+        self.rate = 0.0
+        self._speed: Speed | None = None
+        self._speed_before: Speed | None = None
         self._totals: dict[int, tuple[float, float]] = {}
         self._changed_in = -1
         self._seconds_before = 0.0
@@ -60,17 +65,17 @@ class Retuning:
 
     def changed(self, in_mid_epoch: bool = False) -> None:
         """From now on the run trains with another setting."""
-        self.rate = 0.0
+        self.rate, self._speed, self._speed_before = 0.0, None, None
         if in_mid_epoch:
             self._changed_in = self._run.trainer.current_epoch
 
     def epoch_done(self) -> None:
         """An epoch has ended, or what was trained of it. On all ranks; validations do not count for the report."""
         run, strategy = self._run, self._run.strategy
-        self._rate_before = self.rate
         own = self.throughput.take()
-        counts = torch.tensor([float(own.samples), float(own.timed)], device=strategy.root_device)
-        trained, timed = strategy.reduce(counts, reduce_op="sum").tolist()
+        counts = torch.tensor([float(each) for each in astuple(own)], device=strategy.root_device)
+        together = Trained(*strategy.reduce(counts, reduce_op="sum").tolist())
+        trained, timed = together.samples, together.timed
         longest = run.world.agree([round(1e6 * own.seconds)])[0] / 1e6
         if run.rounds and run.state.setting is not None and longest > 0:
             groups = run.state.setting.groups
@@ -82,6 +87,18 @@ class Retuning:
         seconds, self._seconds_before = run.seconds - self._seconds_before, run.seconds
         is_mixed = self._changed_in == run.trainer.current_epoch  # part of it was trained with another setting
         self.rate = trained / seconds if seconds > 0 and not is_mixed else 0.0
+        self._follow_speed(None if is_mixed else together, longest)
+
+    def _follow_speed(self, together: Trained | None, longest: float) -> None:
+        """Another epoch, of all ranks together; None if it says nothing of the present setting."""
+        if self._speed is not None:
+            self._speed_before = self._speed if self._speed_before is None else self._speed_before + self._speed
+        self._speed = None
+        if together is not None and math.isfinite(together.error):
+            # Ranks of one group wait for each other: their batches say the same, and count once.
+            world = self._run.world
+            error = together.error * math.sqrt(len(world.live_ranks) / len(world.topology.alive))
+            self._speed = Speed(together.timed, longest, error)
 
     # --- What follows from it -----------------------------------------------------------------------------------------
 
@@ -92,7 +109,8 @@ class Retuning:
             epoch: how many have ended.
         """
         run = self._run
-        has_changed = bool(self._rate_before and self.rate) and abs(self.rate / self._rate_before - 1) > _CHANGED
+        before, now = self._speed_before, self._speed
+        has_changed = before is not None and now is not None and now.differs_from(before, _CHANGED)
         is_early = run.state.rounds == 1 and epoch <= max(1, _EARLY * run.epochs)
         found = _NONE
         if run.learns_from_run:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any
 
 from lightning_omni.performance.step_timer import StepTimer
@@ -15,6 +16,9 @@ from lightning_omni.tuner.probing import batch_size_of
 if TYPE_CHECKING:
     from pytorch_lightning import Trainer
 
+_CERTAIN = 2.0
+"""Standard errors by which speeds have to differ: noise alone brings that about once in twenty times."""
+
 
 @dataclass(frozen=True)
 class Trained:
@@ -24,11 +28,63 @@ class Trained:
         samples: of all batches.
         timed: of those batches whose time is known.
         seconds: that these took.
+        batches: how many these are.
+        squares: sum of the squares of their seconds.
     """
 
     samples: int = 0
     timed: int = 0
     seconds: float = 0.0
+    batches: int = 0
+    squares: float = 0.0
+
+    def __add__(self, other: Trained) -> Trained:
+        return Trained(*(one + more for one, more in zip(astuple(self), astuple(other), strict=True)))
+
+    @property
+    def error(self) -> float:
+        """Standard error of the mean time of a batch, as a part of it; infinite if too few are timed."""
+        if self.batches < 2 or not self.seconds:
+            return math.inf
+        mean = self.seconds / self.batches
+        return math.sqrt(max(0.0, self.squares / self.batches - mean**2) / (self.batches - 1)) / mean
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How fast all ranks together train, validations, saving and all else left out.
+
+    Attributes:
+        samples: of all ranks.
+        seconds: of the rank that trained for the longest.
+        error: standard error of the time of a batch, as a part of it.
+    """
+
+    samples: float
+    seconds: float
+    error: float
+
+    def __add__(self, other: Speed) -> Speed:
+        """Of both together."""
+        seconds = self.seconds + other.seconds
+        error = math.hypot(self.error * self.seconds, other.error * other.seconds) / seconds
+        return Speed(self.samples + other.samples, seconds, error)
+
+    def differs_from(self, other: Speed, part: float) -> bool:
+        """Whether it is another one by more than this part, and by more than noise explains.
+
+        Args:
+            other: at another time.
+            part: of the speed.
+
+        Example:
+            >>> before = Speed(1000, 10.0, 0.05)
+            >>> Speed(1000, 12.5, 0.05).differs_from(before, 0.2), Speed(1000, 12.5, 0.15).differs_from(before, 0.2)
+            (True, False)
+        """
+        ratio = (self.samples / self.seconds) / (other.samples / other.seconds)
+        least = max(math.log(1 + part), _CERTAIN * math.hypot(self.error, other.error))
+        return abs(math.log(ratio)) > least
 
 
 class RunThroughput:
@@ -50,7 +106,7 @@ class RunThroughput:
         >>> counted.batch_done(8), counted.batch_done(8)
         (None, None)
         >>> counted.take()
-        Trained(samples=40, timed=24, seconds=6.0)
+        Trained(samples=40, timed=24, seconds=6.0, batches=3, squares=12.0)
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -75,9 +131,9 @@ class RunThroughput:
         """
         if not self._is_on:
             return
-        before, seconds = self._trained, self._timer.done()
-        timed = 0 if seconds is None else samples
-        self._trained = Trained(before.samples + samples, before.timed + timed, before.seconds + (seconds or 0.0))
+        seconds = self._timer.done()
+        timed = Trained() if seconds is None else Trained(0, samples, seconds, 1, seconds**2)
+        self._trained = self._trained + Trained(samples) + timed
 
     def take(self) -> Trained:
         """What was trained since this was last called."""

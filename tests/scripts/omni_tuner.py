@@ -69,7 +69,7 @@ class Classifier(pl.LightningModule):
             self.logger.experiment.log_metrics({"own": 1.0}, self.steps)
         seconds = self.options.get("seconds", {}).get(str(RANK), 0.0)
         seconds *= 8 if self.options.get("per_step") else len(batch[0])
-        seconds *= 2 if self.current_epoch >= self.options.get("slower_from", 1 << 30) else 1
+        seconds *= 3 if self.current_epoch >= self.options.get("slower_from", 1 << 30) else 1
         if self.options.get("exponential"):
             seconds *= self.rng.expovariate(1.0)
         time.sleep(seconds)
@@ -78,6 +78,8 @@ class Classifier(pl.LightningModule):
         if self.options.get("interrupted") == self.steps:
             raise KeyboardInterrupt
         loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        if "rises" in self.options:  # as with a weight of the loss that is annealed
+            loss = loss * 10**self.current_epoch
         if self.options.get("nan_at") == self.steps:
             loss = loss * float("nan")
         world = self.trainer.strategy.world
