@@ -37,13 +37,9 @@ FIXED: dict[str, dict[str, Any]] = {
     "1 group, proportional batches": {"rebalance": True},
     "1 group, proportional batches, bf16": {"rebalance": True, "all_reduce": "bf16"},
     "1 group, proportional batches, powersgd:4": {"rebalance": True, "all_reduce": "powersgd:4"},
-    "2 groups, async_sgd": {"groups": 2, "method": "async_sgd"},
     "4 groups, async_sgd": {"groups": 4, "method": "async_sgd"},
     "8 groups, async_sgd": {"groups": RANKS, "method": "async_sgd"},
-    "4 groups, elastic_averaging": {"groups": 4, "method": "elastic_averaging", "period": 1},
-    "8 groups, elastic_averaging, period 2": {"groups": RANKS, "method": "elastic_averaging", "period": 2},
     "8 groups, elastic_averaging, period 8": {"groups": RANKS, "method": "elastic_averaging", "period": 8},
-    "8 groups, local_sgd, period 8": {"groups": RANKS, "method": "local_sgd", "period": 8},
 }
 """Settings by name: what differs from the user's own, one group."""
 
