@@ -38,7 +38,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import avg_pool2d, cross_entropy
+from torch.nn.functional import avg_pool2d, cross_entropy, mse_loss
 from torch.utils.data import TensorDataset
 
 from lightning_omni.methods import Barrier, Method, method_named
@@ -420,6 +420,96 @@ def characters() -> Subject:
     )
 
 
+def friedman() -> Subject:
+    """Friedman's first function of five of ten inputs, with noise (Friedman 1991), and a perceptron: a regression."""
+    from sklearn.datasets import make_friedman1
+
+    inputs, targets = make_friedman1(14_000, noise=1.0, random_state=0)
+    inputs = torch.as_tensor(inputs - 0.5, dtype=torch.float32)
+    targets = torch.as_tensor((targets - targets.mean()) / targets.std(), dtype=torch.float32)
+    model = nn.Sequential(
+        nn.Linear(10, 48), nn.Tanh(), nn.Linear(48, 48), nn.Tanh(), nn.Linear(48, 1), nn.Flatten(-2)
+    )  # fmt: skip
+    return Subject(model, TensorDataset(inputs[2000:], targets[2000:]), (inputs[:2000], targets[:2000]), regression)
+
+
+def teacher() -> Subject:
+    """Labels of a random network with one hidden layer, and a narrow one with five to learn them."""
+    random = torch.Generator().manual_seed(7)
+    inputs = torch.randn(14_000, 12, generator=random)
+    hidden = torch.tanh(inputs @ torch.randn(12, 24, generator=random) / 3)
+    labels = (hidden @ torch.randn(24, 6, generator=random)).argmax(1)
+    layers: list[nn.Module] = [nn.Linear(12, 32), nn.Tanh()]
+    for _ in range(4):
+        layers += [nn.Linear(32, 32), nn.Tanh()]
+    model = nn.Sequential(*layers, nn.Linear(32, 6))
+    return Subject(model, TensorDataset(inputs[2000:], labels[2000:]), (inputs[:2000], labels[:2000]), classification)
+
+
+def autoencoder() -> Subject:
+    """scikit-learn's digits, 8 x 8, through a bottleneck of twelve numbers."""
+    from sklearn.datasets import load_digits
+
+    images = torch.as_tensor(load_digits().data).float() / 16
+    images = images[torch.randperm(len(images), generator=torch.Generator().manual_seed(0))]
+    model = nn.Sequential(
+        nn.Linear(64, 40), nn.Tanh(), nn.Linear(40, 12), nn.Tanh(), nn.Linear(12, 40), nn.Tanh(), nn.Linear(40, 64)
+    )
+    return Subject(model, TensorDataset(images[400:], images[400:]), (images[:400], images[:400]), regression)
+
+
+class Factors(nn.Module):
+    """Matrix factorization: what a user thinks of an item is the product of their embeddings, and a bias of each."""
+
+    def __init__(self, users: int, items: int, width: int) -> None:
+        super().__init__()
+        self.users, self.items = nn.Embedding(users, width + 1), nn.Embedding(items, width + 1)
+        for each in (self.users, self.items):
+            nn.init.normal_(each.weight, std=0.3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        user, item = self.users(ids[..., 0]), self.items(ids[..., 1])
+        return (user[..., 1:] * item[..., 1:]).sum(-1) + user[..., 0] + item[..., 0]
+
+
+def ratings() -> Subject:
+    """What 300 users think of 200 items, a few of which most of them know, with noise; and their factors."""
+    random = np.random.default_rng(8)
+    ids = np.stack([random.integers(0, 300, 30_000), zipf(random, 200, (30_000,), 0.7)], -1)
+    users, items = random.standard_normal((300, 4)), random.standard_normal((200, 4))
+    scores = (users[ids[:, 0]] * items[ids[:, 1]]).sum(1) / 2 + 0.3 * random.standard_normal(len(ids))
+    inputs, targets = torch.as_tensor(ids), torch.as_tensor(scores, dtype=torch.float32)
+    model = Factors(300, 200, 6)
+    return Subject(model, TensorDataset(inputs[2000:], targets[2000:]), (inputs[:2000], targets[:2000]), regression)
+
+
+class Attention(nn.Module):
+    """A sequence of symbols, attention with one head, and a perceptron over what the last place has found."""
+
+    def __init__(self, symbols: int, length: int, width: int, classes: int) -> None:
+        super().__init__()
+        self.symbols, self.places = nn.Embedding(symbols, width), nn.Parameter(0.1 * torch.randn(length, width))
+        self.query, self.key, self.value = (nn.Linear(width, width, bias=False) for _ in range(3))
+        self.last = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 48), nn.GELU(), nn.Linear(48, classes))
+
+    def forward(self, text: Tensor) -> Tensor:
+        found = self.symbols(text) + self.places
+        scores = self.query(found) @ self.key(found).transpose(-1, -2) / found.shape[-1] ** 0.5
+        outputs: Tensor = self.last((found + scores.softmax(-1) @ self.value(found)).mean(-2))
+        return outputs
+
+
+def majority() -> Subject:
+    """Which of six symbols is the most frequent one in fourteen places, those at the end counting twice."""
+    random = torch.Generator().manual_seed(9)
+    text = torch.randint(6, (14_000, 14), generator=random)
+    counts = nn.functional.one_hot(text, 6).float()
+    counts[:, 10:] *= 2
+    labels = (counts.sum(1) + 0.5 * torch.rand(len(text), 6, generator=random)).argmax(1)
+    model = Attention(6, 14, 24, 6)
+    return Subject(model, TensorDataset(text[2000:], labels[2000:]), (text[:2000], labels[:2000]), classification)
+
+
 # --- What is trained: to judge by -------------------------------------------------------------------------------------
 
 
@@ -557,6 +647,11 @@ def classification(model: Any, batch: Any) -> Tensor:
     return cross_entropy(model(batch[0]), batch[1])
 
 
+def regression(model: Any, batch: Any) -> Tensor:
+    """Mean squared error of a batch of inputs and targets."""
+    return mse_loss(model(batch[0]), batch[1])
+
+
 def perceptron(*widths: int) -> nn.Module:
     """Linear layers with rectifiers between them."""
     layers: list[nn.Module] = []
@@ -608,6 +703,11 @@ DEVELOPING: dict[str, Task] = {
         Task("words", words, lr=1.0),
         Task("fraud", fraud, batch_size=16, optimizer="adamw", lr=0.01),
         Task("characters", characters, batch_size=16, optimizer="adamw", lr=0.01, warmup=30),
+        Task("friedman", friedman, lr=0.05),
+        Task("teacher", teacher, batch_size=16, lr=0.05),
+        Task("autoencoder", autoencoder, optimizer="adamw", lr=0.005),
+        Task("ratings", ratings, batch_size=16, optimizer="adamw", lr=0.03),
+        Task("majority", majority, batch_size=16, optimizer="adamw", lr=0.005, warmup=20),
     )
 }
 """Tasks to develop on, by name."""
