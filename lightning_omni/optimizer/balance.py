@@ -15,6 +15,7 @@ from typing import Any, Literal
 import msgspec
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn import Module
 
 from lightning_omni.errors import ConfigurationError
@@ -224,10 +225,14 @@ class Balance:
 
 def gather(world: World, numbers: Sequence[float]) -> list[list[float]]:
     """The same few numbers of every member of this rank's group, in the order of ranks. All members call it."""
-    mine = torch.tensor(list(numbers), dtype=torch.float64, device=world.device)
+    return [row.tolist() for row in _gathered(world, torch.tensor(list(numbers), dtype=torch.float64))]
+
+
+def _gathered(world: World, mine: Tensor) -> list[Tensor]:
+    mine = mine.to(world.device)
     places = [torch.empty_like(mine) for _ in world.members]
     dist.all_gather(places, mine, group=world.compute_group)
-    return [place.tolist() for place in places]
+    return places
 
 
 def gather_values(world: World, value: Any, kind: Any) -> list[Any]:
@@ -240,8 +245,8 @@ def gather_values(world: World, value: Any, kind: Any) -> list[Any]:
     """
     mine = msgspec.msgpack.encode(value)
     lengths = [int(length) for [length] in gather(world, [len(mine)])]
-    rows = gather(world, mine.ljust(max(lengths), b"\0"))
-    texts = [bytes(map(int, row[:length])) for row, length in zip(rows, lengths, strict=True)]
+    rows = _gathered(world, torch.frombuffer(bytearray(mine.ljust(max(lengths), b"\0")), dtype=torch.uint8))
+    texts = [bytes(row[:length].tolist()) for row, length in zip(rows, lengths, strict=True)]
     return [msgspec.msgpack.decode(text, type=kind) for text in texts]
 
 

@@ -32,8 +32,11 @@ from lightning_omni.tuner.step import say_nothing
 DECISION_STEPS = tuple(c.FIRST_DECISION << number for number in range(c.DECISIONS))
 MESSAGES = 5
 """Messages of which the shortest counts: one may have waited for a rank that was late."""
-LARGEST_MESSAGE = 1 << 20
-"""Bytes of the largest of them. It takes much longer than an empty one, and is a small part of a large gradient."""
+MESSAGE_BYTES = 1 << 16, 1 << 20
+"""Of messages that take longer for what is in them. The second kind takes much longer than an empty one on fast links
+and is a small part of a large gradient; on slow links the first kind does."""
+CLEARLY_LONGER = 10.0
+"""Times as long as an empty message is much longer."""
 
 
 @dataclass(frozen=True)
@@ -168,12 +171,21 @@ class FirstBatches:
         return 2 * self._shortest(lambda: gather(self._world, [0.0])) / max(1, len(self._world.members) - 1)
 
     def _seconds_per_byte(self) -> float:
-        """What each byte adds to an all-reduce, by the shortest of a few of hardly any bytes and of many. On rank 0."""
-        many = max(2, min(self._nbytes, LARGEST_MESSAGE) // 4)
-        group = self._world.compute_group
-        few, all_ = (torch.zeros(count, device=self._world.device) for count in (1, many))
-        short, long = (self._shortest(partial(dist.all_reduce, numbers, group=group)) for numbers in (few, all_))
-        return max(long - short, 1e-9) / (4 * many)
+        """What each byte adds to an all-reduce, by the shortest of a few of hardly any bytes and of many. By rank 0."""
+        short, per_byte = self._seconds_of_all_reduce(1), 0.0
+        for nbytes in MESSAGE_BYTES:
+            count = max(2, min(self._nbytes, nbytes) // 4)
+            long = self._seconds_of_all_reduce(count)
+            per_byte = max(long - short, 1e-9) / (4 * count)
+            if nbytes >= self._nbytes or long > CLEARLY_LONGER * short:
+                break
+        return per_byte
+
+    def _seconds_of_all_reduce(self, count: int) -> float:
+        """Of so many numbers, as rank 0 sees it: all ranks hear the same."""
+        numbers = torch.zeros(count, device=self._world.device)
+        found = self._shortest(partial(dist.all_reduce, numbers, group=self._world.compute_group))
+        return gather(self._world, [found])[0][0]
 
     def _shortest(self, send: Callable[[], object]) -> float:
         """Seconds of the shortest of a few messages of one kind."""
