@@ -132,9 +132,10 @@ class ByFirstBatches:
             if command.setting.groups == 1 and command.setting.rebalance and observation is not None:
                 self._time_again(observation, batches)
         took = time.perf_counter() - began
-        if run.speaks and command is not None:
-            run.rounds[-1].search.overhead += self._deciding + took
         self._deciding += took
+        if run.speaks and command is not None:
+            run.rounds[-1].search.overhead += self._deciding
+            self._deciding = 0.0
         run.leave_out(took)
 
     def _command(self, observation: Observation, is_last: bool) -> Command | None:

@@ -469,7 +469,8 @@ class Factors(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         user, item = self.users(ids[..., 0]), self.items(ids[..., 1])
-        return (user[..., 1:] * item[..., 1:]).sum(-1) + user[..., 0] + item[..., 0]
+        scores: Tensor = (user[..., 1:] * item[..., 1:]).sum(-1) + user[..., 0] + item[..., 0]
+        return scores
 
 
 def ratings() -> Subject:
