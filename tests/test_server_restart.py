@@ -139,13 +139,18 @@ def test_a_watched_server_that_cannot_listen_is_one_line_and_is_not_started_agai
 
 
 class Saving(Run):
-    """A standing server that saves its state, and groups that come."""
+    """A standing server that saves its state, and groups that come.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        folder: for what they write.
+        options: more of the server's.
+    """
+
+    def __init__(self, folder: Path, *options: str) -> None:
         self.folder, self.groups = folder, dict[str, Process]()
         self._env = {"LIGHTNING_OMNI_KEY": secrets.token_hex(32), "OMNI_TEST_FOLDER": str(folder)}
         where = ["--port", str(free_port()), "--state", f"{folder}/state", "--save-every", "1", "--once"]
-        self._command = [*COMMAND, "serve", *where]
+        self._command = [*COMMAND, "serve", *where, *options]
         self._env["LIGHTNING_OMNI_SERVER"] = self._serve()
 
     def _serve(self) -> str:
@@ -156,7 +161,7 @@ class Saving(Run):
         """The server dies, and another one goes on."""
         self.server.kill()
         self._serve()
-        self.server.expect("goes on with a run of 1 ranks", PATIENCE)
+        self.server.expect("goes on with a run of . ranks", PATIENCE)
 
 
 def test_groups_that_have_joined_go_on_and_so_does_one_that_joins_the_server_that_goes_on(tmp_path: Path) -> None:
@@ -181,10 +186,65 @@ def test_groups_that_have_joined_go_on_and_so_does_one_that_joins_the_server_tha
         run.close()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are looked up in /proc")
+@pytest.mark.parametrize(
+    ("inside", "method", "ranks"),
+    [
+        ("fsdp", "diloco:period=4", 2),
+        pytest.param("ddp", "async_sgd", 1, marks=pytest.mark.exhaustive),
+        pytest.param("fsdp", "hardsync", 2, marks=pytest.mark.exhaustive),
+        pytest.param("ddp", "local_sgd:period=4", 1, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_servers_that_hold_a_share_each_go_on_together_when_one_is_killed_or_all_are(
+    inside: str, method: str, ranks: int, tmp_path: Path
+) -> None:
+    run = Saving(tmp_path, "--shards", "2")
+    try:
+        options = {
+            "epochs": 5,
+            "samples": 256,
+            "hold": [1, 3],
+            "step": 0.05,
+            "inside": inside,
+            "method": method,
+            "devices": ranks,
+            "optimizer": "AdamW",
+        }
+        first = run.start("a", options)
+        run.wait_for("a0-in-1")
+        second = run.start("b", options, seed=2)
+        run.wait_for("b0-in-1")
+        run.go(1)
+        run.wait_for("a0-in-2")
+        (serving,) = children(run.server.pid)
+        (share,) = children(serving)
+        os.kill(share, signal.SIGKILL)
+        run.server.expect("parameter server 1 of 2 at .* all servers go on from the last save", PATIENCE)
+        run.server.expect("goes on with a run of . ranks", PATIENCE)
+        run.wait_for("a0-in-3")
+        run.wait_for("b0-in-3")
+        run.kill()
+        third = run.start("c", options, seed=3)
+        run.wait_for("c0-in-3")
+        run.go(3)
+        for each in (first, second, third):
+            assert each.end(PATIENCE) == 0, each.output
+        assert run.server.end(PATIENCE) == 0, run.server.output
+        assert "Traceback" not in run.server.output
+        assert set(run.trained) == {(epoch, sample) for epoch in range(5) for sample in range(256)}
+        results = [run.result(name, rank) for name in "abc" for rank in range(ranks)]
+        assert all(each["weights"] == results[0]["weights"] and each["finite"] for each in results)
+        files = sorted(str(path.relative_to(tmp_path)) for path in (tmp_path / "state").rglob("*"))
+        assert files == ["state/lock", "state/share-1"]
+    finally:
+        run.close()
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (["--shards", "2"], "several servers that hold a share of the weights each do not save it"),
+        (["--shards", "2", "--shards-here", "1"], "servers on several machines do not save their shares"),
         (["--port", "0"], "name a port"),
         (["--save-every", "0"], "pass a time, as 30s"),
     ],

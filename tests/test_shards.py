@@ -31,13 +31,17 @@ from lightning_omni.optimizer.options import WorldOptions
 from lightning_omni.protocol import ServerCore, handshake
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol import shard_messages as sm
+from lightning_omni.protocol.codec import pack, unpack
 from lightning_omni.protocol.group import Ask
+from lightning_omni.protocol.journal import LostEntry
 from lightning_omni.protocol.layout import DTYPES, Layout
+from lightning_omni.protocol.service import Out
 from lightning_omni.protocol.split import UNIT, Split
 from lightning_omni.protocol.transport import Control
 from lightning_omni.protocol.wire_format import RAW, RESIDUAL, WireFormat
 from lightning_omni.protocol.wire_formats import wire_of
-from lightning_omni.server import ZeroMQ
+from lightning_omni.server import ZeroMQ, saving
+from lightning_omni.server.saving import ShareDirectory, StateDirectory, saved_weights, share_directory
 from lightning_omni.simulator import replay
 
 OPTIMIZERS: dict[str, Make] = {
@@ -252,6 +256,126 @@ def test_nothing_is_lost_or_counted_twice_in_any_wire_format(seed: int, wire: An
         for place in range(len(SHAPES)):
             owed = before[place] if before is not None else torch.zeros(SHAPES[place])
             assert torch.allclose(given_now[place] + owed, arrived[place] + after[place], atol=1e-5)
+
+
+# --- Servers that go on ----------------------------------------------------------------------------------------------
+
+
+def save(ensemble: Ensemble) -> dict[int, dict[str, Any]]:
+    """All servers are told to save now. What each saves comes into the dict when it hears of it."""
+    saved: dict[int, dict[str, Any]] = {}
+    for number, core in enumerate(ensemble.cores):
+        core.on_save = lambda _, number=number, core=core: saved.update({number: unpack(*pack(core.state()))})
+    ensemble.cores[0].on_save(1)
+    ensemble.cores[0].save_shares(1)
+    ensemble._send(0, ensemble.cores[0].servers.drain())
+    return saved
+
+
+@given(st.integers(0, 10**6), st.integers(2, 4), st.sampled_from(METHODS), st.booleans())
+@settings(max_examples=25, deadline=None)
+def test_a_save_is_of_one_moment_at_all_servers_and_they_go_on_from_it_with_the_groups_that_there_are(
+    seed: int, shards: int, method: str, by_member: bool
+) -> None:
+    ensemble = run_of(shards, 3, method, seed=seed, by_member=by_member)
+    saved: dict[int, dict[str, Any]] = {}
+    for number in range(4):
+        if number == 2:
+            saved = save(ensemble)
+        for group in ensemble.groups:
+            group.go_on()
+            if group.is_computing:
+                group.compute()
+        for _ in range(ensemble.random.randrange(12)):
+            ensemble.step()
+    ensemble.arrive()
+    assert saved.keys() == set(range(shards))
+    services = [saved[number]["services"] for number in range(shards)]
+    assert all(same(each["Training"], services[0]["Training"]) for each in services)
+    assert len({each["Snapshots"]["parts"][0]["clock"] for each in services}) == 1
+
+    dead = ensemble.groups[1].ranks[-1]
+    ensemble.cores = [ServerCore(KEY, Random(9).randbytes, shards=shards, shard=shard) for shard in range(shards)]
+    ensemble.queues.clear()
+    for number, core in enumerate(ensemble.cores):
+        core.load(saved[number], [LostEntry(dead, "gone")] if number == 0 else (), 0.0)
+    for number in range(1, shards):
+        ensemble._link(number)
+    ensemble.arrive()
+    for core, service in zip(ensemble.cores, services, strict=True):
+        assert core.roster.groups == (0, 2)
+        assert core.roster.lost == dict.fromkeys(ensemble.groups[1].ranks, "gone")
+        assert core.roster.by_member == by_member
+        part = service["Snapshots"]["parts"][0]
+        if core.clock == part["clock"]:  # else a barrier has opened with that loss
+            assert same(core.shards[0].state()["weights"], part["weights"])
+    assert len({core.clock for core in ensemble.cores}) == 1
+
+
+def test_a_save_counts_when_all_servers_have_written_theirs(tmp_path: Path) -> None:
+    ensemble = run_of(2, 2)
+    saved = save(ensemble)
+    ensemble.arrive()
+    folders = [tmp_path, share_directory(tmp_path, 1)]
+    share = ShareDirectory(folders[1])
+    for number in (2, 3):
+        saving._write_save(tmp_path, number, *pack(saved[0]))
+    saving._write_save(folders[1], 2, *pack(saved[1]))
+    with pytest.raises(ConfigurationError, match="a save of several servers lies there"):
+        StateDirectory(tmp_path)
+    with pytest.raises(ConfigurationError, match="several servers have saved a share of the weights each"):
+        saved_weights(tmp_path)
+    states = StateDirectory(tmp_path, servers=2)
+    cores = [ServerCore(KEY, os.urandom, shards=2, shard=shard) for shard in range(2)]
+    assert "goes on with a run of 2 ranks" in states.restore(cores[0])
+    assert states.restored == 2
+    share.restore(cores[1], states.restored)
+    assert [core.roster.groups for core in cores] == [(0, 1), (0, 1)]
+    assert [path.name for folder in folders for path in sorted(folder.glob("state-*"))] == ["state-00000002"] * 2
+
+    states.tend(cores[0])  # what was restored is saved again, by both
+    states.wait()
+    (told,) = [out.message for out in linked(cores) if isinstance(out.message, sm.Save)]
+    assert told.number == 4, "no number is given twice"
+    states.tend(cores[0])
+    assert (tmp_path / "state-00000002").exists(), "until the other has written its share"
+    cores[1].follow(told)
+    assert share._writer is not None
+    share._writer.join()
+    states._asked = 0.0
+    states.tend(cores[0])
+    assert [path.name for folder in folders for path in sorted(folder.glob("state-*"))] == ["state-00000004"] * 2
+    states.close()
+
+
+def linked(cores: list[ServerCore]) -> list[Out]:
+    """The second server joins the first: what it is told."""
+    told: list[Out] = []
+
+    def say(message: m.Message, expect: type[Any]) -> Any:
+        answer, *rest = cores[0].receive(m.CONTROL, b"s1", message, b"", 0.0)
+        told.extend(rest)
+        return answer.message
+
+    handshake.join_as_shard(say, KEY, cores[1].shard_hello("memory://1", NONCE))
+    return told
+
+
+def test_where_servers_save_their_state_the_loss_of_one_ends_all_and_not_the_run() -> None:
+    ensemble = run_of(3, 2)
+    ensemble.cores[0].patience = 60.0
+    ensemble._send(0, ensemble.cores[0].hang_up(b"s2"))
+    ensemble.arrive()
+    assert not any(isinstance(message, m.Notice) for message in ensemble.said)
+    assert ensemble.cores[0].over == ensemble.cores[1].over == ""
+    assert "all servers go on from the last save" in ensemble.cores[0].gone
+    alone = ServerCore(KEY, os.urandom, join_timeout=5.0, shards=2)
+    alone.patience = 60.0
+    hello = handshake.hello_of("run", 0, 1, Layout(()), NONCE)
+    handshake.join(lambda message, _: alone.receive(m.CONTROL, b"c0", message, b"", 0.0)[0].message, KEY, hello)
+    assert alone.receive(m.CONTROL, b"c0", m.AskShards(), b"", 0.0) == []
+    assert alone.tick(6.0) == []
+    assert "did not come within 5 s" in alone.gone
 
 
 # --- All of it or nothing --------------------------------------------------------------------------------------------

@@ -98,7 +98,7 @@ def serve(
     from lightning_omni.server.addresses import EVERYWHERE
     from lightning_omni.server.keys import load_or_create
     from lightning_omni.server.process import ServerProcess, ServerSettings, raise_limit_of_files
-    from lightning_omni.server.saving import StateDirectory
+    from lightning_omni.server.saving import StateDirectory, share_directory
     from lightning_omni.server.supervisor import can_supervise, preload, supervise
     from lightning_omni.server.web import StatusServer
 
@@ -107,7 +107,7 @@ def serve(
     if upstream:
         _check_upstream(shards, record, http, once)
     if state is not None:
-        _check_state(shards, upstream, record, transport, port)
+        _check_state(shards if here < shards else 1, upstream, record, transport, port)
     follows = bool(shard or upstream)
     progress = seconds_of("--progress-timeout", progress_timeout)
     if 0 < progress < 2:
@@ -143,7 +143,7 @@ def serve(
     )
     states = None
     if state is not None:
-        states = StateDirectory(state, _seconds("--save-every", save_every))
+        states = StateDirectory(state, _seconds("--save-every", save_every), servers=shards)
     raise_limit_of_files()
     chosen = transports.load(transport)() if transport else ZeroMQ(encryption=encryption)
     web = StatusServer(http_host, http) if http is not None else None
@@ -174,7 +174,12 @@ def serve(
         shards=shards,
         coordinator=server.address.replace(f"//{EVERYWHERE}:", "//127.0.0.1:"),
     )
-    beside = [ServerProcess(msgspec.structs.replace(settings, shard=number)) for number in range(1, here)]
+    beside = []
+    for other in range(1, here):
+        own = msgspec.structs.replace(settings, shard=other)
+        if state is not None and states is not None:
+            own = msgspec.structs.replace(own, state=str(share_directory(state, other)), restore=states.restored)
+        beside.append(ServerProcess(own))
     stopped = threading.Event()
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -217,14 +222,14 @@ def serve(
         server.run(until=is_over)
     finally:
         if states is not None:
-            states.close(core)
+            states.close(core if not core.gone else None)
         server.close()
         if web is not None:
             web.close()
         for process in beside:  # they end with this one
             process.stop()
     if core.gone:
-        console.print(core.gone, style="red", markup=False)
+        console.print(core.gone, style="red", soft_wrap=True, markup=False)
         return 1
     if upstream and not signals:
         console.print(f"the parameter server at {upstream} is gone", markup=False)
@@ -260,7 +265,7 @@ def _seconds(option: str, given: Quantity) -> float:
 
 def _check_state(shards: int, upstream: str, record: Path | None, transport: str, port: int) -> None:
     for option, given, why in (
-        ("--shards", shards > 1, "several servers that hold a share of the weights each do not save it"),
+        ("--shards-here or --shard", shards > 1, "servers on several machines do not save their shares"),
         ("--upstream", upstream, "an aggregator holds nothing that could be saved; give --state to its server"),
         ("--record", record, "a record is of one server from beginning to end"),
         ("--transport", transport, "ranks find a server again where they speak to it over ZeroMQ"),

@@ -585,8 +585,13 @@ class Channel:
                     " hold a share of the weights each: pass fragments=1, or servers=1"
                 )
             timeout, by_member = self._place.options.timeout.total_seconds(), self._place.share is not None
-            self._requests = Requests(self._connect(self._place.control, timeout), by_member)
+            largest = self._largest_in_group if by_member else int
+            self._requests = Requests(self._connect(self._place.control, timeout), by_member, largest)
         return self._requests
+
+    def _largest_in_group(self, number: int) -> int:
+        groups = self._place.process_groups
+        return groups.largest([number], self._place.compute_group)[0]
 
     def _connect(self, control: Control, timeout: float) -> list[Data]:
         """To all servers that hold a share each; or to the one, by way of an aggregator if there is one."""

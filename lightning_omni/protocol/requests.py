@@ -12,9 +12,11 @@ from lightning_omni.errors import ConnectionLost, ProtocolError, Refused
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.aggregator import DIRECTLY
 from lightning_omni.protocol.group import Said
-from lightning_omni.protocol.transport import Data
+from lightning_omni.protocol.transport import Data, LastingData, ServerAway
 
 Answer = TypeVar("Answer", bound=m.Message)
+_Part = tuple[m.Message, Tensor | None, Tensor | None]
+"""What one server is told: as the arguments of `lightning_omni.protocol.transport.Data.send`."""
 
 
 class Requests:
@@ -24,13 +26,21 @@ class Requests:
         connections: to each server that this rank speaks to; the first one coordinates.
         by_member: whether this rank exchanges with the last one alone, and the other members of its group with the
             others.
+        largest: the largest of a number over those members, all of which call it.
     """
 
-    def __init__(self, connections: Sequence[Data], by_member: bool = False) -> None:
+    def __init__(
+        self,
+        connections: Sequence[Data],
+        by_member: bool = False,
+        largest: Callable[[int], int] = lambda number: number,
+    ) -> None:
         self._all = list(connections)
         self._connections = self._all[-1:] if by_member else self._all
         self._in_parts = by_member or len(self._all) > 1
         self._number = 0
+        lasting = [each for each in self._connections if isinstance(each, LastingData)]
+        self._again = _Again(lasting, largest) if self._in_parts and lasting else None
 
     @property
     def count(self) -> int:
@@ -66,10 +76,15 @@ class Requests:
         """
         self._number += 1
         rooms = into or [None] * self.count
-        for connection, (message, payload), room in zip(self._connections, said, rooms, strict=True):
-            if self._in_parts:
-                message = msgspec.structs.replace(message, request=self._number)
-            connection.send(message, payload, room)
+        if self._in_parts:
+            number = self._number
+            said = [Said(msgspec.structs.replace(message, request=number), payload) for message, payload in said]
+        parts = [(message, payload, room) for (message, payload), room in zip(said, rooms, strict=True)]
+        if self._again is not None:
+            self._again.send(parts)
+            return
+        for connection, part in zip(self._connections, parts, strict=True):
+            connection.send(*part)
 
     def receive(self, expect: type[Answer], into: Sequence[Tensor | None] | None = None) -> list[tuple[Answer, Tensor]]:
         """Waits for all answers.
@@ -83,7 +98,10 @@ class Requests:
         """
         memories = into or [None] * self.count
         # All of them: the answers to the next request are not to be taken for these.
-        heard = [_heard(each, expect, memory) for each, memory in zip(self._connections, memories, strict=True)]
+        if self._again is not None:
+            heard = self._again.receive(expect, memories)
+        else:
+            heard = [_heard(each, expect, memory) for each, memory in zip(self._connections, memories, strict=True)]
         answers = []
         for each in heard:
             if isinstance(each, Refused):
@@ -100,6 +118,67 @@ class Requests:
         """Closes all connections at once."""
         for connection in self._all:
             connection.close()
+
+
+class _Again:
+    """A request in parts outlasts its servers: if one part was not answered, all are said again to those that go on.
+
+    Servers handle a request when all parts are there. So a part that was answered by a server that is gone is said
+    again, too, if another one was not; and where members of a group say a part each, they agree on that.
+
+    Args:
+        connections: of this rank, to each server that it says a part.
+        largest: see `Requests`.
+    """
+
+    def __init__(self, connections: Sequence[LastingData], largest: Callable[[int], int]) -> None:
+        self._connections, self._largest = connections, largest
+        self._control = connections[0].control
+        self._returns: int | None = None  # of the servers that all members of the group speak to
+        self._parts: Sequence[_Part] = ()
+        self._is_out = False
+
+    def send(self, parts: Sequence[_Part]) -> None:
+        """Says all parts of this rank."""
+        if self._returns is None:
+            self._agree()
+        self._parts, self._is_out = parts, all(each.returns == self._returns for each in self._connections)
+        try:
+            for connection, part in zip(self._connections, parts, strict=True) if self._is_out else ():
+                connection.send_part(*part)
+        except ServerAway:
+            self._is_out = False
+
+    def receive(self, expect: type[Answer], memories: Sequence[Tensor | None]) -> list[tuple[Answer, Tensor] | Refused]:
+        """Waits for all answers, or what was refused."""
+        while True:
+            heard = self._hear(expect, memories)
+            if self._largest(int(heard is None)) == 0:
+                assert heard is not None
+                return heard
+            assert self._returns is not None
+            self._control.wait_for_another(self._returns + 1)
+            self._agree()
+            self.send(self._parts)
+
+    def _agree(self) -> None:
+        """All members speak to the servers that one of them has heard of last."""
+        self._returns = self._largest(self._control.returns)
+        self._control.wait_for_another(self._returns)
+        for connection in self._connections:
+            connection.renew()
+
+    def _hear(
+        self, expect: type[Answer], memories: Sequence[Tensor | None]
+    ) -> list[tuple[Answer, Tensor] | Refused] | None:
+        """All answers; None if a server is gone that owes one."""
+        if not self._is_out:
+            return None
+        try:
+            pairs = zip(self._connections, memories, strict=True)
+            return [_heard_part(connection, expect, memory) for connection, memory in pairs]
+        except ServerAway:
+            return None
 
 
 class ByAggregator(Data):
@@ -171,6 +250,15 @@ class ByAggregator(Data):
 def _heard(connection: Data, expect: type[Answer], memory: Tensor | None) -> tuple[Answer, Tensor] | Refused:
     try:
         return connection.receive(expect, memory)
+    except Refused as no:
+        return no
+
+
+def _heard_part(
+    connection: LastingData, expect: type[Answer], memory: Tensor | None
+) -> tuple[Answer, Tensor] | Refused:
+    try:
+        return connection.receive_part(expect, memory)
     except Refused as no:
         return no
 

@@ -369,6 +369,7 @@ class Roster:
             "numbered": self._numbered,
             "incarnation": self.incarnation,
             "late": list(self.late),
+            "by_member": self.by_member,
             "identities": {group: (each.name, each.incarnation) for group, each in self._identities.items()},
         }
 
@@ -380,6 +381,7 @@ class Roster:
         self.topology = Topology(tuple(tuple(members) for members in groups)) if groups is not None else None
         self._places, self._numbered = state["places"], state["numbered"]
         self.joining, self.finished = state["joining"], state["finished"]
+        self.by_member = state.get("by_member", False)  # which earlier releases could not save
         self.incarnation, self.late = state["incarnation"], list(state["late"])
         self._identities = {group: GroupId(*each) for group, each in state["identities"].items()}
         self.expect(state["members"], now)

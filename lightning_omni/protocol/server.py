@@ -94,6 +94,8 @@ class ServerCore:
         journal: what has happened since the state was saved; what saves it (`state`) says where that is written.
         patience: seconds for which ranks look for this server again when it is gone, for another one will go on; what
             saves its state sets it. 0 if none will.
+        on_save: where this server holds a share, called when the one that coordinates says that all save their state
+            now, with the number of this save.
         key: the run's shared secret.
         data_port: told to every admitted rank; the driver of the machine sets it, and so does it ...
         about: ... this, which is told to processes that watch: what there is to know of the server's process.
@@ -139,7 +141,9 @@ class ServerCore:
         elif shard > 0:
             self.servers = Follower(shard, shards)
         elif shards > 1:
-            self.servers = Coordinator(key, random, shards, heartbeat_timeout, join_timeout, self._last_now)
+            self.servers = Coordinator(
+                key, random, shards, heartbeat_timeout, join_timeout, self._last_now, lambda: self.patience > 0
+            )
             table = (*TABLE, *SHARD_TABLE)
         else:
             self.servers = Aggregators(
@@ -153,6 +157,7 @@ class ServerCore:
         self._observers = Observers(key, random)
         self.journal = Journal()
         self.patience = 0.0
+        self.on_save: Callable[[int], None] = lambda number: None
         self.reset()
 
     def reset(self) -> None:
@@ -341,6 +346,10 @@ class ServerCore:
                 return self._router.relay(_peer_of(message.rank), message.rank, message.said)
             case sm.Lose():
                 return self._membership.lose(message.rank, message.reason)
+            case sm.Save():
+                self.on_save(message.number)
+            case sm.Redo():
+                self._redo(message.entry)
             case sm.RunOver(reason=""):
                 self.reset()
             case sm.RunOver():
@@ -434,6 +443,14 @@ class ServerCore:
             "services": {name: state for name, state in services.items() if state is not None},
         }
 
+    def save_shares(self, number: int) -> None:
+        """The other servers, which hold a share each, save theirs as of this moment.
+
+        Args:
+            number: of this save, another one each time.
+        """
+        self.servers.tell(sm.Save(number=number))
+
     def load(self, state: Mapping[str, Any], journal: Iterable[Entry], now: float) -> None:
         """Goes on with a run: weights and what is trained are those of a state, what ranks were told is not unsaid.
 
@@ -486,6 +503,8 @@ class ServerCore:
                 self._evaluations.redo(entry)
             case LostEntry() | LeftEntry() | JoinedEntry():
                 self._membership.redo(entry)
+                if isinstance(self.servers, Coordinator):
+                    self.servers.tell(sm.Redo(entry=entry))
             case NumberedEntry():
                 self.roster.has_given(entry.numbered)
             case FormedEntry():

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import msgspec
 
 from lightning_omni.protocol import messages as m
+from lightning_omni.protocol.journal import JoinedEntry, LeftEntry, LostEntry
 from lightning_omni.protocol.layout import Layout
 
 # --- From a server that holds a share to the one that coordinates ----------------------------------------------------
@@ -155,6 +156,22 @@ class Expire(Told, frozen=True, kw_only=True):
     """A moment has come that methods have asked for."""
 
 
+class Save(Told, frozen=True, kw_only=True):
+    """Save your share of the state as it is now, under this number; all servers do so at this moment."""
+
+    number: int
+
+
+class Redo(Told, frozen=True, kw_only=True):
+    """Servers before these have told ranks of this, after the state that these go on from.
+
+    Attributes:
+        entry: of the journal of the one that coordinates.
+    """
+
+    entry: LostEntry | LeftEntry | JoinedEntry
+
+
 class RunOver(Told, frozen=True, kw_only=True):
     """The run cannot go on, for this reason; or all its ranks are gone, and the next one may come."""
 
@@ -234,7 +251,7 @@ class SumRefused(m.Message, frozen=True, kw_only=True):
 
 
 ToShard = (
-    ShardWelcome | Admit | Relay | Lose | Idle | Resume | Decide | Expire | RunOver | Gather
+    ShardWelcome | Admit | Relay | Lose | Idle | Resume | Decide | Expire | RunOver | Gather | Save | Redo
     | m.Challenge | m.RefusedMessage | m.Acknowledged
 )  # fmt: skip
 """What the server that coordinates says to the others."""

@@ -13,7 +13,8 @@ Rule 2: who decides that is the coordinator alone; a leader may die at any momen
 Rule 3: what the coordinator answers, and others may act upon at the other servers, it answers when these have done it.
 Rule 4: where each member of a group has a share of its own, the parts come from as many ranks, and count as those of
 their leader.
-Rule 5: a server that is gone takes its share of the weights along, and the run with it.
+Rule 5: a server that is gone takes its share of the weights along, and the run with it; unless all save their state:
+then the others end, too, and servers in the place of all of them go on from the last save, which is of one moment.
 """
 
 from __future__ import annotations
@@ -313,6 +314,7 @@ class Coordinator(_InParts):
         heartbeat_timeout: seconds of silence after which a server counts as gone.
         join_timeout: seconds that the others may take to come once a rank has asked for them.
         now: the time of the message that is being handled.
+        goes_on: whether other servers go on when one of these is gone.
     """
 
     def __init__(
@@ -323,9 +325,10 @@ class Coordinator(_InParts):
         heartbeat_timeout: float,
         join_timeout: float,
         now: Callable[[], float],
+        goes_on: Callable[[], bool] = lambda: False,
     ) -> None:
         super().__init__(0, count)
-        self._key, self._now = key, now
+        self._key, self._now, self._goes_on = key, now, goes_on
         self._heartbeat_timeout, self._join_timeout = heartbeat_timeout, join_timeout
         self._newcomers = Newcomers(key, random, most=4 * count)
         self._links: dict[int, _FollowerLink] = {}
@@ -373,7 +376,7 @@ class Coordinator(_InParts):
 
     def _answers_due(self) -> list[Out]:
         done = min((link.done for link in self._links.values()), default=0) if self._is_complete else -1
-        if self._gone:  # a run that is over keeps no rank waiting
+        if self._gone and not self._goes_on():  # a run that is over keeps no rank waiting
             done = self._told
         due = [answer for told, answer in self._waiting if told <= done]
         self._waiting = [each for each in self._waiting if each[0] > done]
@@ -430,10 +433,14 @@ class Coordinator(_InParts):
         missing = sorted(set(range(1, self.count)) - self._links.keys() - self._gone.keys())
         if missing and self._asked_at is not None and now - self._asked_at > self._join_timeout:
             self._asked_at = None
-            return self._end(
+            reason = (
                 f"parameter server {missing[0]} of {self.count}, which is to hold a share of the weights, did not come"
-                f" within {self._join_timeout:.0f} s; the run cannot go on without it"
+                f" within {self._join_timeout:.0f} s"
             )
+            if self._goes_on():
+                self._gone[missing[0]] = reason
+                return []
+            return self._end(f"{reason}; the run cannot go on without it")
         return []
 
     def hang_up(self, peer: Peer) -> list[Out]:
@@ -445,6 +452,9 @@ class Coordinator(_InParts):
     def _lose(self, number: int, what: str) -> list[Out]:
         link = self._links.pop(number)
         reason = f"parameter server {number} of {self.count} at {link.address} {what}, and its share of the weights"
+        if self._goes_on():
+            self._gone[number] = f"{reason}; all servers go on from the last save"
+            return []
         self._gone[number] = f"{reason} is lost"
         return self._end(f"{reason} with it; the run cannot go on") + self._answers_due()
 

@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -163,12 +165,18 @@ class Control(ABC):
             The first is to the server that coordinates; of ``share``, the last to that server, perhaps the same.
         """
         if self.patience:
-            return [LastingData(self, lambda: self.attach(timeout))]
+            numbers = range(self.shards) if share is None else sorted({0, share})
+            return [LastingData(self, partial(self._attach_to, number, timeout)) for number in numbers]
         others = self.request(m.AskShards(), m.Shards).addresses if self.shards > 1 else ()
         addresses = ("", *others)
         if share is not None:
             addresses = ("",) if share == 0 else ("", addresses[share])
         return [self.attach(timeout, address) for address in addresses]
+
+    def _attach_to(self, server: int, timeout: float) -> Data:
+        """Opens this rank's data connection to one of several servers, wherever that is now."""
+        address = self.request(m.AskShards(), m.Shards).addresses[server - 1] if server else ""
+        return self.attach(timeout, address)
 
     @property
     def records(self) -> bool:
@@ -197,6 +205,16 @@ class Control(ABC):
         """
         self.check()
         if self.is_away:
+            raise ConnectionLost(f"the parameter server at {self.address} is gone")
+
+    def wait_for_another(self, returns: int) -> None:
+        """Waits until another server has gone on so often.
+
+        Raises:
+            ConnectionLost: there is none any more.
+        """
+        self.check()
+        if self.returns < returns:
             raise ConnectionLost(f"the parameter server at {self.address} is gone")
 
     def came_back(self, welcome: m.Welcome) -> None:
@@ -396,13 +414,62 @@ class LastingData(Data):
     def close(self) -> None:
         self._data.close()
 
+    # --- Where what was said is a part of a request, which is said again as a whole or not at all ---------------------
+
+    @property
+    def control(self) -> Control:
+        """The control connection of the same rank."""
+        return self._control
+
+    @property
+    def returns(self) -> int:
+        """Of which server this is the connection, as `Control.returns` counts them."""
+        return self._returns
+
+    def send_part(self, message: m.Message, payload: Tensor | None = None, into: Tensor | None = None) -> None:
+        """As `send`, to the server that there is.
+
+        Raises:
+            ServerAway: it is no more.
+        """
+        with self._telling():
+            self._data.send(message, payload, into)
+
+    def receive_part(self, expect: type[Answer], into: Tensor | None = None) -> tuple[Answer, Tensor]:
+        """As `receive`, from the server that there is.
+
+        Raises:
+            ServerAway: it is no more.
+        """
+        with self._telling():
+            answer = self._data.receive(expect, into)
+        self.moved, self.shared = self._before[0] + self._data.moved, self._before[1] + self._data.shared
+        return answer
+
+    def renew(self) -> None:
+        """Connects to the server that there is now, if it is another one."""
+        if not self._control.stands(self._returns):
+            self._reconnect()
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        try:
+            yield
+        except (ConnectionLost, Refused) as error:
+            if isinstance(error, ServerAway) or self._control.stands(self._returns):
+                raise
+            raise ServerAway(str(error)) from error
+
+    def _reconnect(self) -> None:
+        self._before = self._before[0] + self._data.moved, self._before[1] + self._data.shared
+        self._data.close()
+        self._connect()
+
     def _return(self, error: OmniError) -> None:
         """Says what was not answered to the server that goes on; raises the error if the server is still the same."""
         if self._said is None or self._control.stands(self._returns):
             raise error
-        self._before = self._before[0] + self._data.moved, self._before[1] + self._data.shared
-        self._data.close()
-        self._connect()
+        self._reconnect()
         self.send(*self._said)
 
     def _connect(self) -> None:

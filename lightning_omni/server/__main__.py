@@ -30,7 +30,7 @@ from lightning_omni.protocol.record import RecordFile
 from lightning_omni.protocol.server import ServerCore
 from lightning_omni.server.addresses import remove_if_abandoned
 from lightning_omni.server.process import Ready, ServerSettings, raise_limit_of_files
-from lightning_omni.server.saving import EMBEDDED_PATIENCE, StateDirectory
+from lightning_omni.server.saving import EMBEDDED_PATIENCE, ShareDirectory, StateDirectory
 from lightning_omni.server.supervisor import Lifeline, can_supervise, preload, supervise
 
 _log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ def main() -> int:
     if not line:  # the run has ended and never needed a server
         return 0
     settings = msgspec.json.decode(line, type=ServerSettings)
-    if not settings.state or not can_supervise():
+    if not settings.state or settings.shard or not can_supervise():
         return _serve(settings, None)
     stdin = sys.stdin.fileno()
 
@@ -94,7 +94,11 @@ def _serve(settings: ServerSettings, lifeline: Lifeline | None) -> int:
             shard=settings.shard,
         )
         chosen = transport.from_wire(settings.transport)
-        states = StateDirectory(settings.state, settings.save_every, EMBEDDED_PATIENCE) if settings.state else None
+        states = None
+        if settings.state and settings.shard:
+            ShareDirectory(settings.state).restore(core, settings.restore)
+        elif settings.state:
+            states = StateDirectory(settings.state, settings.save_every, EMBEDDED_PATIENCE)
         if states is not None and (said := states.restore(core)):
             _log.warning("%s", said)
         if settings.shard:

@@ -186,6 +186,11 @@ class ControlConnection(Control):
             time.sleep(_PAUSE)
         self.check()
 
+    def wait_for_another(self, returns: int) -> None:
+        while self.returns < returns:
+            self.check()
+            time.sleep(_PAUSE)
+
     def attach_aggregator(self, timeout: float = 300.0) -> DataConnection | None:
         address = self.request(m.AskAggregator(), m.Aggregator).address
         if not address:

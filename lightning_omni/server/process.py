@@ -29,7 +29,8 @@ class ServerSettings(msgspec.Struct, frozen=True):
         shards: servers that hold a share of the weights each, this one among them.
         shard: which of them this is; number 0 coordinates the others.
         coordinator: the address of that one, for the others.
-        state: directory for its state; empty to save none.
+        state: directory for its state, or its share of it; empty to save none.
+        restore: of a server that holds a share, the number of the save that it goes on from; 0 for none.
         save_every: seconds between two saves.
         progress_timeout: as in `ServerCore`; None for infinite.
         again: address at which another server listened that is gone, and whose run it goes on with.
@@ -55,6 +56,7 @@ class ServerSettings(msgspec.Struct, frozen=True):
     save_every: float = 30.0
     again: str = ""
     progress_timeout: float | None = None
+    restore: int = 0
 
 
 class Ready(msgspec.Struct, frozen=True):

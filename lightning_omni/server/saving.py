@@ -6,6 +6,10 @@ were told after it: every entry is with the operating system before the answer l
 process, if not its machine.
 
 Rule: between two messages the state is copied, which the server waits for; a thread of its own writes the copy.
+
+Servers that hold a share of the weights each save at one moment: when the one that coordinates says so, in the order in
+which it says everything. A save counts when all have written theirs. What ranks are told stands in the journal of that
+one alone.
 """
 
 from __future__ import annotations
@@ -44,6 +48,8 @@ SHARE = 0.02
 ENDED = "ended"
 """The last save of a run that has ended before its time."""
 _SAVED, _JOURNAL, _NEW, _LOCK = "state-", "journal-", "new", "lock"
+_SHARE = "share-"
+"""Directories of the other servers that hold a share each."""
 _PAUSE = 0.25
 """Seconds after which it is asked whether the run is over."""
 _MARK = b"lightning-omni state\n"
@@ -58,6 +64,10 @@ class StateDirectory:
         path: the directory, made if there is none; only its user may enter it.
         every: seconds between two saves.
         patience: seconds for which ranks look for the server again when it is gone.
+        servers: that hold a share of the weights each; this one coordinates.
+
+    Attributes:
+        restored: number of the save that the server goes on from; 0 for none.
 
     Raises:
         ConfigurationError: it cannot be used, or another server uses it.
@@ -71,8 +81,11 @@ class StateDirectory:
         >>> folder.cleanup()
     """
 
-    def __init__(self, path: str | Path, every: float = EVERY, patience: float = PATIENCE) -> None:
+    def __init__(self, path: str | Path, every: float = EVERY, patience: float = PATIENCE, servers: int = 1) -> None:
         self._path, self._every, self._patience = Path(path), every, patience
+        self._others = [share_directory(path, number) for number in range(1, servers)]
+        self.restored = 0
+        self._is_whole = True  # whether all servers have written the last save
         try:
             self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = os.open(self._path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -82,7 +95,13 @@ class StateDirectory:
             raise ConfigurationError(f"--state {path}: another server saves its state there; pass another") from None
         except OSError as error:
             raise ConfigurationError(f"--state {path}: {error.strerror}; pass a directory of your own") from error
-        self._number = max(self._numbers(_SAVED) + self._numbers(_JOURNAL), default=0)
+        if not self._others and any(self._path.glob(f"{_SHARE}*")):
+            os.close(self._lock)
+            raise ConfigurationError(
+                f"--state {path}: a save of several servers lies there; pass the same --shards, or another directory"
+            )
+        files = [number for folder in self._folders for number in _numbers(folder, _SAVED)]
+        self._number = max(files + self._numbers(_JOURNAL), default=0)
         self._journal: int | None = None
         self._writer: threading.Thread | None = None
         self._due = self._latest = self._asked = 0.0
@@ -98,10 +117,13 @@ class StateDirectory:
             ConfigurationError: there is one, and this server cannot go on with it.
         """
         core.patience = self._patience
-        saves = self._numbers(_SAVED)
+        saves = self._whole()
+        for folder in self._folders if self._others else ():  # of saves that not all have written
+            for number in set(_numbers(folder, _SAVED)) - set(saves[-1:]):
+                (folder / f"{_SAVED}{number:08d}").unlink()
         if not saves:
             return ""
-        last = saves[-1]
+        last = self.restored = saves[-1]
         path = self._path / f"{_SAVED}{last:08d}"
         state = read(path)
         journals = [number for number in self._numbers(_JOURNAL) if number >= last]
@@ -121,12 +143,15 @@ class StateDirectory:
             return
         self._asked = now
         if not core.has_state:
-            if self._number or self._journal is not None:
+            if self._journal is not None or self._went_on or (self._number and not self._others):
                 self.discard(core)
             return
+        if not self._is_whole and self._number in self._whole():
+            self._is_whole = True
+            self._remove_before(self._number)
         if now < self._due and not core.journal.is_due:
             return
-        if self._writer is not None and self._writer.is_alive():
+        if (self._writer is not None and self._writer.is_alive()) or (not self._is_whole and now < self._latest):
             return
         if core.is_quiet or now >= self._latest or self._went_on:
             self._save(core)
@@ -136,12 +161,13 @@ class StateDirectory:
         self.wait()
         core.journal.write, core.journal.is_due = None, False
         self._close_journal()
-        if core.over and (saves := self._numbers(_SAVED)):  # its weights may still be of use
+        if core.over and not self._others and (saves := self._numbers(_SAVED)):  # its weights may still be of use
             with contextlib.suppress(OSError):
                 (self._path / f"{_SAVED}{saves[-1]:08d}").rename(self._path / ENDED)
-        for kind in (_SAVED, _JOURNAL):
-            self._remove(kind, before=self._number + 1)
-        self._number, self._due, self._latest, self._went_on = 0, 0.0, 0.0, False
+        self._remove_before(self._number + 1)
+        # Another server may still be writing what it was told last: that number is not given again.
+        self._number = self._number if self._others else 0
+        self._due, self._latest, self._went_on, self._is_whole = 0.0, 0.0, False, True
 
     def close(self, core: ServerCore | None = None) -> None:
         """No more is saved, after a last time if a run is under way.
@@ -150,7 +176,7 @@ class StateDirectory:
             core: of the server that ends; None saves nothing.
         """
         self.wait()
-        if core is not None and core.has_state:
+        if core is not None and core.has_state and not self._others:  # who are not told any more
             self._save(core)
             self.wait()
         if core is not None:
@@ -169,6 +195,9 @@ class StateDirectory:
         except (OSError, MemoryError, RuntimeError, OmniError) as error:  # an optimizer may remember anything
             self._give_up(core, error)
             return
+        if self._others:
+            core.save_shares(self._number)
+            self._is_whole = False
         core.journal.is_due = False
         took = time.monotonic() - began
         self._due = began + max(self._every, took / SHARE)
@@ -179,21 +208,8 @@ class StateDirectory:
         self._writer.start()
 
     def _write(self, number: int, packed: Packed, buffer: Tensor) -> None:
-        new, head = self._path / _NEW, msgspec.msgpack.encode(packed)
-        try:
-            with new.open("wb", buffering=0) as file:
-                for part in (_MARK, len(head).to_bytes(_LENGTH, "little"), head, buffer.numpy().data):
-                    _write_whole(file, part)
-                os.fsync(file.fileno())
-            new.rename(self._path / f"{_SAVED}{number:08d}")
-            _sync(self._path)
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                new.unlink(missing_ok=True)
-            _log.warning("the server's state could not be saved in %s, the last save stays: %s", self._path, error)
-            return
-        for kind in (_SAVED, _JOURNAL):
-            self._remove(kind, before=number)
+        if _write_save(self._path, number, packed, buffer) and not self._others:
+            self._remove_before(number)
 
     def _open_journal(self, core: ServerCore) -> None:
         journal = os.open(self._path / f"{_JOURNAL}{self._number:08d}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -235,15 +251,24 @@ class StateDirectory:
             except msgspec.MsgspecError as error:
                 raise ConfigurationError(f"{self._path}: journal {number} is damaged: {error}") from error
 
-    def _numbers(self, kind: str) -> list[int]:
-        found = (path.name.removeprefix(kind) for path in self._path.glob(f"{kind}*"))
-        return sorted(int(number) for number in found if number.isdigit())
+    @property
+    def _folders(self) -> list[Path]:
+        return [self._path, *self._others]
 
-    def _remove(self, kind: str, before: int) -> None:
-        for number in self._numbers(kind):
-            if number < before:
-                with contextlib.suppress(OSError):
-                    (self._path / f"{kind}{number:08d}").unlink()
+    def _whole(self) -> list[int]:
+        """Numbers of the saves that all servers have written."""
+        return sorted(set.intersection(*(set(_numbers(folder, _SAVED)) for folder in self._folders)))
+
+    def _numbers(self, kind: str) -> list[int]:
+        return _numbers(self._path, kind)
+
+    def _remove_before(self, before: int) -> None:
+        for folder in self._folders:
+            for kind in (_SAVED, _JOURNAL):
+                for number in _numbers(folder, kind):
+                    if number < before:
+                        with contextlib.suppress(OSError):
+                            (folder / f"{kind}{number:08d}").unlink()
 
     def _close_journal(self) -> None:
         if self._journal is not None:
@@ -255,6 +280,85 @@ class StateDirectory:
         if self._writer is not None:
             self._writer.join()
             self._writer = None
+
+
+class ShareDirectory:
+    """Where a server saves the share that it holds, when the one that coordinates says so.
+
+    Args:
+        path: as `share_directory`; no other server uses it while the one that coordinates has its own.
+
+    Raises:
+        ConfigurationError: it cannot be used.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = Path(path)
+        self._writer: threading.Thread | None = None
+        try:
+            self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigurationError(f"--state {path}: {error.strerror}; pass a directory of your own") from error
+
+    def restore(self, core: ServerCore, number: int) -> None:
+        """The server goes on with its share of a save; the one that coordinates says what has happened since.
+
+        Args:
+            core: of the server.
+            number: of the save; 0 for none.
+
+        Raises:
+            ConfigurationError: it is not there.
+        """
+        if number:
+            core.load(read(self._path / f"{_SAVED}{number:08d}"), (), 0.0)
+        core.on_save = lambda number: self._save(core, number)
+
+    def _save(self, core: ServerCore, number: int) -> None:
+        if self._writer is not None:
+            self._writer.join()
+        try:
+            packed, buffer = pack(core.state())
+        except (MemoryError, RuntimeError, OmniError) as error:  # an optimizer may remember anything
+            _log.warning("a share of the state cannot be saved in %s, the last save stays: %s", self._path, error)
+            return
+        self._writer = threading.Thread(
+            target=_write_save, args=(self._path, number, packed, buffer), name="omni-save", daemon=True
+        )
+        self._writer.start()
+
+
+def share_directory(path: str | Path, number: int) -> Path:
+    """Where the server of that number saves its share of a state.
+
+    Args:
+        path: where the one that coordinates does.
+        number: of the server.
+    """
+    return Path(path) / f"{_SHARE}{number}"
+
+
+def _numbers(folder: Path, kind: str) -> list[int]:
+    found = (path.name.removeprefix(kind) for path in folder.glob(f"{kind}*"))
+    return sorted(int(number) for number in found if number.isdigit())
+
+
+def _write_save(folder: Path, number: int, packed: Packed, buffer: Tensor) -> bool:
+    """Writes a save, and says so if it could not."""
+    new, head = folder / f"{_NEW}-{os.getpid()}", msgspec.msgpack.encode(packed)
+    try:
+        with new.open("wb", buffering=0) as file:
+            for part in (_MARK, len(head).to_bytes(_LENGTH, "little"), head, buffer.numpy().data):
+                _write_whole(file, part)
+            os.fsync(file.fileno())
+        new.rename(folder / f"{_SAVED}{number:08d}")
+        _sync(folder)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            new.unlink(missing_ok=True)
+        _log.warning("the server's state could not be saved in %s, the last save stays: %s", folder, error)
+        return False
+    return True
 
 
 def read(path: str | Path) -> dict[str, Any]:
@@ -284,8 +388,13 @@ def saved_weights(path: str | Path) -> dict[str, Tensor]:
         path: of the directory.
 
     Raises:
-        ConfigurationError: there is no save, or it cannot be read.
+        ConfigurationError: there is no save, or it cannot be read, or several servers have saved a share each.
     """
+    if any(Path(path).glob(f"{_SHARE}*")):
+        raise ConfigurationError(
+            f"{path}: several servers have saved a share of the weights each, and the module's shapes are in none of"
+            " them; start lightning-omni serve again, or load a checkpoint"
+        )
     saves = sorted(Path(path).glob(f"{_SAVED}*")) or [Path(path) / ENDED]
     parts = read(saves[-1])["services"]["Snapshots"]["parts"]
     return {name: weight for part in parts for name, weight in part["weights"].items()}
