@@ -385,6 +385,19 @@ def test_a_group_joins_again_so_often_in_a_row_if_this_process_can_start_it(
     assert (sys.excepthook is before) == (says is not None)
 
 
+def test_an_eviction_after_a_minute_in_the_run_is_not_one_more_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # as it is afterwards, too
+    error = ConnectionLost("gone")
+    for seconds, joins in ((50.0, False), (70.0, True)):
+        monkeypatch.setenv(COMES_BACK, "a-run 3")
+        rejoining = Rejoining()
+        with monkeypatch.context() as then:
+            began = time.monotonic()
+            then.setattr(time, "monotonic", lambda: began - seconds)  # noqa: B023 - called in this iteration
+            rejoining.took_part("a-run")
+        assert rejoining.arm(error, error, most=3, ranks=1) is joins
+
+
 def test_what_rank_0_of_a_group_is_refused_is_refused_to_all_of_its_ranks() -> None:
     said = list[str]()
 

@@ -84,10 +84,28 @@ def test_a_server_that_is_watched_ends_in_good_order_when_only_the_watching_proc
         server.kill()
 
 
+ALONE = "from lightning_omni.server import supervisor; supervisor.can_supervise = lambda: False; "
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are looked up in /proc")
+def test_a_server_that_saves_its_state_serves_by_itself_where_no_process_can_be_forked(tmp_path: Path) -> None:
+    where = ["--port", str(free_port()), "--state", str(tmp_path)]
+    program = [*COMMAND[:2], ALONE + COMMAND[2], "serve", *where]
+    server = Process(program, {"LIGHTNING_OMNI_KEY": secrets.token_hex(32)})
+    try:
+        server.expect(LISTENS, PATIENCE)
+        assert not children(server.pid)
+        os.kill(server.pid, signal.SIGTERM)
+        assert server.end(PATIENCE) == 0, server.output
+        assert "parameter server stopped" in server.output
+    finally:
+        server.kill()
+
+
 FALLS = """
 import os, sys, time
 from lightning_omni.server import supervisor
-supervisor.RESTARTS = 3
+supervisor.RESTARTS, supervisor.SOON = 3, 1000.0
 began = time.monotonic()
 outcome = supervisor.supervise(lambda: False, lambda text: print(text, flush=True))
 if isinstance(outcome, int):

@@ -188,6 +188,8 @@ def serve(
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
+    if signals:  # one has come since the fork
+        stopped.set()
     # Never wrapped: programs read the address.
     name = f"aggregator for {upstream}" if upstream else "parameter server"
     console.print(f"{name} on {server.address}, key from {where or 'the environment'}", soft_wrap=True, markup=False)

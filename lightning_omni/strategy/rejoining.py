@@ -29,8 +29,8 @@ _log = logging.getLogger(__name__)
 
 LONGEST_WAIT = 30.0
 """Seconds before a group joins again, at most; they double from one."""
-FORGETS_AFTER = 300.0
-"""Seconds in the run after which an eviction is not one more in a row."""
+FORGETS_AFTER = 2 * LONGEST_WAIT
+"""Seconds in the run after which an eviction is not one more in a row: it has trained for longer than it waits."""
 _DIRECTORY = os.getcwd()
 
 

@@ -8,13 +8,20 @@ at random, in equal parts of each kind, from a seed:
     leave       SIGTERM: the group leaves in good order
     freeze      SIGSTOP, for longer than the server's heartbeat time-out, and SIGCONT
     cut         the link of a group's host carries nothing, for longer than the heartbeat time-out, and then again
-    server      SIGKILL to the server, which is started again with its saved state
+    server      SIGKILL to the process that serves; the one that watches it forks another one
+    command     only with --kinds: SIGKILL to both, and the command is started again, which imports torch
 
     python tests/benchmarks/faults.py --groups 4 --minutes 5 --faults 40 --seed 1
 
 prints: how the last groups and the server ended; the longest time between two batches of any group; samples of an epoch
-that no group has trained; useful device time over all device time of groups that were up; processes and files that are
-left; and the accuracy beside that of a run that was left alone (--alone measures that, too).
+that no group has trained; goodput, and where the other time went; processes and files that are left; and the accuracy
+beside that of a run that was left alone (--alone measures that, too).
+
+Goodput is useful time over the time that groups were up. Useful are the seconds of a batch (--step), for each batch of
+an epoch once, however often its samples were trained. A group is up from the start of its process to its end, without
+the seconds for which it was frozen or cut off, which no software could use; the time to evict it, to rejoin and to
+start is not left out. A batch sleeps, and takes 7 ms of a core besides, a start 4 s: with four groups, two cores carry
+that for steps of 0.5 s, if nothing else runs on them.
 
 Where this user may make network namespaces (Linux; root, or a system that allows user namespaces) the server and every
 group has a host of its own, as ``examples/emulated_network.py`` makes them. Elsewhere all are on one; no link is cut.
@@ -37,7 +44,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -48,7 +55,7 @@ sys.path.insert(0, str(ROOT / "examples"))
 
 from emulated_network import Hosts, Network, NoNamespacesError, with_own_network  # noqa: E402
 
-KINDS = ("kill", "leave", "freeze", "server")
+KINDS = ("kill", "leave", "freeze", "server", "cut", "command")
 SILENCE = 5.0
 """Seconds of silence after which the server evicts a group."""
 AWAY = 9.0
@@ -63,6 +70,12 @@ SAMPLES, BATCH = 2048, 16
 
 def train(folder: Path, epochs: int, step: float, more: argparse.Namespace) -> None:
     """One group, which joins whatever run there is."""
+    log = (folder / f"trained-{os.getpid()}").open("a", buffering=1)
+
+    def note(kind: str, *more: Any) -> None:
+        log.write(json.dumps([kind, time.time(), *more]) + "\n")
+
+    note("started")
     import pytorch_lightning as pl
     import torch
     from torch import Tensor, nn
@@ -81,12 +94,14 @@ def train(folder: Path, epochs: int, step: float, more: argparse.Namespace) -> N
         y = teacher(x).argmax(1)
     data = TensorDataset(x[:SAMPLES], y[:SAMPLES], torch.arange(SAMPLES))
     held_out = TensorDataset(x[SAMPLES:], y[SAMPLES:])
-    log = (folder / f"trained-{os.getpid()}").open("a", buffering=1)
 
     class Net(pl.LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.net = nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 6))
+
+        def on_train_batch_start(self, *_: Any) -> None:
+            note("begun")
 
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             time.sleep(step)
@@ -95,7 +110,16 @@ def train(folder: Path, epochs: int, step: float, more: argparse.Namespace) -> N
 
         def on_before_optimizer_step(self, optimizer: Any) -> None:
             # Before the push: a group may die after its push has come, which then counts.
-            log.write(json.dumps([time.time(), self.current_epoch, self.samples]) + "\n")
+            note("trained", self.current_epoch, self.samples)
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            note("answered")
+
+        def on_validation_start(self) -> None:
+            note("validates")
+
+        def on_fit_end(self) -> None:
+            note("ended")
 
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.log("accuracy", (self.net(batch[0]).argmax(1) == batch[1]).float().mean(), sync_dist=True)
@@ -159,8 +183,11 @@ class Fleet:
         self.members: dict[int, subprocess.Popen[bytes]] = {}
         """By number of their places; where groups have hosts of their own, that of the host."""
         self.codes: Counter[int] = Counter()
-        self.up = 0.0
-        """Seconds that groups were up, in sum."""
+        self.lives: list[tuple[int, float, float]] = []
+        """Process, begin and end of each group."""
+        self.absences: list[tuple[int, float, float]] = []
+        """Process, begin and end of the times for which a group was frozen or cut off."""
+        self._left: dict[int, tuple[int, float]] = {}
         self._logs = itertools.count()
         self._began: dict[int, float] = {}
         self.away: dict[int, str] = {}
@@ -188,7 +215,7 @@ class Fleet:
     def _add(self, place: int) -> None:
         """A group comes."""
         self.members[place] = self._start(self._member, f"group-{next(self._logs)}.log", place)
-        self._began[place] = time.monotonic()
+        self._began[place] = time.time()
 
     @property
     def at_work(self) -> list[int]:
@@ -199,6 +226,7 @@ class Fleet:
         """Something happens to a group."""
         if kind in ("freeze", "cut"):
             self.away[place] = kind
+            self._left[place] = self.members[place].pid, time.time()
         if kind == "cut":
             assert self._hosts is not None
             self._hosts.cut(place)
@@ -208,26 +236,36 @@ class Fleet:
 
     def bring_back(self, place: int) -> None:
         """A group that was frozen or cut off is so no more."""
+        pid, since = self._left.pop(place)
+        if place in self.members and self.members[place].pid == pid:  # else it has ended meanwhile
+            self.absences.append((pid, since, time.time()))
         if self.away.pop(place) == "cut":
             assert self._hosts is not None
             self._hosts.mend(place)
         elif place in self.members and self.members[place].poll() is None:
             os.kill(self.members[place].pid, signal.SIGCONT)
 
-    def kill_server(self) -> None:
-        """The server dies, and is started again."""
-        self.server.kill()
-        self.server.wait()
-        self.server = self._start(self._serve, "server.log")
+    def kill_server(self, whole: bool) -> bool:
+        """The server dies, with the process that watches it or alone. Returns whether there was one to kill."""
+        children = Path(f"/proc/{self.server.pid}/task/{self.server.pid}/children")
+        serving = [int(pid) for pid in children.read_text().split()] if children.exists() else []
+        if whole:
+            self.server.kill()
+        else:
+            for pid in serving:
+                os.kill(pid, signal.SIGKILL)
+        return whole or bool(serving)
 
     def tend(self, restart: bool = True) -> bool:
-        """Groups that have ended are counted, and started again. Returns whether the run goes on."""
+        """What has ended before the run is counted, and started again. Returns whether the run goes on."""
+        if self.server.poll() not in (None, 0):
+            self.server = self._start(self._serve, "server.log")
         goes_on = self.server.poll() is None
         for place, member in list(self.members.items()):
             if (code := member.poll()) is not None:
                 del self.members[place]
                 self.codes[code] += 1
-                self.up += time.monotonic() - self._began[place]
+                self.lives.append((member.pid, self._began[place], time.time()))
                 if restart and goes_on and code != 0:
                     self._add(place)
         return goes_on
@@ -244,7 +282,9 @@ class Fleet:
         return sorted(sessions.intersection(process.pid for process in self._processes)), files
 
     def close(self) -> None:
-        """What is left is killed."""
+        """What is left is killed; groups that did not end in time were up until now."""
+        self.lives += [(member.pid, self._began[place], time.time()) for place, member in self.members.items()]
+        self.members.clear()
         for process in self._processes:
             process.kill()  # does nothing to one that was waited for
             process.wait()
@@ -285,7 +325,7 @@ def disturbed(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
 def _disturbed(folder: Path, args: argparse.Namespace, hosts: Hosts | None) -> dict[str, Any]:
     chance = random.Random(args.seed)
     fleet = Fleet(folder, args, hosts)
-    possible = KINDS if hosts is None else (*KINDS, "cut")
+    possible = [kind for kind in args.kinds if kind != "cut" or hosts is not None]
     kinds = [possible[number % len(possible)] for number in range(args.faults)]
     chance.shuffle(kinds)
     moments = sorted(chance.uniform(10, 60 * args.minutes) for _ in kinds)
@@ -304,8 +344,9 @@ def _disturbed(folder: Path, args: argparse.Namespace, hosts: Hosts | None) -> d
                 moments.pop(0)
                 free = fleet.at_work
                 place = chance.choice(free) if free else 0
-                if kinds[-1] == "server":
-                    fleet.kill_server()
+                if kinds[-1] in ("server", "command"):
+                    if not fleet.kill_server(whole=kinds[-1] == "command"):
+                        continue
                 elif len(free) > 1:
                     fleet.disturb(place, kinds[-1])
                     if place in fleet.away:
@@ -326,31 +367,89 @@ def _disturbed(folder: Path, args: argparse.Namespace, hosts: Hosts | None) -> d
     finally:
         fleet.close()
     said = {"faults": dict(done), "left": left, "files": files, "server": server, "codes": dict(fleet.codes)}
-    return {**said, "up": fleet.up, **read(folder, args)}
+    return {**said, **read(folder, args, fleet.lives, fleet.absences)}
 
 
-def read(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """What the groups have written down."""
-    lines = [
-        json.loads(line)
-        for file in folder.glob("trained-*")
-        for line in file.read_text().splitlines()
-        if line.endswith("]")
-    ]
-    times = sorted(at for at, _, _ in lines)
-    trained = Counter((epoch, sample) for _, epoch, samples in lines for sample in samples)
+Event = list[Any]
+"""What happened in a group, when, and more of a trained batch: its epoch and its samples."""
+
+
+def spent(
+    lives: dict[int, list[Event]], step: float, absences: Sequence[tuple[int, float, float]]
+) -> defaultdict[str, float]:
+    """Where the time of groups went: seconds by what they did.
+
+    Args:
+        lives: what happened in each process.
+        step: seconds of a batch.
+        absences: process, begin and end of the times that are not counted.
+    """
+    seconds = defaultdict[str, float](float)
+    for pid, life in lives.items():
+        epochs = [event[2] if event[0] == "trained" else None for event in life]
+        epoch = -1
+        for number, (before, after) in enumerate(itertools.pairwise(life), 1):
+            took = after[1] - before[1]
+            for _, begin, end in (each for each in absences if each[0] == pid):
+                took -= max(0.0, min(end, after[1]) - max(begin, before[1]))
+            if after[0] == "started" and before[0] != "launched":  # again, in the same process
+                what = "rejoining"
+            elif after[0] == "gone":
+                what = "ending" if before[0] == "ended" else "what was under way at a fault"
+            elif before[0] in ("launched", "started"):
+                what = "starting"
+            elif after[0] == "trained":
+                seconds["computing"] += step
+                took -= step
+                what, epoch = "the rest of batches", after[2]
+            else:
+                following = next((each for each in epochs[number:] if each is not None), epoch)
+                is_between = "validates" in (before[0], after[0]) or following != epoch or after[0] == "ended"
+                what = "validation and epoch ends" if is_between else "the rest of batches"
+            seconds[what] += took
+    return seconds
+
+
+def events(file: Path) -> list[Event]:
+    """What a group has written down; its last line may be missing in part."""
+    text = file.read_text() if file.exists() else ""
+    return [json.loads(line) for line in text.splitlines() if line.endswith("]")]
+
+
+def read(
+    folder: Path, args: argparse.Namespace, known: Sequence[tuple[int, float, float]], absences: Sequence[Any]
+) -> dict[str, Any]:
+    """What became of a run.
+
+    Args:
+        folder: in which the groups have written down what they did.
+        args: of the command.
+        known: process, begin and end of each group.
+        absences: the same of the times for which one was frozen or cut off.
+    """
+    lives = {
+        pid: [["launched", began], *events(folder / f"trained-{pid}"), ["gone", ended]] for pid, began, ended in known
+    }
+    lines = [event for life in lives.values() for event in life if event[0] == "trained"]
+    seconds = spent(lives, args.step, absences)
+    times = sorted(at for _, at, _, _ in lines)
+    trained = Counter((epoch, sample) for _, _, epoch, samples in lines for sample in samples)
     all_samples = {(epoch, sample) for epoch in range(args.epochs) for sample in range(SAMPLES)}
     gaps = [(later - earlier, later) for earlier, later in itertools.pairwise(times)]
     longest, until = max(gaps, default=(0.0, 0.0))
     faults = [line.split() for line in (folder / "faults.log").read_text().splitlines()]
     accuracies = [float(file.read_text()) for file in folder.glob("ended-*")]
+    useful = len(all_samples & set(trained)) / BATCH * args.step
+    seconds["training what had been trained"] = seconds.pop("computing") - useful
+    up = useful + sum(seconds.values())
     return {
         "seconds": times[-1] - times[0] if times else 0.0,
         "standstill": longest,
         "after": [kind for at, kind, _ in faults if float(at) <= until][-2:],
         "missing": len(all_samples - set(trained)),
         "twice": sum(count - 1 for count in trained.values()),
-        "useful": len(all_samples & set(trained)) / BATCH * args.step,
+        "goodput": useful / up,
+        "else": {what: round(each / up, 3) for what, each in sorted(seconds.items(), key=lambda item: -item[1])},
         "failures": sum(file.read_text(errors="replace").count("Traceback") for file in folder.glob("group-*.log")),
         "accuracy": statistics.median(accuracies) if accuracies else float("nan"),
     }
@@ -365,6 +464,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--epochs", type=int, default=40)
     parser.add_argument("--step", type=float, default=0.2, help="seconds of a batch")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS[:-1], help="what happens")
     parser.add_argument("--validation", choices=("wait", "published"), default="wait")
     parser.add_argument("--validate-every", type=float, default=1.0, help="part of an epoch")
     parser.add_argument("--average", action="store_true", help="with EMAWeightAveraging")
@@ -390,7 +490,7 @@ def main() -> None:
             f" of the server {said['server']}, {len(said['left'])} processes and {len(said['files'])} files left"
             f" {said['files'][:3] or ''}, {said['seconds']:.0f} s, longest standstill {said['standstill']:.1f}"
             f" s after {said['after']}, {said['missing']} samples missing, {said['twice']} trained more than once,"
-            f" goodput {said['useful'] / said['up']:.2f}, accuracy {said['accuracy']:.3f}",
+            f" goodput {said['goodput']:.2f} (the rest: {said['else']}), accuracy {said['accuracy']:.3f}",
             flush=True,
         )
 
