@@ -6,13 +6,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from pytorch_lightning import Trainer
 from runs import Run, run
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_omni.errors import ConfigurationError, UnsupportedError
 from lightning_omni.methods import AsyncSGD, LocalSGD
-from lightning_omni.optimizer.sharding import _blocks
+from lightning_omni.optimizer.sharding import _blocks, reshard
 from lightning_omni.protocol.split import check_by_parts
 from lightning_omni.strategy.pytorch_lightning import OmniStrategy
 from lightning_omni.tuner.pytorch_lightning import OmniTuner
@@ -137,6 +142,26 @@ def test_blocks_are_the_layers_of_lists_and_what_is_tied_stays_with_what_holds_b
     net = Tied()
     assert list(_blocks(net)) == [net.layers[0], *net.extra]
     assert list(_blocks(nn.Linear(2, 2))) == []
+
+
+def test_what_is_unfrozen_while_it_is_gathered_is_trained() -> None:
+    dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
+    try:
+        net = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2))
+        for layer in net:
+            fully_shard(layer, mesh=init_device_mesh("cpu", (1,)))
+        with torch.no_grad():
+            net(torch.ones(1, 2))
+        net[0].requires_grad_(True)
+        net[1].bias.requires_grad_(False)
+        assert not isinstance(net[0].weight, DTensor), "validation leaves it gathered"
+        reshard(net)
+        assert isinstance(net[0].weight, DTensor)
+        assert [each.requires_grad for each in net.parameters()] == [True, True, True, False]
+        net(torch.ones(1, 2)).sum().backward()
+        assert [each.grad is not None for each in net.parameters()] == [True, True, True, False]
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(

@@ -152,10 +152,20 @@ def check_clipping(optimizers: Iterable[Optimizer], inside: Inside) -> None:
 
 
 def reshard(module: Module | None) -> None:
-    """What a forward pass without a backward pass has left gathered is given up: its weights may be of the past."""
-    for each in module.modules() if module is not None else ():
+    """What a forward pass without a backward pass has left gathered is given up: its weights may be of the past.
+
+    Until then the module's parameters are the gathered ones, which a user may have frozen or unfrozen; so are the
+    sharded ones then.
+    """
+    if module is None:
+        return
+    trained = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
+    for each in module.modules():
         if isinstance(each, FSDPModule):
             each.reshard()
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad is not trained[name]:
+            parameter.requires_grad_(trained[name])
 
 
 def share_initial(module: Module, topology: Topology, rank: int) -> None:

@@ -23,9 +23,7 @@ from lightning_omni.optimizer.balance import Balance
 from lightning_omni.optimizer.meshes import shown, sizes_in
 from lightning_omni.optimizer.place import Communication
 from lightning_omni.optimizer.run_state import Live, RunState
-from lightning_omni.optimizer.sharding import (
-    check_clipping,
-)
+from lightning_omni.optimizer.sharding import check_clipping, reshard
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.all_reduce import AllReduce
 from lightning_omni.protocol.wire_formats import Wire
@@ -465,6 +463,8 @@ class OmniStrategyHooks(SavingStrategy):
     def on_validation_end(self) -> None:
         """After the last callback: back into the epoch, if it goes on."""
         super().on_validation_end()
+        if self.world is not None:
+            reshard(self.world.sharded)  # hooks of the next epoch may add parameters to the optimizer
         self.epochs.after_validation()
         self.balance.after_validation()
 
