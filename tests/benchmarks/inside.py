@@ -1,14 +1,21 @@
 """What a rank holds, and what its group exchanges, where members hold the model together and where each has it whole.
 
     OMP_NUM_THREADS=1 .venv/bin/python tests/benchmarks/inside.py               # two groups of two ranks, AdamW
-    OMP_NUM_THREADS=1 .venv/bin/python tests/benchmarks/inside.py --groups 1
+    OMP_NUM_THREADS=1 .venv/bin/python tests/benchmarks/inside.py --groups 1 --shards 4
+    OMP_NUM_THREADS=1 .venv/bin/python tests/benchmarks/inside.py --shards 4            # two groups of four ranks
+    OMP_NUM_THREADS=1 .venv/bin/python tests/benchmarks/inside.py --sockets             # bytes on the wire (Linux)
     OMP_NUM_THREADS=1 .venv/bin/python tests/benchmarks/inside.py --equal 50            # and what either has learned
     OMP_NUM_THREADS=1 .venv/bin/python tests/benchmarks/inside.py --equal 50 --shards 3
     OMP_NUM_THREADS=1 .venv/bin/python tests/benchmarks/inside.py --equal 50 --tensor   # groups of 1 x 2 ranks
 
 Peak bytes are those of all tensors that are allocated on the CPU from before the model is made until training ends, as
 torch's profiler counts them: weights, gradients, optimizer state, what is gathered and what travels, and activations,
-which are few here.
+which are few here. A mesh of d x t ranks splits every second layer by columns, and those between by rows; a row of
+tensor-parallel ranks has batches t times as large, so that a group trains on as many samples in every way.
+
+With ``--sockets`` the servers are standalone ones on the loopback device, so that nothing goes through shared memory,
+and told are also all bytes that the ranks of a group and the servers send each other by TCP, as Linux counts them for
+each connection: tensors, messages, heartbeats, and what encryption adds. Peaks are then those with such servers.
 
 With ``--equal`` two groups take so many steps with every method, one after the other, so that pushes come in the same
 order (where a method has them wait for each other, that is order enough); told is the largest difference between the
@@ -19,17 +26,24 @@ tensor parallelism with ``--tensor``, and train on the same samples in batches t
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import socket
+import struct
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, TensorDataset
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -70,32 +84,136 @@ class Deep(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-4)
 
 
+class Meshed(Deep):
+    """Tensor-parallel in pairs of layers, and sharded among the data-parallel ranks."""
+
+    def configure_model(self) -> None:
+        if isinstance(self.net[0].weight, DTensor):
+            return
+        data, tensor = self.device_mesh["data_parallel"], self.device_mesh["tensor_parallel"]
+        ways = (ColwiseParallel(), RowwiseParallel())
+        parallelize_module(self.net, tensor, {str(place): ways[place % 2] for place in range(len(self.net))})
+        for layer in self.net:
+            fully_shard(layer, mesh=data)
+        fully_shard(self.net, mesh=data)
+
+
+class Sockets(pl.Callback):
+    """Bytes on this rank's connections to the servers, from the end of the first batch to that of the last."""
+
+    def __init__(self, pid: int) -> None:
+        self.ports, self.before, self.after = listening(pid), 0, 0
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.after = exchanged_with(self.ports)
+        if batch_idx == 0:
+            self.before = self.after
+
+
+def listening(pid: int) -> set[int]:
+    """The TCP ports that a process, or one that it has started, listens at."""
+    sockets = set()
+    for process in (pid, *map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())):
+        for entry in Path(f"/proc/{process}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                sockets.add(os.readlink(entry))
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return {int(row[1].split(":")[1], 16) for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets}
+
+
+def exchanged_with(ports: set[int]) -> int:
+    """Bytes that this process has sent to these ports and that were acknowledged, and those that came from there."""
+    total = 0
+    for entry in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(entry))) as wire:
+            if wire.family == socket.AF_INET and wire.getpeername()[1] in ports:
+                info = wire.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 136)
+                total += sum(struct.unpack_from("=QQ", info, 120))  # bytes_acked and bytes_received
+    return total
+
+
 def train(inside: str, options: argparse.Namespace) -> None:
     """One rank's training, and what it took."""
-    folder = Path(os.environ["OMNI_FOLDER"])
+    folder, devices = Path(os.environ["OMNI_FOLDER"]), options.groups * options.shards
+    rows = int(inside.split("x")[1]) if "x" in inside else 1
+    sockets = Sockets(int(os.environ["OMNI_SERVERS"])) if "OMNI_SERVERS" in os.environ else None
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-        module = Deep(options.blocks, options.width)
-        loader = DataLoader(TensorDataset(torch.randn(4 * options.steps * 4, options.width)), batch_size=4)
-        strategy = OmniStrategy(groups=options.groups, inside=inside, method=options.method, data="static")  # type: ignore[arg-type]
+        module = (Meshed if rows > 1 else Deep)(options.blocks, options.width)
+        samples = torch.randn(4 * options.steps * devices, options.width)
+        strategy = OmniStrategy(
+            groups=options.groups,
+            inside=pl.strategies.ModelParallelStrategy(*map(int, inside.split("x"))) if rows > 1 else inside,  # type: ignore[arg-type]
+            method=options.method,
+            data="static",
+            **({} if sockets is None else {"server": os.environ["OMNI_ADDRESS"]}),  # type: ignore[arg-type]
+        )
         trainer = pl.Trainer(
             accelerator="cpu",
-            devices=4,
+            devices=devices,
             strategy=strategy,
             max_epochs=1,
+            callbacks=sockets,
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
         )
-        trainer.fit(module, loader)
+        trainer.fit(module, DataLoader(TensorDataset(samples), batch_size=4 * rows))
+    assert trainer.global_step == options.steps, trainer.global_step
     rank = trainer.global_rank
     trace = folder / f"trace{rank}.json"
     profiler.export_chrome_trace(str(trace))
     events = json.loads(trace.read_text())["traceEvents"]
     peak = max(each["args"]["Total Allocated"] for each in events if each.get("name") == "[memory]")
-    weights = 4 * options.blocks * options.width * (options.width + 1)
-    report = {"peak": peak, "weights": weights, "moved": strategy.report().bytes_per_step}
+    report = {"peak": peak, "moved": strategy.report().bytes_per_step, "sockets": 0.0}
+    if sockets is not None:
+        report["sockets"] = (sockets.after - sockets.before) / (options.steps - 1)
     (folder / f"rank{rank}.json").write_text(json.dumps(report))
+
+
+@contextlib.contextmanager
+def servers(count: int, folder: str) -> Iterator[dict[str, str]]:
+    """Standalone servers, and the variables by which ranks find them."""
+    key = Path(folder, "key")
+    program = [str(Path(sys.executable).with_name("lightning-omni")), "serve", "--once", "--port", "0"]
+    command = [*program, "--shards", str(count), "--key-file", str(key)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        address = next(word.strip(",") for word in process.stdout.readline().split() if word.startswith("tcp://"))
+        try:
+            found = {"OMNI_ADDRESS": address, "OMNI_SERVERS": str(process.pid)}
+            yield {**found, "LIGHTNING_OMNI_KEY": key.read_text().strip()}
+        finally:
+            process.terminate()
+
+
+def measure(inside: str, options: argparse.Namespace) -> list[dict[str, float]]:
+    """What each rank of a run reports."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        told = {"OMNI_FOLDER": folder}
+        if options.sockets:
+            told |= stack.enter_context(servers(1 if inside == "ddp" else options.shards, folder))
+        command = [sys.executable, __file__, *sys.argv[1:], "--inside", inside]
+        subprocess.run(command, env={**os.environ, **told}, check=True, timeout=600)
+        ranks = range(options.groups * options.shards)
+        return [json.loads((Path(folder) / f"rank{rank}.json").read_text()) for rank in ranks]
+
+
+def show(options: argparse.Namespace) -> None:
+    """Prints what each way of holding the model takes."""
+    size = options.shards
+    meshes = [f"{size // tensor} x {tensor}" for tensor in range(2, size + 1) if size % tensor == 0]
+    found = {inside: measure(inside, options) for inside in ("ddp", "fsdp", *meshes)}
+    weights = 4 * options.blocks * options.width * (options.width + 1)
+    print(
+        f"weights {weights / 1e6:.1f} MB, {options.blocks} blocks, {options.groups} groups of {size}, {options.method}"
+    )
+    largest = {inside: max(each["peak"] for each in ranks) for inside, ranks in found.items()}
+    for inside, ranks in found.items():
+        moved, sockets = (sum(each[what] for each in ranks[:size]) for what in ("moved", "sockets"))
+        line = f"{inside:5} peak {largest[inside] / 1e6:7.2f} MB a rank ({largest[inside] / largest['ddp']:.2f})"
+        line += f", {moved / 1e6:6.3f} MB of tensors a group and step"
+        print(line + (f", {sockets / 1e6:6.3f} MB by TCP" if options.sockets else ""))
 
 
 def compare(options: argparse.Namespace) -> None:
@@ -135,9 +253,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--method", default="", help="local_sgd:period=1, or with --equal all")
     parser.add_argument("--equal", type=int, default=0, metavar="STEPS")
-    parser.add_argument("--shards", type=int, default=2, help="members of each group, with --equal")
+    parser.add_argument("--shards", type=int, default=2, help="members of each group")
     parser.add_argument("--tensor", action="store_true", help="tensor parallelism in groups of two, with --equal")
-    parser.add_argument("--inside", default="")
+    parser.add_argument("--sockets", action="store_true", help="standalone servers, and the bytes of connections")
+    parser.add_argument("--inside", default="", help="for the ranks that this script starts")
     options = parser.parse_args()
     if options.equal:
         compare(options)
@@ -145,24 +264,8 @@ def main() -> None:
     options.method = options.method or "local_sgd:period=1"
     if options.inside:
         train(options.inside, options)
-        return
-    found: dict[str, list[dict[str, float]]] = {}
-    for inside in ("ddp", "fsdp"):
-        with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, __file__, *sys.argv[1:], "--inside", inside]
-            subprocess.run(command, env={**os.environ, "OMNI_FOLDER": folder}, check=True, timeout=300)
-            found[inside] = [json.loads((Path(folder) / f"rank{rank}.json").read_text()) for rank in range(4)]
-    largest = {inside: max(each["peak"] for each in ranks) for inside, ranks in found.items()}
-    size = 4 // options.groups
-    moved = {inside: sum(each["moved"] for each in ranks[:size]) for inside, ranks in found.items()}
-    weights = found["ddp"][0]["weights"]
-    print(
-        f"weights {weights / 1e6:.1f} MB, {options.blocks} blocks, {options.groups} groups of {size}, {options.method}"
-    )
-    for inside in found:
-        print(f"{inside:5} peak {largest[inside] / 1e6:7.1f} MB a rank, {moved[inside] / 1e6:6.2f} MB a group and step")
-    print(f"ratio {largest['fsdp'] / largest['ddp']:.3f} of the peak", end="")
-    print(f", {moved['fsdp'] / moved['ddp']:.4f} of the bytes" if moved["ddp"] else "")
+    else:
+        show(options)
 
 
 if __name__ == "__main__":
