@@ -65,6 +65,17 @@ def test_a_slow_rank_gets_a_smaller_part_of_the_batch_and_staleness_is_not_paid_
     assert found.choice().setting == replace(OWN, rebalance=True)
 
 
+def test_a_slow_rank_is_seen_in_two_steps_and_nothing_else_is_decided_so_early() -> None:
+    assert verdict(search(seen(equal(steps=2, slow=4.0))), is_early=True) == "change"
+    assert verdict(search(seen(equal(steps=2))), is_early=True) == ""
+    assert verdict(search(seen(equal(steps=2, slow=4.0), allreduce=0.5)), is_early=True) == "", "it asks for groups"
+    wrong = 0
+    for seed in range(20):
+        own = np.random.default_rng(seed).exponential(0.1, (4, 2))
+        wrong += verdict(search(seen(own)), is_early=True) == "change"
+    assert wrong <= 1, "random step times are seldom taken for ranks of different speed"
+
+
 def test_random_step_times_ask_for_groups_that_do_not_wait() -> None:
     found = search(seen(exponential()))
     chosen = found.choice().setting

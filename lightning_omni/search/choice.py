@@ -120,16 +120,22 @@ def _changes_updates(setting: Setting, start: Setting) -> bool:
     return setting.groups > 1 or setting.all_reduce != start.all_reduce
 
 
-def verdict(evidence: Evidence) -> str:
+def verdict(evidence: Evidence, is_early: bool = False) -> str:
     """Whether it is certain by now that another setting is better, or that none is; empty if it is neither.
+
+    Args:
+        evidence: what is known.
+        is_early: whether only proportional batches may be decided on, which leave the updates as they are.
 
     The interval of the hardware forecast gets narrower with every batch that is measured, what is known of samples does
     not: so it counts as it will in the end, with a part of its standard deviation against a change.
     """
     profile, start = evidence.profile, evidence.as_it_would_be(evidence.spec.start)
-    if profile is None:
+    if profile is None or (is_early and not evidence.is_uneven(start)):
         return ""
     best = best_by_forecast(evidence)
+    if is_early and (best == evidence.spec.start or _changes_updates(best, start)):
+        return ""
     if best == evidence.spec.start:
         return "nothing" if _most(evidence, start) < c.GAIN else ""
     cost, error = evidence.efficiency()(best)

@@ -37,6 +37,8 @@ CAUTION = 0.25
 """How many standard deviations of the forecast count against a setting when one is chosen."""
 POINTS = 600
 """Points at which the acquisition function is computed."""
+EARLY_DECISION = 3
+"""Optimizer steps of a run after which batches may be split by speed already, which changes nothing else."""
 FIRST_DECISION, DECISIONS = 6, 4
 """Optimizer steps of a run after which it is decided by what they took, if it is clear by then; how often, each time
 after twice as many."""

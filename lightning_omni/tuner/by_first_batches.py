@@ -117,7 +117,7 @@ class ByFirstBatches:
         assert batches is not None
         observation, command = batches.seen(), None
         if run.speaks and observation is not None:
-            command = self._command(observation, batches.is_last)
+            command = self._command(observation, batches)
         said = run.world.tell(json.dumps(command.to_dict()) if command is not None else "")
         if said:
             command = Command.from_dict(json.loads(said))
@@ -138,7 +138,7 @@ class ByFirstBatches:
             self._deciding = 0.0
         run.leave_out(took)
 
-    def _command(self, observation: Observation, is_last: bool) -> Command | None:
+    def _command(self, observation: Observation, batches: FirstBatches) -> Command | None:
         """What rank 0 makes of it: None to go on measuring."""
         run, spec = self._run, self._spec
         assert spec is not None
@@ -146,7 +146,7 @@ class ByFirstBatches:
             now = observation.measured
             known = [each for each in self._known if now is not None and each.ranks == now.ranks]
             search = Search(spec, run.sampler, [observation], known)
-            if not (is_last or verdict(search)):
+            if not (batches.is_last or verdict(search, batches.is_early)):
                 return None
             if known and search.choice().setting in (run.state.setting, spec.start):
                 assert run.state.setting is not None

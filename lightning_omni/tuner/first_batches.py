@@ -85,7 +85,7 @@ class FirstBatches:
         self._count = self._measured = 0
         self._tail = 0.0
         self._since: float | None = None
-        self._moments: Iterator[int] = iter(DECISION_STEPS)
+        self._moments: Iterator[int] = iter(DECISION_STEPS if before else (c.EARLY_DECISION, *DECISION_STEPS))
         self._next = next(self._moments)
         strategy.balance = self._balance
         self._balance.begin(self._world, strategy.fitted, lambda: strategy.epochs.leases)
@@ -126,6 +126,11 @@ class FirstBatches:
     def is_due(self) -> bool:
         """Whether it is to be decided by what was seen; the same on all ranks."""
         return self._count >= self._next
+
+    @property
+    def is_early(self) -> bool:
+        """Whether what was `seen` last is too little for anything but proportional batches."""
+        return self._next <= DECISION_STEPS[0]
 
     @property
     def is_last(self) -> bool:
