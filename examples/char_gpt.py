@@ -35,8 +35,8 @@ from typing import Any
 import torch
 from comparison import console, new_figure, save_figure, show_table
 from pytorch_lightning import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
-from pytorch_lightning.plugins.environments import LightningEnvironment
 from pytorch_lightning.strategies import ModelParallelStrategy
+from pytorch_lightning.utilities import rank_zero_only
 from pytorch_lightning.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -326,10 +326,10 @@ def main() -> None:
         show(found, peaks, arguments)
 
 
+@rank_zero_only
 def tell(what: str) -> None:
     """Prints on the first rank what comes next."""
-    if LightningEnvironment().local_rank() == 0:
-        console.rule(what)
+    console.rule(what)
 
 
 def show(found: dict[str, list[dict[str, Any]]], peaks: dict[str, float], arguments: argparse.Namespace) -> None:

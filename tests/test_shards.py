@@ -10,6 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -264,8 +265,12 @@ def test_nothing_is_lost_or_counted_twice_in_any_wire_format(seed: int, wire: An
 def save(ensemble: Ensemble) -> dict[int, dict[str, Any]]:
     """All servers are told to save now. What each saves comes into the dict when it hears of it."""
     saved: dict[int, dict[str, Any]] = {}
+
+    def keep(number: int, core: ServerCore, _: int) -> None:
+        saved[number] = unpack(*pack(core.state()))
+
     for number, core in enumerate(ensemble.cores):
-        core.on_save = lambda _, number=number, core=core: saved.update({number: unpack(*pack(core.state()))})
+        core.on_save = partial(keep, number, core)
     ensemble.cores[0].on_save(1)
     ensemble.cores[0].save_shares(1)
     ensemble._send(0, ensemble.cores[0].servers.drain())

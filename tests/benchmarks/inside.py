@@ -90,6 +90,7 @@ class Meshed(Deep):
     def configure_model(self) -> None:
         if isinstance(self.net[0].weight, DTensor):
             return
+        assert self.device_mesh is not None  # ModelParallelStrategy has made it
         data, tensor = self.device_mesh["data_parallel"], self.device_mesh["tensor_parallel"]
         ways = (ColwiseParallel(), RowwiseParallel())
         parallelize_module(self.net, tensor, {str(place): ways[place % 2] for place in range(len(self.net))})
