@@ -397,6 +397,7 @@ def test_a_state_on_disk_is_gone_on_from_and_its_journal_may_end_in_mid_entry(tm
         (journal,) = (tmp_path / "state").glob("journal-*")
         journal.write_bytes(journal.read_bytes() + bytes([9, 0, 0, 0, 0x93]))
         states.close()  # without a last save
+        (tmp_path / "state" / "new-1").write_bytes(b"half of a save, by a server that was killed")
         core = ServerCore(KEY, secrets.token_bytes)
         states = StateDirectory(tmp_path / "state")
         assert "goes on with a run of 2 ranks" in states.restore(core)

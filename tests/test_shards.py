@@ -330,7 +330,9 @@ def test_a_save_counts_when_all_servers_have_written_theirs(tmp_path: Path) -> N
         StateDirectory(tmp_path)
     with pytest.raises(ConfigurationError, match="several servers have saved a share of the weights each"):
         saved_weights(tmp_path)
+    (folders[1] / "new-1").write_bytes(b"half of a save, by a server that was killed")
     states = StateDirectory(tmp_path, servers=2)
+    assert not (folders[1] / "new-1").exists()
     cores = [ServerCore(KEY, os.urandom, shards=2, shard=shard) for shard in range(2)]
     assert "goes on with a run of 2 ranks" in states.restore(cores[0])
     assert states.restored == 2

@@ -100,6 +100,9 @@ class StateDirectory:
             raise ConfigurationError(
                 f"--state {path}: a save of several servers lies there; pass the same --shards, or another directory"
             )
+        for folder in self._folders:
+            for begun in folder.glob(f"{_NEW}-*"):  # by a server that was killed meanwhile
+                begun.unlink(missing_ok=True)
         files = [number for folder in self._folders for number in _numbers(folder, _SAVED)]
         self._number = max(files + self._numbers(_JOURNAL), default=0)
         self._journal: int | None = None
