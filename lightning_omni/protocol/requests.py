@@ -101,7 +101,8 @@ class Requests:
         if self._again is not None:
             heard = self._again.receive(expect, memories)
         else:
-            heard = [_heard(each, expect, memory) for each, memory in zip(self._connections, memories, strict=True)]
+            pairs = zip(self._connections, memories, strict=True)
+            heard = [_heard(each.receive, expect, memory) for each, memory in pairs]
         answers = []
         for each in heard:
             if isinstance(each, Refused):
@@ -176,7 +177,7 @@ class _Again:
             return None
         try:
             pairs = zip(self._connections, memories, strict=True)
-            return [_heard_part(connection, expect, memory) for connection, memory in pairs]
+            return [_heard(connection.receive_part, expect, memory) for connection, memory in pairs]
         except ServerAway:
             return None
 
@@ -247,18 +248,11 @@ class ByAggregator(Data):
         self.shared = self._server.shared
 
 
-def _heard(connection: Data, expect: type[Answer], memory: Tensor | None) -> tuple[Answer, Tensor] | Refused:
-    try:
-        return connection.receive(expect, memory)
-    except Refused as no:
-        return no
-
-
-def _heard_part(
-    connection: LastingData, expect: type[Answer], memory: Tensor | None
+def _heard(
+    receive: Callable[[type[Answer], Tensor | None], tuple[Answer, Tensor]], expect: type[Answer], memory: Tensor | None
 ) -> tuple[Answer, Tensor] | Refused:
     try:
-        return connection.receive_part(expect, memory)
+        return receive(expect, memory)
     except Refused as no:
         return no
 
