@@ -41,7 +41,7 @@ from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.codec import Packed, pack
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.server import ControlConnection, DataConnection, Server, ServerProcess
-from lightning_omni.server.frames import CHUNK, Assembly, chunks
+from lightning_omni.server.frames import CHUNK, LITTLE, Assembly, Copies, chunks
 from lightning_omni.server.keys import new_key
 from lightning_omni.server.process import ServerSettings
 
@@ -217,6 +217,58 @@ def test_a_payload_is_put_together_from_its_chunks(nbytes: int) -> None:
         assembly.add(piece)
     assert assembly.is_complete
     assert torch.equal(assembly.buffer, payload)
+
+
+@contextmanager
+def routed(*names: bytes) -> Iterator[tuple[zmq.Socket[bytes], list[zmq.Socket[bytes]]]]:
+    """A ROUTER and peers of these names, which take in no more than they read."""
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router, ExitStack() as stack:
+        router.setsockopt(zmq.SNDHWM, 0)
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+        peers = [stack.enter_context(context.socket(zmq.DEALER)) for _ in names]
+        for name, peer in zip(names, peers, strict=True):
+            peer.setsockopt(zmq.IDENTITY, name)
+            peer.setsockopt(zmq.RCVHWM, 1)
+            peer.connect(f"tcp://127.0.0.1:{port}")
+            peer.send(b"")
+            router.recv_multipart()
+        yield router, peers
+
+
+def hear(peer: zmq.Socket[bytes], nbytes: int) -> bytes:
+    """A payload that was sent in chunks."""
+    payload = bytearray()
+    while len(payload) < nbytes:
+        assert peer.poll(30_000)
+        payload += peer.recv_multipart()[-1]
+    return bytes(payload)
+
+
+def test_copies_stay_as_they_were_sent_while_a_slow_peer_does_not_read() -> None:
+    weights = torch.empty(24 * CHUNK - 5, dtype=torch.uint8)  # more than lies between two sockets
+    with routed(b"slow", b"fast") as (router, (slow, fast)):
+        copies = Copies()
+        for value in range(3):
+            copies.send(router, b"slow", weights.fill_(value))
+            copies.send(router, b"fast", weights.fill_(10 + value))
+            weights.fill_(99)
+            assert hear(fast, weights.numel()) == bytes([10 + value]) * weights.numel()
+        for value in range(3):
+            assert hear(slow, weights.numel()) == bytes([value]) * weights.numel()
+
+
+def test_memory_of_copies_is_used_again() -> None:
+    rounds, weights = 6, torch.empty(LITTLE + 1, dtype=torch.uint8)
+    with routed(b"peer") as (router, (peer,)):
+        copies, memory = Copies(), {}
+        for value in range(rounds):
+            copies.send(router, b"peer", weights.fill_(value))
+            memory.update({id(block): block for block, _ in copies._sent})
+            assert hear(peer, weights.numel()) == bytes([value]) * weights.numel()
+            for _, tracker in copies._sent:
+                tracker.wait(30.0)
+        count = len(list(chunks(weights)))
+        assert count <= len(memory) <= count + rounds  # each time one may be let go
 
 
 # --- Exchange ------------------------------------------------------------------------------------------------------

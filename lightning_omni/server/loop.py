@@ -28,7 +28,7 @@ from lightning_omni.server.frames import (
     LARGEST_DATA_FRAME,
     PROBE,
     Assembly,
-    chunks,
+    Copies,
     message_frames,
 )
 from lightning_omni.server.guard import ConnectionGuard
@@ -117,6 +117,7 @@ class Server:
             self._segment_socket = SegmentSocket(memory_path(self.address), self.shared)
         self._answer_places: dict[tuple[bytes, int], Place] = {}
         self._assemblies: dict[bytes, Assembly] = {}
+        self._copies = Copies()
         self._buffers: dict[bytes, dict[int, Tensor]] = {}
         self._refusals: Counter[bytes] = Counter()
         self._turned_away = 0
@@ -346,9 +347,7 @@ class Server:
                 socket.send_multipart([item.peer, *frames])
             for part in item.payload if place is None else ():
                 assert isinstance(part, Tensor)
-                for chunk in chunks(part):
-                    # Copied: the weights move on while the sockets are still busy.
-                    socket.send_multipart([item.peer, CHUNK_MARK, chunk], copy=True)
+                self._copies.send(socket, item.peer, part)  # the weights move on while the sockets are still busy
 
     def _put(self, item: Out) -> Place | None:
         """Copies an answer's payload to where its receiver wants it; returns where, or None if it is to be sent."""
