@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from typing import Any
 
@@ -21,11 +22,16 @@ FITS: dict[str, dict[str, Any]] = {
     "schedule by epoch": {"schedule": "step", "trainer": {"max_epochs": 2}},
     "schedule on plateau": {"schedule": "plateau", "trainer": {"max_epochs": 3}},
     "accumulation and clipping": {"trainer": {"accumulate_grad_batches": 3, "gradient_clip_val": 0.2}, "net": "adam"},
-    "validation in mid-epoch": {"sleep": SLOW, "trainer": {"val_check_interval": 0.25, "max_epochs": 2}},
+    "validation in mid-epoch": {
+        "sleep": SLOW,
+        "checkpoint": {"monitor": "val_loss", "every_n_train_steps": 3},  # which the slow group seldom comes to
+        "trainer": {"val_check_interval": 0.25, "max_epochs": 2},
+    },
     "validation by batch count": {
         "trainer": {"val_check_interval": 5, "check_val_every_n_epoch": None, "max_epochs": 2}
     },
     "max_steps": {"sleep": SLOW, "trainer": {"max_steps": 12, "max_epochs": 10}},
+    "max_steps by hand": {"net": "manual", "sleep": SLOW, "trainer": {"max_steps": 12, "max_epochs": 10}},
     "max_time": {"sleep": SLOW, "max_time": 1.0, "trainer": {"max_epochs": 1000}},
     "one group says stop": {"stop_at": {"0": 3, "1": 3}, "trainer": {"max_epochs": 50}},
     "overlapping, one group says stop": {
@@ -204,6 +210,19 @@ def test_groups_validate_together_at_common_points(trained: Run) -> None:
 def test_max_steps_trains_as_many_samples_as_ddp_would(trained: Run) -> None:
     ranks = result(trained, "max_steps")
     assert sum(len(epoch) for each in ranks for epoch in each["samples"]) == 12 * 4 * 8
+
+
+def test_max_steps_counts_the_steps_of_each_batch_in_manual_optimization(trained: Run) -> None:
+    ranks = result(trained, "max_steps by hand")
+    whole = 6 * 4 * 8  # each batch has two steps
+    assert whole <= sum(len(epoch) for each in ranks for epoch in each["samples"]) <= whole + 2 * 16
+
+
+def test_all_ranks_know_the_files_that_the_first_group_has_saved_inside_an_epoch(trained: Run) -> None:
+    for name in ("checkpoint by steps", "validation in mid-epoch"):
+        paths = {each["best"] for each in result(trained, name)}
+        assert len(paths) == 1
+        assert all(map(os.path.isfile, paths))
 
 
 def test_infinities_and_complex_numbers_in_buffers_survive_a_synchronization(trained: Run) -> None:

@@ -9,10 +9,10 @@ from itertools import chain, permutations, product
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from lightning_omni.errors import ProtocolError
-from lightning_omni.optimizer.loaders import LeasedBatchSampler, Leases
+from lightning_omni.optimizer.loaders import LeasedBatchSampler, Leases, can_lease
 from lightning_omni.protocol.leases import (
     MOST_AHEAD,
     Batch,
@@ -468,3 +468,21 @@ def test_samples_of_ranks_that_compute_together_count_once() -> None:
 def test_groups_that_are_no_whole_rows_are_refused(ranks: int, sizes: dict[int, int]) -> None:
     with pytest.raises(ProtocolError, match="cannot train as in"):
         LeaseBook(EpochPlan(epoch=0, total=24, batch_size=3, budget=24, ranks_per_batch=ranks), sizes)
+
+
+class Resumable(DataLoader[int]):
+    """Finds its place in an epoch again, as torchdata's StatefulDataLoader does."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"batches": 3}
+
+    def load_state_dict(self, state: dict[str, int]) -> None: ...
+
+
+@pytest.mark.parametrize(("kind", "expected"), [(DataLoader, True), (Resumable, False)])
+def test_a_loader_that_goes_on_where_a_checkpoint_says_is_not_leased(
+    kind: type[DataLoader[int]], expected: bool
+) -> None:
+    data = range(12)
+    loader = kind(data, batch_size=2, sampler=DistributedSampler(data, num_replicas=2, rank=0))  # type: ignore[arg-type]
+    assert can_lease(loader) is expected

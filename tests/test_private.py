@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from pytorch_lightning import Callback, LightningModule, Trainer
-from pytorch_lightning.callbacks import EMAWeightAveraging
+from pytorch_lightning.callbacks import EMAWeightAveraging, ModelCheckpoint
 from pytorch_lightning.loops.fetchers import _PrefetchDataFetcher
 from pytorch_lightning.loops.training_epoch_loop import _TrainingEpochLoop
 from pytorch_lightning.strategies import DDPStrategy
@@ -331,6 +331,11 @@ def test_the_averages_of_weight_averaging_are_found() -> None:
     averaging.setup(trainer, LightningModule(), "fit")
     assert _private.averaged_models(trainer) == [averaging._average_model]
     assert averaging._average_model is not None
+
+
+def test_model_checkpoint_keeps_what_it_saved_where_it_did() -> None:
+    added_in_2_6 = {"_defer_save_until_validation"}
+    assert set(_private._OF_SAVES) - set(vars(ModelCheckpoint())) <= added_in_2_6
 
 
 def test_step_counters_are_what_global_step_is_made_of(trainer: Trainer) -> None:

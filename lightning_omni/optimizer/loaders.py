@@ -271,6 +271,7 @@ def can_lease(loader: object) -> bool:
         and type(loader.batch_sampler) is BatchSampler
         and loader.batch_size is not None
         and getattr(loader, "in_order", True)
+        and not hasattr(loader, "load_state_dict")  # with a checkpoint it would find its place, and so do leases
     )
 
 

@@ -75,6 +75,11 @@ class Progress:
         """Optimizer steps that DDP would have taken."""
         return self.steps_before(self.epochs) + min(self.steps_an_epoch, self.samples // self.reference.samples)
 
+    @property
+    def batches_trained(self) -> int:
+        """Batches that each rank would have trained under DDP."""
+        return self.epochs * self.batches + min(self.batches, self.samples // self.reference.batch)
+
     def steps_before(self, epoch: int) -> int:
         """Steps of DDP in all epochs before this one."""
         return epoch * self.steps_an_epoch

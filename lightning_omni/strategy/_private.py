@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch.optim.swa_utils import AveragedModel
+from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, DistributedSampler
 from typing_extensions import override
 
@@ -126,6 +127,11 @@ def progress_counters(trainer: Trainer) -> list[int]:
 def batches_begun(trainer: Trainer) -> int:
     """Batches that this rank has begun to train, in all epochs."""
     return int(trainer.fit_loop.epoch_loop.batch_progress.total.ready)
+
+
+def steps_by_hand(trainer: Trainer) -> int:
+    """Steps that the user has taken in manual optimization, of all optimizers."""
+    return int(trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress.total.completed)
 
 
 def set_progress_counters(trainer: Trainer, counters: list[int]) -> None:
@@ -286,6 +292,40 @@ def set_folders(trainer: Trainer, theirs: Mapping[str, Any]) -> None:
         # A CSVLogger would delete what it finds there.
         if version is not None and type(logger).__name__ == "TensorBoardLogger":
             vars(logger)["_version"] = version
+
+
+_OF_SAVES = (
+    "best_k_models",
+    "best_model_path",
+    "best_model_score",
+    "current_score",
+    "kth_best_model_path",
+    "kth_value",
+    "last_model_path",
+    "_last_global_step_saved",
+    "_last_checkpoint_saved",
+    "_defer_save_until_validation",
+)
+"""What ModelCheckpoint knows of the files that rank 0 has written, and decides by."""
+
+
+def share_saves(trainer: Trainer) -> None:
+    """What rank 0 has saved and is to save, all ranks know: they save and load together. On all of them.
+
+    Inside an epoch a ModelCheckpoint of each group follows that group's own steps and metrics.
+    """
+    callbacks = [each for each in callbacks_of(trainer) if hasattr(each, "best_k_models")]
+    if not callbacks:
+        return
+    mine = [{name: getattr(each, name) for name in _OF_SAVES if hasattr(each, name)} for each in callbacks]
+    device = trainer.strategy.root_device
+    theirs = trainer.strategy.broadcast(_on("cpu", mine), src=0)
+    for callback, values in zip(callbacks, _on(device, theirs), strict=True):
+        vars(callback).update(values)
+
+
+def _on(device: torch.device | str, tree: Any) -> Any:
+    return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, tree)
 
 
 def _folder_callbacks(trainer: Trainer) -> list[Any]:

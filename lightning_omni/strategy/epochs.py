@@ -238,6 +238,8 @@ class EpochDriver:
     def begin_batch(self) -> None:
         """A batch begins."""
         self.begin(self.trainer.current_epoch)  # a resumed epoch starts without its first hook
+        if self._limits is not None and self._limits.by_hand is not None:
+            self._limits.by_hand.begin_batch()
         if self.leases is not None:
             self.leases.begin_batch()
             if self.is_open_ended:
@@ -246,6 +248,8 @@ class EpochDriver:
 
     def end_batch(self) -> None:
         """A batch has ended: finds out, together with the other groups, whether to go on, validate or stop."""
+        if self._limits is not None and self._limits.by_hand is not None:
+            self._limits.by_hand.end_batch()
         if not (self.world.executor.exchanges or self.is_open_ended):
             return
         verdict = self._what_next()
@@ -263,6 +267,15 @@ class EpochDriver:
             else:
                 self._validates = False
                 self.step_limit = self.trainer.global_step
+        elif self.data.is_dynamic and not self._over and self._is_limit_reached_by_hand:
+            self.step_limit = self.trainer.global_step  # `end` tells the other groups
+
+    @property
+    def _is_limit_reached_by_hand(self) -> bool:
+        """Whether max_steps are taken, in manual optimization."""
+        assert self._limits is not None
+        self._advance(self._seen())
+        return self._limits.is_reached_by_hand(self._now())
 
     def end(self, module: Module) -> None:
         """An epoch has ended, in good order or before its time: the groups synchronize."""
@@ -348,6 +361,7 @@ class EpochDriver:
         counts = self.world.agree(counts if self.world.is_recorder else [0] * len(counts))
         _private.set_step_counters(trainer, self.published.not_before(counts))
         _private.average_no_later(trainer)
+        _private.share_saves(trainer)
         if self.step_limit == mine:
             self.step_limit = trainer.global_step
 
@@ -447,8 +461,9 @@ class EpochDriver:
         """The run's progress in optimizer steps as DDP would count them."""
         if self.is_open:
             self._advance(self._seen())
-        steps = self._now().steps
-        return steps if self.max_steps == -1 else min(steps, self.max_steps)  # which may end the run inside an epoch
+        steps, automatic = self._now().steps, self.trainer.lightning_module.automatic_optimization
+        # max_steps may end the run inside an epoch.
+        return min(steps, self.max_steps) if automatic and self.max_steps != -1 else steps
 
     def _seen(self) -> int:
         """Positions of this epoch that are trained, as far as this rank knows. All members of a group know alike."""

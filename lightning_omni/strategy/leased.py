@@ -155,11 +155,14 @@ class FitLimits:
 
     Attributes:
         max_steps: steps of DDP after which the user wants the run to end, or -1.
+        by_hand: how many steps the user takes, in manual optimization.
     """
 
     def __init__(self, trainer: Trainer, ranks_per_batch: int = 1) -> None:
         self._trainer, self._ranks_per_batch = trainer, ranks_per_batch
         self.max_steps: int = trainer.max_steps
+        automatic = trainer.lightning_module.automatic_optimization
+        self.by_hand = None if automatic else StepsByHand(trainer)
 
     def reference(self, leases: Leases) -> ReferenceBatch:
         """What one step of DDP trains, at the moment: accumulation may have a schedule."""
@@ -187,7 +190,8 @@ class FitLimits:
             epoch=epoch,
             total=leases.total,
             batch_size=leases.batch_size,
-            budget=progress.budget(leases.total, epoch, self.max_steps),
+            # In manual optimization it is not known beforehand how many batches make max_steps.
+            budget=progress.budget(leases.total, epoch, self.max_steps if self.by_hand is None else -1),
             validate_every=every,
             validate_offset=offset,
             trained=trained,
@@ -206,7 +210,46 @@ class FitLimits:
 
     def steps_left(self, progress: Progress, epoch: int) -> int | None:
         """Steps of DDP that are left when an epoch begins; None if there is no limit."""
-        return None if self.max_steps == -1 else progress.steps_left(self.max_steps, epoch)
+        if self.max_steps == -1:
+            return None
+        if self.by_hand is None:
+            return progress.steps_left(self.max_steps, epoch)
+        return max(0, self.max_steps - self.by_hand.steps_of(epoch * progress.batches))
+
+    def is_reached_by_hand(self, progress: Progress) -> bool:
+        """Whether DDP would have taken ``max_steps`` by now, in manual optimization."""
+        if self.by_hand is None or self.max_steps == -1:
+            return False
+        return self.by_hand.steps_of(progress.batches_trained) >= self.max_steps
+
+
+class StepsByHand:
+    """How many steps the user takes in manual optimization: several optimizers' for each batch, one in four batches.
+
+    Each rank counts those of its own batches, of which there may be more or fewer than of another group.
+
+    Args:
+        trainer: whose loops count steps and batches, perhaps from a checkpoint on.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._batches = _private.batches_begun(trainer)
+        self._steps = _private.steps_by_hand(trainer) if self._batches else 0
+        self._before = 0
+
+    def begin_batch(self) -> None:
+        """A batch begins."""
+        self._before = _private.steps_by_hand(self._trainer)
+
+    def end_batch(self) -> None:
+        """A batch has ended."""
+        self._batches += 1
+        self._steps += _private.steps_by_hand(self._trainer) - self._before
+
+    def steps_of(self, batches: int) -> int:
+        """Steps that so many batches make, as far as is known."""
+        return batches * self._steps // max(1, self._batches)
 
 
 class GivenRank(int):
