@@ -241,3 +241,11 @@ def test_steps_are_samples_by_the_reference_batch() -> None:
     assert steps == [8, 8, 9, 10, 11, 12, 12]
     assert [progress.steps_left(10, epoch) for epoch in (0, 2, 3)] == [10, 2, 0]
     assert [progress.budget(316, 2, steps) for steps in (-1, 10, 8, 99)] == [316, 192, 0, 316]
+
+
+def test_epochs_that_are_over_have_as_many_steps_as_they_had() -> None:
+    first = Progress(ReferenceBatch(ranks=4, batch_size=8), batches=10)
+    second = replace(first, epochs=1, past=first.steps_before(1), batches=4)
+    third = replace(second, reference=replace(second.reference, window=2), epochs=2, past=second.steps_before(2))
+    assert (second.steps, replace(second, samples=64).steps, third.steps) == (10, 12, 14)
+    assert (third.steps_left(15, 2), third.steps_before(4)) == (1, 18)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,10 +17,11 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from lightning_omni.errors import OmniError, UnsupportedError
+from lightning_omni.methods import LocalSGD
 from lightning_omni.methods.master import Master, check_servable
 from lightning_omni.methods.replica import Replica
 from lightning_omni.optimizer import World
-from lightning_omni.optimizer.executor import evaluating
+from lightning_omni.optimizer.executor import Exchanging, evaluating
 from lightning_omni.strategy.proxies import Merged, Proxies
 from lightning_omni.strategy.schedulers import Pacer
 from lightning_omni.strategy.wrapped import check_wrapped
@@ -92,6 +95,23 @@ def test_an_optimizer_that_needs_a_closure_is_named_when_it_fails_at_the_server(
 def test_an_optimizer_that_swaps_weights_for_evaluation_is_refused_at_the_server() -> None:
     with pytest.raises(UnsupportedError, match=r"ScheduleFree moves the weights in its train\(\).*local_sgd"):
         check_servable(ScheduleFree([Parameter(torch.ones(3))], lr=0.1))
+
+
+@pytest.mark.parametrize("averages", [True, False])
+def test_whole_numbers_in_an_optimizer_are_refused_where_weights_are_averaged(averages: bool) -> None:
+    codes = Parameter(torch.ones(3, dtype=torch.uint8), requires_grad=False)
+    replica = SimpleNamespace(parameters={"weight": Parameter(torch.ones(2)), "codes": codes})
+    place: Any = SimpleNamespace(
+        parts=[SimpleNamespace(replica=replica, head=None)], steps_at_worker=averages, method=LocalSGD()
+    )
+    unused: Any = None
+    executor = Exchanging(place, unused, unused, unused, heads=())
+    with (
+        pytest.raises(UnsupportedError, match=r"codes is of torch.uint8.*LocalSGD.*leave it out of the optimizer")
+        if averages
+        else nullcontext()
+    ):
+        executor.check_parts()
 
 
 class Probing(pl.Callback):

@@ -156,6 +156,12 @@ class Exchanging(Executor):
                         " one optimizer: give it to one of them, or use groups=1"
                     )
                 seen.add(id(parameter))
+                is_averaged = self._place.steps_at_worker and part.head is None
+                if is_averaged and not (parameter.is_floating_point() or parameter.is_complex()):
+                    raise UnsupportedError(
+                        f"the parameter {name} is of {parameter.dtype}, and {type(self._place.method).__name__}"
+                        " averages weights; leave it out of the optimizer, or use groups=1"
+                    )
 
     @override
     def place_heads(self) -> None:

@@ -10,6 +10,7 @@ import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,6 +26,7 @@ from lightning_omni.optimizer.process_groups import ProcessGroups
 from lightning_omni.optimizer.reduction import Reduction
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.all_reduce import AllReduce
+from lightning_omni.protocol.codec import Packed, pack, unpack
 from lightning_omni.protocol.group import GroupCore
 from lightning_omni.protocol.transport import Control
 from lightning_omni.protocol.wire_format import WireFormat
@@ -293,6 +295,21 @@ class Place:
 
     def _tell_torch(self, text: str) -> str:
         return self.process_groups.tell(text, self.process_groups.original)
+
+    def hear_recorder(self, tree: Any) -> Any:
+        """What the recorder passes, on every live rank; what this rank passes, if the recorder has died meanwhile.
+
+        Args:
+            tree: plain values and tensors; small ones, for each byte is sent as a number.
+        """
+        packed, buffer = pack(tree)
+        mine = msgspec.msgpack.encode((packed, bytes(buffer.numpy()))) if self.is_recorder else b""
+        [length] = self.agree([len(mine)])
+        data = bytes(self.agree([*mine] or [0] * length)) if length else b""
+        if not any(data):
+            return tree
+        packed, values = msgspec.msgpack.decode(data, type=tuple[Packed, bytes])
+        return unpack(packed, torch.tensor([*values], dtype=torch.uint8))
 
     def barrier(self) -> None:
         """Every live rank waits for every other."""

@@ -48,6 +48,8 @@ class Progress:
         batches: batches that each rank trains in an epoch of DDP.
         epochs: epochs that are over.
         samples: samples of the epoch under way that are trained, by all groups.
+        past: steps that DDP would have taken in the epochs that are over, which may have had other batches; None if
+            they were like this one.
 
     Example:
         >>> progress = Progress(ReferenceBatch(4, 8), batches=10, epochs=2, samples=100)
@@ -59,6 +61,7 @@ class Progress:
     batches: int
     epochs: int = 0
     samples: int = 0
+    past: int | None = None
 
     @property
     def samples_an_epoch(self) -> int:
@@ -75,14 +78,10 @@ class Progress:
         """Optimizer steps that DDP would have taken."""
         return self.steps_before(self.epochs) + min(self.steps_an_epoch, self.samples // self.reference.samples)
 
-    @property
-    def batches_trained(self) -> int:
-        """Batches that each rank would have trained under DDP."""
-        return self.epochs * self.batches + min(self.batches, self.samples // self.reference.batch)
-
     def steps_before(self, epoch: int) -> int:
-        """Steps of DDP in all epochs before this one."""
-        return epoch * self.steps_an_epoch
+        """Steps of DDP in all epochs before this one, if those from here on are like the one under way."""
+        past = self.epochs * self.steps_an_epoch if self.past is None else self.past
+        return past + (epoch - self.epochs) * self.steps_an_epoch
 
     def steps_left(self, steps: int, epoch: int) -> int:
         """Of so many steps of a run, those that are left when an epoch begins."""

@@ -129,6 +129,14 @@ def batches_begun(trainer: Trainer) -> int:
     return int(trainer.fit_loop.epoch_loop.batch_progress.total.ready)
 
 
+def accumulation_windows(trainer: Trainer, epochs: int) -> list[int]:
+    """``accumulate_grad_batches`` of each of the first epochs, if a callback has a schedule for it; empty otherwise."""
+    for callback in callbacks_of(trainer):
+        if hasattr(callback, "get_accumulate_grad_batches"):
+            return [int(callback.get_accumulate_grad_batches(epoch)) for epoch in range(epochs)]
+    return []
+
+
 def steps_by_hand(trainer: Trainer) -> int:
     """Steps that the user has taken in manual optimization, of all optimizers."""
     return int(trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress.total.completed)
@@ -309,23 +317,25 @@ _OF_SAVES = (
 """What ModelCheckpoint knows of the files that rank 0 has written, and decides by."""
 
 
-def share_saves(trainer: Trainer) -> None:
+def share_saves(trainer: Trainer, hear_recorder: Callable[[Any], Any]) -> None:
     """What rank 0 has saved and is to save, all ranks know: they save and load together. On all of them.
 
     Inside an epoch a ModelCheckpoint of each group follows that group's own steps and metrics.
+
+    Args:
+        trainer: whose callbacks.
+        hear_recorder: returns what the recorder passes; plain values and tensors.
     """
     callbacks = [each for each in callbacks_of(trainer) if hasattr(each, "best_k_models")]
     if not callbacks:
         return
-    mine = [{name: getattr(each, name) for name in _OF_SAVES if hasattr(each, name)} for each in callbacks]
-    device = trainer.strategy.root_device
-    theirs = trainer.strategy.broadcast(_on("cpu", mine), src=0)
-    for callback, values in zip(callbacks, _on(device, theirs), strict=True):
+    mine = [{name: _plain(getattr(each, name)) for name in _OF_SAVES if hasattr(each, name)} for each in callbacks]
+    theirs = tree_map(
+        lambda leaf: leaf.to(trainer.strategy.root_device) if isinstance(leaf, torch.Tensor) else leaf,
+        hear_recorder(mine),
+    )
+    for callback, values in zip(callbacks, theirs, strict=True):
         vars(callback).update(values)
-
-
-def _on(device: torch.device | str, tree: Any) -> Any:
-    return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, tree)
 
 
 def _folder_callbacks(trainer: Trainer) -> list[Any]:

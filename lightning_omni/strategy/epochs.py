@@ -110,7 +110,9 @@ class EpochDriver:
         """The groups stand; the first epoch is about to begin."""
         trainer = self.trainer
         self._started, self._stopping = True, False
-        self._limits = FitLimits(trainer, self.world.tensor_parallel)
+        before, self._limits = self._limits, FitLimits(trainer, self.world.tensor_parallel)
+        if before is not None and self._limits.by_hand is not None and before.by_hand is not None:
+            self._limits.by_hand = before.by_hand  # a further fit: the loops' counts are no longer this rank's own
         self.data.adopt()
         if self.leases is not None:
             epoch = trainer.current_epoch
@@ -184,7 +186,7 @@ class EpochDriver:
         if self.leases is not None:
             assert self._limits is not None
             trained = self._resumed_spans(epoch)
-            self.progress = self._limits.progress(self.leases, epoch, trained)
+            self.progress = self._limits.progress(self.leases, epoch, trained, self.progress)
             self._plan = self._limits.plan(self.leases, self.progress, trained)
             entered, self._entered = self._entered, None
             if entered is not None:
@@ -294,7 +296,8 @@ class EpochDriver:
             trainer.should_stop |= bool(ends) and (bool(was_asked) or not is_limit_reached)
         self.is_open = False
         if self.progress is not None:
-            self.progress = replace(self.progress, epochs=self._begun + 1, samples=0)
+            over = self._now().steps_before(self._begun + 1)
+            self.progress = replace(self.progress, epochs=self._begun + 1, samples=0, past=over)
         if self._pacer is not None:
             self._pacer.catch_up()
         self.is_open_ended, self._validates = False, None
@@ -361,7 +364,7 @@ class EpochDriver:
         counts = self.world.agree(counts if self.world.is_recorder else [0] * len(counts))
         _private.set_step_counters(trainer, self.published.not_before(counts))
         _private.average_no_later(trainer)
-        _private.share_saves(trainer)
+        _private.share_saves(trainer, self.world.hear_recorder)
         if self.step_limit == mine:
             self.step_limit = trainer.global_step
 

@@ -168,13 +168,23 @@ class FitLimits:
         """What one step of DDP trains, at the moment: accumulation may have a schedule."""
         return ReferenceBatch(leases.world_size, leases.batch_size, int(self._trainer.accumulate_grad_batches))
 
-    def progress(self, leases: Leases, epoch: int, trained: Spans) -> Progress:
-        """The run's progress where an epoch begins, or is resumed with some of its samples trained."""
+    def progress(self, leases: Leases, epoch: int, trained: Spans, before: Progress | None = None) -> Progress:
+        """The run's progress where an epoch begins, or is resumed with some of its samples trained.
+
+        Args:
+            leases: the epoch's data.
+            epoch: its number.
+            trained: ranges of it that are trained.
+            before: what was known of the run when the last epoch was over.
+        """
         reference = self.reference(leases)
         there = -(-leases.total // reference.batch)
         limit = self._trainer.num_training_batches  # a callback may have put it beyond what is there
         batches = min(int(limit), there) if limit != float("inf") else there
-        return Progress(reference, batches, epochs=epoch, samples=size_of(trained))
+        past = before.past if before is not None and before.epochs == epoch else None
+        if past is None and (windows := _private.accumulation_windows(self._trainer, epoch)):
+            past = sum(-(-batches // window) for window in windows)
+        return Progress(reference, batches, epochs=epoch, samples=size_of(trained), past=past)
 
     def plan(self, leases: Leases, progress: Progress, trained: Spans) -> EpochPlan:
         """The epoch's data, for the server."""
@@ -214,13 +224,13 @@ class FitLimits:
             return None
         if self.by_hand is None:
             return progress.steps_left(self.max_steps, epoch)
-        return max(0, self.max_steps - self.by_hand.steps_of(epoch * progress.batches))
+        return max(0, self.max_steps - self.by_hand.steps_of(progress.steps_before(epoch)))
 
     def is_reached_by_hand(self, progress: Progress) -> bool:
         """Whether DDP would have taken ``max_steps`` by now, in manual optimization."""
         if self.by_hand is None or self.max_steps == -1:
             return False
-        return self.by_hand.steps_of(progress.batches_trained) >= self.max_steps
+        return self.by_hand.steps_of(progress.steps) >= self.max_steps  # a window of one batch: steps are batches
 
 
 class StepsByHand:

@@ -651,6 +651,7 @@ CASES: tuple[Case, ...] = (
     Case(
         "GradientAccumulationScheduler",
         ("GradientAccumulationScheduler",),
+        module=modules.Decaying,
         callbacks=lambda folder: [cb.GradientAccumulationScheduler({0: 1, 1: 2, 2: 3})],
     ),
     Case(
@@ -1025,6 +1026,7 @@ CASES: tuple[Case, ...] = (
 )
 BY_NAME = {case.name: case for case in CASES}
 QUICK = (
+    "GradientAccumulationScheduler",
     "StochasticWeightAveraging with BatchNorm",
     "EMAWeightAveraging",
     "two optimizers, frozen by hand",

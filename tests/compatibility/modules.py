@@ -553,6 +553,15 @@ class Schedules(Classifier):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
+class Decaying(Classifier):
+    """A schedule by steps, of which a run has as many as there are."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 10, 0.8)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
 class OnPlateau(Classifier):
     """A schedule that waits for a metric."""
 
