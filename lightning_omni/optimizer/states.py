@@ -291,12 +291,14 @@ class Residuals:
         Args:
             states: of each group, what it knew for each optimizer.
         """
-        owed = [_largest(each["sender"]["state"]) for state in states.values() for each in state if "sender" in each]
-        if self._place.is_recorder and any(owed):
+        senders = [each["sender"]["state"] for state in states.values() for each in state if "sender" in each]
+        owed = max(map(_largest, senders), default=0.0)
+        is_unread = any(isinstance(each, Mapping) for sender in senders for each in sender.get(RESIDUAL, ()))
+        if self._place.is_recorder and (owed or is_unread):
             _log.warning(
-                "the checkpoint holds residuals that its groups had not pushed yet (largest number: %.3g); they are not"
-                " restored, because this run has other groups, another method or other parameters",
-                max(owed),
+                "the checkpoint holds residuals that its groups had not pushed yet%s; they are not restored, because"
+                " this run has other groups, another method or other parameters",
+                f" (largest number: {owed:.3g})" if owed else "",  # those in a folder were not read
             )
 
     def carry_over(self) -> None:
@@ -351,6 +353,6 @@ def _describe_head(part: Part) -> dict[str, Any] | None:
 
 
 def _largest(state: Mapping[str, Any]) -> float:
-    """The largest magnitude of what has not been sent."""
-    residual = [each for each in state.get(RESIDUAL, ()) if each is not None and each.numel()]
+    """The largest magnitude of what has not been sent, as far as it was read."""
+    residual = [each for each in state.get(RESIDUAL, ()) if isinstance(each, Tensor) and each.numel()]
     return max((float(each.abs().max()) for each in residual), default=0.0)
