@@ -68,39 +68,49 @@ class Topology:
             raise ConfigurationError(f"every rank belongs to exactly one group, got {self.groups}")
 
     @classmethod
-    def even(cls, world_size: int, groups: int) -> Topology:
-        """Splits ranks ``0 .. world_size-1`` into contiguous groups whose sizes differ by at most one.
+    def even(cls, world_size: int, groups: int, together: int = 1) -> Topology:
+        """Splits ranks ``0 .. world_size-1`` into contiguous groups whose sizes differ by at most ``together``.
 
         Args:
             world_size: number of ranks N.
-            groups: number of compute groups g, ``1 <= g <= N``.
+            groups: number of compute groups g, ``1 <= g <= N / together``.
+            together: so many neighbours are always in one group: those that hold a model together, say.
 
         Raises:
-            ConfigurationError: ``groups`` is out of range.
+            ConfigurationError: ``groups`` is out of range, or the ranks are no multiple of ``together``.
+
+        Example:
+            >>> Topology.even(6, groups=2, together=2)
+            Topology(groups=((0, 1, 2, 3), (4, 5)))
         """
-        return cls.of(range(world_size), groups)
+        return cls.of(range(world_size), groups, together)
 
     @classmethod
-    def of(cls, ranks: Iterable[int], groups: int) -> Topology:
+    def of(cls, ranks: Iterable[int], groups: int, together: int = 1) -> Topology:
         """Like :meth:`even`, for any set of ranks (those that are still alive, say)."""
-        return cls(_cut(sorted(ranks), groups))
+        return cls(_joined(_cut(_neighbours(sorted(ranks), together), groups)))
 
     @classmethod
-    def by_speed(cls, speeds: Mapping[int, float] | Sequence[float], groups: int) -> Topology:
+    def by_speed(cls, speeds: Mapping[int, float] | Sequence[float], groups: int, together: int = 1) -> Topology:
         """Like with like: the fastest ranks make the first group, so that no slow rank delays a fast group.
 
-        Sizes differ by at most one. Ranks of equal speed stay in order, so that equal speeds give :meth:`even`.
+        Sizes differ by at most ``together``. Ranks of equal speed stay in order, so that equal speeds give
+        :meth:`even`. Neighbours that stay together are as fast as the slowest of them.
 
         Args:
             speeds: each rank's speed, in samples per second or any other unit.
             groups: number of compute groups.
+            together: as in `even`.
 
         Raises:
-            ConfigurationError: ``groups`` is out of range, or a speed is not a positive number.
+            ConfigurationError: ``groups`` is out of range, a speed is not a positive number, or the ranks are no
+                multiple of ``together``.
 
         Example:
             >>> Topology.by_speed([10.0, 40.0, 11.0, 39.0], groups=2)
             Topology(groups=((1, 3), (0, 2)))
+            >>> Topology.by_speed([10.0, 40.0, 20.0, 30.0], groups=2, together=2)
+            Topology(groups=((2, 3), (0, 1)))
         """
         known = dict(speeds) if isinstance(speeds, Mapping) else dict(enumerate(speeds))
         for rank, speed in known.items():
@@ -108,8 +118,9 @@ class Topology:
                 raise ConfigurationError(
                     f"speeds: that of rank {rank} is {speed}; pass a positive number for each rank"
                 )
-        fastest_first = sorted(known, key=lambda rank: (-known[rank], rank))
-        return cls(tuple(tuple(sorted(members)) for members in _cut(fastest_first, groups)))
+        neighbours = _neighbours(sorted(known), together)
+        fastest_first = sorted(neighbours, key=lambda ranks: (-min(known[rank] for rank in ranks), ranks))
+        return cls(tuple(tuple(sorted(members)) for members in _joined(_cut(fastest_first, groups))))
 
     @classmethod
     def by_node(cls, ranks_per_node: Sequence[int]) -> Topology:
@@ -171,16 +182,36 @@ class Topology:
         return Topology(tuple(() if index == group else members for index, members in enumerate(self.groups)))
 
 
-def _cut(ranks: Sequence[int], groups: int) -> tuple[tuple[int, ...], ...]:
-    """Pieces of a row of ranks, in that order, whose lengths differ by at most one."""
-    check_groups(groups, len(ranks))
-    small, larger = divmod(len(ranks), groups)
+def _neighbours(ranks: Sequence[int], together: int) -> list[tuple[int, ...]]:
+    """A row of ranks, in pieces of so many."""
+    if len(ranks) % together:
+        raise ConfigurationError(
+            f"{counted(len(ranks), 'rank')}, of which {together} hold a model together: pass shards= that divides the"
+            " number of ranks, or another number of devices"
+        )
+    return [tuple(ranks[start : start + together]) for start in range(0, len(ranks), together)]
+
+
+def _cut(pieces: Sequence[tuple[int, ...]], groups: int) -> list[Sequence[tuple[int, ...]]]:
+    """Parts of a row of pieces, in that order, whose lengths differ by at most one."""
+    check_groups(groups, sum(map(len, pieces)), together=len(pieces[0]) if pieces else 1)
+    small, larger = divmod(len(pieces), groups)
     starts = [group * small + min(group, larger) for group in range(groups + 1)]
-    return tuple(tuple(ranks[start:stop]) for start, stop in pairwise(starts))
+    return [pieces[start:stop] for start, stop in pairwise(starts)]
 
 
-def check_groups(groups: int, world_size: int) -> None:
-    """Raises :class:`ConfigurationError` unless ``1 <= groups <= world_size``."""
+def _joined(parts: Iterable[Sequence[tuple[int, ...]]]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(rank for piece in part for rank in piece) for part in parts)
+
+
+def check_groups(groups: int, world_size: int, together: int = 1) -> None:
+    """Raises :class:`ConfigurationError` unless there can be so many groups of so many ranks.
+
+    Args:
+        groups: number of compute groups.
+        world_size: number of ranks.
+        together: of these, so many are always in one group.
+    """
     if isinstance(groups, bool) or not isinstance(groups, int):
         raise ConfigurationError(f"groups={groups!r}: pass a whole number of compute groups, or None for one per node")
     if groups < 1:
@@ -189,4 +220,9 @@ def check_groups(groups: int, world_size: int) -> None:
         raise ConfigurationError(
             f"groups={groups}, but there {'is' if world_size == 1 else 'are'} only {counted(world_size, 'rank')}, and a"
             f" group needs at least one; pass groups{'=' if world_size == 1 else '<='}{world_size} or more devices"
+        )
+    if groups * together > world_size:
+        raise ConfigurationError(
+            f"groups={groups}, but {together} ranks hold a model together, and there are only"
+            f" {counted(world_size, 'rank')}; pass groups<={world_size // together}, a smaller shards=, or more devices"
         )

@@ -239,10 +239,15 @@ class Running:
 
 
 def run(
-    script: str, options: dict[str, Any] | None = None, *, timeout: float = 300.0, env: dict[str, str] | None = None
+    script: str,
+    options: dict[str, Any] | None = None,
+    *,
+    timeout: float = 300.0,
+    env: dict[str, str] | None = None,
+    spares: int = 3,
 ) -> Run:
     """Runs a script to its end and expects it to succeed."""
-    with Running(script, options, env) as running:
+    with Running(script, options, env, spares) as running:
         finished = running.wait(timeout)
     assert finished.code == 0, f"exit code {finished.code}:\n{finished.output[-8000:]}"
     return finished

@@ -110,6 +110,7 @@ BAD: dict[Any, dict[str, list[Any]]] = {
         "max_rejoins": ["3", -1, 1.5, True, None],
         "progress_timeout": ["600", 0, -1.0, 1.5, math.nan, math.inf, True],
         "save_distributed_checkpoint": ["yes", 1, None, True],
+        "shards": ["2", 1, 0, 2.0, True],
     },
 }
 

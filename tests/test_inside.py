@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from pytorch_lightning import Trainer
+from pytorch_lightning.strategies import ModelParallelStrategy
 from runs import Run, run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -17,9 +18,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_omni.errors import ConfigurationError, UnsupportedError
 from lightning_omni.methods import AsyncSGD, LocalSGD
-from lightning_omni.optimizer.sharding import _blocks, reshard
+from lightning_omni.optimizer.meshes import sizes_in
+from lightning_omni.optimizer.sharding import _blocks, average_over_replicas, reshard
 from lightning_omni.protocol.split import check_by_parts
 from lightning_omni.strategy.pytorch_lightning import OmniStrategy
+from lightning_omni.topology import Topology
 from lightning_omni.tuner.pytorch_lightning import OmniTuner
 
 CLOSE = 1e-6
@@ -126,6 +129,83 @@ def test_a_killed_member_costs_its_group_alone(two_groups: list[dict[str, Any]])
     assert two_groups[0]["dies"] == two_groups[1]["dies"]
 
 
+# --- Groups that hold the model several times ------------------------------------------------------------------------
+
+OF_SIX: list[dict[str, Any]] = [
+    {"method": "async_sgd", "optimizer": "AdamW", "extra": {"gradient_clip_val": 0.3, "accumulate_grad_batches": 2}},
+    {"method": "diloco:period=2", "optimizer": "AdamW", "turns": False},
+]
+
+
+@pytest.fixture(scope="module")
+def four_and_two() -> list[dict[str, Any]]:
+    """What six ranks report: two groups, of which one holds the model twice and one once, in two shards each time."""
+    across = [{**row, "extra": {**row.get("extra", {}), "shards": 2}} for row in OF_SIX]
+    again = {"with": "inside fsdp", "groups": 2, "options": {**FOLDERS, "shards": 2, "wire": "int8"}}
+    once = {"with": "inside fsdp", "groups": 1, "options": {"shards": 2}}
+    resumed: list[dict[str, Any]] = [
+        {"name": "saved", **again, "saves": "four-two"},
+        {"name": "again", **again, "from": "four-two"},
+        {"name": "file", **once, "from": "four-two", "saves": "file", "epoch": 1},
+        {"name": "DDP", "with": "ddp", "from": "file", "extra": {"max_epochs": 3}},
+    ]
+    told = {"what": ["across", "resumes"], "across": across, "resumes": resumed, "devices": 6, "servers": 10}
+    finished = run("inside.py", told, spares=5)
+    return [finished.results[rank] for rank in range(6)]
+
+
+def test_groups_of_different_sizes_learn_what_those_with_whole_models_learn(four_and_two: list[dict[str, Any]]) -> None:
+    for result in four_and_two:
+        for found in result["across"].values():
+            assert apart(found["ddp"]["weights"], found["fsdp"]["weights"]) < CLOSE
+            assert found["ddp"]["updates"] == found["fsdp"]["updates"] > 0
+            assert found["fsdp"]["copies"], "replicas are alike, bitwise"
+            assert found["fsdp"]["again"] == pytest.approx(found["fsdp"]["val_loss"])
+    moved = [[found["fsdp"]["bytes"] > 0 for found in result["across"].values()] for result in four_and_two]
+    assert moved == [[True, True]] * 2 + [[False, False]] * 2 + [[True, True]] * 2, "one replica of each group speaks"
+
+
+def test_groups_of_different_sizes_go_on_from_a_checkpoint(four_and_two: list[dict[str, Any]]) -> None:
+    (of_recorder,) = four_and_two[0]["resumes"]["saved"]["saved"]
+    assert len(of_recorder["states"]) == 18
+    for result in four_and_two:
+        found = result["resumes"]
+        assert apart(found["saved"]["after"], found["again"]["after"]) == 0, "with what groups and servers knew"
+        assert found["again"]["loaded"] == found["file"]["loaded"] == of_recorder
+        (of_one_group,) = found["file"]["saved"]
+        (of_one_group,) = found["file"]["saved"]
+        assert found["DDP"]["loaded"] == of_one_group
+        assert apart(found["file"]["after"], of_one_group["weights"]) == 0
+
+
+REGROUPS: list[dict[str, Any]] = [
+    {"method": "hardsync", "from": 1, "to": [2, 1]},
+    {"method": "local_sgd:period=2", "from": 2, "to": [1, 2], "extra": {"wire": "bf16"}},
+    {"method": "diloco:period=2", "from": 1, "to": [2], "kind": "Parallel", "insides": ["ddp", "1 x 2"]},
+]
+
+
+@pytest.fixture(scope="module")
+def regrouped() -> list[dict[str, Any]]:
+    """What four ranks report, that hold a model in twos."""
+    finished = run("inside.py", {"what": ["regroups"], "regroups": REGROUPS, "devices": 4, "servers": 9})
+    return [finished.results[rank] for rank in range(4)]
+
+
+@pytest.mark.parametrize("row", REGROUPS, ids=lambda row: str(row["method"]))
+def test_other_groups_of_shards_are_formed_in_mid_run_as_of_whole_models(
+    regrouped: list[dict[str, Any]], row: dict[str, Any]
+) -> None:
+    formed = {1: [[0, 1, 2, 3]], 2: [[0, 1], [2, 3]]}
+    for result in regrouped:
+        ddp, sharded = (result["regroups"][row["method"]][inside] for inside in row.get("insides", ("ddp", "fsdp")))
+        assert ddp["formed"] == sharded["formed"] == [formed[groups] for groups in row["to"]]
+        assert apart(ddp["weights"], sharded["weights"]) < CLOSE
+        assert ddp["updates"] == sharded["updates"]
+        assert sharded["copies"]
+        assert sharded["val_loss"] == pytest.approx(ddp["val_loss"])
+
+
 # --- What is sharded, and what is refused ----------------------------------------------------------------------------
 
 
@@ -184,12 +264,59 @@ def test_what_needs_the_model_whole_is_refused_at_construction(options: dict[str
         assert word in str(caught.value)
 
 
-@pytest.mark.parametrize(("devices", "words"), [(3, "groups of 1 or 2 ranks"), (2, "one rank each")])
+@pytest.mark.parametrize(
+    ("devices", "shards", "words"),
+    [
+        (3, None, "groups of 1 or 2 ranks"),
+        (2, None, "one rank each"),
+        (5, 2, "5 ranks, of which 2 hold a model together"),
+        (4, 4, "groups=2, but 4 ranks hold a model together"),
+    ],
+)
 def test_groups_whose_members_cannot_have_like_shares_are_refused_before_any_process_starts(
-    devices: int, words: str
+    devices: int, shards: int | None, words: str
 ) -> None:
+    strategy = OmniStrategy(groups=2, inside="fsdp", shards=shards)
     with pytest.raises(ConfigurationError, match=words):
-        Trainer(accelerator="cpu", devices=devices, strategy=OmniStrategy(groups=2, inside="fsdp"), logger=False)
+        Trainer(accelerator="cpu", devices=devices, strategy=strategy, logger=False)
+
+
+@pytest.mark.parametrize(
+    ("inside", "words"),
+    [("ddp", "each rank holds the whole model"), (ModelParallelStrategy(2, 2), "is their number; leave shards= out")],
+)
+def test_shards_are_said_once(inside: Any, words: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"shards=2 and inside=.*{words}"):
+        OmniStrategy(groups=2, inside=inside, shards=2)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "shards", "found"), [([2, 4], None, 2), ([4, 6], 2, 2), ([4, 6], None, 0), ([4, 6], 4, 0)]
+)
+def test_the_smallest_group_is_one_replica_unless_one_says_otherwise(
+    nodes: list[int], shards: int | None, found: int
+) -> None:
+    if found:
+        assert sizes_in(Topology.by_node(nodes), "fsdp", nodes, shards=shards) == (found, 1)
+        return
+    with pytest.raises(ConfigurationError, match=r"groups of 4 or 6 ranks.*so that its size is a multiple"):
+        sizes_in(Topology.by_node(nodes), "fsdp", nodes, shards=shards)
+
+
+def test_a_hook_of_an_earlier_run_is_taken_away() -> None:
+    """Which would average with ranks of groups that are no more."""
+    dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
+    seen: list[int] = []
+    try:
+        net = nn.Sequential(nn.Linear(2, 2))
+        fully_shard(net, mesh=init_device_mesh("cpu", (1,)))
+        average_over_replicas(net, None)
+        for mean, calls in ((lambda gradient: seen.append(gradient.numel()), [6]), (None, [6])):
+            average_over_replicas(net, mean)
+            net(torch.ones(1, 2)).sum().backward()
+            assert seen == calls
+    finally:
+        dist.destroy_process_group()
 
 
 def test_optimizers_that_mix_numbers_are_refused_where_servers_step() -> None:

@@ -468,7 +468,7 @@ def test_a_group_is_told_that_it_divides_the_model_otherwise(given: str, inside:
 
 def test_groups_that_shard_their_model_need_a_server_for_each_member_and_more_than_one() -> None:
     options = WorldOptions(server=SERVER, join=True, inside="fsdp")
-    with pytest.raises(ConfigurationError, match=r"is one of 2; all groups of the run need as many ranks"):
+    with pytest.raises(ConfigurationError, match=r"is one of 2; all groups of the run need as many shards"):
         RunServer(0, options, [3], shares=3).check(2, SERVER)
     RunServer(0, options, [3], shares=3).check(3, SERVER)
     for inside in ("fsdp", ModelParallel(1, 1)):
@@ -523,11 +523,13 @@ class Run:
     def go(self, epoch: int, gate: str = "go") -> None:
         (self.folder / f"{gate}-{epoch}").touch()
 
-    def train_together(self, options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """One group begins, another joins it in epoch 1; what both said in the end."""
+    def train_together(
+        self, options: dict[str, Any], later: dict[str, Any] | None = None
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """One group begins, another joins it in epoch 1, perhaps with other options; what both said in the end."""
         first = self.start("a", options)
         self.wait_for("a0-in-1")
-        second = self.start("b", options, seed=2)
+        second = self.start("b", {**options, **(later or {})}, seed=2)
         self.wait_for("b0-in-1")
         self.go(1)
         assert first.end(PATIENCE) == 0, first.output
@@ -812,7 +814,7 @@ def test_groups_that_shard_their_model_come_and_go(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "given",
     [
-        {"method": "async_sgd", "inside": "fsdp", "optimizer": "AdamW", "strategy": {"wire": "int8"}},
+        {"method": "async_sgd", "inside": "fsdp", "optimizer": "AdamW", "strategy": {"wire": "int8"}, "replicas": 2},
         {"method": "local_sgd:period=4", "inside": "1 x 2", "optimizer": "SGD"},
         pytest.param({"method": "async_sgd", "inside": "2 x 1", "optimizer": "SGD"}, marks=pytest.mark.exhaustive),
         pytest.param({"method": "hardsync", "inside": "fsdp", "optimizer": "SGD"}, marks=pytest.mark.exhaustive),
@@ -821,8 +823,10 @@ def test_groups_that_shard_their_model_come_and_go(tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("run", [("--shards", "2")], ids=[""], indirect=True)
 def test_a_group_that_shards_its_model_joins_however_it_does_so(run: Run, given: dict[str, Any]) -> None:
-    one, other = run.train_together({"epochs": 3, "hold": [1], "devices": 2, **given})
-    assert one["weights"] == other["weights"] == run.result("b", 1)["weights"]
+    replicas = given.get("replicas", 1)  # of the model, in the group that joins
+    later = {"devices": 4, "strategy": {**given["strategy"], "shards": 2}} if replicas > 1 else {}
+    one, other = run.train_together({"epochs": 3, "hold": [1], "devices": 2, **given}, later)
+    assert all(run.result("b", rank)["weights"] == one["weights"] for rank in range(2 * replicas))
     assert one["val"] == other["val"]
     assert one["finite"]
     assert set(run.trained) == {(epoch, sample) for epoch in range(3) for sample in range(128)}

@@ -161,16 +161,16 @@ class Net(nn.Module):
 
 
 @contextmanager
-def meshed() -> Iterator[DeviceMesh]:
-    """The mesh of 2 x 2 ranks as the first of them sees it; collectives do nothing."""
-    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
-    one = Topology.even(4, 1)
+def meshed(rows: int = 2) -> Iterator[DeviceMesh]:
+    """The mesh of 2 x 2 ranks, or of 1 x 2, as the first of them sees it; collectives do nothing."""
+    dist.init_process_group("fake", rank=0, world_size=2 * rows, store=FakeStore())
+    one = Topology.even(2 * rows, 1)
     groups: list[Any] = [dist.group.WORLD]
     try:
         for part in (columns_of(one, 2), rows_of(one, 2)):
             made = [dist.new_group(list(ranks)) for ranks in part.groups]
             groups.append(made[part.group_of(0)])
-        yield mesh_of(range(4), groups, 2, "cpu")
+        yield mesh_of(range(2 * rows), groups, 2, "cpu")
     finally:
         dist.destroy_process_group()
 
@@ -207,6 +207,15 @@ def test_parameters_that_the_members_of_a_group_do_not_hold_together_are_refused
         assert word in str(caught.value)
 
 
+def test_what_fsdp2_does_not_divide_is_refused_where_a_group_has_replicas_of_the_model() -> None:
+    with meshed(rows=1) as mesh:
+        held = {"weight": nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh["tensor_parallel"], [Shard(0)]))}
+        check_sharded(held, mesh, ModelParallel(1, 2))
+        with pytest.raises(UnsupportedError, match="nothing would average its gradient"):
+            check_sharded(held, mesh, ModelParallel(1, 2), is_replicated=True)
+        check_sharded(dict(Net().parallelize(mesh).named_parameters()), mesh, ModelParallel(1, 2), is_replicated=True)
+
+
 def test_norms_over_parameters_on_several_meshes_are_refused() -> None:
     with meshed() as mesh:
         net = Net().parallelize(mesh)
@@ -220,7 +229,15 @@ def test_norms_over_parameters_on_several_meshes_are_refused() -> None:
 
 @pytest.mark.parametrize(
     ("sizes", "ranks", "found"),
-    [((2, 2), [4], (2, 2)), (("auto", 2), [2], (1, 2)), (("auto", "auto"), [2, 2], (2, 2)), ((4, "auto"), [1], None)],
+    [
+        ((2, 2), [4], (2, 2)),
+        ((1, 2), [2, 2], (1, 2)),
+        (("auto", 2), [2], (1, 2)),
+        (("auto", "auto"), [2, 2], (2, 2)),
+        ((4, "auto"), [1], None),
+        (("auto", 2), [4], None),
+        ((2, 2), [6], None),
+    ],
 )
 def test_auto_is_what_lightning_means_inside_the_group(
     sizes: tuple[Any, Any], ranks: list[int], found: tuple[int, int] | None
@@ -228,7 +245,7 @@ def test_auto_is_what_lightning_means_inside_the_group(
     if found is not None:
         assert ModelParallel(*sizes).sizes(ranks) == found
         return
-    with pytest.raises(ConfigurationError, match="does not fit a group of 1"):
+    with pytest.raises(ConfigurationError, match=f"does not fit a group of {sum(ranks)}"):
         ModelParallel(*sizes).sizes(ranks)
 
 

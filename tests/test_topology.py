@@ -121,6 +121,31 @@ def test_a_rank_in_two_groups_is_refused() -> None:
         Topology(((0, 1), (1, 2)))
 
 
+@given(st.integers(1, 6), st.integers(1, 4), st.data())
+def test_neighbours_stay_together_and_groups_differ_by_no_more_than_them(
+    pieces: int, together: int, data: st.DataObject
+) -> None:
+    groups = data.draw(st.integers(1, pieces))
+    speeds = data.draw(st.lists(st.floats(0.1, 10), min_size=pieces * together, max_size=pieces * together))
+    for topology in (Topology.even(pieces * together, groups, together), Topology.by_speed(speeds, groups, together)):
+        sizes = [len(members) for members in topology.groups]
+        assert max(sizes) - min(sizes) in (0, together)
+        for members in topology.groups:
+            assert members == tuple(sorted(members))
+            starts = members[::together]
+            assert all(start % together == 0 for start in starts)
+            assert members == tuple(start + place for start in starts for place in range(together))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "groups", "says"),
+    [(5, 1, "5 ranks, of which 2 hold a model together: pass shards="), (4, 3, "groups=3, but 2 ranks hold a model")],
+)
+def test_ranks_that_cannot_stay_together_are_refused(ranks: int, groups: int, says: str) -> None:
+    with pytest.raises(ConfigurationError, match=says):
+        Topology.even(ranks, groups, together=2)
+
+
 @pytest.mark.parametrize(
     ("groups", "says"),
     [

@@ -412,11 +412,17 @@ class Channel:
         """From the leader to its group."""
         if len(self._place.members) == 1:
             return
+        self._broadcast(memory, self._place.compute_group)
+
+    def broadcast_to_replicas(self, memory: Tensor) -> None:
+        """From the rank that speaks for a share of the model to those of its group that have the same share."""
+        if self._place.replicas > 1:
+            self._broadcast(memory, self._place.replica_group)
+
+    def _broadcast(self, memory: Tensor, group: Any) -> None:
+        """From the first rank of a process group."""
         shared = memory.to(self._place.device) if self._place.device.type != "cpu" else memory
-        # torch takes src as a rank of the default group if that is the very group, as a global one otherwise
-        is_default = self._place.compute_group is dist.group.WORLD or self._place.enlistment is not None
-        source = 0 if is_default else self._place.members[0]
-        dist.broadcast(shared, src=source, group=self._place.compute_group)
+        dist.broadcast(shared, group=group, group_src=0)
         if shared is not memory:
             memory.copy_(shared)
 
@@ -424,20 +430,19 @@ class Channel:
         """A note from the leader to its group, which is what every member gets."""
         if len(self._place.members) == 1:
             return note
-        letter = torch.zeros(8 + _LETTER, dtype=torch.uint8)
-        if self._place.is_leader:
-            beginning = torch.frombuffer(bytearray(note[:_LETTER]), dtype=torch.uint8)
-            letter[:8].view(torch.int64)[0] = len(note)
-            letter[8 : 8 + beginning.numel()] = beginning
-        self.broadcast_in_group(letter)
-        size = int(letter[:8].view(torch.int64)[0])
-        if size <= _LETTER:
-            return letter[8 : 8 + size].numpy().tobytes()
-        long = torch.zeros(size, dtype=torch.uint8)
-        if self._place.is_leader:
-            long.copy_(torch.frombuffer(bytearray(note), dtype=torch.uint8))
-        self.broadcast_in_group(long)
-        return long.numpy().tobytes()
+        return _told(note if self._place.is_leader else None, self.broadcast_in_group)
+
+    def tell_replicas(self, tree: Any) -> Any:
+        """Plain data and tensors of the rank that speaks for a share of the model, at all that have the same share."""
+        if self._place.replicas == 1:
+            return tree
+        packed, buffer = pack(tree if self._place.speaks else {})
+        mine = msgspec.msgpack.encode((packed, buffer.numel())) if self._place.speaks else None
+        packed, size = msgspec.msgpack.decode(_told(mine, self.broadcast_to_replicas), type=tuple[Packed, int])
+        flat = buffer if self._place.speaks else torch.empty(size, dtype=torch.uint8)
+        if size:
+            self.broadcast_to_replicas(flat)
+        return tree if self._place.speaks else unpack(packed, flat)
 
     @contextmanager
     def timed(self) -> Iterator[None]:
@@ -486,7 +491,9 @@ class Channel:
                 )
                 numbers[0], own_clock = answer.note, answer.clock
             self.broadcast_in_group(memory[:PREFIX] if by_member else memory)
-        if by_member and own_clock != int(prefix[0]):
+            if by_member and ask.pulls:
+                self.broadcast_to_replicas(memory[PREFIX:])
+        if by_member and self._place.speaks and own_clock != int(prefix[0]):
             raise ProtocolError(
                 f"servers have applied {own_clock} and {int(prefix[0])} updates to the shares of a group"
             )
@@ -585,13 +592,13 @@ class Channel:
                     " hold a share of the weights each: pass fragments=1, or servers=1"
                 )
             timeout, by_member = self._place.options.timeout.total_seconds(), self._place.share is not None
-            largest = self._largest_in_group if by_member else int
+            largest = self._largest_in_replica if by_member else int
             self._requests = Requests(self._connect(self._place.control, timeout), by_member, largest)
         return self._requests
 
-    def _largest_in_group(self, number: int) -> int:
+    def _largest_in_replica(self, number: int) -> int:
         groups = self._place.process_groups
-        return groups.largest([number], self._place.compute_group)[0]
+        return groups.largest([number], self._place.holder_group)[0]
 
     def _connect(self, control: Control, timeout: float) -> list[Data]:
         """To all servers that hold a share each; or to the one, by way of an aggregator if there is one."""
@@ -601,6 +608,29 @@ class Channel:
         if len(connections) == 1 and (aggregator := control.attach_aggregator(timeout)) is not None:
             return [ByAggregator(connections[0], aggregator, self._warn_of_aggregator)]
         return connections
+
+
+def _told(note: bytes | None, broadcast: Callable[[Tensor], None]) -> bytes:
+    """A note at all ranks of a process group.
+
+    Args:
+        note: on the rank that tells it; None on the others.
+        broadcast: from that rank to the others.
+    """
+    letter = torch.zeros(8 + _LETTER, dtype=torch.uint8)
+    if note is not None:
+        beginning = torch.frombuffer(bytearray(note[:_LETTER]), dtype=torch.uint8)
+        letter[:8].view(torch.int64)[0] = len(note)
+        letter[8 : 8 + beginning.numel()] = beginning
+    broadcast(letter)
+    size = int(letter[:8].view(torch.int64)[0])
+    if size <= _LETTER:
+        return letter[8 : 8 + size].numpy().tobytes()
+    long = torch.zeros(size, dtype=torch.uint8)
+    if note is not None:
+        long.copy_(torch.frombuffer(bytearray(note), dtype=torch.uint8))
+    broadcast(long)
+    return long.numpy().tobytes()
 
 
 def _decoded(answers: WireFormat, payload: Tensor, layout: Layout, memory: Memory) -> Tensor:

@@ -86,7 +86,7 @@ class RunServer:
         rank: this rank; rank 0 starts the server, and with one for each node the first rank of each node that.
         options: of the run.
         ranks_per_node: number of ranks on each node.
-        shares: servers that there must be, where each member of a group has one for its share; None if there are as
+        shares: servers that there must be, one for each share, where ranks hold a model together; None if there are as
             many as the options say.
 
     Attributes:
@@ -137,12 +137,12 @@ class RunServer:
             return
         if self._options.join:
             raise ConfigurationError(
-                f"{shown(self._options.inside)} and groups of {self._needed} ranks, each of which exchanges a share:"
-                f" the server at {address} is one of {shards}; all groups of the run need as many ranks as there are"
-                " servers (lightning-omni serve --shards N)"
+                f"{shown(self._options.inside)} and {self._needed} ranks, each of which exchanges a share:"
+                f" the server at {address} is one of {shards}; all groups of the run need as many shards as there are"
+                " servers (lightning-omni serve --shards N), and shards= if they have more ranks"
             )
         raise ConfigurationError(
-            f"{shown(self._options.inside)} and groups of {self._needed} ranks, each of which exchanges a share:"
+            f"{shown(self._options.inside)} and {self._needed} ranks, each of which exchanges a share:"
             f" the server at {address} is one of {shards}; start it and the others with lightning-omni serve"
             f" --shards {self._needed}, or leave server= out"
         )

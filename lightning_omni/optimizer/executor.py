@@ -135,7 +135,7 @@ class Exchanging(Executor):
 
     @override
     def check_optimizer(self, optimizer: Optimizer) -> None:
-        if self._place.share is not None:
+        if self._place.is_sharded:
             check_by_parts(self._place.method, optimizer, shown(self._place.options.inside))
         if not self._place.steps_at_worker or isinstance(optimizer, torch.optim.SparseAdam):
             check_servable(optimizer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal
 
 import torch
@@ -49,6 +50,13 @@ class ModelParallel:
         sizes = ", ".join(f"{name}={size!r}" for name, size in vars(self).items())
         return f"ModelParallelStrategy({sizes})"
 
+    @property
+    def product(self) -> int | None:
+        """Ranks that hold a model together; None if it depends on the nodes that a group is on."""
+        if self.data_parallel_size == "auto" or self.tensor_parallel_size == "auto":
+            return None
+        return self.data_parallel_size * self.tensor_parallel_size
+
     def sizes(self, ranks: Sequence[int]) -> tuple[int, int]:
         """Both sizes as numbers.
 
@@ -56,14 +64,14 @@ class ModelParallel:
             ranks: of one group, on each of the nodes that it is on.
 
         Raises:
-            ConfigurationError: their product is not the number of ranks.
+            ConfigurationError: the ranks are no multiple of their product; or not just that, if one is ``"auto"``.
         """
         data = len(ranks) if self.data_parallel_size == "auto" else self.data_parallel_size
         tensor = max(ranks) if self.tensor_parallel_size == "auto" else self.tensor_parallel_size
-        if data * tensor != sum(ranks):
+        if sum(ranks) % (data * tensor) or (self.product is None and sum(ranks) != data * tensor):
             raise ConfigurationError(
                 f"inside={self}: a mesh of {data} x {tensor} ranks does not fit a group of {sum(ranks)}; pass sizes"
-                " whose product is the number of ranks in a group, or another groups="
+                " whose product is the number of ranks in a group, or divides it, or another groups="
             )
         return data, tensor
 
@@ -77,29 +85,65 @@ def shown(inside: Inside) -> str:
     return f'inside="{inside}"' if isinstance(inside, str) else f"inside={inside}"
 
 
-def sizes_in(topology: Topology, inside: Inside, ranks_per_node: Sequence[int], joins: bool = False) -> tuple[int, int]:
-    """How many members of each group get samples of their own, and how many compute one batch together.
+def evenly(ranks: int, groups: int, inside: Inside, shards: int | None) -> Topology:
+    """Groups of ranks whose sizes differ as little as can be, where so many neighbours hold a model together.
+
+    Args:
+        ranks: number of ranks.
+        groups: number of compute groups.
+        inside: how their members hold the model.
+        shards: ranks that hold one model together, as the user has passed it.
+
+    Raises:
+        ConfigurationError: there cannot be so many groups.
+
+    Example:
+        >>> evenly(6, 2, "fsdp", shards=2)
+        Topology(groups=((0, 1, 2, 3), (4, 5)))
+    """
+    together = shards or 1
+    if isinstance(inside, ModelParallel) and (product := inside.product) is not None:
+        together = product if ranks % product == 0 and groups * product <= ranks else 1  # or `sizes_in` says why not
+    return Topology.even(ranks, groups, together)
+
+
+def sizes_in(
+    topology: Topology,
+    inside: Inside,
+    ranks_per_node: Sequence[int],
+    joins: bool = False,
+    shards: int | None = None,
+) -> tuple[int, int]:
+    """Of the ranks that hold one model together, how many get samples of their own, and how many compute one batch.
+
+    A group consists of one or more such replicas of the model.
 
     Args:
         topology: the compute groups.
         inside: how their members hold the model; not ``"ddp"``.
         ranks_per_node: number of ranks on each node, in rank order.
         joins: whether this is one group of a run that others join.
+        shards: ranks that hold one model together, as the user has passed it; None for the size of the smallest group.
 
     Raises:
-        ConfigurationError: members of these groups cannot hold a model together, each the same share.
+        ConfigurationError: members of these groups cannot hold a model together, in the same shares.
 
     Example:
         >>> sizes_in(Topology.even(8, 2), "fsdp", [8])
         (4, 1)
+        >>> sizes_in(Topology.even(8, 2), "fsdp", [8], shards=2)
+        (2, 1)
         >>> sizes_in(Topology.even(8, 2), ModelParallel(2, 2), [8])
         (2, 2)
     """
     sizes = sorted({len(topology.members(group)) for group in topology.alive})
-    if len(sizes) > 1:
+    each = shards or sizes[0]
+    if inside == "fsdp" and any(size % each or each < min(size, 2) for size in sizes):
+        given = f" and shards={shards}" if shards is not None else ""
         raise ConfigurationError(
-            f"{shown(inside)} and groups of {sizes[0]} or {sizes[1]} ranks: member j of every group exchanges share j"
-            " of the model, so all groups need equally many members; pass a groups= that divides the number of ranks"
+            f"{shown(inside)}{given} and groups of {' or '.join(map(str, sizes))} ranks: a group holds the model once"
+            " or several times, in as many shards as any other group, so that its size is a multiple of their number,"
+            " 2 or more; pass shards= that divides the size of every group, or another groups="
         )
     if sizes == [1] and not topology.is_synchronous:
         raise ConfigurationError(
@@ -109,10 +153,10 @@ def sizes_in(topology: Topology, inside: Inside, ranks_per_node: Sequence[int], 
     if sizes == [1] and joins:
         raise ConfigurationError(
             f"{shown(inside)}, join=True and a group of one rank: there is no other member to share the model with;"
-            ' start the group with as many ranks as the run has servers, or pass inside="ddp"'
+            ' start the group with as many ranks as the run has servers, or with a multiple, or pass inside="ddp"'
         )
     if not isinstance(inside, ModelParallel):
-        return sizes[0], 1
+        return each, 1
     node_of = [node for node, ranks in enumerate(ranks_per_node) for _ in range(ranks)]
     on_nodes = [Counter(node_of[rank] for rank in topology.members(group)) for group in topology.alive]
     found = {inside.sizes(list(ranks.values())) for ranks in on_nodes}
@@ -124,23 +168,24 @@ def sizes_in(topology: Topology, inside: Inside, ranks_per_node: Sequence[int], 
     return found.pop()
 
 
-def rows_of(topology: Topology, tensor: int) -> Topology:
-    """The ranks that compute one batch together: so many neighbours in each group."""
+def rows_of(topology: Topology, length: int) -> Topology:
+    """So many neighbours in each group: the ranks that compute one batch together, or that hold a model together."""
     each = (topology.members(group) for group in topology.alive)
-    return Topology(tuple(members[i : i + tensor] for members in each for i in range(0, len(members), tensor)))
+    return Topology(tuple(members[i : i + length] for members in each for i in range(0, len(members), length)))
 
 
-def columns_of(topology: Topology, tensor: int) -> Topology:
-    """The ranks of each group that have the same place in their rows."""
+@lru_cache(maxsize=64)
+def columns_of(topology: Topology, length: int) -> Topology:
+    """The ranks of each group that have the same place in their rows of that length."""
     each = (topology.members(group) for group in topology.alive)
-    return Topology(tuple(members[i::tensor] for members in each for i in range(tensor)))
+    return Topology(tuple(members[i::length] for members in each for i in range(length)))
 
 
 def mesh_of(members: Sequence[int], groups: Sequence[Any], tensor: int, device: str) -> DeviceMesh:
-    """The mesh of a compute group, on every member; called while the default process group is that of all ranks.
+    """The mesh of ranks that hold a model together, on each; while the default process group is that of all ranks.
 
     Args:
-        members: of the group.
+        members: these ranks.
         groups: process groups: of all of them, and if it is to have two dimensions, of this rank's column and row.
         tensor: ranks of a row.
         device: kind of device.

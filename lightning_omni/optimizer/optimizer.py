@@ -81,8 +81,8 @@ class OmniOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state_dict; its state is the server's, if several groups train.
 
-        Rank 0 has to ask the server, so call it there; other ranks return their (empty) own. Where the members of a
-        group hold the model together, those of rank 0's group call it, and each gets the state of its share.
+        Rank 0 has to ask the server, so call it there; other ranks return their (empty) own. Where ranks hold the model
+        together, those that hold it with rank 0 call it, and each gets the state of its share.
         """
         own: dict[str, Any] = self.optimizer.state_dict()
         at_server = self.world.executor.control is not None and not self.world.steps_at_worker

@@ -59,6 +59,8 @@ class WorldOptions:
         inside: how the members of a group hold the model: ``"ddp"``, each the whole model; or sharded, each with a part
             of every parameter, which it exchanges with its own server: ``"fsdp"``, rows; or a `ModelParallel`, as the
             module is parallelized on the group's mesh.
+        shards: with ``inside="fsdp"``, ranks that hold one replica of the model together; each group consists of one or
+            more replicas. None is the size of the smallest group.
         progress_timeout: seconds after which the embedded server evicts a group that has trained, is alive and makes no
             progress; None for never.
         all_reduce: how gradients are averaged inside a group: ``"fp32"`` (uncompressed), ``"bf16"``, ``"fp16"``, or
@@ -85,6 +87,7 @@ class WorldOptions:
     inside: Inside = "ddp"
     progress_timeout: float | None = 600.0
     all_reduce: str | AllReduce = "fp32"
+    shards: int | None = None
 
     def __post_init__(self) -> None:
         if self.groups is not None:
@@ -133,6 +136,9 @@ class WorldOptions:
             check_number("save_every", self.save_every, seconds, above=0, below=math.inf)
         if self.inside not in ("ddp", "fsdp") and not isinstance(self.inside, ModelParallel):
             raise ConfigurationError(f'inside={self.inside!r}: pass "ddp", "fsdp" or a ModelParallel(...)')
+        if self.shards is not None:
+            ranks = "the number of ranks that hold one replica of the model, 2 or more, or None"
+            check_whole("shards", self.shards, ranks, low=2)
         if self.progress_timeout is not None:
             longest = "seconds, at least 2, than which no batch and no epoch's end may take longer, or None"
             check_number("progress_timeout", self.progress_timeout, longest, low=2, below=math.inf)
@@ -180,14 +186,21 @@ class WorldOptions:
             )
 
     def _check_inside(self, transport: Transport) -> None:
+        given = shown(self.inside)
+        if self.shards is not None and self.inside != "fsdp":
+            instead = (
+                "data_parallel_size= times tensor_parallel_size= is their number; leave shards= out"
+                if self.is_sharded
+                else 'each rank holds the whole model; leave shards= out, or pass inside="fsdp"'
+            )
+            raise ConfigurationError(f"shards={self.shards} and {given}: {instead}")
         if not self.is_sharded:
             return
-        given = shown(self.inside)
         check_by_member(self.resolved_method(), given)
         if self.servers != 1:
             raise ConfigurationError(
                 f"servers={self.servers!r} and {given}: each member of a group has a server for its share, so"
-                " their number is that of the members; leave servers= out"
+                " their number is that of the shards; leave servers= out"
             )
         if self.record is not None:
             raise ConfigurationError(

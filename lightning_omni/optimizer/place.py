@@ -7,7 +7,7 @@ together.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -19,7 +19,7 @@ from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import Method
 from lightning_omni.optimizer.embedded import RunServer
 from lightning_omni.optimizer.enlistment import Enlistment
-from lightning_omni.optimizer.meshes import ModelParallel, columns_of, mesh_of, rows_of, sizes_in
+from lightning_omni.optimizer.meshes import ModelParallel, columns_of, evenly, mesh_of, rows_of, sizes_in
 from lightning_omni.optimizer.model_replica import Part
 from lightning_omni.optimizer.options import WorldOptions
 from lightning_omni.optimizer.process_groups import ProcessGroups
@@ -59,6 +59,7 @@ class Place:
         ranks_per_node: number of ranks on each node, in rank order; by default what torchrun says.
 
     Attributes:
+        torch_rank: this rank, as torch.distributed numbers the ranks that its launcher has started.
         topology: the compute groups.
         generation: counts the formings of groups.
         control: the connection by which ranks synchronize, if the server was joined.
@@ -66,7 +67,9 @@ class Place:
         steps: optimizer steps of the run that were taken in one group, and that no clock of a server counts.
         core: this rank's view of its group.
         server: where the server is.
-        tensor_parallel: neighbours in a group that get the same samples, and compute on them together.
+        shards: ranks that hold one replica of the model together; 1 where each rank has all of it.
+        holders: ranks, as torch numbers them, by the replica of the model that they hold together.
+        tensor_parallel: of these, neighbours that get the same samples, and compute on them together.
         process_groups: torch's groups.
         is_computing: whether the default process group is the compute group.
         is_entering: whether the group has joined others that compute already, and is about to.
@@ -97,15 +100,21 @@ class Place:
         )
         self.device = torch.device(device)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.torch_rank = self.rank
         ranks_per_node = list(ranks_per_node or _count_ranks_per_node(self.size))
         joins = self.options.join
         self.process_groups = ProcessGroups(self.rank, self.size, self.options.timeout, self.device, is_group=joins)
         wanted = 1 if joins else groups if groups is not None else self.options.groups
-        self.topology = Topology.by_node(ranks_per_node) if wanted is None else Topology.even(self.size, wanted)
+        inside, shards = self.options.inside, self.options.shards
+        self.topology = (
+            Topology.by_node(ranks_per_node) if wanted is None else evenly(self.size, wanted, inside, shards)
+        )
         self.method.check(len(self.topology.alive))
-        self.tensor_parallel = 1
+        self.shards = self.tensor_parallel = 1
         if self.options.is_sharded:
-            _, self.tensor_parallel = sizes_in(self.topology, self.options.inside, ranks_per_node, joins)
+            samples, self.tensor_parallel = sizes_in(self.topology, inside, ranks_per_node, joins, shards)
+            self.shards = samples * self.tensor_parallel
+        self.holders = rows_of(self.topology, self.shards)
         self.enlistment: Enlistment | None = None
         if joins:
             self.enlistment = Enlistment(self.options, self.rank, self.size, self._tell_torch)
@@ -118,7 +127,7 @@ class Place:
         self.control: Control | None = None
         self.parts: list[Part] = []
         self.steps = 0
-        self.server = RunServer(self.rank, self.options, ranks_per_node, self.share[1] if self.share else None)
+        self.server = RunServer(self.rank, self.options, ranks_per_node, self.shards if self.is_sharded else None)
         self.is_computing = self.is_entering = self.is_new = False
         self._mesh: DeviceMesh | None = None
         self.reduction = Reduction(self.options.resolved_all_reduce())
@@ -184,23 +193,33 @@ class Place:
 
     @property
     def is_with_recorder(self) -> bool:
-        """Whether the recorder is of this rank's group.
+        """Whether this rank holds a replica of the model together with the recorder.
 
         Where groups join on their own, all ranks know it alike where they synchronize, and while they compute the
         members of a group since they have agreed on it: see `World.agree_on_recorder`.
         """
         if self.enlistment is None:
-            return RECORDER in self.members
+            return RECORDER in self.members and self.speaks
         if self.control is not None and not self.is_computing:
             self._is_with_recorder = self.process_groups.live.ranks[0] in self.members
-        return self._is_with_recorder
+        return self._is_with_recorder and self.speaks
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether ranks hold the model together."""
+        return self.options.is_sharded
 
     @property
     def share(self) -> tuple[int, int] | None:
-        """Where each member of a group exchanges a share of the model, which one of how many is this rank's."""
-        if not self.options.is_sharded or (self.is_synchronous and self.enlistment is None):
+        """Where ranks that hold a model together exchange a share of it each: which one of how many is this rank's."""
+        if not self.is_sharded or (self.is_synchronous and self.enlistment is None and self.control is None):
             return None
-        return self.members.index(self.rank), len(self.members)
+        return self.members.index(self.rank) % self.shards, self.shards
+
+    @property
+    def replicas(self) -> int:
+        """How often this rank's group has what this rank has of the model."""
+        return len(self.members) // self.shards
 
     @property
     def data_place(self) -> tuple[int, int]:
@@ -209,8 +228,11 @@ class Place:
 
     @property
     def speaks(self) -> bool:
-        """Whether this rank speaks to the server for its group, or for its share of what that exchanges."""
-        return self.is_leader or self.share is not None
+        """Whether this rank speaks to the server for its group, or for its share of what that exchanges.
+
+        These are the ranks of the group's first replica; the others get from them what the server has said.
+        """
+        return self.members.index(self.rank) < self.shards
 
     @property
     def hands_over(self) -> bool:
@@ -219,26 +241,56 @@ class Place:
 
     @property
     def mesh(self) -> DeviceMesh:
-        """That of this rank's compute group. The first time, all ranks ask for it before training begins."""
+        """That of the ranks with which this one holds a replica of the model.
+
+        The first time, all ranks ask for it before training begins. It stays, whatever groups are formed.
+        """
         if self._mesh is None:
             for topology in self._parted:
-                self.process_groups.make(topology)
+                self.process_groups.make(topology, stays=True)
+            self.make_groups()
             groups = [self.process_groups.compute(topology) for topology in self._parted]
-            members = self.members if self.enlistment is None else range(self.size)
-            self._mesh = mesh_of(members, groups, self.tensor_parallel, self.device.type)
+            own = self.holders.members(self.holders.group_of(self.torch_rank))
+            self._mesh = mesh_of(own, groups, self.tensor_parallel, self.device.type)
         return self._mesh
 
     @property
     def _parted(self) -> list[Topology]:
-        """The groups that torch knows, and those parts of them that are tensor-parallel columns and rows."""
-        groups = self.topology if self.enlistment is None else Topology.even(self.size, 1)
+        """Ranks that hold a replica of the model, and those parts of them that are tensor-parallel columns and rows."""
         if not isinstance(self.options.inside, ModelParallel):
-            return [groups]
-        return [groups, *(part(groups, self.tensor_parallel) for part in (columns_of, rows_of))]
+            return [self.holders]
+        return [self.holders, *(part(self.holders, self.tensor_parallel) for part in (columns_of, rows_of))]
+
+    @property
+    def _compute_groups(self) -> Topology:
+        """The compute groups that torch knows, as it numbers their ranks."""
+        return self.topology if self.enlistment is None else Topology.even(self.size, 1)
+
+    @property
+    def _alike(self) -> Topology:
+        """The ranks of each group that have the same of the model; if that is all of it, the groups."""
+        return columns_of(self._compute_groups, self.shards) if self.is_sharded else self._compute_groups
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether any group holds the model several times, in shards."""
+        return self.is_sharded and any(len(members) > self.shards for members in self._compute_groups.groups)
+
+    def make_groups(self, gather: Callable[[list[int]], list[list[int]]] | None = None) -> None:
+        """Makes the process groups of the compute groups, and of ranks in them that have the same of a sharded model.
+
+        All live ranks call it.
+
+        Args:
+            gather: as in `ProcessGroups.make`.
+        """
+        self.process_groups.make(self._compute_groups, gather)
+        if self.has_replicas:
+            self.process_groups.make(self._alike, gather)
 
     def abandon_groups(self) -> None:
         """This rank fails: ranks that wait for it inside its compute group fail at once."""
-        for topology in self._parted:
+        for topology in (self._compute_groups, self._alike, *self._parted):
             self.process_groups.abandon(topology)
 
     @property
@@ -277,6 +329,16 @@ class Place:
     def compute_group(self) -> Any:
         """The process group of this rank's compute group, which `broadcast_initial` and `regroup` make."""
         return self.process_groups.compute(self.topology)
+
+    @property
+    def replica_group(self) -> Any:
+        """The process group of those ranks of the compute group that have the same of the model as this one."""
+        return self.process_groups.compute(self._alike)
+
+    @property
+    def holder_group(self) -> Any:
+        """The process group of the ranks with which this one holds a replica of the model."""
+        return self.process_groups.compute(self.holders)
 
     def steps_here(self, part: Part) -> bool:
         """Whether the user's optimizer steps this part on every rank."""

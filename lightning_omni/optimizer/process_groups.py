@@ -81,6 +81,7 @@ class ProcessGroups:
     def __init__(self, rank: int, size: int, timeout: timedelta, device: torch.device, is_group: bool = False) -> None:
         self._rank, self._size, self._timeout, self._device = rank, size, timeout, device
         self._is_group = is_group
+        self._stay: set[Groups] = set()
         self._found: Any = None
         wait_for_gloo_at_exit()
 
@@ -102,14 +103,17 @@ class ProcessGroups:
         assert live is not None
         return live
 
-    def make(self, topology: Topology, gather: Gather | None = None) -> None:
+    def make(self, topology: Topology, gather: Gather | None = None, stays: bool = False) -> None:
         """Makes the process groups of a topology, unless all ranks have them. All live ranks call it.
 
         Args:
             topology: every rank of it is here.
             gather: how they hear of each other; None takes the default process group as it was found.
+            stays: whether it is kept to the end of the run, however many others are made.
         """
         members, kept = self._members(topology), self._cache
+        if stays:
+            self._stay.add(topology.groups)
         if len(members) == self._size:
             return
         held = kept.compute.get(topology.groups)
@@ -124,8 +128,9 @@ class ProcessGroups:
         group = new_named_group(f"omni-{number:x}-{members[0]}", members, self._timeout)
         kept.compute[topology.groups] = _Made(number, ref(group))
         self.use(before)
-        while len(kept.compute) > MOST_KEPT:
-            kept.destroy(next(iter(kept.compute)))
+        spare = [groups for groups in kept.compute if groups not in self._stay and groups != topology.groups]
+        for groups in spare[: max(0, len(kept.compute) - MOST_KEPT)]:
+            kept.destroy(groups)
 
     def compute(self, topology: Topology) -> Any:
         """The process group of this rank's group in a topology that was made."""
@@ -162,6 +167,7 @@ class ProcessGroups:
     def leave(self) -> None:
         """The run is over; what torch's default is now is found again by the next one."""
         self._found = None
+        self._stay.clear()
 
     # --- Among all ranks -----------------------------------------------------------------------------------------
 

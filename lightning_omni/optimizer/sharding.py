@@ -85,13 +85,16 @@ def _listed(module: Module) -> Iterator[Module]:
             yield from _listed(child)
 
 
-def check_sharded(parameters: Mapping[str, Parameter], mesh: DeviceMesh, inside: Inside) -> None:
-    """Raises `UnsupportedError` unless the members of a group hold every parameter that is exchanged together.
+def check_sharded(
+    parameters: Mapping[str, Parameter], mesh: DeviceMesh, inside: Inside, is_replicated: bool = False
+) -> None:
+    """Raises `UnsupportedError` unless ranks hold every parameter that is exchanged together.
 
     Args:
         parameters: by name.
-        mesh: of the group.
+        mesh: of these ranks.
         inside: as the user has passed it.
+        is_replicated: whether a group has several replicas of the model, whose gradients FSDP2 is to average.
     """
     for name, parameter in parameters.items():
         if not isinstance(parameter, DTensor):
@@ -111,11 +114,11 @@ def check_sharded(parameters: Mapping[str, Parameter], mesh: DeviceMesh, inside:
                 f"{shown(inside)}: the parameter {name} lies as {parameter.placements}, and is the sum of what its"
                 " ranks have; parallelize it with Shard or Replicate"
             )
-        if mesh.size(0) > 1 and _is_replicated(parameter, DATA):
+        if (mesh.size(0) > 1 or is_replicated) and _is_replicated(parameter, DATA):
             raise UnsupportedError(
                 f"{shown(inside)}: the parameter {name} lies as {parameter.placements}, alike on the data-parallel"
-                " ranks, and nothing would average its gradient over them: apply fully_shard to the module that holds"
-                f' it, on self.device_mesh["{DATA}"]'
+                " ranks, or those of several replicas, and nothing would average its gradient over them: apply"
+                f' fully_shard to the module that holds it, on self.device_mesh["{DATA}"]'
             )
         if not parameter.to_local().is_contiguous():
             raise UnsupportedError(
@@ -168,15 +171,42 @@ def reshard(module: Module | None) -> None:
             parameter.requires_grad_(trained[name])
 
 
-def share_initial(module: Module, topology: Topology, rank: int) -> None:
-    """All groups begin with the parameters of the recorder's, share by share, and with the buffers of rank 0.
+def average_over_replicas(module: Module, mean: Callable[[Tensor], None] | None) -> None:
+    """Gradients are averaged over replicas of a sharded module, too, when FSDP2 has averaged them over its ranks.
 
     Args:
         module: sharded.
-        topology: the compute groups.
+        mean: makes what this rank has of a gradient the mean over the replicas, in place; None if there is just one.
+
+    Raises:
+        UnsupportedError: this release of torch cannot do it.
+    """
+    for each in module.modules():
+        if not isinstance(each, FSDPModule) or (mean is None and _AVERAGES not in vars(each)):
+            continue  # what a user has hung there stays
+        if not hasattr(each, "set_all_reduce_hook"):
+            raise UnsupportedError(
+                f"shards= of several replicas in a group, and torch {torch.__version__}: its FSDP2 has no"
+                " set_all_reduce_hook(), by which they average gradients; use a later release, or as many groups as"
+                " there are replicas"
+            )
+        each.set_all_reduce_hook(mean)  # type: ignore[arg-type]  # of None it takes the hook away
+        vars(each)[_AVERAGES] = mean is not None
+
+
+_AVERAGES = "_omni_averages"
+"""Notes on a module that its gradients were averaged over replicas: by a run that may be over."""
+
+
+def share_initial(module: Module, holders: Topology, rank: int) -> None:
+    """All replicas begin with the parameters of the recorder's, share by share, and with the buffers of rank 0.
+
+    Args:
+        module: sharded.
+        holders: ranks that hold a replica together.
         rank: this one. All ranks call it, while the default process group is that of all.
     """
-    mine, first = topology.members(topology.group_of(rank)), topology.members(topology.group_of(RECORDER))
+    mine, first = holders.members(holders.group_of(rank)), holders.members(holders.group_of(RECORDER))
     place = mine.index(rank)
     for parameter in module.parameters():
         part = local_of(parameter)
@@ -185,9 +215,9 @@ def share_initial(module: Module, topology: Topology, rank: int) -> None:
         elif not part.numel():
             continue
         elif mine == first:
-            for group in topology.alive:
-                if topology.members(group) != first:
-                    dist.send(part, topology.members(group)[place])
+            for replica in holders.alive:
+                if holders.members(replica) != first:
+                    dist.send(part, holders.members(replica)[place])
         else:
             dist.recv(part, first[place])
     for buffer in module.buffers():

@@ -20,9 +20,9 @@ from lightning_omni.optimizer.model_replica import Part
 from lightning_omni.optimizer.parameter_groups import ParameterGroups
 from lightning_omni.optimizer.place import Place
 from lightning_omni.optimizer.saved import Saved
-from lightning_omni.optimizer.sharding import held_by, in_order, state_like, whole
+from lightning_omni.optimizer.sharding import held_by, here, in_order, parts_of, state_like, whole
 from lightning_omni.protocol import messages as m
-from lightning_omni.protocol.codec import Packed, pack, unpack
+from lightning_omni.protocol.codec import pack
 from lightning_omni.protocol.wire_format import RESIDUAL, to_wire
 
 _log = logging.getLogger(__name__)
@@ -114,8 +114,8 @@ class States:
             self.seed()
             return ()
         if self._place.steps_at_worker:
-            self.share()
-        return self.take_back() if self._place.is_synchronous else ()
+            self._share([part for part in self._place.parts if self._place.steps_here(part)])
+        return self._take_back_everywhere() if self._place.is_synchronous else ()
 
     # --- To the server and back ---------------------------------------------------------------------------------------
 
@@ -147,6 +147,15 @@ class States:
             self._resumed = Saved(server=[part["method"] for part in snapshot.parts])
             for part, clock in zip(self._place.parts, snapshot.cut.clocks, strict=True):
                 part.replica.clock = clock
+
+    def _take_back_everywhere(self) -> tuple[tuple[int, int], ...]:
+        """As `take_back`, on all ranks, which are one group; its first replica asks the servers for all."""
+        if self._place.share is None:
+            return self.take_back()
+        mine = self.take_back() if self._place.speaks else ()
+        self._share([part for part in self._place.parts if not self._place.steps_here(part)])
+        spans = self._channel.tell_group(msgspec.msgpack.encode(mine))
+        return msgspec.msgpack.decode(spans, type=tuple[tuple[int, int], ...])
 
     def take_back(self) -> tuple[tuple[int, int], ...]:
         """This rank's optimizers get the server's state, to step for themselves or to be saved.
@@ -222,28 +231,25 @@ class States:
                             state[whole] = theirs["state"][place]
         return state
 
-    def share(self) -> None:
-        """Members of a new group may come from different ones: they take their leader's optimizer state."""
-        if len(self._place.members) == 1:
+    def _share(self, parts: Sequence[Part]) -> None:
+        """Members of a new group may come from different ones: they take the optimizer state of its first replica."""
+        if self._place.replicas == 1:
             return
-        for part in (part for part in self._place.parts if self._place.steps_here(part)):
-            packed, buffer = pack(part.optimizer.state_dict()["state"] if self._place.is_leader else {})
-            note = self._channel.tell_group(msgspec.msgpack.encode((packed, buffer.numel())))
-            theirs, size = msgspec.msgpack.decode(note, type=tuple[Packed, int])
-            flat = buffer if self._place.is_leader else torch.empty(size, dtype=torch.uint8)
-            if size:
-                self._channel.broadcast_in_group(flat)
-            if not self._place.is_leader:
-                state = unpack(theirs, flat)
-                part.optimizer.load_state_dict({**part.optimizer.state_dict(), "state": state})
+        for part in parts:
+            plain = part.optimizer.state_dict()
+            state = self._channel.tell_replicas(parts_of(plain["state"]) if self._place.speaks else {})
+            if not self._place.speaks:
+                part.optimizer.load_state_dict({**plain, "state": state_like(state, held_by(part.optimizer))})
 
 
 class Residuals:
     """Keeps what the senders of this rank's pushes remember, so that none of it is lost or sent twice.
 
-    Rule 1: only a leader owes anything: it alone sends. So what it owes is counted once.
+    Rule 1: only a leader owes anything, for it alone sends; or where a model is sharded, the ranks that speak for a
+    share each. So what they owe is counted once.
     Rule 2: a residual outlives its group. When other groups are formed, each new leader owes what the ranks of its
-    group owed together; while one group trains, which sends nothing, its leader goes on owing it.
+    group owed together, or those of them that have the same share; while one group trains, which sends nothing, it goes
+    on owing it.
     Rule 3: what is dropped is said: what is left when training ends, and what a checkpoint holds and this run cannot
     restore. A rank that dies takes its residual along, as it does the gradient that it was computing.
 
@@ -307,7 +313,7 @@ class Residuals:
             return
         for index in range(len(self._place.parts)):
             total = self._total(index)
-            state = {RESIDUAL: total} if self._place.is_leader and any(each is not None for each in total) else {}
+            state = {RESIDUAL: total} if self._place.speaks and any(each is not None for each in total) else {}
             self._place.core.load_sender_state(index, state)
 
     def tell_of_remainder(self) -> None:
@@ -323,23 +329,23 @@ class Residuals:
                 )
 
     def _total(self, index: int) -> list[Tensor | None]:
-        """What the ranks of this group owe together: one tensor or None for each parameter."""
+        """What the ranks of this group with the same share owe together: one tensor or None for each parameter."""
         place = self._place
         parameters = place.parts[index].replica.ordered
         own: list[Tensor | None] = list(place.core.sender_state(index).get(RESIDUAL, ()))
         own += [None] * (len(parameters) - len(own))
-        if len(place.members) == 1:
+        if place.replicas == 1:
             return own
         owes = torch.tensor([each is not None for each in own], dtype=torch.int64, device=place.device)
-        dist.all_reduce(owes, group=place.compute_group)
+        dist.all_reduce(owes, group=place.replica_group)
         total: list[Tensor | None] = []
         for mine, parameter, there in zip(own, parameters, owes.tolist(), strict=True):
             wide = torch.promote_types(parameter.dtype, torch.float32)  # the same on all ranks, whatever a format keeps
-            each = torch.zeros_like(parameter.detach(), dtype=wide)
+            each = torch.zeros_like(here(parameter), dtype=wide)
             if mine is not None:
                 each += mine.to(each)
             if there:
-                dist.all_reduce(torch.view_as_real(each) if each.is_complex() else each, group=place.compute_group)
+                dist.all_reduce(torch.view_as_real(each) if each.is_complex() else each, group=place.replica_group)
             total.append(each if there else None)
         return total
 

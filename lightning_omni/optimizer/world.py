@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -34,13 +35,19 @@ from lightning_omni.optimizer.channel import Channel, Traffic
 from lightning_omni.optimizer.edits import Edits
 from lightning_omni.optimizer.enlistment import ask_for_all
 from lightning_omni.optimizer.executor import Exchanging, Executor
-from lightning_omni.optimizer.meshes import shown
 from lightning_omni.optimizer.model_replica import ModelReplica, Part
 from lightning_omni.optimizer.options import WorldOptions
 from lightning_omni.optimizer.parameter_groups import ParameterGroups
 from lightning_omni.optimizer.place import Place
 from lightning_omni.optimizer.remote_head import RemoteHead
-from lightning_omni.optimizer.sharding import check_sharded, division_of, reshard, shard, share_initial
+from lightning_omni.optimizer.sharding import (
+    average_over_replicas,
+    check_sharded,
+    division_of,
+    reshard,
+    shard,
+    share_initial,
+)
 from lightning_omni.optimizer.states import Residuals, States
 from lightning_omni.optimizer.versions import Versions
 from lightning_omni.protocol import messages as m
@@ -160,8 +167,8 @@ class World(Place):
             exchanged = {
                 name: each for name, each in parameters.items() if self.share is not None or each.requires_grad
             }
-            check_sharded(exchanged, self.mesh, self.options.inside)
-        replica = ModelReplica(parameters, optimizer, is_shared=self.share is not None)
+            check_sharded(exchanged, self.mesh, self.options.inside, self.replicas > 1)
+        replica = ModelReplica(parameters, optimizer, is_shared=self.is_sharded)
         number = self._take_in(Part(optimizer, replica, names=names, outside=outside))
         self.executor.check_parts()
         return number
@@ -423,15 +430,23 @@ class World(Place):
         if self.options.inside == "fsdp":
             shard(module, self.mesh)
         self.sharded = module
+        self._average_over_replicas()
+
+    def _average_over_replicas(self) -> None:
+        """Members of this rank's group that have the same of a sharded model average their gradients."""
+        if self.sharded is not None:
+            average_over_replicas(self.sharded, self._mean_over_replicas if self.replicas > 1 else None)
+
+    def _mean_over_replicas(self, gradient: Tensor) -> None:
+        dist.all_reduce(gradient, group=self.replica_group)
+        gradient.div_(self.replicas)
 
     def share_initial(self) -> None:
         """All groups get the weights with which the recorder's begins. All ranks call it, before training."""
-        if self.sharded is None or self.share is None or self.ever_lost:
-            return
-        if self.enlistment is None:
-            share_initial(self.sharded, self.topology, self.rank)
-        else:  # the other groups are not in this torch.distributed world: they read what the server is given
-            share_initial(self.sharded, Topology.even(self.size, 1), self.share[0])
+        # Other launchers' groups are not in this torch.distributed world: they read what the server is given.
+        is_alone = len(self.holders.alive) == 1 and self.enlistment is None
+        if self.sharded is not None and not is_alone and not self.ever_lost:
+            share_initial(self.sharded, self.holders, self.torch_rank)
 
     def broadcast_initial(self, module: Module) -> None:
         """All ranks get the parameters and buffers of rank 0; called before training begins, while all are here."""
@@ -447,12 +462,6 @@ class World(Place):
             raise UnsupportedError(
                 "join=True: groups that have joined on their own cannot form other groups, for ranks of different"
                 " launchers have no process group in common; start other groups instead"
-            )
-        if self.options.is_sharded:
-            raise UnsupportedError(
-                f"{shown(self.options.inside)}: other groups cannot be formed in mid-run, for ranks would need other"
-                " parts of the model;"
-                ' save a checkpoint and resume with another groups=, or use inside="ddp"'
             )
 
     def regroup(
@@ -470,9 +479,13 @@ class World(Place):
             The ranges of the epoch that the server knows to be trained, if there is one group from here on.
         """
         self.check_regroup()
-        check_groups(groups, len(self.live_ranks))
+        check_groups(groups, len(self.live_ranks), self.shards)
         if groups > 1:
             self.check_method(groups)
+        if self.is_sharded:
+            has_replicas = len(self.live_ranks) > groups * self.shards
+            for part in self.parts:
+                check_sharded(part.replica.parameters, self.mesh, self.options.inside, has_replicas)
         before, computing = self.executor, self.is_computing
         if before.exchanges:
             self.parameter_groups.follow_all()
@@ -516,7 +529,7 @@ class World(Place):
     @property
     def _division(self) -> str:
         """How the members of a group share the parameters; empty if each exchanges all of them."""
-        if self.share is None:
+        if not self.is_sharded:
             return ""
         return division_of((each for part in self.parts for each in part.replica.ordered), self.mesh)
 
@@ -545,7 +558,8 @@ class World(Place):
         self.generation += 1
         if self.rank not in self.topology.ranks:
             self.control.check()
-        self.process_groups.make(self.topology, self.channel.gather)
+        self.make_groups(self.channel.gather)
+        self._average_over_replicas()
         for part in self.parts:
             # As formed, not as alive: peers hear of a loss at different moments, and must draw the same peer.
             part.replica.group, part.replica.peers = self.group, self.topology.alive
@@ -564,7 +578,7 @@ class World(Place):
                 keep_epoch=groups is not None and self.executor.exchanges,
                 wire_format=to_wire(self.core.wire_format),
                 overlap=self.core.overlaps,
-                by_member=self.share is not None,
+                by_member=self.is_sharded,
             )
             try:
                 return topology, self._say(form, m.Formed).incarnation
@@ -584,8 +598,9 @@ class World(Place):
 
     def _topology_of_the_living(self, groups: int, speeds: Mapping[int, float] | None) -> Topology:
         if speeds is None:
-            return Topology.of(self.live_ranks, groups)
-        return Topology.by_speed({rank: speeds[rank] for rank in self.live_ranks if rank in speeds}, groups)
+            return Topology.of(self.live_ranks, groups, self.shards)
+        known = {rank: speeds[rank] for rank in self.live_ranks if rank in speeds}
+        return Topology.by_speed(known, groups, self.shards)
 
     def _on_end(self, error: OmniError) -> None:
         """Called from the connection's thread: this rank must stop.

@@ -134,10 +134,10 @@ class Membership:
         method = m.method_from_wire(message.method)
         wire_format.from_wire(message.wire_format)  # or it is refused, before anything has changed
         self._servers.check_method(method, len(topology.alive))
-        if message.by_member and any(len(topology.members(group)) != self._servers.count for group in topology.alive):
+        if message.by_member and any(len(topology.members(group)) % self._servers.count for group in topology.alive):
             raise ProtocolError(
-                f"the members of the groups {message.groups} exchange a share each, so each of them needs a server:"
-                f" there are {self._servers.count}"
+                f"the members of the groups {message.groups} exchange a share each, and there are {self._servers.count}"
+                " servers: the size of each group must be a multiple of that"
             )
         self._roster.form(topology, message.names, message.by_member)
         self.generation = message.generation
@@ -156,10 +156,10 @@ class Membership:
         """Ranks that came late are a group from now on."""
         if not message.ranks or message.ranks[0] != sender.rank:
             raise ProtocolError(f"rank {sender.rank} speaks for no group of {message.ranks}: the first of them does")
-        if self._roster.by_member and len(message.ranks) != self._servers.count:
+        if self._roster.by_member and len(message.ranks) % self._servers.count:
             raise ProtocolError(
                 f"the members of the groups exchange a share each, with {self._servers.count} servers, and"
-                f" {len(message.ranks)} ranks want to be one more: all groups need equally many"
+                f" {len(message.ranks)} ranks want to be one more: the size of each group must be a multiple of that"
             )
         group = self._roster.group_of(sender.rank)
         if group < 0 or message.ranks != self._members(group):  # else it asks again, for the answer was lost

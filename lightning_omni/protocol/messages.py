@@ -93,8 +93,8 @@ class Form(Message, frozen=True, kw_only=True):
         wire_format: how their pushes are put into bytes, as plain data.
         names: of the groups; their numbers, if there are none.
         overlap: whether exchanges travel while groups compute; the server writes it down, nothing else.
-        by_member: whether each member of a group exchanges a share of its own, with the server of the same number, and
-            not its leader all of them.
+        by_member: whether each of the first members of a group exchanges a share of its own, with the server of the
+            same number, and not its leader all of them. Groups may have further members, a multiple of these.
     """
 
     generation: int

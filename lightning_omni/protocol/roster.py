@@ -7,7 +7,7 @@ Rule 3: a dead rank costs its own group; the recorder's group costs the run.
 Rule 4: where groups join on their own, rank numbers are given by the server and never again; the recorder is the lowest
 rank that lives, and the run outlives every group: it is over when one has trained it to its end.
 Rule 5: several servers that hold a share each hear their parts of a request from a group's leader or, where groups are
-formed so, each from the member of its number, which counts there as the leader does.
+formed so, each from the member of its number, which counts there as the leader does; further members say nothing there.
 """
 
 from __future__ import annotations

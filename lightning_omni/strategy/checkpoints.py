@@ -176,7 +176,7 @@ class Checkpoints:
             zip(optimizers, checkpoint.pop("optimizer_states", ()), strict=False)
         ):
             tensors[f"optimizer_{number}"] = by_names(optimizer, state, names)
-        save_folder(path, tensors, checkpoint, world.compute_group)
+        save_folder(path, tensors, checkpoint, world.holder_group)
 
     # --- Resuming ----------------------------------------------------------------------------------------------------
 

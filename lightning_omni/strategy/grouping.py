@@ -369,6 +369,7 @@ def _held_by(world: World) -> str:
     """What a group is inside."""
     if world.sharded is None:
         return "DistributedDataParallel"
+    shards = f" with {world.shards} shards" if world.has_replicas else ""
     if world.tensor_parallel == 1:
-        return "FSDP2"
-    return f"FSDP2 and tensor parallelism, {world.data_place[1]} x {world.tensor_parallel} ranks"
+        return f"FSDP2{shards}"
+    return f"FSDP2 and tensor parallelism, {world.shards // world.tensor_parallel} x {world.tensor_parallel} ranks"

@@ -20,7 +20,7 @@ from lightning_omni.errors import ConfigurationError, ConnectionLost, Evicted, O
 from lightning_omni.methods import Method
 from lightning_omni.optimizer import World, WorldOptions
 from lightning_omni.optimizer.balance import Balance
-from lightning_omni.optimizer.meshes import shown, sizes_in
+from lightning_omni.optimizer.meshes import evenly, shown, sizes_in
 from lightning_omni.optimizer.place import Communication
 from lightning_omni.optimizer.run_state import Live, RunState
 from lightning_omni.optimizer.sharding import check_clipping, reshard
@@ -120,6 +120,9 @@ class OmniStrategyHooks(SavingStrategy):
             writes its shard (torch.distributed.checkpoint, as ModelParallelStrategy saves it), instead of one file that
             rank 0 writes. If ``inside`` is a ModelParallelStrategy, its own argument is used. Both kinds can be loaded
             in any case.
+        shards: with ``inside="fsdp"``, the number of ranks that hold one replica of the model together. A group has one
+            or more replicas, whose gradients are averaged; so groups may have different sizes: see
+            docs/large-models.md. None is the size of the smallest group.
         **ddp: arguments of DDPStrategy.
 
     Raises:
@@ -158,6 +161,7 @@ class OmniStrategyHooks(SavingStrategy):
         progress_timeout: float | None = 600.0,
         all_reduce: str | AllReduce = "fp32",
         save_distributed_checkpoint: bool = False,
+        shards: int | None = None,
         **ddp: Any,
     ) -> None:
         if "refusals" in ddp:
@@ -191,6 +195,7 @@ class OmniStrategyHooks(SavingStrategy):
                 inside=within,
                 progress_timeout=progress_timeout,
                 all_reduce=all_reduce,
+                shards=shards,
             )
             self._fit_options = FitOptions(
                 merged, asked.data, rebalance, validation, max_rejoins, save_distributed_checkpoint
@@ -255,7 +260,8 @@ class OmniStrategyHooks(SavingStrategy):
                 check_groups(groups, ranks)
                 if self.is_sharded:
                     nodes = [ranks // self.num_nodes] * self.num_nodes
-                    sizes_in(Topology.even(ranks, groups), self._world_options.inside, nodes)
+                    inside, shards = self._world_options.inside, self._world_options.shards
+                    sizes_in(evenly(ranks, groups, inside, shards), inside, nodes, shards=shards)
         if _private.start_method(self) != "popen":
             _private.set_launcher(self, self.processes_class(self, _private.start_method(self)))
         else:
@@ -547,7 +553,7 @@ class OmniStrategyHooks(SavingStrategy):
         number of batches on each rank. Batches that were drawn and not trained go back to the pool.
 
         Args:
-            groups: the new number of groups, 1 to the number of live ranks.
+            groups: the new number of groups, 1 to the number of live ranks, or of replicas of a sharded model.
             by_speed: puts like with like, so that no slow rank delays a fast group; ``rebalance="auto"`` must have
                 measured every rank.
 
@@ -563,7 +569,7 @@ class OmniStrategyHooks(SavingStrategy):
                 " accumulate_grad_batches batches are complete"
             )
         world.check_regroup()
-        check_groups(groups, len(world.live_ranks))
+        check_groups(groups, len(world.live_ranks), world.shards)
         if groups > 1:
             world.method.check(groups)
             for optimizer in self.optimizers:

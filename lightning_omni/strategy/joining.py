@@ -80,7 +80,7 @@ class RunStates:
         reshard(world.sharded)
         tree = self._describe()  # on all of the group: what users save may need collectives
         if tree["shared"]:
-            if not world.is_leader:
+            if world.speaks and not world.is_leader:
                 world.channel.store_run_state(*pack({"shared": tree["shared"]}))
             world.wait_for_members()  # what the leader stores lets others in
         if world.is_leader:

@@ -6,6 +6,7 @@ import os
 import signal
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from common import FOLDER, OPTIONS, dataset, omni, pl, report, trainer
@@ -16,7 +17,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
+from lightning_omni.optimizer import place as places
 from lightning_omni.optimizer import sharding
+from lightning_omni.topology import Topology
 
 
 class Blocks(pl.LightningModule):
@@ -305,14 +308,19 @@ def parity() -> Any:
 def fit(inside: str, kind: type[Blocks], optimizer: str = "SGD", groups: int = 2, **options: Any) -> Any:
     pl.seed_everything(7, verbose=False)
     ckpt = options.pop("ckpt", None)
-    given = {name: options.pop(name) for name in list(options) if name in ("method", "wire", "overlap", "server")}
+    ours = ("method", "wire", "overlap", "server", "shards")
+    given = {name: options.pop(name) for name in list(options) if name in ours}
+    together = given.get("shards", 1)
+    if inside != "fsdp":  # groups of the same ranks
+        given.pop("shards", None)
     module = kind(optimizer)
     module.run = f"{OPTIONS}{inside}{given}{fit.__dict__.setdefault('count', 0)}"
     fit.__dict__["count"] += 1
     strategy = omni.OmniStrategy(groups=groups, inside=inside_of(inside), data="static", **given)
     run = trainer(strategy, OPTIONS.get("devices", 4), **options)
     samples = alike("x" in inside) if issubclass(kind, Even) else data()
-    run.fit(module, samples, data(), ckpt_path=ckpt)
+    with patch.object(places, "evenly", lambda ranks, groups, *_: Topology.even(ranks, groups, together)):
+        run.fit(module, samples, data(), ckpt_path=ckpt)
     return module, run, strategy.report()
 
 
@@ -409,6 +417,38 @@ def resumes() -> Any:
     return results
 
 
+class Regroups(pl.Callback):
+    """Forms other groups, one after the other, in the midst of an epoch each."""
+
+    def __init__(self, groups: list[int]) -> None:
+        self.groups, self.formed = list(groups), list[Any]()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.groups and batch_idx == 1:
+            trainer.strategy.regroup(self.groups.pop(0))
+            self.formed.append(trainer.strategy.world.topology.groups)
+
+
+def regroups() -> Any:
+    """Groups are formed anew while they train, of ranks that hold the model together and of ranks that do not."""
+    results = {}
+    for row in OPTIONS["regroups"]:
+        found = {}
+        for inside in row.get("insides", ("ddp", "fsdp")):
+            callback, kind = Regroups(row["to"]), KINDS[row.get("kind", "Blocks"), "x" in inside, False]
+            options = {**row.get("extra", {}), "max_epochs": 1 + len(row["to"]), "callbacks": [callback]}
+            module, run, said = fit(inside, kind, "AdamW", row["from"], shards=2, method=row["method"], **options)
+            found[inside] = {
+                "weights": flat(whole(module)),
+                "formed": callback.formed,
+                "val_loss": float(run.callback_metrics["val_loss"]),
+                "updates": said.updates,
+                "copies": copies(module, run.strategy.world),
+            }
+        results[row["method"]] = found
+    return results
+
+
 class Dies(pl.Callback):
     """The last rank is killed in the midst of an epoch."""
 
@@ -465,6 +505,7 @@ def main() -> None:
         "across": across,
         "checkpoints": checkpoints,
         "resumes": resumes,
+        "regroups": regroups,
         "dies": dies,
         "dies_in_row": dies_in_row,
     }
