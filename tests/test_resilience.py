@@ -255,6 +255,24 @@ def test_a_push_that_waits_at_a_barrier_when_the_server_dies_is_said_again_and_c
         assert all(map(torch.equal, first.replica.weights(), second.replica.weights()))
 
 
+@pytest.mark.parametrize("method", ["hardsync", "softsync:n=1", "local_sgd:period=1", "stale_synchronous:bound=0"])
+def test_a_group_that_was_lost_while_another_waited_for_it_is_not_waited_for_by_the_next_server(method: str) -> None:
+    with ExitStack() as stack:
+        serving = Mortal(stack)
+        first, second = workers(serving, method_named(method))
+        push = Pushed(first, seed=0)
+        said = first.core.say(push.ask, first.layout, Memory())
+        first.data.send(said.message, said.payload)
+        serving.save()
+        second.control.close()
+        serving.die()
+        assert serving.core.roster.groups == (0,)
+        answer, payload = first.data.receive(m.Weights)
+        push.finish(answer, first.layout.views(payload))
+        finish([first])
+        assert set(first.used) == set(range(SAMPLES))
+
+
 def test_a_validation_that_one_rank_has_heard_of_is_told_to_the_other_by_the_next_server() -> None:
     plan = msgspec.structs.replace(PLAN, validate_every=SAMPLES // 2)
     with ExitStack() as stack:
