@@ -709,6 +709,17 @@ DEVELOPING: dict[str, Task] = {
         Task("autoencoder", autoencoder, optimizer="adamw", lr=0.005),
         Task("ratings", ratings, batch_size=16, optimizer="adamw", lr=0.03),
         Task("majority", majority, batch_size=16, optimizer="adamw", lr=0.005, warmup=20),
+        # The same once more with the other optimizer: what suits AdamW should not be read off other data than SGD's.
+        Task("powerlaw_adamw", powerlaw, optimizer="adamw", lr=0.01),
+        Task("fashion_adamw", fashion, optimizer="adamw", lr=0.005),
+        Task("digits_adamw", digits, optimizer="adamw", lr=0.01),
+        Task("words_adamw", words, optimizer="adamw", lr=0.03),
+        Task("friedman_adamw", friedman, optimizer="adamw", lr=0.01),
+        Task("teacher_adamw", teacher, batch_size=16, optimizer="adamw", lr=0.01),
+        Task("fraud_sgd", fraud, batch_size=16, lr=0.05),
+        Task("characters_sgd", characters, batch_size=16, lr=0.3, warmup=30),
+        Task("autoencoder_sgd", autoencoder, lr=0.3),
+        Task("ratings_sgd", ratings, batch_size=16, lr=1.0),
     )
 }
 """Tasks to develop on, by name."""
