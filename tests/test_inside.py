@@ -57,9 +57,10 @@ DILOCO = {"method": "diloco:period=2"}
 FOLDERS = {**DILOCO, "save_distributed_checkpoint": True}
 
 
-def resumes(one_group: Run) -> list[dict[str, Any]]:
+def resumes(one_group: Run, four_and_two: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Runs that go on from the checkpoints of others; a file of two groups of two is there already."""
     saved = one_group.results[0]["parity"]
+    before_death = four_and_two[0]["dies_in_replicas"]["saved"]["folder"]
     return [
         {"name": "2 x 2", "with": "inside fsdp", "groups": 2, "options": FOLDERS, "saves": "many"},
         {"name": "2 x 2 again", "with": "inside fsdp", "groups": 2, "options": DILOCO, "from": "many"},
@@ -68,13 +69,14 @@ def resumes(one_group: Run) -> list[dict[str, Any]]:
         {"name": "DDP", "with": "ddp", "from": "fsdp"},
         {"name": "theirs", "with": "inside fsdp", "from": saved["saved by theirs"]["folder"]},
         {"name": "ours", "with": "inside fsdp", "groups": 2, "from": saved["saved by ours"]["folder"]},
+        {"name": "before death", "with": "inside fsdp", "groups": 1, "from": before_death},
     ]
 
 
 @pytest.fixture(scope="module")
-def two_groups(one_group: Run) -> list[dict[str, Any]]:
+def two_groups(one_group: Run, four_and_two: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What ranks 0 and 1 report, the members of one group; the other group has died at the end."""
-    resumed = resumes(one_group)
+    resumed = resumes(one_group, four_and_two)
     servers = 2 * (2 * len(ACROSS) + 4 + sum("groups" in each for each in resumed) + 1)
     what = {"what": ["across", "checkpoints", "resumes", "dies"], "across": ACROSS, "checkpoints": [DILOCO]}
     finished = run("inside.py", {**what, "resumes": resumed, "servers": servers})
@@ -134,6 +136,7 @@ def test_a_killed_member_costs_its_group_alone(two_groups: list[dict[str, Any]])
 OF_SIX: list[dict[str, Any]] = [
     {"method": "async_sgd", "optimizer": "AdamW", "extra": {"gradient_clip_val": 0.3, "accumulate_grad_batches": 2}},
     {"method": "diloco:period=2", "optimizer": "AdamW", "turns": False},
+    {"method": "gossip:kind=pull,period=2", "optimizer": "AdamW"},
 ]
 
 
@@ -149,7 +152,8 @@ def four_and_two() -> list[dict[str, Any]]:
         {"name": "file", **once, "from": "four-two", "saves": "file", "epoch": 1},
         {"name": "DDP", "with": "ddp", "from": "file", "extra": {"max_epochs": 3}},
     ]
-    told = {"what": ["across", "resumes"], "across": across, "resumes": resumed, "devices": 6, "servers": 10}
+    what = ["across", "resumes", "dies_in_replicas"]
+    told = {"what": what, "across": across, "resumes": resumed, "devices": 6, "servers": 15}
     finished = run("inside.py", told, spares=5)
     return [finished.results[rank] for rank in range(6)]
 
@@ -158,11 +162,13 @@ def test_groups_of_different_sizes_learn_what_those_with_whole_models_learn(four
     for result in four_and_two:
         for found in result["across"].values():
             assert apart(found["ddp"]["weights"], found["fsdp"]["weights"]) < CLOSE
-            assert found["ddp"]["updates"] == found["fsdp"]["updates"] > 0
+            assert found["ddp"]["updates"] == found["fsdp"]["updates"]
             assert found["fsdp"]["copies"], "replicas are alike, bitwise"
             assert found["fsdp"]["again"] == pytest.approx(found["fsdp"]["val_loss"])
-    moved = [[found["fsdp"]["bytes"] > 0 for found in result["across"].values()] for result in four_and_two]
+    with_server = [list(result["across"].values())[:-1] for result in four_and_two]
+    moved = [[found["fsdp"]["bytes"] > 0 for found in each] for each in with_server]
     assert moved == [[True, True]] * 2 + [[False, False]] * 2 + [[True, True]] * 2, "one replica of each group speaks"
+    assert all(found["fsdp"]["updates"] > 0 for found in with_server[0])
 
 
 def test_groups_of_different_sizes_go_on_from_a_checkpoint(four_and_two: list[dict[str, Any]]) -> None:
@@ -176,6 +182,17 @@ def test_groups_of_different_sizes_go_on_from_a_checkpoint(four_and_two: list[di
         (of_one_group,) = found["file"]["saved"]
         assert found["DDP"]["loaded"] == of_one_group
         assert apart(found["file"]["after"], of_one_group["weights"]) == 0
+
+
+def test_a_killed_member_costs_its_group_all_replicas_and_no_other_group(
+    four_and_two: list[dict[str, Any]], two_groups: list[dict[str, Any]]
+) -> None:
+    first, second, *lost = four_and_two
+    assert all("dies_in_replicas" not in each for each in lost)
+    assert first["dies_in_replicas"]["lost"] == second["dies_in_replicas"]["lost"] == [2, 3, 4, 5]
+    assert first["dies_in_replicas"]["val_loss"] == second["dies_in_replicas"]["val_loss"]
+    for result in two_groups:
+        assert result["resumes"]["before death"]["loaded"] == first["dies_in_replicas"]["saved"]["held"]
 
 
 REGROUPS: list[dict[str, Any]] = [
@@ -247,7 +264,6 @@ def test_what_is_unfrozen_while_it_is_gathered_is_trained() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"method": "gossip"}, ["method=Gossip:", "read each other's models whole", "local_sgd"]),
         ({"method": "diloco:period=4,fragments=2"}, ["fragments=2", "fragments=1"]),
         ({"servers": 2}, ["servers=2", "leave servers= out"]),
         ({"record": "run.jsonl"}, ["record='run.jsonl'", 'inside="ddp"']),
@@ -315,6 +331,27 @@ def test_a_hook_of_an_earlier_run_is_taken_away() -> None:
             average_over_replicas(net, mean)
             net(torch.ones(1, 2)).sum().backward()
             assert seen == calls
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_user_s_all_reduce_hook_is_not_overwritten_by_that_of_replicas(is_late: bool) -> None:
+    dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
+    seen: list[int] = []
+    try:
+        net = nn.Sequential(nn.Linear(2, 2))
+        fully_shard(net, mesh=init_device_mesh("cpu", (1,)))
+        if is_late:
+            average_over_replicas(net, nn.Identity())
+        net.set_all_reduce_hook(lambda gradient: seen.append(gradient.numel()))  # type: ignore[operator]
+        with pytest.raises(
+            UnsupportedError, match=r"set_all_reduce_hook\(\) of .*leave it out, or pass as many groups="
+        ):
+            average_over_replicas(net, nn.Identity())
+        average_over_replicas(net, None)
+        net(torch.ones(1, 2)).sum().backward()
+        assert seen == [6], "with one replica in a group it stays"
     finally:
         dist.destroy_process_group()
 

@@ -70,6 +70,14 @@ def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return device_mesh._mesh_resources.get_root_mesh(mesh)  # torch before 2.8
 
 
+def all_reduce_hook_of(module: Any) -> Any:
+    """What ``set_all_reduce_hook`` has been told of an FSDPModule last, or None."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    hooks = (getattr(group, "_all_reduce_hook", None) for group in groups)
+    return next((hook for hook in hooks if hook is not None), None)
+
+
 @cache
 def wait_for_gloo_at_exit() -> None:
     """Lets gloo's threads give back the tensors of the last collectives before the interpreter ends.

@@ -18,8 +18,10 @@ from torch.utils._pytree import tree_map
 
 from lightning_omni.errors import ConnectionLost, ProtocolError, Refused, UnsupportedError
 from lightning_omni.methods import Exchange, Inbox, Publish, Pulled, ReadInbox, ReadPeer, Receive, SendPeer
+from lightning_omni.optimizer.meshes import shown
 from lightning_omni.optimizer.model_replica import Part
 from lightning_omni.optimizer.place import Place
+from lightning_omni.optimizer.together import Together
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.codec import Packed, pack, unpack
 from lightning_omni.protocol.cut import Cut
@@ -28,7 +30,7 @@ from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.requests import ByAggregator, Requests, alike
 from lightning_omni.protocol.split import Split, is_elementwise
 from lightning_omni.protocol.synchronization import BROUGHT_ELSEWHERE
-from lightning_omni.protocol.transport import Address, Control, Data, Peers
+from lightning_omni.protocol.transport import Address, Control, Data, Peers, PeersOfShares
 from lightning_omni.protocol.wire_format import RAW, Memory, WireFormat, check_size, decode
 
 _log = logging.getLogger(__name__)
@@ -356,19 +358,46 @@ class Channel:
             return
         assert self._place.control is not None
         mine = b""
-        if self._place.is_leader:
-            self._peers = self._place.control.listen(
-                [part.replica.layout for part in self._place.parts],
-                lambda group: group not in self._place.live_groups,
-                everywhere=not self._place.server.is_on_this_node_only,
-                wire_format=self._place.core.wire_format.pushes,
-            )
+        if self._place.speaks:
+            self._peers = self._listen(self._place.control)
             address = self._place.server.published(self._peers.address)
-            mine = msgspec.json.encode(Address(self._place.group, address))
+            mine = msgspec.json.encode((self._share_number, Address(self._place.group, address)))
         said = self.synchronize("peers", mine)
         if self._peers is not None:
-            others = [msgspec.json.decode(payload, type=Address) for _, payload in said if payload]
-            self._peers.connect({other.group: other for other in others if other.group != self._place.group})
+            others = [msgspec.json.decode(payload, type=tuple[int, Address]) for _, payload in said if payload]
+            alike = [other for share, other in others if share == self._share_number]
+            self._peers.connect({other.group: other for other in alike if other.group != self._place.group})
+
+    @property
+    def _share_number(self) -> int:
+        return self._place.share[0] if self._place.share is not None else 0
+
+    def _listen(self, control: Control) -> Peers:
+        """This rank's way to other groups: of a leader, or of a member to those that have the same share."""
+
+        def is_lost(group: int) -> bool:
+            return group not in self._place.live_groups
+
+        peers = control.listen(
+            [part.replica.layout for part in self._place.parts],
+            is_lost,
+            everywhere=not self._place.server.is_on_this_node_only,
+            wire_format=self._place.core.wire_format.pushes,
+        )
+        if self._place.share is None:
+            return peers
+        if not isinstance(peers, PeersOfShares):
+            peers.close()
+            raise UnsupportedError(
+                f"{shown(self._place.options.inside)} and method={type(self._place.method).__name__}: with this"
+                " transport= only leaders speak to other groups, and each member has a share of the model; leave"
+                ' transport= out, or use a method that exchanges with the server, as "local_sgd"'
+            )
+        return Together(peers, self._place.group, self._largest_of_replica, is_lost)
+
+    def _largest_of_replica(self, numbers: Sequence[int]) -> list[int]:
+        groups = self._place.process_groups
+        return groups.largest(numbers, self._place.holder_group)
 
     def grow_peers(self, index: int, layout: Layout) -> None:
         """One optimizer's weights have another layout from now on; what peers have sent in the old one is gone."""
@@ -528,21 +557,24 @@ class Channel:
     def _share_tensors(
         self, part: Part, read: Callable[[], tuple[Sequence[Tensor] | None, int]]
     ) -> tuple[Sequence[Tensor] | None, int]:
-        """The leader reads something, and a count; its group gets both."""
+        """The leader reads something, and a count, or each rank that speaks for a share; others like it get both."""
+        by_member = self._place.share is not None
+        listeners = self._place.replicas if by_member else len(self._place.members)
+        broadcast = self.broadcast_to_replicas if by_member else self.broadcast_in_group
         with self.timed():
-            tensors, count = read() if self._place.is_leader else (None, 0)
-            if len(self._place.members) == 1:
+            tensors, count = read() if self._place.speaks else (None, 0)
+            if listeners == 1:
                 return tensors, count
             memory = self._memory(part)
             prefix, views = memory[:_NUMBERS].view(torch.int64), part.replica.layout.views(memory[PREFIX:])
-            if self._place.is_leader:
+            if self._place.speaks:
                 prefix[0] = count
                 for view, tensor in zip(views, tensors or (), strict=False):
                     view.copy_(tensor)
-            self.broadcast_in_group(memory[:PREFIX])
+            broadcast(memory[:PREFIX])
             count = int(prefix[0])
             if count:
-                self.broadcast_in_group(memory)
+                broadcast(memory)
             return (views if count else None), count
 
     def _memory(self, part: Part) -> Tensor:
@@ -597,8 +629,7 @@ class Channel:
         return self._requests
 
     def _largest_in_replica(self, number: int) -> int:
-        groups = self._place.process_groups
-        return groups.largest([number], self._place.holder_group)[0]
+        return self._largest_of_replica([number])[0]
 
     def _connect(self, control: Control, timeout: float) -> list[Data]:
         """To all servers that hold a share each; or to the one, by way of an aggregator if there is one."""

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from lightning_omni.errors import UnsupportedError
-from lightning_omni.optimizer._private import root_mesh
+from lightning_omni.optimizer._private import all_reduce_hook_of, root_mesh
 from lightning_omni.optimizer.meshes import DATA, TENSOR, Inside, shown
 from lightning_omni.topology import RECORDER, Topology
 
@@ -179,11 +179,21 @@ def average_over_replicas(module: Module, mean: Callable[[Tensor], None] | None)
         mean: makes what this rank has of a gradient the mean over the replicas, in place; None if there is just one.
 
     Raises:
-        UnsupportedError: this release of torch cannot do it.
+        UnsupportedError: this release of torch cannot do it, or a user's own hook would have to make way.
     """
-    for each in module.modules():
-        if not isinstance(each, FSDPModule) or (mean is None and _AVERAGES not in vars(each)):
+    for name, each in module.named_modules():
+        if not isinstance(each, FSDPModule):
+            continue
+        ours = vars(each).get(_AVERAGES)
+        is_theirs = hasattr(each, "set_all_reduce_hook") and all_reduce_hook_of(each) not in (None, ours)
+        if mean is None and (ours is None or is_theirs):
             continue  # what a user has hung there stays
+        if is_theirs:
+            raise UnsupportedError(
+                f"set_all_reduce_hook() of {name or type(each).__name__}, and several replicas of the model in a group:"
+                " FSDP2 has one such hook, by which they average gradients; leave it out, or pass as many groups= as"
+                " there are replicas"
+            )
         if not hasattr(each, "set_all_reduce_hook"):
             raise UnsupportedError(
                 f"shards= of several replicas in a group, and torch {torch.__version__}: its FSDP2 has no"
@@ -191,11 +201,11 @@ def average_over_replicas(module: Module, mean: Callable[[Tensor], None] | None)
                 " there are replicas"
             )
         each.set_all_reduce_hook(mean)  # type: ignore[arg-type]  # of None it takes the hook away
-        vars(each)[_AVERAGES] = mean is not None
+        vars(each)[_AVERAGES] = mean
 
 
 _AVERAGES = "_omni_averages"
-"""Notes on a module that its gradients were averaged over replicas: by a run that may be over."""
+"""Notes on a module by what its gradients are averaged over replicas: of a run that may be over."""
 
 
 def share_initial(module: Module, holders: Topology, rank: int) -> None:

@@ -216,6 +216,7 @@ class World(Place):
         self.steps, self.core.heard, self.channel.traffic = 0, Heard(), Traffic()
         self.parameter_groups.renew()
         self.executor.check_parts()
+        self._average_over_replicas()  # a hook that the user has set meanwhile is refused
         if self.executor.exchanges:
             self.check_method(len(self.topology.alive))
             if self.takes_part:

@@ -10,8 +10,9 @@ taken when it has come; `receive`, `exchange` and `request` raise where nothing 
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
 import msgspec
@@ -24,6 +25,7 @@ from lightning_omni.methods.totals import Total
 from lightning_omni.protocol import handshake
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.aggregator import Aggregator
+from lightning_omni.protocol.arrivals import Arrivals
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.server import ServerCore
 from lightning_omni.protocol.service import Out, Payload, Peer, as_tensor, nbytes_of
@@ -508,7 +510,10 @@ class InMemoryPeers:
         self._leaders, self._is_lost = server.leaders, is_lost
         self._addresses: Mapping[int, Address] = {}
         self._published: dict[int, list[Tensor]] = {}
+        self._publications: Counter[int] = Counter()
+        self._held: dict[tuple[int, int], list[Tensor]] = {}
         self._inboxes = [Total() for _ in layouts]
+        self._arrivals = [Arrivals() for _ in layouts]
         self._leaders[address] = self
 
     def connect(self, addresses: Mapping[int, Address]) -> None:
@@ -518,12 +523,36 @@ class InMemoryPeers:
     def publish(self, optimizer: int, tensors: Sequence[Tensor]) -> None:
         """Others read these weights from now on; copied."""
         self._published[optimizer] = [tensor.detach().clone() for tensor in tensors]
+        self._publications[optimizer] += 1
 
     def read(self, group: int, optimizer: int) -> Sequence[Tensor] | None:
         """What a group has published; None if there is nothing or no group."""
         leader = self._leader(group)
         published = leader._published.get(optimizer) if leader is not None else None
+        published = self._held.pop((group, optimizer), published)
         return [tensor.clone() for tensor in published] if published is not None else None
+
+    def hold(self, group: int, optimizer: int) -> int:
+        """Which publication `read` gives next; 0 is none."""
+        leader = self._leader(group)
+        if leader is None or optimizer not in leader._published:
+            return 0
+        self._held[group, optimizer] = leader._published[optimizer]
+        return leader._publications[optimizer]
+
+    def takes(self, group: int) -> bool:
+        """Whether a message to that group would be sent now."""
+        return self._leader(group) is not None
+
+    def send_part(self, group: int, optimizer: int, tensors: Sequence[Tensor], sender: int, number: int) -> None:
+        """Puts a part of a message into a group's inbox."""
+        if (leader := self._leader(group)) is not None:
+            leader._arrivals[optimizer].add(sender, number, tensors)
+
+    @contextmanager
+    def arrivals(self, optimizer: int) -> Iterator[Arrivals]:
+        """What has come."""
+        yield self._arrivals[optimizer]
 
     def send(self, group: int, optimizer: int, tensors: Sequence[Tensor]) -> None:
         """Puts weights into a group's inbox."""
@@ -539,6 +568,7 @@ class InMemoryPeers:
     def grow(self, optimizer: int, layout: Layout) -> None:
         """An optimizer's weights have another layout; what has come in the old one is gone."""
         self._inboxes[optimizer] = Total()
+        self._arrivals[optimizer].spoil()
         self._published.pop(optimizer, None)
 
     def close(self) -> None:

@@ -1034,22 +1034,33 @@ class Evaluation(Message, frozen=True, kw_only=True):
 
 
 class ReadPublished(Message, frozen=True, kw_only=True):
-    """Show me what you have published for one optimizer."""
+    """Show me what you have published for one optimizer: what was held for this connection, or else the last.
+
+    ``holds``: hold what is the last now, and tell me its number, but do not send it yet.
+    """
 
     optimizer: int
+    holds: bool = False
 
 
 class PeerMessage(Message, frozen=True, kw_only=True):
-    """Weights for your inbox. The payload follows."""
+    """Weights for your inbox. The payload follows.
+
+    Where the members of a group hold the model together, this is what one of them sends of message ``number`` of group
+    ``sender``, to its counterpart; otherwise the number is 0.
+    """
 
     optimizer: int
     nbytes: int
+    sender: int = 0
+    number: int = 0
 
 
 class Published(Message, frozen=True, kw_only=True):
-    """What I have published; the payload follows. No bytes if there is nothing yet."""
+    """What I have published; the payload follows, unless it is held. The first is number 1, and 0 is nothing yet."""
 
     nbytes: int
+    number: int = 0
 
 
 class Taken(Message, frozen=True, kw_only=True):

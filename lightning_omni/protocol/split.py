@@ -346,11 +346,6 @@ def check_by_member(method: Method, inside: str) -> None:
             f"{given} with fragments={method.fragments}: fragments are cut out of the whole model, and each member has"
             " a share of it; pass fragments=1"
         )
-    if method.talks_to_peers:
-        raise ConfigurationError(
-            f"{given}: its groups read each other's models whole, and each member has a share; use a method that"
-            ' exchanges with the server, as "local_sgd" or "elastic_averaging"'
-        )
     if not method.elementwise:
         raise ConfigurationError(
             f"{given}: it does not treat each number of the weights by itself, and no server has all of them; use"

@@ -16,9 +16,9 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import msgspec
 import torch
@@ -36,6 +36,7 @@ from lightning_omni.errors import (
 )
 from lightning_omni.methods import Inbox
 from lightning_omni.protocol import messages as m
+from lightning_omni.protocol.arrivals import Arrivals
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.server import ServerCore
 from lightning_omni.protocol.service import Out, Peer
@@ -519,6 +520,26 @@ class Peers(Protocol):
 
     def close(self) -> None:
         """Ends both directions."""
+
+
+@runtime_checkable
+class PeersOfShares(Peers, Protocol):
+    """The same of a member that has a share of the model, to its counterparts in other groups.
+
+    The members of a group come to the same by it: `lightning_omni.optimizer.together`.
+    """
+
+    def hold(self, group: int, optimizer: int) -> int:
+        """Which publication `read` gives next, whatever that group publishes meanwhile: 1 is its first, 0 is none."""
+
+    def takes(self, group: int) -> bool:
+        """Whether a message to that group would be sent now."""
+
+    def send_part(self, group: int, optimizer: int, tensors: Sequence[Tensor], sender: int, number: int) -> None:
+        """Puts a part of a message into a group's inbox; see `lightning_omni.protocol.arrivals`."""
+
+    def arrivals(self, optimizer: int) -> AbstractContextManager[Arrivals]:
+        """A context with what has come; nothing comes in it."""
 
 
 def refused_return(no: Refused) -> ConnectionLost:

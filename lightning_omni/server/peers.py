@@ -11,7 +11,7 @@ import logging
 import secrets
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from lightning_omni.errors import ConnectionLost, MalformedMessage, ProtocolErro
 from lightning_omni.methods import Inbox
 from lightning_omni.methods.totals import Total
 from lightning_omni.protocol import messages as m
+from lightning_omni.protocol.arrivals import Arrivals
 from lightning_omni.protocol.handshake import NONCE_BYTES, attach_mac, is_equal
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.roster import MOST_CHALLENGED
@@ -60,8 +61,11 @@ class PeerSocket:
         self._attaching: dict[bytes, tuple[m.Attach, bytes]] = {}
         self._admitted: set[bytes] = set()
         self._layouts, self._format = list(layouts), wire_format
-        self._published: dict[int, Tensor] = {}
+        self._published: dict[int, tuple[Tensor, int]] = {}
+        self._publications: Counter[int] = Counter()
+        self._held: dict[tuple[bytes, int], tuple[Tensor, int]] = {}  # as they were when they were asked for
         self._inboxes = [Total() for _ in layouts]
+        self._arrivals = [Arrivals() for _ in layouts]
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._assemblies: dict[bytes, Assembly] = {}
@@ -77,7 +81,9 @@ class PeerSocket:
     def publish(self, optimizer: int, tensors: Sequence[Tensor]) -> None:
         """Others read these weights from now on; copied."""
         # In new memory: the old one may still be on its way to a peer.
-        self._published[optimizer] = self._format.encode(tensors, self._layouts[optimizer], {}, Memory()).payload
+        payload = self._format.encode(tensors, self._layouts[optimizer], {}, Memory()).payload
+        self._publications[optimizer] += 1
+        self._published[optimizer] = payload, self._publications[optimizer]
 
     def read_inbox(self, optimizer: int) -> Inbox:
         """Empties the inbox."""
@@ -86,10 +92,17 @@ class PeerSocket:
         count = inbox.count
         return Inbox(inbox.take() if count else None, count)  # type: ignore[arg-type]  # messages are whole
 
+    @contextlib.contextmanager
+    def arrivals(self, optimizer: int) -> Iterator[Arrivals]:
+        """A context with what has come in parts; nothing comes in it."""
+        with self._lock:
+            yield self._arrivals[optimizer]
+
     def grow(self, optimizer: int, layout: Layout) -> None:
         """An optimizer's weights have another layout; what lies here in the old one is gone."""
         with self._lock:
             self._layouts[optimizer], self._inboxes[optimizer] = layout, Total()
+            self._arrivals[optimizer].spoil()
             self._published.pop(optimizer, None)
 
     def close(self) -> None:
@@ -135,7 +148,7 @@ class PeerSocket:
             if not 0 <= message.optimizer < len(self._layouts):
                 raise ProtocolError(f"there is no optimizer {message.optimizer}")
             if isinstance(message, m.ReadPublished):
-                self._show(peer, message.optimizer)
+                self._show(peer, message)
                 return
             self._assemblies[peer] = self._begin(message)
         else:
@@ -165,21 +178,35 @@ class PeerSocket:
         return Assembly(message, torch.empty(message.nbytes, dtype=torch.uint8))
 
     def _keep(self, assembly: Assembly) -> None:
-        optimizer: int = assembly.message.optimizer  # type: ignore[attr-defined]
-        layout = self._layouts[optimizer]
-        if not _fits(self._format, assembly.buffer.numel(), layout):
-            return  # there are more parameters since it set out
-        weights = layout.views(decode(self._format, assembly.buffer, layout, Memory()))
-        if not all(bool(torch.isfinite(weight).all()) for weight in weights):
-            return  # a group that has diverged must not take the others along
+        message: m.PeerMessage = assembly.message  # type: ignore[assignment]
+        layout = self._layouts[message.optimizer]
+        weights = self._decoded(assembly.buffer, layout)
         with self._lock:
-            if layout is self._layouts[optimizer]:
-                self._inboxes[optimizer].add(weights)
+            if layout is not self._layouts[message.optimizer]:
+                weights = None
+            if message.number:
+                self._arrivals[message.optimizer].add(message.sender, message.number, weights)
+            elif weights is not None:
+                self._inboxes[message.optimizer].add(weights)
 
-    def _show(self, peer: bytes, optimizer: int) -> None:
-        published = self._published.get(optimizer)
-        self._say(peer, m.Published(nbytes=published.numel() if published is not None else 0))
-        for chunk in chunks(published) if published is not None else ():
+    def _decoded(self, payload: Tensor, layout: Layout) -> list[Tensor] | None:
+        """The weights of a message; None if they are of no use."""
+        if not _fits(self._format, payload.numel(), layout):
+            return None  # there are more parameters since it set out
+        weights = layout.views(decode(self._format, payload, layout, Memory()))
+        # A group that has diverged must not take the others along.
+        return weights if all(bool(torch.isfinite(weight).all()) for weight in weights) else None
+
+    def _show(self, peer: bytes, asked: m.ReadPublished) -> None:
+        published = self._published.get(asked.optimizer)
+        if asked.holds:
+            if published is not None:
+                self._held[peer, asked.optimizer] = published
+        else:
+            published = self._held.pop((peer, asked.optimizer), published)
+        payload, number = published if published is not None else (None, 0)
+        self._say(peer, m.Published(nbytes=payload.numel() if payload is not None else 0, number=number))
+        for chunk in chunks(payload) if payload is not None and not asked.holds else ():
             self._wire.send_multipart([peer, CHUNK_MARK, chunk], copy=False)
 
     def _say(self, peer: bytes, message: m.Message) -> None:
@@ -216,19 +243,17 @@ class PeerConnections:
         self._context = zmq.Context()
         self._wires: dict[int, zmq.Socket[bytes]] = {}
         self._unread: Counter[int] = Counter()
+        self._held: dict[tuple[int, int], int] = {}
         self.dropped = 0
 
     def read(self, group: int, optimizer: int) -> list[Tensor] | None:
         """What a group has published: CPU tensors; None if there is nothing or no group."""
-        if group not in self._addresses or self._is_lost(group):
+        held = self._held.pop((group, optimizer), None)
+        published, layout = self._ask(group, m.ReadPublished(optimizer=optimizer)), self._layouts[optimizer]
+        if published is None or not published.number:
             return None
-        if self._wire(group) is None or not self._say(group, [m.encode(m.ReadPublished(optimizer=optimizer))]):
-            return None
-        published = self._answer(group)
-        layout = self._layouts[optimizer]
-        if not isinstance(published, m.Published) or not published.nbytes:
-            return None
-        if not _fits(self._format, published.nbytes, layout):  # it has other parameters than this group, for now
+        # It has other parameters than this group, for now; or the connection is not the one for which it held them.
+        if not _fits(self._format, published.nbytes, layout) or held not in (None, published.number):
             self._wires.pop(group).close(0)  # with all that is on its way
             self._unread[group] = 0
             return None
@@ -240,14 +265,25 @@ class PeerConnections:
             assembly.add(frames[-1].buffer)
         return layout.views(decode(self._format, assembly.buffer, layout, Memory()))
 
+    def hold(self, group: int, optimizer: int) -> int:
+        """Which publication `read` gives next, whatever the group publishes meanwhile; 0 is none."""
+        published = self._ask(group, m.ReadPublished(optimizer=optimizer, holds=True))
+        self._held[group, optimizer] = published.number if published is not None else 0
+        return self._held[group, optimizer]
+
     def send(self, group: int, optimizer: int, tensors: Sequence[Tensor]) -> None:
         """Puts weights into a group's inbox, unless it has not taken the last ones yet."""
+        if self.takes(group):
+            self.send_part(group, optimizer, tensors)
+
+    def takes(self, group: int) -> bool:
+        """Whether a message to a group would be sent now."""
         if group not in self._addresses or self._is_lost(group):
-            return
+            return False
         wire = self._wire(group)
         if wire is None:
             self.dropped += 1
-            return
+            return False
         while self._unread[group] and wire.poll(0):
             wire.recv_multipart()
             self._unread[group] -= 1
@@ -255,9 +291,15 @@ class PeerConnections:
             self.dropped += 1
             if self.dropped == 1:
                 _log.warning("group %d receives weights more slowly than they are sent to it; some are dropped", group)
-            return
+            return False
+        return True
+
+    def send_part(
+        self, group: int, optimizer: int, tensors: Sequence[Tensor], sender: int = 0, number: int = 0
+    ) -> None:
+        """Puts a part of a message into a group's inbox, or with number 0 a whole one; right after `takes`."""
         buffer = self._format.encode(tensors, self._layouts[optimizer], {}, Memory()).payload
-        message = m.PeerMessage(optimizer=optimizer, nbytes=buffer.numel())
+        message = m.PeerMessage(optimizer=optimizer, nbytes=buffer.numel(), sender=sender, number=number)
         self._say(group, [m.encode(message)])
         for chunk in chunks(buffer):
             self._say(group, [CHUNK_MARK, chunk])
@@ -317,6 +359,15 @@ class PeerConnections:
         self._check()
         if self._is_lost(group):
             raise ConnectionLost(f"group {group} is gone")
+
+    def _ask(self, group: int, question: m.ReadPublished) -> m.Published | None:
+        """What a group answers; None if there is no group."""
+        if group not in self._addresses or self._is_lost(group):
+            return None
+        if self._wire(group) is None or not self._say(group, [m.encode(question)]):
+            return None
+        published = self._answer(group)
+        return published if isinstance(published, m.Published) else None
 
     def _answer(self, group: int) -> m.Message | None:
         answer: m.Message = m.Taken()
@@ -381,6 +432,7 @@ class PeerWires(PeerConnections):
         self._socket = PeerSocket(_endpoint(server, rank, everywhere), layouts, keys, wire_format)
         self.address = self._socket.address
         self.publish, self.read_inbox = self._socket.publish, self._socket.read_inbox
+        self.arrivals = self._socket.arrivals
 
     def grow(self, optimizer: int, layout: Layout) -> None:
         """An optimizer's weights have another layout; what lies here in the old one is gone."""

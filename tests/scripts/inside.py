@@ -450,13 +450,13 @@ def regroups() -> Any:
 
 
 class Dies(pl.Callback):
-    """The last rank is killed in the midst of an epoch."""
+    """A rank is killed in the midst of an epoch."""
 
-    def __init__(self, epoch: int = 0) -> None:
-        self.epoch = epoch
+    def __init__(self, epoch: int = 0, rank: int = 3) -> None:
+        self.epoch, self.rank = epoch, rank
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_rank == 3 and trainer.current_epoch == self.epoch and batch_idx == 2:
+        if trainer.global_rank == self.rank and trainer.current_epoch == self.epoch and batch_idx == 2:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -498,6 +498,23 @@ def dies_in_row() -> Any:
     }
 
 
+def dies_in_replicas() -> Any:
+    """Likewise in the second replica of a group that has the model twice; a checkpoint is of before."""
+    pl.seed_everything(7, verbose=False)
+    module, saves = Wrapped("AdamW"), Saves("before-death")
+    with patch.object(places, "evenly", lambda *_: Topology(((0, 1), (2, 3, 4, 5)))):
+        strategy = omni.OmniStrategy(
+            2, inside="fsdp", shards=2, method="diloco:period=2", save_distributed_checkpoint=True
+        )
+        run = trainer(strategy, 6, max_epochs=2, callbacks=[saves, Dies(1, rank=5)])
+        run.fit(module, data(192), data())
+    return {
+        "lost": run.strategy.report().ranks_lost,
+        "val_loss": float(run.callback_metrics["val_loss"]),
+        "saved": {"folder": str(FOLDER / saves.name), "held": saves.found},
+    }
+
+
 def main() -> None:
     every = {
         "parity": parity,
@@ -508,6 +525,7 @@ def main() -> None:
         "regroups": regroups,
         "dies": dies,
         "dies_in_row": dies_in_row,
+        "dies_in_replicas": dies_in_replicas,
     }
     results: dict[str, Any] = {}
     for what in OPTIONS["what"]:
