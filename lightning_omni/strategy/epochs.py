@@ -196,6 +196,7 @@ class EpochDriver:
                 self._check_entered(entered)
                 self.published.enter(entered.validations)
             self.world.core.heard.progress, self.world.core.heard.stop = self.progress.samples, ""
+            self._follow_schedulers()
             left = self._limits.steps_left(self.progress, epoch)
             if self.data.is_dynamic:
                 if entered is not None:
@@ -298,6 +299,7 @@ class EpochDriver:
         if self.progress is not None:
             over = self._now().steps_before(self._begun + 1)
             self.progress = replace(self.progress, epochs=self._begun + 1, samples=0, past=over)
+        self._follow_schedulers()
         if self._pacer is not None:
             self._pacer.catch_up()
         self.is_open_ended, self._validates = False, None
@@ -487,6 +489,12 @@ class EpochDriver:
             if self.data.is_dynamic or self.is_open_ended:
                 pacer.pace()
                 self._pacer = pacer
+
+    def _follow_schedulers(self) -> None:
+        """Callbacks and hooks may have put others in their place, as StochasticWeightAveraging does."""
+        if self._pacer is not None and not self._pacer.has(self.trainer.lr_scheduler_configs):
+            self._unpace()
+            self._pace()
 
     def _unpace(self) -> None:
         if self._pacer is not None:

@@ -10,6 +10,7 @@ alone: all groups do so alike. One that is stepped more often is paced by how of
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -100,14 +101,16 @@ class Pacer:
         epochs: Callable[[], int],
         batches: Callable[[], int] | None = None,
     ) -> None:
-        self._configs = [
-            config
-            for config in configs
-            if isinstance(config.scheduler, LRScheduler) and not isinstance(config.scheduler, ReduceLROnPlateau)
-        ]
+        self._configs = _that_keep_pace(configs)
+        self._schedulers = [config.scheduler for config in self._configs]
         self._steps, self._epochs, self._batches = steps, epochs, batches
         self._bases: Schedule = {}
         self._paced: list[tuple[LRScheduler, type[LRScheduler], str | Calls]] = []
+
+    def has(self, configs: list[Any]) -> bool:
+        """Whether these are the schedulers that it was made for, and no others."""
+        theirs = [config.scheduler for config in _that_keep_pace(configs)]
+        return len(theirs) == len(self._schedulers) and all(map(operator.is_, theirs, self._schedulers))
 
     def count_from(self, schedule: Schedule) -> Schedule:
         """Schedulers count from where they did; those that are new, from now on. Returns where all of them do."""
@@ -159,6 +162,14 @@ class Pacer:
         for scheduler, own, _ in self._paced:
             scheduler.__class__ = own
         self._paced = []
+
+
+def _that_keep_pace(configs: list[Any]) -> list[Any]:
+    return [
+        config
+        for config in configs
+        if isinstance(config.scheduler, LRScheduler) and not isinstance(config.scheduler, ReduceLROnPlateau)
+    ]
 
 
 def _reach(scheduler: Any, count: int, step: Callable[[], Any]) -> None:

@@ -587,7 +587,7 @@ CASES: tuple[Case, ...] = (
     Case(
         "StochasticWeightAveraging with BatchNorm",
         ("StochasticWeightAveraging",),
-        module=modules.WithNorm,
+        module=modules.DecayingWithNorm,  # whose schedule it replaces
         callbacks=lambda folder: [cb.StochasticWeightAveraging(0.05, swa_epoch_start=2)],
         trainer={"max_epochs": 4},
     ),

@@ -562,6 +562,10 @@ class Decaying(Classifier):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
+class DecayingWithNorm(Decaying):
+    norm = True
+
+
 class OnPlateau(Classifier):
     """A schedule that waits for a metric."""
 
