@@ -10,7 +10,7 @@ from runs import Run, run
 
 @pytest.fixture(scope="module")
 def saved() -> Run:
-    return run("checkpoints.py", {"servers": 4}, timeout=230)
+    return run("checkpoints.py", {"servers": 5}, timeout=230)
 
 
 def rank0(saved: Run, name: str) -> Any:
@@ -66,6 +66,15 @@ def test_groups_resume_from_a_ddp_checkpoint(saved: Run) -> None:
     resumed = rank0(saved, "groups from ddp")
     assert resumed["lr"] == rank0(saved, "ddp whole")["lr"]
     assert resumed["val_loss"] < rank0(saved, "ddp half")["val_loss"]
+
+
+def test_groups_resume_inside_an_epoch_of_ddp_with_the_samples_that_are_left(saved: Run) -> None:
+    before = [rank["ddp inside an epoch"] for rank in saved.results.values()]
+    after = [rank["groups from inside"] for rank in saved.results.values()]
+    trained = [sample for rank in before for sample in rank["seen"]["1"][: 6 * 8]]
+    left = [sample for rank in after for sample in rank["seen"]["1"]]
+    assert sorted(trained + left) == list(range(256))
+    assert {rank["scheduled"] for rank in before + after} == {32}
 
 
 def test_after_fit_rank_zero_has_the_servers_state_for_a_last_save(saved: Run) -> None:

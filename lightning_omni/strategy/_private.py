@@ -129,6 +129,18 @@ def batches_begun(trainer: Trainer) -> int:
     return int(trainer.fit_loop.epoch_loop.batch_progress.total.ready)
 
 
+def batches_resumed(trainer: Trainer) -> int:
+    """Batches of its epoch that each rank had trained when the checkpoint was saved from which a fit goes on.
+
+    0 if the fit goes on from none, or from one that is not of the middle of an epoch.
+    """
+    if not trainer.fit_loop.restarted_mid_epoch:
+        return 0
+    progress: Any = trainer.fit_loop.epoch_loop.batch_progress
+    batches = int(progress.current.processed)
+    return batches if batches < trainer.num_training_batches else 0
+
+
 def accumulation_windows(trainer: Trainer, epochs: int) -> list[int]:
     """``accumulate_grad_batches`` of each of the first epochs, if a callback has a schedule for it; empty otherwise."""
     for callback in callbacks_of(trainer):

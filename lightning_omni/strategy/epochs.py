@@ -91,6 +91,7 @@ class EpochDriver:
         self.progress: Progress | None = None
         self.schedule: Schedule = {}
         self._begun = -1
+        self._resumed_batches = (-1, 0)  # of which epoch, and how many of each rank
         self._limits: FitLimits | None = None
         self._validates: bool | None = None
         self._started = self._stopping = self._over = False
@@ -114,6 +115,7 @@ class EpochDriver:
         if before is not None and self._limits.by_hand is not None and before.by_hand is not None:
             self._limits.by_hand = before.by_hand  # a further fit: the loops' counts are no longer this rank's own
         self.data.adopt()
+        self._resumed_batches = trainer.current_epoch, _private.batches_resumed(trainer)
         if self.leases is not None:
             epoch = trainer.current_epoch
             self.progress = self._limits.progress(self.leases, epoch, self._resumed_spans(epoch))
@@ -394,7 +396,13 @@ class EpochDriver:
 
     def _resumed_spans(self, epoch: int) -> Spans:
         """What a checkpoint says is trained of an epoch."""
-        fits = self.leases is not None and self.resumed.total == self.leases.total
+        if self.leases is None:
+            return ()
+        if self.resumed.epoch == -1:  # nothing was leased: one group saved it, or DDP, where all ranks count alike
+            at, batches = self._resumed_batches
+            trained = batches * self._limits.reference(self.leases).batch if self._limits and at == epoch else 0
+            return ((0, min(trained, self.leases.total)),) if trained else ()
+        fits = self.resumed.total == self.leases.total
         return self.resumed.trained if fits and self.resumed.epoch == epoch else ()
 
     def _now(self) -> Progress:

@@ -43,6 +43,37 @@ def fit(strategy: Any, epochs: int, save: str = "", resume: str = "", devices: i
     }
 
 
+class Samples(InTime):
+    """Notes the samples of each epoch, which a resumed one does not begin with its batch 0."""
+
+    def __init__(self) -> None:
+        self.seen: dict[int, list[int]] = {}
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        is_first = trainer.current_epoch not in self.seen
+        self.seen.setdefault(trainer.current_epoch, []).extend(batch[2].tolist())
+        super().on_train_batch_start(trainer, pl_module, batch, 0 if is_first else batch_idx)
+
+
+class CycleNet(Net):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, self.trainer.estimated_stepping_batches)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+def inside_an_epoch(strategy: Any, resume: bool = False) -> dict[str, Any]:
+    """Saves after six of sixteen batches of the second epoch, or goes on from there."""
+    pl.seed_everything(1, verbose=False)
+    samples = Samples()
+    callbacks: list[Any] = [samples]
+    if not resume:
+        callbacks.append(pl.callbacks.ModelCheckpoint(FOLDER, "inside", every_n_train_steps=22))
+    run = trainer(strategy, 2, callbacks=callbacks, enable_checkpointing=not resume, max_epochs=2)
+    run.fit(CycleNet(norm=False), *loaders(), ckpt_path=f"{FOLDER}/inside.ckpt" if resume else None)
+    return {"seen": samples.seen, "scheduled": run.lr_scheduler_configs[0].scheduler.last_epoch}
+
+
 def in_first_version(name: str) -> str:
     """The same checkpoint, as it was saved before its entry had a name and a version."""
     checkpoint = torch.load(FOLDER / f"{name}.ckpt", weights_only=True)
@@ -72,6 +103,8 @@ def main() -> None:
             omni.OmniStrategy(groups=2), 2, resume=in_first_version("groups"), save="last"
         ),
         "groups from ddp": fit(omni.OmniStrategy(groups=2), 2, resume="ddp"),
+        "ddp inside an epoch": inside_an_epoch(ddp()),
+        "groups from inside": inside_an_epoch(omni.OmniStrategy(groups=2), resume=True),
     }
     report(RANK, results)
 
