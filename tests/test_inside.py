@@ -205,7 +205,7 @@ REGROUPS: list[dict[str, Any]] = [
 @pytest.fixture(scope="module")
 def regrouped() -> list[dict[str, Any]]:
     """What four ranks report, that hold a model in twos."""
-    finished = run("inside.py", {"what": ["regroups"], "regroups": REGROUPS, "devices": 4, "servers": 9})
+    finished = run("inside.py", {"what": ["regroups", "fails"], "regroups": REGROUPS, "devices": 4, "servers": 13})
     return [finished.results[rank] for rank in range(4)]
 
 
@@ -221,6 +221,15 @@ def test_other_groups_of_shards_are_formed_in_mid_run_as_of_whole_models(
         assert ddp["updates"] == sharded["updates"]
         assert sharded["copies"]
         assert sharded["val_loss"] == pytest.approx(ddp["val_loss"])
+
+
+def test_a_fit_after_one_that_has_failed_is_like_any_other(regrouped: list[dict[str, Any]]) -> None:
+    """Its mesh is one of the same ranks, and the process groups of the first one are gone."""
+    for result in regrouped:
+        failed, weights = result["fails"]
+        assert "an error of the user's" in failed
+        assert "net.0.weight" in weights
+        assert weights == regrouped[0]["fails"][1]
 
 
 # --- What is sharded, and what is refused ----------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -21,9 +21,10 @@ from pytorch_lightning.strategies import DDPStrategy
 from pytorch_lightning.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.data import DataLoader
 
-from lightning_omni.optimizer._private import _states_of_gloo, new_named_group, root_mesh
+from lightning_omni.optimizer._private import _states_of_gloo, forget_meshes, new_named_group, root_mesh
 from lightning_omni.strategy import _private
 
 
@@ -285,6 +286,18 @@ def test_a_mesh_knows_what_it_was_taken_out_of() -> None:
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
     assert root_mesh(mesh) is mesh
     assert root_mesh(mesh["data_parallel"]) is mesh
+
+
+@pytest.mark.usefixtures("default_group")
+def test_a_mesh_that_equals_an_earlier_one_is_taken_for_itself() -> None:
+    lies_on = list[bool]()
+    for forgets in (False, False, True):
+        if forgets:
+            forget_meshes()
+        mesh = init_device_mesh("cpu", (1,))
+        tensor = DTensor.from_local(torch.ones(2), mesh, [Shard(0)], run_check=False)
+        lies_on.append(cast(DTensor, tensor.detach()).device_mesh is mesh)
+    assert lies_on == [True, False, True], "torch gives out the mesh of the first one until it is told to forget that"
 
 
 @pytest.mark.parametrize("strategies", ["pytorch_lightning.strategies", "lightning.pytorch.strategies"])

@@ -271,12 +271,12 @@ class Own(ModelParallelStrategy):
         ({"inside": Own()}, ["pass", "ModelParallelStrategy(data_parallel_size"]),
         ({"inside": ModelParallelStrategy(0, 2)}, ["data_parallel_size=0"]),
         ({"rebalance": "auto"}, ['rebalance="auto"', "different parts"]),
-        ({"method": "gossip"}, ["method=Gossip:", "inside=ModelParallelStrategy("]),
+        ({"method": "diloco:period=4,fragments=2"}, ["fragments=2", "inside=ModelParallelStrategy("]),
         ({"record": "run.jsonl"}, ["record='run.jsonl'", "inside=ModelParallelStrategy("]),
         ({"merged": "head"}, ["merged='head'", "inside=ModelParallelStrategy("]),
         ({"process_group": "some"}, ["process_group='some'", "leave it out"]),
     ],
-    ids=["a subclass", "no rank", "rebalance", "gossip", "record", "merged head", "process group"],
+    ids=["a subclass", "no rank", "rebalance", "fragments", "record", "merged head", "process group"],
 )
 def test_what_does_not_go_with_a_mesh_is_refused_at_construction(options: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ConfigurationError) as caught:

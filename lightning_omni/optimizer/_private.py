@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import torch
 import torch.distributed as dist
 from torch.distributed import device_mesh, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, _redistribute
 
 from lightning_omni.errors import UnsupportedError
 
@@ -47,8 +49,6 @@ def new_named_group(name: str, ranks: Sequence[int], timeout: timedelta) -> Any:
         timeout: seconds after which a collective that does not complete is an error.
     """
     if not hasattr(distributed_c10d, "_process_group_name"):
-        import torch
-
         raise UnsupportedError(
             f"torch {torch.__version__} names process groups in a way that this release of lightning-omni does not"
             " know; use groups=1, or torch 2.6 to 2.13"
@@ -68,6 +68,23 @@ def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
         root: DeviceMesh = mesh._get_root_mesh()
         return root
     return device_mesh._mesh_resources.get_root_mesh(mesh)  # torch before 2.8
+
+
+def forget_meshes() -> None:
+    """Lets a mesh that is made next be taken for itself, and not for an equal one of an earlier run.
+
+    torch remembers how operations on DTensors are sharded, and on which mesh, by meshes that are equal: those of the
+    same ranks. What comes out of an operation would lie on the earlier one, whose process groups are gone if that run
+    has failed.
+    """
+    with suppress(AttributeError):
+        DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
+    with suppress(AttributeError):  # newer releases of torch have this one, too
+        torch._C._clear_DTensor_sharding_propagator_cache()
+    with suppress(AttributeError):
+        _redistribute._gen_transform_infos.cache_clear()
+    with suppress(AttributeError):
+        _redistribute.clear_redistribute_planner_cache()
 
 
 def all_reduce_hook_of(module: Any) -> Any:

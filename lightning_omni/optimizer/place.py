@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import Method
+from lightning_omni.optimizer._private import forget_meshes
 from lightning_omni.optimizer.embedded import RunServer
 from lightning_omni.optimizer.enlistment import Enlistment
 from lightning_omni.optimizer.meshes import ModelParallel, columns_of, evenly, mesh_of, rows_of, sizes_in
@@ -251,6 +252,7 @@ class Place:
             self.make_groups()
             groups = [self.process_groups.compute(topology) for topology in self._parted]
             own = self.holders.members(self.holders.group_of(self.torch_rank))
+            forget_meshes()
             self._mesh = mesh_of(own, groups, self.tensor_parallel, self.device.type)
         return self._mesh
 

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
+from lightning_omni.errors import RankLost
 from lightning_omni.optimizer import place as places
 from lightning_omni.optimizer import sharding
 from lightning_omni.topology import Topology
@@ -449,6 +450,25 @@ def regroups() -> Any:
     return results
 
 
+class Fails(pl.Callback):
+    """An error in the midst of an epoch, on every rank."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            raise ValueError("an error of the user's")
+
+
+def fails() -> Any:
+    """A fit fails, and another one in the same process does not; its weights are put together after it."""
+    failed = ""
+    try:
+        fit("fsdp", Blocks, max_epochs=1, callbacks=[Fails()])
+    except (ValueError, RankLost) as error:
+        failed = str(error)
+    module, _, _ = fit("fsdp", Blocks, max_epochs=1)
+    return [failed, str(flat(whole(module)))]
+
+
 class Dies(pl.Callback):
     """A rank is killed in the midst of an epoch."""
 
@@ -523,6 +543,7 @@ def main() -> None:
         "checkpoints": checkpoints,
         "resumes": resumes,
         "regroups": regroups,
+        "fails": fails,
         "dies": dies,
         "dies_in_row": dies_in_row,
         "dies_in_replicas": dies_in_replicas,
