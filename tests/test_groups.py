@@ -123,6 +123,7 @@ def test_all_ranks_end_with_the_same_weights_and_validation(trained: Run, name: 
         "validation in mid-epoch",
         "validation by batch count",
         "static",
+        "iterable",
         "loader workers",
         "uneven groups",
         "gradients that are not finite",

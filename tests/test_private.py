@@ -124,6 +124,7 @@ class Control:
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self.began: list[tuple[int, bool]] = []
+        self.fetches: list[str] = []
 
     def run(self, run: Callable[[], None]) -> None:
         assert not _private.is_inside_a_hook(self.trainer)
@@ -132,6 +133,12 @@ class Control:
     def begin_epoch(self, iterate: Callable[[], None]) -> None:
         self.began.append((self.trainer.current_epoch, self.trainer.fit_loop.restarted_mid_epoch))
         iterate()
+
+    def begin_fetch(self) -> None:
+        self.fetches.append("begin")
+
+    def end_fetch(self) -> None:
+        self.fetches.append("end")
 
     def validates(self, is_due: Callable[[], bool]) -> bool:
         return is_due() if self.validation is None else self.validation
@@ -197,6 +204,7 @@ def test_loops_ask_what_controls_them_and_show_what_they_showed(fitting: Any) ->
     fitting.callbacks = [recorder(validations, "callback", Callback)]
     fitting.fit(Tiny())
     assert control.began == [(0, False), (1, False)]
+    assert control.fetches == ["begin", "end"] * 8
     assert (fitting.global_step, sum("validation" in line for line in validations)) == (8, 4)
     _private.release_loops(fitting)
     assert (type(fitting.fit_loop), type(fitting.fit_loop.epoch_loop)) == kinds

@@ -434,6 +434,12 @@ class LoopControl(Protocol):
     def begin_epoch(self, iterate: Callable[[], None]) -> None:
         """The loop of an epoch begins; ``iterate`` starts the loader, where that is due."""
 
+    def begin_fetch(self) -> None:
+        """The loader is about to be asked for a batch."""
+
+    def end_fetch(self) -> None:
+        """The loader has answered, or failed."""
+
     def validates(self, is_due: Callable[[], bool]) -> bool:
         """Whether to validate after this batch; ``is_due`` is what the loop itself would say."""
 
@@ -465,6 +471,16 @@ class _ControlledEpochLoop(_TrainingEpochLoop):
     @override
     def on_run_start(self, data_fetcher: Any) -> None:
         self._control.begin_epoch(partial(super().on_run_start, data_fetcher))
+
+    @override
+    def _on_before_fetch(self) -> None:
+        super()._on_before_fetch()
+        self._control.begin_fetch()
+
+    @override
+    def _on_after_fetch(self) -> None:
+        self._control.end_fetch()
+        super()._on_after_fetch()
 
     @property
     @override

@@ -79,6 +79,18 @@ class LeasedData:
         """Whether samples are drawn from the server's book."""
         return self.leases is not None and not self.leases.is_local
 
+    def begin_fetch(self) -> None:
+        """A batch is about to be fetched. Data that is dealt out may ask at any time which rank of how many this is."""
+        world = self._world
+        if self.is_dealt_out and world is not None and world.is_computing:
+            world.process_groups.use(world.process_groups.live)
+
+    def end_fetch(self) -> None:
+        """The batch is there: the default process group is the compute group's again."""
+        world = self._world
+        if self.is_dealt_out and world is not None and world.is_computing:
+            world.process_groups.use(world.compute_group)
+
     def process(self, loader: object, rank: int, is_ours: Callable[[DataLoader[Any]], bool]) -> object:
         """Makes a training DataLoader one with leased batches, if it is one whose samples may be dealt out.
 

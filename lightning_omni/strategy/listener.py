@@ -93,6 +93,14 @@ class Listener:
         if not strategy.epochs.data.is_dealt_out:
             iterate()
 
+    def begin_fetch(self) -> None:
+        """A batch is about to be fetched."""
+        self._strategy.epochs.data.begin_fetch()
+
+    def end_fetch(self) -> None:
+        """It is there, or was the last."""
+        self._strategy.epochs.data.end_fetch()
+
     # --- What callbacks hear -----------------------------------------------------------------------------------------
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:

@@ -226,10 +226,15 @@ class Notes(pl.Callback):
 
 
 class Stream(IterableDataset):  # type: ignore[type-arg]
+    """Asks which rank of how many it is whenever a sample is drawn from it."""
+
     def __iter__(self) -> Any:
-        rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        everything = list(dataset())
-        return iter(everything[rank::size])
+        for place, sample in enumerate(dataset()):
+            if place % torch.distributed.get_world_size() == torch.distributed.get_rank():
+                yield sample
+
+    def __len__(self) -> int:
+        return len(dataset()) // torch.distributed.get_world_size()
 
 
 def make_loader(kind: str, options: dict[str, Any]) -> DataLoader[Any]:
