@@ -249,3 +249,4 @@ def test_epochs_that_are_over_have_as_many_steps_as_they_had() -> None:
     third = replace(second, reference=replace(second.reference, window=2), epochs=2, past=second.steps_before(2))
     assert (second.steps, replace(second, samples=64).steps, third.steps) == (10, 12, 14)
     assert (third.steps_left(15, 2), third.steps_before(4)) == (1, 18)
+    assert (first.past_batches, second.past_batches, third.past_batches) == (0, 10, 8)

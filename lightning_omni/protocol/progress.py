@@ -74,6 +74,16 @@ class Progress:
         return -(-self.batches // self.reference.window)
 
     @property
+    def past_batches(self) -> int:
+        """Batches that each rank of DDP would have trained in the epochs that are over.
+
+        Steps that accumulate batches do not tell their number exactly: then epochs count as if they were like this one.
+        """
+        if self.past is None or self.reference.window > 1:
+            return self.epochs * self.batches
+        return self.past
+
+    @property
     def steps(self) -> int:
         """Optimizer steps that DDP would have taken."""
         return self.steps_before(self.epochs) + min(self.steps_an_epoch, self.samples // self.reference.samples)

@@ -205,7 +205,7 @@ class FitLimits:
         every, offset = 0, 0
         if _private.validates_this_epoch(trainer) and interval not in (None, float("inf")):
             # Without check_val_every_n_epoch, the batches of earlier epochs count, too.
-            done = epoch * progress.batches if trainer.check_val_every_n_epoch is None else 0
+            done = progress.past_batches if trainer.check_val_every_n_epoch is None else 0
             every = int(interval) * progress.reference.batch
             offset = done % int(interval) * progress.reference.batch
         return EpochPlan(

@@ -407,6 +407,14 @@ class WithLoaders(modules.Classifier):
         return modules.val_loader()
 
 
+class Growing(WithLoaders):
+    """Every epoch has more data than the one before."""
+
+    def train_dataloader(self) -> Any:
+        data = torch.utils.data.Subset(modules.training_data(), range(128 * (self.trainer.current_epoch + 1)))
+        return DataLoader(data, batch_size=8, shuffle=True)
+
+
 class Several(modules.Classifier):
     """Takes batches of several loaders at once."""
 
@@ -893,6 +901,16 @@ CASES: tuple[Case, ...] = (
         "reload_dataloaders_every_n_epochs",
         module=WithLoaders,
         trainer={"reload_dataloaders_every_n_epochs": 1},
+        act=by_module,
+    ),
+    Case(
+        "val_check_interval: across epochs that grow",
+        module=Growing,
+        trainer={
+            "reload_dataloaders_every_n_epochs": 1,
+            "val_check_interval": 10,
+            "check_val_every_n_epoch": None,
+        },
         act=by_module,
     ),
     Case(
