@@ -64,6 +64,8 @@ class EpochDriver:
         is_open: whether a training epoch is under way.
         resumed: the moment that a checkpoint is of, if a run goes on from one: perhaps inside an epoch.
         progress: how far the run is; None if its data are not leased.
+        past: how far it was when the last epoch ended, which a further fit goes on from; None if a checkpoint was
+            loaded since.
         schedule: where schedulers that keep pace count from.
         step_limit: what the loops take for max_steps, which counts the steps of DDP; None for the Trainer's own.
         is_open_ended: whether the epoch ends when the samples do, and not after a number of batches.
@@ -89,6 +91,7 @@ class EpochDriver:
         self._pacer: Pacer | None = None
         self._plan: EpochPlan | None = None
         self.progress: Progress | None = None
+        self.past: Progress | None = None
         self.schedule: Schedule = {}
         self._begun = -1
         self._resumed_batches = (-1, 0)  # of which epoch, and how many of each rank
@@ -118,7 +121,7 @@ class EpochDriver:
         self._resumed_batches = trainer.current_epoch, _private.batches_resumed(trainer)
         if self.leases is not None:
             epoch = trainer.current_epoch
-            self.progress = self._limits.progress(self.leases, epoch, self._resumed_spans(epoch))
+            self.progress = self._limits.progress(self.leases, epoch, self._resumed_spans(epoch), self.past)
             if self._entered is not None:
                 self._advance(self._entered.samples)
         self._pace()
@@ -300,7 +303,10 @@ class EpochDriver:
         self.is_open = False
         if self.progress is not None:
             over = self._now().steps_before(self._begun + 1)
+            if self.max_steps != -1 and trainer.lightning_module.automatic_optimization:
+                over = min(over, self.max_steps)  # which may have ended the run inside the epoch
             self.progress = replace(self.progress, epochs=self._begun + 1, samples=0, past=over)
+            self.past = self.progress
         self._follow_schedulers()
         if self._pacer is not None:
             self._pacer.catch_up()

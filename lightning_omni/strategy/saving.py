@@ -141,5 +141,5 @@ class SavingStrategy(GroupedStrategy):
         else:
             checkpoint = super().load_checkpoint(checkpoint_path, **options)
         self.checkpoints.read(checkpoint)
-        self.epochs.resumed = self.checkpoints.resumed.cut
+        self.epochs.resumed, self.epochs.past = self.checkpoints.resumed.cut, None
         return checkpoint

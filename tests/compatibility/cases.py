@@ -125,6 +125,14 @@ def fit_twice(fit: Fit) -> dict[str, Any]:
     return {"about steps of the second": trainer.global_step - first}
 
 
+def fit_by_steps_twice(fit: Fit) -> dict[str, Any]:
+    """The first fit ends inside an epoch; the second takes more steps."""
+    trainer = fit.fit(trainer=fit.trainer(max_steps=30, max_epochs=-1))
+    trainer.fit_loop.epoch_loop.max_steps = 62
+    fit.fit(trainer=trainer)
+    return {}
+
+
 def fit_with_two_trainers(fit: Fit) -> dict[str, Any]:
     fit.fit()
     loss = evaluate(fit.module)[0]
@@ -934,6 +942,7 @@ CASES: tuple[Case, ...] = (
     Case("fit, validate, test, predict", act=everything),
     Case("validate before fit, test after", act=evaluate_first),
     Case("fit twice with one Trainer", act=fit_twice),
+    Case("fit twice, by steps", act=fit_by_steps_twice),
     Case("fit with two Trainers", act=fit_with_two_trainers),
     Case("resume by ckpt_path", module=modules.Schedules, act=resume),
     Case("resume by ckpt_path, AdamW", module=modules.Adam, act=resume),
@@ -1047,6 +1056,7 @@ QUICK = (
     "GradientAccumulationScheduler",
     "StochasticWeightAveraging with BatchNorm",
     "EMAWeightAveraging",
+    "fit twice, by steps",
     "two optimizers, frozen by hand",
     "switches optimizers through the strategy",
     "logs everywhere",
