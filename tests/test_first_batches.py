@@ -7,7 +7,7 @@ import statistics
 from typing import Any
 
 import pytest
-from runs import run
+from runs import Run, run
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.timeout(480)]
 
@@ -57,6 +57,20 @@ FITS: dict[str, dict[str, Any]] = {
         "diverged_after": 90,  # in the third epoch
         "trainer": {**EPOCHS, "max_epochs": 6},
     },
+    "it learns too slowly in groups": {
+        "tuner": {**TUNER, "budget": 0.9, "space": {"rebalance": False, "wire": "fp32"}},
+        "seconds": {"0": 4e-3, "1": 4e-3},
+        "exponential": True,
+        "flat": "in groups",
+        "trainer": {**EPOCHS, "max_epochs": 12},
+    },
+    "there is nothing more to learn": {
+        "tuner": {**TUNER, "budget": 0.9, "space": {"rebalance": False, "wire": "fp32"}},
+        "seconds": {"0": 4e-3, "1": 4e-3},
+        "exponential": True,
+        "flat": "always",
+        "trainer": {**EPOCHS, "max_epochs": 12},
+    },
     "the loss rises by design": {
         "tuner": ALONE,
         "seconds": {"0": 2e-3, "1": 10e-3},
@@ -86,14 +100,20 @@ FITS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def fits(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """What every rank saw of every fit."""
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """All fits, one after the other, and one that goes on from the checkpoint of another."""
     saved = str(tmp_path_factory.mktemp("checkpoints") / "tuned.ckpt")
     slow = FITS["a slow rank"]
     fits = {**FITS, "a slow rank": {**slow, "save": saved}}
     fits["resumed"] = {**slow, "ckpt_path": saved, "trainer": {**EPOCHS, "max_epochs": 3}}
-    finished = run("omni_tuner.py", {"fits": [{"data": {"samples": 512}, **fit} for fit in fits.values()]}, timeout=400)
-    return {name: [finished.results[rank][number] for rank in (0, 1)] for number, name in enumerate(fits)}
+    return run("omni_tuner.py", {"fits": [{"data": {"samples": 512}, **fit} for fit in fits.values()]}, timeout=400)
+
+
+@pytest.fixture(scope="module")
+def fits(finished: Run) -> dict[str, list[dict[str, Any]]]:
+    """What every rank saw of every fit."""
+    names = [*FITS, "resumed"]
+    return {name: [finished.results[rank][number] for rank in (0, 1)] for number, name in enumerate(names)}
 
 
 ENDS_OTHERWISE = "dealt out beforehand", "a callback of one group stops it", "it diverges in groups"
@@ -194,6 +214,26 @@ def test_a_run_that_diverges_in_groups_goes_on_in_one_from_its_last_good_epoch_a
         chosen += rank["losses"][32:48]
         rolled_back += rank["losses"][lost[-1] + 1 :][:16]
     assert statistics.fmean(rolled_back) < statistics.fmean(chosen), "more was learnt since the choice"
+
+
+def test_a_run_whose_loss_stays_high_in_groups_goes_on_with_the_users_own_setting(
+    fits: dict[str, list[dict[str, Any]]], finished: Run
+) -> None:
+    for rank in fits["it learns too slowly in groups"]:
+        assert rank["world"][0] == rank["setting"]["groups"] == 1
+        assert (rank["lr"], rank["momentum"]) == (0.05, 0.9)
+        assert pytest.approx(0.9) in rank["losses"], "it was in groups before"
+        assert statistics.fmean(rank["losses"][-16:]) < 0.6
+    assert "momentum 0.9, lr 0.05: it lowers the training loss further" in finished.output
+
+
+def test_a_run_that_learns_nothing_more_with_the_users_own_setting_either_goes_on_in_groups(
+    fits: dict[str, list[dict[str, Any]]], finished: Run
+) -> None:
+    for rank in fits["there is nothing more to learn"]:
+        assert rank["setting"]["groups"] == rank["world"][0] == 2
+        assert rank["lr"] == pytest.approx(rank["setting"]["lr"])
+    assert "your own setting does not lower the training loss further" in finished.output
 
 
 def test_a_run_that_makes_the_users_own_updates_is_not_rolled_back_whatever_its_loss_does(

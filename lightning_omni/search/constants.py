@@ -52,3 +52,11 @@ of all."""
 BEYOND, FARTHEST = 0.1, 2.0
 """Added to it for each interval of the prior's table that a setting lies beyond its end; and over how many intervals
 the table is continued in a line, to stay level after that."""
+LONGER, FLAT, STEEP = 1.6, 0.05, 0.2
+"""A training loss is flat that has fallen, while the number of epochs grew by the first factor, by less than the second
+part of what was learnt since the start, and by less than the third part of itself."""
+FEWEST_EPOCHS, LATE = 3, 0.2
+"""Epochs of which it can be told; and the part of them, the last ones, whose mean is what the loss is."""
+TRIAL, FEWEST_STEPS, LAST = 0.1, 8, 0.4
+"""The user's own setting is tried with this part of the samples that were trained, and at least so many steps; the loss
+of the last part of these counts."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -27,10 +28,14 @@ class AppliedSetting:
     Args:
         run: the fit.
         space: what may be searched in it.
+
+    Attributes:
+        seconds_to_form: that it took to apply the latest choice.
     """
 
     def __init__(self, run: TunedRun, space: FitSpace) -> None:
         self._run, self._space = run, space
+        self.seconds_to_form = 0.0
         self._guard: DivergenceGuard | None = None
         self._threshold = math.nan
         self._before: RollbackPoint | None = None
@@ -44,13 +49,14 @@ class AppliedSetting:
 
     def apply(self, hyperparameters: Hyperparameters, command: Command) -> None:
         """From here on the run trains like that. On all ranks."""
-        state = self._run.state
+        state, began = self._run.state, time.perf_counter()
         hyperparameters.set_momentum(command.setting.momentum)
         hyperparameters.scale(command.scale)
         state.scaled *= command.scale
         state.setting = command.setting
         state.speeds = sorted(command.speeds.items()) if command.speeds and command.by_speed else []
         self.form(command.setting, command.speeds, command.by_speed)
+        self.seconds_to_form = time.perf_counter() - began
 
     def form(self, setting: Setting, speeds: Mapping[int, float] | None = None, by_speed: bool = False) -> None:
         """Forms the groups of a setting, which exchange and split batches as it says. On all ranks."""
@@ -85,7 +91,8 @@ class AppliedSetting:
         hyperparameters.set_momentum(own.momentum)
         hyperparameters.scale(1 / run.state.scaled)
         communicate(run.strategy, communication_of(own, run.world.communication))
-        run.state.scaled, run.state.reference = 1.0, float(run.batch(len(run.world.live_ranks)))
+        run.state.setting, run.state.scaled = own, 1.0
+        run.state.reference = float(run.batch(len(run.world.live_ranks)))
         self._guard = self._before = None  # of a choice that is taken back
 
     # --- To watch -----------------------------------------------------------------------------------------------------
@@ -99,11 +106,11 @@ class AppliedSetting:
         """
         known = [each for each in (threshold, self._threshold if keeps else math.nan) if math.isfinite(each)]
         self._threshold = max(known, default=math.nan)
-        guards = known and self._before is not None and not self._is_users_own
+        guards = known and self._before is not None and not self.is_users_own
         self._guard = DivergenceGuard(self._threshold) if guards else None
 
     @property
-    def _is_users_own(self) -> bool:
+    def is_users_own(self) -> bool:
         """Whether the run makes the updates that it would make without a tuner: if it diverges, so it would."""
         setting, own = self._run.state.setting, self._run.state.own
         if setting is None or own is None or setting.groups > 1:
@@ -146,29 +153,59 @@ class AppliedSetting:
         assert state.own is not None
         assert self._guard is not None
         assert self._before is not None
-        hyperparameters = run.hyperparameters()
         run.strategy.form_one()
         self._before.put_back(run.world.core)
         run.world.reduction.forget()
-        all_reduce = state.own.all_reduce
-        is_own = was.groups == 1 and was.all_reduce == all_reduce
-        factor = 1 / 3 if is_own else 1 / state.scaled  # smaller steps, or the user's own schedule
-        momentum = was.momentum if is_own else state.own.momentum
-        rebalance = bool(run.strategy.epochs.leases) and self._space.may_rebalance
-        setting = replace(
-            was, groups=1, momentum=momentum, lr=was.lr * factor, rebalance=rebalance, all_reduce=all_reduce
-        )
         state.diverged = True
-        state.setting, state.reference = setting, float(run.batch(len(run.world.live_ranks)))
-        hyperparameters.set_momentum(momentum)
-        hyperparameters.scale(factor)
-        state.scaled *= factor
-        self.form(setting)
+        if was.groups == 1 and was.all_reduce == state.own.all_reduce:
+            self._train_in_one_group(replace(was, lr=was.lr / 3), 1 / 3)
+        else:
+            self._train_in_one_group(state.own, 1 / state.scaled)
         self.watch(self._threshold)
         run.say(
             f"OmniTuner: the run has diverged with {was}: it is rolled back to the weights that it had after the last"
-            f" good epoch or search, and goes on with {setting}"
+            f" good epoch or search, and goes on with {state.setting}"
         )
+
+    # --- To try the user's own setting --------------------------------------------------------------------------------
+
+    def begin_trial(self) -> None:
+        """The user's own steps in one group, from the weights that there are. On all ranks."""
+        state = self._run.state
+        assert state.own is not None
+        state.before_trial = state.setting
+        self._run.strategy.form_one()
+        self._train_in_one_group(state.own, 1 / state.scaled)
+        self._guard = None
+
+    def end_trial(self) -> None:
+        """What was trained with before, once more. On all ranks."""
+        run, state = self._run, self._run.state
+        before, own = state.before_trial, state.own
+        assert before is not None
+        assert own is not None
+        before = replace(before, groups=min(before.groups, len(run.world.live_ranks)))
+        speeds = dict(state.speeds) or None
+        state.before_trial = None
+        state.reference = run.batch(len(run.world.live_ranks)) / before.groups
+        scale = before.lr / own.lr / state.scaled
+        self.apply(run.hyperparameters(), Command(before, speeds=speeds, by_speed=bool(speeds), scale=scale))
+        self.watch(math.nan, keeps=True)
+
+    def _train_in_one_group(self, setting: Setting, factor: float) -> None:
+        """From here on all ranks, which are one group, train with a setting, and with rates times that factor.
+
+        Batches are split by speed where that pays: it changes no update.
+        """
+        run, state = self._run, self._run.state
+        hyperparameters = run.hyperparameters()
+        rebalance = bool(run.strategy.epochs.leases) and self._space.may_rebalance
+        state.setting = replace(setting, groups=1, rebalance=rebalance)
+        state.reference = float(run.batch(len(run.world.live_ranks)))
+        hyperparameters.set_momentum(setting.momentum)
+        hyperparameters.scale(factor)
+        state.scaled *= factor
+        self.form(state.setting)
 
 
 __all__ = ["AppliedSetting"]

@@ -35,6 +35,7 @@ from lightning_omni.tuner.by_probes import ByProbes
 from lightning_omni.tuner.fit_space import FitSpace
 from lightning_omni.tuner.hyperparameters import Hyperparameters
 from lightning_omni.tuner.monitored_metric import MonitoredMetric
+from lightning_omni.tuner.plateau import PlateauWatch
 from lightning_omni.tuner.reports import TunerReports
 from lightning_omni.tuner.retuning import Retuning
 from lightning_omni.tuner.run import TunedRun, TunerOptions
@@ -65,6 +66,7 @@ class TunedFit:
         self.applied = AppliedSetting(run, self.space)
         self.retuning = Retuning(run)
         self.reports = TunerReports(run)
+        self.plateau = PlateauWatch(run, self.applied, self.retuning, self.reports)
         parts = run, self.space, self.applied, self.retuning, self.reports
         self.by_first_batches = ByFirstBatches(*parts)
         self.by_probes = ByProbes(*parts, self.monitor, mute_logger)
@@ -123,7 +125,10 @@ class TunedFit:
         if state.unfinished and self.run.rounds:  # a retuning was interrupted: it is done again when it is due
             state.forgotten += self.run.rounds.pop().search.spent
         state.unfinished = False
-        self.applied.form(state.setting, dict(state.speeds) or None, bool(state.speeds))
+        if state.before_trial is not None:
+            self.applied.end_trial()
+        else:
+            self.applied.form(state.setting, dict(state.speeds) or None, bool(state.speeds))
 
     def validated(self) -> None:
         """A validation has ended: how far is the run from its target?"""
@@ -153,11 +158,16 @@ class TunedFit:
             self.retuning.changed()
             return
         self.applied.keep_weights()
+        self.plateau.epoch_done()
         is_due = options.retune_every is not None and epoch % options.retune_every == 0
         if not is_due or run.state.setting is None or run.trainer.should_stop or epoch >= run.epochs:
             return
+        if self.plateau.is_trying:
+            return
         if reason := self.retuning.reason(epoch):
             self._tuning.begin_again(reason)
+        elif self.plateau.is_due:
+            self.plateau.begin_trial()
 
 
 class OmniTunerHooks(_CallbackBase):
@@ -362,6 +372,7 @@ class OmniTunerHooks(_CallbackBase):
             fit.retuning.throughput.batch_done(samples_in(trainer, batch_idx))
         fit.by_first_batches.batch_done(outputs)
         fit.applied.batch_done(outputs)
+        fit.plateau.batch_done(outputs)
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -69,6 +69,17 @@ class Retuning:
         if in_mid_epoch:
             self._changed_in = self._run.trainer.current_epoch
 
+    def stash_speed(self) -> Speed | None:
+        """The run trains with another setting for a while: says how fast it was, for when it returns."""
+        before, now = self._speed_before, self._speed
+        self.changed()
+        return before + now if before is not None and now is not None else before or now
+
+    def restore_speed(self, before: Speed | None) -> None:
+        """From now on, in the middle of an epoch, the run trains as it did before, when it was so fast."""
+        self.changed(in_mid_epoch=True)
+        self._speed_before = before
+
     def epoch_done(self) -> None:
         """An epoch has ended, or what was trained of it. On all ranks; validations do not count for the report."""
         run, strategy = self._run, self._run.strategy
@@ -114,8 +125,9 @@ class Retuning:
         is_early = run.state.rounds == 1 and epoch <= max(1, _EARLY * run.epochs)
         found = _NONE
         if run.learns_from_run:
-            # The forecast does not know of a divergence, and would choose the same again.
-            found = SPEED if has_changed and not run.state.diverged else _NONE
+            # The forecast does not know how the run went with its choice, and would choose the same again.
+            is_final = run.state.diverged or run.state.returned
+            found = SPEED if has_changed and not is_final else _NONE
         elif is_early:
             found = _UNDER_WAY_ALREADY
         elif has_changed:

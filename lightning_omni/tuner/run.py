@@ -148,7 +148,15 @@ class TunedRun:
 
     def forget(self) -> None:
         """What was found of other ranks does not hold for these."""
-        self.state = replace(self.state, setting=None, scaled=1.0, speeds=[], unfinished=False, forgotten=self.spent)
+        self.state = replace(
+            self.state,
+            setting=None,
+            scaled=1.0,
+            speeds=[],
+            unfinished=False,
+            before_trial=None,
+            forgotten=self.spent,
+        )
         self.rounds = []
 
     # --- Its time -----------------------------------------------------------------------------------------------------

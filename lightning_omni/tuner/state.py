@@ -78,6 +78,8 @@ class TunerState(Serializable):
         unfinished: whether a search is under way.
         rounds: searches that were begun.
         diverged: whether the run has diverged with a setting that was chosen.
+        returned: whether the run went back to the user's own setting because it learnt too slowly.
+        before_trial: what the run returns to if the user's own setting, which is tried, is no better; else None.
         forgotten: seconds of searches that are not kept.
         reporting: seconds that writing reports took.
         at_target: all seconds, and those of them for tuning, when the target was reached; None before that.
@@ -95,6 +97,8 @@ class TunerState(Serializable):
     unfinished: bool = False
     rounds: int = 0
     diverged: bool = False
+    returned: bool = False
+    before_trial: Setting | None = None
     forgotten: float = 0.0
     reporting: float = 0.0
     at_target: tuple[float, float] | None = None

@@ -85,6 +85,9 @@ class Classifier(pl.LightningModule):
         world = self.trainer.strategy.world
         if self.steps > self.options.get("diverged_after", 1 << 30) and not world.is_synchronous:
             loss = loss * float("nan")
+        flat = {"always": self.steps > 8, "in groups": not world.is_synchronous}.get(self.options.get("flat"), False)
+        if flat:  # in value: its gradients stay
+            loss = loss - loss.detach() + 0.9
         self.noted.append(float(loss))
         if "logs" in self.options:  # a third of the time that a step takes
             self.log("train_loss", loss)
