@@ -20,8 +20,20 @@ beside that of a run that was left alone (--alone measures that, too).
 Goodput is useful time over the time that groups were up. Useful are the seconds of a batch (--step), for each batch of
 an epoch once, however often its samples were trained. A group is up from the start of its process to its end, without
 the seconds for which it was frozen or cut off, which no software could use; the time to evict it, to rejoin and to
-start is not left out. A batch sleeps, and takes 7 ms of a core besides, a start 4 s: with four groups, two cores carry
-that for steps of 0.5 s, if nothing else runs on them.
+start is not left out. A batch sleeps for what is left of --step when the seconds that it computes here are taken off. A
+start takes 4 s of a core: with four groups, two cores carry that for steps of 0.5 s, if nothing else runs on them.
+
+--spare leaves some groups alone; what these and the server hold early and late in the run is shown (without "server"
+among the --kinds it is one process): an hour of groups that come and go beside one that stays is
+
+    python tests/benchmarks/faults.py --groups 4 --minutes 60 --faults 120 --kinds kill leave freeze cut --spare 1 \\
+        --epochs 1000 --patience 0 --step 0.5
+
+--peer trains the same with Lightning's DDP instead, in ranks that torchrun starts again (--max-restarts) from the last
+checkpoint of --save-every seconds, for --minutes; compare it with the same --kinds and --patience 0:
+
+    python tests/benchmarks/faults.py --groups 4 --minutes 10 --faults 33 --kinds kill leave freeze --step 0.5 \\
+        --epochs 1000 --patience 0 [--peer]
 
 Where this user may make network namespaces (Linux; root, or a system that allows user namespaces) the server and every
 group has a host of its own, as ``examples/emulated_network.py`` makes them. Elsewhere all are on one; no link is cut.
@@ -56,6 +68,8 @@ sys.path.insert(0, str(ROOT / "examples"))
 from emulated_network import Hosts, Network, NoNamespacesError, with_own_network  # noqa: E402
 
 KINDS = ("kill", "leave", "freeze", "server", "cut", "command")
+ON_RANKS = ("kill", "leave", "freeze")
+"""What may happen to a rank of DDP: it has no server, and all of its ranks are on one host here."""
 SILENCE = 5.0
 """Seconds of silence after which the server evicts a group."""
 AWAY = 9.0
@@ -81,7 +95,14 @@ def train(folder: Path, epochs: int, step: float, more: argparse.Namespace) -> N
     from torch import Tensor, nn
     from torch.utils.data import DataLoader, TensorDataset
 
-    from lightning_omni import OmniStrategy
+    strategy: Any
+    if more.peer:
+        strategy, devices, resumes = "ddp", int(os.environ["WORLD_SIZE"]), "last"
+        every = max(1, round(more.save_every / step))
+    else:
+        from lightning_omni import OmniStrategy
+
+        strategy, devices, resumes, every = OmniStrategy(validation=more.validation), 1, None, None
 
     logging.basicConfig(format="%(asctime)s %(message)s")
     torch.set_num_threads(1)
@@ -99,16 +120,22 @@ def train(folder: Path, epochs: int, step: float, more: argparse.Namespace) -> N
         def __init__(self) -> None:
             super().__init__()
             self.net = nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 6))
+            self.computed = 0.0
+            """Seconds of this processor in the batch before: a part of those of the emulated device."""
 
         def on_train_batch_start(self, *_: Any) -> None:
             note("begun")
 
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            time.sleep(step)
-            self.samples = batch[2].tolist()
+            time.sleep(max(0.0, step - self.computed))
+            self.began = time.process_time()  # without what it sleeps, or is stopped
+            # A restarted DDP draws its epoch's samples from the first: what counts is that so many were trained.
+            first = (self.trainer.global_step * devices + self.global_rank) * BATCH
+            self.samples = list(range(first, first + BATCH)) if more.peer else batch[2].tolist()
             return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
 
         def on_before_optimizer_step(self, optimizer: Any) -> None:
+            self.computed = time.process_time() - self.began
             # Before the push: a group may die after its push has come, which then counts.
             note("trained", self.current_epoch, self.samples)
 
@@ -135,10 +162,12 @@ def train(folder: Path, epochs: int, step: float, more: argparse.Namespace) -> N
     trainer = pl.Trainer(
         max_epochs=epochs,
         accelerator="cpu",
-        devices=1,
-        strategy=OmniStrategy(validation=more.validation),
+        devices=devices,
+        strategy=strategy,
         callbacks=[
-            pl.callbacks.ModelCheckpoint(folder / "checkpoints", monitor="accuracy", mode="max", save_last=True),
+            pl.callbacks.ModelCheckpoint(folder / "checkpoints", monitor="accuracy", mode="max", save_last=True)
+            if not more.peer
+            else pl.callbacks.ModelCheckpoint(folder / "checkpoints", save_last=True, every_n_train_steps=every),
             *([pl.callbacks.EMAWeightAveraging(decay=0.9)] if more.average else []),
         ],
         val_check_interval=more.validate_every,
@@ -147,7 +176,8 @@ def train(folder: Path, epochs: int, step: float, more: argparse.Namespace) -> N
         enable_model_summary=False,
         num_sanity_val_steps=0,
     )
-    trainer.fit(Net(), DataLoader(data, batch_size=BATCH, shuffle=True), DataLoader(held_out, batch_size=64))
+    loaders = DataLoader(data, batch_size=BATCH, shuffle=True), DataLoader(held_out, batch_size=64)
+    trainer.fit(Net(), *loaders, ckpt_path=resumes)
     (folder / f"ended-{os.getpid()}").write_text(str(float(trainer.callback_metrics["accuracy"])))
 
 
@@ -164,7 +194,7 @@ class Fleet:
     """
 
     def __init__(self, folder: Path, args: argparse.Namespace, hosts: Hosts | None) -> None:
-        self.folder, self._hosts = folder, hosts
+        self.folder, self._hosts, self._spared = folder, hosts, args.spare
         (folder / "tmp").mkdir()
         self._env = {
             **os.environ,
@@ -176,11 +206,13 @@ class Fleet:
         self._member = [sys.executable, "-W", "ignore", __file__, "--member", str(folder)]
         self._member += ["--epochs", str(args.epochs), "--step", str(args.step)]
         self._member += ["--validation", args.validation, "--validate-every", str(args.validate_every)]
+        self._member += ["--save-every", str(args.save_every)]
         self._member += ["--average"] if args.average else []
         self._serve = [sys.executable, "-m", "lightning_omni", "serve", "--once", *self._address()]
-        self._serve += ["--heartbeat-timeout", str(SILENCE), "--state", str(folder / "state"), "--save-every", "5s"]
+        self._serve += ["--heartbeat-timeout", str(SILENCE), "--state", str(folder / "state")]
+        self._serve += ["--save-every", f"{args.save_every:g}s"]
         self._processes: list[subprocess.Popen[bytes]] = []
-        self.members: dict[int, subprocess.Popen[bytes]] = {}
+        self.members: dict[int, subprocess.Popen[bytes] | Worker] = {}
         """By number of their places; where groups have hosts of their own, that of the host."""
         self.codes: Counter[int] = Counter()
         self.lives: list[tuple[int, float, float]] = []
@@ -219,8 +251,9 @@ class Fleet:
 
     @property
     def at_work(self) -> list[int]:
-        """Places whose group is neither frozen nor cut off."""
-        return [place for place in self.members if place not in self.away]
+        """Places whose group is neither frozen nor cut off, nor to be spared."""
+        places = [place for place, member in self.members.items() if member.poll() is None]
+        return [place for place in places if place not in self.away and place > self._spared]
 
     def disturb(self, place: int, kind: str) -> None:
         """Something happens to a group."""
@@ -270,6 +303,21 @@ class Fleet:
                     self._add(place)
         return goes_on
 
+    def used(self) -> dict[str, dict[str, int]]:
+        """What the server and the groups that are spared hold now, and what is in the system's shared memory."""
+        children = Path(f"/proc/{self.server.pid}/task/{self.server.pid}/children")
+        serving = [int(pid) for pid in children.read_text().split()] if children.exists() else []
+        spared = [place for place in range(1, 1 + self._spared) if place in self.members]
+        processes = [("server", pid) for pid in serving[:1]]
+        processes += [(f"group {place}", self.members[place].pid) for place in spared]
+        used = {"/dev/shm": {"files": sum(1 for _ in Path("/dev/shm").iterdir())}}
+        for name, pid in processes:
+            with suppress(OSError, AttributeError):
+                found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+                assert found is not None
+                used[name] = {"MB": int(found[1]) // 1024, "files": sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())}
+        return used
+
     def leavings(self) -> tuple[list[int], list[str]]:
         """Sessions of which a process is left, and files that are neither logs nor results."""
         sessions = set()
@@ -301,6 +349,61 @@ class Fleet:
         return process
 
 
+class Worker:
+    """A process that torchrun has started."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+
+    def poll(self) -> int | None:
+        """None as long as it lives, as of `subprocess.Popen`."""
+        with suppress(OSError):
+            state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+            return None if state != "Z" else 1
+        return 1
+
+
+class Restarted(Fleet):
+    """The ranks of Lightning's DDP, which torchrun starts again, all of them, when one has ended."""
+
+    def __init__(self, folder: Path, args: argparse.Namespace) -> None:
+        super().__init__(folder, args, None)
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "100000"]
+        torchrun += ["--monitor-interval", "0.1", "--nproc-per-node", str(args.groups)]
+        self._serve = [*torchrun, *self._member[3:], "--peer"]
+
+    def begin(self, groups: int) -> None:
+        """The command starts all ranks."""
+        self.server = self._start(self._serve, "group-0.log")
+
+    def tend(self, restart: bool = True) -> bool:
+        """A device is a rank's until another process takes its place. Returns whether the run goes on."""
+        children = Path(f"/proc/{self.server.pid}/task/{self.server.pid}/children")
+        for pid in children.read_text().split() if children.exists() else []:
+            with suppress(OSError):
+                variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                for place in (1 + int(each[11:]) for each in variables if each.startswith(b"LOCAL_RANK=")):
+                    self._take(place, Worker(int(pid)))
+        return self.server.poll() is None
+
+    def close(self) -> None:
+        """torchrun ends its ranks; what is left is killed."""
+        self.server.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            self.server.wait(15)
+        for worker in self.members.values():
+            with suppress(ProcessLookupError):
+                os.kill(worker.pid, signal.SIGKILL)
+        super().close()
+
+    def _take(self, place: int, worker: Worker) -> None:
+        before, now = self.members.get(place), time.time()
+        if before is None or before.pid != worker.pid:
+            if before is not None:
+                self.lives.append((before.pid, self._began[place], now))
+            self.members[place], self._began[place] = worker, now
+
+
 @contextmanager
 def network(groups: int) -> Iterator[Hosts | None]:
     """A host for the server and one for each group, where this user may have them."""
@@ -318,18 +421,20 @@ def network(groups: int) -> Iterator[Hosts | None]:
 
 def disturbed(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """A run under faults; what came of it."""
+    if args.peer:
+        return _disturbed(folder, args, Restarted(folder, args), [kind for kind in args.kinds if kind in ON_RANKS])
     with network(args.groups) as hosts:
-        return _disturbed(folder, args, hosts)
+        possible = [kind for kind in args.kinds if kind != "cut" or hosts is not None]
+        return _disturbed(folder, args, Fleet(folder, args, hosts), possible)
 
 
-def _disturbed(folder: Path, args: argparse.Namespace, hosts: Hosts | None) -> dict[str, Any]:
+def _disturbed(folder: Path, args: argparse.Namespace, fleet: Fleet, possible: Sequence[str]) -> dict[str, Any]:
     chance = random.Random(args.seed)
-    fleet = Fleet(folder, args, hosts)
-    possible = [kind for kind in args.kinds if kind != "cut" or hosts is not None]
     kinds = [possible[number % len(possible)] for number in range(args.faults)]
     chance.shuffle(kinds)
     moments = sorted(chance.uniform(10, 60 * args.minutes) for _ in kinds)
     began, done, back = time.monotonic(), Counter[str](), list[tuple[float, int]]()
+    used = list[dict[str, dict[str, int]]]()
     log = (folder / "faults.log").open("a", buffering=1)
     try:
         fleet.begin(args.groups)
@@ -337,6 +442,8 @@ def _disturbed(folder: Path, args: argparse.Namespace, hosts: Hosts | None) -> d
             now = time.monotonic() - began
             if now > 60 * args.minutes + args.patience:
                 break
+            if args.spare and now > 10 * (1 + len(used)):
+                used.append(fleet.used())
             for due, place in [each for each in back if each[0] <= now]:
                 back.remove((due, place))
                 fleet.bring_back(place)
@@ -347,7 +454,7 @@ def _disturbed(folder: Path, args: argparse.Namespace, hosts: Hosts | None) -> d
                 if kinds[-1] in ("server", "command"):
                     if not fleet.kill_server(whole=kinds[-1] == "command"):
                         continue
-                elif len(free) > 1:
+                elif len(free) + args.spare > 1:
                     fleet.disturb(place, kinds[-1])
                     if place in fleet.away:
                         back.append((now + AWAY, place))
@@ -358,7 +465,7 @@ def _disturbed(folder: Path, args: argparse.Namespace, hosts: Hosts | None) -> d
             time.sleep(0.1)
         for place in list(fleet.away):
             fleet.bring_back(place)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + min(30, args.patience)
         while fleet.members and time.monotonic() < deadline:
             fleet.tend(restart=False)
             time.sleep(0.1)
@@ -367,7 +474,22 @@ def _disturbed(folder: Path, args: argparse.Namespace, hosts: Hosts | None) -> d
     finally:
         fleet.close()
     said = {"faults": dict(done), "left": left, "files": files, "server": server, "codes": dict(fleet.codes)}
-    return {**said, **read(folder, args, fleet.lives, fleet.absences)}
+    return {**said, "used": growth(used), **read(folder, args, fleet.lives, fleet.absences)}
+
+
+def growth(used: Sequence[dict[str, dict[str, int]]]) -> dict[str, str]:
+    """How much of what was held after a tenth of the run, and at its end: medians over a tenth of it."""
+    tenth = len(used) // 10
+    if not tenth:
+        return {}
+    early, late = used[tenth : 2 * tenth], used[-tenth:]
+    kinds = {(name, kind) for each in early for name, held in each.items() for kind in held}
+    medians = {
+        (name, kind): [statistics.median(each[name][kind] for each in part if name in each) for part in (early, late)]
+        for name, kind in sorted(kinds)
+        if all(any(name in each for each in part) for part in (early, late))
+    }
+    return {f"{name}, {kind}": f"{first:g} to {last:g}" for (name, kind), (first, last) in medians.items()}
 
 
 Event = list[Any]
@@ -467,6 +589,9 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS[:-1], help="what happens")
     parser.add_argument("--validation", choices=("wait", "published"), default="wait")
     parser.add_argument("--validate-every", type=float, default=1.0, help="part of an epoch")
+    parser.add_argument("--spare", type=int, default=0, help="groups to which nothing happens; what they hold is shown")
+    parser.add_argument("--save-every", type=float, default=2.0, help="seconds between two saves of the server's state")
+    parser.add_argument("--peer", action="store_true", help="DDP that torchrun starts again, instead")
     parser.add_argument("--average", action="store_true", help="with EMAWeightAveraging")
     parser.add_argument("--alone", action="store_true", help="also a run without faults")
     parser.add_argument("--keep", type=Path, help="where logs stay")
@@ -485,12 +610,14 @@ def main() -> None:
             args.faults = faults
             said = disturbed(folder, args)
         print(
-            f"{args.groups} groups, seed {args.seed}, {said['faults'] or 'no faults'}: exit codes {said['codes']},"
+            f"{args.groups} {'ranks of DDP' if args.peer else 'groups'}, seed {args.seed},"
+            f" {said['faults'] or 'no faults'}: exit codes {said['codes']},"
             f" {said['failures']} tracebacks,"
             f" of the server {said['server']}, {len(said['left'])} processes and {len(said['files'])} files left"
             f" {said['files'][:3] or ''}, {said['seconds']:.0f} s, longest standstill {said['standstill']:.1f}"
             f" s after {said['after']}, {said['missing']} samples missing, {said['twice']} trained more than once,"
-            f" goodput {said['goodput']:.2f} (the rest: {said['else']}), accuracy {said['accuracy']:.3f}",
+            f" goodput {said['goodput']:.2f} (the rest: {said['else']}), accuracy {said['accuracy']:.3f}"
+            f"{', held early and late: ' + str(said['used']) if said['used'] else ''}",
             flush=True,
         )
 
