@@ -33,13 +33,16 @@ def one_group() -> Run:
     return run("inside.py", {"what": ["parity"]})
 
 
-@pytest.mark.parametrize("row", ["SGD", "AdamW, clipping, accumulation", "bf16"])
+@pytest.mark.parametrize("row", ["SGD", "AdamW, clipping, accumulation", "bf16", "activation checkpointing"])
 def test_one_group_equals_model_parallel_strategy_bit_for_bit(one_group: Run, row: str) -> None:
     for rank in (0, 1):
         got = one_group.results[rank]["parity"][row]
         assert got["ours"] == got["theirs"]
         assert got.get("by itself", got["theirs"]) == got["theirs"], "blocks are wrapped as a user would"
         assert len(got["ours"][0]) == 6
+        if row == "activation checkpointing":
+            trained, validated = 2 * 8, 2 * 8  # two layers
+            assert got["ours"][3] == 2 * trained + validated, "computed once more in each backward pass"
 
 
 def apart(one: dict[str, Any], other: dict[str, Any]) -> float:
@@ -50,7 +53,10 @@ def apart(one: dict[str, Any], other: dict[str, Any]) -> float:
     return float(max(abs(x - y) for a, b in lists for x, y in zip(a, b, strict=True)))
 
 
-ACROSS = [{"method": "async_sgd", "optimizer": "AdamW", "extra": {"gradient_clip_val": 0.3, "wire": "bf16"}}]
+ACROSS: list[dict[str, Any]] = [
+    {"method": "async_sgd", "optimizer": "AdamW", "extra": {"gradient_clip_val": 0.3, "wire": "bf16"}},
+    {"method": "async_sgd", "kind": "Recomputed"},
+]
 
 
 DILOCO = {"method": "diloco:period=2"}
@@ -77,9 +83,10 @@ def resumes(one_group: Run, four_and_two: list[dict[str, Any]]) -> list[dict[str
 def two_groups(one_group: Run, four_and_two: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What ranks 0 and 1 report, the members of one group; the other group has died at the end."""
     resumed = resumes(one_group, four_and_two)
-    servers = 2 * (2 * len(ACROSS) + 4 + sum("groups" in each for each in resumed) + 1)
-    what = {"what": ["across", "checkpoints", "resumes", "dies"], "across": ACROSS, "checkpoints": [DILOCO]}
-    finished = run("inside.py", {**what, "resumes": resumed, "servers": servers})
+    servers = 2 * (2 * len(ACROSS) + 8 + sum("groups" in each for each in resumed) + 1)
+    what = {"what": ["across", "checkpoints", "resumes", "dies"], "across": ACROSS}
+    saved = {"checkpoints": [{**DILOCO, "kind": "Recomputed"}, DILOCO]}  # the last ones are those that others load
+    finished = run("inside.py", {**what, **saved, "resumes": resumed, "servers": servers})
     assert {rank for rank, found in finished.results.items() if "dies" in found} == {0, 1}
     return [finished.results[0], finished.results[1]]
 
@@ -97,11 +104,12 @@ def test_groups_learn_what_those_whose_members_have_the_whole_model_learn(two_gr
 
 def test_a_checkpoint_goes_from_one_way_to_the_other_and_back(two_groups: list[dict[str, Any]]) -> None:
     for result in two_groups:
-        (found,) = result["checkpoints"].values()
-        for name in ("fsdp", "ddp to fsdp", "fsdp to ddp"):
-            assert apart(found["ddp"], found[name]) < CLOSE, name
-        for name in ("saved ", "saved inside-"):
-            assert apart(*found[name]) < CLOSE, "they are of plain DDP, with all that method and groups remember"
+        assert len(result["checkpoints"]) == 2, "with and without activation checkpointing"
+        for found in result["checkpoints"].values():
+            for name in ("fsdp", "ddp to fsdp", "fsdp to ddp"):
+                assert apart(found["ddp"], found[name]) < CLOSE, name
+            for name in ("saved ", "saved inside-"):
+                assert apart(*found[name]) < CLOSE, "they are of plain DDP, with all that method and groups remember"
 
 
 def test_a_checkpoint_goes_on_in_other_groups_with_other_shards_and_with_lightning_s_strategies(

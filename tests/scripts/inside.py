@@ -11,6 +11,7 @@ from unittest.mock import patch
 import torch
 from common import FOLDER, OPTIONS, dataset, omni, pl, report, trainer
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -54,6 +55,43 @@ class Blocks(pl.LightningModule):
         if self.optimizer == "AdamW":
             return torch.optim.AdamW(self.parameters(), lr=1e-2)
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
+
+
+class Counted(nn.Tanh):
+    """Counts how often it is computed."""
+
+    computed = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.computed += 1
+        return super().forward(x)
+
+
+class Recomputed(Blocks):
+    """Activation checkpointing: what is between two layers is not kept, but computed again."""
+
+    def __init__(self, optimizer: str = "SGD") -> None:
+        super().__init__(optimizer)
+        pairs = [nn.Sequential(nn.Linear(12, 31), Counted()), nn.Sequential(nn.Linear(31, 5), Counted())]
+        self.net = nn.Sequential(*(checkpoint_wrapper(pair) for pair in pairs), nn.Linear(5, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x.to(self.net[2].weight.dtype))
+
+    @property
+    def computed(self) -> int:
+        return sum(module.computed for module in self.modules() if isinstance(module, Counted))
+
+
+class RecomputedWrapped(Recomputed):
+    """As the user of ModelParallelStrategy writes it."""
+
+    def configure_model(self) -> None:
+        if isinstance(self.net[2].weight, DTensor):
+            return
+        for layer in self.net:
+            fully_shard(layer, mesh=self.device_mesh["data_parallel"])
+        fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
 
 
 class Wrapped(Blocks):
@@ -151,6 +189,10 @@ class Turns(InTurn, Blocks):
     """Groups step in turn."""
 
 
+class TurnsRecomputed(InTurn, Recomputed):
+    """Groups step in turn, and compute activations again."""
+
+
 class TurnsParallel(InTurn, Parallel):
     """Groups step in turn, tensor-parallel."""
 
@@ -244,6 +286,7 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "SGD": ("SGD", {}),
     "AdamW, clipping, accumulation": ("AdamW", {"gradient_clip_val": 0.1, "accumulate_grad_batches": 3}),
     "bf16": ("AdamW", {"precision": "bf16-true"}),
+    "activation checkpointing": ("AdamW", {"accumulate_grad_batches": 2}),
 }
 
 
@@ -282,6 +325,10 @@ def lies(module: nn.Module) -> dict[str, Any]:
     return {"whole": found, "exchanged": [size / each.numel() for size, each in zip(sizes.tolist(), held, strict=True)]}
 
 
+BY_ITSELF = ("SGD", "activation checkpointing")
+RECOMPUTED = {Blocks: Recomputed, Wrapped: RecomputedWrapped}
+
+
 def parity() -> Any:
     """One group of two ranks, and ModelParallelStrategy of two; their checkpoints are folders."""
     results = {}
@@ -292,14 +339,16 @@ def parity() -> Any:
             ("ours", partial(omni.OmniStrategy, groups=1, inside="fsdp"), Wrapped),
             ("by itself", partial(omni.OmniStrategy, groups=1, inside="fsdp"), Blocks),
         ]
-        for whose, strategy, kind in runs if name == "SGD" else runs[:2]:
+        for whose, strategy, kind in runs if name in BY_ITSELF else runs[:2]:
             pl.seed_everything(7, verbose=False)
-            module = kind(optimizer)
-            saves = Saves(f"two-{whose}") if optimizer == "AdamW" and "precision" not in options else None
+            module = RECOMPUTED[kind](optimizer) if name == "activation checkpointing" else kind(optimizer)
+            saves = Saves(f"two-{whose}") if "gradient_clip_val" in options else None
             folders = {"save_distributed_checkpoint": True} if saves and whose == "ours" else {}
             run = trainer(strategy(**folders), 2, callbacks=saves, **options)
             run.fit(module, data(), data())
             row[whose] = [here(module), run.global_step, float(run.callback_metrics["val_loss"])]
+            if isinstance(module, Recomputed):
+                row[whose].append(module.computed)
             if saves is not None:
                 results[f"saved by {whose}"] = {"folder": str(FOLDER / saves.name), "held": saves.found}
         results[name] = row
@@ -328,6 +377,8 @@ def fit(inside: str, kind: type[Blocks], optimizer: str = "SGD", groups: int = 2
 KINDS: dict[tuple[str, bool, bool], type[Blocks]] = {  # with a mesh or not, in turn or where a barrier is order enough
     ("Blocks", False, True): Turns,
     ("Blocks", False, False): Blocks,
+    ("Recomputed", False, True): TurnsRecomputed,
+    ("Recomputed", False, False): Recomputed,
     ("Parallel", False, True): TurnsEven,
     ("Parallel", False, False): Even,
     ("Parallel", True, True): TurnsParallel,
@@ -372,18 +423,18 @@ def checkpoints() -> Any:
     """Two epochs at once, and one epoch after the other with what the members hold in between."""
     results = {}
     for row in OPTIONS["checkpoints"]:
-        method, optimizer = row["method"], row.get("optimizer", "AdamW")
-        found: dict[str, Any] = {}
+        method, optimizer, kind = row["method"], row.get("optimizer", "AdamW"), row.get("kind", "Blocks")
+        blocks, found = KINDS[kind, False, False], dict[str, Any]()
         for inside in ("ddp", "fsdp"):
-            module, _, _ = fit(inside, Blocks, optimizer, method=method, max_epochs=2, callbacks=[Saves(inside)])
+            module, _, _ = fit(inside, blocks, optimizer, method=method, max_epochs=2, callbacks=[Saves(inside)])
             found[inside] = flat(whole(module))
         for before, inside in (("ddp", "fsdp"), ("fsdp", "ddp")):
-            module, _, _ = fit(inside, Blocks, optimizer, method=method, max_epochs=2, ckpt=FOLDER / before)
+            module, _, _ = fit(inside, blocks, optimizer, method=method, max_epochs=2, ckpt=FOLDER / before)
             found[f"{before} to {inside}"] = flat(whole(module))
         for name in ("", "inside-"):
             saved = [torch.load(FOLDER / f"{name}{inside}", weights_only=True) for inside in ("ddp", "fsdp")]
             found[f"saved {name}"] = [flat(each) for each in saved]
-        results[method + optimizer] = found
+        results[f"{method}, {optimizer}, {kind}"] = found
     return results
 
 
