@@ -69,7 +69,8 @@ class RunReport:
         group_size: ranks in the largest of them.
         refused: pushes refused because they were not finite.
         ranks_lost: ranks that were lost on the way.
-        bytes_per_step: bytes of tensors that rank 0's group exchanged with the server, to and fro, for each batch.
+        bytes_per_step: bytes of tensors that rank 0's group exchanged with the server, to and fro, for each batch;
+            with gossip, those that it sent to other groups and read from them.
         head_time: seconds of exclusive access to the merged head, lately; 0 if there is none.
         serve_time: seconds of the server's own time for one push lately; 0 if nothing was pushed.
         total_momentum: explicit momentum and what asynchrony adds to it, as sensed lately; None if it is unknown: few

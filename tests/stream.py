@@ -390,6 +390,7 @@ class StreamPeers:
         self._lock = threading.Lock()
         self._addresses: Mapping[int, Address] = {}
         self._wires: dict[int, Wire] = {}
+        self.moved = 0
         self._listener = socket.create_server((host, 0), backlog=128)
         self.address = f"stream://{host}:{self._listener.getsockname()[1]}"
         start(accept, self._listener, self._serve)
@@ -403,10 +404,12 @@ class StreamPeers:
     def read(self, group: int, optimizer: int) -> Sequence[Tensor] | None:
         answer = self._ask(group, m.ReadPublished(optimizer=optimizer), m.Published)
         layout = self._layouts[optimizer]
+        self.moved += answer.numel() if answer is not None else 0
         return layout.views(answer) if answer is not None and 0 < answer.numel() == layout.nbytes else None
 
     def send(self, group: int, optimizer: int, tensors: Sequence[Tensor]) -> None:
         flat = self._flat(optimizer, tensors)
+        self.moved += flat.numel()
         self._ask(group, m.PeerMessage(optimizer=optimizer, nbytes=flat.numel()), m.Taken, flat)
 
     def read_inbox(self, optimizer: int) -> Inbox:

@@ -102,7 +102,9 @@ def test_weights_travel_in_the_wire_format_both_ways() -> None:
         assert theirs is not None
         assert all(map(torch.equal, theirs, rounded))
         assert not torch.equal(theirs[0], sent[0])
+        assert (peers.connections[0].moved, peers.connections[1].moved) == (0, encoded.numel())
         peers.connections[1].send(0, 0, sent)
+        assert peers.connections[1].moved == 2 * encoded.numel(), "bytes as they travel, to and fro"
         inbox = Inbox(None, 0)
         deadline = time.monotonic() + 20
         while not inbox.count:

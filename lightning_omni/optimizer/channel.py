@@ -51,7 +51,7 @@ class Traffic:
 
     Attributes:
         seconds: time spent in them.
-        moved: bytes of tensors to and from the server; only the leader of a group moves any.
+        moved: bytes of tensors to and from the server, or other groups; only the leader of a group moves any.
         shared: of these, bytes that lay in memory that leader and server share, and did not travel.
     """
 
@@ -476,13 +476,16 @@ class Channel:
     @contextmanager
     def timed(self) -> Iterator[None]:
         """Counts time and bytes as those of exchanges."""
-        began, requests = time.perf_counter(), self._requests
+        began, requests, peers = time.perf_counter(), self._requests, self._peers
         moved, shared = (requests.moved, requests.shared) if requests is not None else (0, 0)
+        between = peers.moved if peers is not None else 0
         yield
         self.traffic.seconds += time.perf_counter() - began
         if self._requests is not None:
             self.traffic.moved += self._requests.moved - moved
             self.traffic.shared += self._requests.shared - shared
+        if peers is not None:
+            self.traffic.moved += peers.moved - between
 
     def warn_of_refusal(self, applied: bool, in_row: int) -> None:
         """Warns of the first of what was not finite."""

@@ -67,6 +67,11 @@ class Together:
         """Where this member listens."""
         return self._peers.address
 
+    @property
+    def moved(self) -> int:
+        """Bytes of its share that this member has sent to others, and has read from them, so far."""
+        return self._peers.moved
+
     def connect(self, addresses: Mapping[int, Address]) -> None:
         """Tells it where its counterparts in the other groups listen."""
         self._others = sorted(addresses)

@@ -506,7 +506,7 @@ class InMemoryPeers:
     def __init__(
         self, server: InMemoryServer, address: str, layouts: Sequence[Layout], is_lost: Callable[[int], bool]
     ) -> None:
-        self.address = address
+        self.address, self.moved = address, 0
         self._leaders, self._is_lost = server.leaders, is_lost
         self._addresses: Mapping[int, Address] = {}
         self._published: dict[int, list[Tensor]] = {}
@@ -530,6 +530,7 @@ class InMemoryPeers:
         leader = self._leader(group)
         published = leader._published.get(optimizer) if leader is not None else None
         published = self._held.pop((group, optimizer), published)
+        self.moved += sum(tensor.nbytes for tensor in published or ())
         return [tensor.clone() for tensor in published] if published is not None else None
 
     def hold(self, group: int, optimizer: int) -> int:
@@ -547,6 +548,7 @@ class InMemoryPeers:
     def send_part(self, group: int, optimizer: int, tensors: Sequence[Tensor], sender: int, number: int) -> None:
         """Puts a part of a message into a group's inbox."""
         if (leader := self._leader(group)) is not None:
+            self.moved += sum(tensor.nbytes for tensor in tensors)
             leader._arrivals[optimizer].add(sender, number, tensors)
 
     @contextmanager
@@ -557,6 +559,7 @@ class InMemoryPeers:
     def send(self, group: int, optimizer: int, tensors: Sequence[Tensor]) -> None:
         """Puts weights into a group's inbox."""
         if (leader := self._leader(group)) is not None:
+            self.moved += sum(tensor.nbytes for tensor in tensors)
             leader._inboxes[optimizer].add(tensors)
 
     def read_inbox(self, optimizer: int) -> Inbox:

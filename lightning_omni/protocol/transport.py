@@ -497,6 +497,10 @@ class Peers(Protocol):
     """A leader's way to the other leaders: weights that they read, and an inbox that they fill."""
 
     @property
+    def moved(self) -> int:
+        """Bytes of weights that this leader has sent to others, and has read from them, so far."""
+
+    @property
     def address(self) -> str:
         """Where this leader listens."""
 

@@ -225,6 +225,10 @@ class PeerConnections:
         check: called while waiting; raises what makes waiting pointless.
         timeout: seconds to wait for a peer that is not known to be gone.
         wire_format: how weights are put into bytes.
+
+    Attributes:
+        dropped: messages that were not sent, because a group did not take the ones before.
+        moved: bytes of weights that were sent to other groups, and read from them.
     """
 
     def __init__(
@@ -244,7 +248,7 @@ class PeerConnections:
         self._wires: dict[int, zmq.Socket[bytes]] = {}
         self._unread: Counter[int] = Counter()
         self._held: dict[tuple[int, int], int] = {}
-        self.dropped = 0
+        self.dropped = self.moved = 0
 
     def read(self, group: int, optimizer: int) -> list[Tensor] | None:
         """What a group has published: CPU tensors; None if there is nothing or no group."""
@@ -263,6 +267,7 @@ class PeerConnections:
             if frames is None:
                 return None
             assembly.add(frames[-1].buffer)
+        self.moved += published.nbytes
         return layout.views(decode(self._format, assembly.buffer, layout, Memory()))
 
     def hold(self, group: int, optimizer: int) -> int:
@@ -304,6 +309,7 @@ class PeerConnections:
         for chunk in chunks(buffer):
             self._say(group, [CHUNK_MARK, chunk])
         self._unread[group] += 1
+        self.moved += buffer.numel()
 
     def grow(self, optimizer: int, layout: Layout) -> None:
         """An optimizer's weights have another layout."""

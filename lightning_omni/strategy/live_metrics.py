@@ -70,7 +70,7 @@ class StepTimes:
 
     @property
     def bytes_per_step(self) -> float:
-        """Bytes of tensors that this rank exchanged with the server for each batch."""
+        """Bytes of tensors that this rank exchanged with the server, or with other groups, for each batch."""
         return self._moved / max(1, self._batches)
 
 
