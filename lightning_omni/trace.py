@@ -135,7 +135,8 @@ class Trace:
         Useful are the seconds in which a device computed gradients that came to the other groups: in a push that was
         applied or, where groups talk to one another only, in a local step. The rest is waiting for other groups, for
         links and for the other members of a group; what a group computed and did not push before it died, or before the
-        run ended; and the time for which a device was dead. A device that is slow for a while is in use.
+        run ended; and the time for which a device was dead. If the server dies and goes back to its last save, what is
+        trained again is useful once, and an update that is lost is not. A device that is slow for a while is in use.
 
         References:
             Douillard et al. 2026, "Decoupled DiLoCo for Resilient Distributed Pre-training", arXiv:2604.21428.

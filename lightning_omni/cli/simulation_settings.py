@@ -69,6 +69,19 @@ class SlowTime:
 
 
 @dataclass(frozen=True)
+class ServerDeath:
+    """The parameter server dies, and another one goes on from the last save.
+
+    Args:
+        time: When.
+        until: When the other one is there.
+    """
+
+    time: Quantity
+    until: Quantity
+
+
+@dataclass(frozen=True)
 class Devices:
     """Some equal devices: a batch of b samples takes ``(overhead + b * seconds_per_sample) * jitter``.
 
@@ -96,10 +109,12 @@ class Machines:
         group_link: Between neighbours in a group's ring all-reduce.
         update_seconds: Time that the server takes for one push.
         head_seconds_per_sample: Time that a merged head takes for one sample.
-        events: Ranks that die (rank, time), or are slow for a while (rank, start, stop, factor).
+        events: Ranks that die (rank, time), or are slow for a while (rank, start, stop, factor); and the server, which
+            dies and is started again (time, until).
         servers: Number of parameter servers that share the weights; or per-node, one on each node.
         nodes: Nodes over which the devices are spread evenly, in the order of ranks; None makes each device a node.
         aggregators: Number of aggregators between groups and the server, which sum pushes. 0 for none.
+        save_every: Time between two saves of the server's state, from which it goes on when it has died.
     """
 
     devices: tuple[Devices, ...]
@@ -108,10 +123,11 @@ class Machines:
     group_link: NetworkSettings = field(default_factory=NetworkSettings)
     update_seconds: Quantity = 0.0
     head_seconds_per_sample: Quantity = 0.0
-    events: tuple[Death | SlowTime, ...] = ()
+    events: tuple[ServerDeath | Death | SlowTime, ...] = ()  # the first that fits, and a Death has a rank, too
     servers: int | str = 1
     nodes: int | None = None
     aggregators: int = 0
+    save_every: Quantity = 30.0
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,23 @@ from lightning_omni.cli.simulation_settings import (
     Machines,
     NetworkSettings,
     Scatter,
+    ServerDeath,
     SimulationSettings,
     SlowTime,
 )
 from lightning_omni.cli.units import check_above_zero, flag, rate_of, seconds_of
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.simulator import Cluster, Device, Failure, Jitter, Link, Slowdown, Workload, workload_named
+from lightning_omni.simulator import (
+    Cluster,
+    Device,
+    Failure,
+    Jitter,
+    Link,
+    ServerRestart,
+    Slowdown,
+    Workload,
+    workload_named,
+)
 
 _EVALUATIONS = 50
 """About that many in a run, unless the user says how often."""
@@ -182,6 +193,7 @@ def _whole(machines: Machines) -> Cluster:
         machines.servers,  # type: ignore[arg-type]  # which it checks
         machines.nodes,
         machines.aggregators,
+        seconds_of("cluster.save_every", machines.save_every),
     )
 
 
@@ -197,7 +209,9 @@ def _link(place: str, network: NetworkSettings) -> Link:
     return Link(rate_of(f"{place}bandwidth", network.bandwidth), seconds_of(f"{place}latency", network.latency))
 
 
-def _event(name: str, event: Death | SlowTime) -> Failure | Slowdown:
+def _event(name: str, event: Death | SlowTime | ServerDeath) -> Failure | Slowdown | ServerRestart:
+    if isinstance(event, ServerDeath):
+        return ServerRestart(seconds_of(f"{name}.time", event.time), seconds_of(f"{name}.until", event.until))
     if isinstance(event, Death):
         until = None if event.until is None else seconds_of(f"{name}.until", event.until)
         return Failure(event.rank, seconds_of(f"{name}.time", event.time), until)

@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -177,6 +178,33 @@ class Slowdown:
 
 
 @dataclass(frozen=True)
+class ServerRestart:
+    """The parameter server dies, and another one goes on from the last save: see ``save_every`` of `Cluster`.
+
+    Groups finish the batch that they compute, wait, and attach to the new one. What they had trained since that save is
+    dealt out again. With one group there is no server, and nothing happens.
+
+    Args:
+        time: when, in seconds.
+        until: when the new one is there, in seconds.
+
+    Raises:
+        ConfigurationError: the new one would be there before the old one has died.
+
+    Example:
+        >>> ServerRestart(time=10.0, until=10.3).until
+        10.3
+    """
+
+    time: float
+    until: float
+
+    def __post_init__(self) -> None:
+        _check_time("time", self.time)
+        check_number("until", self.until, f"seconds, later than time={self.time:g}", above=self.time, below=math.inf)
+
+
+@dataclass(frozen=True)
 class Cluster:
     """Devices, the network between them, and the events of a run.
 
@@ -191,17 +219,18 @@ class Cluster:
             share of the weights takes that part of it.
         head_seconds_per_sample: time that a merged head takes for one sample, forward and backward, in seconds; one
             group at a time.
-        events: ranks that die, or are slow for a while.
+        events: ranks that die, or are slow for a while; and the server, which dies and is started again.
         servers: parameter servers, which hold a share of the weights each if there are several; ``"per-node"``: one on
             each node, and what a group exchanges with that of its own node crosses no link.
         nodes: over which the devices are spread evenly, in the order of ranks, for ``servers="per-node"``; None: each
             device is a node of its own.
         aggregators: between groups and the one server: they add up what groups push, and hand its answers on. Groups
             are spread evenly over them, in the order of ranks. Each has a card like ``server`` and a ``link`` to it.
+        save_every: seconds between two saves of the server's state, from which another one goes on.
 
     Raises:
-        ConfigurationError: there is no device, an event is about a rank that is none, or the devices cannot be spread
-            over the nodes.
+        ConfigurationError: there is no device, an event is about a rank that is none, the devices cannot be spread
+            over the nodes, or the server dies while it is away or not alone.
 
     Example:
         >>> Cluster.of_speeds([1, 2], seconds_per_sample=0.01).devices[1].seconds_per_sample
@@ -214,10 +243,11 @@ class Cluster:
     group_link: Link = field(default_factory=Link)
     update_seconds: float = 0.0
     head_seconds_per_sample: float = 0.0
-    events: tuple[Failure | Slowdown, ...] = ()
+    events: tuple[Failure | Slowdown | ServerRestart, ...] = ()
     servers: int | Literal["per-node"] = 1
     nodes: int | None = None
     aggregators: int = 0
+    save_every: float = 30.0
 
     def __post_init__(self) -> None:
         if not self.devices:
@@ -227,11 +257,34 @@ class Cluster:
             _check_time(name, getattr(self, name))
         for name in ("devices", "events"):  # a list from YAML is as good
             object.__setattr__(self, name, tuple(getattr(self, name)))
+        self._check_restarts()
         for event in self.events:
-            if not 0 <= event.rank < len(self.devices):
+            if not isinstance(event, ServerRestart) and not 0 <= event.rank < len(self.devices):
                 raise ConfigurationError(
                     f"events: there is no rank {event.rank}; ranks are 0 to {len(self.devices) - 1}"
                 )
+
+    def _check_restarts(self) -> None:
+        check_number("save_every", self.save_every, "seconds, above 0", above=0, below=math.inf)
+        if not (restarts := self.restarts):
+            return
+        if self.servers != 1 or self.aggregators:
+            raise ConfigurationError(
+                f"events: a ServerRestart with servers={self.servers!r} and aggregators={self.aggregators}: only one"
+                " server that groups push to directly is started again; leave servers= and aggregators= out"
+            )
+        for first, then in pairwise(restarts):
+            if then.time <= first.until:
+                raise ConfigurationError(
+                    f"events: the server dies at time={then.time:g}, and is not back before until={first.until:g};"
+                    " let it die later"
+                )
+
+    @property
+    def restarts(self) -> list[ServerRestart]:
+        """When the server dies, in this order."""
+        found = [event for event in self.events if isinstance(event, ServerRestart)]
+        return sorted(found, key=lambda restart: restart.time)
 
     def _check_servers(self) -> None:
         if self.servers != "per-node":
@@ -356,7 +409,9 @@ class Cluster:
         failed = sum(isinstance(event, Failure) for event in self.events)
         slowed = len({event.rank for event in self.events if isinstance(event, Slowdown)})
         parts = [f"{failed} fail{'s' * (failed == 1)}"] if failed else []
-        return ", ".join([*parts, f"{slowed} slow for a while"] if slowed else parts)
+        parts += [f"{slowed} slow for a while"] if slowed else []
+        restarts = len(self.restarts)
+        return ", ".join([*parts, f"{restarts} server restart{'s' * (restarts > 1)}"] if restarts else parts)
 
     def summary(self) -> dict[str, Any]:
         """The cluster in plain values, equal devices counted instead of repeated."""
@@ -367,6 +422,8 @@ class Cluster:
             del plain["servers"], plain["nodes"]
         if not self.aggregators:
             del plain["aggregators"]
+        if not self.restarts:
+            del plain["save_every"]
         return plain
 
 

@@ -77,7 +77,7 @@ class Exchanges:
 
     def push(self, group: int, nbytes: int) -> Timeline:
         """A process' part: so many bytes travel until all servers have served their parts of them."""
-        parts = self._parts(group, nbytes)
+        servers, parts = self._servers, self._parts(group, nbytes)
         across = [sum(min(part, other) for other in parts) for part in parts]  # when it is there, its rivals have sent
         arrivals = [self._come(group, server, seen) for server, seen in enumerate(across)]
         received = arrivals[:]
@@ -86,13 +86,13 @@ class Exchanges:
                 yield arrivals[server]
             if not self._is_at_home(group, server):
                 seconds = parts[server] / self._card.bandwidth
-                received[server] = self._servers[server].inwards.serve(self._engine.now, seconds)
+                received[server] = servers[server].inwards.serve(self._engine.now, seconds)
         if len(parts) > 1:
             received = self._agreed(received)
             yield received[0]
         yield max(
             each.updates.serve(moment, self._cluster.update_seconds * share)
-            for each, moment, share in zip(self._servers, received, self._shares, strict=True)
+            for each, moment, share in zip(servers, received, self._shares, strict=True)
         )
 
     def answer(self, group: int, nbytes: int) -> float:
@@ -114,6 +114,10 @@ class Exchanges:
 
     def resolve_pending(self) -> None:
         """What the server has heard and said at this moment is done: groups may be idle, or gone, that were not."""
+
+    def begin_again(self) -> None:
+        """The servers have died: nothing waits in their queues, and what is under way to them delays no other."""
+        self._servers = [_ServerQueues() for _ in self._shares]
 
     def _parts(self, group: int, nbytes: float) -> list[float]:
         """The bytes of each server's part that leave the group's node."""

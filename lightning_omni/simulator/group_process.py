@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
@@ -31,7 +32,8 @@ from lightning_omni.protocol.group import Action, Ask, GroupCore, Heard
 from lightning_omni.protocol.lessee import Lessee
 from lightning_omni.simulator.engine import Engine, Process, Timeline
 from lightning_omni.simulator.gradients import Assignment, Gradients, Members
-from lightning_omni.simulator.monitor import Monitor
+from lightning_omni.simulator.monitor import Batches as TrainedBatches
+from lightning_omni.simulator.monitor import Leased, Monitor
 from lightning_omni.simulator.server import GENERATION, SimulatedNetwork, SimulatedServer
 from lightning_omni.simulator.settings import Batches
 from lightning_omni.simulator.workbench import Result
@@ -99,12 +101,25 @@ class EpochBarrier:
 
 
 class Account(msgspec.Struct):
-    """What a group has trained since its last push: gradients, samples, sum of losses, and seconds of its devices."""
+    """What a group has trained since its last push: gradients, samples, sum of losses, and seconds of its devices.
+
+    Seconds are of all `batches` that are not dealt out again; and no more once they were counted.
+    """
 
     steps: int = 0
     samples: int = 0
     losses: float = 0.0
     seconds: float = 0.0
+    batches: TrainedBatches = msgspec.field(default_factory=list)
+
+    def was_counted(self) -> None:
+        """What it has trained has come to the server."""
+        self.seconds, self.batches = 0.0, []
+
+    def go_back(self) -> None:
+        """The server is at its last save again."""
+        self.batches = [batch for batch in self.batches if not batch[0].goes_out_again(*batch[1:3])]
+        self.seconds = sum(seconds for *_, seconds in self.batches)
 
 
 class SimulatedGroup:
@@ -125,6 +140,8 @@ class SimulatedGroup:
         ranks: of its members.
         leader: the first of them.
         members: its devices.
+        leased: how far it has trained, as the server knows it.
+        asked: its question what comes next, while it waits for the answer.
         process: its life, which is over with the last epoch.
     """
 
@@ -145,7 +162,10 @@ class SimulatedGroup:
         self._data = core.data = Lessee(members=len(ranks), generation=GENERATION)
         if epoch is not None:
             self._data.restart(epoch)
-        self._account = Account()
+        self._account, self._pushing = Account(), Account()
+        self.leased = Leased()
+        self.asked: m.Await | None = None
+        self._exchange: Process | None = None
         self._under_way: Ask | None = None
         self._before = self._pushed = (0, 0)  # epoch, and batches of it, of the last push but one, and of the last
         self._published: list[Tensor] | None = None
@@ -161,6 +181,7 @@ class SimulatedGroup:
         yield from self._train_epoch()
         while self._data.epoch + 1 < self._around.monitor.limits.epochs:
             yield from self._around.barrier.wait(self.process)  # the last push of another may not be answered yet
+            yield from self._around.server.wait_while_away()
             self.open_epoch(self._data.epoch + 1)
             if self.core.method.steps_at == "server":
                 # While it waited for the others, the master weights moved on.
@@ -188,16 +209,28 @@ class SimulatedGroup:
         around.monitor.end(self.number)
         while True:
             if data.drawn == data.trained:
+                yield from around.server.wait_while_away()
                 (out,) = around.server.control(self.leader, data.draw(data.drawn, self._told))
+                self.leased.tell(data.epoch, self._told)
                 data.drew(cast(m.Drawn, out.message).batches)
             if data.drawn > data.trained:
                 data.begin_batch()
                 return data.current
             if self._under_way is not None:  # it has nothing to compute meanwhile
                 self.core.apply_answer(0, (yield from self._receive()))
-            around.network.deliver(around.server.control(self.leader, data.question()))
-            if (yield None) != "more":
+            yield from around.server.wait_while_away()
+            self.asked = data.question()
+            self.ask(self.asked)
+            verdict = yield None
+            self.asked = None
+            if verdict != "more":
                 return None
+
+    def ask(self, question: m.Await) -> None:
+        """Asks what comes next; perhaps once more, for the server has died."""
+        out = self._around.server.control(self.leader, question)
+        self.leased.tell(question.epoch, question.trained)
+        self._around.network.deliver(out)
 
     @property
     def _told(self) -> int:
@@ -231,7 +264,9 @@ class SimulatedGroup:
     def _step(self, result: Result, size: int) -> Action:
         """The state machine is given a gradient."""
         monitor = self._around.monitor
-        self._account.seconds += monitor.computed(self.number, size)
+        seconds = monitor.computed(self.number, size)
+        self._account.seconds += seconds
+        self._account.batches.append((self.leased, *self._data.place, seconds))
         self._account.steps += 1
         self._account.samples += size
         self._account.losses += result.loss
@@ -246,7 +281,8 @@ class SimulatedGroup:
         loss = done.losses / max(1, done.steps)
         row = (self._around.engine.now, self.number, read, write, staleness, loss, done.samples, epoch, done.steps)
         self._around.monitor.rows.append(row)
-        self._around.monitor.useful_seconds += done.seconds
+        self._around.monitor.pushed(done.seconds, done.batches)
+        done.was_counted()
 
     # --- What its state machine wants --------------------------------------------------------------------------------
 
@@ -287,37 +323,72 @@ class SimulatedGroup:
         """A push goes its way while the group goes on."""
         process = Process(self._push(ask))
         self._before, self._pushed = self._pushed, (ask.epoch, ask.trained)
-        self._under_way, self._around.network.exchanges[self.number] = ask, process
+        self._under_way, self._exchange = ask, process
         self._around.engine.resume(process)
 
     def _receive(self) -> Timeline:
         """Returns the answer to what is under way."""
         assert self._under_way is not None
+        assert self._exchange is not None
         ask, self._under_way = self._under_way, None
-        answer = yield self._around.network.exchanges[self.number]
-        del self._around.network.exchanges[self.number]
+        answer = yield self._exchange
+        self._exchange = None
         return self._hear(answer, ask.fragment)
 
     def stop(self) -> None:
         """The group has died, and what it has under way comes to no one."""
-        self._around.engine.stop(self.process)
-        if (exchange := self._around.network.exchanges.pop(self.number, None)) is not None:
-            self._around.engine.stop(exchange)
+        engine = self._around.engine
+        engine.stop(self.process)
+        if self._exchange is not None:
+            engine.stop(self._exchange)
+        self.lose_answer()
+
+    def lose_answer(self) -> None:
+        """What the group has under way to the server, or back, is lost; one that lives asks again."""
+        if (attempt := self._around.network.exchanges.pop(self.number, None)) is not None:
+            self._around.engine.stop(attempt)
+
+    def go_back(self) -> None:
+        """The server is at its last save again: what the group has not pushed may be dealt out once more."""
+        self._account.go_back()
+        self._pushing.go_back()
 
     def _push(self, ask: Ask) -> Timeline:
+        """Returns what the server answers."""
+        done = self._pushing = self._account
+        self._account = Account()
+        return (yield from self._until_answered(lambda: self._try_to_push(ask, done)))
+
+    def _until_answered(self, attempt: Callable[[], Timeline]) -> Timeline:
+        """Asks the server until there is an answer, and returns that."""
+        around = self._around
+        while True:
+            yield from around.server.wait_while_away()
+            # A process of its own, which ends when the server dies.
+            process = around.network.exchanges[self.number] = Process(attempt())
+            around.engine.resume(process)
+            if (answer := (yield process)) is not None:
+                del around.network.exchanges[self.number]
+                return answer
+
+    def _try_to_push(self, ask: Ask, done: Account) -> Timeline:
         """Returns what the server answers."""
         server, network, need = self._around.server, self._around.network, ask.need
         assert isinstance(need, Exchange)
         nbytes, said = server.prepare(self.core, ask)
-        done, self._account = self._account, Account()
         # A process of its own: what is on its way is served even if this group dies meanwhile.
         yield self._around.engine.start(network.costs.push(self.number, nbytes))
         shard = server.shard
         clock, refused = shard.master.clock, shard.refused
-        staleness = shard.method_side.staleness_of(Push(self.number, need.read_at, ()))
-        network.deliver(server.ask(self.leader, self.core, ask, said))
-        if shard.refused == refused:
-            self._record(done, need.read_at, clock + 1, staleness, ask.epoch)
+        read = min(need.read_at, clock)  # a server that goes on from a save takes newer weights for those of the save
+        staleness = shard.method_side.staleness_of(Push(self.number, read, ()))
+        out = server.ask(self.leader, self.core, ask, said)
+        self.leased.tell(ask.epoch, ask.trained)
+        network.deliver(out)
+        if any(isinstance(item.message, m.Weights) and item.message.repeated for item in out):
+            pass  # it has counted before
+        elif shard.refused == refused:
+            self._record(done, read, clock + 1, staleness, ask.epoch)
         else:
             self._check_divergence()
         self._around.monitor.check()
@@ -333,9 +404,14 @@ class SimulatedGroup:
             )
 
     def _fetch(self, ask: Ask) -> Timeline:
+        return self._hear((yield from self._until_answered(lambda: self._try_to_fetch(ask))))
+
+    def _try_to_fetch(self, ask: Ask) -> Timeline:
         yield self._around.network.costs.ask(self.number)
-        self._around.network.deliver(self._around.server.ask(self.leader, self.core, ask))
-        return self._hear((yield None))
+        out = self._around.server.ask(self.leader, self.core, ask)
+        self.leased.tell(ask.epoch, ask.trained)
+        self._around.network.deliver(out)
+        return (yield None)
 
     def _hear(self, answer: tuple[m.Weights, list[Tensor]], fragment: int | None = None) -> Pulled:
         message, tensors = answer

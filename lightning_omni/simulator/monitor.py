@@ -17,8 +17,36 @@ from lightning_omni.trace import reaches
 Columns = dict[str, np.ndarray[Any, Any]]
 Row = tuple[float, int, int, int, int, float, int, int, int]
 """A push or, where groups talk to one another only, a step, as in `Trace.COLUMNS`."""
+Batches = list[tuple["Leased", int, int, float]]
+"""Trained batches: what the server knows of their group, epoch, number of the batch, and seconds of devices."""
 Work = list[tuple[int, int, float]]
 """Of each member of a group its rank, its samples and its seconds."""
+
+
+class Leased:
+    """How far a group has trained, as the server knows it, now and as of its last save.
+
+    Attributes:
+        told: epoch, and batches of it that the server knows to be trained.
+        saved: the same as of the last save.
+    """
+
+    def __init__(self) -> None:
+        self.told = self.saved = -1, 0
+
+    def save(self) -> None:
+        """The server's state is saved."""
+        self.saved = self.told
+
+    def tell(self, epoch: int, trained: int) -> None:
+        """The server hears of so many batches."""
+        self.told = max(self.told, (epoch, trained))
+
+    def goes_out_again(self, epoch: int, number: int) -> bool:
+        """Whether a batch that was trained is dealt out again, by a server that goes on from its last save."""
+        told_of, told = self.told
+        saved = self.saved[1] if self.saved[0] == told_of else 0
+        return epoch == told_of and saved < number <= told
 
 
 class Monitor:
@@ -39,7 +67,8 @@ class Monitor:
         step_times: rows of `Trace.STEPS`, likewise.
         steps: gradients that were computed.
         samples: that were trained.
-        useful_seconds: in which ranks computed gradients that were pushed, added up over ranks.
+        useful_seconds: in which ranks computed gradients that were pushed, added up over ranks; not those that a server
+            that has died took along.
         ended: why the run is over; empty before.
     """
 
@@ -63,6 +92,8 @@ class Monitor:
         self._begun: dict[int, tuple[float, Work]] = {}
         self._computed: dict[int, float] = {}
         self.useful_seconds = 0.0
+        self._since_save: Batches | None = None
+        self._is_back = False  # whether the weights are older ones than those that were evaluated last
         self.steps = self.samples = 0
         self.ended = ""
 
@@ -91,6 +122,30 @@ class Monitor:
         self.steps += 1
         return sum(seconds for _, _, seconds in self._begun[group][1])
 
+    def pushed(self, seconds: float, batches: Batches) -> None:
+        """A push of so many devices' seconds has counted."""
+        self.useful_seconds += seconds
+        if self._since_save is not None:
+            self._since_save += batches
+
+    def saved(self) -> None:
+        """The server's state is saved: what was pushed before is never lost."""
+        self._since_save = []
+
+    def go_back(self, are_lost: bool) -> None:
+        """The server is at its last save again: what is trained once more, or lost, was of no use.
+
+        Args:
+            are_lost: whether the updates since then are, also those that are not made again.
+        """
+        for leased, epoch, number, seconds in self._since_save or ():
+            if are_lost or leased.goes_out_again(epoch, number):
+                self.useful_seconds -= seconds
+        self._since_save, self._is_back = [], True
+        if self._period < math.inf:
+            while self._next_evaluation - self._period > self.updates:
+                self._next_evaluation -= self._period
+
     def end(self, group: int) -> None:
         """A group's step is over, if there was one: it may begin its next batch."""
         if group in self._begun:
@@ -118,13 +173,14 @@ class Monitor:
 
     def evaluate_at_end(self) -> None:
         """The run is evaluated as it has ended, unless that has just been done."""
-        if self._metrics is not None and not (self.evaluations and self.evaluations[-1][1] == self.updates):
+        evaluated = not self._is_back and self.evaluations and self.evaluations[-1][1] == self.updates
+        if self._metrics is not None and not evaluated:
             self.evaluate()
 
     def evaluate(self) -> None:
         """The run is evaluated; one that reaches its target is over."""
         assert self._metrics is not None
-        metrics = self._metrics()
+        metrics, self._is_back = self._metrics(), False
         self.evaluations.append((self._engine.now, self.updates, self.samples, metrics))
         if self._cadence.target is None:
             return

@@ -42,6 +42,10 @@ class WeightsByClock:
             self.most = max(self.most, len(self._at))
         return known
 
+    def forget(self) -> None:
+        """The clock goes back, and there will be other weights at the same ones."""
+        self._at.clear()
+
 
 class OwnReplica(Replica):
     """A replica that keeps no gradient from one step to the next: a thousand groups would keep a thousand."""

@@ -131,6 +131,7 @@ def simulate(
     if cluster.server_count > 1:
         check_servers(cluster.servers, chosen)
     check_aggregators(cluster, topology, chosen)
+    check_restarts(cluster, topology, chosen, merged, record)
     formation = Formation(chosen, topology, merged, wire_format, overlap, all_reduce_of(all_reduce))
     if topology.is_synchronous:
         # Whatever the method, one group is plain synchronous training.
@@ -153,6 +154,25 @@ def check_aggregators(cluster: Cluster, topology: Topology, method: Method) -> N
             f"aggregators={cluster.aggregators} with method={method!r}, which needs each push by itself: take hardsync,"
             " local_sgd, diloco or softsync:modulation=average, or leave aggregators= out"
         )
+
+
+def check_restarts(
+    cluster: Cluster, topology: Topology, method: Method, merged: str | None = None, record: Recorder | None = None
+) -> None:
+    """Raises `ConfigurationError` if the server is started again, and what is to be simulated cannot go on then."""
+    if not cluster.restarts or topology.is_synchronous:
+        return
+    if method.talks_to_peers or method.resyncs:
+        raise ConfigurationError(
+            f"events: a ServerRestart with method={method!r}, for which it is not simulated: take another method, or"
+            " leave the event out"
+        )
+    for name, given in (("merged", merged), ("record", record)):
+        if given is not None:
+            raise ConfigurationError(
+                f"{name}={given!r} with a ServerRestart among events: a server's state is not saved then, and the run"
+                " would end; leave either out"
+            )
 
 
 def _check_together(topology: Topology, cluster: Cluster, batches: Batches, rebalance: str, merged: str | None) -> None:

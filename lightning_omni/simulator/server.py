@@ -7,7 +7,8 @@ so there is one here, too; what they cost is counted in `lightning_omni.simulato
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from random import Random
 from typing import Any, TypeVar, cast
 
@@ -32,6 +33,7 @@ from lightning_omni.simulator.cluster import Link
 from lightning_omni.simulator.engine import Engine, Process, Timeline
 from lightning_omni.simulator.exchange import Exchanges
 from lightning_omni.simulator.replicas import WeightsByClock
+from lightning_omni.simulator.saved_state import SavedState
 from lightning_omni.topology import Topology
 
 GENERATION = 1
@@ -59,6 +61,7 @@ class SimulatedServer:
         core: the server.
         snapshots: weights that it has sent, by clock.
         incarnation: of the groups that were formed.
+        away_until: when a server that has died is there again, in seconds; None while it is there.
         shard: the master weights; there are none before the groups were formed.
     """
 
@@ -74,13 +77,23 @@ class SimulatedServer:
         random = Random(seed)
         self._key = random.randbytes(NONCE_BYTES)
         # Silence means nothing here: a rank dies when the cluster says so.
-        self.core = ServerCore(
-            self._key, random.randbytes, math.inf, math.inf, resolve=resolve_also(optimizer), record=record
+        self._new_core = partial(
+            ServerCore,
+            self._key,
+            random.randbytes,
+            math.inf,
+            math.inf,
+            resolve=resolve_also(optimizer),
+            record=record,
         )
+        self.core = self._new_core()
         self.snapshots = WeightsByClock(layout)
         self._engine, self._layout, self._topology = engine, layout, topology
+        self._announced = len(topology.ranks)
         self._link, self._memory = InMemoryConnections(self.core), Memory()
+        self._saved_state: SavedState | None = None
         self.incarnation = 0
+        self.away_until: float | None = None
         self.shard: Shard
         for rank in topology.ranks:
             self._join(rank)
@@ -113,7 +126,7 @@ class SimulatedServer:
         first = max(self._topology.ranks) + 1
         ranks = tuple(range(first, first + members))
         for rank in ranks:
-            self._join(rank, late=True)
+            self._join(rank)
         out = self.control(ranks[0], m.Join(ranks=ranks, name=name))
         self._topology = Topology((*self._topology.groups, ranks))
         (joined,) = (item.message for item in out if isinstance(item.message, m.Joined))
@@ -121,7 +134,7 @@ class SimulatedServer:
 
     def control(self, rank: int, message: m.Message) -> list[Out]:
         """A rank says something on its control connection."""
-        self._link.now = self._engine.now
+        self._tend()
         return _accepted(self._link.control(rank, message))
 
     def prepare(self, core: GroupCore, ask: Ask) -> tuple[int, Said | None]:
@@ -160,6 +173,43 @@ class SimulatedServer:
         assert isinstance(answer, Tensor)
         return out.message, answer.clone()
 
+    def tick(self) -> list[Out]:
+        """Time has passed. Returns what the server sends."""
+        self._tend()
+        return self.core.tick(self._engine.now)
+
+    def lose(self, rank: int, reason: str) -> list[Out]:
+        """A rank is dead. Returns what the server sends."""
+        self._tend()
+        return self.core.lose(rank, reason)
+
+    # --- It dies, and another one goes on ----------------------------------------------------------------------------
+
+    def save_every(self, seconds: float, on_save: Callable[[], None]) -> None:
+        """From now on, with the groups formed, its state is saved every so many seconds."""
+        self._saved_state = SavedState(seconds, on_save)
+        self._saved_state.save(self.core, self._engine.now)
+
+    def die(self, until: float) -> None:
+        """It dies: its state is that of the last save, and it hears nothing until a moment, in seconds."""
+        self._tend()
+        assert self._saved_state is not None
+        self.core, self.away_until = self._new_core(), until
+        self._saved_state.restore(self.core, self._engine.now)
+        self._link, self.shard = InMemoryConnections(self.core), self.core.shards[0]
+        self.snapshots.forget()
+
+    def come_back(self, ranks: Iterable[int]) -> None:
+        """It hears again, and these ranks attach again."""
+        self.away_until = None
+        for rank in ranks:
+            self._join(rank, returns=True)
+
+    def wait_while_away(self) -> Timeline:
+        """A process' part: goes on when the server is there."""
+        while self.away_until is not None:
+            yield self.away_until
+
     # --- What the server sends ---------------------------------------------------------------------------------------
 
     def group_of(self, out: Out) -> int:
@@ -182,14 +232,21 @@ class SimulatedServer:
 
     # --- Connections -------------------------------------------------------------------------------------------------
 
-    def _join(self, rank: int, late: bool = False) -> None:
-        hello = handshake.hello_of("simulated", rank, 0 if late else len(self._topology.ranks), self._layout, _NONCE)
+    def _join(self, rank: int, returns: bool = False) -> None:
+        announced = self._announced if rank < self._announced else 0
+        hello = handshake.hello_of("simulated", rank, announced, self._layout, _NONCE, returns)
         _, secret = handshake.join(lambda message, _: self.control(rank, message)[0].message, self._key, hello)
         handshake.attach(lambda message, _: self._data(rank, message)[0].message, secret, rank, _NONCE)
 
     def _data(self, rank: int, message: m.Message, payload: bytes | Tensor = _NOTHING) -> list[Out]:
-        self._link.now = self._engine.now
+        self._tend()
         return _accepted(self._link.data(rank, message, payload))
+
+    def _tend(self) -> None:
+        """Something is about to happen, now."""
+        self._link.now = self._engine.now
+        if self._saved_state is not None:
+            self._saved_state.tend(self.core, self._engine.now)
 
 
 class SimulatedNetwork:
@@ -235,8 +292,9 @@ class SimulatedNetwork:
         """A process: the method is told of the moment that it has asked for, unless it asks for another by then."""
         yield due
         self._due = math.inf
-        core, now = self._server.core, self._engine.now
-        self.deliver(core.tick(now) if core.due <= now else [])
+        if self._server.away_until is not None:  # it looks at the time when it is back
+            return
+        self.deliver(self._server.tick() if self._server.core.due <= self._engine.now else [])
         self.expired()
 
     # --- From group to group -----------------------------------------------------------------------------------------

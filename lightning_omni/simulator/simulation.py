@@ -18,7 +18,7 @@ from lightning_omni.protocol.record import Recorder
 from lightning_omni.protocol.split import Split, is_elementwise
 from lightning_omni.protocol.wire_format import RAW
 from lightning_omni.simulator.aggregation import AggregatedExchanges
-from lightning_omni.simulator.cluster import Cluster, Failure
+from lightning_omni.simulator.cluster import Cluster, Failure, ServerRestart
 from lightning_omni.simulator.engine import Engine, Priority, Timeline
 from lightning_omni.simulator.exchange import Exchanges
 from lightning_omni.simulator.gradients import Gradients, Members, SimulatedHead, ThroughHead
@@ -92,6 +92,8 @@ class Simulation:
         self._barrier = EpochBarrier(self._engine, self.groups)
         self._make = workload.optimizer
         self._add_groups()
+        if cluster.restarts:
+            self.server.save_every(cluster.save_every, self._saved)
 
     # --- Its parts ---------------------------------------------------------------------------------------------------
 
@@ -189,6 +191,8 @@ class Simulation:
         for event in self._cluster.events:
             if isinstance(event, Failure):
                 self._engine.start(self._failure(event), Priority.FAILURE)
+            elif isinstance(event, ServerRestart) and not self._formation.topology.is_synchronous:
+                self._engine.start(self._restart(event), Priority.FAILURE)
         if self._cadence.every_seconds:
             self._engine.start(self._monitor.evaluate_by_time(self._cadence.every_seconds))
         for group in self.groups.values():
@@ -225,21 +229,31 @@ class Simulation:
         group = self._homes[home]
         if group.number not in self.groups:
             return
-        core, now = self.server.core, self._engine.now
-        self._network.deliver(core.tick(now))
+        reason = f"rank {failure.rank} failed at {self._engine.now:g} s"
+        if is_away := self.server.away_until is not None:
+            self._remove(group)
+            self._barrier.leave(group.process)
+            yield from self.server.wait_while_away()  # which does not hear of it before
+        self._network.deliver(self.server.tick())
         rank = group.ranks[topology.members(home).index(failure.rank)]
-        out = core.lose(rank, f"rank {failure.rank} failed at {now:g} s")
-        if core.over:
-            self._monitor.ended = f"lost: {core.over}"
+        out = self.server.lose(rank, reason)
+        if over := self.server.core.over:
+            self._monitor.ended = f"lost: {over}"
             return
-        group.stop()
-        del self.groups[group.number]
-        self._gradients.drop(group.number)
+        if not is_away:
+            self._remove(group)
         self._network.deliver(out)
         self._barrier.leave(group.process)
         if failure.until is not None:
-            yield failure.until
+            yield max(failure.until, self._engine.now)
+            yield from self.server.wait_while_away()
             self._come_back(home, group)
+
+    def _remove(self, group: SimulatedGroup) -> None:
+        """A group is dead."""
+        group.stop()
+        del self.groups[group.number]
+        self._gradients.drop(group.number)
 
     def _come_back(self, home: int, dead: SimulatedGroup) -> None:
         """The devices of a group that has died are one again, which joins the others."""
@@ -249,6 +263,37 @@ class Simulation:
         self._homes[home] = self._add_group(joined.group, identity, ranks, dead.members, epoch)
         self._network.deliver(out)
         self._engine.resume(self._homes[home].process)
+
+    def _restart(self, restart: ServerRestart) -> Timeline:
+        """A process: the server dies, and another one goes on from the last save."""
+        yield restart.time
+        self.server.die(restart.until)
+        self._costs.begin_again()
+        self._monitor.go_back(are_lost=self._formation.method.steps_at == "server")
+        for group in list(self.groups.values()):
+            group.go_back()
+            group.lose_answer()
+        self._saved()  # by the new one, which begins with that
+        yield restart.until
+        self.server.come_back(rank for group in self.groups.values() for rank in group.ranks)
+        self._network.deliver(self.server.tick())
+        self._engine.start(self._ask_again())
+
+    def _ask_again(self) -> Timeline:
+        """A process: groups that wait to be told what comes next ask another server, unless it has told them already.
+
+        One after the other, for what one says may answer the next one's question.
+        """
+        for group, question in [(group, group.asked) for group in self.groups.values()]:
+            yield self._engine.now  # what has been answered is heard before
+            if question is not None and group.asked is question:
+                group.ask(question)
+
+    def _saved(self) -> None:
+        """The server's state is saved."""
+        self._monitor.saved()
+        for group in self.groups.values():
+            group.leased.save()
 
     # --- What comes of it --------------------------------------------------------------------------------------------
 
