@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -363,8 +364,16 @@ class Cluster:
 
     def slowness(self, rank: int, time: float) -> float:
         """The factor by which slowdowns lengthen what the rank begins at ``time``."""
-        slow = (event for event in self.events if isinstance(event, Slowdown) and event.rank == rank)
-        return math.prod(event.factor for event in slow if event.start <= time < event.stop)
+        return math.prod(event.factor for event in self._slowdowns.get(rank, ()) if event.start <= time < event.stop)
+
+    @cached_property
+    def _slowdowns(self) -> dict[int, list[Slowdown]]:
+        """Those of each rank: it is asked for every batch, and a thousand ranks have many."""
+        found: dict[int, list[Slowdown]] = {}
+        for event in self.events:
+            if isinstance(event, Slowdown):
+                found.setdefault(event.rank, []).append(event)
+        return found
 
     @property
     def server_count(self) -> int:

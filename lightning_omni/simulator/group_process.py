@@ -103,14 +103,15 @@ class EpochBarrier:
 class Account(msgspec.Struct):
     """What a group has trained since its last push: gradients, samples, sum of losses, and seconds of its devices.
 
-    Seconds are of all `batches` that are not dealt out again; and no more once they were counted.
+    Where the server may go back to a save, seconds are those of the `batches` that are not dealt out again. There are
+    none once they were counted.
     """
 
     steps: int = 0
     samples: int = 0
     losses: float = 0.0
     seconds: float = 0.0
-    batches: TrainedBatches = msgspec.field(default_factory=list)
+    batches: TrainedBatches = []
 
     def was_counted(self) -> None:
         """What it has trained has come to the server."""
@@ -209,7 +210,8 @@ class SimulatedGroup:
         around.monitor.end(self.number)
         while True:
             if data.drawn == data.trained:
-                yield from around.server.wait_while_away()
+                if around.server.away_until is not None:
+                    yield from around.server.wait_while_away()
                 (out,) = around.server.control(self.leader, data.draw(data.drawn, self._told))
                 self.leased.tell(data.epoch, self._told)
                 data.drew(cast(m.Drawn, out.message).batches)
@@ -266,7 +268,8 @@ class SimulatedGroup:
         monitor = self._around.monitor
         seconds = monitor.computed(self.number, size)
         self._account.seconds += seconds
-        self._account.batches.append((self.leased, *self._data.place, seconds))
+        if monitor.may_go_back:
+            self._account.batches.append((self.leased, *self._data.place, seconds))
         self._account.steps += 1
         self._account.samples += size
         self._account.losses += result.loss
@@ -363,7 +366,8 @@ class SimulatedGroup:
         """Asks the server until there is an answer, and returns that."""
         around = self._around
         while True:
-            yield from around.server.wait_while_away()
+            if around.server.away_until is not None:
+                yield from around.server.wait_while_away()
             # A process of its own, which ends when the server dies.
             process = around.network.exchanges[self.number] = Process(attempt())
             around.engine.resume(process)
@@ -373,7 +377,7 @@ class SimulatedGroup:
 
     def _try_to_push(self, ask: Ask, done: Account) -> Timeline:
         """Returns what the server answers."""
-        server, network, need = self._around.server, self._around.network, ask.need
+        server, network, monitor, need = self._around.server, self._around.network, self._around.monitor, ask.need
         assert isinstance(need, Exchange)
         nbytes, said = server.prepare(self.core, ask)
         # A process of its own: what is on its way is served even if this group dies meanwhile.
@@ -385,13 +389,13 @@ class SimulatedGroup:
         out = server.ask(self.leader, self.core, ask, said)
         self.leased.tell(ask.epoch, ask.trained)
         network.deliver(out)
-        if any(isinstance(item.message, m.Weights) and item.message.repeated for item in out):
+        if monitor.may_go_back and any(isinstance(item.message, m.Weights) and item.message.repeated for item in out):
             pass  # it has counted before
         elif shard.refused == refused:
             self._record(done, read, clock + 1, staleness, ask.epoch)
         else:
             self._check_divergence()
-        self._around.monitor.check()
+        monitor.check()
         return (yield None)
 
     def _check_divergence(self) -> None:

@@ -122,6 +122,11 @@ class Monitor:
         self.steps += 1
         return sum(seconds for _, _, seconds in self._begun[group][1])
 
+    @property
+    def may_go_back(self) -> bool:
+        """Whether the server saves its state."""
+        return self._since_save is not None
+
     def pushed(self, seconds: float, batches: Batches) -> None:
         """A push of so many devices' seconds has counted."""
         self.useful_seconds += seconds
