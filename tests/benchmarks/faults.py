@@ -29,8 +29,9 @@ among the --kinds it is one process): an hour of groups that come and go beside 
     python tests/benchmarks/faults.py --groups 4 --minutes 60 --faults 120 --kinds kill leave freeze cut --spare 1 \\
         --epochs 1000 --patience 0 --step 0.5
 
---peer trains the same with Lightning's DDP instead, in ranks that torchrun starts again (--max-restarts) from the last
-checkpoint of --save-every seconds, for --minutes; compare it with the same --kinds and --patience 0:
+--peer trains the same with Lightning's DDP instead, for --minutes: torchrun is started again when a rank has ended, and
+goes on from the last checkpoint, of which there is one in --save-every seconds. (With --max-restarts of its own the new
+ranks do not find each other by gloo.) Compare it with the same --kinds and --patience 0:
 
     python tests/benchmarks/faults.py --groups 4 --minutes 10 --faults 33 --kinds kill leave freeze --step 0.5 \\
         --epochs 1000 --patience 0 [--peer]
@@ -364,11 +365,11 @@ class Worker:
 
 
 class Restarted(Fleet):
-    """The ranks of Lightning's DDP, which torchrun starts again, all of them, when one has ended."""
+    """The ranks of Lightning's DDP, which are started again, all of them, when one has ended."""
 
     def __init__(self, folder: Path, args: argparse.Namespace) -> None:
         super().__init__(folder, args, None)
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "100000"]
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "0"]
         torchrun += ["--monitor-interval", "0.1", "--nproc-per-node", str(args.groups)]
         self._serve = [*torchrun, *self._member[3:], "--peer"]
 
@@ -377,14 +378,16 @@ class Restarted(Fleet):
         self.server = self._start(self._serve, "group-0.log")
 
     def tend(self, restart: bool = True) -> bool:
-        """A device is a rank's until another process takes its place. Returns whether the run goes on."""
+        """A device is a rank's until another process takes its place. Returns whether the run goes on: it does."""
+        if self.server.poll() is not None:
+            self.server = self._start(self._serve, "group-0.log")
         children = Path(f"/proc/{self.server.pid}/task/{self.server.pid}/children")
         for pid in children.read_text().split() if children.exists() else []:
             with suppress(OSError):
                 variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
                 for place in (1 + int(each[11:]) for each in variables if each.startswith(b"LOCAL_RANK=")):
                     self._take(place, Worker(int(pid)))
-        return self.server.poll() is None
+        return True
 
     def close(self) -> None:
         """torchrun ends its ranks; what is left is killed."""
