@@ -210,7 +210,7 @@ class Running:
             code = self.process.wait(timeout)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"the run did not end within {timeout} s:\n{self.output[-6000:]}") from None
-        deadline = time.monotonic() + 20  # ranks that end after rank 0 still have something to say
+        deadline = time.monotonic() + 60  # ranks that end after rank 0 still have something to say
         while self.survivors and time.monotonic() < deadline:
             time.sleep(0.02)
         results = {

@@ -101,14 +101,14 @@ def test_a_group_that_is_stopped_for_half_of_the_run_holds_up_none_and_takes_par
 
 
 def test_a_job_that_is_suspended_as_a_whole_goes_on_as_if_nothing_had_been() -> None:
-    fit = {**FIT, "strategy": {"groups": 2, "heartbeat_timeout": 4}, "sleep": {str(rank): 0.02 for rank in range(4)}}
+    fit = {**FIT, "strategy": {"groups": 2, "heartbeat_timeout": 8}, "sleep": {str(rank): 0.02 for rank in range(4)}}
     with Running("groups.py", {"fits": [fit]}) as running:
         until(lambda: all(begun(running, rank) for rank in range(4)), 120, "training never began")
         job = running.survivors
         assert len(job) >= 4 + 1
         for pid in job:
             os.kill(pid, signal.SIGSTOP)
-        time.sleep(7)  # what the test is about: longer than any silence is allowed to last
+        time.sleep(11)  # what the test is about: longer than any silence is allowed to last
         for pid in job:
             os.kill(pid, signal.SIGCONT)
         finished = finish(running)

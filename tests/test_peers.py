@@ -57,7 +57,7 @@ class Peers:
                 KEYS,
                 lambda other: other in self.lost,
                 self.check,
-                timeout=20,
+                timeout=120,
                 wire_format=wire_format,
             )
             for group in range(count)

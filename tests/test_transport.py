@@ -34,7 +34,7 @@ from lightning_omni.server import ZeroMQ
 from lightning_omni.topology import GroupId
 
 KEY = bytes(range(32))
-DEADLINE = 20.0
+DEADLINE = 120.0
 """Seconds that anything here may take on a busy machine before it counts as stuck."""
 LARGE = 700_000
 """Numbers of a tensor that takes more than one frame of any transport."""

@@ -46,7 +46,7 @@ from lightning_omni.server.keys import new_key
 from lightning_omni.server.process import ServerSettings
 
 KEY = bytes(range(32))
-DEADLINE = 20.0
+DEADLINE, IN_TIME = 120.0, 10.0
 """Seconds that anything here may take on a busy machine before it counts as stuck."""
 
 
@@ -479,10 +479,13 @@ def test_the_secret_of_another_process_attaches_nothing_and_its_owner_keeps_its_
 
 
 def test_another_key_is_refused_with_and_without_encryption(serving: Serving, plain: Serving) -> None:
-    ways: tuple[tuple[Serving, dict[str, Any]], ...] = ((serving, {}), (plain, {"encryption": "off"}))
+    ways: tuple[tuple[Serving, dict[str, Any]], ...] = (
+        (serving, {"connect_timeout": 1.0}),  # it hears nothing at all
+        (plain, {"encryption": "off"}),
+    )
     for server, options in ways:
         with pytest.raises(Refused, match="the same key") as refusal:
-            Rank(server.address, key=new_key(), connect_timeout=1.0, **options)
+            Rank(server.address, key=new_key(), **options)
         assert refusal.value.code == "key"
 
 
@@ -645,7 +648,7 @@ def test_a_server_that_cannot_be_reached_is_reported_in_time() -> None:
         began = time.monotonic()
         with pytest.raises(ConnectionLost, match=rf"no parameter server answers at .*:{port}; check server="):
             Rank(f"tcp://127.0.0.1:{port}", connect_timeout=0.3)
-        assert time.monotonic() - began < DEADLINE / 2
+        assert time.monotonic() - began < IN_TIME
 
 
 # --- The server goes away ------------------------------------------------------------------------------------------
@@ -663,7 +666,7 @@ def test_a_rank_that_waits_is_told_when_the_server_disappears() -> None:
             rank.control.request(m.Contribute(number=0, what="barrier"), m.Gathered, timeout=600.0)
         with pytest.raises(ConnectionLost, match="is gone; the run cannot go on"):
             rank.data.exchange(m.FetchMessage(optimizer=0), m.Weights)
-        assert time.monotonic() - began < DEADLINE / 2
+        assert time.monotonic() - began < IN_TIME
         assert [type(error) for error in told] == [ConnectionLost]
 
 

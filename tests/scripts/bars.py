@@ -7,18 +7,41 @@ import pickle
 import time
 from typing import Any
 
-from common import OPTIONS, Net, loaders, omni, pl, report, trainer
+from common import FOLDER, OPTIONS, Net, loaders, omni, pl, report, trainer
 from torch import Tensor
 
 RANK = int(os.environ.get("LOCAL_RANK", 0))
+BATCHES = 64
+"""Of an epoch, over both ranks."""
+PATIENCE = 60.0
 
 
 class SlowNet(Net):
-    """Sleeps at rank 1, which is far slower than rank 0 then, also where bars take long on a busy machine."""
+    """Rank 1 takes a batch while rank 0 takes three, however busy the machine and however long a bar takes to draw."""
+
+    number = 0
+
+    def on_train_epoch_start(self) -> None:
+        self.begun = 0
+        SlowNet.number += 1  # of the epochs of all fits
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        time.sleep((0.03 if self.trainer.strategy.world.is_synchronous else 0.15) * RANK)
+        self.begun += 1
+        if self.trainer.strategy.world.is_synchronous:
+            time.sleep(0.03 * RANK)
+        elif RANK == 0:
+            with (FOLDER / f"begun-{SlowNet.number}").open("a") as file:
+                file.write(".")
+        else:
+            self._wait_for_rank_0()
         return super().training_step(batch, batch_idx)
+
+    def _wait_for_rank_0(self) -> None:
+        file, deadline = FOLDER / f"begun-{SlowNet.number}", time.monotonic() + PATIENCE
+        enough = min(3 * self.begun, BATCHES - self.begun - 4)  # what this rank has drawn is none of rank 0's
+        while (file.stat().st_size if file.exists() else 0) < enough:
+            assert time.monotonic() < deadline, "rank 0 does not get on"
+            time.sleep(0.005)
 
 
 class Keys(pl.loggers.CSVLogger):
