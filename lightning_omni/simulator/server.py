@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from random import Random
 from typing import Any, TypeVar, cast
 
@@ -74,18 +73,8 @@ class SimulatedServer:
         optimizer: Optimizer,
         record: Recorder | None,
     ) -> None:
-        random = Random(seed)
-        self._key = random.randbytes(NONCE_BYTES)
-        # Silence means nothing here: a rank dies when the cluster says so.
-        self._new_core = partial(
-            ServerCore,
-            self._key,
-            random.randbytes,
-            math.inf,
-            math.inf,
-            resolve=resolve_also(optimizer),
-            record=record,
-        )
+        self._random, self._resolve, self._record = Random(seed), resolve_also(optimizer), record
+        self._key = self._random.randbytes(NONCE_BYTES)
         self.core = self._new_core()
         self.snapshots = WeightsByClock(layout)
         self._engine, self._layout, self._topology = engine, layout, topology
@@ -231,6 +220,12 @@ class SimulatedServer:
         return layout.views(shard.arrived(out.payload[0], layout).clone())
 
     # --- Connections -------------------------------------------------------------------------------------------------
+
+    def _new_core(self) -> ServerCore:
+        # Silence means nothing here: a rank dies when the cluster says so.
+        return ServerCore(
+            self._key, self._random.randbytes, math.inf, math.inf, resolve=self._resolve, record=self._record
+        )
 
     def _join(self, rank: int, returns: bool = False) -> None:
         announced = self._announced if rank < self._announced else 0

@@ -564,7 +564,7 @@ def read(
     longest, until = max(gaps, default=(0.0, 0.0))
     faults = [line.split() for line in (folder / "faults.log").read_text().splitlines()]
     accuracies = [float(file.read_text()) for file in folder.glob("ended-*")]
-    useful = len(all_samples & set(trained)) / BATCH * args.step
+    useful = len(trained) / BATCH * args.step
     seconds["training what had been trained"] = seconds.pop("computing") - useful
     up = useful + sum(seconds.values())
     return {
