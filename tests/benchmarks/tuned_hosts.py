@@ -120,6 +120,8 @@ def train(told: dict[str, Any]) -> dict[str, Any]:
 
     class Copies(pl.Callback):
         began, working = 0.0, 0.0
+        together, groups = 0, None
+        """Batches that all members of this rank's group have trained since it was formed, and with which others."""
 
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             self.began, self.working = time.perf_counter(), time.process_time()
@@ -132,8 +134,12 @@ def train(told: dict[str, Any]) -> dict[str, Any]:
             now = time.perf_counter() - self.began
             if rank == 0 and pl_module.steps % COPY_EVERY == 0:
                 copies.append((now, weights_to_validate(trainer, pl_module)))
+            world = getattr(trainer.strategy, "world", None)
+            if world is not None and world.topology.groups != self.groups:
+                self.together, self.groups = 0, world.topology.groups
+            self.together += 1
             # Together: a rank that stopped a batch before the others of its group would leave them waiting for it.
-            if pl_module.steps % STOP_EVERY == 0:
+            if self.together % STOP_EVERY == 0:
                 is_over = now > told["limit"] or (rank == 0 and problem.is_over(copies))
                 trainer.should_stop |= trainer.strategy.reduce_boolean_decision(is_over, all=False)
 
