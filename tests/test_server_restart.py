@@ -7,6 +7,7 @@ import secrets
 import signal
 import socket
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -176,10 +177,25 @@ class Saving(Run):
         return str(self.server.expect(LISTENS, PATIENCE)[1])
 
     def kill(self) -> None:
-        """The server dies, and another one goes on."""
+        """The server dies, with all that groups have said so far in its last save, and another one goes on.
+
+        Else it would be where groups were before: those that hold in an epoch would keep it from coming to that.
+        """
+        self._wait_for_save()
         self.server.kill()
         self._serve()
         self.server.expect("goes on with a run of . ranks", PATIENCE)
+
+    def _wait_for_save(self) -> None:
+        began, deadline = self._saves, time.monotonic() + PATIENCE
+        while self._saves < began + 2:  # the next one may have been under way
+            assert time.monotonic() < deadline, f"nothing is saved: {self.server.output}"
+            time.sleep(0.02)
+
+    @property
+    def _saves(self) -> int:
+        """Number of the last save; 0 if there was none."""
+        return max((int(file.name.rpartition("-")[2]) for file in (self.folder / "state").glob("state-*")), default=0)
 
 
 def test_groups_that_have_joined_go_on_and_so_does_one_that_joins_the_server_that_goes_on(tmp_path: Path) -> None:
