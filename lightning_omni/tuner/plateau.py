@@ -26,7 +26,7 @@ from lightning_omni.tuner.reports import TunerReports
 from lightning_omni.tuner.retuning import Retuning
 from lightning_omni.tuner.run import TunedRun
 from lightning_omni.tuner.state import Command
-from lightning_omni.tuner.throughput import Speed
+from lightning_omni.tuner.throughput import SpeedHistory
 
 
 @dataclass
@@ -96,12 +96,12 @@ class OwnTrial:
 
     Attributes:
         steps: that are left.
-        speed: of the run before.
+        speeds: of the run before.
         losses: of the steps so far, on this rank.
     """
 
     steps: int
-    speed: Speed | None
+    speeds: SpeedHistory
     losses: list[Tensor] = field(default_factory=list)
 
 
@@ -199,7 +199,7 @@ class PlateauWatch:
         )
         self._applied.begin_trial()
         self._next = c.LONGER * len(curve.epochs)
-        self._trial = OwnTrial(steps, self._retuning.stash_speed())
+        self._trial = OwnTrial(steps, self._retuning.stash_speeds())
 
     def _end(self, trial: OwnTrial) -> None:
         """The user's own setting stays, or the run goes on as before. On all ranks, which are one group."""
@@ -210,7 +210,7 @@ class PlateauWatch:
             why = "it lowers the training loss further"
         else:
             self._applied.end_trial()
-            self._retuning.restore_speed(trial.speed)
+            self._retuning.restore_speeds(trial.speeds)
             why = "your own setting does not lower the training loss further"
         assert state.setting is not None
         self._reports.chosen(Command(state.setting, why=why))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import astuple
 
 import torch
 
@@ -11,7 +10,7 @@ from lightning_omni.search import SearchSpec
 from lightning_omni.strategy.declared import loader_of
 from lightning_omni.tuner.probing import batch_size_of
 from lightning_omni.tuner.run import TunedRun
-from lightning_omni.tuner.throughput import RunThroughput, Speed, Trained
+from lightning_omni.tuner.throughput import RunThroughput, Speed, SpeedHistory
 
 AT_START, UNDER_WAY = 0.4, 0.4
 """The parts of the budget for the search before the first batch, and for the first retuning of the run under way. More
@@ -46,8 +45,8 @@ class Retuning:
         self._run = run
         self.throughput = RunThroughput()
         self.rate = 0.0
-        self._speed: Speed | None = None
-        self._speed_before: Speed | None = None
+        self._speeds = SpeedHistory(_CHANGED)
+        self._has_changed = False
         self._totals: dict[int, tuple[float, float]] = {}
         self._changed_in = -1
         self._seconds_before = 0.0
@@ -65,51 +64,43 @@ class Retuning:
 
     def changed(self, in_mid_epoch: bool = False) -> None:
         """From now on the run trains with another setting."""
-        self.rate, self._speed, self._speed_before = 0.0, None, None
+        self.rate, self._speeds, self._has_changed = 0.0, SpeedHistory(_CHANGED), False
         if in_mid_epoch:
             self._changed_in = self._run.trainer.current_epoch
 
-    def stash_speed(self) -> Speed | None:
+    def stash_speeds(self) -> SpeedHistory:
         """The run trains with another setting for a while: says how fast it was, for when it returns."""
-        before, now = self._speed_before, self._speed
+        speeds = self._speeds
         self.changed()
-        return before + now if before is not None and now is not None else before or now
+        return speeds
 
-    def restore_speed(self, before: Speed | None) -> None:
+    def restore_speeds(self, speeds: SpeedHistory) -> None:
         """From now on, in the middle of an epoch, the run trains as it did before, when it was so fast."""
         self.changed(in_mid_epoch=True)
-        self._speed_before = before
+        self._speeds = speeds
 
     def epoch_done(self) -> None:
         """An epoch has ended, or what was trained of it. On all ranks; validations do not count for the report."""
         run, strategy = self._run, self._run.strategy
         own = self.throughput.take()
-        counts = torch.tensor([float(each) for each in astuple(own)], device=strategy.root_device)
-        together = Trained(*strategy.reduce(counts, reduce_op="sum").tolist())
-        trained, timed = together.samples, together.timed
-        longest = run.world.agree([round(1e6 * own.seconds)])[0] / 1e6
-        if run.rounds and run.state.setting is not None and longest > 0:
+        variance = (own.rate * own.error) ** 2 if own.rate else 0.0
+        counts = torch.tensor([own.samples, own.timed, own.rate, variance], device=strategy.root_device)
+        trained, timed, rate, variance = strategy.reduce(counts, reduce_op="sum").tolist()
+        if run.rounds and run.state.setting is not None and rate > 0:
             groups = run.state.setting.groups
             before = self._totals.get(groups, (0.0, 0.0))
-            self._totals[groups] = before[0] + timed, before[1] + longest
+            self._totals[groups] = before[0] + timed, before[1] + timed / rate
             run.rounds[-1].measured_after[groups] = self._totals[groups][0] / self._totals[groups][1]
         batch = batch_size_of(loader_of(run.trainer)) * len(run.world.live_ranks)
         self._whole = run.epochs * batch * run.trainer.num_training_batches
         seconds, self._seconds_before = run.seconds - self._seconds_before, run.seconds
         is_mixed = self._changed_in == run.trainer.current_epoch  # part of it was trained with another setting
         self.rate = trained / seconds if seconds > 0 and not is_mixed else 0.0
-        self._follow_speed(None if is_mixed else together, longest)
-
-    def _follow_speed(self, together: Trained | None, longest: float) -> None:
-        """Another epoch, of all ranks together; None if it says nothing of the present setting."""
-        if self._speed is not None:
-            self._speed_before = self._speed if self._speed_before is None else self._speed_before + self._speed
-        self._speed = None
-        if together is not None and math.isfinite(together.error):
-            # Ranks of one group wait for each other: their batches say the same, and count once.
-            world = self._run.world
-            error = together.error * math.sqrt(len(world.live_ranks) / len(world.topology.alive))
-            self._speed = Speed(together.timed, longest, error)
+        # Ranks that wait for each other say the same with their batches, and count once: those of a group, or all.
+        is_one = len(run.world.topology.alive) == 1 or run.world.method.has_barrier
+        variance *= len(run.world.live_ranks) / (1 if is_one else len(run.world.topology.alive))
+        tells = rate > 0 and math.isfinite(variance) and not is_mixed
+        self._has_changed = tells and self._speeds.add(Speed(timed, timed / rate, math.sqrt(variance) / rate))
 
     # --- What follows from it -----------------------------------------------------------------------------------------
 
@@ -120,17 +111,15 @@ class Retuning:
             epoch: how many have ended.
         """
         run = self._run
-        before, now = self._speed_before, self._speed
-        has_changed = before is not None and now is not None and now.differs_from(before, _CHANGED)
         is_early = run.state.rounds == 1 and epoch <= max(1, _EARLY * run.epochs)
         found = _NONE
         if run.learns_from_run:
             # The forecast does not know how the run went with its choice, and would choose the same again.
             is_final = run.state.diverged or run.state.returned
-            found = SPEED if has_changed and not is_final else _NONE
+            found = SPEED if self._has_changed and not is_final else _NONE
         elif is_early:
             found = _UNDER_WAY_ALREADY
-        elif has_changed:
+        elif self._has_changed:
             found = SPEED
         elif self._has_stalled(epoch):
             found = _STALLED

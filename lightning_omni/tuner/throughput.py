@@ -6,6 +6,9 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
+from functools import reduce
+from operator import add
+from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
 from lightning_omni.performance.step_timer import StepTimer
@@ -16,8 +19,8 @@ from lightning_omni.tuner.probing import batch_size_of
 if TYPE_CHECKING:
     from pytorch_lightning import Trainer
 
-_CERTAIN = 2.0
-"""Standard errors by which speeds have to differ: noise alone brings that about once in twenty times."""
+_FALSE_ALARM = 0.05
+"""How likely noise alone may make a run that never changes look as if it had, however many epochs it has."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,11 @@ class Trained:
         return Trained(*(one + more for one, more in zip(astuple(self), astuple(other), strict=True)))
 
     @property
+    def rate(self) -> float:
+        """Samples per second; 0.0 if no batch is timed."""
+        return self.timed / self.seconds if self.seconds else 0.0
+
+    @property
     def error(self) -> float:
         """Standard error of the mean time of a batch, as a part of it; infinite if too few are timed."""
         if self.batches < 2 or not self.seconds:
@@ -56,8 +64,8 @@ class Speed:
 
     Attributes:
         samples: of all ranks.
-        seconds: of the rank that trained for the longest.
-        error: standard error of the time of a batch, as a part of it.
+        seconds: that all of them together take for these, if none waits for another at the end.
+        error: standard error of the seconds, as a part of them.
     """
 
     samples: float
@@ -65,26 +73,56 @@ class Speed:
     error: float
 
     def __add__(self, other: Speed) -> Speed:
-        """Of both together."""
+        """Of both, one after the other."""
         seconds = self.seconds + other.seconds
         error = math.hypot(self.error * self.seconds, other.error * other.seconds) / seconds
         return Speed(self.samples + other.samples, seconds, error)
 
-    def differs_from(self, other: Speed, part: float) -> bool:
-        """Whether it is another one by more than this part, and by more than noise explains.
+    @property
+    def rate(self) -> float:
+        """Samples per second."""
+        return self.samples / self.seconds
 
-        Args:
-            other: at another time.
-            part: of the speed.
 
-        Example:
-            >>> before = Speed(1000, 10.0, 0.05)
-            >>> Speed(1000, 12.5, 0.05).differs_from(before, 0.2), Speed(1000, 12.5, 0.15).differs_from(before, 0.2)
-            (True, False)
+class SpeedHistory:
+    """The speeds of a run's epochs, and whether it trains faster or slower than it did.
+
+    After each epoch the last 1, 2, 4, ... epochs, up to half of all, are compared with those before. That is asked many
+    times, so the chance of a false alarm is divided over all questions of a run that may have any number of epochs: the
+    n-th epoch's have 1/(n(n + 1)) of it, which sums to one (alpha spending, as in sequential trials). The noise is that
+    of all epochs, since a few batches tell little of it.
+
+    Args:
+        part: speeds that differ by less than this part do not matter.
+
+    Example:
+        >>> history = SpeedHistory(part=0.2)
+        >>> [history.add(Speed(1000, seconds, error=0.05)) for seconds in (10.0, 9.0, 10.5, 14.0)]
+        [False, False, False, True]
+    """
+
+    def __init__(self, part: float) -> None:
+        self._least = math.log(1 + part)
+        self._epochs: list[Speed] = []
+
+    def add(self, epoch: Speed) -> bool:
+        """One more epoch.
+
+        Returns:
+            Whether the speed is another one by now.
         """
-        ratio = (self.samples / self.seconds) / (other.samples / other.seconds)
-        least = max(math.log(1 + part), _CERTAIN * math.hypot(self.error, other.error))
-        return abs(math.log(ratio)) > least
+        self._epochs.append(epoch)
+        count = len(self._epochs)
+        windows = [2**power for power in range((count // 2).bit_length())]
+        return any(self._differs(window, _FALSE_ALARM / ((count - 1) * count * len(windows))) for window in windows)
+
+    def _differs(self, last: int, chance: float) -> bool:
+        """Whether that of the last epochs does, by more than noise does with this probability."""
+        before, now = reduce(add, self._epochs[:-last]), reduce(add, self._epochs[-last:])
+        both = before + now
+        error = both.error * math.sqrt(both.seconds / before.seconds + both.seconds / now.seconds)
+        certain = NormalDist().inv_cdf(1 - chance / 2)
+        return abs(math.log(now.rate / before.rate)) > max(self._least, certain * error)
 
 
 class RunThroughput:
