@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from typing import Any
@@ -69,6 +70,13 @@ FITS: dict[str, dict[str, Any]] = {
         "seconds": {"0": 4e-3, "1": 4e-3},
         "exponential": True,
         "flat": "always",
+        "trainer": {**EPOCHS, "max_epochs": 12},
+    },
+    "larger steps raise the loss": {
+        "tuner": {**TUNER, "budget": 0.9, "space": {"rebalance": False, "wire": "fp32"}},
+        "seconds": {"0": 4e-3, "1": 4e-3},
+        "exponential": True,
+        "flat": "higher alone",
         "trainer": {**EPOCHS, "max_epochs": 12},
     },
     "the loss rises by design": {
@@ -234,6 +242,25 @@ def test_a_run_that_learns_nothing_more_with_the_users_own_setting_either_goes_o
         assert rank["setting"]["groups"] == rank["world"][0] == 2
         assert rank["lr"] == pytest.approx(rank["setting"]["lr"])
     assert "your own setting does not lower the training loss further" in finished.output
+
+
+def ends_of_trials(segments: list[tuple[bool, float]]) -> list[tuple[float, float]]:
+    """A sum over the weights with which each trial began, and groups went on after it."""
+    pairs = itertools.pairwise(segments)
+    changes = [weights for (was_trial, _), (is_trial, weights) in pairs if was_trial != is_trial]
+    return list(zip(changes[::2], changes[1::2], strict=False))
+
+
+@pytest.mark.parametrize(
+    ("name", "is_rolled_back"), [("larger steps raise the loss", True), ("there is nothing more to learn", False)]
+)
+def test_after_a_trial_that_has_raised_the_loss_groups_go_on_from_before_it(
+    fits: dict[str, list[dict[str, Any]]], name: str, is_rolled_back: bool
+) -> None:
+    trials = [trial for rank in fits[name] for trial in ends_of_trials(rank["segments"])]
+    assert trials
+    for began, ended in trials:
+        assert (began == pytest.approx(ended, rel=1e-6)) == is_rolled_back
 
 
 def test_a_run_that_makes_the_users_own_updates_is_not_rolled_back_whatever_its_loss_does(

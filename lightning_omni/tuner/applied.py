@@ -169,21 +169,34 @@ class AppliedSetting:
 
     # --- To try the user's own setting --------------------------------------------------------------------------------
 
-    def begin_trial(self) -> None:
-        """The user's own steps in one group, from the weights that there are. On all ranks."""
-        state = self._run.state
+    def begin_trial(self) -> RollbackPoint:
+        """The user's own steps in one group, from the weights that there are. On all ranks.
+
+        Returns:
+            Where the run is, in case it is worse after the trial.
+        """
+        run, state = self._run, self._run.state
         assert state.own is not None
         state.before_trial = state.setting
-        self._run.strategy.form_one()
+        run.strategy.form_one()
+        before = RollbackPoint.of(run.module, run.trainer.optimizers, run.world.core)
         self._train_in_one_group(state.own, 1 / state.scaled)
         self._guard = None
+        return before
 
-    def end_trial(self) -> None:
-        """What was trained with before, once more. On all ranks."""
+    def end_trial(self, to: RollbackPoint | None) -> None:
+        """What was trained with before, once more. On all ranks.
+
+        Args:
+            to: where the run was, if it goes on from there; else it goes on from where the trial has brought it.
+        """
         run, state = self._run, self._run.state
         before, own = state.before_trial, state.own
         assert before is not None
         assert own is not None
+        if to is not None:
+            to.put_back(run.world.core)
+            run.world.reduction.forget()
         before = replace(before, groups=min(before.groups, len(run.world.live_ranks)))
         speeds = dict(state.speeds) or None
         state.before_trial = None

@@ -126,7 +126,7 @@ class TunedFit:
             state.forgotten += self.run.rounds.pop().search.spent
         state.unfinished = False
         if state.before_trial is not None:
-            self.applied.end_trial()
+            self.applied.end_trial(None)
         else:
             self.applied.form(state.setting, dict(state.speeds) or None, bool(state.speeds))
 

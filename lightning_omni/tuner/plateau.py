@@ -3,7 +3,8 @@
 Groups that exchange asynchronously may be far ahead early and stop short of where synchronous training arrives: stale
 gradients keep the loss from falling further, and no measurement of the first batches can tell. Late, when the loss is
 flat, it costs little to find out: the run goes on with the user's own setting for a while, and keeps to it if that
-lowers the loss by more than the chosen setting can still be expected to.
+lowers the loss by more than the chosen setting can still be expected to. If the loss is even higher after the trial,
+the run goes on from the weights of before it: larger steps than the chosen ones may well raise it at first.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_omni.optimizer.run_state import RollbackPoint
 from lightning_omni.performance.forecast import Setting
 from lightning_omni.search import constants as c
 from lightning_omni.strategy._private import will_step
@@ -90,6 +92,10 @@ def lowers_more(losses: Sequence[float], curve: EpochLosses) -> bool:
     return curve.now - statistics.fmean(losses) > max(0.0, curve.gained) + error + rounding
 
 
+_BETTER, _NEITHER, _WORSE = range(3)
+"""What came of a trial: the loss fell further, or by less than the setting before may still lower it, or it rose."""
+
+
 @dataclass
 class OwnTrial:
     """The user's own setting, which is tried.
@@ -97,11 +103,13 @@ class OwnTrial:
     Attributes:
         steps: that are left.
         speeds: of the run before.
+        before: where that was.
         losses: of the steps so far, on this rank.
     """
 
     steps: int
     speeds: SpeedHistory
+    before: RollbackPoint
     losses: list[Tensor] = field(default_factory=list)
 
 
@@ -178,7 +186,7 @@ class PlateauWatch:
         if run.state.setting != self._setting:
             tried = run.searches[0].tried if run.searches else []  # rank 0 knows, and decides
             self._setting, self._curve = run.state.setting, EpochLosses(tried[0].first_loss if tried else math.nan)
-            self._next = self._samples = 0.0
+            self._next = 0.0
         device = run.strategy.root_device
         total = torch.stack(self._epoch).sum() if self._epoch else torch.zeros((), device=device)
         together = torch.stack([total.to(device), torch.full_like(total, len(self._epoch), device=device)])
@@ -197,19 +205,22 @@ class PlateauWatch:
             f"OmniTuner: the training loss hardly falls any more ({curve.now:.4g}) with {run.state.setting}: your own"
             f" setting is tried for {steps} steps"
         )
-        self._applied.begin_trial()
+        before = self._applied.begin_trial()
         self._next = c.LONGER * len(curve.epochs)
-        self._trial = OwnTrial(steps, self._retuning.stash_speeds())
+        self._trial = OwnTrial(steps, self._retuning.stash_speeds(), before)
 
     def _end(self, trial: OwnTrial) -> None:
         """The user's own setting stays, or the run goes on as before. On all ranks, which are one group."""
         run, state, self._trial = self._run, self._run.state, None
-        losses = self._last_losses(trial)
-        if run.hear(int(bool(losses) and lowers_more(losses, self._curve))):
+        losses, now = self._last_losses(trial), self._curve.now
+        is_better = bool(losses) and lowers_more(losses, self._curve)
+        is_worse = not losses or not statistics.fmean(losses) <= now
+        outcome = run.hear(_BETTER if is_better else _WORSE if is_worse else _NEITHER)
+        if outcome == _BETTER:
             state.returned, state.before_trial = True, None
             why = "it lowers the training loss further"
         else:
-            self._applied.end_trial()
+            self._applied.end_trial(trial.before if outcome == _WORSE else None)
             self._retuning.restore_speeds(trial.speeds)
             why = "your own setting does not lower the training loss further"
         assert state.setting is not None

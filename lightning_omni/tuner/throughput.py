@@ -88,9 +88,9 @@ class SpeedHistory:
     """The speeds of a run's epochs, and whether it trains faster or slower than it did.
 
     After each epoch the last 1, 2, 4, ... epochs, up to half of all, are compared with those before. That is asked many
-    times, so the chance of a false alarm is divided over all questions of a run that may have any number of epochs: the
-    n-th epoch's have 1/(n(n + 1)) of it, which sums to one (alpha spending, as in sequential trials). The noise is that
-    of all epochs, since a few batches tell little of it.
+    times, so the probability of a false alarm is divided over all questions of a run that may have any number of
+    epochs: the n-th epoch's have 1/(n(n + 1)) of it, which sums to one (alpha spending, as in sequential trials). The
+    noise is that of all epochs, since a few batches tell little of it.
 
     Args:
         part: speeds that differ by less than this part do not matter.
@@ -116,12 +116,12 @@ class SpeedHistory:
         windows = [2**power for power in range((count // 2).bit_length())]
         return any(self._differs(window, _FALSE_ALARM / ((count - 1) * count * len(windows))) for window in windows)
 
-    def _differs(self, last: int, chance: float) -> bool:
+    def _differs(self, last: int, probability: float) -> bool:
         """Whether that of the last epochs does, by more than noise does with this probability."""
         before, now = reduce(add, self._epochs[:-last]), reduce(add, self._epochs[-last:])
         both = before + now
         error = both.error * math.sqrt(both.seconds / before.seconds + both.seconds / now.seconds)
-        certain = NormalDist().inv_cdf(1 - chance / 2)
+        certain = NormalDist().inv_cdf(1 - probability / 2)
         return abs(math.log(now.rate / before.rate)) > max(self._least, certain * error)
 
 

@@ -52,6 +52,7 @@ class Classifier(pl.LightningModule):
         self.options = options
         self.net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 4))
         self.noted: list[float] = []
+        self.segments: list[tuple[bool, float]] = []
         self.steps = 0
         self.rng = random.Random(RANK)
 
@@ -85,9 +86,18 @@ class Classifier(pl.LightningModule):
         world = self.trainer.strategy.world
         if self.steps > self.options.get("diverged_after", 1 << 30) and not world.is_synchronous:
             loss = loss * float("nan")
-        flat = {"always": self.steps > 8, "in groups": not world.is_synchronous}.get(self.options.get("flat"), False)
-        if flat:  # in value: its gradients stay
-            loss = loss - loss.detach() + 0.9
+        alone, late = world.is_synchronous, self.steps > 8
+        shown = {  # in value: gradients stay
+            "always": 0.9 if late else None,
+            "in groups": None if alone else 0.9,
+            "higher alone": None if alone and not late else 1.5 if alone else 0.9,
+        }.get(self.options.get("flat", ""))
+        if shown is not None:
+            loss = loss - loss.detach() + shown
+        if "flat" in self.options:
+            tuner = next(each for each in self.trainer.callbacks if isinstance(each, omni.OmniTuner))
+            is_trial = tuner.state_dict()["before_trial"] is not None
+            self.segments.append((is_trial, float(self.net[0].weight.detach().abs().sum())))
         self.noted.append(float(loss))
         if "logs" in self.options:  # a third of the time that a step takes
             self.log("train_loss", loss)
@@ -205,6 +215,7 @@ def main() -> None:
                 "last_epoch": sorted(state.last_epoch),
                 "steps": module.steps,
                 "losses": module.noted,
+                "segments": module.segments,
                 "max_steps": run.max_steps,
                 "should_stop": run.should_stop,
                 "searches": len(tuner.searches) if tuner else 0,
