@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import datetime
+from io import BytesIO
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -210,6 +211,14 @@ def test_tensors_are_copied_bit_by_bit() -> None:
     assert torch.equal(tree["leaf"].view(torch.int32), tensor.view(torch.int32))
     assert torch.equal(tree["strided"][:, 1].contiguous().view(torch.int32), tensor.view(torch.int32))
     assert not tree["leaf"].requires_grad
+
+
+def test_copies_of_several_dtypes_can_be_saved_beside_each_other() -> None:
+    tree = {"best": torch.tensor(0.5), "step": torch.tensor(36), "half": torch.ones(3, dtype=torch.bfloat16)}
+    copies, views = (unpack(*pack(tree), copy=copy) for copy in (True, False))
+    torch.save(copies, BytesIO())
+    with pytest.raises(RuntimeError, match="view the same data as different types"):
+        torch.save(views, BytesIO())
 
 
 def test_many_tuples_are_not_deep_nesting() -> None:

@@ -14,7 +14,6 @@ import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from lightning_omni.errors import ConnectionLost, ProtocolError, Refused, UnsupportedError
 from lightning_omni.methods import Exchange, Inbox, Publish, Pulled, ReadInbox, ReadPeer, Receive, SendPeer
@@ -214,11 +213,7 @@ class Channel:
         """
         requests, take = self._free_connections(), m.TakeSnapshot(with_state=with_state, version=version)
         heard = requests.exchange([Said(take)] * requests.count, m.Snapshot)
-        # Copies: what is unpacked shares one memory, which torch.save refuses if there is more than one dtype.
-        first, *others = (
-            tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, unpack(answer.packed, payload))
-            for answer, payload in heard
-        )
+        first, *others = (unpack(answer.packed, payload, copy=True) for answer, payload in heard)
         cut, parts = heard[0][0].cut, first["parts"]
         if others:
             if any(answer.cut.pushes != cut.pushes for answer, _ in heard):
@@ -346,7 +341,7 @@ class Channel:
         requests = self._free_connections()
         connection = requests.own if share else requests.coordinator
         answer, payload = connection.exchange(m.ReadRunState(), m.StoredRunState)
-        tree: dict[str, Any] = unpack(answer.packed, payload)
+        tree: dict[str, Any] = unpack(answer.packed, payload, copy=True)
         return tree
 
     # --- Peers --------------------------------------------------------------------------------------------------------
@@ -471,7 +466,7 @@ class Channel:
         flat = buffer if self._place.speaks else torch.empty(size, dtype=torch.uint8)
         if size:
             self.broadcast_to_replicas(flat)
-        return tree if self._place.speaks else unpack(packed, flat)
+        return tree if self._place.speaks else unpack(packed, flat, copy=True)
 
     @contextmanager
     def timed(self) -> Iterator[None]:

@@ -373,7 +373,7 @@ class Place:
         if not any(data):
             return tree
         packed, values = msgspec.msgpack.decode(data, type=tuple[Packed, bytes])
-        return unpack(packed, torch.tensor([*values], dtype=torch.uint8))
+        return unpack(packed, torch.tensor([*values], dtype=torch.uint8), copy=True)
 
     def barrier(self) -> None:
         """Every live rank waits for every other."""

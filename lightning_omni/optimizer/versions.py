@@ -10,8 +10,6 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from lightning_omni.methods import Pulled
 from lightning_omni.optimizer.channel import Channel, ServerSnapshot
@@ -92,9 +90,8 @@ class Versions:
         evaluation, buffer = self._channel.ask(m.ReadEvaluation(number=number), m.Evaluation)
         if evaluation.is_void:
             return None
-        tree: dict[str, Any] = unpack(evaluation.packed, buffer)
-        copied: dict[str, Any] = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, tree)
-        return copied
+        tree: dict[str, Any] = unpack(evaluation.packed, buffer, copy=True)
+        return tree
 
     def ask_for_recorder(self) -> bool:
         """Whether the recorder is one of this group, as the server says now."""

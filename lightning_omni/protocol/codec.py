@@ -77,14 +77,20 @@ def pack(tree: Any) -> tuple[Packed, Tensor]:
     return Packed(plain, layout.specs), buffer
 
 
-def unpack(packed: Packed, buffer: Tensor) -> Any:
-    """Puts a tree together again. The tensors share the buffer's memory.
+def unpack(packed: Packed, buffer: Tensor, copy: bool = False) -> Any:
+    """Puts a tree together again.
+
+    Args:
+        packed: the plain part.
+        buffer: the tensors' values, uint8 ``(nbytes,)``.
+        copy: whether each tensor has memory of its own, as it needs for ``torch.save``, which refuses tensors of
+            several dtypes in one memory. Otherwise all share the buffer's.
 
     Raises:
         MalformedMessage: the bytes are no tree, or do not fit the buffer.
     """
     check_specs(packed.specs, buffer.numel())
-    views = packed.layout.views(buffer)
+    views = [view.clone() if copy else view for view in packed.layout.views(buffer)]
 
     def from_ext(code: int, data: memoryview) -> Any:
         if code == _TENSOR:

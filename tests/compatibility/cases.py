@@ -550,6 +550,15 @@ CASES: tuple[Case, ...] = (
         ],
         trainer={"val_check_interval": 0.5},
     ),
+    Case(
+        "ModelCheckpoint: metrics of several dtypes",
+        ("ModelCheckpoint",),
+        callbacks=lambda folder: [
+            cb.ModelCheckpoint(folder / "a", monitor="val_loss", save_top_k=2),
+            cb.ModelCheckpoint(folder / "b", monitor="step", mode="max", every_n_train_steps=4, save_top_k=2),
+        ],
+        trainer={"val_check_interval": 0.5},
+    ),
     Case("custom Checkpoint", ("Checkpoint",), callbacks=lambda folder: [OwnCheckpoint(folder)]),
     Case(
         "OnExceptionCheckpoint",
