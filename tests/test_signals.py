@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import time
@@ -41,6 +42,17 @@ def finish(running: Running) -> Run:
     finished = running.wait(180)
     assert not running.survivors, "processes are left behind"
     return finished
+
+
+def test_a_rank_that_waits_long_in_a_collective_of_a_callback_says_where() -> None:
+    options = {"long_wait": 0.5, "strategy": {"groups": 1}, "devices": 2, "trainer": {"max_epochs": 1}}
+    with Running("signals.py", options) as running:
+        finished = finish(running)
+        assert finished.code == 0, finished.output
+        said = (running.folder / "said").read_text()
+    where = r"in barrier\(\), called in .*on_train_batch_end \(signals.py, line \d+\)"
+    assert re.match(rf"rank 0 has waited for \d+ s {where}: not all ranks have called it", said)
+    assert "count by batch_idx or trainer.global_step" in said
 
 
 @pytest.mark.parametrize(

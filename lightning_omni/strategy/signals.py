@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -22,6 +23,7 @@ import torch.distributed as dist
 
 from lightning_omni.optimizer import World
 from lightning_omni.strategy import _private
+from lightning_omni.strategy.waiting import waiting_sentence, waits_in
 from lightning_omni.topology import RECORDER
 
 if TYPE_CHECKING:
@@ -31,6 +33,8 @@ _log = logging.getLogger(__name__)
 
 GRACE = 30.0
 """Seconds without progress after which a rank that is to end is taken to be blocked, by the dead, say, and ends."""
+LONG_WAIT = 60.0
+"""Seconds without progress after which a rank that waits in a collective of the user's says so."""
 POLL = 1.0
 """Seconds between two questions to all ranks whether one of them was signalled, if there is no server to tell."""
 _POLL_SECONDS = 0.25
@@ -203,8 +207,8 @@ class Signals:
         self._progress = math.inf
 
     def _watch(self) -> None:
-        """Tells others of this rank's signals, and ends it if it is blocked."""
-        trainer, world, is_told = self._trainer, self._world, False
+        """Tells others of this rank's signals, says what it waits in for long, and ends it if it is blocked."""
+        trainer, world, is_told, has_said = self._trainer, self._world, False, False
         while self._watcher is threading.current_thread() and world is not None and trainer is not None:
             time.sleep(_POLL_SECONDS)
             if world.control is not None and world.enlistment is None:
@@ -216,6 +220,11 @@ class Signals:
                 if trainer.strategy.launcher is not None:
                     trainer.strategy.launcher.kill(signal.SIGTERM)
             silent = time.monotonic() - self._progress
+            if silent > LONG_WAIT and not has_said:
+                where = waits_in(sys._current_frames().get(threading.main_thread().ident or 0))
+                has_said = bool(where)
+                if has_said:
+                    _log.warning(waiting_sentence(world.rank, silent, where))
             if self._terminates and not self.is_stopping and silent > max(GRACE, 2 * self._longest):
                 _log.critical("rank %d ends: SIGTERM, and for %.0f s no batch has begun or ended", world.rank, silent)
                 os._exit(128 + signal.SIGTERM)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import time
@@ -41,6 +42,23 @@ class Notes(pl.Callback):
         report(RANK, {**seen, "world": torch.distributed.get_world_size()})
 
 
+class Waiting(logging.Handler, pl.Callback):
+    """Calls a barrier with its third batch, on rank 1 only once rank 0 has said that it waits for it."""
+
+    batches = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        (FOLDER / "said").write_text(record.getMessage())
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.batches += 1
+        if self.batches == 3:
+            deadline = time.monotonic() + 60
+            while RANK == 1 and not (FOLDER / "said").exists() and time.monotonic() < deadline:
+                time.sleep(0.02)
+            trainer.strategy.barrier()
+
+
 class InterruptedAtEnd(pl.plugins.Precision):
     """Ctrl-C comes when the fit is over and the ranks take leave of each other."""
 
@@ -57,6 +75,10 @@ def main() -> None:
         pl.callbacks.OnExceptionCheckpoint(FOLDER, "exception"),
         pl.callbacks.ModelCheckpoint(FOLDER, "model", save_on_exception=True, save_top_k=0),
     ]
+    if OPTIONS.get("long_wait"):
+        signals.LONG_WAIT = OPTIONS["long_wait"]
+        callbacks.append(Waiting())
+        logging.getLogger(signals.__name__).addHandler(callbacks[-1])
     if OPTIONS.get("tuner"):
         callbacks.append(omni.OmniTuner(**{"search": "bayes", **OPTIONS["tuner"]}))
     strategy = omni.OmniStrategy(**OPTIONS.get("strategy", {}))
