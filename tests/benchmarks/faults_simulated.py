@@ -10,6 +10,7 @@ parts, a moment for each, a group that works) and simulates it from what one mea
     --away      seconds for which it is
     --downtime  seconds without a server
     --save-every, --exchange    between two saves of the server's state; of a push and its answer
+    --validation                for which all groups validate, and get ready for the next epoch, when one has ended
 
 Printed is the goodput as `faults.py` counts it: the seconds of each batch once, over the time that groups were up,
 which is without the seconds for which they were frozen or cut off; and how many batches were computed in vain. Then the
@@ -21,13 +22,14 @@ come back, and a simulated group that comes back to an epoch of which nothing is
 real one would not be let in. So the second run has no such end by default (--many-epoch).
 
 What differs from a measured run: a fault never hits rank 0, whose death would end a simulated run, nor a group that is
-starting; a group that leaves loses the batch under way like one that is killed, and one that freezes finishes it; there
-is no validation, and groups have a device each to themselves.
+starting; a group that leaves loses the batch under way like one that is killed, and one that freezes finishes it; time
+for validation is added when all is over; and groups have a device each to themselves.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import time
 from collections import Counter
@@ -60,6 +62,7 @@ class Durations:
     downtime: float
     save_every: float
     exchange: float
+    validation: float
 
 
 @dataclass(frozen=True)
@@ -121,7 +124,7 @@ def loss(model: nn.Module, batch: tuple[Tensor]) -> Tensor:
 
 
 def train(
-    groups: int, seconds: float, epoch: int, faults: Sequence[Fault], of: Durations, args: argparse.Namespace
+    groups: int, seconds: float, epoch: float, faults: Sequence[Fault], of: Durations, args: argparse.Namespace
 ) -> Trace:
     """A run of so many seconds, with so many batches of a group in an epoch; a sample stands for a batch."""
     events = [event for fault in faults for event in fault.events(of)]
@@ -132,7 +135,7 @@ def train(
         groups,
         cluster,
         nn.Linear(1, 1),
-        TensorDataset(torch.ones(epoch * groups, 1)),
+        TensorDataset(torch.ones(round(epoch * groups), 1)),
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0),
         loss=loss,
         batch_size=1,
@@ -141,12 +144,13 @@ def train(
 
 
 def report(
-    groups: int, seconds: float, epoch: int, counts: Counter[str], of: Durations, args: argparse.Namespace
+    groups: int, seconds: float, epoch: float, counts: Counter[str], of: Durations, args: argparse.Namespace
 ) -> None:
     """Simulates and prints."""
     faults, began = schedule(groups, seconds, counts, of, args.seed), time.perf_counter()
     trace = train(groups, seconds, epoch, faults, of, args)
     up = trace.device_seconds - sum(fault.absence(of, trace.seconds) for fault in faults)
+    up += of.validation * groups * math.floor(trace.useful_seconds / args.step / round(epoch * groups))
     computed = float(trace.work["seconds"].sum())
     done = dict(Counter(fault.kind for fault in faults))
     print(
@@ -164,20 +168,21 @@ def main() -> None:
     parser.add_argument("--faults", type=int, default=87)
     parser.add_argument("--seed", type=int, default=5)
     parser.add_argument("--step", type=float, default=0.5, help="seconds of a batch")
-    parser.add_argument("--epoch", type=int, default=32, help="batches of a group in an epoch, at whose end all meet")
-    parser.add_argument("--many-epoch", type=int, default=1000, help="the same of the second run")
+    parser.add_argument("--epoch", type=float, default=32, help="batches of a group in an epoch, at whose end all meet")
+    parser.add_argument("--many-epoch", type=float, default=1000, help="the same of the second run")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="what happens")
     parser.add_argument("--method", default="async_sgd")
     parser.add_argument("--many", type=int, default=1000, help="groups of the second run; 0 for none")
     parser.add_argument("--many-minutes", type=float, default=2.0)
     measured: dict[str, Any] = {
         "start": 5.0, "silence": 5.0, "away": 9.0, "downtime": 0.3, "save-every": 2.0, "exchange": 0.0,
+        "validation": 0.0,
     }  # fmt: skip
     for name, value in measured.items():
         parser.add_argument(f"--{name}", type=float, default=value, help="seconds")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    of = Durations(args.start, args.silence, args.away, args.downtime, args.save_every, args.exchange)
+    of = Durations(args.start, args.silence, args.away, args.downtime, args.save_every, args.exchange, args.validation)
     counts = equal_parts(args.faults, args.kinds)
     for each in (Counter[str](), counts):
         report(args.groups, 60 * args.minutes, args.epoch, each, of, args)
