@@ -12,10 +12,12 @@ import pytest
 import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
+from jsonargparse import ArgumentError, ArgumentParser
 from pytorch_lightning.utilities.types import LRSchedulerConfig
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from lightning_omni import OmniStrategy
 from lightning_omni.errors import OmniError, UnsupportedError
 from lightning_omni.methods import LocalSGD
 from lightning_omni.methods.master import Master, check_servable
@@ -249,3 +251,17 @@ def test_a_module_wrapped_over_ranks_of_other_groups_is_refused_by_name(keeps: s
     name = "Probing.probe.0" if keeps == "callback" else "probe"
     with pytest.raises(UnsupportedError, match=rf"^{name} is a DistributedDataParallel.*\(0\).*on_train_batch_start"):
         check_wrapped(trainer, members=(1,))
+
+
+def test_a_configuration_file_has_a_method_and_its_settings_in_one_text() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "compatibility.md").read_text()
+    block = page.split("## LightningCLI")[1].split("```yaml")[1].split("```")[0]
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--trainer.strategy", type=pl.strategies.Strategy)
+    parsed = parser.parse_string(block)
+    again = parser.parse_string(parser.dump(parsed))
+    assert again.trainer.strategy.init_args.method == "diloco:period=50"
+    assert OmniStrategy(**again.trainer.strategy.init_args.as_dict())._world_options.groups == 2
+    as_class = "{class_path: lightning_omni.methods.DiLoCo, init_args: {period: 50}}"
+    with pytest.raises(ArgumentError, match="'period' is not accepted"):
+        parser.parse_string(block.replace("diloco:period=50", as_class))

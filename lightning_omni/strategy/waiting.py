@@ -46,5 +46,6 @@ def waiting_sentence(rank: int, seconds: float, where: str) -> str:
     return (
         f"rank {rank} has waited for {seconds:.0f} s in {where}: not all ranks have called it. If a hook calls it every"
         " n batches, let it count by batch_idx or trainer.global_step, in which the ranks of a group agree. Counts of"
-        " its own differ after OmniTuner or regroup() has put ranks of different groups together"
+        " its own differ after OmniTuner or regroup() has put ranks of different groups together."
+        " A process group with ranks of several groups is for outside of the training epoch"
     )
