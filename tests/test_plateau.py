@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+import statistics
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_omni.search import constants as c
-from lightning_omni.tuner.plateau import EpochLosses, lowers_more
+from lightning_omni.tuner.plateau import EpochLosses, TrialOutcome, is_falling, lowers_more
 
 LOSSES = st.floats(0.01, 10.0)
 
@@ -74,3 +76,29 @@ def test_where_the_loss_rises_a_trial_need_only_lower_it() -> None:
     rising = EpochLosses(2.0, [0.5, 0.6, 0.7])
     assert rising.is_flat
     assert lowers_more([0.69, 0.69], rising)
+
+
+def test_of_a_trial_the_last_part_counts() -> None:
+    curve = EpochLosses(2.0, [1.0, 0.82, 0.80])
+    raised_at_first = [0.9] * 30
+    assert TrialOutcome.of([*raised_at_first, *[0.7] * 20], curve) is TrialOutcome.BETTER
+    assert TrialOutcome.of([*raised_at_first, *[0.79] * 20], curve) is TrialOutcome.NEITHER
+    assert TrialOutcome.of([*raised_at_first, *[0.81] * 20], curve) is TrialOutcome.WORSE
+
+
+@pytest.mark.parametrize("losses", [[], [math.nan] * 10])
+def test_a_trial_without_a_loss_is_worse(losses: list[float]) -> None:
+    assert TrialOutcome.of(losses, EpochLosses(2.0, [1.0, 0.82, 0.80])) is TrialOutcome.WORSE
+    assert not is_falling(losses)
+
+
+def test_a_loss_that_larger_steps_have_raised_is_seen_to_fall_again() -> None:
+    course = [0.018, 0.026, 0.033, 0.040, 0.038, 0.036, 0.034, 0.032, 0.029, 0.027, 0.026, 0.025]
+    assert not is_falling(course[:4])
+    assert is_falling(course)
+
+
+def test_scatter_is_not_taken_for_a_fall() -> None:
+    random = np.random.default_rng(0)
+    found = [is_falling(random.normal(1.0, 0.2, 40).tolist()) for _ in range(500)]
+    assert statistics.fmean(found) < 0.25

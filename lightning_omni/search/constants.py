@@ -60,3 +60,5 @@ FEWEST_EPOCHS, LATE = 3, 0.2
 TRIAL, FEWEST_STEPS, LAST = 0.1, 8, 0.4
 """The user's own setting is tried with this part of the samples that were trained, and at least so many steps; the loss
 of the last part of these counts."""
+LONGEST_TRIAL = 5
+"""A trial whose loss still falls is made longer, up to so many times."""

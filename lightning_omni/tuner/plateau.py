@@ -13,6 +13,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -77,6 +78,48 @@ class EpochLosses:
         return statistics.fmean(last) if last else math.nan
 
 
+class TrialOutcome(IntEnum):
+    """What a trial has come to: numbers, so that rank 0 can tell the others."""
+
+    BETTER = 0
+    """It has lowered the loss by more than the setting before is expected to."""
+    NEITHER = 1
+    """It has lowered the loss by less than that."""
+    WORSE = 2
+    """The loss is higher than before it."""
+
+    @classmethod
+    def of(cls, losses: Sequence[float], curve: EpochLosses) -> TrialOutcome:
+        """That of a trial.
+
+        Args:
+            losses: of all of its batches.
+            curve: of the setting before.
+        """
+        _, last = _latest(losses)
+        if last and lowers_more(last, curve):
+            return cls.BETTER
+        return cls.NEITHER if last and statistics.fmean(last) <= curve.now else cls.WORSE
+
+
+def is_falling(losses: Sequence[float]) -> bool:
+    """Whether the loss of a trial falls, by more than its scatter explains: larger steps may well raise it at first.
+
+    Args:
+        losses: of all of its batches.
+    """
+    earlier, last = _latest(losses)
+    if not earlier:
+        return False
+    return statistics.fmean(earlier) - statistics.fmean(last) > math.hypot(_error(earlier), _error(last))
+
+
+def _latest(losses: Sequence[float]) -> tuple[Sequence[float], Sequence[float]]:
+    """The last part of them, which counts, and before it the part that is as long."""
+    count = math.ceil(c.LAST * len(losses))
+    return losses[-2 * count : -count], losses[-count:]
+
+
 def lowers_more(losses: Sequence[float], curve: EpochLosses) -> bool:
     """Whether a trial has lowered the loss by more than the setting before is expected to.
 
@@ -87,13 +130,15 @@ def lowers_more(losses: Sequence[float], curve: EpochLosses) -> bool:
         losses: of the last batches of the trial.
         curve: of the setting before.
     """
-    error = statistics.stdev(losses) / math.sqrt(len(losses)) if len(losses) > 1 else 0.0
     rounding = 1e-6 * abs(curve.now)
-    return curve.now - statistics.fmean(losses) > max(0.0, curve.gained) + error + rounding
+    return curve.now - statistics.fmean(losses) > max(0.0, curve.gained) + _error(losses) + rounding
 
 
-_BETTER, _NEITHER, _WORSE = range(3)
-"""What came of a trial: the loss fell further, or by less than the setting before may still lower it, or it rose."""
+def _error(losses: Sequence[float]) -> float:
+    """Standard error of their mean; NaN if one is not finite."""
+    if not math.isfinite(math.fsum(losses)):
+        return math.nan
+    return statistics.stdev(losses) / math.sqrt(len(losses)) if len(losses) > 1 else 0.0
 
 
 @dataclass
@@ -101,16 +146,20 @@ class OwnTrial:
     """The user's own setting, which is tried.
 
     Attributes:
-        steps: that are left.
+        length: steps for which it is made, if its loss does not fall for longer.
+        steps: that are left for now.
+        taken: steps so far.
         speeds: of the run before.
         before: where that was.
         losses: of the steps so far, on this rank.
     """
 
+    length: int
     steps: int
     speeds: SpeedHistory
     before: RollbackPoint
     losses: list[Tensor] = field(default_factory=list)
+    taken: int = 0
 
 
 class PlateauWatch:
@@ -150,6 +199,7 @@ class PlateauWatch:
             return
         trial.losses += losses
         trial.steps -= will_step(trainer)
+        trial.taken += will_step(trainer)
         if trial.steps <= 0 and will_step(trainer) and not trainer.is_last_batch:
             self._end(trial)
 
@@ -207,29 +257,27 @@ class PlateauWatch:
         )
         before = self._applied.begin_trial()
         self._next = c.LONGER * len(curve.epochs)
-        self._trial = OwnTrial(steps, self._retuning.stash_speeds(), before)
+        self._trial = OwnTrial(steps, steps, self._retuning.stash_speeds(), before)
 
     def _end(self, trial: OwnTrial) -> None:
-        """The user's own setting stays, or the run goes on as before. On all ranks, which are one group."""
-        run, state, self._trial = self._run, self._run.state, None
-        losses, now = self._last_losses(trial), self._curve.now
-        is_better = bool(losses) and lowers_more(losses, self._curve)
-        is_worse = not losses or not statistics.fmean(losses) <= now
-        outcome = run.hear(_BETTER if is_better else _WORSE if is_worse else _NEITHER)
-        if outcome == _BETTER:
+        """The user's own setting stays, or is tried on, or the run goes on as before. On all ranks, of one group."""
+        run, state, reduce = self._run, self._run.state, self._run.strategy.reduce
+        losses = reduce(torch.stack(trial.losses), reduce_op="mean").tolist() if trial.losses else []
+        outcome = TrialOutcome.of(losses, self._curve)
+        may_go_on = outcome is not TrialOutcome.BETTER and trial.taken < c.LONGEST_TRIAL * trial.length
+        if run.hear(int(may_go_on and is_falling(losses))):
+            trial.steps = trial.length
+            return
+        self._trial, outcome = None, TrialOutcome(run.hear(outcome))
+        if outcome is TrialOutcome.BETTER:
             state.returned, state.before_trial = True, None
             why = "it lowers the training loss further"
         else:
-            self._applied.end_trial(trial.before if outcome == _WORSE else None)
+            self._applied.end_trial(trial.before if outcome is TrialOutcome.WORSE else None)
             self._retuning.restore_speeds(trial.speeds)
             why = "your own setting does not lower the training loss further"
         assert state.setting is not None
         self._reports.chosen(Command(state.setting, why=why))
 
-    def _last_losses(self, trial: OwnTrial) -> list[float]:
-        """Of the last batches of the trial, averaged over the ranks."""
-        last = trial.losses[-max(1, math.ceil(c.LAST * len(trial.losses))) :]
-        return list(self._run.strategy.reduce(torch.stack(last), reduce_op="mean").tolist()) if last else []
 
-
-__all__ = ["EpochLosses", "OwnTrial", "PlateauWatch", "lowers_more"]
+__all__ = ["EpochLosses", "OwnTrial", "PlateauWatch", "TrialOutcome", "is_falling", "lowers_more"]

@@ -33,7 +33,7 @@ from tasks import CLUSTERS, DEVELOPING, TASKS, Outcome, Run, cluster_of
 from torch import Tensor, nn
 
 from lightning_omni.search import constants as c
-from lightning_omni.tuner.plateau import EpochLosses, lowers_more
+from lightning_omni.tuner.plateau import EpochLosses, TrialOutcome, is_falling
 
 CLUSTERS_OF_RANDOM_TIMES = ("exponential", "lognormal", "two generations")
 LONGEST = 4.0
@@ -130,9 +130,13 @@ def with_trials(judged: Judged, decided: Decided, outcome: Outcome, run: Followe
         FollowedRun.start = end
         own = judged.train(judged.own, math.inf, seconds=LONGEST * judged.ddp.seconds)
         FollowedRun.start = None
-        last = FollowedRun.latest.noted[:steps][-math.ceil(c.LAST * steps) :]
+        noted, length = FollowedRun.latest.noted, steps
+        while TrialOutcome.of(noted[:steps], curve) is not TrialOutcome.BETTER and steps < c.LONGEST_TRIAL * length:
+            if not is_falling(noted[:steps]):
+                break
+            steps += length
         trials += 1
-        if lowers_more(last, curve):
+        if TrialOutcome.of(noted[:steps], curve) is TrialOutcome.BETTER:
             return late + now + own.seconds, trials
         late += steps * judged.ddp.seconds * batch / judged.ddp.samples
         after = c.LONGER * len(curve.epochs)
