@@ -23,7 +23,7 @@ real one would not be let in. So the second run has no such end by default (--ma
 
 What differs from a measured run: a fault never hits rank 0, whose death would end a simulated run, nor a group that is
 starting; a group that leaves loses the batch under way like one that is killed, and one that freezes finishes it; time
-for validation is added when all is over; and groups have a device each to themselves.
+to start at first, and for validation, is added when all is over; and groups have a device each to themselves.
 """
 
 from __future__ import annotations
@@ -150,7 +150,9 @@ def report(
     faults, began = schedule(groups, seconds, counts, of, args.seed), time.perf_counter()
     trace = train(groups, seconds, epoch, faults, of, args)
     up = trace.device_seconds - sum(fault.absence(of, trace.seconds) for fault in faults)
-    up += of.validation * groups * math.floor(trace.useful_seconds / args.step / round(epoch * groups))
+    up += of.start * groups + of.validation * groups * math.floor(
+        trace.useful_seconds / args.step / round(epoch * groups)
+    )
     computed = float(trace.work["seconds"].sum())
     done = dict(Counter(fault.kind for fault in faults))
     print(
