@@ -246,7 +246,7 @@ def test_a_stop_of_one_group_in_mid_epoch_ends_the_run_of_all(number: int) -> No
 @pytest.mark.parametrize(("name", "groups"), [("local_sgd", 4), ("gossip", 2)])
 def test_no_group_waits_for_a_dead_group_and_members_stay_together(name: str, groups: int) -> None:
     fits = [{"method": {"name": name}, "groups": groups, "die": {"3": 3}, "trainer": {"max_epochs": 3}}]
-    results = run("methods.py", {"fits": fits}, timeout=60).results
+    results = run("methods.py", {"fits": fits}, timeout=180).results
     alive = [0, 1, 2] if groups == 4 else [0, 1]
     assert sorted(results) == alive
     assert len({results[rank][0]["end"] for rank in alive}) == 1

@@ -118,7 +118,7 @@ def test_a_job_that_is_suspended_as_a_whole_goes_on_as_if_nothing_had_been() -> 
 
 def test_a_death_in_the_first_group_ends_the_run_and_says_why() -> None:
     with Running("groups.py", {"fits": [{**FIT, "die_at": {"1": 5}}]}) as running:
-        finished = finish(running, timeout=60)
+        finished = finish(running, timeout=180)
     assert finished.code != 0
     assert "the run cannot go on without it" in finished.output
     assert not finished.results
@@ -134,7 +134,7 @@ def test_the_end_of_the_main_process_leaves_nothing_running(number: signal.Signa
             os.killpg(running.process.pid, signal.SIGINT)  # as a terminal's Ctrl-C does
         else:
             running.process.kill()
-        running.process.wait(60)
+        running.process.wait(180)
         until(lambda: not running.survivors, 30, "processes are left behind")
         assert running.process.returncode != 0
         if number == signal.SIGINT:

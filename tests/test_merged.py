@@ -176,8 +176,8 @@ def test_after_the_fit_the_module_is_its_own_again(fits: dict[str, list[Any]]) -
 
 def finish(options: dict[str, Any], devices: int) -> Run:
     with Running("merged.py", {"devices": devices, "fits": [options]}) as running:
-        finished = running.wait(60)
-        deadline = time.monotonic() + 15
+        finished = running.wait(180)
+        deadline = time.monotonic() + 60
         while running.survivors:
             assert time.monotonic() < deadline, "processes are left behind"
             time.sleep(0.05)

@@ -57,6 +57,6 @@ def test_regrouping_inside_an_accumulation_window_is_refused() -> None:
         "trainer": {"accumulate_grad_batches": 3},
         "expect_error": True,
     }
-    finished = run("regroup.py", options, timeout=60)
+    finished = run("regroup.py", options, timeout=180)
     for each in finished.results.values():
         assert "accumulation window" in each["error"]

@@ -171,6 +171,6 @@ def test_slurm_requeues_a_job_with_groups_and_then_ends_it(tmp_path: Path) -> No
         assert torch.load(saved, weights_only=False)["omni"]["run"]["groups"] == 2
         os.kill(second.process.pid, signal.SIGTERM)
         for each in (first, second):
-            assert each.process.wait(60) == TERMINATED
-            until(partial(has_ended, each), lambda: "processes are left behind", 20)
+            assert each.process.wait(180) == TERMINATED
+            until(partial(has_ended, each), lambda: "processes are left behind", 60)
     assert not (tmp_path / "hpc_ckpt_2.ckpt").exists()
