@@ -7,7 +7,7 @@ import statistics
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from lightning_omni.search import constants as c
@@ -47,6 +47,8 @@ def test_it_makes_no_difference_in_what_unit_a_loss_is(first: float, losses: lis
 
 @given(st.integers(3, 200), st.floats(0.2, 2.0))
 def test_a_power_law_is_flat_once_its_gain_is_a_small_part_of_what_was_learnt(count: int, power: float) -> None:
+    # It falls by always the same part of itself: near the limit for that, rounding to whole epochs decides.
+    assume(abs(c.LONGER**power - 1 - c.STEEP) > 0.05)
     curve = EpochLosses(2.0, [epoch**-power for epoch in range(1, count + 1)])
     longer = EpochLosses(2.0, [epoch**-power for epoch in range(1, 4 * count + 1)])
     assert longer.gained <= curve.gained + 1e-9

@@ -221,7 +221,8 @@ class PlateauWatch:
             return False
         curve, run = self._curve, self._run
         pays = 2 * self._applied.seconds_to_form <= run.options.budget * run.seconds  # to form groups, once and back
-        return bool(run.hear(int(curve.is_flat and len(curve.epochs) >= self._next and pays)))
+        is_flat = curve.is_flat and len(curve.epochs) >= self._next
+        return bool(run.hear(int(is_flat and pays and self._length < self._steps_left)))
 
     @property
     def _is_watched(self) -> bool:
@@ -247,10 +248,22 @@ class PlateauWatch:
 
     # --- To try -------------------------------------------------------------------------------------------------------
 
+    @property
+    def _length(self) -> int:
+        """Steps of a trial."""
+        run = self._run
+        return max(c.FEWEST_STEPS, math.ceil(c.TRIAL * self._samples / run.batch(len(run.world.live_ranks))))
+
+    @property
+    def _steps_left(self) -> float:
+        """Of epochs that have not begun: a run should not end in the middle of a trial."""
+        run = self._run
+        return (run.epochs - run.trainer.current_epoch - 1) * run.batches / int(run.trainer.accumulate_grad_batches)
+
     def begin_trial(self) -> None:
         """From here on the user's own setting. On all ranks."""
         run, curve = self._run, self._curve
-        steps = max(c.FEWEST_STEPS, math.ceil(c.TRIAL * self._samples / run.batch(len(run.world.live_ranks))))
+        steps = self._length
         run.say(
             f"OmniTuner: the training loss hardly falls any more ({curve.now:.4g}) with {run.state.setting}: your own"
             f" setting is tried for {steps} steps"
@@ -264,7 +277,8 @@ class PlateauWatch:
         run, state, reduce = self._run, self._run.state, self._run.strategy.reduce
         losses = reduce(torch.stack(trial.losses), reduce_op="mean").tolist() if trial.losses else []
         outcome = TrialOutcome.of(losses, self._curve)
-        may_go_on = outcome is not TrialOutcome.BETTER and trial.taken < c.LONGEST_TRIAL * trial.length
+        fits = trial.taken < c.LONGEST_TRIAL * trial.length and trial.length < self._steps_left
+        may_go_on = outcome is not TrialOutcome.BETTER and fits
         if run.hear(int(may_go_on and is_falling(losses))):
             trial.steps = trial.length
             return
