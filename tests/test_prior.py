@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_omni.performance.forecast import Scaling, Setting
 from lightning_omni.search.constants import RELATED, UNKNOWN
+from lightning_omni.search.experience import Experience
 from lightning_omni.search.prior import Prior, PriorRow, Steepness
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "benchmarks"))
@@ -107,6 +110,32 @@ def test_a_lossy_wire_format_adds_its_own_cost_and_error() -> None:
     cost, deviation = SMALL.log_cost("async_sgd", 2, 1, scatter=0.1, wire=True)
     assert cost == pytest.approx(0.12)
     assert deviation == pytest.approx(math.hypot(0.1, 0.03))
+
+
+@pytest.mark.parametrize("is_adaptive", [False, True])
+def test_the_fewer_bytes_of_a_gradient_travel_the_more_samples_are_needed(is_adaptive: bool) -> None:
+    def cost(share: float) -> float:
+        return PRIOR.log_cost(
+            "async_sgd", 1, 1, scatter=0.0, is_adaptive=is_adaptive, all_reduce="powersgd:8", share=share
+        )[0]
+
+    shares = [1 / 256, 1 / 64, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0]
+    costs = list(map(cost, shares))
+    assert costs == sorted(costs, reverse=True)
+    assert costs[-1] == 0
+    assert costs[0] > costs[2] > 0.2
+
+
+def test_a_rank_of_powersgd_costs_more_in_a_wide_model_than_in_a_narrow_one() -> None:
+    theory = Experience(Setting(1, 0.9, 0.1, all_reduce="fp32"), Scaling(), prior=PRIOR)
+    wide, narrow = (replace(theory, shapes=((side, side),)) for side in (4096, 64))
+    setting = Setting(1, 0.9, 0.1, all_reduce="powersgd:8")
+    assert wide(setting) > narrow(setting) + 0.2
+    assert wide.error(setting) > narrow.error(setting)
+
+
+def test_an_all_reduce_format_that_was_not_measured_costs_as_a_lossy_wire_format() -> None:
+    assert PRIOR.log_cost("async_sgd", 1, 1, scatter=0.0, all_reduce="of_my_own", share=0.1) == PRIOR.wire
 
 
 def test_a_method_that_was_not_measured_is_judged_by_its_relative_and_less_certain() -> None:

@@ -341,9 +341,8 @@ class Profile(Serializable):
                 f"all_reduce={all_reduce!r}: how many bytes travel depends on the parameters' shapes, which were not"
                 " measured; fit with Measured(shapes=...)"
             )
-        share = format_.nbytes(self.shapes) / EXACT.nbytes(self.shapes)
         computed = max((each.averaging.get(all_reduce, 0.0) for each in self.measured), default=0.0)
-        return share, format_.messages, computed
+        return format_.share(self.shapes), format_.messages, computed
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:

@@ -60,6 +60,11 @@ class AllReduce(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
         """Bytes of a member's gradient as they travel, of float32 parameters of these shapes."""
         raise NotImplementedError(f"{type(self).__name__} does not say how many bytes travel")
 
+    def share(self, shapes: Iterable[Sequence[int]]) -> float:
+        """The part of a gradient's bytes, as float32, that travels; see `nbytes`."""
+        shapes = tuple(shapes)
+        return self.nbytes(shapes) / (4 * sum(map(math.prod, shapes)))
+
     def average(self, gradients: Sequence[Tensor], keys: Sequence[Hashable], memory: Memory) -> Steps:
         """Averages a member's gradients with those of the others, in place.
 

@@ -3,6 +3,7 @@
     OMP_NUM_THREADS=1 python tests/benchmarks/prior.py --cache runs.jsonl --minutes 50  # measures what is missing
     OMP_NUM_THREADS=1 python tests/benchmarks/prior.py --cache runs.jsonl --write       # writes search/prior.json
     OMP_NUM_THREADS=1 python tests/benchmarks/prior.py --cache runs.jsonl --table       # prints it, beside theory
+    OMP_NUM_THREADS=1 python tests/benchmarks/prior.py --all-reduce                     # measures these formats anew
 
 Tasks are those to develop on (`tasks.DEVELOPING`) and no others, step times those of `tasks.PRIOR_CLUSTERS`; links
 take no time. A run trains one method with one number of groups and local steps, and all momenta and steps of a grid
@@ -13,7 +14,8 @@ and with one target. A copy that is not there when the best one's samples times 
 a little worse than that.
 
 What all-reduce formats cost is measured in one group with the task's own setting, with three orders of the data, for
-either kind of optimizer by its own tasks.
+either kind of optimizer by all of its tasks: PowerSGD with ranks of 1 to 32. A rank means something else in every
+model, so that the table goes by the part of a gradient's bytes that travels.
 
 What a setting costs is said by tasks that had no part in choosing it: of each task the costs count of the setting that
 is best for all others. The momentum and step that are suggested are the best for all of them.
@@ -45,12 +47,12 @@ from typing import Any
 import numpy as np
 import torch
 from stacked import PATIENCE, StackedRun
-from tasks import DEVELOPING, PRIOR_CLUSTERS, RANKS, Task
+from tasks import DEVELOPING, PRIOR_CLUSTERS, RANKS, Outcome, Task
 
 from lightning_omni.methods import Method, method_named
 from lightning_omni.performance.forecast import Scaling, Setting, Theory
+from lightning_omni.protocol.all_reduce import all_reduce_of
 from lightning_omni.search.prior import PriorRow, Steepness
-from lightning_omni.search.space import ALL_REDUCES
 
 FILE = Path(__file__).resolve().parents[2] / "lightning_omni" / "search" / "prior.json"
 EVERY = 8
@@ -71,6 +73,13 @@ GROUPS, PERIODS = (2, 4, 8), (2, 8, 32)
 """Of the table."""
 ORDERS = 3
 """Of the data, with each of which all-reduce formats are measured."""
+AVERAGING = {
+    "bf16": (("bf16",), (0.5,)),
+    "powersgd": (tuple(f"powersgd:{1 << power}" for power in range(6)), (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)),
+}
+"""Formats that are measured, and for which shares of a gradient's bytes it is said what they cost."""
+NEAR = 1.3
+"""A task whose smallest share is so many times a share may say what that costs."""
 ESTIMATED = 0.15
 """Added to the standard deviation, in squares, of a row that follows from others, and half of what it costs more."""
 
@@ -473,25 +482,51 @@ def learnt(runs: Runs) -> dict[str, Any]:
         },
         "steepness": {names[costs.is_adaptive]: costs.steepness().to_dict() for costs in kinds if costs.cells},
         **{name: _summary(found) for name, found in variants.items()},
-        "all_reduce": {
-            name: {each: _summary(all_reduce_costs(each, is_adaptive, ORDERS)) for each in ALL_REDUCES}
-            for is_adaptive, name in names.items()
-        },
+        "all_reduce": {name: all_reduce_costs(is_adaptive) for is_adaptive, name in names.items()},
         "rows": [row.to_dict() for row in filled(rows)],
     }
 
 
-def all_reduce_costs(format_: str, is_adaptive: bool, seeds: int) -> list[float]:
-    """Logarithms of the samples to the target in one group that averages gradients so, relative to exact means."""
-    cluster, found = PRIOR_CLUSTERS["nearly equal"], []
-    tasks = [task for task in DEVELOPING.values() if task.is_adaptive == is_adaptive]
-    for task, seed in product(tasks, range(seeds)):
-        exact, other = (
-            task.train(cluster, groups=1, seed=seed, most=MOST * task.updates, all_reduce=each)
-            for each in ("fp32", format_)
-        )
-        found.append(math.log(min(other.samples, other.trained * math.exp(CENSORED)) / exact.samples))
+def all_reduce_costs(is_adaptive: bool) -> dict[str, list[list[float]]]:
+    """By format, for each share of a gradient's bytes: that share, the mean logarithm of the samples, its deviation."""
+    found: dict[str, list[list[float]]] = {name: [] for name in AVERAGING}
+    curves = [
+        all_reduce_curves(task, seed) for task in DEVELOPING.values() for seed in range(ORDERS)
+        if task.is_adaptive == is_adaptive
+    ]  # fmt: skip
+    for name, (_, shares) in AVERAGING.items():
+        for share in shares:
+            known = [each[name] for each in curves if each[name][0][0] <= share * NEAR]
+            places = [np.log([at for at, _ in curve]) for curve in known]
+            costs = [
+                float(np.interp(math.log(share), place, [cost for _, cost in curve]))
+                for place, curve in zip(places, known, strict=True)
+            ]
+            found[name].append([share, *_summary(costs)])
     return found
+
+
+def all_reduce_curves(task: Task, seed: int) -> dict[str, list[tuple[float, float]]]:
+    """By format, shares of a gradient's bytes that travel, ascending, and logarithms of the samples to the target.
+
+    They are relative to those of exact means, in one group with the task's own setting.
+    """
+    shapes = [tuple(weight.shape) for weight in task.subject.model.parameters()]
+
+    def train(format_: str) -> Outcome:
+        cluster, most = PRIOR_CLUSTERS["nearly equal"], MOST * task.updates
+        return task.train(cluster, groups=1, seed=seed, most=most, all_reduce=format_)
+
+    exact, curves = train("fp32").samples, {}
+    for name, (texts, _) in AVERAGING.items():
+        by_share = {all_reduce_of(text).share(shapes): text for text in texts}  # some ranks are no smaller than others
+        curve = [(1.0, 0.0)] if name == "powersgd" else []
+        for share, text in by_share.items():
+            if share < 1:
+                run = train(text)
+                curve.append((share, math.log(min(run.samples, run.trained * math.exp(CENSORED)) / exact)))
+        curves[name] = sorted(curve)
+    return curves
 
 
 def _summary(costs: Sequence[float]) -> list[float]:
@@ -541,7 +576,10 @@ def show(runs: Runs) -> None:
 def main() -> None:
     """Measures, prints and writes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cache", type=Path, required=True, help="file of runs: what is in it is not measured again")
+    parser.add_argument("--cache", type=Path, help="file of runs: what is in it is not measured again")
+    parser.add_argument(
+        "--all-reduce", action="store_true", help="measure and write what all-reduce formats cost alone"
+    )
     parser.add_argument("--tasks", nargs="+", choices=DEVELOPING, default=list(DEVELOPING))
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--minutes", type=float, default=0.0, help="no run is begun later")
@@ -549,6 +587,13 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="write the package's table")
     given = parser.parse_args()
     torch.set_num_threads(1)
+    if given.all_reduce:
+        known = json.loads(FILE.read_text())
+        known["all_reduce"] = {name: all_reduce_costs(name == "adaptive") for name in known["all_reduce"]}
+        FILE.write_text(json.dumps(known, indent=1) + "\n")
+        return
+    if given.cache is None:
+        parser.error("--cache: pass the file of runs, or --all-reduce")
     runs, end = Runs(given.cache), time.monotonic() + 60 * given.minutes
     for seed, cell, name in product(range(given.seeds), cells(), given.tasks):
         if (cell, name, seed) not in runs.known and time.monotonic() < end:
