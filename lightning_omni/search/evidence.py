@@ -108,7 +108,7 @@ class Evidence:
             self._uneven.clear()
             self._most.clear()
             if isinstance(self.theory, Experience):
-                self.theory = replace(self.theory, scatter=scatter(measured), shapes=self._fitted[1].shapes)
+                self.theory = replace(self.theory, scatter=scatter(measured))
         return self._fitted[1]
 
     def throughput(self, setting: Setting) -> float:

@@ -9,7 +9,6 @@ from typing_extensions import override
 
 from lightning_omni.methods import DiLoCo, method_named
 from lightning_omni.performance.forecast import Setting, Theory
-from lightning_omni.protocol.all_reduce import all_reduce_of
 from lightning_omni.search.prior import Prior
 
 
@@ -31,12 +30,10 @@ class Experience(Theory):
     Args:
         prior: what was simulated.
         scatter: coefficient of variation of the groups' step times.
-        shapes: of the parameters whose gradients a group averages.
     """
 
     prior: Prior = field(kw_only=True)
     scatter: float = field(default=0.0, kw_only=True)
-    shapes: tuple[tuple[int, ...], ...] = field(default=(), kw_only=True)
     _costs: dict[Setting, tuple[float, float]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def suggested(self, setting: Setting) -> Setting:
@@ -66,7 +63,6 @@ class Experience(Theory):
         return self._costs[setting]
 
     def _cost_by_prior(self, setting: Setting) -> tuple[float, float]:
-        all_reduce = setting.all_reduce if setting.all_reduce != self.start.all_reduce else ""
         return self.prior.log_cost(
             _known_as(setting.method),
             setting.groups,
@@ -77,6 +73,5 @@ class Experience(Theory):
             is_adaptive=self.scaling.is_adaptive,
             wire=setting.wire not in ("", "fp32"),
             overlap=setting.overlap,
-            all_reduce=all_reduce,
-            share=all_reduce_of(all_reduce).share(self.shapes) if all_reduce and self.shapes else 1.0,
+            all_reduce=setting.all_reduce if setting.all_reduce != self.start.all_reduce else "",
         )

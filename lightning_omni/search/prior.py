@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -105,20 +105,6 @@ class Steepness(Serializable):
         return of_momentum * momentum**2 + of_step * log_step**2
 
 
-class CostOfShare(NamedTuple):
-    """What an all-reduce format costs that sends a part of a gradient's bytes.
-
-    Attributes:
-        share: of the bytes of all gradients, as float32.
-        log_cost: logarithm of the samples, relative to those with exact means.
-        deviation: of it from task to task.
-    """
-
-    share: float
-    log_cost: float
-    deviation: float
-
-
 @dataclass(frozen=True)
 class Prior:
     """Samples to a target, for any method, groups, local steps, momentum and step, relative to the user's own setting.
@@ -128,8 +114,8 @@ class Prior:
         steepness: about the best, of SGD and of adaptive optimizers.
         wire: logarithm of the cost of a lossy wire format, and its standard deviation.
         overlap: the same of exchanges that travel while groups compute.
-        all_reduce: the same of all-reduce formats inside groups, for SGD and for adaptive optimizers, by name: for a
-            few shares of a gradient's bytes that travel, ascending; of other formats, that of a lossy wire format.
+        all_reduce: the same of all-reduce formats inside groups, for SGD and for adaptive optimizers; of others, that
+            of a lossy wire format.
         provenance: how the table was made: command, tasks, clusters, version, date.
 
     Example:
@@ -145,7 +131,7 @@ class Prior:
     steepness: Mapping[bool, Steepness] = field(default_factory=dict)
     wire: tuple[float, float] = (0.0, 0.05)
     overlap: tuple[float, float] = (0.0, 0.1)
-    all_reduce: Mapping[bool, Mapping[str, tuple[CostOfShare, ...]]] = field(default_factory=dict)
+    all_reduce: Mapping[bool, Mapping[str, tuple[float, float]]] = field(default_factory=dict)
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -163,7 +149,7 @@ class Prior:
             wire=tuple(plain["wire"]),
             overlap=tuple(plain["overlap"]),
             all_reduce={
-                kind == "adaptive": {name: tuple(CostOfShare(*each) for each in found) for name, found in costs.items()}
+                kind == "adaptive": {name: tuple(cost) for name, cost in costs.items()}
                 for kind, costs in plain["all_reduce"].items()
             },
             provenance=plain["provenance"],
@@ -203,7 +189,6 @@ class Prior:
         wire: bool = False,
         overlap: bool = False,
         all_reduce: str = "",
-        share: float = 1.0,
     ) -> tuple[float, float]:
         """Logarithm of the samples to a target, relative to the user's own synchronous setting, and its deviation.
 
@@ -218,9 +203,8 @@ class Prior:
             wire: whether pushes travel in a lossy format, with error feedback.
             overlap: whether exchanges travel while groups compute.
             all_reduce: how groups average their gradients; empty for the run's own way.
-            share: of a gradient's bytes that travels then.
         """
-        variants = [self._of_all_reduce(all_reduce, share, is_adaptive)] if all_reduce else []
+        variants = [self.all_reduce.get(is_adaptive, {}).get(all_reduce, self.wire)] if all_reduce else []
         if self._is_synchronous(method, groups):
             return _added((0.0, 0.0), variants)
         best, log_step, cost, deviation, _ = self._values(method, groups, period, scatter, is_adaptive)
@@ -230,22 +214,6 @@ class Prior:
         return _added((cost, deviation), variants)
 
     # --- Between the rows --------------------------------------------------------------------------------------------
-
-    def _of_all_reduce(self, format_: str, share: float, is_adaptive: bool) -> tuple[float, float]:
-        """Between what was measured, in the logarithm of the share; continued in a line where less travels."""
-        known = self.all_reduce.get(is_adaptive, {}).get(format_.partition(":")[0])
-        if not known:
-            return self.wire
-        places, costs = np.log([each.share for each in known]), [each.log_cost for each in known]
-        place = math.log(share)
-        cost, deviation = (
-            float(np.interp(place, places, values)) for values in (costs, [each.deviation for each in known])
-        )
-        beyond = max(0.0, float(places[0]) - place)
-        if beyond and len(known) > 1:
-            cost += beyond * max(0.0, costs[0] - costs[1]) / float(places[1] - places[0])
-            deviation += beyond * c.BEYOND
-        return cost, deviation
 
     @staticmethod
     def _is_synchronous(method: str, groups: int) -> bool:

@@ -14,8 +14,8 @@ and with one target. A copy that is not there when the best one's samples times 
 a little worse than that.
 
 What all-reduce formats cost is measured in one group with the task's own setting, with three orders of the data, for
-either kind of optimizer by all of its tasks: PowerSGD with ranks of 1 to 32. A rank means something else in every
-model, so that the table goes by the part of a gradient's bytes that travels.
+either kind of optimizer by all of its tasks. What PowerSGD costs goes by its rank, not by how much of a gradient that
+is: see `--widths`, which trains some of the tasks with layers of other widths.
 
 What a setting costs is said by tasks that had no part in choosing it: of each task the costs count of the setting that
 is best for all others. The momentum and step that are suggested are the best for all of them.
@@ -38,7 +38,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.metadata import version
 from itertools import product
 from pathlib import Path
@@ -47,12 +47,14 @@ from typing import Any
 import numpy as np
 import torch
 from stacked import PATIENCE, StackedRun
-from tasks import DEVELOPING, PRIOR_CLUSTERS, RANKS, Outcome, Task
+from tasks import DEVELOPING, PRIOR_CLUSTERS, RANKS, Subject, Task
+from torch import nn
 
 from lightning_omni.methods import Method, method_named
 from lightning_omni.performance.forecast import Scaling, Setting, Theory
-from lightning_omni.protocol.all_reduce import all_reduce_of
+from lightning_omni.protocol.all_reduce import PowerSGD, all_reduce_of
 from lightning_omni.search.prior import PriorRow, Steepness
+from lightning_omni.search.space import ALL_REDUCES
 
 FILE = Path(__file__).resolve().parents[2] / "lightning_omni" / "search" / "prior.json"
 EVERY = 8
@@ -73,13 +75,10 @@ GROUPS, PERIODS = (2, 4, 8), (2, 8, 32)
 """Of the table."""
 ORDERS = 3
 """Of the data, with each of which all-reduce formats are measured."""
-AVERAGING = {
-    "bf16": (("bf16",), (0.5,)),
-    "powersgd": (tuple(f"powersgd:{1 << power}" for power in range(6)), (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)),
-}
-"""Formats that are measured, and for which shares of a gradient's bytes it is said what they cost."""
-NEAR = 1.3
-"""A task whose smallest share is so many times a share may say what that costs."""
+WIDENED = ("fashion", "powerlaw", "teacher", "characters_sgd", "characters", "fashion_adamw", "fraud")
+"""Tasks of perceptrons, which are trained with other widths, too."""
+WIDTHS, THIN = (64, 256, 1024), (1, 2, 4, 8, 16)
+"""Of hidden layers, and ranks of PowerSGD."""
 ESTIMATED = 0.15
 """Added to the standard deviation, in squares, of a row that follows from others, and half of what it costs more."""
 
@@ -482,51 +481,29 @@ def learnt(runs: Runs) -> dict[str, Any]:
         },
         "steepness": {names[costs.is_adaptive]: costs.steepness().to_dict() for costs in kinds if costs.cells},
         **{name: _summary(found) for name, found in variants.items()},
-        "all_reduce": {name: all_reduce_costs(is_adaptive) for is_adaptive, name in names.items()},
+        "all_reduce": {name: of_all_reduces(is_adaptive) for is_adaptive, name in names.items()},
         "rows": [row.to_dict() for row in filled(rows)],
     }
 
 
-def all_reduce_costs(is_adaptive: bool) -> dict[str, list[list[float]]]:
-    """By format, for each share of a gradient's bytes: that share, the mean logarithm of the samples, its deviation."""
-    found: dict[str, list[list[float]]] = {name: [] for name in AVERAGING}
-    curves = [
-        all_reduce_curves(task, seed) for task in DEVELOPING.values() for seed in range(ORDERS)
-        if task.is_adaptive == is_adaptive
-    ]  # fmt: skip
-    for name, (_, shares) in AVERAGING.items():
-        for share in shares:
-            known = [each[name] for each in curves if each[name][0][0] <= share * NEAR]
-            places = [np.log([at for at, _ in curve]) for curve in known]
-            costs = [
-                float(np.interp(math.log(share), place, [cost for _, cost in curve]))
-                for place, curve in zip(places, known, strict=True)
-            ]
-            found[name].append([share, *_summary(costs)])
+def of_all_reduces(is_adaptive: bool) -> dict[str, list[float]]:
+    """By all-reduce format, the mean logarithm of the samples and its deviation."""
+    return {each: _summary(all_reduce_costs(each, is_adaptive, ORDERS)) for each in ALL_REDUCES}
+
+
+def all_reduce_costs(format_: str, is_adaptive: bool, seeds: int) -> list[float]:
+    """Logarithms of the samples to the target in one group that averages gradients so, relative to exact means."""
+    cluster, found = PRIOR_CLUSTERS["nearly equal"], []
+    tasks = [task for task in DEVELOPING.values() if task.is_adaptive == is_adaptive]
+    for task, seed in product(tasks, range(seeds)):
+        if all_reduce_of(format_).share(tuple(weight.shape) for weight in task.subject.model.parameters()) == 1:
+            continue  # its matrices are too small for that rank, and travel as they are
+        exact, other = (
+            task.train(cluster, groups=1, seed=seed, most=MOST * task.updates, all_reduce=each)
+            for each in ("fp32", format_)
+        )
+        found.append(math.log(min(other.samples, other.trained * math.exp(CENSORED)) / exact.samples))
     return found
-
-
-def all_reduce_curves(task: Task, seed: int) -> dict[str, list[tuple[float, float]]]:
-    """By format, shares of a gradient's bytes that travel, ascending, and logarithms of the samples to the target.
-
-    They are relative to those of exact means, in one group with the task's own setting.
-    """
-    shapes = [tuple(weight.shape) for weight in task.subject.model.parameters()]
-
-    def train(format_: str) -> Outcome:
-        cluster, most = PRIOR_CLUSTERS["nearly equal"], MOST * task.updates
-        return task.train(cluster, groups=1, seed=seed, most=most, all_reduce=format_)
-
-    exact, curves = train("fp32").samples, {}
-    for name, (texts, _) in AVERAGING.items():
-        by_share = {all_reduce_of(text).share(shapes): text for text in texts}  # some ranks are no smaller than others
-        curve = [(1.0, 0.0)] if name == "powersgd" else []
-        for share, text in by_share.items():
-            if share < 1:
-                run = train(text)
-                curve.append((share, math.log(min(run.samples, run.trained * math.exp(CENSORED)) / exact)))
-        curves[name] = sorted(curve)
-    return curves
 
 
 def _summary(costs: Sequence[float]) -> list[float]:
@@ -573,13 +550,48 @@ def show(runs: Runs) -> None:
             print("|", " | ".join((str(cell.groups), cell.times, *columns)), "|")
 
 
+def show_widths() -> None:
+    """Prints what PowerSGD costs by width and rank, as a page has it."""
+    print("| task | width |", *(f"rank {rank} |" for rank in THIN))
+    print("|---" * (2 + len(THIN)) + "|")
+    for name, width in product(WIDENED, WIDTHS):
+        task = replace(DEVELOPING[name], make=partial(widened, DEVELOPING[name], width))
+        shapes = [tuple(weight.shape) for weight in task.subject.model.parameters()]
+        train = partial(task.train, PRIOR_CLUSTERS["nearly equal"], groups=1, most=MOST * task.updates)
+        whole = train(until=-math.inf, most=task.updates).trace
+        target = float(whole.evaluated["smooth_loss"][-1])
+        exact, cells = train(until=target).samples, []
+        for rank in THIN:
+            run = train(until=target, all_reduce=f"powersgd:{rank}")
+            ratio = min(run.samples, run.trained * math.exp(CENSORED)) / exact
+            cells.append(f"{ratio:.2f} ({100 * PowerSGD(rank=rank).share(shapes):.1f} %)")
+        print("|", " | ".join([name, str(width), *cells]), "|", flush=True)
+
+
+def widened(task: Task, width: int) -> Subject:
+    """What a task trains, with hidden layers of another width."""
+    subject, layers = task.subject, []
+    last = [each for each in subject.model if isinstance(each, nn.Linear)][-1]
+    inputs: int | None = None
+    torch.manual_seed(1)
+    for layer in subject.model:
+        if isinstance(layer, nn.Linear):
+            outputs = layer.out_features if layer is last else width
+            layers.append(nn.Linear(inputs or layer.in_features, outputs))
+            inputs = outputs
+        else:
+            layers.append(layer)
+    return replace(subject, model=nn.Sequential(*layers))
+
+
 def main() -> None:
     """Measures, prints and writes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cache", type=Path, help="file of runs: what is in it is not measured again")
     parser.add_argument(
-        "--all-reduce", action="store_true", help="measure and write what all-reduce formats cost alone"
+        "--all-reduce", action="store_true", help="measure and write all-reduce formats alone"
     )
+    parser.add_argument("--widths", action="store_true", help="print what PowerSGD costs in layers of other widths")
     parser.add_argument("--tasks", nargs="+", choices=DEVELOPING, default=list(DEVELOPING))
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--minutes", type=float, default=0.0, help="no run is begun later")
@@ -589,8 +601,11 @@ def main() -> None:
     torch.set_num_threads(1)
     if given.all_reduce:
         known = json.loads(FILE.read_text())
-        known["all_reduce"] = {name: all_reduce_costs(name == "adaptive") for name in known["all_reduce"]}
+        known["all_reduce"] = {name: of_all_reduces(name == "adaptive") for name in known["all_reduce"]}
         FILE.write_text(json.dumps(known, indent=1) + "\n")
+        return
+    if given.widths:
+        show_widths()
         return
     if given.cache is None:
         parser.error("--cache: pass the file of runs, or --all-reduce")
