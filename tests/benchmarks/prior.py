@@ -588,9 +588,7 @@ def main() -> None:
     """Measures, prints and writes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cache", type=Path, help="file of runs: what is in it is not measured again")
-    parser.add_argument(
-        "--all-reduce", action="store_true", help="measure and write all-reduce formats alone"
-    )
+    parser.add_argument("--all-reduce", action="store_true", help="measure and write all-reduce formats alone")
     parser.add_argument("--widths", action="store_true", help="print what PowerSGD costs in layers of other widths")
     parser.add_argument("--tasks", nargs="+", choices=DEVELOPING, default=list(DEVELOPING))
     parser.add_argument("--seeds", type=int, default=2)
