@@ -129,3 +129,18 @@ def test_a_loop_without_lightning_trains_under_torchrun(plain_loops: list[dict[s
         assert each["last"] < 0.2 * each["first"]
         assert each["lr"] == [0.025]
         assert (each["staleness"] >= 0) == (name != "one group")
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_hooks_on_omni_optimizer_are_called_in_each_step_and_see_the_state(
+    plain_loops: list[dict[str, Any]], name: str
+) -> None:
+    steps = ["before", "after"] * 40
+    assert plain_loops[1][name]["calls"] == steps
+    assert plain_loops[0][name]["calls"] == [*steps, "4 states"]
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_step_outside_training_is_refused_with_the_remedy(plain_loops: list[dict[str, Any]], name: str) -> None:
+    for each in plain_loops:
+        assert ("inside `with world.training():`" in each[name]["refused"]) == (name != "one group")

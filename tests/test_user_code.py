@@ -16,6 +16,7 @@ from jsonargparse import ArgumentError, ArgumentParser
 from pytorch_lightning.utilities.types import LRSchedulerConfig
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_omni import OmniStrategy
 from lightning_omni.errors import OmniError, UnsupportedError
@@ -24,6 +25,7 @@ from lightning_omni.methods.master import Master, check_servable
 from lightning_omni.methods.replica import Replica
 from lightning_omni.optimizer import World
 from lightning_omni.optimizer.executor import Exchanging, evaluating
+from lightning_omni.strategy.leased import LeasedData
 from lightning_omni.strategy.proxies import Merged, Proxies
 from lightning_omni.strategy.schedulers import Pacer
 from lightning_omni.strategy.wrapped import check_wrapped
@@ -212,6 +214,71 @@ def test_a_chained_schedule_keeps_pace_though_it_counts_no_steps() -> None:
         chained.step()
         assert optimizer.param_groups[0]["lr"] == pytest.approx(rate)
     pacer.release()
+
+
+class Streamed(IterableDataset[int]):
+    """Numbers that cannot be dealt out."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(8))
+
+
+def made(data: LeasedData, *kinds: str) -> list[Any]:
+    """What the loops get for loaders of these kinds, whose samples are those of rank 0 of two."""
+    ours: Any = range(8)
+    loaders = [
+        DataLoader(ours, batch_size=2, sampler=DistributedSampler(ours, 2, 0, shuffle=False))
+        if kind == "ours"
+        else DataLoader(Streamed(), batch_size=2)
+        for kind in kinds
+    ]
+    return [data.process(loader, 0, lambda _: True) for loader in loaders]
+
+
+def leased_data(exchanges: bool) -> LeasedData:
+    """For a world of one group, or of several that have not parted yet."""
+    data = LeasedData("dynamic", lambda _: None, lambda _: None)
+    executor = SimpleNamespace(exchanges=exchanges, control=None)
+    core = SimpleNamespace(data=None)
+    world: Any = SimpleNamespace(
+        executor=executor, core=core, enlistment=None, tensor_parallel=1, data_place=(0, 2), generation=0
+    )
+    data.connect(world)
+    return data
+
+
+@pytest.mark.parametrize("exchanges", [False, True])
+@pytest.mark.parametrize("kinds", [("ours", "iterable"), ("iterable", "ours"), ("ours", "ours")])
+def test_loaders_that_advance_together_deal_out_like_distributed_sampler_before_the_groups_have_parted(
+    kinds: tuple[str, ...], exchanges: bool
+) -> None:
+    data = leased_data(exchanges)
+    loader = made(data, *kinds)[kinds.index("ours")]
+    assert data.is_dealt_out
+    # An iterable loader beside it makes the loops fetch a batch in advance.
+    assert [batch.tolist() for batch in loader] == [[0, 2], [4, 6]]
+    data.adopt()
+    assert data.leases is None
+    assert [batch.tolist() for batch in loader] == [[0, 2], [4, 6]]
+
+
+@pytest.mark.parametrize("kinds", [("iterable",), ("ours", "ours"), ("ours", "iterable")])
+def test_a_reload_whose_loaders_cannot_be_leased_is_refused_among_groups_and_not_with_one(
+    kinds: tuple[str, ...],
+) -> None:
+    for exchanges in (False, True):
+        data = leased_data(exchanges)
+        made(data, "ours")
+        data.adopt()
+        assert data.leases is not None
+        made(data, *kinds)
+        with (
+            pytest.raises(UnsupportedError, match=r'reload_dataloaders_every_n_epochs.*data="static"')
+            if exchanges
+            else nullcontext()
+        ):
+            data.adopt()
+        assert data.leases is None
 
 
 @pytest.mark.usefixtures("alone")

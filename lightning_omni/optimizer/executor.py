@@ -17,7 +17,7 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_omni.errors import UnsupportedError
+from lightning_omni.errors import ConfigurationError, UnsupportedError
 from lightning_omni.methods import Gradient, NextGradient
 from lightning_omni.methods.master import check_servable, hyperparameters_of
 from lightning_omni.methods.replica import Replica
@@ -231,6 +231,11 @@ class Exchanging(Executor):
     @override
     def step(self, index: int, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
         part = self._place.parts[index]
+        if self._place.control is None:
+            raise ConfigurationError(
+                "OmniOptimizer.step(): several groups exchange in each step, and are connected only inside `with"
+                " world.training():`; put the training loop into it"
+            )
 
         def step(*_: Any) -> Any:
             return self._step(index, part, optimizer, closure)

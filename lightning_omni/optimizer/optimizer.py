@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.optimizer.sharding import held_by, state_like
@@ -47,6 +49,7 @@ class OmniOptimizer(Optimizer):
         world.executor.check_optimizer(optimizer)
         self.optimizer = optimizer
         self.world = world
+        self._state_dict_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         names_now = names if callable(names) else lambda: names or {}
         known = names_now()
         parameters = {
@@ -89,6 +92,9 @@ class OmniOptimizer(Optimizer):
         if at_server and self.world.hands_over:
             state = self.world.states.whole(self.optimizer, self.world.channel.snapshot().parts)
             own["state"] = state_like(state, held_by(self.optimizer))
+        for hook in self._state_dict_hooks.values():
+            changed = hook(self, own)
+            own = own if changed is None else changed
         return own
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -105,6 +111,36 @@ class OmniOptimizer(Optimizer):
         The parameters take the values that the server has for them, or that this group brings if it is the first.
         """
         self.optimizer.add_param_group(param_group)
+
+    # --- Hooks: the wrapped optimizer's, which is what they are given -------------------------------------------------
+
+    def register_step_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        """Calls ``hook(optimizer, args, kwargs)`` before each step."""
+        return self.optimizer.register_step_pre_hook(hook)
+
+    def register_step_post_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        """Calls ``hook(optimizer, args, kwargs)`` after each step."""
+        return self.optimizer.register_step_post_hook(hook)
+
+    def register_load_state_dict_pre_hook(self, hook: Callable[..., Any], prepend: bool = False) -> RemovableHandle:
+        """Calls ``hook(optimizer, state_dict)`` before a state_dict is loaded."""
+        return self.optimizer.register_load_state_dict_pre_hook(hook, prepend)
+
+    def register_load_state_dict_post_hook(self, hook: Callable[..., Any], prepend: bool = False) -> RemovableHandle:
+        """Calls ``hook(optimizer)`` after a state_dict was loaded."""
+        return self.optimizer.register_load_state_dict_post_hook(hook, prepend)
+
+    def register_state_dict_pre_hook(self, hook: Callable[..., Any], prepend: bool = False) -> RemovableHandle:
+        """Calls ``hook(optimizer)`` before a state_dict is made."""
+        return self.optimizer.register_state_dict_pre_hook(hook, prepend)
+
+    def register_state_dict_post_hook(self, hook: Callable[..., Any], prepend: bool = False) -> RemovableHandle:
+        """Calls ``hook(self, state_dict)`` when `state_dict` has the state, also where the server holds it."""
+        handle = RemovableHandle(self._state_dict_hooks)
+        self._state_dict_hooks[handle.id] = hook
+        if prepend:
+            self._state_dict_hooks.move_to_end(handle.id, last=False)
+        return handle
 
     def __repr__(self) -> str:
         return f"OmniOptimizer({self.optimizer!r})"

@@ -215,6 +215,7 @@ class EpochDriver:
             elif self.step_limit == sys.maxsize and left is not None:  # one group counts for itself again
                 self.step_limit = self.trainer.global_step + left
         else:
+            self.progress = None  # the last epoch's, if a reload has brought several loaders, say
             self.published.begin(None)
         self._have_parted()
 

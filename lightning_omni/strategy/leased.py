@@ -39,7 +39,7 @@ class LeasedData:
         self._say, self._before_epoch = say, before_epoch
         self._world: World | None = None
         self.leases: Leases | None = None
-        self._new: list[Leases] = []
+        self._new: list[Leases | None] = []  # of each loader; None if its samples cannot be leased
         self._sampler: DistributedSampler[Any] | None = None
         self._order: int | None = None
 
@@ -72,7 +72,14 @@ class LeasedData:
     @property
     def is_dealt_out(self) -> bool:
         """Whether the samples are dealt out beforehand, to all ranks."""
-        return self.leases is None and not self._new
+        return self._coming is None
+
+    @property
+    def _coming(self) -> Leases | None:
+        """What is leased from the next epoch on."""
+        if self._new:
+            return self._new[0] if len(self._new) == 1 else None
+        return self.leases
 
     @property
     def is_dynamic(self) -> bool:
@@ -114,6 +121,7 @@ class LeasedData:
                     'OmniStrategy: the training data is dealt out beforehand (as with data="static"), because it has a'
                     " sampler of its own, is iterable, or is no plain DataLoader; a slow group delays an epoch's end"
                 )
+            self._take_in(None)
             return loader
         leased = lease(
             loader,
@@ -122,25 +130,40 @@ class LeasedData:
             is_local=not world.executor.exchanges,
             shares=self.leases.shares if self.leases is not None else (),  # of the loader that this one replaces
         )
-        self._new.append(leased.leases)  # type: ignore[attr-defined]
+        self._take_in(leased.leases)  # type: ignore[attr-defined]
         self._sampler = loader.sampler  # type: ignore[assignment]
         if self._order is not None:
             self.order = self._order
         return leased
 
-    def adopt(self) -> None:
-        """New loaders were made: at the start, or because they are reloaded every few epochs."""
-        assert self._world is not None
-        if len(self._new) == 1:
-            self.leases = self._new[0]
-            if self._world.executor.exchanges:
-                self.assign(self._new[0].shares)
-        elif self._new:
+    def _take_in(self, leases: Leases | None) -> None:
+        self._new.append(leases)
+        if len(self._new) > 1:
             # Several loaders advance together; each deals its samples out as DistributedSampler does.
             for each in self._new:
-                each.is_local = True
-            self.leases = None
+                if each is not None:
+                    each.is_local = True
+
+    def adopt(self) -> None:
+        """New loaders were made: at the start, or because they are reloaded every few epochs.
+
+        Raises:
+            UnsupportedError: several groups have trained on leased data, and these cannot be leased.
+        """
+        assert self._world is not None
+        if not self._new:
+            return
+        before, self.leases = self.leases, self._coming
         self._new = []
+        if self._world.executor.exchanges:
+            if self.leases is not None:
+                self.assign(self.leases.shares)
+            elif before is not None:
+                raise UnsupportedError(
+                    "reload_dataloaders_every_n_epochs: what train_dataloader() returns for this epoch cannot be leased"
+                    " to groups as in the epochs before, because it is several loaders, has a sampler of its own, is"
+                    ' iterable, or is no plain DataLoader; pass data="static", or use groups=1'
+                )
         self.start()
 
     def assign(self, shares: Sequence[int] = ()) -> None:

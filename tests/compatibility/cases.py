@@ -470,6 +470,28 @@ class ByStream(WithLoaders):
         return DataLoader(modules.Stream(), batch_size=8)
 
 
+class BesideStream(Several):
+    """A loader of samples that are dealt out, and an iterable one that begins again when it is over."""
+
+    def train_dataloader(self) -> Any:
+        stream = DataLoader(modules.Stream(), batch_size=4)
+        return CombinedLoader({"a": modules.train_loader(8), "b": stream}, "max_size_cycle")
+
+    def val_dataloader(self) -> Any:
+        return modules.val_loader()
+
+
+class MoreLoaders(Several):
+    """Trains on one loader first, and later on two."""
+
+    def train_dataloader(self) -> Any:
+        loaders = {"a": modules.train_loader(8), "b": modules.train_loader(16)}
+        return loaders if self.trainer.current_epoch else {"a": loaders["a"]}
+
+    def val_dataloader(self) -> Any:
+        return modules.val_loader()
+
+
 def by_module(fit: Fit) -> dict[str, Any]:
     fit.trainer().fit(fit.module)
     return {}
@@ -967,6 +989,21 @@ CASES: tuple[Case, ...] = (
     *(
         Case(f"several loaders: {mode}", module=Several, data=several(mode))
         for mode in ("min_size", "max_size_cycle", "max_size")
+    ),
+    Case("several loaders: one of them iterable", module=BesideStream, act=by_module),
+    Case(
+        "several loaders in later epochs",
+        module=MoreLoaders,
+        trainer={"reload_dataloaders_every_n_epochs": 1},
+        act=by_module,
+        refused="reload_dataloaders_every_n_epochs: what train_dataloader() returns",
+    ),
+    Case(
+        "several loaders in later epochs, static data",
+        module=MoreLoaders,
+        trainer={"reload_dataloaders_every_n_epochs": 1},
+        act=by_module,
+        omni={"data": "static"},
     ),
     Case("several loaders: sequential", module=Several, data=several("sequential")),
     Case(

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_omni import OmniOptimizer, World
+from lightning_omni.errors import ConfigurationError
 
 gc.freeze()
 gc.enable()
@@ -32,6 +33,16 @@ def train(groups: int, merges: bool) -> dict[str, Any]:
     model = world.wrap(plain)
     optimizer = OmniOptimizer(raw, world, merged=merged)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 20, 0.5)
+    calls = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    optimizer.register_state_dict_post_hook(lambda _, state: calls.append(f"{len(state['state'])} states"))
+    refused = ""
+    if groups > 1:
+        try:
+            optimizer.step()
+        except ConfigurationError as error:
+            refused = str(error)
     target = torch.linspace(-1, 1, 8)
     first = last = 0.0
     staleness = -1
@@ -45,6 +56,8 @@ def train(groups: int, merges: bool) -> dict[str, Any]:
             schedule.step()
             staleness = world.core.heard.staleness
             first, last = (loss.item() if step == 0 else first), loss.item()
+        if world.rank == 0:
+            optimizer.state_dict()  # the server's state, while others train
     weights = sum(parameter.double().sum().item() for parameter in model.parameters())
     return {
         "first": first,
@@ -52,6 +65,8 @@ def train(groups: int, merges: bool) -> dict[str, Any]:
         "weights": weights,
         "staleness": staleness,
         "lr": schedule.get_last_lr(),
+        "calls": calls,
+        "refused": refused,
     }
 
 
