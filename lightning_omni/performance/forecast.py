@@ -48,6 +48,7 @@ class Setting(Serializable):
         overlap: whether exchanges travel while the next gradient is computed.
         all_reduce: how the members of a group average their gradients, as ``OmniStrategy(all_reduce=...)`` takes it;
             empty for the run's own.
+        merged: name of the submodule that stays at the server while there are several groups; empty for none.
 
     Example:
         >>> str(Setting(groups=4, momentum=0.3, lr=0.025))
@@ -66,6 +67,7 @@ class Setting(Serializable):
     wire: str = ""
     overlap: bool = False
     all_reduce: str = ""
+    merged: str = ""
 
     @property
     def updates_per_batch(self) -> int:
@@ -103,6 +105,7 @@ class Setting(Serializable):
         parts = [f"period {self.period}"] * (self.period > 1)
         parts += self._averaged
         parts += [f"wire {self.wire}"] * (several and self.wire not in ("", "fp32"))
+        parts += [f"{self.merged} merged"] * (several and bool(self.merged))
         return parts + ["overlapped"] * (several and self.overlap)
 
     def __str__(self) -> str:

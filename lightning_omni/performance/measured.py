@@ -19,6 +19,30 @@ Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
+class HeadMeasured(Serializable):
+    """What merging a submodule would take, as it was measured.
+
+    Args:
+        nbytes: of its weights that are trained, as float32.
+        inputs: bytes per sample that go into it, as float32.
+        outputs: bytes per sample that come out of it, as float32.
+        seconds: per sample, of its forward and backward pass and its step, where the server would compute them.
+
+    Raises:
+        ConfigurationError: a number is out of range.
+    """
+
+    nbytes: int
+    inputs: float
+    outputs: float
+    seconds: float
+
+    def __post_init__(self) -> None:
+        for name in ("nbytes", "inputs", "outputs", "seconds"):
+            check_number(name, getattr(self, name), "a number, 0 or more", 0, below=math.inf)
+
+
+@dataclass(frozen=True)
 class Measured(Serializable):
     """A segment of training with one grouping, as its ranks measured it, without the first steps that warm up.
 
@@ -44,6 +68,7 @@ class Measured(Serializable):
             no exchange was measured.
         shapes: of the parameters whose gradients a group averages; none if unknown.
         averaging: seconds that a rank computes to average them in an all-reduce format, where that is known.
+        heads: by name, what merging a submodule would take, where that is known.
 
     Raises:
         ConfigurationError: something is missing or cannot be.
@@ -72,6 +97,7 @@ class Measured(Serializable):
     reduce_per_byte: float = 0.0
     shapes: tuple[tuple[int, ...], ...] = ()
     averaging: Mapping[str, float] = field(default_factory=dict)
+    heads: Mapping[str, HeadMeasured] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("groups", "samples", "own", "steps", "exchanges"):  # lists and arrays are as good

@@ -34,7 +34,8 @@ from lightning_omni.performance.cost_model import CostModel, first_draw
 from lightning_omni.performance.costs import Costs
 from lightning_omni.performance.exchanging import ExchangePattern
 from lightning_omni.performance.fit import fit_model
-from lightning_omni.performance.measured import Measured, mean_samples
+from lightning_omni.performance.head_cost import HeadCost
+from lightning_omni.performance.measured import HeadMeasured, Measured, mean_samples
 from lightning_omni.performance.statistical import Estimate, check_level
 from lightning_omni.performance.training_plan import TrainingPlan
 from lightning_omni.protocol.all_reduce import EXACT, all_reduce_of
@@ -238,6 +239,7 @@ class Profile(Serializable):
         nbytes: int | None = None,
         exchanging: ExchangePattern | None = None,
         all_reduce: str = "fp32",
+        head: HeadCost | None = None,
         level: float = 0.8,
     ) -> Prediction:
         """How fast training would be.
@@ -254,6 +256,7 @@ class Profile(Serializable):
                 twice as fast.
             all_reduce: how the members of a group average their gradients, as ``OmniStrategy(all_reduce=...)`` takes
             it. What was measured is taken for ``"fp32"``.
+            head: the submodule that several groups have merged; None for none, or the one that was measured.
             level: probability of the intervals. They are about noise in what was measured, not about the model.
 
         Raises:
@@ -261,6 +264,7 @@ class Profile(Serializable):
         """
         model = self._model if exchanging is None else self._model.forecast or self._model
         model = self._averaging(model, all_reduce)
+        model = model if head is None else head.changed(model)
         batch = self.batch_size if batch_size is None else batch_size
         if exchanging is not None and (period is not None or nbytes is not None):
             raise ConfigurationError(
@@ -302,6 +306,7 @@ class Profile(Serializable):
         rebalance: bool = False,
         exchanging: ExchangePattern | None = None,
         all_reduce: str = "fp32",
+        head: HeadCost | None = None,
     ) -> float:
         """How fast training would be, most likely: `predict` without intervals, in a fiftieth of the time.
 
@@ -310,11 +315,13 @@ class Profile(Serializable):
             rebalance: as there.
             exchanging: as there.
             all_reduce: as there.
+            head: as there.
 
         Raises:
             ConfigurationError: an argument is out of range.
         """
         model = self._averaging(self._likely, all_reduce)
+        model = model if head is None else head.changed(model)
         plan = TrainingPlan(model, self.batch_size, rebalance, model.known(exchanging or ExchangePattern()))
         return float(plan.outcome(self._topology(groups, plan)).samples_rate[0])
 
@@ -348,6 +355,11 @@ class Profile(Serializable):
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         """Of the parameters whose gradients a group averages; none if they are not known."""
         return next((each.shapes for each in reversed(self.measured) if each.shapes), ())
+
+    @property
+    def heads(self) -> Mapping[str, HeadMeasured]:
+        """By name, what merging a submodule would take, where that was measured."""
+        return next((each.heads for each in reversed(self.measured) if each.heads), {})
 
     @cached_property
     def _likely(self) -> CostModel:

@@ -112,7 +112,7 @@ def _promising(evidence: Evidence, forecast: Forecast, candidates: Sequence[Sett
 def _unusual(setting: Setting) -> int:
     """How many things of a setting are there for its speed alone: between equals, the plain one is taken."""
     lossy = [each not in ("", "fp32") for each in (setting.wire, setting.all_reduce)]
-    return sum((setting.method != "async_sgd", setting.overlap, *lossy))
+    return sum((setting.method != "async_sgd", setting.overlap, bool(setting.merged), *lossy))
 
 
 def _changes_updates(setting: Setting, start: Setting) -> bool:

@@ -15,6 +15,7 @@ import numpy as np
 from lightning_omni.methods import method_named, with_period
 from lightning_omni.performance.exchanging import ExchangePattern
 from lightning_omni.performance.forecast import Forecast, SampleEfficiency, Scaling, Setting, Theory, TrialResult
+from lightning_omni.performance.head_cost import HeadCost
 from lightning_omni.performance.measured import Measured
 from lightning_omni.performance.profile import Prediction, Profile
 from lightning_omni.search import constants as c
@@ -68,8 +69,8 @@ class Evidence:
         self._rates: dict[Setting, float] = {}
         self._uneven: dict[Setting, bool] = {}
         self._speeds_differ: tuple[int, bool] | None = None
-        self._most: dict[tuple[int, str], float] = {}
-        self._patterns: dict[tuple[str, int, str, bool], ExchangePattern] = {}
+        self._most: dict[tuple[int, str, str], float] = {}
+        self._patterns: dict[tuple[str, int, str, bool, HeadCost | None], ExchangePattern] = {}
 
     @property
     def scaling(self) -> Scaling:
@@ -122,6 +123,7 @@ class Evidence:
                 rebalance=setting.rebalance,
                 exchanging=self._pattern(setting),
                 all_reduce=setting.all_reduce or "fp32",
+                head=self._head(setting),
             )
         elif key not in self._rates:
             self._rates[key] = self.prediction(setting).samples_per_second.value
@@ -130,13 +132,16 @@ class Evidence:
     def most(self, setting: Setting) -> float:
         """Samples per second that no way of exchanging can exceed, with as many groups that average gradients so."""
         assert self.profile is not None
-        key = setting.groups, setting.all_reduce or "fp32"
+        key = setting.groups, setting.all_reduce or "fp32", setting.merged
         if key not in self._most:
             none = 0 if self.profile.nbytes else None
             free = ExchangePattern(period=c.FOREVER, push=none, pull=none)
             ways = (False, True) if self.spec.space.rebalance else (False,)
+            head = self._head(setting)
             self._most[key] = max(
-                self.profile.samples_per_second(setting.groups, rebalance=how, exchanging=free, all_reduce=key[1])
+                self.profile.samples_per_second(
+                    setting.groups, rebalance=how, exchanging=free, all_reduce=key[1], head=head and head.at_least
+                )
                 for how in ways
             )
         return self._most[key]
@@ -147,20 +152,37 @@ class Evidence:
         pattern, all_reduce = self._pattern(setting), setting.all_reduce or "fp32"
         period = setting.period if pattern is None else None
         return self.profile.predict(
-            setting.groups, rebalance=setting.rebalance, period=period, exchanging=pattern, all_reduce=all_reduce
+            setting.groups,
+            rebalance=setting.rebalance,
+            period=period,
+            exchanging=pattern,
+            all_reduce=all_reduce,
+            head=self._head(setting),
         )
 
     def _pattern(self, setting: Setting) -> ExchangePattern | None:
         """How a setting's groups exchange; None for the run's own way."""
         if setting.groups == 1 or not setting.method:
             return None
-        key = setting.method, setting.period, setting.wire, setting.overlap
+        head = self._head(setting)
+        key = setting.method, setting.period, setting.wire, setting.overlap, head
         if key not in self._patterns:
             assert self.profile is not None
             method = with_period(method_named(setting.method), setting.period)
             wire = wire_given(setting.wire) if setting.wire else "fp32"
-            self._patterns[key] = ExchangePattern.of(method, wire, setting.overlap, self.profile.nbytes)
+            nbytes = self.profile.nbytes if head is None else head.body
+            found = ExchangePattern.of(method, wire, setting.overlap, nbytes)
+            self._patterns[key] = found if head is None else head.added_to(found)
         return self._patterns[key]
+
+    def _head(self, setting: Setting) -> HeadCost | None:
+        """What the submodule costs that a setting's groups have merged; None for none, or if that is not known."""
+        profile = self.profile
+        if setting.groups == 1 or profile is None or setting.merged not in profile.heads:
+            return None
+        rows = profile.batch_size * profile.ranks / setting.groups
+        wire = setting.wire or "fp32"
+        return HeadCost(profile.heads[setting.merged], profile.nbytes, rows, wire)
 
     def efficiency(self) -> SampleEfficiency:
         """Samples that settings need, from theory and the probes."""
@@ -288,6 +310,8 @@ class Evidence:
         if isinstance(self.theory, Experience):
             ways = self.spec.space.ways(self.spec.start, self.theory.suggested)
             ranks = self.profile.ranks if self.profile is not None else math.inf
+            heads = {"", *(self.profile.heads if self.profile is not None else ())}
+            ways = [each for each in ways if each.groups == 1 or each.merged in heads]
             return [each for each in ways if each.groups < ranks or each.all_reduce == self.spec.start.all_reduce]
         tried = self.tried
         sound = [each.setting for each in tried if not each.has_failed]

@@ -15,6 +15,7 @@ from itertools import product
 from typing import Any, ClassVar, Protocol
 
 from numpy.random import Generator
+from typing_extensions import override
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import Method, method_named
@@ -271,6 +272,25 @@ class AllReduceFormat(ExchangeDimension):
             all_reduce_of(each)
 
 
+@dataclass(frozen=True)
+class MergedName(ExchangeDimension):
+    """The submodule that several groups may have merged: names in ``named_modules()``; none is always possible."""
+
+    name = "merged"
+
+    def __post_init__(self) -> None:
+        for each in self.values:
+            if not isinstance(each, str) or not each:
+                raise ConfigurationError(
+                    f'space={{"merged": {each!r}}}: pass names of submodules, as "classifier"; to merge none is always'
+                    " possible"
+                )
+
+    @override
+    def options(self, setting: Setting) -> Sequence[Any]:
+        return ("", *self.values) if self.values else (setting.merged,)
+
+
 def wire_given(text: Any) -> Any:
     """What ``OmniStrategy(wire=...)`` takes, of a setting's text.
 
@@ -303,6 +323,7 @@ class Space:
         wire: what pushes and answers may be rounded to; none likewise.
         overlap: whether exchanges may travel beside the computation; none likewise.
         all_reduce: how the members of a group may average their gradients; none likewise.
+        merged: submodules that several groups may have merged; none likewise.
 
     Raises:
         ConfigurationError: a range is empty or out of bounds, or there is no such method or format.
@@ -319,6 +340,7 @@ class Space:
     wire: tuple[str, ...] = ()
     overlap: tuple[bool, ...] = ()
     all_reduce: tuple[str, ...] = ()
+    merged: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _ = self.dimensions  # each checks its bounds
@@ -327,7 +349,7 @@ class Space:
     def dimensions(self) -> tuple[Dimension, ...]:
         """All of them, in the order of a surrogate's axes."""
         own = Groups(self.groups), Momentum(self.momentum), LearningRate(self.lr), StepFactor(self.factor)
-        return *own, Period(self.period), *self.communication, *self.further
+        return *own, Period(self.period), *self.communication, self.head, *self.further
 
     @property
     def communication(self) -> tuple[ExchangeDimension, ...]:
@@ -338,6 +360,11 @@ class Space:
     def exchanges(self) -> tuple[ExchangeDimension, ...]:
         """Those of how groups exchange."""
         return MethodName(self.method), Wire(self.wire), Overlap(self.overlap)
+
+    @property
+    def head(self) -> MergedName:
+        """What several groups may have merged."""
+        return MergedName(self.merged)
 
     @classmethod
     def of(
@@ -351,7 +378,7 @@ class Space:
 
         Args:
             given: any of ``groups``, ``momentum``, ``lr``, ``rebalance``, ``period``, ``method``, ``wire``,
-                ``overlap``, ``all_reduce``: single values, lists or ranges; and dimensions of one's own.
+                ``overlap``, ``all_reduce``, ``merged``: single values, lists or ranges; and dimensions of one's own.
             ranks: number of ranks.
             allowed: whether there may be that many groups.
             momentum: of the user's own setting, which is never out of bounds unless ``given`` says so.
@@ -359,7 +386,7 @@ class Space:
         Raises:
             ConfigurationError: there is no such name, or a value cannot be.
         """
-        chosen = ("method", "wire", "overlap", "all_reduce")
+        chosen = ("method", "wire", "overlap", "all_reduce", "merged")
         known = ("groups", "momentum", "lr", "rebalance", "period", *chosen)
         further = tuple(each for each in given.values() if isinstance(each, Dimension))
         given = {name: value for name, value in given.items() if not isinstance(value, Dimension)}
@@ -400,14 +427,16 @@ class Space:
             suggested: gives a setting the momentum and rate that are expected to suit it.
         """
         found = [start]
-        ways = product(*(each.options(start) for each in self.exchanges))
-        for method, wire, overlap in ways:
+        ways = product(*(each.options(start) for each in (*self.exchanges, self.head)))
+        for method, wire, overlap, merged in ways:
             value = method_named(method)
             periods = (self.period or periods_up_to(c.LARGEST_PERIOD)) if hasattr(value, "period") else (1,)
             for groups in self.groups[1:]:
                 if not _can_be(value, groups, wire, overlap):
                     continue
-                like = replace(start, groups=groups, method=method, wire=wire, overlap=overlap)
+                like = replace(start, groups=groups, method=method, wire=wire, overlap=overlap, merged=merged)
+                if merged and not (_is_known_merged(like) or (method, merged) == (start.method, start.merged)):
+                    continue
                 found += [suggested(replace(like, period=period)) for period in periods]
         formats = [each for each in self.all_reduce if each != start.all_reduce]
         return found + [replace(each, all_reduce=format_) for format_ in formats for each in found]
@@ -434,6 +463,15 @@ def _can_be(method: Method, groups: int, wire: str, overlap: bool) -> bool:
     except ConfigurationError:
         return False
     return True
+
+
+def _is_known_merged(setting: Setting) -> bool:
+    """Whether it is known what a setting costs in samples whose groups have a submodule merged.
+
+    A head is stepped for each group's gradient. Where the body is, too, the setting is at most as stale as asynchronous
+    SGD, which the prior knows.
+    """
+    return setting.updates_per_batch == setting.groups and not setting.overlap
 
 
 def group_counts(ranks: int) -> list[int]:

@@ -131,6 +131,18 @@ class GroupedStrategy(_Base):
         """The world takes the optimizers in, as they are now."""
         self.proxies.attach(self.joined, self.fitted, self.real_optimizers, self.merged, self._trainer)
 
+    def merge(self, name: str) -> None:
+        """From the next several groups on, that submodule stays at the server. On all ranks, while they are one group.
+
+        Args:
+            name: of the submodule, which can be merged; empty for none.
+        """
+        world, clocks = self.joined, [part.replica.clock for part in self.joined.parts]
+        self.merged = Merged(name or None)
+        self.attach_optimizers()
+        for part, clock in zip(world.parts, clocks, strict=False):  # heads come last
+            part.replica.clock = clock if part.head is None else 0
+
     def wrap_for_group(self) -> None:
         """Wraps the module into a new DDP over the compute group; a group of one needs none, nor what is sharded."""
         self.model = self.fitted

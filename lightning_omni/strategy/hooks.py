@@ -219,7 +219,7 @@ class OmniStrategyHooks(SavingStrategy):
         self.rejoining = Rejoining()
         self.checkpoints = Checkpoints(self.rank_zero_warn)
         self._has_gathered = False
-        self._arrangement: tuple[Topology, Communication, Balance] | None = None
+        self._arrangement: tuple[Topology, Communication, Balance, Merged] | None = None
         self.on_ready: list[Callable[[], None]] = []
         """Called on every rank when the groups stand and the first batch has not begun: a tuner's moment."""
         self._server_process: ServerProcess | None = None
@@ -589,7 +589,7 @@ class OmniStrategyHooks(SavingStrategy):
     def stash_arrangement(self) -> None:
         """Groups and how they exchange are about to be chosen: those of the user are kept, for a later fit."""
         if self._arrangement is None:
-            self._arrangement = self.joined.topology, self.joined.communication, self.balance
+            self._arrangement = self.joined.topology, self.joined.communication, self.balance, self.merged
 
     def begin_in_one_group(self) -> None:
         """A fit is set up whose groups are chosen while it trains: until then all ranks are one."""
@@ -605,8 +605,11 @@ class OmniStrategyHooks(SavingStrategy):
     def restore_arrangement(self) -> None:
         """A fit is set up: it begins with what the user has chosen, unless ranks were lost since."""
         arrangement, self._arrangement = self._arrangement, None
-        if arrangement is not None and not self.joined.ever_lost:
-            self.joined.topology, self.joined.communication, self.balance = arrangement
+        if arrangement is None:
+            return
+        self.merged = Merged(arrangement[3].name)
+        if not self.joined.ever_lost:
+            self.joined.topology, self.joined.communication, self.balance, _ = arrangement
 
     def run_state(self) -> RunState:
         """A copy of all that the run must remember, as it is on this rank, where there is one group."""

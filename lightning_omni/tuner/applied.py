@@ -39,6 +39,7 @@ class AppliedSetting:
         self._guard: DivergenceGuard | None = None
         self._threshold = math.nan
         self._before: RollbackPoint | None = None
+        self._merged_before = ""
         self._exchanged = 0.0
 
     # --- To apply -----------------------------------------------------------------------------------------------------
@@ -46,6 +47,7 @@ class AppliedSetting:
     def keep(self) -> None:
         """The run is where it would be rolled back to."""
         self._before = RollbackPoint.of(self._run.module, self._run.trainer.optimizers, self._run.world.core)
+        self._merged_before = self._run.strategy.merged.name or ""
 
     def apply(self, hyperparameters: Hyperparameters, command: Command) -> None:
         """From here on the run trains like that. On all ranks."""
@@ -63,6 +65,8 @@ class AppliedSetting:
         strategy, world = self._run.strategy, self._run.world
         again = communicate(strategy, communication_of(setting, world.communication))
         again |= apply_further(self._run.options.further, world, setting)
+        if setting.groups > 1:
+            again |= self._merge(setting.merged)
         if setting.rebalance:
             self.split_by_speed()
         if setting.groups != len(world.topology.alive) or by_speed or (again and setting.groups > 1):
@@ -71,6 +75,18 @@ class AppliedSetting:
             strategy.share_out([speeds[rank] for rank in world.members])
         if not strategy.epochs.is_open:
             world.enter_world(strategy.fitted)
+
+    def _merge(self, name: str) -> bool:
+        """Several groups that are formed from now on have that submodule merged; says whether it was otherwise.
+
+        On all ranks. If it was, they are one group after it. An empty name is for none.
+        """
+        strategy = self._run.strategy
+        if name == (strategy.merged.name or ""):
+            return False
+        strategy.form_one()  # what was at the server is on all ranks
+        strategy.merge(name)
+        return True
 
     def split_by_speed(self) -> bool:
         """From here on batches are split by speed, where that pays; says whether they can be. On all ranks."""
@@ -91,6 +107,7 @@ class AppliedSetting:
         hyperparameters.set_momentum(own.momentum)
         hyperparameters.scale(1 / run.state.scaled)
         communicate(run.strategy, communication_of(own, run.world.communication))
+        self._merge(own.merged)
         run.state.setting, run.state.scaled = own, 1.0
         run.state.reference = float(run.batch(len(run.world.live_ranks)))
         self._guard = self._before = None  # of a choice that is taken back
@@ -154,6 +171,7 @@ class AppliedSetting:
         assert self._guard is not None
         assert self._before is not None
         run.strategy.form_one()
+        self._merge(self._merged_before)  # a sender remembers what belongs to the weights that it sends
         self._before.put_back(run.world.core)
         run.world.reduction.forget()
         state.diverged = True

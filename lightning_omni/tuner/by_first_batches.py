@@ -75,7 +75,8 @@ class ByFirstBatches:
 
     def _time(self, spec: SearchSpec, before: FirstBatches | None = None) -> None:
         self._spec = spec
-        self._batches = FirstBatches(self._run.strategy, spec.start, spec.space.all_reduce, before)
+        heads = [name for name in spec.space.head.options(spec.start) if name]
+        self._batches = FirstBatches(self._run.strategy, spec.start, spec.space.all_reduce, heads, before)
 
     # --- While it trains ----------------------------------------------------------------------------------------------
 

@@ -21,12 +21,15 @@ from torch import Tensor
 from lightning_omni.optimizer.balance import Balance, gather, gather_values
 from lightning_omni.optimizer.reduction import seconds_of_arithmetic
 from lightning_omni.performance.forecast import Setting, TrialResult
-from lightning_omni.performance.measured import Measured
+from lightning_omni.performance.measured import HeadMeasured, Measured
 from lightning_omni.performance.step_timer import StepTimer
 from lightning_omni.protocol.all_reduce import all_reduce_of
 from lightning_omni.search import Observation
 from lightning_omni.search import constants as c
+from lightning_omni.strategy.declared import loader_of
 from lightning_omni.strategy.hooks import OmniStrategyHooks
+from lightning_omni.tuner.observed_heads import observed
+from lightning_omni.tuner.probing import batch_size_of
 from lightning_omni.tuner.step import say_nothing
 
 DECISION_STEPS = tuple(c.FIRST_DECISION << number for number in range(c.DECISIONS))
@@ -63,6 +66,7 @@ class FirstBatches:
         strategy: of the run, whose groups stand and whose first batch has not begun.
         setting: that the run trains with.
         all_reduces: formats by which its gradients may be averaged.
+        heads: submodules that several groups may have merged.
         before: steps of the same group with other batches, whose messages need not be timed once more.
     """
 
@@ -71,6 +75,7 @@ class FirstBatches:
         strategy: OmniStrategyHooks,
         setting: Setting,
         all_reduces: Sequence[str] = (),
+        heads: Sequence[str] = (),
         before: FirstBatches | None = None,
     ) -> None:
         self._all_reduces = all_reduces
@@ -87,6 +92,9 @@ class FirstBatches:
         self._since: float | None = None
         self._moments: Iterator[int] = iter(DECISION_STEPS if before else (c.EARLY_DECISION, *DECISION_STEPS))
         self._next = next(self._moments)
+        self._heads: dict[str, HeadMeasured] = before._heads if before else {}
+        batch = batch_size_of(loader_of(strategy.fitted.trainer))
+        self._observed = {} if before else observed(strategy.fitted, heads, batch)
         strategy.balance = self._balance
         self._balance.begin(self._world, strategy.fitted, lambda: strategy.epochs.leases)
 
@@ -145,6 +153,8 @@ class FirstBatches:
             self._averaging = self._seconds_of_averaging()
         if not self._reduce_per_byte:
             self._reduce_per_byte = self._seconds_per_byte()
+        if self._observed:
+            self._heads = self._measured_heads()
         rows: list[list[TimedStep]] = gather_values(self._world, self._steps, list[TimedStep])
         count = min(map(len, rows))
         if count < 2:
@@ -164,6 +174,7 @@ class FirstBatches:
             reduce_per_byte=self._reduce_per_byte,
             shapes=self._shapes,
             averaging=dict(self._averaging),
+            heads=self._heads,
             nbytes=self._nbytes,
         )
         return Observation(TrialResult(self._setting, tuple(ends), tuple(losses), gathers=False), measured)
@@ -205,11 +216,13 @@ class FirstBatches:
 
     @property
     def _nbytes(self) -> int:
-        return sum(part.replica.layout.nbytes for part in self._world.parts if part.head is None)
+        return sum(
+            part.replica.layout.nbytes for part in self._world.parts
+        )  # one group averages a head's gradients, too
 
     @property
     def _shapes(self) -> tuple[tuple[int, ...], ...]:
-        layouts = [part.replica.layout for part in self._world.parts if part.head is None]
+        layouts = [part.replica.layout for part in self._world.parts]
         return tuple(tuple(spec.shape) for layout in layouts for spec in layout.specs)
 
     def _seconds_of_averaging(self) -> dict[str, float]:
@@ -219,8 +232,24 @@ class FirstBatches:
         rows = gather(self._world, own) if own else []
         return dict(zip(self._all_reduces, map(max, zip(*rows, strict=True)), strict=True))
 
+    def _measured_heads(self) -> dict[str, HeadMeasured]:
+        """What merging each submodule would take, as rank 0 sees it: the server computes beside it."""
+        self._unobserve()
+        found: dict[str, HeadMeasured] = {}
+        if self._world.rank == self._world.members[0]:
+            pairs = ((name, each.measured(self._count)) for name, each in self._observed.items())
+            found = {name: each for name, each in pairs if each is not None}
+        self._observed = {}
+        told: list[dict[str, HeadMeasured]] = gather_values(self._world, found, dict[str, HeadMeasured])
+        return told[0]
+
+    def _unobserve(self) -> None:
+        for each in self._observed.values():
+            each.close()
+
     def close(self) -> None:
         """The run's own balance takes its place again."""
+        self._unobserve()
         self._balance.end()
         if self._strategy.balance is self._balance:
             self._strategy.balance = self._kept

@@ -9,11 +9,14 @@ from typing import Any
 
 from lightning_omni.errors import ConfigurationError, UnsupportedError
 from lightning_omni.methods import METHODS, method_named, text_of
+from lightning_omni.methods.head import check_mergeable, held_by_one
+from lightning_omni.methods.master import check_servable
 from lightning_omni.performance.forecast import Setting
 from lightning_omni.protocol.all_reduce import text_of as text_of_all_reduce
 from lightning_omni.protocol.split import check_servers
 from lightning_omni.search import SearchSpec, Space
 from lightning_omni.search import space as searched
+from lightning_omni.strategy.proxies import Merged
 from lightning_omni.tuner.hyperparameters import Hyperparameters
 from lightning_omni.tuner.run import TunedRun
 
@@ -82,6 +85,7 @@ class FitSpace:
             rebalance=run.strategy.balance.is_on,
             period=int(getattr(world.method, "period", 1)),
             further=tuple(sorted((each.name, each.current(world)) for each in run.options.further)),
+            merged=run.strategy.merged.name or "",
         )
         is_named = run.learns_from_run or any(each in run.options.space for each in _COMMUNICATION)
         if not is_named or type(world.method) not in METHODS.values():
@@ -108,6 +112,8 @@ class FitSpace:
             space = replace(space, rebalance=False)
         if not space.method and not hasattr(world.method, "period"):
             space = replace(space, period=())
+        for name in space.merged:
+            self._check_merged(name)
         options = world.options
         if run.learns_from_run and (options.method, options.wire, options.overlap, options.all_reduce) == _USUAL:
             space = replace(
@@ -117,6 +123,23 @@ class FitSpace:
                 all_reduce=space.all_reduce or searched.ALL_REDUCES,
             )
         return space
+
+    def _check_merged(self, name: str) -> None:
+        """Raises an error if this fit cannot have that submodule merged; the message says why."""
+        run = self._run
+        optimizers = run.trainer.optimizers
+        try:
+            _, held = held_by_one(name, check_mergeable(name, run.module), optimizers)
+            for optimizer in optimizers:
+                check_servable(optimizer)
+            Merged(name).check(run.trainer)
+        except ConfigurationError as error:
+            raise type(error)(f'space={{"merged": {name!r}}}: {error}') from error
+        if {each for group in optimizers[0].param_groups for each in group["params"]} == set(held.values()):
+            raise ConfigurationError(
+                f'space={{"merged": {name!r}}}: it is all that the optimizer moves, and nothing is left for the groups'
+                " to train; pass a part of it"
+            )
 
     def _allows(self, groups: int) -> bool:
         """Whether there may be that many groups."""

@@ -197,11 +197,12 @@ class OmniTunerHooks(_CallbackBase):
             algorithm; ``"grid"`` and ``"random"`` are grid and random search. With ``data="static"`` groups cannot
             change inside an epoch, and ``"bayes"`` replaces ``"forecast"``.
         space: the search space: any of ``"groups"``, ``"method"``, ``"period"``, ``"wire"``, ``"overlap"``,
-            ``"all_reduce"``, ``"momentum"``, ``"lr"``, ``"rebalance"``, each a value, a list, or the smallest and the
-            largest value. By default groups are powers of two and the number of ranks, momentum is 0 to 0.95 (or yours,
-            if it is larger), the learning rate follows them, and batches may be split by speed. ``"forecast"`` also
-            searches how groups exchange, and how their members average gradients, unless you have chosen it
-            (``method=``, ``wire=``, ``overlap=`` or ``all_reduce=`` of the strategy).
+            ``"all_reduce"``, ``"merged"``, ``"momentum"``, ``"lr"``, ``"rebalance"``, each a value, a list, or the
+            smallest and the largest value. ``"merged"`` names submodules that groups may have merged. By default groups
+            are powers of two and the number of ranks, momentum is 0 to 0.95 (or yours, if it is larger), the learning
+            rate follows them, and batches may be split by speed. ``"forecast"`` also searches how groups exchange, and
+            how their members average gradients, unless you have chosen it (``method=``, ``wire=``, ``overlap=`` or
+            ``all_reduce=`` of the strategy).
         retune_every: epochs between two checks whether the setting is still the best; None for no checks.
         mode: ``"min"`` or ``"max"``: whether a smaller or a larger ``monitor`` is better; None decides by its name
             ("min" for names with "loss" or "error").
@@ -316,6 +317,11 @@ class OmniTunerHooks(_CallbackBase):
                 f'space={{"all_reduce": {options.space["all_reduce"]!r}}}: it is forecast from the first batches, whose'
                 ' gradients are averaged as they are; pass search="forecast", and leave data= and all_reduce= of the'
                 " strategy out"
+            )
+        if "merged" in options.space and not (learns and not strategy.merged):
+            raise ConfigurationError(
+                f'space={{"merged": {options.space["merged"]!r}}}: what a merged head gains is forecast from the first'
+                ' batches; pass search="forecast", and leave data= and merged= of the strategy out'
             )
         if options.budget and learns:
             strategy.begin_in_one_group()

@@ -432,11 +432,15 @@ def _without_first(values: Sequence[_T]) -> tuple[_T, ...]:
 # --- Fits that can be probed ------------------------------------------------------------------------------------------
 
 
-def probed_loader(trainer: Trainer) -> DataLoader[Any]:
-    """The DataLoader whose data set probes train on.
+def probed_loader(trainer: Trainer, learns_from_run: bool = False) -> DataLoader[Any]:
+    """The DataLoader whose data set probes train on, if there are any.
+
+    Args:
+        trainer: the Trainer.
+        learns_from_run: whether the run is tuned by its own batches, and not by probes.
 
     Raises:
-        ConfigurationError: this fit cannot be probed; the message says why.
+        ConfigurationError: this fit cannot be tuned so; the message says why.
     """
     if is_fast_dev_run(trainer):
         raise ConfigurationError("fast_dev_run trains too little")
@@ -444,8 +448,11 @@ def probed_loader(trainer: Trainer) -> DataLoader[Any]:
         raise ConfigurationError("with manual optimization only training_step knows what a step is")
     if len(trainer.optimizers) != 1:
         raise ConfigurationError(f"it needs one optimizer, and there are {len(trainer.optimizers)}")
-    if any(part.head is not None for part in strategy_of(trainer).joined.parts):
-        raise ConfigurationError("a merged head keeps weights at the server; groups of such a run are yours to choose")
+    if not learns_from_run and strategy_of(trainer).merged:
+        raise ConfigurationError(
+            f"merged={strategy_of(trainer).merged.name!r}: a merged head keeps weights at the server, and no probe is"
+            " made with it; leave search= and data= at their defaults, or choose groups= yourself"
+        )
     arguments_of(type(trainer.lightning_module).training_step)
     loader = trainer.train_dataloader
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):

@@ -113,7 +113,7 @@ class TunedRun:
         Raises:
             ConfigurationError: it cannot.
         """
-        probed_loader(self.trainer)
+        probed_loader(self.trainer, self.learns_from_run)
         schedulers = [config.scheduler for config in self.trainer.lr_scheduler_configs]
         return Hyperparameters(self.trainer.optimizers[0], schedulers)
 

@@ -21,8 +21,10 @@ from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.search import Dimension
+from lightning_omni.tuner.first_batches import FirstBatches
 
 RANK = int(os.environ.get("LOCAL_RANK", 0))
+SECONDS_PER_BYTE = FirstBatches._seconds_per_byte
 
 
 class Sent(Dimension):
@@ -50,7 +52,10 @@ class Classifier(pl.LightningModule):
     def __init__(self, options: dict[str, Any]) -> None:
         super().__init__()
         self.options = options
-        self.net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 4))
+        layers: list[nn.Module] = [nn.Linear(16, 32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 4)]
+        if "tail" in options:  # most of the weights, in layers of their own
+            layers[3:] = [nn.Sequential(nn.Linear(32, options["tail"]), nn.ReLU(), nn.Linear(options["tail"], 4))]
+        self.net = nn.Sequential(*layers)
         self.noted: list[float] = []
         self.segments: list[tuple[bool, float]] = []
         self.steps = 0
@@ -176,6 +181,11 @@ def data(
     return DataLoader(whole, batch_size=batch_size, **options), DataLoader(whole, batch_size=256)
 
 
+def pretend_link(per_byte: float | None) -> None:
+    """Ranks find that each byte takes so long on their links; None for what it takes."""
+    FirstBatches._seconds_per_byte = SECONDS_PER_BYTE if per_byte is None else lambda _: per_byte
+
+
 def main() -> None:
     results: list[Any] = []
     tuner = None
@@ -195,6 +205,7 @@ def main() -> None:
             options["enable_checkpointing"] = True
         if "hooks" in fit or "logger" in fit:
             options["logger"] = pl.loggers.CSVLogger(FOLDER)
+        pretend_link(fit.get("per_byte"))
         run = trainer(strategy, fit.get("devices", 2), callbacks=callbacks, **options)
         began = time.perf_counter()
         loaders, refused = data(**fit.get("data", {})), ""
@@ -237,6 +248,9 @@ def main() -> None:
                 "updates": strategy.report().updates,
                 "sent": getattr(strategy.world.core.wire_format, "fraction", 1.0),
                 "staleness": strategy.report().staleness_max,
+                "merged": strategy.merged.name,
+                "head_time": strategy.report().head_time,
+                "hooks": sum(len(each._forward_hooks) for each in module.modules()),
                 "world": [len(strategy.world.topology.alive), type(strategy.world.method).__name__],
                 "global_step": run.global_step,
                 "logged": {name: float(value) for name, value in run.callback_metrics.items()},

@@ -1,0 +1,119 @@
+"""What merging a submodule would take: its bytes are seen in the first batches, and its passes are timed apart."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_omni.methods.modules import tensors_of, with_tensors
+from lightning_omni.performance.measured import HeadMeasured
+
+TIMED_PASSES = 3
+"""Of which the shortest counts: in the first one memory is allocated."""
+
+
+class ObservedHead:
+    """A submodule that may be merged, while it is used.
+
+    Args:
+        module: the submodule.
+        batch: samples of this rank in a step.
+    """
+
+    def __init__(self, module: nn.Module, batch: int) -> None:
+        self._module, self._batch = module, batch
+        self._inputs: Any = None
+        self._count = 0
+        self._outputs = 0
+        self._hook: Any = module.register_forward_hook(self._note, with_kwargs=True)
+
+    def _note(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """It was called. What it was called with is not kept, only tensors like that."""
+        if not torch.is_grad_enabled():
+            return
+        self._count += 1
+        if self._count == 1:
+            tree = (args, kwargs)
+            self._inputs = with_tensors(tree, [_alike(tensor) for tensor in tensors_of(tree)])
+            self._outputs = _nbytes(tensors_of(output))
+
+    def close(self) -> None:
+        """It is not observed any more."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def measured(self, steps: int) -> HeadMeasured | None:
+        """What it would take, after so many steps; None if it was not called once in each, with its first one's batch.
+
+        Args:
+            steps: that were trained meanwhile.
+        """
+        rows = {tensor.shape[0] if tensor.ndim else 0 for tensor in tensors_of(self._inputs)} if self._count else set()
+        if self._count != steps or rows != {self._batch}:
+            return None
+        trained = [each for each in self._module.parameters() if each.requires_grad]
+        return HeadMeasured(
+            nbytes=4 * sum(each.numel() for each in trained),
+            inputs=_nbytes(tensors_of(self._inputs)) / self._batch,
+            outputs=self._outputs / self._batch,
+            seconds=self._seconds() / self._batch,
+        )
+
+    def _seconds(self) -> float:
+        """Of a batch's forward and backward pass and a step, with a copy where a server computes: on one CPU thread."""
+        twin, threads = copy.deepcopy(self._module).cpu(), torch.get_num_threads()
+        parameters = [each for each in twin.parameters() if each.requires_grad]
+        found = []
+        torch.set_num_threads(1)
+        try:
+            with torch.random.fork_rng(devices=[]):
+                for _ in range(TIMED_PASSES):
+                    began = time.perf_counter()
+                    self._pass(twin, parameters)
+                    found.append(time.perf_counter() - began)
+        finally:
+            torch.set_num_threads(threads)
+        return min(found)
+
+    def _pass(self, twin: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
+        given = [
+            tensor.detach().requires_grad_(tensor.is_floating_point() or tensor.is_complex())
+            for tensor in tensors_of(self._inputs)
+        ]
+        args, kwargs = with_tensors(self._inputs, given)
+        ends = [each for each in tensors_of(twin(*args, **kwargs)) if each.requires_grad]
+        wanted = [*(each for each in given if each.requires_grad), *parameters]
+        if not ends or not wanted:
+            return
+        found = torch.autograd.grad(ends, wanted, [torch.zeros_like(each) for each in ends], allow_unused=True)
+        with torch.no_grad():
+            for parameter, gradient in zip(parameters, found[len(wanted) - len(parameters) :], strict=True):
+                if gradient is not None:
+                    parameter.add_(gradient)
+
+
+def observed(model: nn.Module, names: Sequence[str], batch: int) -> Mapping[str, ObservedHead]:
+    """The submodules of these names, which are observed from now on.
+
+    Args:
+        model: the whole model.
+        names: of submodules.
+        batch: samples of this rank in a step.
+    """
+    return {name: ObservedHead(model.get_submodule(name), batch) for name in names}
+
+
+def _alike(tensor: Tensor) -> Tensor:
+    """Of the same shape, where a server computes; numbers that no layer trips over."""
+    return (torch.ones_like if tensor.is_floating_point() else torch.zeros_like)(tensor, device="cpu")
+
+
+def _nbytes(tensors: Sequence[Tensor]) -> int:
+    """As float32, which formats are said of."""
+    return sum(4 * each.numel() if each.is_floating_point() else each.nbytes for each in tensors)
