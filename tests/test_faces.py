@@ -100,6 +100,7 @@ LOOPS = {
     "one group": {"groups": 1, "merges": False},
     "two groups": {"groups": 2, "merges": False},
     "a merged head": {"groups": 2, "merges": True},
+    "local steps": {"groups": 2, "merges": False, "method": "local_sgd:period=4"},
 }
 
 
@@ -138,6 +139,14 @@ def test_hooks_on_omni_optimizer_are_called_in_each_step_and_see_the_state(
     steps = ["before", "after"] * 40
     assert plain_loops[1][name]["calls"] == steps
     assert plain_loops[0][name]["calls"] == [*steps, "4 states"]
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_step_of_the_wrapped_optimizer_by_itself_is_refused_among_groups(
+    plain_loops: list[dict[str, Any]], name: str
+) -> None:
+    for each in plain_loops:
+        assert ("step() of the OmniOptimizer" in each[name]["raw step"]) == (name != "one group")
 
 
 @pytest.mark.parametrize("name", LOOPS)

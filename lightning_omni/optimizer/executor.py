@@ -45,13 +45,14 @@ class Executor:
     Attributes:
         exchanges: whether several groups train and exchange.
         is_stepping: whether an optimizer steps, or what steps in its place; not while its closure is called first.
+        is_called: whether `step` was called and has not returned: hooks and closures are called meanwhile, too.
     """
 
     exchanges: ClassVar[bool] = False
 
     def __init__(self, heads: Sequence[RemoteHead]) -> None:
         self._heads = heads
-        self.is_stepping = False
+        self.is_stepping = self.is_called = False
 
     @property
     def control(self) -> Control | None:
@@ -243,7 +244,11 @@ class Exchanging(Executor):
         if not self._place.steps_here(part):
             # Its twin steps elsewhere, and what users have hung on its steps is here: an average of weights, say.
             step = Optimizer.profile_hook_step(step)
-        loss = step(optimizer, closure)
+        self.is_called = True
+        try:
+            loss = step(optimizer, closure)
+        finally:
+            self.is_called = False
         optimizer._opt_called = True  # type: ignore[attr-defined]  # else schedulers warn of a missing step
         return loss
 

@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_omni.errors import ConfigurationError, OmniError, Refused, UnsupportedError
 from lightning_omni.methods.head import check_mergeable, held_by_one
@@ -302,8 +303,11 @@ class World(Place):
     def training(self) -> Iterator[World]:
         """A context in which to train without Lightning: begins, and ends with the master weights on every rank.
 
+        Buffers (BatchNorm's statistics) stay those that each rank has; `enter_world` with the model merges them.
+
         Raises:
-            UnsupportedError: with ``join=True``: what a group that joins is given beside the weights is Lightning's.
+            UnsupportedError: a wrapped optimizer steps by itself while groups exchange; or with ``join=True``: what a
+                group that joins is given beside the weights is Lightning's.
         """
         if self.enlistment is not None:
             raise UnsupportedError(
@@ -312,18 +316,32 @@ class World(Place):
             )
         self.begin()
         self.enter_compute()
+        guard = register_optimizer_step_pre_hook(self._refuse_raw_step)
         try:
             yield self
         except BaseException as error:
             self.explain(error)
             self.fail(f"{type(error).__name__}: {error}")
             raise
+        finally:
+            guard.remove()
         self.enter_world()
         for part in self.parts:
             part.replica.abandon()
         if self.hands_over and self.executor.control is not None:
             self.states.take_back()
         self.close()
+
+    def _refuse_raw_step(self, optimizer: Optimizer, *_: Any) -> None:
+        """An optimizer is about to step, whosever it is."""
+        executor = self.executor
+        if not self.is_computing or not executor.exchanges or executor.is_called:
+            return
+        if any(part.optimizer is optimizer for part in self.parts):
+            raise UnsupportedError(
+                f"{type(optimizer).__name__}.step() would move this rank's weights, and groups would exchange nothing;"
+                " call step() of the OmniOptimizer that wraps it"
+            )
 
     def explain(self, error: BaseException) -> None:
         """If another rank's failure is the cause of this one, the error is told to name that; call it before `fail`.

@@ -14,15 +14,15 @@ gc.disable()  # what is imported stays: to look for garbage in it takes as long 
 import torch
 import torch.distributed as dist
 
-from lightning_omni import OmniOptimizer, World
-from lightning_omni.errors import ConfigurationError
+from lightning_omni import OmniOptimizer, World, WorldOptions
+from lightning_omni.errors import ConfigurationError, UnsupportedError
 
 gc.freeze()
 gc.enable()
 
 
-def train(groups: int, merges: bool) -> dict[str, Any]:
-    world = World(groups=groups)
+def train(groups: int, merges: bool, method: str = "async_sgd") -> dict[str, Any]:
+    world = World(groups, options=WorldOptions(groups=groups, method=method))
     torch.manual_seed(world.rank)  # the weights are rank 0's all the same
     plain = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
     raw = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.2)
@@ -45,8 +45,13 @@ def train(groups: int, merges: bool) -> dict[str, Any]:
             refused = str(error)
     target = torch.linspace(-1, 1, 8)
     first = last = 0.0
-    staleness = -1
+    staleness, raw_step = -1, ""
     with world.training():
+        if groups > 1:
+            try:
+                raw.step()
+            except UnsupportedError as error:
+                raw_step = str(error)
         for step in range(40):
             x = torch.randn(32, 8)
             optimizer.zero_grad()
@@ -67,6 +72,7 @@ def train(groups: int, merges: bool) -> dict[str, Any]:
         "lr": schedule.get_last_lr(),
         "calls": calls,
         "refused": refused,
+        "raw step": raw_step,
     }
 
 
