@@ -15,6 +15,7 @@ from lightning_omni.errors import ConfigurationError
 from lightning_omni.performance.forecast import Setting
 from lightning_omni.performance.measured import HeadMeasured, Measured
 from lightning_omni.search import Observation, Space
+from lightning_omni.search.choice import unused_gain
 
 HEAD = HeadMeasured(nbytes=1_600_000, inputs=3_200.0, outputs=2_000.0, seconds=1e-5)
 """Of LeNet, whose weights are 1.7 MB: 64 samples have 205 kB of activations."""
@@ -65,6 +66,15 @@ def test_what_the_user_has_merged_is_merged_in_all_groups() -> None:
     assert found.choice().setting.groups == 4
 
 
+def test_a_user_who_merges_nothing_is_told_where_it_would_be_clearly_faster_and_only_there() -> None:
+    told = unused_gain(search(with_head(seen(exponential(), allreduce=0.3)), PLAIN), ["net.7"])
+    assert told is not None
+    assert told.setting.merged == "net.7"
+    assert "with net.7 merged the target is predicted to be reached" in told.why
+    assert unused_gain(search(with_head(seen(equal(), allreduce=0.002)), PLAIN), ["net.7"]) is None
+    assert unused_gain(search(seen(exponential(), allreduce=0.3), PLAIN), ["net.7"]) is None, "nothing was seen of it"
+
+
 def test_a_submodule_of_which_nothing_was_seen_is_not_merged() -> None:
     found = search(seen(exponential(), allreduce=0.3), replace(PLAIN, merged=("net.7",)))
     assert {each.merged for each in found.candidates()} == {""}
@@ -110,6 +120,7 @@ FITS: dict[str, dict[str, Any]] = {
         "tuner": {**TUNER, "space": {**PLAIN_SPACE, "merged": "net.3"}},
         "trainer": {"max_epochs": 3, "num_sanity_val_steps": 0},
     },
+    "is advised": {**BUSY, "per_byte": 4e-7, "tuner": {**TUNER, "space": PLAIN_SPACE}},
     "probes": {
         **BUSY,
         "data": {"samples": 64},
@@ -135,7 +146,8 @@ def fits(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, A
     resumed = {**first, "ckpt_path": saved, "trainer": {**first["trainer"], "max_epochs": 3}}
     told = {**FITS, "may merge": {**first, "save": saved}, "resumed": resumed}
     finished = run("omni_tuner.py", {"fits": list(told.values())}, timeout=300)
-    return {name: [finished.results[rank][number] for rank in (0, 1)] for number, name in enumerate(told)}
+    fits = {name: [finished.results[rank][number] for rank in (0, 1)] for number, name in enumerate(told)}
+    return {**fits, "said": [{"output": finished.output}]}
 
 
 def marked(test: Any) -> Any:
@@ -170,6 +182,15 @@ def test_a_run_that_diverges_goes_back_to_one_group_with_nothing_merged(
         assert rank["head_time"] > 0
         assert (rank["world"][0], rank["merged"], rank["setting"]["merged"]) == (1, None, "")
     assert one["weights"] == other["weights"]
+
+
+@marked
+def test_a_run_that_merges_nothing_says_what_a_merged_head_would_gain(fits: dict[str, list[dict[str, Any]]]) -> None:
+    lines = [line for line in fits["said"][0]["output"].splitlines() if 'pass OmniTuner(space={"merged"' in line]
+    assert len(lines) == 1, "of the one fit that was not told"
+    assert "with net.3 merged" in lines[0]
+    for rank in fits["is advised"]:
+        assert (rank["merged"], rank["hooks"]) == (None, 0)
 
 
 @marked

@@ -9,7 +9,7 @@ from typing import Any
 from lightning_omni.errors import ConfigurationError, OmniError
 from lightning_omni.performance.measured import Measured
 from lightning_omni.search import Observation, Search, SearchSpec
-from lightning_omni.search.choice import verdict
+from lightning_omni.search.choice import unused_gain, verdict
 from lightning_omni.strategy._private import will_step
 from lightning_omni.tuner.applied import AppliedSetting
 from lightning_omni.tuner.divergence import loss_in
@@ -45,6 +45,7 @@ class ByFirstBatches:
         self._spec: SearchSpec | None = None
         self._known: list[Measured] = []
         self._deciding = 0.0
+        self._advised: set[str] = set()
 
     # --- To begin -----------------------------------------------------------------------------------------------------
 
@@ -76,7 +77,12 @@ class ByFirstBatches:
     def _time(self, spec: SearchSpec, before: FirstBatches | None = None) -> None:
         self._spec = spec
         heads = [name for name in spec.space.head.options(spec.start) if name]
-        self._batches = FirstBatches(self._run.strategy, spec.start, spec.space.all_reduce, heads, before)
+        is_asked = bool(heads)
+        if not is_asked and max(spec.space.groups) > 1:
+            heads = self._space.mergeable()
+        self._batches = FirstBatches(
+            self._run.strategy, spec.start, spec.space.all_reduce, heads, before, is_asked=is_asked
+        )
 
     # --- While it trains ----------------------------------------------------------------------------------------------
 
@@ -154,10 +160,25 @@ class ByFirstBatches:
                 return Command(run.state.setting)  # as it was forecast, or nothing is better
         except OmniError as error:
             return Command(spec.start, error=str(error))
+        self._advise(search)
         search.next()  # it is over
         run.remember(search, run.seconds)
         self._retuning.search_begins()
         return run.conclude(search)
+
+    def _advise(self, search: Search) -> None:
+        """The user is told if it would be clearly faster with a submodule merged that may not be merged."""
+        run, profile = self._run, search.profile
+        if search.spec.space.merged or search.spec.start.merged or profile is None:
+            return
+        found = unused_gain(search, list(profile.heads))
+        if found is not None and found.setting.merged not in self._advised:
+            name = found.setting.merged
+            self._advised.add(name)
+            run.say(
+                f'OmniTuner: {found.why}; for that, pass OmniTuner(space={{"merged": ["{name}"]}}), or'
+                f' OmniStrategy(merged="{name}")'
+            )
 
     def _time_again(self, observation: Observation, before: FirstBatches) -> None:
         """The run goes on in one group with other batches: whether it is as fast as it should be is seen in these."""

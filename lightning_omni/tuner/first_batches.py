@@ -68,6 +68,8 @@ class FirstBatches:
         all_reduces: formats by which its gradients may be averaged.
         heads: submodules that several groups may have merged.
         before: steps of the same group with other batches, whose messages need not be timed once more.
+        is_asked: whether the user has named them; others are timed only where a gradient's bytes take long, and where
+            a sample uses each weight once.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class FirstBatches:
         all_reduces: Sequence[str] = (),
         heads: Sequence[str] = (),
         before: FirstBatches | None = None,
+        is_asked: bool = True,
     ) -> None:
         self._all_reduces = all_reduces
         self._averaging: dict[str, float] = before._averaging if before else {}
@@ -93,6 +96,7 @@ class FirstBatches:
         self._moments: Iterator[int] = iter(DECISION_STEPS if before else (c.EARLY_DECISION, *DECISION_STEPS))
         self._next = next(self._moments)
         self._heads: dict[str, HeadMeasured] = before._heads if before else {}
+        self._is_asked = is_asked
         batch = batch_size_of(loader_of(strategy.fitted.trainer))
         self._observed = {} if before else observed(strategy.fitted, heads, batch)
         strategy.balance = self._balance
@@ -153,8 +157,6 @@ class FirstBatches:
             self._averaging = self._seconds_of_averaging()
         if not self._reduce_per_byte:
             self._reduce_per_byte = self._seconds_per_byte()
-        if self._observed:
-            self._heads = self._measured_heads()
         rows: list[list[TimedStep]] = gather_values(self._world, self._steps, list[TimedStep])
         count = min(map(len, rows))
         if count < 2:
@@ -162,6 +164,8 @@ class FirstBatches:
         rows = [row[-count:] for row in rows]
         seconds = [max(row[step].seconds for row in rows) for step in range(count)]
         samples = [sum(row[step].samples for row in rows) for step in range(count)]
+        if self._observed:
+            self._heads = self._measured_heads(sum(seconds) / count)
         losses = [math.fsum(row[step].loss for row in rows) / len(rows) for step in range(count)]
         ends = [float(sum(samples[: step + 1])) for step in range(count)]
         measured = Measured(
@@ -232,12 +236,18 @@ class FirstBatches:
         rows = gather(self._world, own) if own else []
         return dict(zip(self._all_reduces, map(max, zip(*rows, strict=True)), strict=True))
 
-    def _measured_heads(self) -> dict[str, HeadMeasured]:
-        """What merging each submodule would take, as rank 0 sees it: the server computes beside it."""
+    def _measured_heads(self, step: float) -> dict[str, HeadMeasured]:
+        """What merging each submodule would take, as rank 0 sees it: the server computes beside it.
+
+        Args:
+            step: seconds of one.
+        """
         self._unobserve()
         found: dict[str, HeadMeasured] = {}
-        if self._world.rank == self._world.members[0]:
-            pairs = ((name, each.measured(self._count)) for name, each in self._observed.items())
+        may_gain = self._is_asked or self._reduce_per_byte * self._nbytes > (c.GAIN - 1) * step
+        if may_gain and self._world.rank == self._world.members[0]:
+            each_time = self._observed.items()
+            pairs = ((name, each.measured(self._count, is_flat=not self._is_asked)) for name, each in each_time)
             found = {name: each for name, each in pairs if each is not None}
         self._observed = {}
         told: list[dict[str, HeadMeasured]] = gather_values(self._world, found, dict[str, HeadMeasured])

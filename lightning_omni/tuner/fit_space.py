@@ -7,6 +7,8 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from torch.nn import Linear, Module
+
 from lightning_omni.errors import ConfigurationError, UnsupportedError
 from lightning_omni.methods import METHODS, method_named, text_of
 from lightning_omni.methods.head import check_mergeable, held_by_one
@@ -24,6 +26,8 @@ _USUAL = ("async_sgd", "fp32", False, "fp32")
 """Method, wire format, overlap and all-reduce format of a strategy whose user has chosen none."""
 _COMMUNICATION = ("method", "wire", "overlap", "all_reduce")
 """Dimensions of how gradients and weights travel."""
+_MOST_MERGEABLE = 3
+"""Submodules of which it is looked what merging them would gain, unless the user names some."""
 
 
 class FitSpace:
@@ -124,6 +128,26 @@ class FitSpace:
             )
         return space
 
+    def mergeable(self) -> list[str]:
+        """Dense layers that this fit could have merged, and that hold half of its weights at least; the largest ones.
+
+        None if the user has chosen one, or says what may be merged; nor if anything is compiled, which is left alone.
+        """
+        run = self._run
+        modules = dict(run.module.named_modules())
+        is_told = bool(run.strategy.merged) or "merged" in run.options.space
+        if is_told or any(getattr(each, "_compiled_call_impl", None) is not None for each in modules.values()):
+            return []
+        whole = _trained(run.module)
+        sizes = {name: _trained(module) for name, module in modules.items() if name and _is_dense(module)}
+        large = sorted((name for name in sizes if sizes[name] >= whole / 2 > 0), key=lambda name: -sizes[name])
+        found: list[str] = []
+        for name in large:
+            with suppress(ConfigurationError):
+                self._check_merged(name)
+                found.append(name)
+        return found[:_MOST_MERGEABLE]
+
     def _check_merged(self, name: str) -> None:
         """Raises an error if this fit cannot have that submodule merged; the message says why."""
         run = self._run
@@ -160,6 +184,15 @@ class FitSpace:
                     found.append(name)
         world.method = before
         return tuple(found)
+
+
+def _trained(module: Module) -> int:
+    return sum(each.numel() for each in module.parameters() if each.requires_grad)
+
+
+def _is_dense(module: Module) -> bool:
+    """Whether all its weights are those of dense layers: a server's one thread computes them in little time."""
+    return all(isinstance(each, Linear) for each in module.modules() if any(True for _ in each.parameters(False)))
 
 
 def _text_of_wire(given: Any) -> str:

@@ -48,14 +48,17 @@ class ObservedHead:
             self._hook.remove()
             self._hook = None
 
-    def measured(self, steps: int) -> HeadMeasured | None:
+    def measured(self, steps: int, is_flat: bool = False) -> HeadMeasured | None:
         """What it would take, after so many steps; None if it was not called once in each, with its first one's batch.
 
         Args:
             steps: that were trained meanwhile.
+            is_flat: whether each sample has to be one row of numbers: more, as of tokens or pixels, take long.
         """
         rows = {tensor.shape[0] if tensor.ndim else 0 for tensor in tensors_of(self._inputs)} if self._count else set()
         if self._count != steps or rows != {self._batch}:
+            return None
+        if is_flat and any(tensor.ndim > 2 for tensor in tensors_of(self._inputs)):
             return None
         trained = [each for each in self._module.parameters() if each.requires_grad]
         return HeadMeasured(
