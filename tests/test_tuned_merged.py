@@ -78,6 +78,8 @@ def test_a_user_who_merges_nothing_is_told_where_it_would_be_clearly_faster_and_
 def test_a_submodule_of_which_nothing_was_seen_is_not_merged() -> None:
     found = search(seen(exponential(), allreduce=0.3), replace(PLAIN, merged=("net.7",)))
     assert {each.merged for each in found.candidates()} == {""}
+    assert found.unseen_heads == ["net.7"]
+    assert search(with_head(seen(equal())), replace(PLAIN, merged=("net.7",))).unseen_heads == []
 
 
 def test_what_was_measured_of_heads_travels_and_files_without_load() -> None:

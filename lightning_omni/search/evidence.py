@@ -184,6 +184,12 @@ class Evidence:
         wire = setting.wire or "fp32"
         return HeadCost(profile.heads[setting.merged], profile.nbytes, rows, wire)
 
+    @property
+    def unseen_heads(self) -> list[str]:
+        """Submodules that might be merged, but of which it could not be seen what that would take."""
+        profile = self.profile
+        return [name for name in self.spec.space.merged if profile is not None and name not in profile.heads]
+
     def efficiency(self) -> SampleEfficiency:
         """Samples that settings need, from theory and the probes."""
         if self.prior is not None:  # the run's own batches are not compared with any

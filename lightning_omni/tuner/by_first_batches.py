@@ -167,8 +167,15 @@ class ByFirstBatches:
         return run.conclude(search)
 
     def _advise(self, search: Search) -> None:
-        """The user is told if it would be clearly faster with a submodule merged that may not be merged."""
+        """The user is told of submodules that cannot be merged, or may not be and would make it clearly faster."""
         run, profile = self._run, search.profile
+        for name in search.unseen_heads:
+            if name not in self._advised:
+                self._advised.add(name)
+                run.say(
+                    f'OmniTuner: space={{"merged": {name!r}}}: it is not merged, for it was not called exactly once in'
+                    " each step with tensors whose first dimension is the batch"
+                )
         if search.spec.space.merged or search.spec.start.merged or profile is None:
             return
         found = unused_gain(search, list(profile.heads))
