@@ -9,8 +9,7 @@ from lightning_omni.performance.exchanging import ExchangePattern
 from lightning_omni.performance.measured import HeadMeasured
 from lightning_omni.protocol.activations import Both
 from lightning_omni.protocol.layout import Layout, TensorSpec
-from lightning_omni.protocol.wire_format import WireFormat
-from lightning_omni.protocol.wire_formats import wire_of
+from lightning_omni.protocol.wire_format import RAW, WireFormat
 
 
 @dataclass(frozen=True)
@@ -21,8 +20,7 @@ class HeadCost:
         head: what was measured of it.
         nbytes: of all weights, its own included, as float32.
         rows: samples of a group's batch.
-        wire: format of the run, in which activations and gradients travel, too: ``"int8"``, or ``"int8/bf16"`` for
-            pushes and answers.
+        wire_format: of the run, in which activations and gradients travel, too.
 
     Example:
         A head of 900 kB with 4 kB of activations, of a model of 1 MB; groups with 10 samples each push 100 kB of
@@ -37,7 +35,7 @@ class HeadCost:
     head: HeadMeasured
     nbytes: int
     rows: float
-    wire: str = "fp32"
+    wire_format: WireFormat = RAW
 
     @property
     def at_least(self) -> HeadCost:
@@ -71,8 +69,7 @@ class HeadCost:
 
     @property
     def _formats(self) -> Both:
-        push, _, pull = self.wire.partition("/")
-        return Both.of(wire_of({"push": push, "pull": pull} if pull else push))
+        return Both.of(self.wire_format)
 
 
 def _nbytes(wire_format: WireFormat, nbytes: float) -> int:

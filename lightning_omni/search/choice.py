@@ -60,25 +60,23 @@ def choose(evidence: Evidence, by_forecast: bool, stopped: str = "") -> Choice:
     return Choice(best, _reasons(evidence, best, forecast, stopped), forecast.of(best))
 
 
-def unused_gain(evidence: Evidence, merged: Sequence[str]) -> Choice | None:
-    """What would be chosen if one of these submodules could be merged; None if that is not clearly faster.
+def unused_gain(evidence: Evidence) -> Choice | None:
+    """What would be chosen if a submodule that was measured could be merged; None if that is not clearly faster.
 
     Args:
         evidence: by which a setting was chosen that merges none.
-        merged: names of submodules.
     """
-    merged = [name for name in merged if evidence.profile is not None and name in evidence.profile.heads]
-    if not merged or evidence.prior is None:
+    if evidence.profile is None or not evidence.profile.heads or evidence.prior is None:
         return None
-    spec = replace(evidence.spec, space=replace(evidence.spec.space, merged=tuple(merged)))
-    free = Evidence(spec, evidence.measured, evidence.prior)
+    spec = replace(evidence.spec, space=replace(evidence.spec.space, merged=tuple(evidence.profile.heads)))
+    free = Evidence(spec, evidence.known, evidence.prior)
     free.observations = list(evidence.observations)
     chosen, best = choose(evidence, by_forecast=True).setting, choose(free, by_forecast=True).setting
     forecast = free.forecast()
     gain = math.exp(forecast.log_seconds(chosen) - forecast.log_seconds(best))
     if not best.merged or gain < c.GAIN:
         return None
-    why = f"with {best.merged} merged the target is predicted to be reached {gain:.2f} times sooner ({best})"
+    why = f"with {best.merged} merged the target is predicted to be reached {gain:.2f} times faster ({best})"
     return Choice(best, why, forecast.of(best))
 
 

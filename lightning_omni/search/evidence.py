@@ -18,6 +18,7 @@ from lightning_omni.performance.forecast import Forecast, SampleEfficiency, Scal
 from lightning_omni.performance.head_cost import HeadCost
 from lightning_omni.performance.measured import Measured
 from lightning_omni.performance.profile import Prediction, Profile
+from lightning_omni.protocol.wire_formats import wire_of
 from lightning_omni.search import constants as c
 from lightning_omni.search.experience import Experience
 from lightning_omni.search.prior import Prior
@@ -70,7 +71,7 @@ class Evidence:
         self._uneven: dict[Setting, bool] = {}
         self._speeds_differ: tuple[int, bool] | None = None
         self._most: dict[tuple[int, str, str], float] = {}
-        self._patterns: dict[tuple[str, int, str, bool, HeadCost | None], ExchangePattern] = {}
+        self._patterns: dict[tuple[str, int, str, bool, tuple[str, int] | tuple[()]], ExchangePattern] = {}
 
     @property
     def scaling(self) -> Scaling:
@@ -165,7 +166,8 @@ class Evidence:
         if setting.groups == 1 or not setting.method:
             return None
         head = self._head(setting)
-        key = setting.method, setting.period, setting.wire, setting.overlap, head
+        shared = (setting.merged, setting.groups) if head is not None else ()
+        key = setting.method, setting.period, setting.wire, setting.overlap, shared
         if key not in self._patterns:
             assert self.profile is not None
             method = with_period(method_named(setting.method), setting.period)
@@ -181,8 +183,8 @@ class Evidence:
         if setting.groups == 1 or profile is None or setting.merged not in profile.heads:
             return None
         rows = profile.batch_size * profile.ranks / setting.groups
-        wire = setting.wire or "fp32"
-        return HeadCost(profile.heads[setting.merged], profile.nbytes, rows, wire)
+        wire_format = wire_of(wire_given(setting.wire or "fp32"))
+        return HeadCost(profile.heads[setting.merged], profile.nbytes, rows, wire_format)
 
     @property
     def unseen_heads(self) -> list[str]:

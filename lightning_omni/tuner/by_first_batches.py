@@ -168,7 +168,7 @@ class ByFirstBatches:
 
     def _advise(self, search: Search) -> None:
         """The user is told of submodules that cannot be merged, or may not be and would make it clearly faster."""
-        run, profile = self._run, search.profile
+        run = self._run
         for name in search.unseen_heads:
             if name not in self._advised:
                 self._advised.add(name)
@@ -176,9 +176,9 @@ class ByFirstBatches:
                     f'OmniTuner: space={{"merged": {name!r}}}: it is not merged, for it was not called exactly once in'
                     " each step with tensors whose first dimension is the batch"
                 )
-        if search.spec.space.merged or search.spec.start.merged or profile is None:
+        if search.spec.space.merged or search.spec.start.merged:
             return
-        found = unused_gain(search, list(profile.heads))
+        found = unused_gain(search)
         if found is not None and found.setting.merged not in self._advised:
             name = found.setting.merged
             self._advised.add(name)

@@ -220,9 +220,8 @@ class FirstBatches:
 
     @property
     def _nbytes(self) -> int:
-        return sum(
-            part.replica.layout.nbytes for part in self._world.parts
-        )  # one group averages a head's gradients, too
+        # Of merged heads, too: one group averages their gradients.
+        return sum(part.replica.layout.nbytes for part in self._world.parts)
 
     @property
     def _shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -246,9 +245,9 @@ class FirstBatches:
         found: dict[str, HeadMeasured] = {}
         may_gain = self._is_asked or self._reduce_per_byte * self._nbytes > (c.GAIN - 1) * step
         if may_gain and self._world.rank == self._world.members[0]:
-            each_time = self._observed.items()
-            pairs = ((name, each.measured(self._count, is_flat=not self._is_asked)) for name, each in each_time)
-            found = {name: each for name, each in pairs if each is not None}
+            for name, head in self._observed.items():
+                if (measured := head.measured(self._count, is_flat=not self._is_asked)) is not None:
+                    found[name] = measured
         self._observed = {}
         told: list[dict[str, HeadMeasured]] = gather_values(self._world, found, dict[str, HeadMeasured])
         return told[0]

@@ -131,14 +131,12 @@ class FitSpace:
     def mergeable(self) -> list[str]:
         """Dense layers that this fit could have merged, and that hold half of its weights at least; the largest ones.
 
-        None if the user has chosen one, or says what may be merged; nor if anything is compiled, which is left alone.
+        None if anything is compiled, which is left alone.
         """
-        run = self._run
-        modules = dict(run.module.named_modules())
-        is_told = bool(run.strategy.merged) or "merged" in run.options.space
-        if is_told or any(getattr(each, "_compiled_call_impl", None) is not None for each in modules.values()):
+        modules = dict(self._run.module.named_modules())
+        if any(getattr(each, "_compiled_call_impl", None) is not None for each in modules.values()):
             return []
-        whole = _trained(run.module)
+        whole = _trained(self._run.module)
         sizes = {name: _trained(module) for name, module in modules.items() if name and _is_dense(module)}
         large = sorted((name for name in sizes if sizes[name] >= whole / 2 > 0), key=lambda name: -sizes[name])
         found: list[str] = []

@@ -4,6 +4,7 @@
     OMP_NUM_THREADS=1 python tests/benchmarks/prior.py --cache runs.jsonl --write       # writes search/prior.json
     OMP_NUM_THREADS=1 python tests/benchmarks/prior.py --cache runs.jsonl --table       # prints it, beside theory
     OMP_NUM_THREADS=1 python tests/benchmarks/prior.py --all-reduce                     # measures these formats anew
+    OMP_NUM_THREADS=1 python tests/benchmarks/prior.py --widths                         # PowerSGD in wider layers
 
 Tasks are those to develop on (`tasks.DEVELOPING`) and no others, step times those of `tasks.PRIOR_CLUSTERS`; links
 take no time. A run trains one method with one number of groups and local steps, and all momenta and steps of a grid
@@ -573,7 +574,6 @@ def widened(task: Task, width: int) -> Subject:
     subject, layers = task.subject, []
     last = [each for each in subject.model if isinstance(each, nn.Linear)][-1]
     inputs: int | None = None
-    torch.manual_seed(1)
     for layer in subject.model:
         if isinstance(layer, nn.Linear):
             outputs = layer.out_features if layer is last else width
@@ -606,7 +606,7 @@ def main() -> None:
         show_widths()
         return
     if given.cache is None:
-        parser.error("--cache: pass the file of runs, or --all-reduce")
+        parser.error("--cache: pass the file of runs, or --all-reduce, or --widths")
     runs, end = Runs(given.cache), time.monotonic() + 60 * given.minutes
     for seed, cell, name in product(range(given.seeds), cells(), given.tasks):
         if (cell, name, seed) not in runs.known and time.monotonic() < end:
