@@ -697,6 +697,41 @@ def test_a_group_that_joins_goes_on_with_the_average_of_the_weights_and_saves_it
 
 @pytest.mark.slow
 @pytest.mark.processes
+def test_momentum_and_rate_follow_the_number_of_groups_whoever_of_them_is_there(run: Run) -> None:
+    """One group, two, and one again, which is not the first one any more."""
+    given = {"optimizer": "SGD", "given": {"momentum": 0.4}, "tuner": {}}
+    options = {"epochs": 3, "hold": [1, 2], **given}
+    first = run.start("a", options)
+    run.wait_for("a0-in-1")
+    second = run.start("b", {**options, "given": {"momentum": 0.7}}, seed=2)  # it is given what the first one has
+    run.wait_for("b0-in-1")
+    run.go(1)
+    run.wait_for("a0-in-2")
+    run.wait_for("b0-in-2")
+    os.kill(first.pid, signal.SIGKILL)
+    run.server.expect("rank 0 lost", PATIENCE)
+    run.go(2)
+    assert second.end(PATIENCE) == 0, second.output
+    one, two = pytest.approx([0.4, 0.01]), pytest.approx([0.0, 0.01 / 1.2])
+    assert steps_of(run.folder / "a0-steps") == {0: [one], 1: [two]}
+    assert steps_of(run.folder / "b0-steps") == {1: [two], 2: [one]}
+    assert "OmniTuner: trains with 2 groups, momentum 0, lr 0.00833" in first.output
+    last = torch.load(run.folder / "a" / "epoch=2.ckpt", weights_only=False)
+    assert [last["optimizer_states"][0]["param_groups"][0][name] for name in ("momentum", "lr")] == one
+
+
+def steps_of(file: Path) -> dict[int, list[list[float]]]:
+    """Of each epoch what momentum and rate were after its batches, one after the other."""
+    found: dict[int, list[list[float]]] = {}
+    for epoch, *step in map(json.loads, file.read_text().splitlines()):
+        steps = found.setdefault(epoch, [])
+        if step not in steps[-1:]:
+            steps.append(step)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.processes
 @SERVERS
 def test_a_run_that_nobody_trains_any_more_is_trained_on_by_the_group_that_comes_next(run: Run) -> None:
     options = {"epochs": 3, "hold": [1]}

@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 PREFIX = 128
 """Bytes in front of the weights that a leader broadcasts to its group: what else the answer said."""
-_NUMBERS = 64
+_NUMBERS = 96
 """Where among them the note lies, in bytes; whole numbers come before it."""
 _LETTER = 1024
 """Bytes of a leader's note to its group that travel in one broadcast; longer ones take two."""
@@ -504,7 +504,7 @@ class Channel:
         with self.timed():
             if self._place.speaks:
                 answer = self._hear(ask, layout, memory[PREFIX:])
-                prefix[:8] = torch.tensor(
+                prefix[:9] = torch.tensor(
                     [
                         answer.clock,
                         answer.staleness,
@@ -514,6 +514,7 @@ class Channel:
                         _STOPS.index(answer.stop),
                         int(answer.repeated),
                         answer.validations,
+                        answer.groups,
                     ]
                 )
                 numbers[0], own_clock = answer.note, answer.clock
@@ -524,10 +525,10 @@ class Channel:
             raise ProtocolError(
                 f"servers have applied {own_clock} and {int(prefix[0])} updates to the shares of a group"
             )
-        clock, staleness, applied, refused, progress, stop, repeated, validations = prefix[:8].tolist()
+        clock, staleness, applied, refused, progress, stop, repeated, *counts = prefix[:9].tolist()
         if staleness >= 0:
             part.staleness.append(staleness)
-        heard = Heard(staleness, bool(applied), progress, _STOPS[stop], bool(repeated), refused, validations)
+        heard = Heard(staleness, bool(applied), progress, _STOPS[stop], bool(repeated), refused, *counts)
         tensors = layout.views(memory[PREFIX:]) if ask.pulls else ()
         pulled = self._place.core.hear(heard, tensors, clock, float(numbers[0]), ask.fragment)
         self.warn_of_refusal(heard.applied, refused)

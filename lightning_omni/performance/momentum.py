@@ -108,6 +108,23 @@ def implicit_momentum(histogram: Sequence[int] | Array) -> Implicit:
     )
 
 
+def explicit_for(total: float, staleness: float) -> float:
+    """The explicit momentum that makes up a wanted total with what staleness adds, if that is geometric.
+
+    From (1 - total) = (1 - m)(1 - u), see the head of this module, m = 1 - (1 - total)(1 + staleness): 0 where
+    asynchrony alone brings as much or more.
+
+    Args:
+        total: the wanted momentum, 0 or more and less than 1.
+        staleness: its mean, in updates; with g groups that push one after the other it is g - 1.
+
+    Example:
+        >>> [round(explicit_for(0.9, groups - 1), 2) for groups in (1, 2, 4, 16)]
+        [0.9, 0.8, 0.6, 0.0]
+    """
+    return max(0.0, min(total, round(1 - (1 - total) * (1 + staleness), 12)))
+
+
 @dataclass(frozen=True)
 class Explicit:
     """What to give the optimizer.
@@ -137,8 +154,8 @@ class Explicit:
 def explicit_momentum(total: float, histogram: Sequence[int] | Array) -> Explicit:
     """The explicit momentum that makes up a wanted total with the implicit one.
 
-    From (1 - total) = (1 - m)(1 - u), see the head of this module, m = 1 - (1 - total)(1 + mean staleness), clipped at
-    0. Where the theorem does not hold (``implicit.holds``) this is a place to search from and no more.
+    That of `explicit_for`, for the mean of what was measured. Where the theorem does not hold (``implicit.holds``) this
+    is a place to search from and no more.
 
     Args:
         total: the wanted momentum, 0 or more and less than 1: what was best without asynchrony.
@@ -157,9 +174,8 @@ def explicit_momentum(total: float, histogram: Sequence[int] | Array) -> Explici
     """
     check_number("total", total, "a momentum, 0 or more and less than 1", low=0, below=1)
     implicit = implicit_momentum(histogram)
-    wanted = 1 - (1 - total) * (1 + implicit.mean)
     return Explicit(
-        momentum=max(0.0, min(wanted, total)),
+        momentum=explicit_for(total, implicit.mean),
         first_order=total - implicit.momentum,
         exceeded=implicit.momentum > total,
         implicit=implicit,

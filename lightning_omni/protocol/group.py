@@ -138,6 +138,7 @@ class Heard:
         refused_in_row: pushes of this group that were refused in a row, this one among them.
         repeated: whether that push was counted when it came the first time, and its answer is lost.
         validations: those of all groups that are complete.
+        groups: how many take part, of a run that they join on their own; else 0.
     """
 
     staleness: int = -1
@@ -147,6 +148,7 @@ class Heard:
     repeated: bool = False
     refused_in_row: int = 0
     validations: int = 0
+    groups: int = 0
 
     @classmethod
     def of(cls, message: m.Weights) -> Heard:
@@ -159,6 +161,7 @@ class Heard:
             message.repeated,
             message.refused_in_row,
             message.validations,
+            message.groups,
         )
 
 

@@ -17,7 +17,7 @@ from lightning_omni.protocol.cut import Cut
 from lightning_omni.protocol.leases import Batch, EpochPlan
 from lightning_omni.registry import to_wire
 
-VERSION = 15
+VERSION = 16
 """Protocol version. Both sides must have the same."""
 LARGEST_INLINE = 32 << 10
 """Bytes of message or payload that a rank may send on the control channel; more is brought over the data channel."""
@@ -956,6 +956,7 @@ class Weights(Message, frozen=True, kw_only=True):
         stop: as in `Leave`.
         fragment: of the push that this answers, as there.
         validations: those that are complete, as `ClaimValidation` gives them out.
+        groups: how many take part, of a run that they join on their own; else 0.
     """
 
     optimizer: int
@@ -970,6 +971,7 @@ class Weights(Message, frozen=True, kw_only=True):
     repeated: bool = False
     fragment: int = -1
     validations: int = 0
+    groups: int = 0
 
 
 class HeadOutput(Message, frozen=True, kw_only=True):

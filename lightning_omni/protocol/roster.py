@@ -146,6 +146,11 @@ class Roster:
         """Numbers of the groups that take part; none before groups are formed."""
         return self.topology.alive if self.topology is not None else ()
 
+    @property
+    def joined_groups(self) -> int:
+        """How many groups take part, of a run that they join on their own; 0 where ranks form groups together."""
+        return len(self.groups) if self.joining else 0
+
     def form(self, topology: Topology, names: Sequence[str] = (), by_member: bool = False) -> None:
         """Groups are formed.
 

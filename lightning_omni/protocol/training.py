@@ -463,5 +463,6 @@ class Training(Service):
             nbytes=sum(map(nbytes_of, parts)),
             note=note,
             fragment=-1 if fragment is None else fragment,
+            groups=self._roster.joined_groups,
         )
         return Out(peer, m.DATA, message, parts)

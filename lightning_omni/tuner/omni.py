@@ -1,12 +1,8 @@
 """`OmniTuner`: Lightning's hooks, translated into a search and what it tries. What is decided is not known here.
 
 Written once for both of Lightning's namespaces, as the strategy is (see ``pytorch_lightning.py`` and ``lightning.py``).
-What the parts of a tuner do in a fit they say themselves: `TunedRun` is what they have in common, `ByFirstBatches` and
-`ByProbes` are the two ways to tune, `AppliedSetting` is what the run trains with, and `Retuning` says when that is to
-change.
-
-Rule 1: rank 0 decides, and tells the others before anything is done; all ranks do the same.
-Rule 2: a search ends with the run's own state on every rank, and then the choice is applied.
+What comes of a hook is said by the `Fit`: a `TunedFit` where all ranks were started together, a `JoinedFit` where
+groups join and leave.
 """
 
 from __future__ import annotations
@@ -19,27 +15,16 @@ from typing import TYPE_CHECKING, Any, Literal
 from typing_extensions import override
 
 from lightning_omni.checks import check_kind, check_number, check_whole
-from lightning_omni.errors import ConfigurationError, UnsupportedError
-from lightning_omni.protocol.all_reduce import EXACT
+from lightning_omni.errors import ConfigurationError
 from lightning_omni.search import Choice, Search, Space
 from lightning_omni.search.samplers import sampler_of
 from lightning_omni.search.surrogate import check_libraries, load_libraries
 from lightning_omni.strategy.arguments import refuses_unknown
-from lightning_omni.strategy.declared import is_fast_dev_run
 from lightning_omni.strategy.hooks import OmniStrategyHooks, strategy_of
 from lightning_omni.strategy.namespaces import refuse_other_namespace
-from lightning_omni.tuner import _private
-from lightning_omni.tuner.applied import AppliedSetting
-from lightning_omni.tuner.by_first_batches import ByFirstBatches
-from lightning_omni.tuner.by_probes import ByProbes
-from lightning_omni.tuner.fit_space import FitSpace
-from lightning_omni.tuner.hyperparameters import Hyperparameters
-from lightning_omni.tuner.monitored_metric import MonitoredMetric
-from lightning_omni.tuner.plateau import PlateauWatch
-from lightning_omni.tuner.reports import TunerReports
-from lightning_omni.tuner.retuning import Retuning
+from lightning_omni.tuner.fit import Fit, TunedFit, may_form_groups
+from lightning_omni.tuner.joined_fit import JoinedFit
 from lightning_omni.tuner.run import TunedRun, TunerOptions
-from lightning_omni.tuner.throughput import samples_in
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
@@ -49,125 +34,6 @@ else:
 
 _MOST_SEED = (1 << 32) - (1 << 16)
 """Libraries take seeds below 2³², and a search adds small numbers to its own."""
-
-
-class TunedFit:
-    """One fit, and the parts of a tuner that are at work in it.
-
-    Args:
-        run: the fit.
-        mute_logger: class of a logger that says nothing.
-    """
-
-    def __init__(self, run: TunedRun, mute_logger: type) -> None:
-        self.run = run
-        self.monitor = MonitoredMetric(run.options.monitor, run.options.target is not None)
-        self.space = FitSpace(run)
-        self.applied = AppliedSetting(run, self.space)
-        self.retuning = Retuning(run)
-        self.reports = TunerReports(run)
-        self.plateau = PlateauWatch(run, self.applied, self.retuning, self.reports)
-        parts = run, self.space, self.applied, self.retuning, self.reports
-        self.by_first_batches = ByFirstBatches(*parts)
-        self.by_probes = ByProbes(*parts, self.monitor, mute_logger)
-
-    def begin(self) -> None:
-        """The groups stand, and no batch has begun."""
-        run = self.run
-        run.strategy.stash_arrangement()
-        run.begin()
-        try:
-            hyperparameters = run.hyperparameters()
-        except (ConfigurationError, UnsupportedError) as error:
-            run.problem = str(error)
-            run.strategy.form_as_arranged()
-            run.world.dismiss_server()
-            splits = self._may_split_all_the_same and self.applied.split_by_speed()
-            but = ", but batches are split in proportion to the ranks' speeds where that pays" if splits else ""
-            run.say(f"OmniTuner: nothing is tuned{but}: {run.problem}")
-            return
-        if run.state.setting is not None and run.state.ranks != run.world.size:
-            self._search_once_more(hyperparameters)
-        if run.state.setting is not None:
-            self._go_on()
-        else:
-            run.state.ranks = run.world.size
-            self._tuning.begin(hyperparameters)
-        run.begin()
-        self.retuning.begin()
-
-    @property
-    def _tuning(self) -> ByFirstBatches | ByProbes:
-        """The way in which this run is tuned."""
-        return self.by_first_batches if self.run.learns_from_run else self.by_probes
-
-    @property
-    def _may_split_all_the_same(self) -> bool:
-        """Whether a run that cannot be tuned may get what changes nothing but its speed."""
-        run = self.run
-        return bool(run.options.budget) and self.space.may_rebalance and not is_fast_dev_run(run.trainer)
-
-    def _search_once_more(self, hyperparameters: Hyperparameters) -> None:
-        """A run is resumed with another number of ranks."""
-        run = self.run
-        run.say(
-            f"OmniTuner: the run is resumed with {run.world.size} ranks instead of {run.state.ranks}: searching again"
-        )
-        if run.state.own is not None:
-            hyperparameters.set_momentum(run.state.own.momentum)
-        hyperparameters.scale(1 / run.state.scaled)
-        run.forget()
-
-    def _go_on(self) -> None:
-        """A run is resumed with what was chosen; rates and momentum are in the checkpoint."""
-        state = self.run.state
-        assert state.setting is not None
-        if state.unfinished and self.run.rounds:  # a retuning was interrupted: it is done again when it is due
-            state.forgotten += self.run.rounds.pop().search.spent
-        state.unfinished = False
-        if state.before_trial is not None:
-            self.applied.end_trial(None)
-        else:
-            self.applied.form(state.setting, dict(state.speeds) or None, bool(state.speeds))
-
-    def validated(self) -> None:
-        """A validation has ended: how far is the run from its target?"""
-        run, options = self.run, self.run.options
-        metrics = run.trainer.callback_metrics
-        self.retuning.throughput.go()
-        if self.monitor.is_open:
-            problem, world = self.monitor.validated(run.trainer, run.module, metrics), run.world
-            # Groups that train have the same metrics, at different times.
-            if bool(problem) if world.is_computing else run.hear(bool(problem)):
-                raise ConfigurationError(problem or f"monitor={options.monitor!r}: no metric of that name is logged")
-        if (value := metrics.get(options.monitor)) is not None:
-            self.reports.validated(float(value))
-
-    def epoch_done(self) -> None:
-        """A synchronization point: is the setting still the best?"""
-        run, options = self.run, self.run.options
-        epoch = run.trainer.current_epoch + 1
-        if run.problem:
-            return
-        if run.state.reached:
-            run.state.at_epochs.append(run.state.reached[-1][1])
-        self.retuning.epoch_done()
-        self.reports.epoch_done()
-        if self.applied.has_diverged:
-            self.applied.roll_back()
-            self.retuning.changed()
-            return
-        self.applied.keep_weights()
-        self.plateau.epoch_done()
-        is_due = options.retune_every is not None and epoch % options.retune_every == 0
-        if not is_due or run.state.setting is None or run.trainer.should_stop or epoch >= run.epochs:
-            return
-        if self.plateau.is_trying:
-            return
-        if reason := self.retuning.reason(epoch):
-            self._tuning.begin_again(reason)
-        elif self.plateau.is_due:
-            self.plateau.begin_trial()
 
 
 class OmniTunerHooks(_CallbackBase):
@@ -183,6 +49,9 @@ class OmniTunerHooks(_CallbackBase):
     With ``search="bayes"`` and the other searches, the tuner instead trains a few batches with one setting after
     another, before the first batch and again at ends of epochs, each time from the same snapshot. After a search,
     weights, optimizer state, data order and RNG state are those of the run.
+
+    In a run that groups join on their own (``OmniStrategy(join=True)``) their number is given, and momentum and
+    learning rate follow it whenever one joins, leaves or dies.
 
     It needs `OmniStrategy`, one optimizer, automatic optimization, and one DataLoader over a map-style dataset.
 
@@ -258,7 +127,7 @@ class OmniTunerHooks(_CallbackBase):
         self.retune_every, self.seed = retune_every, seed
         self._space = dict(space or {})
         self._mode = mode or ("min" if "loss" in monitor or "error" in monitor else "max")
-        self._fit: TunedFit | None = None
+        self._fit: Fit | None = None
         self._kept: dict[str, Any] = {}
         self._call: Callable[[], None] | None = None
 
@@ -304,81 +173,49 @@ class OmniTunerHooks(_CallbackBase):
                 f"OmniTuner forms compute groups, which {type(trainer.strategy).__name__} has not;"
                 " pass Trainer(strategy=OmniStrategy())"
             )
-        strategy, options = trainer.strategy, self._options
-        strategy.check_whole("OmniTuner forms other groups while they train")
-        strategy.joined.check_regroup()
         self._leave()
-        self._fit = TunedFit(TunedRun(trainer, pl_module, options, self.rank_zero_info), self.mute_logger)
+        run = TunedRun(trainer, pl_module, self._options, self.rank_zero_info)
+        is_joined = run.world.enlistment is not None
+        self._fit = JoinedFit(run) if is_joined else TunedFit(run, self.mute_logger)
         self._call = self._fit.begin
-        strategy.restore_arrangement()  # an earlier fit of this strategy may have been tuned
-        learns = sampler_of(options.search).learns_from_run and strategy.epochs.data.kind == "dynamic"
-        if "all_reduce" in options.space and not (learns and strategy.joined.reduction.format == EXACT):
-            raise ConfigurationError(
-                f'space={{"all_reduce": {options.space["all_reduce"]!r}}}: it is forecast from the first batches, whose'
-                ' gradients are averaged as they are; pass search="forecast", and leave data= and all_reduce= of the'
-                " strategy out"
-            )
-        if "merged" in options.space and not (learns and not strategy.merged):
-            raise ConfigurationError(
-                f'space={{"merged": {options.space["merged"]!r}}}: what a merged head gains is forecast from the first'
-                ' batches; pass search="forecast", and leave data= and merged= of the strategy out'
-            )
-        if options.budget and learns:
-            strategy.begin_in_one_group()
-        strategy.on_ready.append(self._call)
+        run.strategy.on_ready.append(self._call)
 
     def on_omni_launch(self, trainer: Trainer) -> None:
         """What a search needs comes up while the other ranks start: a server for several groups, and slow libraries."""
         if self.budget > 0:
             needed = sampler_of(self.search).uses_scikit_optimize
             threading.Thread(target=load_libraries, args=(needed,), name="omni-libraries", daemon=True).start()
-            if self._may_form_groups(trainer):
+            if may_form_groups(self._options, trainer):
                 strategy_of(trainer).prepare_server()
-
-    def _may_form_groups(self, trainer: Trainer) -> bool:
-        """Whether several groups are among what is searched."""
-        is_one = self._space.get("groups") in (1, [1], (1,))
-        return self.budget > 0 and trainer.world_size > 1 and not is_one
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The server is needed, or it is not."""
-        self._fitting.monitor.check_validated(trainer)
-        if self._may_form_groups(trainer) and not self._fitting.space.why_not(2):
-            strategy_of(trainer).joined.start_server()
-        else:
-            strategy_of(trainer).joined.dismiss_server()
+        self._fitting.fit_starts()
 
     # --- It trains ----------------------------------------------------------------------------------------------------
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Batches come."""
-        self._fitting.retuning.throughput.go()
-        self._fitting.by_first_batches.interrupted()
+        self._fitting.epoch_starts()
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Where no push is applied any more, the epoch ends early."""
-        if self._fitting.applied.gives_up:
-            _private.skip_the_rest(trainer)
+        self._fitting.batch_starts()
 
     @override
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """A gradient is there, and has been reduced."""
-        self._fitting.by_first_batches.backward_done()
+        self._fitting.backward_done()
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Whether the run goes well with what was chosen, and how fast it is."""
-        fit = self._fitting
-        if not fit.run.problem:
-            fit.retuning.throughput.batch_done(samples_in(trainer, batch_idx))
-        fit.by_first_batches.batch_done(outputs)
-        fit.applied.batch_done(outputs)
-        fit.plateau.batch_done(outputs)
+        self._fitting.batch_done(outputs, batch_idx)
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -391,13 +228,12 @@ class OmniTunerHooks(_CallbackBase):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """This is no training."""
         if self._fit is not None:
-            self._fit.retuning.throughput.pause()
-            self._fit.by_first_batches.interrupted()
+            self._fit.validation_starts()
 
     @override
     def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Which metrics a validation logs."""
-        self._fitting.monitor.sanity_checked(trainer.callback_metrics)
+        self._fitting.sanity_checked()
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -410,7 +246,7 @@ class OmniTunerHooks(_CallbackBase):
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Says if the target was not reached; the report gets to know how fast the run was with what was chosen."""
-        self._fitting.reports.ended()
+        self._fitting.ended()
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -435,7 +271,7 @@ class OmniTunerHooks(_CallbackBase):
             self._fit.run.load_state_dict(state_dict)
 
     @property
-    def _fitting(self) -> TunedFit:
+    def _fitting(self) -> Fit:
         """The fit that is under way."""
         assert self._fit is not None
         return self._fit
@@ -443,7 +279,7 @@ class OmniTunerHooks(_CallbackBase):
     def _leave(self) -> None:
         if self._fit is None:
             return
-        self._fit.by_first_batches.close()
+        self._fit.close()
         if self._call in self._fit.run.strategy.on_ready:
             self._fit.run.strategy.on_ready.remove(self._call)
 

@@ -51,6 +51,10 @@ class Member(Net):
         line = [self.current_epoch, batch[2].tolist(), self.trainer.optimizers[0].param_groups[0]["lr"]]
         with (FOLDER / f"seen-{os.getpid()}").open("a") as file:
             file.write(json.dumps(line) + "\n")
+        if "tuner" in OPTIONS:
+            group = self.trainer.optimizers[0].param_groups[0]
+            with (FOLDER / f"{NAME}{self.global_rank}-steps").open("a") as file:
+                file.write(json.dumps([self.current_epoch, group["momentum"], group["lr"]]) + "\n")
 
     def averaged(self) -> str:
         """Bits of the average that a callback keeps of the first layer, if one does."""
@@ -62,7 +66,9 @@ class Member(Net):
         if "optimizer" in OPTIONS:  # what no module gathers is not to be in it
             trained = [each for each in self.parameters() if each.requires_grad]
             kinds = {"AdamW": torch.optim.AdamW, "SGD": torch.optim.SGD}
-            optimizer = kinds[OPTIONS["optimizer"]](trained, lr=0.01)
+            optimizer = kinds[OPTIONS["optimizer"]](trained, lr=0.01, **OPTIONS.get("given", {}))
+        if "tuner" in OPTIONS:  # whose numbers are easier to tell from one another without a schedule
+            return optimizer
         steps = int(self.trainer.estimated_stepping_batches)
         schedule = OneCycleLR(optimizer, 0.05, total_steps=steps, cycle_momentum=False)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
@@ -129,7 +135,11 @@ def main() -> None:
         strategy,
         devices,
         max_epochs=OPTIONS["epochs"],
-        callbacks=[saves, record, *steps, *([Ema(decay=OPTIONS["average"])] if "average" in OPTIONS else [])],
+        callbacks=[
+            *([omni.OmniTuner(**OPTIONS["tuner"])] if "tuner" in OPTIONS else []),
+            *(saves, record, *steps),
+            *([Ema(decay=OPTIONS["average"])] if "average" in OPTIONS else []),
+        ],
         enable_checkpointing=True,
         **{"num_sanity_val_steps": 1, **OPTIONS.get("trainer", {})},
     )

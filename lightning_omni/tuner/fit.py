@@ -1,0 +1,286 @@
+"""What a tuner does in one fit: what a hook comes to. `TunedFit` searches, where all ranks were started together.
+
+What its parts do they say themselves: `TunedRun` is what they have in common, `ByFirstBatches` and `ByProbes` are the
+two ways to tune, `AppliedSetting` is what the run trains with, and `Retuning` says when that is to change.
+
+Rule 1: rank 0 decides, and tells the others before anything is done; all ranks do the same.
+Rule 2: a search ends with the run's own state on every rank, and then the choice is applied.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+
+from lightning_omni.errors import ConfigurationError, UnsupportedError
+from lightning_omni.protocol.all_reduce import EXACT
+from lightning_omni.search.samplers import sampler_of
+from lightning_omni.strategy.declared import is_fast_dev_run
+from lightning_omni.strategy.hooks import OmniStrategyHooks
+from lightning_omni.tuner import _private
+from lightning_omni.tuner.applied import AppliedSetting
+from lightning_omni.tuner.by_first_batches import ByFirstBatches
+from lightning_omni.tuner.by_probes import ByProbes
+from lightning_omni.tuner.fit_space import FitSpace
+from lightning_omni.tuner.hyperparameters import Hyperparameters
+from lightning_omni.tuner.monitored_metric import MonitoredMetric
+from lightning_omni.tuner.plateau import PlateauWatch
+from lightning_omni.tuner.reports import TunerReports
+from lightning_omni.tuner.retuning import Retuning
+from lightning_omni.tuner.run import TunedRun, TunerOptions
+from lightning_omni.tuner.throughput import samples_in
+
+if TYPE_CHECKING:
+    from pytorch_lightning import Trainer
+
+
+def may_form_groups(options: TunerOptions, trainer: Trainer) -> bool:
+    """Whether several groups are among what is searched."""
+    is_one = options.space.get("groups") in (1, [1], (1,))
+    return options.budget > 0 and trainer.world_size > 1 and not is_one
+
+
+class Fit:
+    """What a tuner does in one fit: nothing, unless a kind of fit says otherwise.
+
+    Args:
+        run: the fit.
+    """
+
+    def __init__(self, run: TunedRun) -> None:
+        self.run = run
+
+    def fit_starts(self) -> None:
+        """No loop has begun, and the groups do not stand yet."""
+
+    def begin(self) -> None:
+        """The groups stand, and no batch has begun."""
+
+    def epoch_starts(self) -> None:
+        """Batches come."""
+
+    def batch_starts(self) -> None:
+        """One comes."""
+
+    def backward_done(self) -> None:
+        """A gradient is there, and has been reduced."""
+
+    def batch_done(self, outputs: Any, batch_idx: int) -> None:
+        """A batch was trained.
+
+        Args:
+            outputs: of the training step.
+            batch_idx: its number in the epoch.
+        """
+
+    def validation_starts(self) -> None:
+        """Something else than training comes."""
+
+    def sanity_checked(self) -> None:
+        """The validation before the first batch has ended."""
+
+    def validated(self) -> None:
+        """A validation has ended: how far is the run from its target?"""
+
+    def epoch_done(self) -> None:
+        """A synchronization point: is the setting still the best?"""
+
+    def ended(self) -> None:
+        """Training has ended."""
+
+    def close(self) -> None:
+        """Nothing is measured any more."""
+
+
+class TunedFit(Fit):
+    """A fit in which groups are formed, and the parts of a tuner that are at work in it.
+
+    Args:
+        run: the fit.
+        mute_logger: class of a logger that says nothing.
+    """
+
+    def __init__(self, run: TunedRun, mute_logger: type) -> None:
+        super().__init__(run)
+        self._check(run.strategy, run.options)
+        self.monitor = MonitoredMetric(run.options.monitor, run.options.target is not None)
+        self.space = FitSpace(run)
+        self.applied = AppliedSetting(run, self.space)
+        self.retuning = Retuning(run)
+        self.reports = TunerReports(run)
+        self.plateau = PlateauWatch(run, self.applied, self.retuning, self.reports)
+        parts = run, self.space, self.applied, self.retuning, self.reports
+        self.by_first_batches = ByFirstBatches(*parts)
+        self.by_probes = ByProbes(*parts, self.monitor, mute_logger)
+
+    @staticmethod
+    def _check(strategy: OmniStrategyHooks, options: TunerOptions) -> None:
+        """Refuses what cannot be searched in this fit. The run begins as one group."""
+        strategy.check_whole("OmniTuner forms other groups while they train")
+        strategy.restore_arrangement()  # an earlier fit of this strategy may have been tuned
+        learns = sampler_of(options.search).learns_from_run and strategy.epochs.data.kind == "dynamic"
+        if "all_reduce" in options.space and not (learns and strategy.joined.reduction.format == EXACT):
+            raise ConfigurationError(
+                f'space={{"all_reduce": {options.space["all_reduce"]!r}}}: it is forecast from the first batches, whose'
+                ' gradients are averaged as they are; pass search="forecast", and leave data= and all_reduce= of the'
+                " strategy out"
+            )
+        if "merged" in options.space and not (learns and not strategy.merged):
+            raise ConfigurationError(
+                f'space={{"merged": {options.space["merged"]!r}}}: what a merged head gains is forecast from the first'
+                ' batches; pass search="forecast", and leave data= and merged= of the strategy out'
+            )
+        if options.budget and learns:
+            strategy.begin_in_one_group()
+
+    @override
+    def fit_starts(self) -> None:
+        run = self.run
+        self.monitor.check_validated(run.trainer)
+        if may_form_groups(run.options, run.trainer) and not self.space.why_not(2):
+            run.world.start_server()
+        else:
+            run.world.dismiss_server()
+
+    @override
+    def begin(self) -> None:
+        run = self.run
+        run.strategy.stash_arrangement()
+        run.begin()
+        try:
+            hyperparameters = run.hyperparameters()
+        except (ConfigurationError, UnsupportedError) as error:
+            run.problem = str(error)
+            run.strategy.form_as_arranged()
+            run.world.dismiss_server()
+            splits = self._may_split_all_the_same and self.applied.split_by_speed()
+            but = ", but batches are split in proportion to the ranks' speeds where that pays" if splits else ""
+            run.say(f"OmniTuner: nothing is tuned{but}: {run.problem}")
+            return
+        if run.state.setting is not None and run.state.ranks != run.world.size:
+            self._search_once_more(hyperparameters)
+        if run.state.setting is not None:
+            self._go_on()
+        else:
+            run.state.ranks = run.world.size
+            self._tuning.begin(hyperparameters)
+        run.begin()
+        self.retuning.begin()
+
+    @property
+    def _tuning(self) -> ByFirstBatches | ByProbes:
+        """The way in which this run is tuned."""
+        return self.by_first_batches if self.run.learns_from_run else self.by_probes
+
+    @property
+    def _may_split_all_the_same(self) -> bool:
+        """Whether a run that cannot be tuned may get what changes nothing but its speed."""
+        run = self.run
+        return bool(run.options.budget) and self.space.may_rebalance and not is_fast_dev_run(run.trainer)
+
+    def _search_once_more(self, hyperparameters: Hyperparameters) -> None:
+        """A run is resumed with another number of ranks."""
+        run = self.run
+        run.say(
+            f"OmniTuner: the run is resumed with {run.world.size} ranks instead of {run.state.ranks}: searching again"
+        )
+        if run.state.own is not None:
+            hyperparameters.set_momentum(run.state.own.momentum)
+        hyperparameters.scale(1 / run.state.scaled)
+        run.forget()
+
+    def _go_on(self) -> None:
+        """A run is resumed with what was chosen; rates and momentum are in the checkpoint."""
+        state = self.run.state
+        assert state.setting is not None
+        if state.unfinished and self.run.rounds:  # a retuning was interrupted: it is done again when it is due
+            state.forgotten += self.run.rounds.pop().search.spent
+        state.unfinished = False
+        if state.before_trial is not None:
+            self.applied.end_trial(None)
+        else:
+            self.applied.form(state.setting, dict(state.speeds) or None, bool(state.speeds))
+
+    # --- While it trains ----------------------------------------------------------------------------------------------
+
+    @override
+    def epoch_starts(self) -> None:
+        self.retuning.throughput.go()
+        self.by_first_batches.interrupted()
+
+    @override
+    def batch_starts(self) -> None:
+        if self.applied.gives_up:
+            _private.skip_the_rest(self.run.trainer)
+
+    @override
+    def backward_done(self) -> None:
+        self.by_first_batches.backward_done()
+
+    @override
+    def batch_done(self, outputs: Any, batch_idx: int) -> None:
+        if not self.run.problem:
+            self.retuning.throughput.batch_done(samples_in(self.run.trainer, batch_idx))
+        self.by_first_batches.batch_done(outputs)
+        self.applied.batch_done(outputs)
+        self.plateau.batch_done(outputs)
+
+    @override
+    def validation_starts(self) -> None:
+        self.retuning.throughput.pause()
+        self.by_first_batches.interrupted()
+
+    @override
+    def sanity_checked(self) -> None:
+        self.monitor.sanity_checked(self.run.trainer.callback_metrics)
+
+    @override
+    def validated(self) -> None:
+        run, options = self.run, self.run.options
+        metrics = run.trainer.callback_metrics
+        self.retuning.throughput.go()
+        if self.monitor.is_open:
+            problem, world = self.monitor.validated(run.trainer, run.module, metrics), run.world
+            # Groups that train have the same metrics, at different times.
+            if bool(problem) if world.is_computing else run.hear(bool(problem)):
+                raise ConfigurationError(problem or f"monitor={options.monitor!r}: no metric of that name is logged")
+        if (value := metrics.get(options.monitor)) is not None:
+            self.reports.validated(float(value))
+
+    @override
+    def ended(self) -> None:
+        self.reports.ended()
+
+    @override
+    def close(self) -> None:
+        self.by_first_batches.close()
+
+    @override
+    def epoch_done(self) -> None:
+        run, options = self.run, self.run.options
+        epoch = run.trainer.current_epoch + 1
+        if run.problem:
+            return
+        if run.state.reached:
+            run.state.at_epochs.append(run.state.reached[-1][1])
+        self.retuning.epoch_done()
+        self.reports.epoch_done()
+        if self.applied.has_diverged:
+            self.applied.roll_back()
+            self.retuning.changed()
+            return
+        self.applied.keep_weights()
+        self.plateau.epoch_done()
+        is_due = options.retune_every is not None and epoch % options.retune_every == 0
+        if not is_due or run.state.setting is None or run.trainer.should_stop or epoch >= run.epochs:
+            return
+        if self.plateau.is_trying:
+            return
+        if reason := self.retuning.reason(epoch):
+            self._tuning.begin_again(reason)
+        elif self.plateau.is_due:
+            self.plateau.begin_trial()
+
+
+__all__ = ["Fit", "TunedFit", "may_form_groups"]

@@ -1,0 +1,157 @@
+"""A fit of a group that has joined a run on its own: momentum and learning rate follow the number of groups.
+
+How many groups there are is up to those who start and stop them, and how they exchange is up to the first one. What is
+left to choose follows from their number, at once when it changes: asynchrony adds momentum, and every group makes as
+many updates as one group alone did.
+
+Rule 1: all members of a group know the number of groups from the same answer of the server, and decide by themselves.
+Rule 2: the weights move as far in a second, and with as much momentum, explicit and implicit together, as with the
+user's own setting and one group. So what more groups bring are gradients with less noise, and no steps that diverge.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from typing_extensions import override
+
+from lightning_omni.errors import ConfigurationError
+from lightning_omni.methods import AsyncSGD, Method
+from lightning_omni.performance.forecast import Scaling, Setting
+from lightning_omni.performance.momentum import explicit_for
+from lightning_omni.search import Space
+from lightning_omni.search.samplers import sampler_of
+from lightning_omni.tuner.applied import AppliedSetting
+from lightning_omni.tuner.fit import Fit
+from lightning_omni.tuner.fit_space import FitSpace
+from lightning_omni.tuner.hyperparameters import Hyperparameters
+from lightning_omni.tuner.run import TunedRun, TunerOptions
+
+_CHOSEN = ("momentum", "lr", "rebalance")
+"""Dimensions that a group which has joined on its own can choose."""
+
+
+def suited_to(own: Setting, groups: int, method: Method, scaling: Scaling, space: Space) -> Setting:
+    """Momentum and learning rate with which groups train like one.
+
+    With g groups whose pushes are applied one after the other staleness is g - 1 on average, and the implicit momentum
+    of 1 - 1 / g is taken off the explicit one; the rate is what gives as long a way in the time of a batch, in which
+    there are g updates now. (Of optimizers that divide by the gradients' size that is the square root of it.) Nothing
+    changes for methods that average what the groups do, or wait for all of them.
+
+    Args:
+        own: the user's setting, of one group.
+        groups: how many there are.
+        method: how they exchange.
+        scaling: of learning rates.
+        space: bounds of momentum and rate.
+
+    Example:
+        >>> own = Setting(groups=1, momentum=0.9, lr=0.1)
+        >>> for groups in (2, 4, 16):
+        ...     print(suited_to(own, groups, AsyncSGD(), Scaling(), Space(groups=(1,))))
+        2 groups, momentum 0.8, lr 0.1
+        4 groups, momentum 0.6, lr 0.1
+        16 groups, momentum 0, lr 0.0625
+
+    References:
+        Mitliagkas et al. 2016, "Asynchrony begets Momentum", Theorem 6; Zhang et al. 2016, "Staleness-aware Async-SGD",
+        for rates that fall with the staleness.
+    """
+    updates = method.updates_per_batch(groups)
+    momentum = min(max(explicit_for(own.momentum, updates - 1), space.momentum[0]), space.momentum[1])
+    lr = scaling.lr(updates, momentum, scaling.step(own))
+    if isinstance(method, AsyncSGD) and method.staleness_aware:
+        lr *= max(1, updates - 1)  # by which the server divides it
+    return replace(own, groups=groups, momentum=momentum, lr=min(max(lr, space.lr[0]), space.lr[1]))
+
+
+class JoinedFit(Fit):
+    """A fit of a group that has joined on its own.
+
+    Args:
+        run: the fit.
+
+    Raises:
+        ConfigurationError: the tuner was told to search what such a group cannot change.
+    """
+
+    def __init__(self, run: TunedRun) -> None:
+        super().__init__(run)
+        check_joined(run.options)
+        self._space = Space.of(run.options.space, ranks=1)
+        self._hyperparameters: Hyperparameters | None = None
+
+    @override
+    def begin(self) -> None:
+        run = self.run
+        run.problem = self._problem
+        try:
+            hyperparameters = Hyperparameters(
+                run.trainer.optimizers[0], [config.scheduler for config in run.trainer.lr_scheduler_configs]
+            )
+        except ConfigurationError as error:
+            run.problem = run.problem or str(error)
+        if run.options.budget and self._space.rebalance and len(run.world.members) > 1:
+            AppliedSetting(run, FitSpace(run)).split_by_speed()  # it changes nothing but the speed
+        if run.problem:
+            run.say(f"OmniTuner: momentum and learning rate stay as they are: {run.problem}")
+            return
+        self._hyperparameters = hyperparameters
+        if run.state.own is None:  # a group that joins later is given that of the first one
+            run.state.own = Setting(groups=1, momentum=hyperparameters.momentum, lr=hyperparameters.lr)
+            run.state.setting = run.state.own
+        self._space = Space.of(run.options.space, ranks=1, momentum=run.state.own.momentum)
+        if not hyperparameters.is_momentum_free:
+            self._space = replace(self._space, momentum=(hyperparameters.momentum, hyperparameters.momentum))
+
+    @property
+    def _problem(self) -> str:
+        run = self.run
+        method, optimizers = run.world.method, len(run.trainer.optimizers)
+        if not run.options.budget:
+            return "budget=0"
+        if method.updates_per_batch(2) == 1:
+            return f"with {method} they do not depend on the number of groups"
+        return "" if optimizers == 1 else f"there are {optimizers} optimizers, and one can be followed"
+
+    @override
+    def batch_done(self, outputs: Any, batch_idx: int) -> None:
+        groups = self.run.world.core.heard.groups
+        if self._hyperparameters is None or not groups:
+            return
+        assert self.run.state.setting is not None
+        if groups != self.run.state.setting.groups:
+            self._follow(groups, self._hyperparameters)
+
+    def _follow(self, groups: int, hyperparameters: Hyperparameters) -> None:
+        """There are so many groups from here on. On all members of this one."""
+        run, state = self.run, self.run.state
+        assert state.own is not None
+        setting = suited_to(state.own, groups, run.world.method, hyperparameters.scaling, self._space)
+        hyperparameters.set_momentum(setting.momentum)
+        hyperparameters.scale(setting.lr / state.own.lr / state.scaled)
+        state.scaled, state.setting = setting.lr / state.own.lr, setting
+        run.say(f"OmniTuner: trains with {setting}, for so many groups are in the run")
+        metrics = {"omni/groups": float(groups), "omni/momentum": setting.momentum, "omni/lr": setting.lr}
+        for logger in run.trainer.loggers:
+            logger.log_metrics(metrics, step=run.trainer.global_step)
+
+
+def check_joined(options: TunerOptions) -> None:
+    """Raises `ConfigurationError` if the tuner was told to search what such a group cannot change."""
+    if not sampler_of(options.search).learns_from_run:
+        raise ConfigurationError(
+            f"search={options.search!r} with join=True: probes would need the ranks of all groups, which groups that"
+            " join are never asked for; leave search= out, and momentum and learning rate follow the number of groups"
+        )
+    for name in options.space:
+        if name not in _CHOSEN:
+            raise ConfigurationError(
+                f"space={{{name!r}: ...}} with join=True: the first group decides how all exchange, and how many there"
+                f" are is up to those who start them; pass some of {', '.join(map(repr, _CHOSEN))}"
+            )
+
+
+__all__ = ["JoinedFit", "check_joined", "suited_to"]
