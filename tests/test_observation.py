@@ -223,5 +223,40 @@ def test_nothing_is_evicted_after_the_end() -> None:
     expect_refusal(say(link, m.Evict(group=1, incarnation=1)), "protocol", "the run is over")
 
 
+def test_a_person_asks_for_other_groups_until_they_are_formed() -> None:
+    link = trained_link((0, 1), (2,))
+    watch(link)
+    said = say(link, m.SetGroups(groups=3))
+    assert said == m.Acknowledged()
+    assert overview(link).status.wanted_groups == 3
+    assert overview(link).log[-1].text == "3 groups were asked for, from the next epoch on"
+    link.form((0,), (1,), (2,), generation=2)
+    assert overview(link).status.wanted_groups == 0
+
+
+@pytest.mark.parametrize("groups", [-1, 0, 4])
+def test_groups_that_cannot_be_are_not_asked_of_the_ranks(groups: int) -> None:
+    link = trained_link((0, 1), (2,))
+    watch(link)
+    expect_refusal(say(link, m.SetGroups(groups=groups)), "protocol", "ask for 1 to 3")
+    link.core.fail("out of luck")
+    expect_refusal(say(link, m.SetGroups(groups=2)), "protocol", "the run is over")
+
+
+def test_the_state_is_saved_when_a_person_asks_for_it_if_it_is_saved_at_all() -> None:
+    link = trained_link((0, 1), (2,))
+    watch(link)
+    expect_refusal(say(link, m.SaveNow()), "protocol", "start the server with --state DIR")
+    link.core.journal.write = lambda entry: None
+    link.core.journal.is_due = False
+    assert say(link, m.SaveNow()) == m.Acknowledged()
+    assert link.core.journal.is_due
+    assert overview(link).saved == -1.0
+    link.core.journal.saves += 1
+    assert overview(link).saved == 0.0
+    link.now += 7.0
+    assert overview(link).saved == 7.0
+
+
 def msgpack_copy(message: m.Message) -> Any:
     return m.decode(m.encode(message), at="rank", channel=m.CONTROL)

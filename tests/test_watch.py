@@ -26,7 +26,7 @@ from rich.console import Console
 from runs import free_port, search_path
 
 from lightning_omni.cli import main
-from lightning_omni.cli.live_table import DOWN, EVICT, QUIT, UP, View, press
+from lightning_omni.cli.live_table import DOWN, EVICT, GROUPS, QUIT, SAVE, UP, View, keys_of, press
 from lightning_omni.cli.overview import Rates, picture
 from lightning_omni.errors import ConfigurationError, OmniError, Refused
 from lightning_omni.protocol import messages as m
@@ -275,28 +275,75 @@ def test_a_server_without_a_run_and_groups_that_have_not_stepped_are_shown() -> 
     assert "0.0 ms" not in rendered(picture(overview(early, plan=None), Rates()))
 
 
+class Asked:
+    """Notes down what keys would do to a run."""
+
+    def __init__(self) -> None:
+        self.evicted, self.groups, self.saves = list[str](), list[int](), 0
+
+    def evict(self, group: m.GroupStatus) -> str:
+        self.evicted.append(group.name)
+        return f"group {group.name} is evicted"
+
+    def set_groups(self, groups: int) -> str:
+        self.groups.append(groups)
+        return f"{groups} groups will be formed"
+
+    def save(self) -> str:
+        self.saves += 1
+        return "the state is being saved"
+
+
 def test_keys_choose_a_group_and_ask_before_one_is_evicted() -> None:
-    seen, evicted = overview(), list[str]()
-
-    def evict(status: m.GroupStatus) -> str:
-        evicted.append(status.name)
-        return f"group {status.name} is evicted"
-
+    seen, asked_for = overview(), Asked()
     view = View()
     for key, chosen in ((UP, 0), (DOWN, 1), (DOWN, 1), ("x", 1)):
-        view = press(view, key, seen, evict)
+        view = press(view, key, seen, asked_for)
         assert view.chosen == chosen
-    asked = press(view, EVICT, seen, evict)
+    asked = press(view, EVICT, seen, asked_for)
     assert "evict group g1 with its 2 ranks?" in asked.note
-    assert not evicted
+    assert not asked_for.evicted
     for key in ("n", QUIT, EVICT, DOWN):
-        assert press(asked, key, seen, evict).note == "group g1 stays"
-    assert not evicted
+        assert press(asked, key, seen, asked_for).note == "group g1 stays"
+    assert not asked_for.evicted
     # The group that was asked about, even if another stands in its place by now.
-    assert press(asked, "y", overview(group(0)), evict).note == "group g1 is evicted"
-    assert evicted == ["g1"]
-    assert press(view, QUIT, seen, evict).is_over
-    assert press(View(), EVICT, NO_RUN, evict) == View()
+    assert press(asked, "y", overview(group(0)), asked_for).note == "group g1 is evicted"
+    assert asked_for.evicted == ["g1"]
+    assert press(view, QUIT, seen, asked_for).is_over
+    for key in (EVICT, GROUPS, SAVE):
+        assert press(View(), key, NO_RUN, asked_for) == View()
+    assert not asked_for.saves
+
+
+@pytest.mark.parametrize(
+    ("typed", "asked", "note"),
+    [
+        ("g12\r", [12], "12 groups will be formed"),
+        ("g13\x7f2\n", [12], "12 groups will be formed"),
+        ("g\r", [], "the groups stay as they are"),
+        ("g4q", [], "the groups stay as they are"),
+        ("g4\x1b[A", [], "the groups stay as they are"),
+        ("g1234567", [], "the groups stay as they are"),
+        ("g\x7f2\r", [2], "2 groups will be formed"),
+    ],
+)
+def test_a_number_of_groups_is_typed_and_confirmed(typed: str, asked: list[int], note: str) -> None:
+    view, asked_for = View(), Asked()
+    for key in keys_of(typed):
+        view = press(view, key, overview(), asked_for)
+        assert not view.is_over
+    assert asked_for.groups == asked
+    assert view.typed is None
+    assert note in view.note
+
+
+def test_a_key_saves_and_the_table_says_when_the_state_was_saved() -> None:
+    asked_for = Asked()
+    assert press(View(), SAVE, overview(), asked_for).note == "the state is being saved"
+    assert asked_for.saves == 1
+    assert "state saved" not in rendered(picture(overview(), Rates()))
+    saved = msgspec.structs.replace(overview(), saved=61.0)
+    assert "state saved 1m01s ago" in rendered(picture(saved, Rates()))
 
 
 # --- A real run ------------------------------------------------------------------------------------------------------
@@ -366,7 +413,12 @@ def test_a_run_is_watched_and_a_group_of_it_evicted(
 
         with pytest.raises(Refused, match="the run would end with it"):
             observer.evict(second.groups[0].status)
-        observer.evict(second.groups[1].status)
+        for count in (1, 2):  # one group exchanges nothing, and is still asked
+            observer.set_groups(count)
+            formed = formed_at(observer, count)
+        with pytest.raises(Refused, match="no state is saved here"):
+            observer.save()
+        observer.evict(formed.groups[1].status)
         after = wait_for(lambda: (seen := observer.overview()) and seen.status.lost == (1,) and seen)
         assert [g.status.name for g in after.groups] == ["0"]
         assert after.log[-1].text == "rank 1 lost: group 1 was evicted by hand"
@@ -380,6 +432,13 @@ def test_a_run_is_watched_and_a_group_of_it_evicted(
     server.interrupt()
     assert server.end(timeout=30) == 130
     check_log(server.output)
+
+
+def formed_at(observer: Observer, count: int) -> m.Overview:
+    """The run as soon as it has so many groups, which no one wants otherwise any more."""
+    formed: m.Overview = wait_for(lambda: len((seen := observer.overview()).groups) == count and seen)
+    assert formed.status.wanted_groups == 0
+    return formed
 
 
 def metrics_of_two_groups(url: str) -> dict[Any, float] | None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from rich.console import Console
 from rich.live import Live
@@ -20,11 +21,29 @@ from lightning_omni.server.observer import Observer
 
 AGAIN = 1.0
 """Seconds for one attempt to reach a server again that was there before; keys wait meanwhile."""
-QUIT, EVICT, UP, DOWN, YES = "q", "e", "up", "down", "y"
-_ESCAPES = {"\x1b[A": UP, "\x1b[B": DOWN, "k": UP, "j": DOWN, "\x03": QUIT}
+QUIT, EVICT, GROUPS, SAVE, UP, DOWN, YES, ENTER, BACK = "q", "e", "g", "s", "up", "down", "y", "enter", "back"
+_ESCAPES = {
+    "\x1b[A": UP, "\x1b[B": DOWN, "k": UP, "j": DOWN, "\x03": QUIT,
+    "\r": ENTER, "\n": ENTER, "\x7f": BACK, "\b": BACK,
+}  # fmt: skip
+_LONGEST_NUMBER = 6
+"""Digits of a number of groups."""
 
 
 # --- Keys ------------------------------------------------------------------------------------------------------------
+
+
+class Actions(Protocol):
+    """What keys do to a run. Each returns what came of it, as a sentence."""
+
+    def evict(self, group: GroupStatus) -> str:
+        """Takes a group out of the run."""
+
+    def set_groups(self, groups: int) -> str:
+        """Has so many groups formed."""
+
+    def save(self) -> str:
+        """Has the server save its state."""
 
 
 @dataclass(frozen=True)
@@ -34,32 +53,36 @@ class View:
     Attributes:
         chosen: place of a group in the table.
         asked: the group that is to be evicted if the next key says yes.
+        typed: digits of the number of groups that is being typed; None if none is.
         note: a sentence at the foot of the table.
         is_over: whether to end.
     """
 
     chosen: int = 0
     asked: GroupStatus | None = None
+    typed: str | None = None
     note: str = ""
     is_over: bool = False
 
 
-def press(view: View, key: str, overview: Overview, evict: Callable[[GroupStatus], str]) -> View:
+def press(view: View, key: str, overview: Overview, actions: Actions) -> View:
     """A key was pressed.
 
     Args:
         view: what was chosen so far.
         key: one of those named above; others are heard by none.
         overview: what is shown.
-        evict: takes a group out of the run; returns what came of it, as a sentence.
+        actions: what keys do to the run.
 
     Returns:
         What is chosen now.
     """
     groups = [each.status for each in overview.groups]
     if view.asked is not None:
-        note = evict(view.asked) if key == YES else f"group {view.asked.name} stays"
+        note = actions.evict(view.asked) if key == YES else f"group {view.asked.name} stays"
         return replace(view, asked=None, note=note)
+    if view.typed is not None:
+        return _type(view, view.typed, key, actions)
     if key == QUIT:
         return replace(view, is_over=True)
     if key in (UP, DOWN) and groups:
@@ -70,7 +93,26 @@ def press(view: View, key: str, overview: Overview, evict: Callable[[GroupStatus
         count = len(group.ranks)
         question = f"evict group {group.name} with its {count} rank{'s' * (count > 1)}? y: yes   any other key: no"
         return replace(view, asked=group, note=question)
+    if key == GROUPS and groups:
+        return _asking(view, "")
+    if key == SAVE and groups:
+        return replace(view, note=actions.save())
     return view
+
+
+def _type(view: View, typed: str, key: str, actions: Actions) -> View:
+    """A number of groups is being typed."""
+    if key.isdecimal() and len(typed) < _LONGEST_NUMBER:
+        return _asking(view, typed + key)
+    if key == BACK:
+        return _asking(view, typed[:-1])
+    if key == ENTER and typed:
+        return replace(view, typed=None, note=actions.set_groups(int(typed)))
+    return replace(view, typed=None, note="the groups stay as they are")
+
+
+def _asking(view: View, typed: str) -> View:
+    return replace(view, typed=typed, note=f"how many groups? {typed}_   Enter: form them   any other key: none")
 
 
 def keys_of(typed: str) -> list[str]:
@@ -124,6 +166,46 @@ def _no_keys(seconds: float) -> list[str]:
 # --- The live table --------------------------------------------------------------------------------------------------
 
 
+class _Connected:
+    """Acts on a run by the connection that there is at the moment.
+
+    Attributes:
+        observer: the connection; None while the server cannot be reached.
+    """
+
+    def __init__(self, observer: Observer | None) -> None:
+        self.observer = observer
+
+    def evict(self, group: GroupStatus) -> str:
+        problem = self._problem(lambda observer: observer.evict(group))
+        return f"group {group.name} was not evicted: {problem}" if problem else f"group {group.name} is evicted"
+
+    def set_groups(self, groups: int) -> str:
+        problem = self._problem(lambda observer: observer.set_groups(groups))
+        if problem:
+            return f"the groups stay as they are: {problem}"
+        return f"{groups} group{'s' * (groups > 1)} will be formed when the next epoch begins"
+
+    def save(self) -> str:
+        problem = self._problem(lambda observer: observer.save())
+        return f"nothing was saved: {problem}" if problem else "the state is being saved"
+
+    def _problem(self, act: Callable[[Observer], None]) -> str:
+        if self.observer is None:
+            return "the server cannot be reached"
+        try:
+            act(self.observer)
+        except (Refused, ConnectionLost) as error:
+            return str(error)
+        return ""
+
+    def close(self) -> None:
+        """Ends the connection."""
+        if self.observer is not None:
+            self.observer.close()
+            self.observer = None
+
+
 def watch(console: Console, observer: Observer | None, reach: Callable[[], Observer], every: float) -> int:
     """Shows a run until a key ends it.
 
@@ -136,31 +218,19 @@ def watch(console: Console, observer: Observer | None, reach: Callable[[], Obser
     Returns:
         The exit code.
     """
-    rates, view = Rates(), View()
+    rates, view, connected = Rates(), View(), _Connected(observer)
     overview: Overview | None = None
-
-    def evict(group: GroupStatus) -> str:
-        if observer is None:
-            return f"group {group.name} was not evicted: the server cannot be reached"
-        try:
-            observer.evict(group)
-        except (Refused, ConnectionLost) as error:
-            return f"group {group.name} was not evicted: {error}"
-        return f"group {group.name} is evicted"
-
     with keyboard() as wait, Live(console=console, screen=True, auto_refresh=False) as live:
         try:
             while not view.is_over:
                 lost = ""
                 try:
-                    observer = observer or reach()
-                    overview = observer.overview()
+                    connected.observer = connected.observer or reach()
+                    overview = connected.observer.overview()
                     rates.add(time.monotonic(), overview)
                 except (Refused, ConnectionLost) as error:
                     lost = f"{error}; trying again"
-                    if observer is not None:
-                        observer.close()
-                        observer = None
+                    connected.close()
                 due = time.monotonic() + every
                 while not view.is_over:
                     if overview is not None:
@@ -169,12 +239,11 @@ def watch(console: Console, observer: Observer | None, reach: Callable[[], Obser
                     pressed = wait(due - time.monotonic())
                     for key in pressed:
                         if overview is not None:
-                            view = press(view, key, overview, evict)
+                            view = press(view, key, overview, connected)
                         elif key == QUIT:
                             view = replace(view, is_over=True)
                     if not pressed and time.monotonic() >= due:
                         break
         finally:
-            if observer is not None:
-                observer.close()
+            connected.close()
     return 0

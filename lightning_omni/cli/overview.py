@@ -26,7 +26,7 @@ WINDOW = 10.0
 LINES = 8
 """Things that happened that are shown, the last ones."""
 UNKNOWN = "-"
-KEYS = "↑ ↓ choose a group   e evict it   q quit"
+KEYS = "↑ ↓ choose a group   e evict it   g set the number of groups   s save now   q quit"
 _STYLES = {"lost": "red", "over": "bold red", "joined": "green"}
 
 
@@ -134,6 +134,8 @@ def _head(overview: Overview, rates: Rates) -> list[RenderableType]:
             f"{status.clock} updates ({_per_second(updates)}), {_per_second(samples, 'samples')},"
             f" server busy {UNKNOWN if busy is None else f'{100 * busy:.0f} %'}, {status.refused} pushes refused,"
             f" {status.strangers} strangers refused"
+            + f", state saved {duration(overview.saved)} ago"
+            * (overview.saved >= 0)
         ),
     ]
     if plan is not None and plan.budget:

@@ -166,11 +166,13 @@ class Journal:
     Attributes:
         write: takes each entry; None while nothing is saved.
         is_due: whether the state should be saved soon, for what has changed is not in the journal.
+        saves: how often the state was saved.
     """
 
     def __init__(self) -> None:
         self.write: Callable[[Entry], Any] | None = None
         self.is_due = False
+        self.saves = 0
 
     def note(self, entry: Entry) -> None:
         """Something has happened of which ranks will know."""

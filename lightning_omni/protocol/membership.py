@@ -218,6 +218,35 @@ class Membership:
         out = self.lose(live, f"group {name} was evicted by hand", barred=True)
         return [*out, Out(sender.peer, m.CONTROL, m.Acknowledged())]
 
+    def set_groups(self, sender: Sender, message: m.SetGroups, payload: Payload) -> list[Out]:
+        """A person who watches wants other groups to be formed; the ranks hear of it with their next heartbeats.
+
+        Raises:
+            ProtocolError: there cannot be so many.
+        """
+        roster, most = self._roster, len(self._roster.live)
+        if self.over:
+            raise ProtocolError(f"the run is over: {self.over}")
+        if roster.joining:
+            raise ProtocolError("groups join this run on their own: start further ones, or evict some")
+        if not roster.groups:
+            raise ProtocolError("no groups have been formed yet")
+        if not 1 <= message.groups <= most:
+            raise ProtocolError(f"there cannot be {message.groups} groups of {most} ranks; ask for 1 to {most}")
+        roster.wanted_groups = message.groups
+        return [Out(sender.peer, m.CONTROL, m.Acknowledged())]
+
+    def save(self, sender: Sender, message: m.SaveNow, payload: Payload) -> list[Out]:
+        """A person who watches wants the state to be saved now.
+
+        Raises:
+            ProtocolError: this server saves none.
+        """
+        if self._journal.write is None:
+            raise ProtocolError("no state is saved here: start the server with --state DIR, and training begins first")
+        self._journal.is_due = True
+        return [Out(sender.peer, m.CONTROL, m.Acknowledged())]
+
     def goodbye(self, sender: Sender, message: m.Goodbye, payload: Payload) -> list[Out]:
         """A rank leaves on its own."""
         out = [Out(sender.peer, m.CONTROL, m.Acknowledged())]

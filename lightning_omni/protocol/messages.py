@@ -290,6 +290,16 @@ class Evict(Message, frozen=True, kw_only=True):
     incarnation: int
 
 
+class SetGroups(Message, frozen=True, kw_only=True):
+    """Form so many groups when the next epoch begins."""
+
+    groups: int
+
+
+class SaveNow(Message, frozen=True, kw_only=True):
+    """Save the server's state, whether or not that is due."""
+
+
 # --- Control, server to rank -----------------------------------------------------------------------------------------
 
 
@@ -362,6 +372,7 @@ class Status(Message, frozen=True, kw_only=True):
             is unknown: too few pushes, another optimizer than plain SGD, or one that steps at the workers.
         signal: the largest of those that the ranks' last heartbeats told of.
         recorder: the rank that logs and saves.
+        wanted_groups: how many groups a person who watches has asked for; 0 if that is done, or no one has.
     """
 
     sent: float
@@ -377,6 +388,7 @@ class Status(Message, frozen=True, kw_only=True):
     total_momentum: float | None = None
     signal: int = 0
     recorder: int = 0
+    wanted_groups: int = 0
 
 
 class Observing(Message, frozen=True, kw_only=True):
@@ -443,7 +455,7 @@ class GroupOverview(msgspec.Struct, frozen=True):
 class LogEntry(msgspec.Struct, frozen=True):
     """Something that happened to the run, ``age`` seconds ago.
 
-    ``kind`` is one of ``"joined"``, ``"formed"``, ``"lost"``, ``"left"``, ``"over"`` and
+    ``kind`` is one of ``"joined"``, ``"formed"``, ``"wanted"`` (other groups), ``"lost"``, ``"left"``, ``"over"`` and
     ``"restored"``.
     """
 
@@ -472,6 +484,7 @@ class Overview(Message, frozen=True, kw_only=True):
         serve_time: seconds of the server's own time that they have taken.
         log: what happened, the oldest first.
         over: why the run cannot go on, or an empty string.
+        saved: seconds since the server's state was saved last; -1 if it was not.
     """
 
     run: str
@@ -490,6 +503,7 @@ class Overview(Message, frozen=True, kw_only=True):
     serve_time: float
     log: tuple[LogEntry, ...]
     over: str
+    saved: float = -1.0
 
 
 class Formed(Message, frozen=True, kw_only=True):

@@ -108,6 +108,7 @@ class Monitoring(Service):
             serve_time=fmean(self._serve_times) if self._serve_times else 0.0,
             total_momentum=total_momentum(shard.sensing for _, shard in self._shards.pushed),
             recorder=self._roster.recorder,
+            wanted_groups=self._roster.wanted_groups,
             signal=max((members[rank].timings.signal for rank in self._roster.live if rank in members), default=0),
         )
 

@@ -111,6 +111,7 @@ class RunObservation(Service):
         now: the time of the message that is being handled.
         over: why the run cannot go on, or an empty string.
         description: of the server.
+        saves: how often its state was saved so far.
     """
 
     def __init__(
@@ -122,13 +123,15 @@ class RunObservation(Service):
         now: Callable[[], float],
         over: Callable[[], str],
         description: Callable[[], m.ServerDescription],
+        saves: Callable[[], int],
     ) -> None:
-        self._description = description
+        self._description, self._saves = description, saves
         self._roster, self._epochs, self._monitoring = roster, epochs, monitoring
         self._observers, self._now, self._over = observers, now, over
         self._formed: m.Form | None = None
         self._happenings: deque[Happening] = deque(maxlen=LONGEST_LOG)
-        self._counts: tuple[Any, ...] = (0, 0, 0, "")
+        self._counts: tuple[Any, ...] = (0, 0, 0, 0, "")
+        self._saved = (0, 0.0)
         self._joined: set[int] = set()
         self._lost: set[int] = set()
         self._left: set[int] = set()
@@ -186,6 +189,7 @@ class RunObservation(Service):
             serve_time=self._monitoring.total_serve_time,
             log=tuple(m.LogEntry(now - each.at, each.kind, each.text) for each in self.happenings),
             over=self._over(),
+            saved=now - self._saved[1] if self._saved[0] else -1.0,
         )
 
     def _group(self, status: m.GroupStatus, now: float) -> m.GroupOverview:
@@ -230,9 +234,13 @@ class RunObservation(Service):
     def tick(self, now: float) -> None:
         """Time passes: notes down which ranks have come and gone since it was asked last."""
         roster = self._roster
-        counts = (len(roster.members), len(roster.lost), len(roster.gone), self._over())
+        if self._saves() != self._saved[0]:
+            self._saved = self._saves(), now
+        counts = (len(roster.members), len(roster.lost), len(roster.gone), roster.wanted_groups, self._over())
         if counts == self._counts:
             return
+        if roster.wanted_groups not in (0, self._counts[3]):
+            self._note(now, "wanted", f"{roster.wanted_groups} groups were asked for, from the next epoch on")
         self._counts = counts
         if new := sorted(roster.members.keys() - self._joined):
             hosts = ", ".join(sorted({roster.members[rank].host for rank in new} - {""}))

@@ -68,6 +68,7 @@ class Roster:
         joining: whether groups join on their own.
         finished: whether it was trained to its end.
         can_go_on: whether a group that joins can go on with it, also if no rank is left.
+        wanted_groups: how many groups a person who watches has asked for; 0 if that is done, or no one has.
         barred: those of the lost ranks whose group is not to join again by itself.
     """
 
@@ -84,6 +85,7 @@ class Roster:
         self.incarnation = 0
         self.late: list[int] = []
         self.joining = self.finished = self.can_go_on = False
+        self.wanted_groups = 0
         self._places = 0  # numbers of groups that were given, for when there is none
         self._claim: tuple[bytes, str] | None = None  # who is to begin the run, and its name
         self._enlisted: dict[bytes, tuple[int, int]] = {}
@@ -165,7 +167,7 @@ class Roster:
         names = names or [str(group) for group in range(len(topology.groups))]
         if len(names) != len(topology.groups) or len(set(names)) != len(names):
             raise ProtocolError(f"names={tuple(names)}: {len(topology.groups)} groups need as many different names")
-        self.topology, self.by_member = topology, by_member
+        self.topology, self.by_member, self.wanted_groups = topology, by_member, 0
         self.incarnation += 1
         self._identities = {group: GroupId(name, self.incarnation) for group, name in enumerate(names)}
 

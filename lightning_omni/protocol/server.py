@@ -189,6 +189,7 @@ class ServerCore:
             self._last_now,
             lambda: self._membership.over,
             self._description,
+            lambda: journal.saves,
         )
         self._synchronization = Synchronization(
             roster, training, lambda *brought: self._router.forward(*brought), journal

@@ -100,6 +100,24 @@ class Observer:
         """
         self._ask(m.Evict(group=group.group, incarnation=group.incarnation), m.Acknowledged)
 
+    def set_groups(self, groups: int) -> None:
+        """Has the ranks form so many groups when the next epoch begins.
+
+        Raises:
+            Refused: there cannot be so many, or groups join the run on their own.
+            ConnectionLost: the server is gone, or does not answer.
+        """
+        self._ask(m.SetGroups(groups=groups), m.Acknowledged)
+
+    def save(self) -> None:
+        """Has the server save its state now.
+
+        Raises:
+            Refused: it saves none.
+            ConnectionLost: the server is gone, or does not answer.
+        """
+        self._ask(m.SaveNow(), m.Acknowledged)
+
     def enlist(self, ranks: int) -> m.Enlisted:
         """Asks for the place of a group that wants to take part. It stands for as long as this connection does.
 

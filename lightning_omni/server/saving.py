@@ -202,6 +202,7 @@ class StateDirectory:
             core.save_shares(self._number)
             self._is_whole = False
         core.journal.is_due = False
+        core.journal.saves += 1
         took = time.monotonic() - began
         self._due = began + max(self._every, took / SHARE)
         self._latest = self._due + self._every  # whether or not groups wait for answers by then

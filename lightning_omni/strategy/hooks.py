@@ -345,7 +345,7 @@ class OmniStrategyHooks(SavingStrategy):
             self.grouping.check(trainer)
             self.run_states.check(trainer)
             self.signals.prepare(_requeue_signal(self.cluster_environment))
-            self._listener = Listener(self, self.nested, trainer, self.signals)
+            self._listener = Listener(self, self.nested, trainer, self.signals, self._form_wanted_groups)
             self.epochs.connect(trainer, self.joined)
         super().setup(trainer)
         if self._is_fitting(trainer):
@@ -585,6 +585,23 @@ class OmniStrategyHooks(SavingStrategy):
         if not self.epochs.is_open:
             world.enter_world(self.fitted)  # between epochs: hooks are for all ranks together
         self._say_hello()
+
+    def _form_wanted_groups(self) -> None:
+        """Forms as many groups as a person who watches the run has asked for. On all ranks, between two epochs."""
+        world = self.joined
+        if world.control is None or world.enlistment is not None or not self.proxies:
+            return
+        status = world.control.status
+        [wanted] = world.agree([status.wanted_groups if status is not None else 0])
+        if wanted in (0, len(world.live_groups)):
+            return
+        if self._arrangement is not None:
+            self.rank_zero_info(f"OmniStrategy: {wanted} groups were asked for; OmniTuner decides how many there are")
+            return
+        try:
+            self.regroup(wanted)
+        except (ConfigurationError, UnsupportedError) as error:
+            self.rank_zero_info(f"OmniStrategy: {wanted} groups were asked for, and cannot be formed: {error}")
 
     def stash_arrangement(self) -> None:
         """Groups and how they exchange are about to be chosen: those of the user are kept, for a later fit."""

@@ -33,10 +33,18 @@ class Listener:
         nested: runs the loop where it is run inside one of its hooks.
         trainer: the fit's.
         signals: of this process.
+        form_wanted_groups: forms other groups, if a person has asked for them; called between two epochs.
     """
 
-    def __init__(self, strategy: GroupedStrategy, nested: NestedRuns, trainer: Trainer, signals: Signals) -> None:
-        self._strategy = strategy
+    def __init__(
+        self,
+        strategy: GroupedStrategy,
+        nested: NestedRuns,
+        trainer: Trainer,
+        signals: Signals,
+        form_wanted_groups: Callable[[], None],
+    ) -> None:
+        self._strategy, self._form_wanted_groups = strategy, form_wanted_groups
         self._nested = nested
         self._trainer, self._signals = trainer, signals
         self._staleness = Staleness()
@@ -84,6 +92,7 @@ class Listener:
             iterate()
             return
         self._nested.form_groups_again()
+        self._form_wanted_groups()
         if strategy.epochs.data.is_dealt_out:
             iterate()  # an iterable data set may ask how many ranks there are
         self._staleness.reset()

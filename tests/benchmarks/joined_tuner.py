@@ -68,7 +68,8 @@ class Fleet:
             seed=self.seed,
         )
         at = crossing(trace.evaluated["smooth_loss"], task.target, run.smoothed)
-        return at_evaluation(trace.evaluated["samples"], at) / task.batch
+        batches: float = at_evaluation(trace.evaluated["samples"], at) / task.batch
+        return batches
 
 
 def speed_ups(fleet: Fleet, alone: float) -> tuple[float, float]:

@@ -825,7 +825,7 @@ def travels() -> Outcome:
     return Outcome(digest(sorted(bits)), (), bits)
 
 
-OBSERVING = ("Observe", "ObserverProof", "Observing", "AskOverview", "Overview", "Evict")
+OBSERVING = ("Observe", "ObserverProof", "Observing", "AskOverview", "Overview", "Evict", "SetGroups", "SaveNow")
 ASKING = ("AskServer", "ServerDescription", "Echo", "Echoed")
 AGGREGATING = ("AskAggregator", "Aggregator", "PushDirectly")
 ENLISTING = ("Enlist", "Enlisted", "StoreRunState", "RunStateStored", "ReadRunState", "StoredRunState")
