@@ -3,9 +3,10 @@
     python tests/benchmarks/late_join.py --megabytes 100 --rounds 3
 
 One group trains; another is started on the other core, joins, trains for a while, and leaves by SIGTERM; then one more.
-Printed, as medians over the rounds: seconds from when the model is built to the first batch (and of these until the
-server has taken it in), and the batches a second of the first group between its last one before and its first one after
-the other has joined, against those of the ten before.
+Printed are, as medians over the rounds, seconds from when the model is built to the first batch, and of these until
+the server has taken it in; and the batches a second of the first group between its last one before and its first one
+after the other has joined, against those of the ten before. These are one or two batches in each round, so that they
+are added up over all rounds.
 """
 
 from __future__ import annotations
@@ -124,9 +125,15 @@ def measure(folder: Path, args: argparse.Namespace) -> list[dict[str, float]]:
             times = notes(folder, "first", "batch")
             last = max(place for place, at in enumerate(times) if at <= built)
             next_ = min(place for place, at in enumerate(times) if at >= began[0])
-            before = 10 / (times[last] - times[last - 10])
-            meanwhile = (next_ - last) / (times[next_] - times[last])
-            rounds.append({"first batch": began[0] - built, "taken in": joined - built, "rate": meanwhile / before})
+            rounds.append(
+                {
+                    "first batch": began[0] - built,
+                    "taken in": joined - built,
+                    "before": times[last] - times[last - 10],
+                    "meanwhile": times[next_] - times[last],
+                    "batches": next_ - last,
+                }
+            )
         return rounds
     finally:
         for process in reversed(processes):
@@ -149,10 +156,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         rounds = measure(Path(name), args)
     median = {what: statistics.median(each[what] for each in rounds) for what in rounds[0]}
+    total = {what: sum(each[what] for each in rounds) for what in rounds[0]}
+    before, meanwhile = 10 * len(rounds) / total["before"], total["batches"] / total["meanwhile"]
     print(
         f"{args.megabytes} MB, {len(rounds)} groups that joined: first batch {median['first batch']:.1f} s after the"
         f" model was built ({median['taken in']:.1f} s until it takes part); meanwhile the other group made"
-        f" {median['rate']:.2f} of its batches a second"
+        f" {meanwhile / before:.2f} of its batches a second, in {total['batches']} of them"
     )
 
 
