@@ -349,6 +349,23 @@ def test_a_group_that_a_person_evicted_or_that_failed_by_itself_is_told_not_to_c
     assert link.core.roster.state()["barred"] == [1, 2]
 
 
+def test_from_a_host_that_a_person_has_barred_no_group_joins_any_more() -> None:
+    link = three_groups()
+    link.core.locate(control_peer(2), "10.0.0.7")
+    say(link, m.Evict(group=2, incarnation=3, bars=True), b"third")
+    assert link.core.roster.state()["barred_hosts"] == ["10.0.0.7"]
+    for peer, host in ((b"fourth", "10.0.0.7"), (b"fifth", "10.0.0.8")):
+        place = link.enlist(1, peer)
+        link.come(place.first, link.core.roster.run)
+        link.core.locate(control_peer(place.first), host)
+        (answer,) = link.ask(place.first)
+        if host == "10.0.0.7":
+            expect_refusal(answer, "barred", "a person has barred 10.0.0.7 from this run")
+        else:
+            assert isinstance(answer, m.Joined)
+    assert link.core.roster.groups == (0, 1, 3)
+
+
 @pytest.mark.parametrize(("code", "kind"), [("lost", Evicted), ("barred", RankLost), ("over", RankLost)])
 def test_a_rank_knows_whether_its_group_may_come_again(code: str, kind: type) -> None:
     with pytest.raises(RankLost) as caught:

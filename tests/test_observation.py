@@ -207,6 +207,7 @@ def test_a_group_is_evicted_by_hand_and_the_others_go_on() -> None:
         (m.Evict(group=1, incarnation=2), "no group 1 of incarnation 2"),
         (m.Evict(group=9, incarnation=1), "no group 9"),
         (m.Evict(group=-1, incarnation=1), "no group -1"),
+        (m.Evict(group=1, incarnation=1, bars=True), "no group joins this run on its own"),
     ],
 )
 def test_the_recorders_group_and_one_that_is_not_there_are_not_evicted(evict: m.Evict, reason: str) -> None:

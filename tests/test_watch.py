@@ -26,7 +26,7 @@ from rich.console import Console
 from runs import free_port, search_path
 
 from lightning_omni.cli import main
-from lightning_omni.cli.live_table import DOWN, EVICT, GROUPS, QUIT, SAVE, UP, View, keys_of, press
+from lightning_omni.cli.live_table import BAR, DOWN, EVICT, GROUPS, QUIT, SAVE, UP, View, keys_of, press
 from lightning_omni.cli.overview import Rates, picture
 from lightning_omni.errors import ConfigurationError, OmniError, Refused
 from lightning_omni.protocol import messages as m
@@ -281,8 +281,8 @@ class Asked:
     def __init__(self) -> None:
         self.evicted, self.groups, self.saves = list[str](), list[int](), 0
 
-    def evict(self, group: m.GroupStatus) -> str:
-        self.evicted.append(group.name)
+    def evict(self, group: m.GroupStatus, bars: bool) -> str:
+        self.evicted.append(group.name + " and its hosts" * bars)
         return f"group {group.name} is evicted"
 
     def set_groups(self, groups: int) -> str:
@@ -310,7 +310,11 @@ def test_keys_choose_a_group_and_ask_before_one_is_evicted() -> None:
     assert press(asked, "y", overview(group(0)), asked_for).note == "group g1 is evicted"
     assert asked_for.evicted == ["g1"]
     assert press(view, QUIT, seen, asked_for).is_over
-    for key in (EVICT, GROUPS, SAVE):
+    barring = press(view, BAR, seen, asked_for)
+    assert "and let no group from 10.0.0.7 join any more?" in barring.note
+    assert press(barring, "y", seen, asked_for).note == "group g1 is evicted"
+    assert asked_for.evicted == ["g1", "g1 and its hosts"]
+    for key in (EVICT, BAR, GROUPS, SAVE):
         assert press(View(), key, NO_RUN, asked_for) == View()
     assert not asked_for.saves
 

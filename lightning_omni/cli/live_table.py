@@ -16,12 +16,13 @@ from rich.live import Live
 
 from lightning_omni.cli.overview import Rates, picture
 from lightning_omni.errors import ConnectionLost, Refused
-from lightning_omni.protocol.messages import GroupStatus, Overview
+from lightning_omni.protocol.messages import GroupOverview, GroupStatus, Overview
 from lightning_omni.server.observer import Observer
 
 AGAIN = 1.0
 """Seconds for one attempt to reach a server again that was there before; keys wait meanwhile."""
-QUIT, EVICT, GROUPS, SAVE, UP, DOWN, YES, ENTER, BACK = "q", "e", "g", "s", "up", "down", "y", "enter", "back"
+QUIT, EVICT, BAR, GROUPS, SAVE = "q", "e", "b", "g", "s"
+UP, DOWN, YES, ENTER, BACK = "up", "down", "y", "enter", "back"
 _ESCAPES = {
     "\x1b[A": UP, "\x1b[B": DOWN, "k": UP, "j": DOWN, "\x03": QUIT,
     "\r": ENTER, "\n": ENTER, "\x7f": BACK, "\b": BACK,
@@ -36,8 +37,8 @@ _LONGEST_NUMBER = 6
 class Actions(Protocol):
     """What keys do to a run. Each returns what came of it, as a sentence."""
 
-    def evict(self, group: GroupStatus) -> str:
-        """Takes a group out of the run."""
+    def evict(self, group: GroupStatus, bars: bool) -> str:
+        """Takes a group out of the run; if it bars its hosts, no group from there may join any more."""
 
     def set_groups(self, groups: int) -> str:
         """Has so many groups formed."""
@@ -53,6 +54,7 @@ class View:
     Attributes:
         chosen: place of a group in the table.
         asked: the group that is to be evicted if the next key says yes.
+        bars: whether its hosts are to be barred, too.
         typed: digits of the number of groups that is being typed; None if none is.
         note: a sentence at the foot of the table.
         is_over: whether to end.
@@ -60,6 +62,7 @@ class View:
 
     chosen: int = 0
     asked: GroupStatus | None = None
+    bars: bool = False
     typed: str | None = None
     note: str = ""
     is_over: bool = False
@@ -77,9 +80,9 @@ def press(view: View, key: str, overview: Overview, actions: Actions) -> View:
     Returns:
         What is chosen now.
     """
-    groups = [each.status for each in overview.groups]
+    groups = overview.groups
     if view.asked is not None:
-        note = actions.evict(view.asked) if key == YES else f"group {view.asked.name} stays"
+        note = actions.evict(view.asked, view.bars) if key == YES else f"group {view.asked.name} stays"
         return replace(view, asked=None, note=note)
     if view.typed is not None:
         return _type(view, view.typed, key, actions)
@@ -88,16 +91,23 @@ def press(view: View, key: str, overview: Overview, actions: Actions) -> View:
     if key in (UP, DOWN) and groups:
         step = 1 if key == DOWN else -1
         return replace(view, chosen=min(max(view.chosen + step, 0), len(groups) - 1), note="")
-    if key == EVICT and groups:
-        group = groups[min(view.chosen, len(groups) - 1)]
-        count = len(group.ranks)
-        question = f"evict group {group.name} with its {count} rank{'s' * (count > 1)}? y: yes   any other key: no"
-        return replace(view, asked=group, note=question)
+    if key in (EVICT, BAR) and groups:
+        return _ask(view, groups[min(view.chosen, len(groups) - 1)], bars=key == BAR)
     if key == GROUPS and groups:
         return _asking(view, "")
     if key == SAVE and groups:
         return replace(view, note=actions.save())
     return view
+
+
+def _ask(view: View, group: GroupOverview, bars: bool) -> View:
+    """A group is to be evicted, if the next key says yes."""
+    status = group.status
+    count = len(status.ranks)
+    question = f"evict group {status.name} with its {count} rank{'s' * (count > 1)}"
+    if bars:
+        question += f", and let no group from {' '.join(group.hosts) or 'its hosts'} join any more"
+    return replace(view, asked=status, bars=bars, note=f"{question}? y: yes   any other key: no")
 
 
 def _type(view: View, typed: str, key: str, actions: Actions) -> View:
@@ -176,8 +186,8 @@ class _Connected:
     def __init__(self, observer: Observer | None) -> None:
         self.observer = observer
 
-    def evict(self, group: GroupStatus) -> str:
-        problem = self._problem(lambda observer: observer.evict(group))
+    def evict(self, group: GroupStatus, bars: bool) -> str:
+        problem = self._problem(lambda observer: observer.evict(group, bars))
         return f"group {group.name} was not evicted: {problem}" if problem else f"group {group.name} is evicted"
 
     def set_groups(self, groups: int) -> str:

@@ -26,7 +26,7 @@ WINDOW = 10.0
 LINES = 8
 """Things that happened that are shown, the last ones."""
 UNKNOWN = "-"
-KEYS = "↑ ↓ choose a group   e evict it   g set the number of groups   s save now   q quit"
+KEYS = "↑ ↓ choose a group   e evict it   b and bar its hosts   g set the number of groups   s save now   q quit"
 _STYLES = {"lost": "red", "over": "bold red", "joined": "green"}
 
 

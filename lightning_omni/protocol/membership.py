@@ -203,7 +203,8 @@ class Membership:
         """A person who watches takes a group out of the run.
 
         Raises:
-            ProtocolError: the group is none any more, or the run would end with it.
+            ProtocolError: the group is none any more, or the run would end with it; or its addresses are to be barred,
+                and groups do not join the run on their own.
         """
         roster, group = self._roster, message.group
         if self.over:
@@ -214,6 +215,11 @@ class Membership:
         name, ranks = roster.identity(group).name, roster.topology.members(group)
         if roster.ends_with(group):
             raise ProtocolError(f"group {name} cannot be evicted, for the run would end with it; stop the run instead")
+        if message.bars:
+            if not roster.joining:
+                raise ProtocolError("no group joins this run on its own: there is nothing to bar its addresses from")
+            roster.barred_hosts |= {roster.members[rank].host for rank in ranks if rank in roster.members} - {""}
+            self._journal.is_due = True
         live = next(rank for rank in ranks if rank in roster.live)
         out = self.lose(live, f"group {name} was evicted by hand", barred=True)
         return [*out, Out(sender.peer, m.CONTROL, m.Acknowledged())]

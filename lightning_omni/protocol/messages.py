@@ -284,10 +284,12 @@ class Evict(Message, frozen=True, kw_only=True):
     Attributes:
         group: its number.
         incarnation: of the group that is meant, for numbers are given again.
+        bars: whether no group whose ranks connect from the same addresses may join the run any more.
     """
 
     group: int
     incarnation: int
+    bars: bool = False
 
 
 class SetGroups(Message, frozen=True, kw_only=True):

@@ -70,6 +70,7 @@ class Roster:
         can_go_on: whether a group that joins can go on with it, also if no rank is left.
         wanted_groups: how many groups a person who watches has asked for; 0 if that is done, or no one has.
         barred: those of the lost ranks whose group is not to join again by itself.
+        barred_hosts: addresses from which no group may join.
     """
 
     def __init__(self, key: bytes) -> None:
@@ -80,6 +81,7 @@ class Roster:
         self.members: dict[int, Member] = {}
         self.lost: dict[int, str] = {}
         self.barred: set[int] = set()
+        self.barred_hosts: set[str] = set()
         self.gone: set[int] = set()
         self.topology: Topology | None = None
         self.incarnation = 0
@@ -224,12 +226,15 @@ class Roster:
 
         Raises:
             ProtocolError: they cannot be one.
+            Refused: one of them has connected from an address that is barred.
         """
         if not self._has_formed:
             raise ProtocolError("no group can join before the first are formed")
         for rank in ranks:
             if rank not in self.members or rank in self.late or rank < self.world_size or rank in self.gone:
                 raise ProtocolError(f"rank {rank} is not one that came late and is in no group")
+            if (host := self.members[rank].host) in self.barred_hosts:
+                raise Refused("barred", f"a person has barred {host} from this run")
         if not ranks or len(set(ranks)) != len(ranks):
             raise ProtocolError(f"ranks={tuple(ranks)}: a group has one rank or more, each of them once")
         before = self.topology.groups if self.topology is not None else ((),) * self._places
@@ -368,6 +373,7 @@ class Roster:
             "members": list(self.members),
             "lost": dict(self.lost),
             "barred": sorted(self.barred),
+            "barred_hosts": sorted(self.barred_hosts),
             "gone": sorted(self.gone),
             "groups": [list(members) for members in self.topology.groups] if self.topology is not None else None,
             "places": self._places,
@@ -384,6 +390,7 @@ class Roster:
         """Goes on from a `state`. Its ranks count as heard of now."""
         self._first, self._began = msgspec.msgpack.decode(state["first"], type=Hello), now
         self.lost, self.gone, self.barred = dict(state["lost"]), set(state["gone"]), set(state["barred"])
+        self.barred_hosts = set(state.get("barred_hosts", ()))  # which earlier releases did not know
         groups = state["groups"]
         self.topology = Topology(tuple(tuple(members) for members in groups)) if groups is not None else None
         self._places, self._numbered = state["places"], state["numbered"]

@@ -88,17 +88,18 @@ class Observer:
         """
         return self._ask(m.AskOverview(), m.Overview)
 
-    def evict(self, group: m.GroupStatus) -> None:
+    def evict(self, group: m.GroupStatus, bars: bool = False) -> None:
         """Takes a group out of the run.
 
         Args:
             group: as it was seen in the overview.
+            bars: whether no group from the same addresses may join the run any more.
 
         Raises:
-            Refused: it is there no more, or the run would end with it.
+            Refused: it is there no more, or the run would end with it; or groups do not join the run on their own.
             ConnectionLost: the server is gone, or does not answer.
         """
-        self._ask(m.Evict(group=group.group, incarnation=group.incarnation), m.Acknowledged)
+        self._ask(m.Evict(group=group.group, incarnation=group.incarnation, bars=bars), m.Acknowledged)
 
     def set_groups(self, groups: int) -> None:
         """Has the ranks form so many groups when the next epoch begins.
