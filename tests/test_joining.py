@@ -18,6 +18,7 @@ import torch
 from processes import Process
 from test_observation import say, watch
 from test_server_core import (
+    TIMEOUT,
     Link,
     control_peer,
     expect_refusal,
@@ -336,6 +337,21 @@ def test_what_an_evicted_group_still_pushes_is_refused_also_when_it_has_joined_a
         expect_refusal(link.data(1, *late)[0], "lost", "rank 1 gave no sign of life")
     assert link.core.clock == clock
     assert link.core.roster.groups == (0, 2)
+
+
+def test_where_groups_join_on_their_own_a_silent_rank_counts_as_dead_sooner() -> None:
+    for joins, limit in ((True, 5.0), (False, TIMEOUT)):
+        link = Joined(joined_heartbeat_timeout=5.0)
+        if joins:
+            link.begin()
+        else:
+            link.world_size = 1
+            link.join(0)
+            link.form((0,))
+        link.tick(limit)
+        assert not link.core.roster.lost
+        link.tick(0.1)
+        assert link.core.roster.lost == {0: f"rank 0 gave no sign of life for {limit:.0f} s"}
 
 
 def test_a_group_that_a_person_evicted_or_that_failed_by_itself_is_told_not_to_come_again() -> None:

@@ -17,6 +17,9 @@ from lightning_omni.cli.console import INTERRUPTED
 from lightning_omni.cli.units import Quantity, seconds_of
 from lightning_omni.errors import ConfigurationError
 
+HEARTBEAT_TIMEOUT, JOINED_HEARTBEAT_TIMEOUT = 30.0, 5.0
+"""Seconds; a group that has joined on its own, and was evicted by mistake, joins again."""
+
 
 def serve(
     host: str = "127.0.0.1",
@@ -25,7 +28,7 @@ def serve(
     key_file: Path | None = None,
     allow_optimizer: str = "",
     allow_module: str = "",
-    heartbeat_timeout: Quantity = 30.0,
+    heartbeat_timeout: Quantity | None = None,
     threads: int = 1,
     once: bool = False,
     record: Path | None = None,
@@ -55,7 +58,8 @@ def serve(
         key_file: File with the shared key, created on first use. Copy it to the machines that train.
         allow_optimizer: Optimizers outside torch.optim that ranks may use, as module:Class, separated by commas.
         allow_module: Modules outside torch.nn that a merged head may contain, as module:Class, separated by commas.
-        heartbeat_timeout: Silence after which a rank counts as dead, as in 30s, or in seconds.
+        heartbeat_timeout: Silence after which a rank counts as dead, as in 30s, or in seconds. By default 5s where
+            groups join on their own, and 30s where all ranks are started together.
         threads: Threads for the optimizer's arithmetic.
         once: Exit after the first run.
         record: File for a record of everything that changes the weights, for replay in the simulator. With several
@@ -109,6 +113,7 @@ def serve(
     if state is not None:
         _check_state(shards if here < shards else 1, upstream, record, transport, port)
     follows = bool(shard or upstream)
+    silence = seconds_of("--heartbeat-timeout", HEARTBEAT_TIMEOUT if heartbeat_timeout is None else heartbeat_timeout)
     progress = seconds_of("--progress-timeout", progress_timeout)
     if 0 < progress < 2:
         raise ConfigurationError(f"--progress-timeout {progress_timeout}: pass 2s or more, or 0 for never")
@@ -131,7 +136,8 @@ def serve(
     core = ServerCore(
         key,
         secrets.token_bytes,
-        heartbeat_timeout=seconds_of("--heartbeat-timeout", heartbeat_timeout),
+        heartbeat_timeout=silence,
+        joined_heartbeat_timeout=JOINED_HEARTBEAT_TIMEOUT if heartbeat_timeout is None else silence,
         resolve=resolver(allow_optimizer.split(",") if allow_optimizer else ()),
         clock=time.monotonic,
         resolve_module=module_resolver(allow_module.split(",") if allow_module else ()),
@@ -162,7 +168,7 @@ def serve(
         key=key.hex(),
         host=host,
         port=0,
-        heartbeat_timeout=seconds_of("--heartbeat-timeout", heartbeat_timeout),
+        heartbeat_timeout=silence,
         join_timeout=300.0,
         threads=threads,
         allow_optimizers=tuple(allow_optimizer.split(",")) if allow_optimizer else (),

@@ -52,7 +52,7 @@ class Membership:
         roster: Roster,
         services: Sequence[Service],
         monitoring: Monitoring,
-        heartbeat_timeout: float,
+        heartbeat_timeout: Callable[[], float],
         join_timeout: float,
         plan: Callable[[], EpochPlan | None],
         servers: Servers,
@@ -279,7 +279,7 @@ class Membership:
         out = []
         for rank, reason in self._roster.stalled(now, self._progress_timeout, self._contributed()):
             out += self.lose(rank, reason)
-        for rank, reason in self._roster.silent(now, self._heartbeat_timeout, self._join_timeout):
+        for rank, reason in self._roster.silent(now, self._heartbeat_timeout(), self._join_timeout):
             if self.over:
                 self._roster.gone.add(rank)
             out += self.lose(rank, reason)

@@ -77,6 +77,8 @@ class ServerCore:
         key: the run's shared secret.
         random: draws that many random bytes (nonces).
         heartbeat_timeout: seconds of silence after which a rank counts as dead.
+        joined_heartbeat_timeout: the same where groups join on their own, and one that was evicted by mistake joins
+            again; None for no other.
         progress_timeout: seconds after which a group that has trained, is alive and gets nothing done counts as dead;
             infinite for never.
         join_timeout: seconds that a rank may take to join after the first.
@@ -120,12 +122,16 @@ class ServerCore:
         shard: int = 0,
         adds_up: bool = False,
         progress_timeout: float = math.inf,
+        joined_heartbeat_timeout: float | None = None,
     ) -> None:
         self.key = key
         self._random = random
         # Of ranks that are silent the server that coordinates tells the others.
         is_told = shard > 0 or adds_up
         self._heartbeat_timeout = math.inf if is_told else heartbeat_timeout
+        self._joined_heartbeat_timeout = self._heartbeat_timeout
+        if joined_heartbeat_timeout is not None and not is_told:
+            self._joined_heartbeat_timeout = joined_heartbeat_timeout
         self._join_timeout = math.inf if is_told else join_timeout
         self._progress_timeout = math.inf if is_told else progress_timeout
         self._resolve = resolve or resolver(())
@@ -220,7 +226,7 @@ class ServerCore:
             roster,
             services,
             self._monitoring,
-            self._heartbeat_timeout,
+            lambda: self._silence_limit,
             self._join_timeout,
             lambda: epochs.book.plan if epochs.book is not None else None,
             servers,
@@ -601,11 +607,16 @@ class ServerCore:
         return m.ServerDescription(
             about=self.about(),
             data_port=self.data_port,
-            heartbeat_timeout=self._heartbeat_timeout,
+            heartbeat_timeout=self._silence_limit,
             progress_timeout=self._progress_timeout,
             shards=self.servers.count,
             patience=self.patience,
         )
+
+    @property
+    def _silence_limit(self) -> float:
+        """Seconds of silence after which a rank of this run counts as dead."""
+        return self._joined_heartbeat_timeout if self.roster.joining else self._heartbeat_timeout
 
     def _last_now(self) -> float:
         return self._now
