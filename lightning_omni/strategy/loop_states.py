@@ -27,21 +27,26 @@ def loops_at(
     """
     changed: dict[str, Any] = deepcopy(dict(loops))
     fit = changed["fit_loop"]
-    begun, half = int(batches > 0), int(batches > 0)
+    begun = int(batches > 0)
+    if fit["epoch_progress"]["current"]["processed"] != epoch:  # validations of this one have not begun
+        _set(fit["epoch_loop.val_loop.batch_progress"]["total"], ready=0, started=0, processed=0, completed=0)
     for scope in fit["epoch_progress"].values():
         _set(scope, ready=epoch + begun, started=epoch + begun, processed=epoch, completed=epoch)
     progress = fit["epoch_loop.batch_progress"]
     progress["is_last_batch"] = False
     # As Lightning saves it at a batch's end: before that batch counts as completed.
     for scope, count in ((progress["total"], before + batches), (progress["current"], batches)):
-        _set(scope, ready=count, started=count, processed=count, completed=count - half)
+        _set(scope, ready=count, started=count, processed=count, completed=count - begun)
     optimizer = fit["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]
     by_hand = fit["epoch_loop.manual_optimization.optim_step_progress"]
-    for tracked in (optimizer["step"], optimizer["zero_grad"]) if automatic else (by_hand,):
+    begun_windows = int(batches % window > 0)  # whose gradients are zeroed, and with which no step was taken yet
+    for tracked, more in (
+        ((optimizer["step"], 0), (optimizer["zero_grad"], begun_windows)) if automatic else ((by_hand, 0),)
+    ):
         for scope, count in ((tracked["total"], steps), (tracked["current"], steps - past)):
-            _set(scope, ready=count, started=count, completed=count)
+            _set(scope, ready=count + more, started=count + more, completed=count + more)
     stepped = steps if automatic else before + batches
-    is_counted_later = half and batches % window == 0
+    is_counted_later = begun and batches % window == 0
     fit["epoch_loop.state_dict"]["_batches_that_stepped"] = max(0, stepped - int(is_counted_later))
     return changed
 

@@ -39,6 +39,8 @@ def described(scheduler: Any) -> list[Any]:
     """
     kind = type(scheduler)
     is_torchs = kind.__module__ == lr_scheduler.__name__ and hasattr(lr_scheduler, kind.__name__)
+    if getattr(scheduler, "_scale_fn_custom", None) is not None:  # of a CyclicLR, which the state does not tell
+        is_torchs = False
     inside = vars(scheduler).get("_schedulers") or ()
     return [kind.__name__ if is_torchs else "", [described(each) for each in inside]]
 
@@ -120,6 +122,8 @@ def _made(description: Sequence[Any], state: Mapping[str, Any], optimizer: Optim
         return None
     scheduler: Any = object.__new__(kind)
     scheduler.optimizer = optimizer
+    if name == "CyclicLR":
+        scheduler._scale_fn_custom = None
     if inside:
         scheduler._schedulers = [
             _made(each, own, optimizer) for each, own in zip(inside, state["_schedulers"], strict=True)

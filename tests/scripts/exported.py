@@ -39,7 +39,7 @@ def main() -> None:
     pl.seed_everything(1, verbose=False)
     begins, net = Begins(), Member()
     groups = OPTIONS.get("groups", 0)
-    strategy = omni.OmniStrategy(groups=groups, timeout=None) if groups else "auto"
+    strategy = omni.OmniStrategy(groups=groups, timeout=None) if groups else OPTIONS.get("strategy", "auto")
     fit = trainer(strategy, max(1, groups), max_epochs=OPTIONS["epochs"], callbacks=[Record(), begins])
     fit.fit(net, *loaders(OPTIONS["samples"]), ckpt_path=OPTIONS["path"])
     finite = all(bool(torch.isfinite(each).all()) for each in net.state_dict().values())
