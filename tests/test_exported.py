@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from copy import deepcopy
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.demos.boring_classes import BoringModel, RandomDataset
 from runs import run as run_script
-from test_joining import PATIENCE
+from test_joining import PATIENCE, Run
 from test_resilience import Mortal, saved, workers
 from test_server_restart import Saving
 from torch import Tensor
@@ -46,7 +47,7 @@ def is_inside_epoch(folder: Path, epoch: int) -> bool:
         cut = SavedRun.of(saved_states(folder)).cut
     except ConfigurationError:
         return False
-    return cut.epoch == epoch and BATCH < sum(stop - start for start, stop in cut.trained) < SAMPLES // 2
+    return cut.epoch == epoch and BATCH < sum(stop - start for start, stop in cut.trained) < SAMPLES - 16 * BATCH
 
 
 def abandoned(folder: Path, *options: str, **more: Any) -> Path:
@@ -67,6 +68,13 @@ def abandoned(folder: Path, *options: str, **more: Any) -> Path:
         run.server.kill()
         run.close()
     return state
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    run = Run(tmp_path)
+    yield run
+    run.close()
 
 
 @pytest.fixture(scope="module")
@@ -166,10 +174,31 @@ def test_a_run_of_several_groups_goes_on_with_the_samples_that_are_left(exported
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_an_epoch_of_which_all_is_trained_is_over_and_the_next_one_begins(tmp_path: Path) -> None:
+def test_another_server_and_groups_that_join_it_go_on_where_an_abandoned_run_was(exported: Path, run: Run) -> None:
+    checkpoint = torch.load(exported, weights_only=True)
+    trained = sum(stop - start for start, stop in checkpoint["omni"]["run"]["cut"]["trained"])
+    assert trained
+    options = {"epochs": 3, "samples": SAMPLES, "hold": [1], "path": str(exported)}
+    first, second = run.train_together(options)
+    assert (first["weights"], first["epochs"]) == (second["weights"], 3)  # epochs that the callback has counted
+    assert first["finite"]
+    seen = Counter(epoch for epoch, _ in run.trained)
+    assert seen == {1: SAMPLES - trained, 2: SAMPLES}
+    assert set(run.trained.values()) == {1}
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("schedule", "rate"), [("", rate_after(BATCHES)), ("function", 0.05 / (1 + (BATCHES - 1) / 100))]
+)
+def test_an_epoch_of_which_all_is_trained_is_over_and_the_next_one_begins(
+    schedule: str, rate: float, tmp_path: Path
+) -> None:
+    """A schedule of a function of the user's has the rate of the last push until it is stepped."""
     run, state = Saving(tmp_path), tmp_path / "state"
     try:
-        run.start("a", {"epochs": 3, "samples": SAMPLES, "hold_validation": [0]})
+        run.start("a", {"epochs": 3, "samples": SAMPLES, "hold_validation": [0], "schedule": schedule})
         run.wait_for("a0-validates-0")
         run._wait_for_save()
         run.server.kill()
@@ -177,10 +206,10 @@ def test_an_epoch_of_which_all_is_trained_is_over_and_the_next_one_begins(tmp_pa
         run.close()
     exported = checkpoint_of(state)
     torch.save(exported.checkpoint, tmp_path / "run.ckpt")
-    said = fit(tmp_path / "run.ckpt")[0]
+    said = fit(tmp_path / "run.ckpt", schedule=schedule)[0]
     assert said["weights"] == digest(exported.checkpoint["state_dict"])
     assert (said["epoch"], said["step"], said["batch"], said["count"]) == (1, BATCHES, 0, BATCHES)
-    assert said["rate"] == pytest.approx(rate_after(BATCHES))
+    assert said["rate"] == pytest.approx(rate)
     assert [number for _, number, _ in said["seen"]] == list(range(BATCHES))
     assert said["end"]["step"] == 2 * BATCHES
 
@@ -218,11 +247,12 @@ def held(folder: Path, servers: int, **more: Any) -> Path:
     ("servers", "more"),
     [
         (1, {"average": 0.5}),
+        (1, {"by_hand": True}),
         (2, {"optimizer": "AdamW"}),
         (2, {"optimizer": "AdamW", "inside": "fsdp", "devices": 2, "method": "hardsync"}),
         (2, {"optimizer": "SGD", "inside": "fsdp", "devices": 2, "method": "diloco:period=4"}),
     ],
-    ids=["averaged weights", "two servers", "sharded", "sharded, optimizers on the ranks"],
+    ids=["averaged weights", "two optimizers by hand", "two servers", "sharded", "sharded, optimizers on the ranks"],
 )
 def test_a_state_in_which_nothing_was_pushed_since_is_the_checkpoint_that_the_trainer_saved_then(
     servers: int, more: dict[str, Any], tmp_path: Path
@@ -240,7 +270,8 @@ def test_a_state_in_which_nothing_was_pushed_since_is_the_checkpoint_that_the_tr
         )
     else:
         assert alike(mine["optimizer_states"], theirs["optimizer_states"])
-        assert exported.notes == ()
+        assert all("the module steps its schedulers itself" in note for note in exported.notes)
+        assert len(exported.notes) == int("by_hand" in more)
     assert mine["global_step"] == theirs["global_step"]
     assert (mine["epoch"], theirs["epoch"]) == (1, 0)  # which is saved before the epoch is over
 

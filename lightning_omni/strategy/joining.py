@@ -135,7 +135,7 @@ class RunStates:
                     "class": described(config.scheduler),
                     "interval": config.interval,
                     "frequency": config.frequency,
-                    "optimizer": self._number(config.scheduler.optimizer),
+                    "optimizer": self._number(getattr(config.scheduler, "optimizer", None)),
                 }
                 for config in trainer.lr_scheduler_configs
             ],

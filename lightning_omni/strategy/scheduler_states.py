@@ -41,7 +41,7 @@ def described(scheduler: Any) -> list[Any]:
     is_torchs = kind.__module__ == lr_scheduler.__name__ and hasattr(lr_scheduler, kind.__name__)
     if getattr(scheduler, "_scale_fn_custom", None) is not None:  # of a CyclicLR, which the state does not tell
         is_torchs = False
-    inside = vars(scheduler).get("_schedulers") or ()
+    inside = getattr(scheduler, "_schedulers", ()) if is_torchs else ()
     return [kind.__name__ if is_torchs else "", [described(each) for each in inside]]
 
 
