@@ -322,6 +322,12 @@ def test_a_run_whose_ranks_were_started_together_gives_its_weights_and_says_what
         assert main(["checkpoint", str(tmp_path / "state"), str(out), "--overwrite"]) == 0
         assert main(["checkpoint", str(tmp_path / "state"), str(out / "below")]) == 2
         assert "cannot be written" in capsys.readouterr().err
+
+        serving.core.fail("the end")  # the last save stays
+        states.discard(serving.core)
+        ended = checkpoint_of(tmp_path / "state")
+        assert (ended.is_whole, ended.updates) == (False, 2)
+        assert torch.equal(ended.checkpoint["state_dict"]["w"], weights["w"])
         states.close()
 
 
