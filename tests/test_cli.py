@@ -26,7 +26,7 @@ def test_help_and_version_do_not_wait_for_torch() -> None:
 import sys, contextlib, io
 from lightning_omni.cli import main
 for arguments in (["--help"], ["--version"], ["simulate", "--help"], ["compare", "--help"], ["plan", "--help"],
-                  ["device", "--help"], ["serve", "--help"]):
+                  ["device", "--help"], ["serve", "--help"], ["checkpoint", "--help"]):
     with contextlib.redirect_stdout(io.StringIO()) as said:
         try:
             main(arguments)

@@ -7,6 +7,9 @@ import os
 import stat
 import subprocess
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from lightning_omni.server.keys import ENVIRONMENT
 from lightning_omni.strategy.arguments import SERVER
 
 yaml = pytest.importorskip("yaml")
+kubernetes = pytest.importorskip("kubernetes_validate")
 DOCS = Path(__file__).parents[1] / "docs"
 RECIPES = DOCS / "recipes"
 SCRIPTS = sorted(RECIPES.glob("*.sh"))
@@ -93,11 +97,44 @@ def test_the_groups_of_the_manifests_join_it_and_may_be_disrupted(manifests: dic
     environment = {each["name"]: each.get("value") for each in container["env"]}
     assert environment[SERVER] == "tcp://lightning-omni:5555"
     assert pod_of(job)["restartPolicy"] == "Never"  # or there can be no podFailurePolicy
-    assert job["spec"]["podFailurePolicy"]["rules"][0]["onPodConditions"] == [{"type": "DisruptionTarget"}]
+    assert job["spec"]["podFailurePolicy"]["rules"][0]["onPodConditions"] == [
+        {"type": "DisruptionTarget", "status": "True"}
+    ]
     assert job["spec"]["completions"] == job["spec"]["parallelism"]
     assert pod_of(job)["terminationGracePeriodSeconds"] >= 60
     (groups, _) = policy["spec"]["ingress"]
     assert groups["from"][0]["podSelector"]["matchLabels"] == job["spec"]["template"]["metadata"]["labels"]
+
+
+VERSIONS = ("1.26", "1.32", "1.37")
+"""Of Kubernetes: the oldest whose Jobs have a podFailurePolicy by default, one between, and the latest."""
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_manifests_are_what_kubernetes_accepts(version: str, manifests: dict[tuple[str, str], Any]) -> None:
+    for each in manifests.values():
+        assert kubernetes.validate(each, version, strict=True) == version
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "value"),
+    [
+        (("spec", "template", "spec", "containers", 0), "volumeMount", []),
+        (("spec", "template", "spec", "containers", 0, "livenessProbe"), "periodSecond", 10),
+        (("spec", "template", "spec"), "restartPolicy", 1),
+        (("spec",), "backoffLimit", "many"),
+    ],
+)
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_misspelt_field_or_a_value_of_another_type_is_none(
+    version: str, path: Sequence[Any], name: str, value: Any, manifests: dict[tuple[str, str], Any]
+) -> None:
+    job = deepcopy(manifests["Job", "lightning-omni-server"])
+    reduce(getitem, path, job)[name] = value
+    with pytest.raises(
+        kubernetes.ValidationError, match=name if isinstance(value, list) or value == 10 else str(value)
+    ):
+        kubernetes.validate(job, version, strict=True)
 
 
 # --- Scripts ---------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from itertools import count
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -257,6 +258,24 @@ def test_nothing_is_lost_or_counted_twice_in_any_wire_format(seed: int, wire: An
         for place in range(len(SHAPES)):
             owed = before[place] if before is not None else torch.zeros(SHAPES[place])
             assert torch.allclose(given_now[place] + owed, arrived[place] + after[place], atol=1e-5)
+
+
+@pytest.mark.parametrize("by_member", [False, True], ids=["leaders exchange", "members exchange"])
+def test_the_time_of_a_push_is_that_of_its_part_and_of_what_follows_when_all_parts_are_there(by_member: bool) -> None:
+    ensemble = run_of(2, 2, by_member=by_member)
+    for core in ensemble.cores:
+        core._clock = partial(next, count())  # every message that is timed takes one second
+    for group in ensemble.groups:
+        group.compute()
+        while not group.go_on():
+            assert ensemble.step()
+            for core in ensemble.cores:
+                core.handed_over()
+    first, second = (core.overview() for core in ensemble.cores)
+    assert (first.pushes, second.pushes) == (2, 2)
+    assert second.serve_time == 2 * 2  # the part has come, and the coordinator has decided
+    assert 2 <= first.serve_time <= 2 * 2  # the part may be the last to come
+    assert sum(group.status.updates for group in first.groups) == first.status.clock == 2
 
 
 # --- Servers that go on ----------------------------------------------------------------------------------------------

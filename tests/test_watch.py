@@ -445,6 +445,80 @@ def formed_at(observer: Observer, count: int) -> m.Overview:
     return formed
 
 
+JOINING = Path(__file__).parent / "scripts" / "joining.py"
+SAMPLES = 512
+"""A batch has 8, and an update is made of one."""
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_several_servers_show_the_run_as_one_would_and_the_others_what_they_do_themselves(
+    start: Callable[..., Process], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shares = ["--shards", "3", "--port", "0", "--http", "0"]
+    server = start(*COMMAND, "serve", *shares, "--shards-here", "2")
+    address = server.expect(r"parameter server on (tcp://\S+), key from", START)[1]
+    url = server.expect(r"status on (http://127\.0\.0\.1:\d+)", 10)[1]
+    missing = "1 of the servers that are to hold a share of the weights have not come yet\n"
+    wait_for(lambda: get(url, "/readyz") == (503, missing), START)
+    assert get(url, "/healthz") == (200, "ok\n")
+    other = start(*COMMAND, "serve", *shares, "--shard", "2", "--coordinator", address)
+    there = other.expect(r"status on (http://127\.0\.0\.1:\d+)", START)[1]
+    wait_for(lambda: get(url, "/readyz") == (200, "ok\n"))
+
+    given = json.dumps({"epochs": 2, "samples": SAMPLES, "hold": [1], "step": 0.02})
+    groups = []
+    for name in "ab":  # the first trains epoch 0 alone; then both wait in epoch 1
+        env = {"LIGHTNING_OMNI_SERVER": address, "OMNI_TEST_FOLDER": str(tmp_path), "OMNI_TEST_NAME": name}
+        groups.append(start(sys.executable, str(JOINING), given, **env))
+        wait_for((tmp_path / f"{name}0-in-1").exists, START)
+    status = wait_for(lambda: (seen := json.loads(get(url, "/status")[1])) and len(seen["groups"]) == 2 and seen)
+    assert (status["live"], status["trained"], status["plan"]["budget"], status["over"]) == ([0, 1], 0, SAMPLES, "")
+    assert [(each["samples"], each["hosts"]) for each in status["groups"]] == [
+        (SAMPLES, ["127.0.0.1"]),
+        (0, ["127.0.0.1"]),
+    ]
+    seen = samples_of(get(url, "/metrics")[1])
+    updates = SAMPLES // 8
+    for name, value in {
+        "run_active": 1, "ranks_live": 2, "ranks_lost_total": 0, "groups": 2, "updates_total": updates, "epoch": 1,
+        "epoch_samples": SAMPLES, "epoch_samples_trained": 0, "server_pushes_total": updates,
+        "staleness_updates_count": updates, "pushes_refused_total": 0, "server_strangers_refused_total": 0,
+    }.items():  # fmt: skip
+        assert seen[f"lightning_omni_{name}", ()] == value, name
+    first = (("group", "0"),)
+    assert seen["lightning_omni_group_samples_total", first] == SAMPLES
+    assert seen["lightning_omni_group_pushes_applied_total", first] == updates
+    assert seen["lightning_omni_group_step_seconds", first] > 0.02
+    assert 0 < seen["lightning_omni_server_push_seconds_total", ()] < 5
+
+    pushes = "lightning_omni_server_pushes_total", ()
+    # Each server looks at itself once a second, at moments of its own.
+    theirs = wait_for(lambda: (own := samples_of(get(there, "/metrics")[1])).get(pushes) == updates and own)
+    names = {name for name, _ in theirs if name.startswith("lightning_omni_")}
+    assert names == {f"lightning_omni_server_{name}_total" for name in ("pushes", "push_seconds", "strangers_refused")}
+    assert theirs["lightning_omni_server_push_seconds_total", ()] > 0
+    assert get(there, "/status") == (404, "the run's status is at the server that coordinates, server 0\n")
+    assert get(there, "/healthz") == get(there, "/readyz") == (200, "ok\n")
+
+    monkeypatch.setenv("LIGHTNING_OMNI_KEY", KEY)
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert main(["top", address, "--once", "--every", "0.3s"]) == 0
+    shown = capsys.readouterr().out
+    assert "async_sgd, wire format raw, 2 ranks, for " in shown
+    assert f"{updates} updates (0.0/s), 0.0 samples/s, server busy 0 %" in shown
+    assert f"0 of {SAMPLES} samples, 0 %" in shown
+    assert len([line for line in shown.splitlines() if "127.0.0.1" in line and "ms" in line]) >= 1
+    assert "group 1 takes part: rank 1" in shown
+
+    (tmp_path / "go-1").touch()
+    for group in groups:
+        assert group.end(START) == 0, group.output
+    wait_for(lambda: not json.loads(get(url, "/status")[1])["run"])  # the next run may come
+    assert get(url, "/readyz") == (200, "ok\n")
+    assert f"a run is over: {2 * updates} updates, ranks lost: 0" in server.output
+
+
 def metrics_of_two_groups(url: str) -> dict[Any, float] | None:
     """As soon as the mean step of both is that of their later steps: they wait for 0.05 s in each."""
     seen = samples_of(get(url, "/metrics")[1])

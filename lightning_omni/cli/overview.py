@@ -127,7 +127,8 @@ def _head(overview: Overview, rates: Rates) -> list[RenderableType]:
     updates, samples = rates.of(lambda seen: seen.status.clock), rates.of(_samples)
     busy = rates.of(lambda seen: seen.serve_time)
     method, wire = (str((each or {}).get("name", UNKNOWN)) for each in (overview.method, overview.wire_format))
-    ranks = f"{len(overview.live) - len(overview.missing)} of {overview.announced} ranks"
+    here = len(overview.live) - len(overview.missing)
+    ranks = f"{here} of {overview.announced} ranks" if here <= overview.announced else f"{here} ranks"  # that joined
     lines: list[RenderableType] = [
         Text(quoted(f"{overview.run}: {method}, wire format {wire}, {ranks}, for {duration(overview.age)}"), "bold"),
         Text(

@@ -13,6 +13,8 @@ from lightning_omni.optimizer.folders import Folder
 from lightning_omni.protocol.cut import Cut
 from lightning_omni.protocol.progress import Progress
 
+ENTRY = "omni"
+"""The name of what is added to a checkpoint."""
 NAME = "lightning_omni.run_state"
 VERSION = 2
 """Of the entry. Before it had a name and a version it was 1."""

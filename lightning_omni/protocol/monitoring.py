@@ -19,6 +19,10 @@ LATELY = 64
 """Pushes over which their time is averaged: where groups synchronize, the last one's takes many times the others'."""
 RATE_WINDOW = 10.0
 """Seconds over which the rate of updates is measured."""
+_PARTS = (m.PushMessage, sm.Sum)
+"""Messages that bring a push, or this server's part of one."""
+_ENDS = (sm.ShardReady, sm.Decide)
+"""Messages after which a part is handled that has come before: another server has its own, or it is decided on."""
 
 
 class Monitoring(Service):
@@ -29,6 +33,7 @@ class Monitoring(Service):
         shards: what they train.
         clock: tells the time that the server's arithmetic takes, in seconds.
         strangers: messages refused because they were malformed or their sender had not been admitted.
+        handled: counts the pushes that were handled, also those of earlier groups.
 
     Attributes:
         pushes: that were handled so far.
@@ -36,14 +41,23 @@ class Monitoring(Service):
     """
 
     def __init__(
-        self, roster: Roster, shards: HeldShards, clock: Callable[[], float], strangers: Callable[[], int]
+        self,
+        roster: Roster,
+        shards: HeldShards,
+        clock: Callable[[], float],
+        strangers: Callable[[], int],
+        handled: Callable[[], int],
     ) -> None:
         self._roster = roster
         self._shards = shards
         self._clock = clock
         self._strangers = strangers
+        self._handled = handled
         self._rate: deque[tuple[float, int]] = deque()
-        self._push_began: float | None = None
+        self._began: float | None = None
+        self._is_part = False  # whether the message that is being handled brings a push
+        self._handled_before = 0
+        self._unfinished = 0.0  # seconds that parts of pushes have taken that are not handled yet
         self._serve_times: deque[float] = deque(maxlen=LATELY)
         self._serves = False
         self.pushes = 0
@@ -52,22 +66,32 @@ class Monitoring(Service):
     def form(self, topology: Topology, method: Method, message: m.Form) -> None:
         self._serve_times.clear()
         self._serves = False
+        self._unfinished = 0.0
 
     def begin(self, message: m.Message) -> None:
         """A message has come in, and is about to be handled."""
-        self._push_began = self._clock() if isinstance(message, (m.PushMessage, sm.Sum)) else None
+        self._is_part = isinstance(message, _PARTS)
+        self._began = self._clock() if self._is_part or isinstance(message, _ENDS) else None
+        self._handled_before = self._handled()
 
     def end(self) -> None:
-        """The answers to the last message are with the socket; if it was a push, it has taken until now."""
-        if self._push_began is None:
+        """The answers to the last message are with the socket; what it took of a push has taken until now."""
+        if self._began is None:
             return
-        lasted = max(0.0, self._clock() - self._push_began)
-        self._push_began = None
-        self.pushes += 1
+        lasted = max(0.0, self._clock() - self._began)
+        self._began = None
+        handled = self._handled() - self._handled_before
+        if not (handled or self._is_part):  # it was about another request
+            return
         self.total_serve_time += lasted
+        self._unfinished += lasted
+        if not handled:
+            return
+        self.pushes += handled
         if self._serves:
-            self._serve_times.append(lasted)
+            self._serve_times.append(self._unfinished / handled)
         self._serves = True  # the first after groups were formed has memory to find
+        self._unfinished = 0.0
 
     def tick(self, now: float) -> None:
         """Time passes."""

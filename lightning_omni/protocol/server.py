@@ -186,7 +186,7 @@ class ServerCore:
         )
         self._training = training = Training(roster, self._admission, shards, epochs, notes, servers, journal)
         self._epochs = epochs
-        self._monitoring = Monitoring(roster, shards, self._work_time, lambda: self.strangers)
+        self._monitoring = Monitoring(roster, shards, self._work_time, lambda: self.strangers, lambda: training.pushes)
         self._observation = RunObservation(
             roster,
             epochs,
@@ -307,6 +307,7 @@ class ServerCore:
         if not isinstance(message, sm.Told):
             return []
         self._pass_time(message.now)
+        self._monitoring.begin(message)
         out = self._done_also(servers, message)
         servers.done()
         if isinstance(message, (sm.Admit, sm.Relay)):  # a rank waits for it
@@ -597,6 +598,16 @@ class ServerCore:
 
     def _count(self, no: Refused) -> None:
         self.strangers += no.code in STRANGE
+
+    @property
+    def missing_servers(self) -> int:
+        """Of the servers that are to hold a share, those that have not come yet: until then ranks wait to join."""
+        return self.servers.missing if isinstance(self.servers, Coordinator) else 0
+
+    @property
+    def knows_run(self) -> bool:
+        """Whether it knows how the run goes, and not just what is told to servers that hold a share."""
+        return self.servers.number == 0
 
     @property
     def gone(self) -> str:

@@ -353,6 +353,11 @@ class Coordinator(_InParts):
         return next(iter(self._gone.values()), "")
 
     @property
+    def missing(self) -> int:
+        """How many of the others are not there."""
+        return self.count - 1 - len(self._links)
+
+    @property
     def peers(self) -> list[Peer]:
         return [link.peer for link in self._links.values()]
 

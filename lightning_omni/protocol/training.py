@@ -49,6 +49,7 @@ class Training(Service):
 
     Attributes:
         handled: of each group, pushes that were handled since groups were formed, also those that were refused.
+        pushes: those and all before, each sum of an aggregator as one.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Training(Service):
         self._via: dict[int, Peer] = {}  # group: the aggregator in whose sum that came
         self._idle_elsewhere: set[int] = set()
         self.handled: Counter[int] = Counter()
+        self.pushes = 0
         self._wire_format: WireFormat = RAW
         self._memory = Memory()
 
@@ -176,6 +178,7 @@ class Training(Service):
         tensors = self._decode(as_tensor(payload), layout)
         replies = shard.push(group, message, tensors, layout, sender.finite)
         self.handled[group] += 1
+        self.pushes += 1
         self._deliveries.count(group, message, applied=replies is not None)
         self._notes.push(group, message, refused=replies is None, elsewhere=sender.elsewhere)
         if message.epoch >= 0:
@@ -207,6 +210,7 @@ class Training(Service):
         except OmniError as error:
             return [Out(sender.peer, m.DATA, sm.SumRefused(number=message.number, reason=str(error)))]
         replies = shard.take_sum(parts, tensors)
+        self.pushes += 1
         for group, push in ((part.group, part.push) for part in parts):
             self.handled[group] += 1
             self._deliveries.count(group, push, applied=True)

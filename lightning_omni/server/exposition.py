@@ -44,13 +44,14 @@ def status_json(overview: m.Overview, age: float, updated: float) -> bytes:
     return msgspec.json.encode({**plain, "snapshot_age": age, "time": updated}) + b"\n"
 
 
-def metrics_text(overview: m.Overview, taken: float, accept: str = "") -> tuple[bytes, str]:
+def metrics_text(overview: m.Overview, taken: float, accept: str = "", is_of_run: bool = True) -> tuple[bytes, str]:
     """An overview in the format that Prometheus reads.
 
     Args:
         overview: of the run.
         taken: when it was taken, in seconds since 1970.
         accept: which formats the reader takes, as in HTTP; OpenMetrics if that is among them.
+        is_of_run: whether the run's metrics are among them; if not, those of the server alone.
 
     Returns:
         The text, and its content type.
@@ -60,7 +61,7 @@ def metrics_text(overview: m.Overview, taken: float, accept: str = "") -> tuple[
 
     class Collector:
         def collect(self) -> Iterator[Metric]:
-            yield from families(overview, taken)
+            yield from families(overview, taken) if is_of_run else _of_server(overview)
 
     registry = CollectorRegistry(auto_describe=False)
     ProcessCollector(registry=registry)  # of this process: memory, files, processor time; nothing but on Linux

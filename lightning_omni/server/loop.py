@@ -157,6 +157,7 @@ class Server:
                     self._segment_socket.serve()
                 for message in self._coordinator.hear() if self._coordinator is not None else ():
                     self._send(self.core.follow(message))
+                    self.core.handed_over()
                 for message, payload in self._coordinator.hear_answers() if self._coordinator is not None else ():
                     self._send(self.core.hear_answer(message, payload))
                 if self.core.due <= self._clock():

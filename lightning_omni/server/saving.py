@@ -50,6 +50,8 @@ ENDED = "ended"
 _SAVED, _JOURNAL, _NEW, _LOCK = "state-", "journal-", "new", "lock"
 _SHARE = "share-"
 """Directories of the other servers that hold a share each."""
+_ATTEMPTS = 5
+"""Saves that are tried, where a server writes the next one meanwhile."""
 _PAUSE = 0.25
 """Seconds after which it is asked whether the run is over."""
 _MARK = b"lightning-omni state\n"
@@ -399,9 +401,46 @@ def saved_weights(path: str | Path) -> dict[str, Tensor]:
             f"{path}: several servers have saved a share of the weights each, and the module's shapes are in none of"
             " them; start lightning-omni serve again, or load a checkpoint"
         )
-    saves = sorted(Path(path).glob(f"{_SAVED}*")) or [Path(path) / ENDED]
-    parts = read(saves[-1])["services"]["Snapshots"]["parts"]
-    return {name: weight for part in parts for name, weight in part["weights"].items()}
+    [state] = saved_states(path)
+    return {
+        name: weight for part in state["services"]["Snapshots"]["parts"] for name, weight in part["weights"].items()
+    }
+
+
+def saved_states(path: str | Path) -> list[dict[str, Any]]:
+    """The last save in a server's directory, of each server that holds a share: see `read`.
+
+    A server may be using the directory meanwhile.
+
+    Args:
+        path: of the directory; of the server that coordinates, if there are several.
+
+    Raises:
+        ConfigurationError: there is no such directory, no save is in it, or it cannot be read.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise ConfigurationError(f"{path}: there is no such directory; pass the one that the server was given: --state")
+    shares = [share_directory(folder, number) for number in _numbers(folder, _SHARE)]
+    folders = [folder, *shares]
+    for attempt in range(_ATTEMPTS):
+        numbers = set.intersection(*(set(_numbers(each, _SAVED)) for each in folders))
+        if numbers:
+            files = [each / f"{_SAVED}{max(numbers):08d}" for each in folders]
+        elif not shares and (folder / ENDED).exists():
+            files = [folder / ENDED]
+        else:
+            break
+        try:
+            return [read(each) for each in files]
+        except ConfigurationError:
+            # The server has written another one meanwhile, and removed this one.
+            if attempt == _ATTEMPTS - 1 or all(each.exists() for each in files):
+                raise
+    raise ConfigurationError(
+        f"{path}: nothing is saved there. A server saves when training has begun, and removes its saves when a run has"
+        " ended in good order; then load a checkpoint that the Trainer has saved"
+    )
 
 
 def _write_whole(file: io.FileIO, part: bytes | memoryview) -> None:

@@ -40,11 +40,19 @@ _PATHS = b"there are /metrics, /status, /healthz and /readyz\n"
 
 @dataclass(frozen=True, eq=False)
 class TimedOverview:
-    """A run at one moment: ``at`` on the monotonic clock, ``taken`` in seconds since 1970."""
+    """A run at one moment: ``at`` on the monotonic clock, ``taken`` in seconds since 1970.
+
+    Attributes:
+        overview: what there is to be seen.
+        missing: servers that are to hold a share of the weights, and are not there yet.
+        is_of_run: whether the run is to be seen here; if not, it is at the server that coordinates.
+    """
 
     overview: m.Overview
     at: float
     taken: float
+    missing: int = 0
+    is_of_run: bool = True
 
 
 class StatusServer:
@@ -81,11 +89,11 @@ class StatusServer:
         now = time.monotonic()
         if now >= self._due:
             self._due = now + EVERY
-            self.publish(core.overview())
+            self.publish(core.overview(), core.missing_servers, core.knows_run)
 
-    def publish(self, overview: m.Overview) -> None:
-        """Requests are answered from this from now on."""
-        self._server.snapshot = TimedOverview(overview, time.monotonic(), time.time())
+    def publish(self, overview: m.Overview, missing: int = 0, is_of_run: bool = True) -> None:
+        """Requests are answered from this from now on; see `TimedOverview`."""
+        self._server.snapshot = TimedOverview(overview, time.monotonic(), time.time(), missing, is_of_run)
 
     def close(self) -> None:
         """Listens no more."""
@@ -169,10 +177,15 @@ class _Handler(BaseHTTPRequestHandler):
         if path == "/metrics":
             body, kind = _metrics(snapshot, self.headers.get("Accept", "")[:200])
             return HTTPStatus.OK, kind, body
+        if path == "/status" and not snapshot.is_of_run:
+            return _sentence(HTTPStatus.NOT_FOUND, "the run's status is at the server that coordinates, server 0")
         if path == "/status":
             return HTTPStatus.OK, "application/json", exposition.status_json(snapshot.overview, age, snapshot.taken)
         if age > (STALLED if path == "/healthz" else READY):
             return _sentence(HTTPStatus.SERVICE_UNAVAILABLE, f"the server's loop was not heard for {age:.0f} s")
+        if path == "/readyz" and snapshot.missing:
+            waits = f"{snapshot.missing} of the servers that are to hold a share of the weights have not come yet"
+            return _sentence(HTTPStatus.SERVICE_UNAVAILABLE, waits)
         if path == "/readyz" and snapshot.overview.over:
             return _sentence(HTTPStatus.SERVICE_UNAVAILABLE, f"the run is over: {snapshot.overview.over}")
         return _sentence(HTTPStatus.OK, "ok")
@@ -181,7 +194,7 @@ class _Handler(BaseHTTPRequestHandler):
 @lru_cache(maxsize=4)
 def _metrics(snapshot: TimedOverview, accept: str) -> tuple[bytes, str]:
     """Rendered once for each snapshot, however many ask."""
-    return exposition.metrics_text(snapshot.overview, snapshot.taken, accept)
+    return exposition.metrics_text(snapshot.overview, snapshot.taken, accept, snapshot.is_of_run)
 
 
 def _sentence(code: HTTPStatus, sentence: str) -> tuple[HTTPStatus, str, bytes]:

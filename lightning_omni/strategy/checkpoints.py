@@ -6,15 +6,11 @@ known beyond is one more entry, ``"omni"``: see `lightning_omni.optimizer.saved`
 
 from __future__ import annotations
 
-import contextlib
-import io
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -23,18 +19,16 @@ from lightning_omni.optimizer import World, names_of
 from lightning_omni.optimizer.channel import ServerSnapshot
 from lightning_omni.optimizer.folders import Folder, by_names, without_tensors
 from lightning_omni.optimizer.folders import save as save_folder
-from lightning_omni.optimizer.saved import Saved
+from lightning_omni.optimizer.saved import ENTRY, Saved
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.progress import Progress
 from lightning_omni.strategy.published import Version
+from lightning_omni.strategy.whole_files import write_whole
 
 if TYPE_CHECKING:
     from lightning_fabric.plugins.io.torch_io import TorchCheckpointIO as _Base
 else:
     _Base = object
-
-ENTRY = "omni"
-"""The name of what is added to a checkpoint."""
 
 
 class Checkpoints:
@@ -251,17 +245,4 @@ class WholeFileHooks(_Base):
         if storage_options is not None or "://" in str(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
-        final = Path(path).expanduser()
-        final.parent.mkdir(parents=True, exist_ok=True)
-        buffer = io.BytesIO()  # torch does not say what went wrong with a file
-        torch.save(checkpoint, buffer)
-        partial = final.with_name(f"{final.name}.{os.getpid()}.partial")
-        try:
-            with partial.open("wb") as file:
-                file.write(buffer.getbuffer())
-            partial.replace(final)
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                partial.unlink()
-            reason = f"{error.strerror}: this checkpoint was not saved; one of before is as it was"
-            raise OSError(error.errno, reason, str(final)) from error
+        write_whole(checkpoint, path)

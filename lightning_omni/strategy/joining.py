@@ -11,16 +11,19 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_omni.errors import ConfigurationError, MalformedMessage, UnsupportedError
 from lightning_omni.optimizer.meshes import shown
-from lightning_omni.optimizer.sharding import fill, is_part, local_of, reshard
+from lightning_omni.optimizer.model_replica import Part
+from lightning_omni.optimizer.sharding import are_rows, fill, held_by, is_part, local_of, reshard
 from lightning_omni.protocol.codec import pack
 from lightning_omni.strategy import _private
 from lightning_omni.strategy.epochs import Entered
 from lightning_omni.strategy.grouping import GroupedStrategy
+from lightning_omni.strategy.scheduler_states import described
 
 if TYPE_CHECKING:
     from pytorch_lightning import Trainer
@@ -103,6 +106,8 @@ class RunStates:
         shared = {name: own.pop(name) for name in list(own) if is_part(own[name])}
         bases = strategy.epochs.schedule
         averages = _private.averaged_models(trainer)
+        loops = self._sendable("the loops' progress", {"loops": checkpoint["loops"]})
+        progress = strategy.epochs.progress
         return {
             "epoch": trainer.current_epoch,
             "counters": _private.progress_counters(trainer)[1:],
@@ -119,7 +124,46 @@ class RunStates:
             "averages": [average.state_dict() for average in averages],
             "callbacks": self._sendable("the state of the callback", checkpoint.pop("callbacks")),
             "more": self._sendable("the checkpoint's entry", {k: v for k, v in checkpoint.items() if k not in _APART}),
+            # What follows is for `lightning_omni.strategy.exported`; groups that join have a module of their own.
+            **loops,
+            "progress": None if progress is None else msgspec.to_builtins(progress),
+            "automatic": strategy.fitted.automatic_optimization,
+            "keys": self._keys(),
+            "parts": [self._described(part) for part in strategy.joined.parts],
+            "kinds": [
+                {
+                    "class": described(config.scheduler),
+                    "interval": config.interval,
+                    "frequency": config.frequency,
+                    "optimizer": self._number(getattr(config.scheduler, "optimizer", None)),
+                }
+                for config in trainer.lr_scheduler_configs
+            ],
         }
+
+    def _keys(self) -> dict[str, str]:
+        """For every tensor of the module's state, the name by which the server has it; empty if it has it not."""
+        strategy = self._strategy
+        served = {id(each): name for part in strategy.joined.parts for name, each in part.replica.parameters.items()}
+        return {name: served.get(id(each), "") for name, each in strategy.fitted.state_dict(keep_vars=True).items()}
+
+    def _described(self, part: Part) -> dict[str, Any]:
+        """What belongs to which parameter, of what the server holds of an optimizer."""
+        places = {id(each): place for place, each in enumerate(held_by(part.optimizer))}
+        parameters, world = part.replica.parameters, self._strategy.joined
+        return {
+            "optimizer": self._number(part.optimizer),
+            "names": list(parameters),
+            "places": [places.get(id(each), -1) for each in parameters.values()],
+            "shapes": [list(each.shape) for each in parameters.values()],
+            "rows": world.share is not None and are_rows(parameters.values(), world.share[1]),
+        }
+
+    def _number(self, optimizer: Any) -> int:
+        """Which of the Trainer's optimizers this is; -1 for none of them."""
+        own = [id(getattr(each, "optimizer", each)) for each in self._strategy.optimizers]
+        mine = id(getattr(optimizer, "optimizer", optimizer))
+        return own.index(mine) if mine in own else -1
 
     def _sendable(self, what: str, entries: Mapping[str, Any]) -> dict[str, Any]:
         """Those entries that can be sent; of others it is said once that groups that join do without."""

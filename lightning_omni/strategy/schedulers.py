@@ -33,7 +33,7 @@ class _Paced:
         if args or options:
             super().step(*args, **options)  # type: ignore[misc]
             return
-        _reach(self, type(self).target(), super().step)  # type: ignore[misc]
+        reach(self, type(self).target(), super().step)  # type: ignore[misc]
 
 
 class _SteppedByHand:
@@ -48,7 +48,7 @@ class _SteppedByHand:
         if args or options or not calls.are_frequent:
             super().step(*args, **options)  # type: ignore[misc]
         else:
-            _reach(self, calls.target(), super().step)  # type: ignore[misc]
+            reach(self, calls.target(), super().step)  # type: ignore[misc]
 
 
 class Calls:
@@ -116,7 +116,7 @@ class Pacer:
         """Schedulers count from where they did; those that are new, from now on. Returns where all of them do."""
         now = {
             config.scheduler: (
-                _count_of(config.scheduler),
+                count_of(config.scheduler),
                 self._steps() if config.interval == "step" else self._epochs() - 1,
             )
             for config in self._configs
@@ -128,7 +128,7 @@ class Pacer:
         """From now on the schedulers keep pace."""
         for config in self._configs:
             if self._batches is not None:
-                calls = Calls(_count_of(config.scheduler), self._steps, self._epochs, self._batches)
+                calls = Calls(count_of(config.scheduler), self._steps, self._epochs, self._batches)
                 self._mix_in(config.scheduler, _SteppedByHand, calls, {"calls": calls})
             else:
                 self._pace(config.scheduler, config.interval, config.frequency)
@@ -153,7 +153,7 @@ class Pacer:
         for scheduler, own, paced in self._paced:
             if isinstance(paced, Calls):
                 if paced.are_frequent:
-                    _reach(scheduler, paced.target(), partial(own.step, scheduler))
+                    reach(scheduler, paced.target(), partial(own.step, scheduler))
             elif paced == "step":
                 scheduler.step()
 
@@ -172,15 +172,15 @@ def _that_keep_pace(configs: list[Any]) -> list[Any]:
     ]
 
 
-def _reach(scheduler: Any, count: int, step: Callable[[], Any]) -> None:
+def reach(scheduler: Any, count: int, step: Callable[[], Any]) -> None:
     """Steps until the scheduler counts so many, or counts no further."""
-    while (before := _count_of(scheduler)) < count:
+    while (before := count_of(scheduler)) < count:
         step()
-        if _count_of(scheduler) == before:
+        if count_of(scheduler) == before:
             return
 
 
-def _count_of(scheduler: Any) -> int:
+def count_of(scheduler: Any) -> int:
     """How often it was stepped. A ChainedScheduler does not count, but each of those in it does."""
     while not hasattr(scheduler, "last_epoch"):
         scheduler = vars(scheduler)["_schedulers"][0]

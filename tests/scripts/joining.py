@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.optim.lr_scheduler import OneCycleLR
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, StepLR
 
 NAME = os.environ["OMNI_TEST_NAME"]
 GATE = OPTIONS.get("gate", "go")
@@ -69,9 +69,36 @@ class Member(Net):
             optimizer = kinds[OPTIONS["optimizer"]](trained, lr=0.01, **OPTIONS.get("given", {}))
         if "tuner" in OPTIONS:  # whose numbers are easier to tell from one another without a schedule
             return optimizer
+        if OPTIONS.get("schedule") == "function":
+            decay = LambdaLR(optimizer, lambda step: 1 / (1 + step / 100))
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": decay, "interval": "step"}}
         steps = int(self.trainer.estimated_stepping_batches)
         schedule = OneCycleLR(optimizer, 0.05, total_steps=steps, cycle_momentum=False)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class ByHand(Member):
+    """Steps two optimizers and a schedule by itself, of which one holds parameters in an order of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():
+            optimizer.step()
+        self.lr_schedulers().step()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        last, middle = self.net[3], self.net[1]
+        groups = [{"params": [last.bias]}, {"params": [last.weight, *middle.parameters()], "lr": 0.02}]
+        optimizers = [torch.optim.SGD(self.net[0].parameters(), 0.05, momentum=0.9), torch.optim.AdamW(groups, 0.01)]
+        return optimizers, [StepLR(optimizers[0], 1000)]
 
 
 class Parallel(Member):
@@ -118,7 +145,8 @@ Ema = getattr(pl.callbacks, "EMAWeightAveraging", None)  # of Lightning 2.6
 
 def main() -> None:
     pl.seed_everything(int(os.environ.get("OMNI_TEST_SEED", 1)), verbose=False)
-    net, record = Parallel() if "x" in INSIDE else Member(), Record()
+    module = Parallel if "x" in INSIDE else ByHand if OPTIONS.get("by_hand") else Member
+    net, record = module(), Record()
     for number in OPTIONS.get("frozen", ()):
         net.net[number].requires_grad_(False)
     devices = OPTIONS.get("devices", int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
@@ -144,7 +172,7 @@ def main() -> None:
         **{"num_sanity_val_steps": 1, **OPTIONS.get("trainer", {})},
     )
     train, held_out = loaders(OPTIONS.get("samples", 128))
-    fit.fit(net, train, held_out)
+    fit.fit(net, train, held_out, ckpt_path=OPTIONS.get("path"))
     whole = {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in net.state_dict().items()}
     said = {
         "weights": digest(net) if INSIDE == "ddp" else {name: each.flatten().tolist() for name, each in whole.items()},

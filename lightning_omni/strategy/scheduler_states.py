@@ -1,0 +1,134 @@
+"""States of learning-rate schedulers, taken further without the user's module: where a run is by now.
+
+The recorder says how the schedulers stood when the groups parted, and what the run has trained since, the server knows.
+Schedulers of torch are made again from their states, and stepped. What is the user's own is left as it stood.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim import Optimizer, lr_scheduler
+
+from lightning_omni.strategy.schedulers import count_of, reach
+
+
+class Advanced(NamedTuple):
+    """A scheduler that was taken further.
+
+    Attributes:
+        state: as its ``state_dict``.
+        groups: of its optimizer, as it has set them.
+    """
+
+    state: dict[str, Any]
+    groups: list[dict[str, Any]]
+
+
+def described(scheduler: Any) -> list[Any]:
+    """The class of a scheduler of torch, and those of the schedulers in it; an empty name for any other.
+
+    Example:
+        >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+        >>> described(lr_scheduler.ChainedScheduler([lr_scheduler.StepLR(optimizer, 3)]))
+        ['ChainedScheduler', [['StepLR', []]]]
+    """
+    kind = type(scheduler)
+    is_torchs = kind.__module__ == lr_scheduler.__name__ and hasattr(lr_scheduler, kind.__name__)
+    if getattr(scheduler, "_scale_fn_custom", None) is not None:  # of a CyclicLR, which the state does not tell
+        is_torchs = False
+    inside = getattr(scheduler, "_schedulers", ()) if is_torchs else ()
+    return [kind.__name__ if is_torchs else "", [described(each) for each in inside]]
+
+
+def advanced(
+    description: Sequence[Any], state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], count: int
+) -> Advanced | None:
+    """A scheduler's state when it has counted so far, and what it has made of its optimizer's parameter groups.
+
+    Args:
+        description: from `described`.
+        state: of the scheduler, as it stood.
+        groups: of its optimizer, as they stood; the parameters in them do not matter.
+        count: what it counts by now.
+
+    Returns:
+        None if it is not torch's, or is made of functions of the user's.
+
+    Example:
+        >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.8)
+        >>> scheduler = lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+        >>> then = advanced(described(scheduler), scheduler.state_dict(), optimizer.param_groups, count=4)
+        >>> then.state["last_epoch"], then.groups[0]["lr"]
+        (4, 0.2)
+    """
+    bare = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+    optimizer = Optimizer([{**group, "params": [torch.zeros(1)]} for group in bare], {})
+    try:
+        scheduler = _made(description, state, optimizer)
+        if scheduler is None:
+            return None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of steps without those of the optimizer
+            reach(scheduler, count, scheduler.step)
+        if count_of(scheduler) < count:
+            return None
+    except Exception:  # states of other releases of torch may lack anything
+        return None
+    after = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    return Advanced(scheduler.state_dict(), [dict(group) for group in after])
+
+
+def by_count(description: Sequence[Any], state: Mapping[str, Any], count: int) -> dict[str, Any] | None:
+    """A scheduler's state when it has counted so far, if its rate follows from the count alone; otherwise None.
+
+    Its functions are the user's, so that its rate is known again when it is stepped next.
+    """
+    if description[0] != "LambdaLR":
+        return None
+    by = count - int(state["last_epoch"])
+    return {**state, "last_epoch": count, "_step_count": int(state["_step_count"]) + by}
+
+
+def count_in(state: Mapping[str, Any]) -> int:
+    """How often a scheduler was stepped, as its state says; -1 if that does not."""
+    while "last_epoch" not in state:
+        inside = state.get("_schedulers")
+        if not inside:
+            return -1
+        state = inside[0]
+    return int(state["last_epoch"])
+
+
+def whole(description: Sequence[Any], state: Mapping[str, Any]) -> dict[str, Any]:
+    """A scheduler's state as it was before it was sent: the Counter of a MultiStepLR travels as a dict."""
+    inside = zip(description[1], state.get("_schedulers") or (), strict=False)
+    more: dict[str, Any] = {"_schedulers": [whole(*each) for each in inside]} if description[1] else {}
+    if description[0] == "MultiStepLR":
+        more["milestones"] = Counter(state["milestones"])
+    return {**state, **more}
+
+
+def _made(description: Sequence[Any], state: Mapping[str, Any], optimizer: Optimizer) -> Any:
+    name, inside = description
+    if not name or name in ("LambdaLR", "MultiplicativeLR"):  # whose functions are the user's
+        return None
+    kind: Any = getattr(lr_scheduler, name, None)
+    if not isinstance(kind, type) or not issubclass(kind, lr_scheduler.LRScheduler):
+        return None
+    scheduler: Any = object.__new__(kind)
+    scheduler.optimizer = optimizer
+    if name == "CyclicLR":
+        scheduler._scale_fn_custom = None
+    if inside:
+        scheduler._schedulers = [
+            _made(each, own, optimizer) for each, own in zip(inside, state["_schedulers"], strict=True)
+        ]
+        if None in scheduler._schedulers:
+            return None
+    scheduler.load_state_dict({**state})
+    return scheduler
