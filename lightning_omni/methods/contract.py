@@ -415,6 +415,11 @@ class Method(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
         """Whether every exchange, after a warm start, waits for those of all other groups."""
         return self.side is not None and issubclass(self.side, Barrier)
 
+    @property
+    def holds_others_up(self) -> bool:
+        """Whether a group that takes long to push may hold the others up."""
+        return self.has_barrier
+
     def check(self, groups: int) -> None:
         """Raises `ConfigurationError` if the method cannot work with that many groups."""
 

@@ -246,6 +246,10 @@ class DecoupledDiLoCo(Method, frozen=True, kw_only=True, tag="decoupled_diloco")
             )
 
     @property
+    def holds_others_up(self) -> bool:
+        return True  # for as long as the grace window
+
+    @property
     def _stride(self) -> int:
         """Steps between two exchanges."""
         return self.period // self.fragments

@@ -101,6 +101,10 @@ class Downpour(Method, frozen=True, kw_only=True, tag="downpour"):
     def has_barrier(self) -> bool:
         return False  # but for the warm start
 
+    @property
+    def holds_others_up(self) -> bool:
+        return self.warm_start > 0
+
     def group_side(self, replica: Replica) -> GroupSide:
         """Descend; push every n_push steps; fetch every n_fetch."""
         return self._gradients(replica) if self.send == "gradients" else self._updates(replica)

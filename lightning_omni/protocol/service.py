@@ -22,12 +22,17 @@ Payload = bytes | Tensor
 
 
 class Out(msgspec.Struct, frozen=True):
-    """A message to be sent, with the parts of its payload."""
+    """A message to be sent, with the parts of its payload.
+
+    Attributes:
+        may_take_long: whether its receiver alone waits for it, so that what others are sent may come first.
+    """
 
     peer: Peer
     channel: m.Channel
     message: m.Message
     payload: tuple[Payload, ...] = ()
+    may_take_long: bool = False
 
 
 class Sender(NamedTuple):

@@ -277,7 +277,13 @@ class Training(Service):
                 self._epochs.train(group, message.epoch, message.trained)
             shard.method_side.fetched(group)
             self._notes.note("fetch", group, message.optimizer, epoch=message.epoch, spans=spans)
-        return [self._weights(sender.peer, message.optimizer, shard, known=group, to_push=False)]
+        out = self._weights(sender.peer, message.optimizer, shard, known=group, to_push=False)
+        return [msgspec.structs.replace(out, may_take_long=self._has_just_joined(group))]
+
+    def _has_just_joined(self, group: int) -> bool:
+        """Whether a group reads the weights to begin with, in a run that it has joined, and keeps no other waiting."""
+        is_first = self._roster.joining and group >= 0 and not self.handled[group]
+        return is_first and not any(shard.method_side.method.holds_others_up for _, shard in self._shards.pushed)
 
     def check_average(self, sender: Sender, message: m.AverageMessage) -> int:
         """Bytes of a group's own weights."""

@@ -26,6 +26,7 @@ from lightning_omni.server.frames import (
     CHUNK_MARK,
     LARGEST_CONTROL_FRAME,
     LARGEST_DATA_FRAME,
+    LITTLE,
     PROBE,
     Assembly,
     Copies,
@@ -33,6 +34,7 @@ from lightning_omni.server.frames import (
 )
 from lightning_omni.server.guard import ConnectionGuard
 from lightning_omni.server.keys import RunKeys
+from lightning_omni.server.pacing import PacedAnswers
 from lightning_omni.server.rate_limits import RefusalLog
 from lightning_omni.server.shard_link import ShardLink, UpstreamLink, reachable
 from lightning_omni.server.sharing import NOWHERE, Place, Places, SegmentSocket, SharedMemory
@@ -118,6 +120,7 @@ class Server:
         self._answer_places: dict[tuple[bytes, int], Place] = {}
         self._assemblies: dict[bytes, Assembly] = {}
         self._copies = Copies()
+        self._paced = PacedAnswers()
         self._buffers: dict[bytes, dict[int, Tensor]] = {}
         self._refusals: Counter[bytes] = Counter()
         self._turned_away = 0
@@ -148,7 +151,8 @@ class Server:
             self._coordinator.watch(poller)
         due = self._clock()
         while not until() and (self._coordinator is None or self._coordinator.stands):
-            ready = dict(poller.poll(int(max(0.0, min(due, self.core.due) - self._clock()) * 1000) + 1))
+            awaited = min(due, self.core.due, self._paced.due) - self._clock()
+            ready = dict(poller.poll(int(max(0.0, awaited) * 1000) + 1))
             try:
                 for channel, socket in self._sockets.items():
                     if socket in ready:
@@ -162,6 +166,7 @@ class Server:
                     self._send(self.core.hear_answer(message, payload))
                 if self.core.due <= self._clock():
                     self._send(self.core.tick(self._clock()))
+                self._paced.send(self.core.attached)
             except Exception as error:
                 # Whatever it is, ranks must hear of it rather than wait for a server that is no more.
                 _log.exception("the parameter server failed")
@@ -348,6 +353,9 @@ class Server:
                 socket.send_multipart([item.peer, *frames])
             for part in item.payload if place is None else ():
                 assert isinstance(part, Tensor)
+                if item.may_take_long and part.numel() > LITTLE:
+                    self._paced.begin(socket, item.peer, part)
+                    continue
                 self._copies.send(socket, item.peer, part)  # the weights move on while the sockets are still busy
 
     def _put(self, item: Out) -> Place | None:
