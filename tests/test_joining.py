@@ -731,13 +731,15 @@ def test_a_group_that_joins_goes_on_with_the_average_of_the_weights_and_saves_it
 @pytest.mark.slow
 @pytest.mark.processes
 def test_momentum_and_rate_follow_the_number_of_groups_whoever_of_them_is_there(run: Run) -> None:
-    """One group, two, and one again, which is not the first one any more."""
+    """One group, two, and one again, which is not the first one any more; all of its ranks do the same."""
     given = {"optimizer": "SGD", "given": {"momentum": 0.4}, "tuner": {}}
     options = {"epochs": 3, "hold": [1, 2], **given}
     first = run.start("a", options)
     run.wait_for("a0-in-1")
-    second = run.start("b", {**options, "given": {"momentum": 0.7}}, seed=2)  # it is given what the first one has
+    # Two ranks, which are given what the first group has.
+    second = run.start("b", {**options, "given": {"momentum": 0.7}}, TORCHRUN, seed=2)
     run.wait_for("b0-in-1")
+    run.wait_for("b1-in-1")
     run.go(1)
     run.wait_for("a0-in-2")
     run.wait_for("b0-in-2")
@@ -747,7 +749,8 @@ def test_momentum_and_rate_follow_the_number_of_groups_whoever_of_them_is_there(
     assert second.end(PATIENCE) == 0, second.output
     one, two = pytest.approx([0.4, 0.01]), pytest.approx([0.0, 0.01 / 1.2])
     assert steps_of(run.folder / "a0-steps") == {0: [one], 1: [two]}
-    assert steps_of(run.folder / "b0-steps") == {1: [two], 2: [one]}
+    for rank in range(2):
+        assert steps_of(run.folder / f"b{rank}-steps") == {1: [two], 2: [one]}
     assert "OmniTuner: trains with 2 groups, momentum 0, lr 0.00833" in first.output
     last = torch.load(run.folder / "a" / "epoch=2.ckpt", weights_only=False)
     assert [last["optimizer_states"][0]["param_groups"][0][name] for name in ("momentum", "lr")] == one
