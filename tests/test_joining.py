@@ -32,7 +32,7 @@ from torch import nn
 from lightning_omni.errors import ConfigurationError, ConnectionLost, Evicted, RankLost, Refused
 from lightning_omni.optimizer import WorldOptions
 from lightning_omni.optimizer.embedded import RunServer
-from lightning_omni.optimizer.enlistment import COMES_BACK, ask_for_all
+from lightning_omni.optimizer.enlistment import COMES_BACK, ask_for_all, comes_back_to
 from lightning_omni.optimizer.folders import Folder
 from lightning_omni.optimizer.meshes import ModelParallel, sizes_in
 from lightning_omni.protocol import EpochPlan
@@ -383,6 +383,18 @@ def test_a_group_joins_again_so_often_in_a_row_if_this_process_can_start_it(
     assert (says or "") in caplog.text
     assert bool(caplog.text) == bool(says)
     assert (sys.excepthook is before) == (says is not None)
+
+
+def test_no_group_joins_again_a_run_that_is_finished_and_its_process_may_train_in_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(COMES_BACK, "a-run 1")
+    rejoining = Rejoining()
+    rejoining.took_part("a-run")
+    rejoining.finished()
+    error = ConnectionLost("gone")
+    assert not rejoining.arm(error, error, most=10, ranks=1)
+    assert comes_back_to() == ("", 0)
 
 
 def test_an_eviction_after_a_minute_in_the_run_is_not_one_more_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -495,6 +495,7 @@ class OmniStrategyHooks(SavingStrategy):
             for part in world.parts:
                 part.replica.abandon()
             self.proxies.unguard()
+        self.rejoining.finished()
 
     @override
     def on_exception(self, exception: BaseException) -> None:
