@@ -267,6 +267,8 @@ class EpochDriver:
             self._set_last_batch(verdict == "over")
             self._validates = self._ends_in_validation() if self._over else verdict in ("validate", "stop:validate")
         if verdict == "stop:skip":
+        if self._pacer is not None:
+            self._pacer.keep_up()
             self._over = True
             self._set_last_batch(True)
         elif verdict.startswith("stop:"):
@@ -499,7 +501,13 @@ class EpochDriver:
             trainer = self.trainer
             by_hand = not trainer.lightning_module.automatic_optimization
             batches = (lambda: _private.batches_begun(trainer)) if by_hand else None
-            pacer = Pacer(trainer.lr_scheduler_configs, self._steps, lambda: trainer.current_epoch + 1, batches)
+            pacer = Pacer(
+                trainer.lr_scheduler_configs,
+                self._steps,
+                lambda: trainer.current_epoch + 1,
+                batches,
+                lambda frequency, steps: self._now().scheduled(frequency, steps),
+            )
             self.schedule = pacer.count_from(self.schedule)
             if self.data.is_dynamic or self.is_open_ended:
                 pacer.pace()
