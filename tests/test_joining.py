@@ -915,13 +915,18 @@ def test_limits_are_those_of_the_run_as_it_was_begun(run: Run, trainer: dict[str
 @pytest.mark.slow
 @pytest.mark.processes
 def test_a_group_that_was_told_otherwise_is_refused_and_the_run_goes_on(run: Run) -> None:
-    first = run.start("a", {"epochs": 2, "hold": [1]})
+    first = run.start("a", {"epochs": 2, "hold": [1], "split": 1})
     run.wait_for("a0-in-1")
-    wrong = run.start("b", {"epochs": 2, "method": "hardsync"})
-    assert wrong.end(PATIENCE) != 0
-    assert "the run that this group joins has" in wrong.output
-    smaller = run.start("c", {"epochs": 2, "samples": 64})
-    assert smaller.end(PATIENCE) != 0
-    assert "this group's data is not that of the run" in smaller.output
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"method": "hardsync"}, "the run that this group joins has"),
+        ({"samples": 64}, "this group's data is not that of the run"),
+        ({"split": 2}, "this group's training data is another part of its dataset"),
+        ({"finder": True}, "find the rate before, without server="),
+        ({"several": True}, "this training data is several loaders"),
+    ]
+    for number, (given, says) in enumerate(refused):
+        other = run.start(f"b{number}", {"epochs": 2, "split": 1, **given})
+        assert other.end(PATIENCE) != 0
+        assert says in other.output
     run.go(1)
     assert first.end(PATIENCE) == 0, first.output

@@ -304,6 +304,16 @@ def _plain(value: Any) -> Any:
 
 
 def set_folders(trainer: Trainer, theirs: Mapping[str, Any]) -> None:
+def known_metrics(trainer: Trainer) -> dict[str, float]:
+    """What callbacks have found last. To ask for ``callback_metrics`` would compute those of the epoch that begins."""
+    return {name: float(value) for name, value in trainer._logger_connector._callback_metrics.items()}
+
+
+def finds_rate(trainer: Trainer) -> bool:
+    """Whether a callback runs the loop inside a hook, to find a learning rate."""
+    return any(hasattr(callback, "lr_find") for callback in callbacks_of(trainer))
+
+
     """Checkpoints and TensorBoard's logs go where those of the run go."""
     for callback in _folder_callbacks(trainer):
         for name, value in theirs["checkpoints"].get(callback.state_key, {}).items():

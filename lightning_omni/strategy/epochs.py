@@ -43,11 +43,13 @@ class Entered(NamedTuple):
         plan: the epoch that is under way.
         samples: of this epoch, those that were trained when the groups parted.
         validations: what callbacks have heard of: `PublishedValidation.state`.
+        split: which part of a dataset is trained: `lightning_omni.strategy.leased.split_of`.
     """
 
     plan: EpochPlan
     samples: int
     validations: Mapping[str, Any]
+    split: int
 
 
 class EpochDriver:
@@ -232,6 +234,12 @@ class EpochDriver:
                 f"this group's data is not that of the run that it joins, {mine} against {entered.plan}: give all the"
                 " same dataset, batch size, limits and validation="
             )
+        if self.data.split != entered.split:
+            raise ConfigurationError(
+                "this group's training data is another part of its dataset than that of the run that it joins, so that"
+                " groups would train on what others validate with: split with one seed in all groups, as"
+                " random_split(dataset, lengths, generator=torch.Generator().manual_seed(0))"
+            )
         self._advance(entered.samples)
 
     @property
@@ -259,6 +267,8 @@ class EpochDriver:
         """A batch has ended: finds out, together with the other groups, whether to go on, validate or stop."""
         if self._limits is not None and self._limits.by_hand is not None:
             self._limits.by_hand.end_batch()
+        if self._pacer is not None:
+            self._pacer.keep_up()
         if not (self.world.executor.exchanges or self.is_open_ended):
             return
         verdict = self._what_next()
@@ -267,8 +277,6 @@ class EpochDriver:
             self._set_last_batch(verdict == "over")
             self._validates = self._ends_in_validation() if self._over else verdict in ("validate", "stop:validate")
         if verdict == "stop:skip":
-        if self._pacer is not None:
-            self._pacer.keep_up()
             self._over = True
             self._set_last_batch(True)
         elif verdict.startswith("stop:"):

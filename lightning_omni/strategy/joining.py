@@ -52,6 +52,12 @@ class RunStates:
             raise UnsupportedError(
                 "join=True with StochasticWeightAveraging: it replaces a learning-rate scheduler in mid-run, and a"
                 " group that joins has none to replace it with; use WeightAveraging, or start all ranks together"
+        if _private.finds_rate(trainer):
+            raise UnsupportedError(
+                "join=True with LearningRateFinder or Tuner.lr_find: it measures all ranks as one group, which ranks of"
+                " different launchers cannot form; find the rate before, without server= and LIGHTNING_OMNI_SERVER, and"
+                " pass it to all groups"
+            )
             )
         if self._strategy.is_sharded and _private.averaged_models(trainer):
             raise UnsupportedError(
@@ -114,6 +120,7 @@ class RunStates:
             "schedule": [list(bases.get(config.scheduler, ())) for config in trainer.lr_scheduler_configs],
             "schedulers": checkpoint.pop("lr_schedulers"),
             "hyperparameters": checkpoint.pop("optimizer_states"),
+            "split": strategy.epochs.data.split,
             "module": {name: each.detach() for name, each in own.items()},
             "shared": {name: local_of(each) for name, each in shared.items()},
             "averages": [average.state_dict() for average in averages],
@@ -171,7 +178,7 @@ class RunStates:
             config.scheduler.load_state_dict(_like(vars(config.scheduler), state))
             if base:
                 schedule[config.scheduler] = tuple(base)
-        strategy.epochs.enter(Entered(joined.plan, tree["samples"], tree["validations"]), schedule)
+        strategy.epochs.enter(Entered(joined.plan, tree["samples"], tree["validations"], tree["split"]), schedule)
         _private.set_metrics(trainer, tree["metrics"])
         strategy.epochs.data.order = tree["order"]
         _private.begin_at(trainer, tree["epoch"], tree["counters"])
