@@ -262,6 +262,33 @@ def load_callbacks(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
         connector._loaded_checkpoint = {}
 
 
+def load_states_of_callbacks(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+    """What callbacks load of their own; `load_callbacks` has called the hooks that go with it."""
+    _calls_of(trainer)._call_callbacks_load_state_dict(trainer, checkpoint)
+
+
+def seed_workers(trainer: Trainer, loader: object, rank: int) -> None:
+    """Seeds a loader's workers by this rank, where `seed_everything` asks for that.
+
+    Lightning does so later, for loaders without a function for it, by the rank that the Trainer has in its group.
+    """
+    if hasattr(loader, "worker_init_fn"):
+        package = _calls_of(trainer).__name__.removesuffix(".call")
+        sys.modules[f"{package}.connectors.data_connector"]._auto_add_worker_init_fn(loader, rank)
+
+
+def reload_epochs(trainer: Trainer) -> list[float]:
+    """Epochs in which the loaders of training and of validation were made, from which those of the next are counted."""
+    loop: Any = trainer.fit_loop
+    return [loop._last_train_dl_reload_epoch, loop.epoch_loop.val_loop._last_val_dl_reload_epoch]
+
+
+def set_reload_epochs(trainer: Trainer, epochs: list[float]) -> None:
+    """Sets what `reload_epochs` reads."""
+    loop: Any = trainer.fit_loop
+    loop._last_train_dl_reload_epoch, loop.epoch_loop.val_loop._last_val_dl_reload_epoch = epochs
+
+
 def begin_at(trainer: Trainer, epoch: int, counters: list[int]) -> None:
     """The fit loop begins with this epoch, and has counted so much; there is no sanity check.
 
