@@ -517,10 +517,16 @@ class Run:
         self._env["LIGHTNING_OMNI_SERVER"] = address
 
     def start(
-        self, name: str, options: dict[str, Any], launcher: Sequence[str] = (), seed: int = 1, **more: str
+        self,
+        name: str,
+        options: dict[str, Any],
+        launcher: Sequence[str] = (),
+        seed: int = 1,
+        script: Path = SCRIPT,
+        **more: str,
     ) -> Process:
         env = {**self._env, "OMNI_TEST_NAME": name, "OMNI_TEST_SEED": str(seed), **more}
-        command = [sys.executable, *launcher, str(SCRIPT), json.dumps(options)]
+        command = [sys.executable, *launcher, str(script), json.dumps(options)]
         self.groups[name] = Process(command, env)
         return self.groups[name]
 
@@ -930,3 +936,59 @@ def test_a_group_that_was_told_otherwise_is_refused_and_the_run_goes_on(run: Run
         assert says in other.output
     run.go(1)
     assert first.end(PATIENCE) == 0, first.output
+
+
+# --- Hooks and callbacks that change what is trained ------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def changing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """What two groups say of a run in which layers are unfrozen before the second group joins, and weights edited."""
+    run, options = Run(tmp_path_factory.mktemp("changing")), {"epochs": 4, "hold": [2, 3]}
+    try:
+        first = run.start("a", options, script=SCRIPT.with_name("joined_hooks.py"))
+        run.wait_for("a0-in-2")
+        second = run.start("b", options, script=SCRIPT.with_name("joined_hooks.py"))
+        run.wait_for("b0-in-2")
+        run.go(2)
+        run.wait_for("a0-in-3")
+        run.wait_for("b0-in-3")
+        run.go(3)
+        assert first.end(PATIENCE) == 0, first.output
+        assert second.end(PATIENCE) == 0, second.output
+        yield run.result("a"), run.result("b")
+    finally:
+        run.close()
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_group_that_joins_trains_what_was_unfrozen_before(changing: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    for each in changing:
+        for epoch in ("2", "3"):
+            assert "net.0.weight" in each["said"][epoch]["trainable"]
+            assert each["said"][epoch]["moves"]
+            assert each["said"][epoch]["tracks"]
+    assert [size for _, size in changing[1]["said"]["2"]["groups"]] == [2, 4]
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_what_hooks_did_where_the_epoch_began_is_not_done_once_more_by_a_group_that_joins_it(
+    changing: tuple[dict[str, Any], dict[str, Any]],
+) -> None:
+    first, second = changing
+    assert first["said"]["2"]["temperature"] == 0.125
+    assert first["said"]["2"]["epochs"] == 3
+    for epoch in ("2", "3"):
+        assert second["said"][epoch] == first["said"][epoch]
+    assert second["end"] == first["end"]
+    assert second["weights"] == first["weights"]
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_group_that_joins_makes_loaders_again_when_the_others_do(
+    changing: tuple[dict[str, Any], dict[str, Any]],
+) -> None:
+    assert [each["loaded"] for each in changing] == [[0, 1, 2, 3], [2, 3]]

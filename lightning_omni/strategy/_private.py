@@ -304,6 +304,16 @@ def begin_at(trainer: Trainer, epoch: int, counters: list[int]) -> None:
     trainer.num_sanity_val_steps = 0
 
 
+def known_metrics(trainer: Trainer) -> dict[str, float]:
+    """What callbacks have found last. To ask for ``callback_metrics`` would compute those of the epoch that begins."""
+    return {name: float(value) for name, value in trainer._logger_connector._callback_metrics.items()}
+
+
+def finds_rate(trainer: Trainer) -> bool:
+    """Whether a callback runs the loop inside a hook, to find a learning rate."""
+    return any(hasattr(callback, "lr_find") for callback in callbacks_of(trainer))
+
+
 def set_metrics(trainer: Trainer, metrics: Mapping[str, float]) -> None:
     """What callbacks and schedulers that watch a metric find until there is a newer one."""
     known = {name: torch.tensor(value, device=trainer.strategy.root_device) for name, value in metrics.items()}
@@ -331,16 +341,6 @@ def _plain(value: Any) -> Any:
 
 
 def set_folders(trainer: Trainer, theirs: Mapping[str, Any]) -> None:
-def known_metrics(trainer: Trainer) -> dict[str, float]:
-    """What callbacks have found last. To ask for ``callback_metrics`` would compute those of the epoch that begins."""
-    return {name: float(value) for name, value in trainer._logger_connector._callback_metrics.items()}
-
-
-def finds_rate(trainer: Trainer) -> bool:
-    """Whether a callback runs the loop inside a hook, to find a learning rate."""
-    return any(hasattr(callback, "lr_find") for callback in callbacks_of(trainer))
-
-
     """Checkpoints and TensorBoard's logs go where those of the run go."""
     for callback in _folder_callbacks(trainer):
         for name, value in theirs["checkpoints"].get(callback.state_key, {}).items():

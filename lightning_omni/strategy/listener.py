@@ -16,6 +16,7 @@ from lightning_omni.strategy import _private
 from lightning_omni.strategy.epochs import EpochDriver
 from lightning_omni.strategy.grouping import GroupedStrategy
 from lightning_omni.strategy.live_metrics import ProgressDisplay, live_metrics
+from lightning_omni.strategy.saving import SavingStrategy
 from lightning_omni.strategy.signals import Signals
 from lightning_omni.topology import Topology
 
@@ -35,7 +36,7 @@ class Listener:
         signals: of this process.
     """
 
-    def __init__(self, strategy: GroupedStrategy, nested: NestedRuns, trainer: Trainer, signals: Signals) -> None:
+    def __init__(self, strategy: SavingStrategy, nested: NestedRuns, trainer: Trainer, signals: Signals) -> None:
         self._strategy = strategy
         self._nested = nested
         self._trainer, self._signals = trainer, signals
@@ -83,6 +84,7 @@ class Listener:
         if self._nested.is_running or loop.restarted_mid_epoch or loop.restarted_on_epoch_end:
             iterate()
             return
+        strategy.run_states.hooks_are_over()
         self._nested.form_groups_again()
         if strategy.epochs.data.is_dealt_out:
             iterate()  # an iterable data set may ask how many ranks there are
@@ -102,6 +104,11 @@ class Listener:
         self._strategy.epochs.data.end_fetch()
 
     # --- What callbacks hear -----------------------------------------------------------------------------------------
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Where Lightning has restored what a checkpoint says of optimizers, if a fit goes on from one."""
+        if not self._nested.is_running:
+            self._strategy.run_states.training_begins()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """A batch is there."""
