@@ -33,7 +33,7 @@ from torch import nn
 from lightning_omni.errors import ConfigurationError, ConnectionLost, Evicted, RankLost, Refused
 from lightning_omni.optimizer import WorldOptions
 from lightning_omni.optimizer.embedded import RunServer
-from lightning_omni.optimizer.enlistment import COMES_BACK, ask_for_all
+from lightning_omni.optimizer.enlistment import COMES_BACK, ask_for_all, comes_back_to
 from lightning_omni.optimizer.folders import Folder
 from lightning_omni.optimizer.meshes import ModelParallel, sizes_in
 from lightning_omni.protocol import EpochPlan
@@ -418,6 +418,18 @@ def test_a_group_joins_again_so_often_in_a_row_if_this_process_can_start_it(
     assert (sys.excepthook is before) == (says is not None)
 
 
+def test_no_group_joins_again_a_run_that_is_finished_and_its_process_may_train_in_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(COMES_BACK, "a-run 1")
+    rejoining = Rejoining()
+    rejoining.took_part("a-run")
+    rejoining.finished()
+    error = ConnectionLost("gone")
+    assert not rejoining.arm(error, error, most=10, ranks=1)
+    assert comes_back_to() == ("", 0)
+
+
 def test_an_eviction_after_a_minute_in_the_run_is_not_one_more_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # as it is afterwards, too
     error = ConnectionLost("gone")
@@ -538,10 +550,16 @@ class Run:
         self._env["LIGHTNING_OMNI_SERVER"] = address
 
     def start(
-        self, name: str, options: dict[str, Any], launcher: Sequence[str] = (), seed: int = 1, **more: str
+        self,
+        name: str,
+        options: dict[str, Any],
+        launcher: Sequence[str] = (),
+        seed: int = 1,
+        script: Path = SCRIPT,
+        **more: str,
     ) -> Process:
         env = {**self._env, "OMNI_TEST_NAME": name, "OMNI_TEST_SEED": str(seed), **more}
-        command = [sys.executable, *launcher, str(SCRIPT), json.dumps(options)]
+        command = [sys.executable, *launcher, str(script), json.dumps(options)]
         self.groups[name] = Process(command, env)
         return self.groups[name]
 
@@ -974,13 +992,74 @@ def test_limits_are_those_of_the_run_as_it_was_begun(run: Run, trainer: dict[str
 @pytest.mark.slow
 @pytest.mark.processes
 def test_a_group_that_was_told_otherwise_is_refused_and_the_run_goes_on(run: Run) -> None:
-    first = run.start("a", {"epochs": 2, "hold": [1]})
+    first = run.start("a", {"epochs": 2, "hold": [1], "split": 1})
     run.wait_for("a0-in-1")
-    wrong = run.start("b", {"epochs": 2, "method": "hardsync"})
-    assert wrong.end(PATIENCE) != 0
-    assert "the run that this group joins has" in wrong.output
-    smaller = run.start("c", {"epochs": 2, "samples": 64})
-    assert smaller.end(PATIENCE) != 0
-    assert "this group's data is not that of the run" in smaller.output
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"method": "hardsync"}, "the run that this group joins has"),
+        ({"samples": 64}, "this group's data is not that of the run"),
+        ({"split": 2}, "this group's training data is another part of its dataset"),
+        ({"finder": True}, "find the rate before, without server="),
+        ({"several": True}, "this training data is several loaders"),
+    ]
+    for number, (given, says) in enumerate(refused):
+        other = run.start(f"b{number}", {"epochs": 2, "split": 1, **given})
+        assert other.end(PATIENCE) != 0
+        assert says in other.output
     run.go(1)
     assert first.end(PATIENCE) == 0, first.output
+
+
+# --- Hooks and callbacks that change what is trained ------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def changing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """What two groups say of a run in which layers are unfrozen before the second group joins, and weights edited."""
+    run, options = Run(tmp_path_factory.mktemp("changing")), {"epochs": 4, "hold": [2, 3]}
+    try:
+        first = run.start("a", options, script=SCRIPT.with_name("joined_hooks.py"))
+        run.wait_for("a0-in-2")
+        second = run.start("b", options, script=SCRIPT.with_name("joined_hooks.py"))
+        run.wait_for("b0-in-2")
+        run.go(2)
+        run.wait_for("a0-in-3")
+        run.wait_for("b0-in-3")
+        run.go(3)
+        assert first.end(PATIENCE) == 0, first.output
+        assert second.end(PATIENCE) == 0, second.output
+        yield run.result("a"), run.result("b")
+    finally:
+        run.close()
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_group_that_joins_trains_what_was_unfrozen_before(changing: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    for each in changing:
+        for epoch in ("2", "3"):
+            assert "net.0.weight" in each["said"][epoch]["trainable"]
+            assert each["said"][epoch]["moves"]
+            assert each["said"][epoch]["tracks"]
+    assert [size for _, size in changing[1]["said"]["2"]["groups"]] == [2, 4]
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_what_hooks_did_where_the_epoch_began_is_not_done_once_more_by_a_group_that_joins_it(
+    changing: tuple[dict[str, Any], dict[str, Any]],
+) -> None:
+    first, second = changing
+    assert first["said"]["2"]["temperature"] == 0.125
+    assert first["said"]["2"]["epochs"] == 3
+    for epoch in ("2", "3"):
+        assert second["said"][epoch] == first["said"][epoch]
+    assert second["end"] == first["end"]
+    assert second["weights"] == first["weights"]
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_group_that_joins_makes_loaders_again_when_the_others_do(
+    changing: tuple[dict[str, Any], dict[str, Any]],
+) -> None:
+    assert [each["loaded"] for each in changing] == [[0, 1, 2, 3], [2, 3]]

@@ -364,3 +364,27 @@ def test_step_counters_are_what_global_step_is_made_of(trainer: Trainer) -> None
     _private.set_step_counters(trainer, [3, 4, 5])
     assert _private.step_counters(trainer) == [3, 4, 5]
     assert trainer.global_step == 3  # automatic optimization
+
+
+def test_a_loaders_workers_are_seeded_by_the_rank_that_they_are_told(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaders: list[Any] = [DataLoader(torch.ones(1)) for _ in range(2)]  # type: ignore[arg-type]
+    _private.seed_workers(trainer, loaders[0], 3)
+    monkeypatch.setenv("PL_SEED_WORKERS", "1")
+    _private.seed_workers(trainer, loaders[1], 3)
+    assert [each.worker_init_fn and each.worker_init_fn.keywords for each in loaders] == [None, {"rank": 3}]
+
+
+def test_epochs_in_which_loaders_were_made_are_told_and_set() -> None:
+    trainer = Trainer(accelerator="cpu", devices=1, logger=False, reload_dataloaders_every_n_epochs=3)
+    _private.set_reload_epochs(trainer, [2.0, 1.0])
+    assert _private.reload_epochs(trainer) == [2.0, 1.0]
+    _private.begin_at(trainer, 4, [0, 0, 0, 0])
+    assert not trainer.fit_loop._should_reload_train_dl
+    assert trainer.fit_loop.epoch_loop.val_loop._should_reload_val_dl
+
+
+def test_metrics_are_known_without_being_computed(trainer: Trainer) -> None:
+    _private.set_metrics(trainer, {"loss": 0.5})
+    assert _private.known_metrics(trainer) == {"loss": 0.5}

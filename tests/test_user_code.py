@@ -25,6 +25,7 @@ from lightning_omni.methods.master import Master, check_servable
 from lightning_omni.methods.replica import Replica
 from lightning_omni.optimizer import World
 from lightning_omni.optimizer.executor import Exchanging, evaluating
+from lightning_omni.protocol.progress import Progress, ReferenceBatch
 from lightning_omni.strategy.leased import LeasedData
 from lightning_omni.strategy.proxies import Merged, Proxies
 from lightning_omni.strategy.schedulers import Pacer
@@ -332,3 +333,33 @@ def test_a_configuration_file_has_a_method_and_its_settings_in_one_text() -> Non
     as_class = "{class_path: lightning_omni.methods.DiLoCo, init_args: {period: 50}}"
     with pytest.raises(ArgumentError, match="'period' is not accepted"):
         parser.parse_string(block.replace("diloco:period=50", as_class))
+
+
+@pytest.mark.parametrize("window", [1, 2, 3])
+@pytest.mark.parametrize("frequency", [1, 4, 5, 20])
+def test_a_schedule_of_a_frequency_is_stepped_as_often_as_lightning_does_which_counts_from_each_epochs_start(
+    frequency: int, window: int
+) -> None:
+    batches, epochs, stepped, calls = 16, 3, [0], 0
+    for _ in range(epochs):
+        for batch in range(1, batches + 1):
+            if batch % window == 0 or batch == batches:
+                calls += batch % frequency == 0
+                stepped.append(calls)
+    progress = Progress(ReferenceBatch(ranks=2, batch_size=4, window=window), batches)
+    assert [progress.scheduled(frequency, steps) for steps in range(len(stepped))] == stepped
+
+
+def test_a_schedule_of_a_frequency_follows_the_run_in_every_batch_of_a_group_that_trains_few_of_them() -> None:
+    optimizer, done = torch.optim.SGD([Parameter(torch.ones(3))], lr=1.0), 0
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    config = LRSchedulerConfig(schedule, interval="step", frequency=10)
+    pacer = Pacer([config], lambda: done, lambda: 1)
+    pacer.count_from({})
+    pacer.pace()
+    optimizer.step()
+    for now, rate in ((8, 1.0), (16, 0.5), (24, 0.25)):  # others train seven batches in the time of one
+        done = now
+        pacer.keep_up()
+        assert optimizer.param_groups[0]["lr"] == rate
+    pacer.release()

@@ -7,7 +7,7 @@ Rule 2: a gradient counts only if it was computed at weights that the server hel
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -58,6 +58,31 @@ class ParameterGroups:
             elif not set(part.replica.ordered) <= _held(part):
                 raise UnsupportedError(f'merged="{part.head[0]}": its weights were taken out of their optimizer')
             part.arranged = part.arrangement
+
+    @property
+    def first_layouts(self) -> list[list[str]]:
+        """Names of the parameters with which the server was given each optimizer last; further ones came to them."""
+        return [list(part.replica.parameters)[: part.replica.first] for part in self._place.parts]
+
+    def begin_with(self, layouts: Sequence[Sequence[str]]) -> None:
+        """This rank's group has joined a run with these `first_layouts`, which are not those that it was begun with.
+
+        That is so where parameters have come to an optimizer, and a hook has written weights since.
+
+        Raises:
+            ConfigurationError: one of them is not in the model.
+        """
+        for part, names in zip(self._place.parts, layouts, strict=True):
+            if list(part.replica.parameters) == list(names):
+                continue
+            known = {**{name: each for each, name in part.names().items()}, **part.replica.parameters}
+            if missing := [name for name in names if name not in known]:
+                raise ConfigurationError(
+                    f"the optimizers of the run hold {missing[0]}, which this group cannot find in its model: give all"
+                    " groups the same model, and register in it what an optimizer may come to hold"
+                )
+            part.replica.hold({name: known[name] for name in names})
+            part.into = None
 
     def follow_all(self) -> bool:
         """Follows all optimizers. Returns whether there are parameters that were not there before."""

@@ -215,7 +215,8 @@ class World(Place):
         self._closed.clear()
         self.is_finished = False
         self.steps, self.core.heard, self.channel.traffic = 0, Heard(), Traffic()
-        self.parameter_groups.renew()
+        if not self.takes_part:  # or the server is told of what has changed since it was asked, before the first batch
+            self.parameter_groups.renew()
         self.executor.check_parts()
         self._average_over_replicas()  # a hook that the user has set meanwhile is refused
         if self.executor.exchanges:
@@ -298,6 +299,19 @@ class World(Place):
         """The group that has joined begins with the weights that the server has now, and no state of optimizers."""
         for index, part in enumerate(self.parts):
             part.replica.load(self.channel.fetch(index))
+
+    def read_again(self) -> None:
+        """Hooks have written weights of this group, which has joined, as those of the run had before: the run's hold.
+
+        On all of the group, before its first batch.
+        """
+        written = torch.tensor(any(part.replica.written() for part in self.parts), device=self.device)
+        if len(self.members) > 1:
+            dist.all_reduce(written, op=dist.ReduceOp.MAX, group=self.compute_group)
+        if written:
+            self._read_weights()
+        self.states.forget()
+        self.edits.begin()
 
     @contextmanager
     def training(self) -> Iterator[World]:

@@ -7,6 +7,7 @@ them.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -92,6 +93,27 @@ class Progress:
         """Steps of DDP in all epochs before this one, if those from here on are like the one under way."""
         past = self.epochs * self.steps_an_epoch if self.past is None else self.past
         return past + (epoch - self.epochs) * self.steps_an_epoch
+
+    def scheduled(self, frequency: int, steps: int) -> int:
+        """How often DDP steps, in so many optimizer steps of a run, a schedule that is due every so many batches.
+
+        Lightning counts batches from the start of each epoch, and skips those at which nothing is stepped.
+
+        Args:
+            frequency: batches from one time to the next.
+            steps: of the optimizer; all epochs are taken to be like the one under way.
+
+        Example:
+            >>> progress = Progress(ReferenceBatch(4, 8), batches=10)
+            >>> progress.scheduled(4, 10), progress.scheduled(4, 16)  # at batches 4 and 8 of each epoch
+            (2, 3)
+        """
+        if frequency == 1:
+            return steps
+        window, (epochs, rest) = self.reference.window, divmod(steps, self.steps_an_epoch)
+        every = math.lcm(frequency, window)
+        is_last_due = self.batches % frequency == 0 and self.batches % window != 0
+        return epochs * (self.batches // every + is_last_due) + rest * window // every
 
     def steps_left(self, steps: int, epoch: int) -> int:
         """Of so many steps of a run, those that are left when an epoch begins."""

@@ -72,8 +72,8 @@ class Observer:
                 shake_hands,
                 keys,
                 address,
-                f"no parameter server answers at {address}; check the address, that a server runs there, and that no"
-                " firewall is in between",
+                f"no parameter server answers at {address}; check the address, that a server runs there (with --once it"
+                " ends with its first run), and that no firewall is in between",
                 timeout,
             )
         except BaseException:

@@ -262,6 +262,33 @@ def load_callbacks(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
         connector._loaded_checkpoint = {}
 
 
+def load_states_of_callbacks(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+    """What callbacks load of their own; `load_callbacks` has called the hooks that go with it."""
+    _calls_of(trainer)._call_callbacks_load_state_dict(trainer, checkpoint)
+
+
+def seed_workers(trainer: Trainer, loader: object, rank: int) -> None:
+    """Seeds a loader's workers by this rank, where `seed_everything` asks for that.
+
+    Lightning does so later, for loaders without a function for it, by the rank that the Trainer has in its group.
+    """
+    if hasattr(loader, "worker_init_fn"):
+        package = _calls_of(trainer).__name__.removesuffix(".call")
+        sys.modules[f"{package}.connectors.data_connector"]._auto_add_worker_init_fn(loader, rank)
+
+
+def reload_epochs(trainer: Trainer) -> list[float]:
+    """Epochs in which the loaders of training and of validation were made, from which those of the next are counted."""
+    loop: Any = trainer.fit_loop
+    return [loop._last_train_dl_reload_epoch, loop.epoch_loop.val_loop._last_val_dl_reload_epoch]
+
+
+def set_reload_epochs(trainer: Trainer, epochs: list[float]) -> None:
+    """Sets what `reload_epochs` reads."""
+    loop: Any = trainer.fit_loop
+    loop._last_train_dl_reload_epoch, loop.epoch_loop.val_loop._last_val_dl_reload_epoch = epochs
+
+
 def begin_at(trainer: Trainer, epoch: int, counters: list[int]) -> None:
     """The fit loop begins with this epoch, and has counted so much; there is no sanity check.
 
@@ -275,6 +302,16 @@ def begin_at(trainer: Trainer, epoch: int, counters: list[int]) -> None:
         each.ready = each.started = each.processed = each.completed = epoch
     set_progress_counters(trainer, [0, *counters])
     trainer.num_sanity_val_steps = 0
+
+
+def known_metrics(trainer: Trainer) -> dict[str, float]:
+    """What callbacks have found last. To ask for ``callback_metrics`` would compute those of the epoch that begins."""
+    return {name: float(value) for name, value in trainer._logger_connector._callback_metrics.items()}
+
+
+def finds_rate(trainer: Trainer) -> bool:
+    """Whether a callback runs the loop inside a hook, to find a learning rate."""
+    return any(hasattr(callback, "lr_find") for callback in callbacks_of(trainer))
 
 
 def set_metrics(trainer: Trainer, metrics: Mapping[str, float]) -> None:

@@ -75,7 +75,7 @@ class Checkpoints:
             version: what was validated, if that is what is to be saved; None for the weights as they are.
             is_folder: whether each member of the recorder's group saves its share of what members hold together.
         """
-        if not world.is_computing:
+        if not (world.is_computing or world.is_entering):  # a group that enters finds the others computing
             world.states.gather_group_state()
         elif world.core.wire_format.pushes.is_stateful and not self._has_said:
             self._has_said = True

@@ -43,11 +43,13 @@ class Entered(NamedTuple):
         plan: the epoch that is under way.
         samples: of this epoch, those that were trained when the groups parted.
         validations: what callbacks have heard of: `PublishedValidation.state`.
+        split: which part of a dataset is trained: `lightning_omni.strategy.leased.split_of`.
     """
 
     plan: EpochPlan
     samples: int
     validations: Mapping[str, Any]
+    split: int
 
 
 class EpochDriver:
@@ -232,6 +234,12 @@ class EpochDriver:
                 f"this group's data is not that of the run that it joins, {mine} against {entered.plan}: give all the"
                 " same dataset, batch size, limits and validation="
             )
+        if self.data.split != entered.split:
+            raise ConfigurationError(
+                "this group's training data is another part of its dataset than that of the run that it joins, so that"
+                " groups would train on what others validate with: split with one seed in all groups, as"
+                " random_split(dataset, lengths, generator=torch.Generator().manual_seed(0))"
+            )
         self._advance(entered.samples)
 
     @property
@@ -259,6 +267,8 @@ class EpochDriver:
         """A batch has ended: finds out, together with the other groups, whether to go on, validate or stop."""
         if self._limits is not None and self._limits.by_hand is not None:
             self._limits.by_hand.end_batch()
+        if self._pacer is not None:
+            self._pacer.keep_up()
         if not (self.world.executor.exchanges or self.is_open_ended):
             return
         verdict = self._what_next()
@@ -499,7 +509,13 @@ class EpochDriver:
             trainer = self.trainer
             by_hand = not trainer.lightning_module.automatic_optimization
             batches = (lambda: _private.batches_begun(trainer)) if by_hand else None
-            pacer = Pacer(trainer.lr_scheduler_configs, self._steps, lambda: trainer.current_epoch + 1, batches)
+            pacer = Pacer(
+                trainer.lr_scheduler_configs,
+                self._steps,
+                lambda: trainer.current_epoch + 1,
+                batches,
+                lambda frequency, steps: self._now().scheduled(frequency, steps),
+            )
             self.schedule = pacer.count_from(self.schedule)
             if self.data.is_dynamic or self.is_open_ended:
                 pacer.pace()

@@ -495,6 +495,7 @@ class OmniStrategyHooks(SavingStrategy):
             for part in world.parts:
                 part.replica.abandon()
             self.proxies.unguard()
+        self.rejoining.finished()
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -654,6 +655,8 @@ class OmniStrategyHooks(SavingStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         """Makes the training DataLoader one with leased batches, if it is one whose samples we may deal out."""
         loader = super().process_dataloader(dataloader)
+        if self.world is not None and self.world.enlistment is not None:
+            _private.seed_workers(self._trainer, loader, self.world.rank)
         return self.epochs.data.process(loader, self.global_rank, is_given) if self._trainer.training else loader
 
     # --- Collectives -------------------------------------------------------------------------------------------------

@@ -8,14 +8,17 @@ its loops begin, and trains on from the epoch that is under way.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lightning_omni.errors import ConfigurationError, MalformedMessage, UnsupportedError
+from lightning_omni.optimizer import names_of
 from lightning_omni.optimizer.meshes import shown
 from lightning_omni.optimizer.model_replica import Part
 from lightning_omni.optimizer.sharding import are_rows, fill, held_by, is_part, local_of, reshard
@@ -45,12 +48,19 @@ class RunStates:
     def __init__(self, strategy: GroupedStrategy) -> None:
         self._strategy = strategy
         self._told: set[str] = set()
+        self._again: dict[str, Any] | None = None
         self.is_described = False
 
     def check(self, trainer: Trainer) -> None:
         """Raises `UnsupportedError` for what groups that join cannot do in this fit."""
         if self._strategy.joined.enlistment is None:
             return
+        if _private.finds_rate(trainer):
+            raise UnsupportedError(
+                "join=True with LearningRateFinder or Tuner.lr_find: it measures all ranks as one group, which ranks of"
+                " different launchers cannot form; find the rate before, without server= and LIGHTNING_OMNI_SERVER, and"
+                " pass it to all groups"
+            )
         if _private.replaces_scheduler(trainer):
             raise UnsupportedError(
                 "join=True with StochasticWeightAveraging: it replaces a learning-rate scheduler in mid-run, and a"
@@ -113,12 +123,18 @@ class RunStates:
             "counters": _private.progress_counters(trainer)[1:],
             "samples": strategy.epochs.samples,
             "validations": strategy.epochs.published.state,
-            "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+            "metrics": _private.known_metrics(trainer),
             "order": strategy.epochs.data.order,
+            "split": strategy.epochs.data.split,
             "folders": _private.folders(trainer),
+            "reloads": _private.reload_epochs(trainer),
             "schedule": [list(bases.get(config.scheduler, ())) for config in trainer.lr_scheduler_configs],
             "schedulers": checkpoint.pop("lr_schedulers"),
             "hyperparameters": checkpoint.pop("optimizer_states"),
+            "layouts": strategy.joined.parameter_groups.first_layouts,
+            "held": [_names_in(optimizer, strategy.fitted) for optimizer in strategy.optimizers],
+            "trainable": {name: each.requires_grad for name, each in strategy.fitted.named_parameters()},
+            "tracking": _tracking(strategy.fitted),
             "module": {name: each.detach() for name, each in own.items()},
             "shared": {name: local_of(each) for name, each in shared.items()},
             "averages": [average.state_dict() for average in averages],
@@ -202,23 +218,106 @@ class RunStates:
             checkpoint |= {"state_dict": whole, "current_model_state": strategy.fitted.state_dict()}
         _private.set_folders(trainer, tree["folders"])
         _private.load_callbacks(trainer, checkpoint)
-        strategy.fitted.load_state_dict(tree["module"], strict=False)
-        if shared := tree["shared"]:  # of what the members of a group hold together, each has read its share
-            is_own = strategy.joined.share is None or strategy.joined.is_leader
-            mine = shared if is_own else strategy.joined.channel.read_run_state(share=True)["shared"]
-            fill(strategy.fitted.state_dict(), mine)
-        for optimizer, state in zip(strategy.optimizers, tree["hyperparameters"], strict=True):
-            for group, theirs in zip(optimizer.param_groups, state["param_groups"], strict=True):
-                group.update((name, value) for name, value in theirs.items() if name != "params")
+        if tree["shared"] and not (strategy.joined.share is None or strategy.joined.is_leader):
+            tree["shared"] = strategy.joined.channel.read_run_state(share=True)["shared"]
+        self._take_over_module(tree)
+        self._again = tree
         schedule: dict[Any, Any] = {}
         for config, state, base in zip(trainer.lr_scheduler_configs, tree["schedulers"], tree["schedule"], strict=True):
             config.scheduler.load_state_dict(_like(vars(config.scheduler), state))
             if base:
                 schedule[config.scheduler] = tuple(base)
-        strategy.epochs.enter(Entered(joined.plan, tree["samples"], tree["validations"]), schedule)
+        strategy.epochs.enter(Entered(joined.plan, tree["samples"], tree["validations"], tree["split"]), schedule)
         _private.set_metrics(trainer, tree["metrics"])
         strategy.epochs.data.order = tree["order"]
         _private.begin_at(trainer, tree["epoch"], tree["counters"])
+
+    def hooks_are_over(self) -> None:
+        """The hooks of the epoch's start are over, which those of the run had called before this group was told of it.
+
+        What they have done here once more, to learning rates, weights and counts of callbacks, say, is as it was told.
+        """
+        if (tree := self._again) is None:
+            return
+        self.take_over_optimizers()
+        self._again = None
+        _private.load_states_of_callbacks(self._strategy.fitted.trainer, tree)
+        _private.set_reload_epochs(self._strategy.fitted.trainer, tree["reloads"])
+        self._take_over_module(tree)
+        self._strategy.joined.read_again()
+
+    def _take_over_module(self, tree: Mapping[str, Any]) -> None:
+        """Buffers, and parameters that are not trained. Of what the members of a group hold together, each its share.
+
+        Raises:
+            ConfigurationError: the module of the run has more in it.
+        """
+        module = self._strategy.fitted
+        unexpected = module.load_state_dict(tree["module"], strict=False).unexpected_keys
+        if unexpected:
+            raise ConfigurationError(
+                f"the module of the run that this group joins has {unexpected[0]}, and this group's module has not:"
+                " give all groups the same module, which has it from the beginning; what a callback adds in mid-run"
+                " (ModelPruning, say), no group that joins later has"
+            )
+        if tree["shared"]:
+            fill(module.state_dict(), tree["shared"])
+
+    def training_begins(self) -> None:
+        """Hooks before training are over, and weights are about to be read."""
+        if self._again is not None:
+            self.take_over_optimizers()
+            self._strategy.joined.parameter_groups.begin_with(self._again["layouts"])
+
+    def take_over_optimizers(self) -> None:
+        """This group trains what the run trains, with its settings. When ``on_fit_start`` is over, on all of it.
+
+        Before that, a callback may have frozen what the run has unfrozen since. Weights of parameters that come to
+        an optimizer so are read before the first batch, as if this group had added them itself.
+
+        Raises:
+            ConfigurationError: the optimizers of the run hold what those of this group cannot.
+        """
+        if (run := self._again) is None:
+            return
+        module = self._strategy.fitted
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(run["trainable"].get(name, parameter.requires_grad))
+        for name, tracks in run["tracking"].items():
+            module.get_submodule(name).track_running_stats = tracks
+        optimizers = self._strategy.optimizers
+        for optimizer, state, held in zip(optimizers, run["hyperparameters"], run["held"], strict=True):
+            if held != _names_in(optimizer, module):
+                _hold(optimizer, held, module)
+            for group, theirs in zip(optimizer.param_groups, state["param_groups"], strict=True):
+                group.update((name, value) for name, value in theirs.items() if name != "params")
+
+
+def _names_in(optimizer: Optimizer, module: Module) -> list[list[str]]:
+    """The parameters in each parameter group, by name; one that the module does not have is an empty string."""
+    names = names_of(module)
+    return [[names.get(parameter, "") for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+def _hold(optimizer: Optimizer, held: Sequence[Sequence[str]], module: Module) -> None:
+    """The optimizer's parameter groups become those of the run, which a callback has changed since it began."""
+    known, before = dict(module.named_parameters()), optimizer.param_groups
+    if missing := [name for group in held for name in group if name not in known]:
+        raise ConfigurationError(
+            f"the optimizers of the run hold {missing[0] or 'a parameter that is not in the module'}, which came"
+            " to them after it had begun, and this group cannot find it in its module: give all groups the same module,"
+            " and register in it what an optimizer may come to hold"
+        )
+    optimizer.param_groups = [
+        {**(before[number] if number < len(before) else optimizer.defaults), "params": [known[name] for name in group]}
+        for number, group in enumerate(held)
+    ]
+
+
+def _tracking(module: Module) -> dict[str, bool]:
+    """Whether normalization layers follow the statistics of what they see, as BaseFinetuning has them do or not."""
+    flags = ((name, getattr(each, "track_running_stats", None)) for name, each in module.named_modules())
+    return {name: flag for name, flag in flags if isinstance(flag, bool)}
 
 
 def _problem(tree: Any) -> str:

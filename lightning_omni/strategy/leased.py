@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 from lightning_omni.errors import UnsupportedError
 from lightning_omni.optimizer import World
@@ -30,6 +32,7 @@ class LeasedData:
 
     Attributes:
         leases: this rank's view of the data, if it is leased.
+        split: of its training data: see `split_of`.
     """
 
     def __init__(
@@ -39,6 +42,7 @@ class LeasedData:
         self._say, self._before_epoch = say, before_epoch
         self._world: World | None = None
         self.leases: Leases | None = None
+        self.split = 0
         self._new: list[Leases | None] = []  # of each loader; None if its samples cannot be leased
         self._sampler: DistributedSampler[Any] | None = None
         self._order: int | None = None
@@ -110,12 +114,7 @@ class LeasedData:
         if self.kind == "static" or world is None:
             return loader
         if not isinstance(loader, DataLoader) or not can_lease(loader) or not is_ours(loader):
-            if world.enlistment is not None:
-                raise UnsupportedError(
-                    "join=True deals the samples of an epoch out to the groups that there are, and this training data"
-                    " has a sampler of its own, is iterable, or is no plain DataLoader: pass a DataLoader over a"
-                    " dataset with a length, with shuffle= in the place of a sampler"
-                )
+            self._refuse_to_join()
             if world.executor.exchanges:
                 self._say(
                     'OmniStrategy: the training data is dealt out beforehand (as with data="static"), because it has a'
@@ -132,6 +131,7 @@ class LeasedData:
         )
         self._take_in(leased.leases)  # type: ignore[attr-defined]
         self._sampler = loader.sampler  # type: ignore[assignment]
+        self.split = split_of(loader.dataset)
         if self._order is not None:
             self.order = self._order
         return leased
@@ -139,10 +139,21 @@ class LeasedData:
     def _take_in(self, leases: Leases | None) -> None:
         self._new.append(leases)
         if len(self._new) > 1:
+            self._refuse_to_join()
             # Several loaders advance together; each deals its samples out as DistributedSampler does.
             for each in self._new:
                 if each is not None:
                     each.is_local = True
+
+    def _refuse_to_join(self) -> None:
+        """Raises `UnsupportedError` if groups may join: of data that cannot be leased, nothing is left for them."""
+        if self._world is not None and self._world.enlistment is not None:
+            raise UnsupportedError(
+                "join=True deals the samples of an epoch out to the groups that there are, and this training data is"
+                " several loaders, has a sampler of its own, is iterable, or is no plain DataLoader: pass one"
+                " DataLoader over a dataset with a length, with shuffle= in the place of a sampler, and leave"
+                " use_distributed_sampler=True"
+            )
 
     def adopt(self) -> None:
         """New loaders were made: at the start, or because they are reloaded every few epochs.
@@ -304,6 +315,16 @@ class GivenRank(int):
 def is_given(loader: DataLoader[Any]) -> bool:
     """Whether a loader's sampler is Lightning's, which has its rank of OmniStrategy, and not a user's own."""
     return isinstance(getattr(loader.sampler, "rank", None), GivenRank)
+
+
+def split_of(dataset: object) -> int:
+    """Tells parts of a dataset from each other, as `torch.utils.data.random_split` makes them; 0 for a whole one."""
+    mark = 0
+    while isinstance(dataset, Subset):
+        indices = torch.as_tensor(dataset.indices, dtype=torch.int64)
+        mark = zlib.crc32(indices.numpy().tobytes(), mark)
+        dataset = dataset.dataset
+    return mark
 
 
 def size_of(spans: Spans) -> int:

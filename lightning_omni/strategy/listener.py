@@ -16,6 +16,7 @@ from lightning_omni.strategy import _private
 from lightning_omni.strategy.epochs import EpochDriver
 from lightning_omni.strategy.grouping import GroupedStrategy
 from lightning_omni.strategy.live_metrics import ProgressDisplay, live_metrics
+from lightning_omni.strategy.saving import SavingStrategy
 from lightning_omni.strategy.signals import Signals
 from lightning_omni.topology import Topology
 
@@ -38,7 +39,7 @@ class Listener:
 
     def __init__(
         self,
-        strategy: GroupedStrategy,
+        strategy: SavingStrategy,
         nested: NestedRuns,
         trainer: Trainer,
         signals: Signals,
@@ -91,6 +92,7 @@ class Listener:
         if self._nested.is_running or loop.restarted_mid_epoch or loop.restarted_on_epoch_end:
             iterate()
             return
+        strategy.run_states.hooks_are_over()
         self._nested.form_groups_again()
         self._form_wanted_groups()
         if strategy.epochs.data.is_dealt_out:
@@ -111,6 +113,11 @@ class Listener:
         self._strategy.epochs.data.end_fetch()
 
     # --- What callbacks hear -----------------------------------------------------------------------------------------
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Where Lightning has restored what a checkpoint says of optimizers, if a fit goes on from one."""
+        if not self._nested.is_running:
+            self._strategy.run_states.training_begins()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """A batch is there."""

@@ -52,6 +52,11 @@ class Rejoining:
         """The group takes part in the run of that name."""
         self._run, self._began = run, time.monotonic()
 
+    def finished(self) -> None:
+        """The run has been trained to its end: there is none to join again, and a further fit is of another one."""
+        self._run, self._count = "", 0
+        os.environ.pop(COMES_BACK, None)
+
     def arm(self, error: BaseException, reason: BaseException, most: int, ranks: int) -> bool:
         """The fit ends with this error: if the script does, too, the group joins again.
 

@@ -92,6 +92,7 @@ class Pacer:
         steps: the run's progress in optimizer steps as DDP would count them.
         epochs: the run's progress in epochs, the current one counted.
         batches: if the user steps the schedulers: batches that this rank has trained, the current one counted.
+        scheduled: how often a scheduler of a frequency, in batches, is stepped in so many optimizer steps.
     """
 
     def __init__(
@@ -100,10 +101,11 @@ class Pacer:
         steps: Callable[[], int],
         epochs: Callable[[], int],
         batches: Callable[[], int] | None = None,
+        scheduled: Callable[[int, int], int] = lambda frequency, steps: steps // frequency,
     ) -> None:
         self._configs = _that_keep_pace(configs)
         self._schedulers = [config.scheduler for config in self._configs]
-        self._steps, self._epochs, self._batches = steps, epochs, batches
+        self._steps, self._epochs, self._batches, self._scheduled = steps, epochs, batches, scheduled
         self._bases: Schedule = {}
         self._paced: list[tuple[LRScheduler, type[LRScheduler], str | Calls]] = []
 
@@ -135,10 +137,11 @@ class Pacer:
 
     def _pace(self, scheduler: LRScheduler, interval: str, frequency: int) -> None:
         count, began = self._bases[scheduler]
-        progress = self._steps if interval == "step" else self._epochs
 
         def target() -> int:
-            return count + (progress() - began) // frequency
+            if interval == "step":
+                return count + self._scheduled(frequency, self._steps()) - self._scheduled(frequency, began)
+            return count + self._epochs() // frequency - began // frequency
 
         self._mix_in(scheduler, _Paced, interval, {"target": staticmethod(target)})
 
@@ -156,6 +159,12 @@ class Pacer:
                     reach(scheduler, paced.target(), partial(own.step, scheduler))
             elif paced == "step":
                 scheduler.step()
+
+    def keep_up(self) -> None:
+        """At the end of a batch: schedulers that are due every so many batches of DDP, and not of this group's."""
+        for config in self._configs:
+            if config.interval == "step" and config.frequency > 1 and isinstance(config.scheduler, _Paced):
+                config.scheduler.step()
 
     def release(self) -> None:
         """Gives the schedulers back."""

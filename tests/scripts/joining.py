@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, StepLR
+from torch.utils.data import DataLoader, random_split
 
 NAME = os.environ["OMNI_TEST_NAME"]
 GATE = OPTIONS.get("gate", "go")
@@ -159,20 +160,28 @@ def main() -> None:
     inside = pl.strategies.ModelParallelStrategy(*map(int, INSIDE.split("x"))) if "x" in INSIDE else INSIDE
     given = {"method": OPTIONS.get("method"), "timeout": None, "inside": inside, **OPTIONS.get("strategy", {})}
     strategy = omni.OmniStrategy(**given)
+    net.lr = 0.05  # which a finder sets
+    finder = [pl.callbacks.LearningRateFinder(num_training_steps=4)] if "finder" in OPTIONS else []
     fit = trainer(
         strategy,
         devices,
         max_epochs=OPTIONS["epochs"],
         callbacks=[
             *([omni.OmniTuner(**OPTIONS["tuner"])] if "tuner" in OPTIONS else []),
-            *(saves, record, *steps),
+            *(saves, record, *finder, *steps),
             *([Ema(decay=OPTIONS["average"])] if "average" in OPTIONS else []),
         ],
         enable_checkpointing=True,
         **{"num_sanity_val_steps": 1, **OPTIONS.get("trainer", {})},
     )
     train, held_out = loaders(OPTIONS.get("samples", 128))
-    fit.fit(net, train, held_out, ckpt_path=OPTIONS.get("path"))
+    if "split" in OPTIONS:
+        split = torch.Generator().manual_seed(OPTIONS["split"])
+        part, _ = random_split(train.dataset, [0.75, 0.25], split)
+        train = DataLoader(part, batch_size=8, shuffle=True)
+    fit.fit(
+        net, {"one": train, "other": train} if "several" in OPTIONS else train, held_out, ckpt_path=OPTIONS.get("path")
+    )
     whole = {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in net.state_dict().items()}
     said = {
         "weights": digest(net) if INSIDE == "ddp" else {name: each.flatten().tolist() for name, each in whole.items()},

@@ -1,0 +1,116 @@
+"""One group of a run that others join while callbacks and hooks of the user's change what is trained, and how."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from typing import Any
+
+import torch
+from common import FOLDER, OPTIONS, Net, dataset, digest, loaders, omni, pl, trainer
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+NAME = os.environ["OMNI_TEST_NAME"]
+THAWED = 1
+"""The epoch in which the first layers are unfrozen."""
+
+
+class Edited(Net):
+    """Its hooks change it where epochs begin, and in the first batch of an epoch it waits until a file says go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("temperature", torch.ones(1))
+        self.said: dict[int, dict[str, Any]] = {}
+        self.loaded: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) / self.temperature
+
+    def train_dataloader(self) -> Any:
+        self.loaded.append(self.current_epoch)
+        return DataLoader(dataset(128), batch_size=8, shuffle=True)
+
+    def val_dataloader(self) -> Any:
+        return loaders()[1]
+
+    def on_train_epoch_start(self) -> None:
+        self.temperature.mul_(0.5)
+        with torch.no_grad():
+            self.net[3].weight.clamp_(-0.2, 0.2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        epoch = self.current_epoch
+        if epoch not in self.said:
+            self.said[epoch] = self.say()
+            (FOLDER / f"{NAME}0-in-{epoch}").touch()
+            while epoch in OPTIONS["hold"] and not (FOLDER / f"go-{epoch}").exists():
+                time.sleep(0.02)
+        return super().training_step(batch, batch_idx)
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.said[self.current_epoch]["moves"] = self.net[0].weight.grad is not None
+
+    def say(self) -> dict[str, Any]:
+        [optimizer], [counts] = self.trainer.optimizers, [c for c in self.trainer.callbacks if isinstance(c, Counts)]
+        return {
+            "groups": [[group["lr"], len(group["params"])] for group in optimizer.param_groups],
+            "trainable": [name for name, each in self.named_parameters() if each.requires_grad],
+            "tracks": self.net[1].track_running_stats,
+            "temperature": float(self.temperature),
+            "epochs": counts.epochs,
+        }
+
+    def configure_optimizers(self) -> Any:
+        trained = [each for each in self.parameters() if each.requires_grad]
+        return torch.optim.SGD(trained, lr=0.05, momentum=0.9)
+
+
+class Thaws(pl.callbacks.BaseFinetuning):
+    """Unfreezes the first layers, and lowers the rates in each epoch."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.net[:2], train_bn=False)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.5
+        if epoch == THAWED:
+            self.unfreeze_and_add_param_group(pl_module.net[:2], optimizer, lr=0.01, initial_denom_lr=1.0)
+
+
+class Counts(pl.Callback):
+    """Counts the epochs that have begun, and keeps the number with its state."""
+
+    epochs = 0
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        self.epochs += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epochs": self.epochs}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.epochs = state_dict["epochs"]
+
+
+def main() -> None:
+    pl.seed_everything(1, verbose=False)
+    net = Edited()
+    fit = trainer(
+        omni.OmniStrategy(),
+        1,
+        max_epochs=OPTIONS["epochs"],
+        callbacks=[Thaws(), Counts()],
+        reload_dataloaders_every_n_epochs=1,
+        num_sanity_val_steps=1,
+    )
+    fit.fit(net)
+    said = {"said": net.said, "weights": digest(net), "loaded": net.loaded, "end": net.say()}
+    (FOLDER / f"{NAME}0.json").write_text(json.dumps(said))
+
+
+if __name__ == "__main__":
+    main()
