@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_omni.errors import ConfigurationError
+from lightning_omni.errors import UnsupportedError
 from lightning_omni.methods import METHODS, AsyncSGD, Method, method_named
 from lightning_omni.performance.forecast import Scaling, Setting
 from lightning_omni.search import Space
@@ -110,7 +110,7 @@ def test_bounds_of_the_user_hold_and_the_rate_makes_up_for_a_momentum_that_stays
     ],
 )
 def test_what_a_group_that_joins_cannot_choose_is_refused_by_name(changed: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigurationError) as caught:
+    with pytest.raises(UnsupportedError) as caught:
         check_joined(replace(OPTIONS, **changed))
     assert says in str(caught.value)
     check_joined(replace(OPTIONS, space={"momentum": [0.0, 0.9], "lr": 0.1, "rebalance": False}))

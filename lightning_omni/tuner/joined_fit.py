@@ -16,7 +16,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from lightning_omni.errors import ConfigurationError
+from lightning_omni.errors import ConfigurationError, UnsupportedError
 from lightning_omni.methods import AsyncSGD, Method
 from lightning_omni.performance.forecast import Scaling, Setting
 from lightning_omni.performance.momentum import explicit_for
@@ -74,7 +74,7 @@ class JoinedFit(Fit):
         run: the fit.
 
     Raises:
-        ConfigurationError: the tuner was told to search what such a group cannot change.
+        UnsupportedError: the tuner was told to search what such a group cannot change.
     """
 
     def __init__(self, run: TunedRun) -> None:
@@ -140,15 +140,15 @@ class JoinedFit(Fit):
 
 
 def check_joined(options: TunerOptions) -> None:
-    """Raises `ConfigurationError` if the tuner was told to search what such a group cannot change."""
+    """Raises `UnsupportedError` if the tuner was told to search what such a group cannot change."""
     if not sampler_of(options.search).learns_from_run:
-        raise ConfigurationError(
+        raise UnsupportedError(
             f"search={options.search!r} with join=True: probes would need the ranks of all groups, which groups that"
             " join are never asked for; leave search= out, and momentum and learning rate follow the number of groups"
         )
     for name in options.space:
         if name not in _CHOSEN:
-            raise ConfigurationError(
+            raise UnsupportedError(
                 f"space={{{name!r}: ...}} with join=True: the first group decides how all exchange, and how many there"
                 f" are is up to those who start them; pass some of {', '.join(map(repr, _CHOSEN))}"
             )

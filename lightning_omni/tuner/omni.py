@@ -175,7 +175,8 @@ class OmniTunerHooks(_CallbackBase):
             )
         self._leave()
         run = TunedRun(trainer, pl_module, self._options, self.rank_zero_info)
-        is_joined = run.world.enlistment is not None
+        world = run.strategy.world
+        is_joined = world is not None and world.enlistment is not None
         self._fit = JoinedFit(run) if is_joined else TunedFit(run, self.mute_logger)
         self._call = self._fit.begin
         run.strategy.on_ready.append(self._call)
