@@ -6,7 +6,7 @@ many updates as one group alone did.
 
 Rule 1: all members of a group know the number of groups from the same answer of the server, and decide by themselves.
 Rule 2: the weights move as far in a second, and with as much momentum, explicit and implicit together, as with the
-user's own setting and one group. So what more groups bring are gradients with less noise, and no steps that diverge.
+user's own setting and one group. So what more groups bring are gradients with less noise, and not larger steps.
 """
 
 from __future__ import annotations
