@@ -75,6 +75,7 @@ class Stream(Transport, frozen=True, kw_only=True, tag="stream"):
         world_size: int,
         layout: Layout,
         on_end: Callable[[OmniError], None] | None = None,
+        silence: float = 0.0,
     ) -> StreamControl:
         return StreamControl(address, key, run, rank, world_size, layout, on_end)
 

@@ -43,6 +43,7 @@ class Enlistment:
         first: number of the group's first rank; the others' follow.
         announced: ranks of the group that has begun the run.
         begins: whether this group is to begin it.
+        silence: seconds without a sign of life after which the server may end a connection; 0 for never.
 
     Raises:
         OmniError: the server cannot be reached, refuses, or the run is over; or the run that this group was evicted
@@ -52,11 +53,11 @@ class Enlistment:
     def __init__(self, options: WorldOptions, rank: int, size: int, tell: Callable[[str], str]) -> None:
         self._observer: Observer | None = None
         heard = ask_for_all(tell, rank == 0, lambda: self._ask(options, size))
-        self.run, self.first, announced = heard
+        self.run, self.first, announced, self.silence = heard
         self.begins = announced == 0
         self.announced = announced or size
 
-    def _ask(self, options: WorldOptions, size: int) -> tuple[str, int, int]:
+    def _ask(self, options: WorldOptions, size: int) -> tuple[str, int, int, float]:
         self._connect(options)
         deadline, is_said = time.monotonic() + options.timeout.total_seconds(), False
         try:
@@ -74,7 +75,7 @@ class Enlistment:
         except BaseException:
             self.close()
             raise
-        return answer.run, answer.first, answer.announced
+        return answer.run, answer.first, answer.announced, answer.silence
 
     def _connect(self, options: WorldOptions) -> None:
         assert options.server is not None

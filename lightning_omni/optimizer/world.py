@@ -554,7 +554,8 @@ class World(Place):
         specs = tuple(spec for part in self.parts for spec in part.replica.layout_with({}).specs)
         layout = Layout(specs, division=self._division)
         size = 0 if self.goes_on else self.size  # ranks that are not announced
-        self.control = self.server.transport.join(address, key, run, self.rank, size, layout, self._on_end)
+        silence = self.enlistment.silence if self.enlistment is not None else 0.0
+        self.control = self.server.transport.join(address, key, run, self.rank, size, layout, self._on_end, silence)
         self.server.check(self.control.shards, address)
         self.server.share(address, key)
         self.process_groups.join(self.channel.synchronize, self.rank)

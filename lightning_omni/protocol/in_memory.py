@@ -143,6 +143,7 @@ class InMemory(Transport, frozen=True, kw_only=True, tag="in_memory"):
         world_size: int,
         layout: Layout,
         on_end: Callable[[OmniError], None] | None = None,
+        silence: float = 0.0,
     ) -> InMemoryControl:
         self.check_address(address)
         return InMemoryControl(self.servers[address], key, run, rank, world_size, layout, on_end)

@@ -39,6 +39,7 @@ class Joining(Service):
         random: draws that many random bytes.
         admit: takes a group in.
         journal: told of numbers that were given, and when the state should be saved.
+        silence: seconds for which a connection of a group may be silent; 0 if that is not heard.
     """
 
     def __init__(
@@ -50,8 +51,9 @@ class Joining(Service):
         random: Callable[[int], bytes],
         admit: Admit,
         journal: Journal,
+        silence: Callable[[], float],
     ) -> None:
-        self._journal = journal
+        self._journal, self._silence = journal, silence
         self._roster, self._epochs, self._synchronization = roster, epochs, synchronization
         self._servers, self._random, self._admit = servers, random, admit
         self._waiting: dict[int, tuple[Sender, m.Join]] = {}
@@ -66,7 +68,8 @@ class Joining(Service):
         if announced:
             self._journal.note(NumberedEntry(first + message.ranks))
         run = self._roster.run or self._roster.claimed
-        return [Out(sender.peer, m.CONTROL, m.Enlisted(run=run, first=first, announced=announced))]
+        enlisted = m.Enlisted(run=run, first=first, announced=announced, silence=self._silence())
+        return [Out(sender.peer, m.CONTROL, enlisted)]
 
     def ask(self, sender: Sender, message: m.Join, payload: Payload) -> list[Out]:
         """Ranks that came late want to be a group; answered when they are."""

@@ -552,11 +552,14 @@ class Enlisted(Message, frozen=True, kw_only=True):
             ask again.
         announced: ranks of the group that has begun the run, whose batch is the reference batch; 0 if this group is to
             begin it.
+        silence: seconds without a sign of life after which the server may end the connections of the group's ranks; 0
+            if it does not hear such signs.
     """
 
     run: str = ""
     first: int = -1
     announced: int = 0
+    silence: float = 0.0
 
 
 class Shards(Message, tag="ShardAddresses", frozen=True, kw_only=True):

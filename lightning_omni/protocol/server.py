@@ -64,6 +64,8 @@ from lightning_omni.protocol.snapshots import Snapshots
 from lightning_omni.protocol.synchronization import Synchronization
 from lightning_omni.protocol.training import Training
 
+PATIENCE = 30.0
+"""Seconds for which a rank may say nothing whose connection stands: it may hold Python's lock for long."""
 STATE, STATE_VERSION = "lightning_omni.server_state", 2
 """What a saved state calls itself."""
 STRANGE = ("stranger", "key", "malformed")
@@ -78,7 +80,8 @@ class ServerCore:
         random: draws that many random bytes (nonces).
         heartbeat_timeout: seconds of silence after which a rank counts as dead.
         joined_heartbeat_timeout: the same where groups join on their own, and one that was evicted by mistake joins
-            again; None for no other.
+            again; None for no other. Where ``hears_connections``, it is the connections whose silence counts so, and
+            ranks that have one are given `PATIENCE` at least.
         progress_timeout: seconds after which a group that has trained, is alive and gets nothing done counts as dead;
             infinite for never.
         join_timeout: seconds that a rank may take to join after the first.
@@ -99,6 +102,8 @@ class ServerCore:
         on_save: where this server holds a share, called when the one that coordinates says that all save their state
             now, with the number of this save.
         key: the run's shared secret.
+        hears_connections: whether connections give signs of life of their own, without the help of the rank's Python,
+            and end without these; the driver sets it.
         data_port: told to every admitted rank; the driver of the machine sets it, and so does it ...
         about: ... this, which is told to processes that watch: what there is to know of the server's process.
         strangers: messages refused because they were malformed or their sender had not been admitted.
@@ -130,6 +135,7 @@ class ServerCore:
         is_told = shard > 0 or adds_up
         self._heartbeat_timeout = math.inf if is_told else heartbeat_timeout
         self._joined_heartbeat_timeout = self._heartbeat_timeout
+        self.hears_connections = False
         if joined_heartbeat_timeout is not None and not is_told:
             self._joined_heartbeat_timeout = joined_heartbeat_timeout
         self._join_timeout = math.inf if is_told else join_timeout
@@ -219,6 +225,7 @@ class ServerCore:
                 self._random,
                 lambda *asked: self._membership.join(*asked),
                 journal,
+                self._silence_of_connections,
             ),
             *(service(self) for service in self._more_services),
         ]
@@ -618,7 +625,7 @@ class ServerCore:
         return m.ServerDescription(
             about=self.about(),
             data_port=self.data_port,
-            heartbeat_timeout=self._silence_limit,
+            heartbeat_timeout=self._joined_heartbeat_timeout if self.roster.joining else self._heartbeat_timeout,
             progress_timeout=self._progress_timeout,
             shards=self.servers.count,
             patience=self.patience,
@@ -626,8 +633,17 @@ class ServerCore:
 
     @property
     def _silence_limit(self) -> float:
-        """Seconds of silence after which a rank of this run counts as dead."""
-        return self._joined_heartbeat_timeout if self.roster.joining else self._heartbeat_timeout
+        """Seconds for which a rank of this run may say nothing, after which it counts as dead."""
+        if not self.roster.joining:
+            return self._heartbeat_timeout
+        if self.hears_connections:
+            return max(self._joined_heartbeat_timeout, PATIENCE)
+        return self._joined_heartbeat_timeout
+
+    def _silence_of_connections(self) -> float:
+        """Seconds for which a connection of a group that joins may be silent; 0 if that is not heard."""
+        known = self.hears_connections and math.isfinite(self._joined_heartbeat_timeout)
+        return self._joined_heartbeat_timeout if known else 0.0
 
     def _last_now(self) -> float:
         return self._now

@@ -673,6 +673,7 @@ class Transport(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
         world_size: int,
         layout: Layout,
         on_end: Callable[[OmniError], None] | None = None,
+        silence: float = 0.0,
     ) -> Control:
         """Joins a run, as a rank.
 
@@ -685,6 +686,8 @@ class Transport(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
                 number of its own.
             layout: the parameters of all optimizers; every rank must have the same.
             on_end: called, perhaps from another thread, when this rank must stop.
+            silence: seconds after which the server may end the connection if there is no sign of life on it, where the
+                transport can give such signs without Python's help; 0 for never.
 
         Raises:
             ConnectionLost: the server cannot be reached.

@@ -105,9 +105,11 @@ class ControlConnection(Control):
         on_end: Callable[[OmniError], None] | None = None,
         encryption: str = "curve",
         shared_memory: bool = True,
+        silence: float = 0.0,
     ) -> None:
         check_address(address)
         super().__init__(address, rank, on_end)
+        self._silence = silence
         self.keys = RunKeys(key, encryption)
         self._posted: deque[m.Message] = deque()
         self._context = zmq.Context()
@@ -258,7 +260,9 @@ class ControlConnection(Control):
             return welcome
 
         return dial(
-            lambda: Dialed(self._context, self.address, self.keys, LARGEST_ANSWER_FRAME, m.CONTROL),
+            lambda: Dialed(
+                self._context, self.address, self.keys, LARGEST_ANSWER_FRAME, m.CONTROL, silence=self._silence
+            ),
             shake_hands,
             self.keys,
             self.address,

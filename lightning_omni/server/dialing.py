@@ -23,6 +23,10 @@ Answer = TypeVar("Answer", bound=m.Message)
 
 _SLICE = 100
 """Milliseconds after which a waiting rank looks whether there is still something to wait for."""
+SIGN = 100
+"""Milliseconds between two signs of life. The first of them tells the server how long it is to wait for the next."""
+ANSWERED = 60_000
+"""Milliseconds in which a server must answer one: it may be busy, and ranks have other ways to tell whether it is."""
 _CONNECT_TIME = 1000
 """Milliseconds that a connection may take to come about before it is asked for again."""
 _PAUSE = 0.1
@@ -43,6 +47,9 @@ class Dialed:
         largest_frame: bytes of a frame that may come.
         channel: what is spoken.
         decode: makes messages of bytes, where these are none to a rank.
+        silence: seconds after which the server ends the connection if nothing comes on it; 0 for never. ZeroMQ's own
+            thread gives signs of life, also while Python does not let go of its lock, and not if the process is
+            stopped.
     """
 
     def __init__(
@@ -53,6 +60,7 @@ class Dialed:
         largest_frame: int,
         channel: m.Channel,
         decode: Callable[[bytes], Any] | None = None,
+        silence: float = 0.0,
     ) -> None:
         self._decode = decode or partial(m.decode, at="rank", channel=channel)
         self.wire: zmq.Socket[bytes] = context.socket(zmq.DEALER)
@@ -63,6 +71,10 @@ class Dialed:
         self.wire.setsockopt(zmq.RCVHWM, 0)
         # Left to itself the system asks ever more seldom, and while strangers crowd the gate few are answered.
         self.wire.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_TIME)
+        if silence:
+            self.wire.setsockopt(zmq.HEARTBEAT_IVL, SIGN)
+            self.wire.setsockopt(zmq.HEARTBEAT_TTL, int(1000 * silence))
+            self.wire.setsockopt(zmq.HEARTBEAT_TIMEOUT, ANSWERED)
         self.monitor = self.wire.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         try:
             keys.prepare(self.wire, address, "client")

@@ -77,6 +77,7 @@ class ZeroMQ(Transport, frozen=True, kw_only=True, tag="zeromq"):
         world_size: int,
         layout: Layout,
         on_end: Callable[[OmniError], None] | None = None,
+        silence: float = 0.0,
     ) -> ControlConnection:
         return ControlConnection(
             address,
@@ -88,6 +89,7 @@ class ZeroMQ(Transport, frozen=True, kw_only=True, tag="zeromq"):
             on_end=on_end,
             encryption=self.encryption,
             shared_memory=self.shared_memory,
+            silence=silence,
         )
 
     def clear(self, address: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import time
@@ -44,6 +45,8 @@ class Member(Net):
             begins.with_suffix(".partial").rename(begins)
             while epoch in OPTIONS.get("hold", ()) and not (FOLDER / f"{GATE}-{epoch}").exists():
                 time.sleep(0.02)
+            # What holds Python's lock: a large pickle, say. No thread of this process runs meanwhile.
+            ctypes.PyDLL(None).usleep(int(1e6 * OPTIONS.get("locked", 0.0)))
         time.sleep(OPTIONS.get("step", 0.0))
         return super().training_step(batch, batch_idx)
 
