@@ -26,6 +26,7 @@ from lightning_omni.protocol.saved_run import SavedPart, SavedRun
 from lightning_omni.server.saving import saved_states
 from lightning_omni.strategy import scheduler_states
 from lightning_omni.strategy.loop_states import loops_at
+from lightning_omni.strategy.schedulers import count_at
 from lightning_omni.strategy.whole_files import write_whole
 
 _OLDEST = "2.5.2"
@@ -260,8 +261,10 @@ def _target(kind: Mapping[str, Any], base: Sequence[int], progress: Progress) ->
     """What a scheduler counts by now; -1 for one that keeps no pace, as one that follows a metric."""
     if not base:
         return -1
-    now = progress.steps if kind["interval"] == "step" else progress.epochs
-    return int(base[0] + (now - base[1]) // kind["frequency"])
+    count, began = base
+    if kind["interval"] == "step":
+        return count_at(count, began, kind["frequency"], progress.steps, progress.scheduled)
+    return count_at(count, began, kind["frequency"], progress.epochs)
 
 
 def _advanced(

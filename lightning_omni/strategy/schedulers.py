@@ -140,8 +140,8 @@ class Pacer:
 
         def target() -> int:
             if interval == "step":
-                return count + self._scheduled(frequency, self._steps()) - self._scheduled(frequency, began)
-            return count + self._epochs() // frequency - began // frequency
+                return count_at(count, began, frequency, self._steps(), self._scheduled)
+            return count_at(count, began, frequency, self._epochs())
 
         self._mix_in(scheduler, _Paced, interval, {"target": staticmethod(target)})
 
@@ -179,6 +179,25 @@ def _that_keep_pace(configs: list[Any]) -> list[Any]:
         for config in configs
         if isinstance(config.scheduler, LRScheduler) and not isinstance(config.scheduler, ReduceLROnPlateau)
     ]
+
+
+def count_at(
+    count: int,
+    began: int,
+    frequency: int,
+    now: int,
+    scheduled: Callable[[int, int], int] = lambda frequency, now: now // frequency,
+) -> int:
+    """What a scheduler counts by now.
+
+    Args:
+        count: what it counted ...
+        began: ... at this many optimizer steps, or epochs.
+        frequency: how often it is due.
+        now: optimizer steps, or epochs, by now.
+        scheduled: how often it is stepped, with a frequency, in so many of them.
+    """
+    return count + scheduled(frequency, now) - scheduled(frequency, began)
 
 
 def reach(scheduler: Any, count: int, step: Callable[[], Any]) -> None:
