@@ -127,6 +127,7 @@ def _head(overview: Overview, rates: Rates) -> list[RenderableType]:
     updates, samples = rates.of(lambda seen: seen.status.clock), rates.of(_samples)
     busy = rates.of(lambda seen: seen.serve_time)
     method, wire = (str((each or {}).get("name", UNKNOWN)) for each in (overview.method, overview.wire_format))
+    saved = f", state saved {duration(overview.saved)} ago" if overview.saved >= 0 else ""
     here = len(overview.live) - len(overview.missing)
     ranks = f"{here} of {overview.announced} ranks" if here <= overview.announced else f"{here} ranks"  # that joined
     lines: list[RenderableType] = [
@@ -134,9 +135,7 @@ def _head(overview: Overview, rates: Rates) -> list[RenderableType]:
         Text(
             f"{status.clock} updates ({_per_second(updates)}), {_per_second(samples, 'samples')},"
             f" server busy {UNKNOWN if busy is None else f'{100 * busy:.0f} %'}, {status.refused} pushes refused,"
-            f" {status.strangers} strangers refused"
-            + f", state saved {duration(overview.saved)} ago"
-            * (overview.saved >= 0)
+            f" {status.strangers} strangers refused{saved}"
         ),
     ]
     if plan is not None and plan.budget:

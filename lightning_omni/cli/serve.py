@@ -120,10 +120,12 @@ def serve(
     key, where = load_or_create(key_file)
     signals: list[int] = []
     lifeline = None
-    preload()  # before ranks come: they take a server that is silent for long to be gone
-    if state is not None and can_supervise():
+    supervises = state is not None and can_supervise()
+    if supervises:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda number, frame: signals.append(number))
+    preload()  # before ranks come: they take a server that is silent for long to be gone
+    if supervises:
         outcome = supervise(lambda: bool(signals), lambda text: console.print(text, soft_wrap=True, markup=False))
         if isinstance(outcome, int):  # in the process that does not serve itself
             return INTERRUPTED if outcome == 0 and signal.SIGINT in signals else outcome

@@ -625,7 +625,7 @@ class ServerCore:
         return m.ServerDescription(
             about=self.about(),
             data_port=self.data_port,
-            heartbeat_timeout=self._joined_heartbeat_timeout if self.roster.joining else self._heartbeat_timeout,
+            heartbeat_timeout=self._timeout,
             progress_timeout=self._progress_timeout,
             shards=self.servers.count,
             patience=self.patience,
@@ -634,11 +634,12 @@ class ServerCore:
     @property
     def _silence_limit(self) -> float:
         """Seconds for which a rank of this run may say nothing, after which it counts as dead."""
-        if not self.roster.joining:
-            return self._heartbeat_timeout
-        if self.hears_connections:
-            return max(self._joined_heartbeat_timeout, PATIENCE)
-        return self._joined_heartbeat_timeout
+        return max(self._timeout, PATIENCE) if self.roster.joining and self.hears_connections else self._timeout
+
+    @property
+    def _timeout(self) -> float:
+        """The heartbeat timeout of this run."""
+        return self._joined_heartbeat_timeout if self.roster.joining else self._heartbeat_timeout
 
     def _silence_of_connections(self) -> float:
         """Seconds for which a connection of a group that joins may be silent; 0 if that is not heard."""
