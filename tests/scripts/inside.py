@@ -260,14 +260,24 @@ def here(module: nn.Module) -> list[str]:
 
 
 class Saves(pl.Callback):
-    """Saves a checkpoint at the first epoch's end, and one inside it."""
+    """Saves a checkpoint at the first epoch's end, and one inside it.
 
-    def __init__(self, name: str, epoch: int = 0) -> None:
-        self.name, self.epoch, self.found = name, epoch, {}
+    Args:
+        name: of the checkpoint.
+        epoch: at whose end it is saved.
+        is_cut: whether all ranks are at the same batch when the one inside is saved; else other groups push meanwhile.
+    """
+
+    def __init__(self, name: str, epoch: int = 0, is_cut: bool = False) -> None:
+        self.name, self.epoch, self.is_cut, self.found = name, epoch, is_cut, {}
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if trainer.current_epoch == 0 and batch_idx == 1:
+            if self.is_cut:
+                torch.distributed.barrier()
             trainer.save_checkpoint(FOLDER / f"inside-{self.name}")
+            if self.is_cut:
+                torch.distributed.barrier()
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         if trainer.current_epoch == self.epoch:
@@ -426,7 +436,7 @@ def checkpoints() -> Any:
         method, optimizer, kind = row["method"], row.get("optimizer", "AdamW"), row.get("kind", "Blocks")
         blocks, found = KINDS[kind, False, False], dict[str, Any]()
         for inside in ("ddp", "fsdp"):
-            module, _, _ = fit(inside, blocks, optimizer, method=method, max_epochs=2, callbacks=[Saves(inside)])
+            module, _, _ = fit(inside, blocks, optimizer, method=method, max_epochs=2, callbacks=[Saves(inside, is_cut=True)])
             found[inside] = flat(whole(module))
         for before, inside in (("ddp", "fsdp"), ("fsdp", "ddp")):
             module, _, _ = fit(inside, blocks, optimizer, method=method, max_epochs=2, ckpt=FOLDER / before)
