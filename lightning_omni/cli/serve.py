@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import os
-import secrets
-import signal
-import threading
-import time
 from pathlib import Path
-from types import FrameType
 
 from rich.console import Console
 
-from lightning_omni.cli.console import INTERRUPTED
 from lightning_omni.cli.units import Quantity, seconds_of
 from lightning_omni.errors import ConfigurationError
 
 HEARTBEAT_TIMEOUT, JOINED_HEARTBEAT_TIMEOUT = 30.0, 5.0
 """Seconds; a group that has joined on its own, and was evicted by mistake, joins again."""
+JOIN_TIMEOUT = 300.0
+"""Seconds that ranks, or servers of other shares, may take to come once the first is there."""
 
 
 def serve(
@@ -87,164 +82,49 @@ def serve(
     """
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's, with which nothing is computed
     # Not above: --help is not to wait for torch.
-    import msgspec
-    import torch
-
-    from lightning_omni import methods
-    from lightning_omni.cli.run_log import RunLog
-    from lightning_omni.methods.master import resolver
-    from lightning_omni.methods.modules import module_resolver
-    from lightning_omni.protocol import transport as transports
-    from lightning_omni.protocol import wire_format as wire_formats
-    from lightning_omni.protocol.record import RecordFile
-    from lightning_omni.protocol.server import ServerCore
-    from lightning_omni.server import ZeroMQ
-    from lightning_omni.server.addresses import EVERYWHERE
+    from lightning_omni.cli.standing_server import Options, stand
     from lightning_omni.server.keys import load_or_create
-    from lightning_omni.server.process import ServerProcess, ServerSettings, raise_limit_of_files
-    from lightning_omni.server.saving import StateDirectory, share_directory
-    from lightning_omni.server.supervisor import can_supervise, preload, supervise
-    from lightning_omni.server.web import StatusServer
+    from lightning_omni.server.process import ServerSettings
 
-    console = Console(stderr=True)
     here = _check_shards(shards, shards_here, shard, coordinator, record)
     if upstream:
         _check_upstream(shards, record, http, once)
     if state is not None:
         _check_state(shards if here < shards else 1, upstream, record, transport, port)
-    follows = bool(shard or upstream)
     silence = seconds_of("--heartbeat-timeout", HEARTBEAT_TIMEOUT if heartbeat_timeout is None else heartbeat_timeout)
     progress = seconds_of("--progress-timeout", progress_timeout)
     if 0 < progress < 2:
         raise ConfigurationError(f"--progress-timeout {progress_timeout}: pass 2s or more, or 0 for never")
     key, where = load_or_create(key_file)
-    signals: list[int] = []
-    lifeline = None
-    supervises = state is not None and can_supervise()
-    if supervises:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda number, frame: signals.append(number))
-    preload()  # before ranks come: they take a server that is silent for long to be gone
-    if supervises:
-        outcome = supervise(lambda: bool(signals), lambda text: console.print(text, soft_wrap=True, markup=False))
-        if isinstance(outcome, int):  # in the process that does not serve itself
-            return INTERRUPTED if outcome == 0 and signal.SIGINT in signals else outcome
-        lifeline = outcome
-    torch.set_num_threads(threads)
-    for path in method.split(",") if method else ():
-        methods.load(path)
-    for path in wire_format.split(",") if wire_format else ():
-        wire_formats.load(path)
-    core = ServerCore(
-        key,
-        secrets.token_bytes,
-        heartbeat_timeout=silence,
-        joined_heartbeat_timeout=JOINED_HEARTBEAT_TIMEOUT if heartbeat_timeout is None else silence,
-        resolve=resolver(allow_optimizer.split(",") if allow_optimizer else ()),
-        clock=time.monotonic,
-        resolve_module=module_resolver(allow_module.split(",") if allow_module else ()),
-        record=RecordFile(record) if record is not None else None,
-        shards=shards,
-        shard=shard,
-        adds_up=bool(upstream),
-        progress_timeout=progress or math.inf,
-    )
-    states = None
-    if state is not None:
-        states = StateDirectory(state, _seconds("--save-every", save_every), servers=shards)
-    raise_limit_of_files()
-    chosen = transports.load(transport)() if transport else ZeroMQ(encryption=encryption)
-    web = StatusServer(http_host, http) if http is not None else None
-    try:
-        goes_on = states.restore(core) if states is not None else ""
-        if follows:
-            server = chosen.follow(core, coordinator or upstream, host, port, data_port)
-        else:
-            server = chosen.serve(core, host, port, data_port)
-    except BaseException:
-        if web is not None:
-            web.close()
-        raise
-    run_log = None if follows else RunLog(core, console)  # what happens stands in the log of the one it follows
     settings = ServerSettings(
         key=key.hex(),
         host=host,
-        port=0,
+        port=port,
         heartbeat_timeout=silence,
-        join_timeout=300.0,
+        joined_heartbeat_timeout=JOINED_HEARTBEAT_TIMEOUT if heartbeat_timeout is None else silence,
+        join_timeout=JOIN_TIMEOUT,
+        progress_timeout=progress or None,
         threads=threads,
-        allow_optimizers=tuple(allow_optimizer.split(",")) if allow_optimizer else (),
-        methods=tuple(method.split(",")) if method else (),
-        allow_modules=tuple(allow_module.split(",")) if allow_module else (),
-        wire_formats=tuple(wire_format.split(",")) if wire_format else (),
-        transport=transports.to_wire(chosen),
+        record=str(record or ""),
+        allow_optimizers=_listed(allow_optimizer),
+        allow_modules=_listed(allow_module),
+        methods=_listed(method),
+        wire_formats=_listed(wire_format),
         transports=(transport,) if transport else (),
         shards=shards,
-        coordinator=server.address.replace(f"//{EVERYWHERE}:", "//127.0.0.1:"),
+        shard=shard,
+        coordinator=coordinator,
+        adds_up=bool(upstream),
+        state=str(state or ""),
+        save_every=_seconds("--save-every", save_every),
     )
-    beside = []
-    for other in range(1, here):
-        own = msgspec.structs.replace(settings, shard=other)
-        if state is not None and states is not None:
-            own = msgspec.structs.replace(own, state=str(share_directory(state, other)), restore=states.restored)
-        beside.append(ServerProcess(own))
-    stopped = threading.Event()
+    options = Options(here, data_port, encryption, upstream, once, http, http_host, where)
+    return stand(settings, options, Console(stderr=True))
 
-    def stop(number: int, frame: FrameType | None) -> None:
-        signals.append(number)
-        stopped.set()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, stop)
-    if signals:  # one has come since the fork
-        stopped.set()
-    # Never wrapped: programs read the address.
-    name = f"aggregator for {upstream}" if upstream else "parameter server"
-    console.print(f"{name} on {server.address}, key from {where or 'the environment'}", soft_wrap=True, markup=False)
-
-    if web is not None:
-        console.print(f"status on {web.url}", soft_wrap=True, markup=False)
-
-    if goes_on:
-        console.print(goes_on, soft_wrap=True, markup=False)
-
-    def is_over() -> bool:
-        if states is not None:
-            states.tend(core)
-        if run_log is not None:
-            run_log.tell()
-        if web is not None:
-            web.tend(core)
-        if core.gone or (lifeline is not None and lifeline.is_over):
-            stopped.set()
-        if core.is_over:
-            if run_log is not None:
-                run_log.tell(at_once=True)
-            console.print(f"a run is over: {core.clock} updates, ranks lost: {len(core.roster.lost)}")
-            if once:
-                stopped.set()
-            if states is not None:
-                states.discard(core)
-            core.reset()
-        return stopped.is_set()
-
-    try:
-        server.run(until=is_over)
-    finally:
-        if states is not None:
-            states.close(core if not core.gone else None)
-        server.close()
-        if web is not None:
-            web.close()
-        for process in beside:  # they end with this one
-            process.stop()
-    if core.gone:
-        console.print(core.gone, style="red", soft_wrap=True, markup=False)
-        return 1
-    if upstream and not signals:
-        console.print(f"the parameter server at {upstream} is gone", markup=False)
-    console.print(f"{'aggregator' if upstream else 'parameter server'} stopped")
-    return INTERRUPTED if signal.SIGINT in signals else 0
+def _listed(paths: str) -> tuple[str, ...]:
+    """Class paths that were separated by commas."""
+    return tuple(paths.split(",")) if paths else ()
 
 
 def _check_shards(shards: int, here: int, shard: int, coordinator: str, record: Path | None) -> int:

@@ -10,27 +10,21 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
-import secrets
 import select
 import signal
 import sys
 import threading
-import time
 
 import msgspec
 import torch
 
-from lightning_omni import methods
-from lightning_omni.methods.master import resolver
-from lightning_omni.methods.modules import module_resolver
-from lightning_omni.protocol import transport, wire_format
-from lightning_omni.protocol.record import RecordFile
+from lightning_omni.protocol import transport
 from lightning_omni.protocol.server import ServerCore
 from lightning_omni.server.addresses import remove_if_abandoned
 from lightning_omni.server.process import Ready, ServerSettings, raise_limit_of_files
 from lightning_omni.server.saving import EMBEDDED_PATIENCE, ShareDirectory, StateDirectory
+from lightning_omni.server.startup import core_from, load_plugins
 from lightning_omni.server.supervisor import Lifeline, can_supervise, preload, supervise
 
 _log = logging.getLogger(__name__)
@@ -70,43 +64,12 @@ def _serve(settings: ServerSettings, lifeline: Lifeline | None) -> int:
     raise_limit_of_files()
     torch.set_num_threads(settings.threads)
     before = lifeline.said if lifeline is not None else ""
-    again = before or settings.again
     try:
         with contextlib.redirect_stdout(sys.stderr):  # the first line on standard output is ours
-            for room, paths in (
-                (methods, settings.methods),
-                (wire_format, settings.wire_formats),
-                (transport, settings.transports),
-            ):
-                for path in paths:
-                    room.load(path)
-        core = ServerCore(
-            bytes.fromhex(settings.key),
-            secrets.token_bytes,
-            heartbeat_timeout=settings.heartbeat_timeout,
-            join_timeout=settings.join_timeout,
-            progress_timeout=math.inf if settings.progress_timeout is None else settings.progress_timeout,
-            resolve=resolver(settings.allow_optimizers),
-            clock=time.monotonic,
-            resolve_module=module_resolver(settings.allow_modules),
-            record=RecordFile(settings.record) if settings.record else None,
-            shards=settings.shards,
-            shard=settings.shard,
-        )
-        chosen = transport.from_wire(settings.transport)
-        states = None
-        if settings.state and settings.shard:
-            ShareDirectory(settings.state).restore(core, settings.restore)
-        elif settings.state:
-            states = StateDirectory(settings.state, settings.save_every, EMBEDDED_PATIENCE)
-        if states is not None and (said := states.restore(core)):
-            _log.warning("%s", said)
-        if settings.shard:
-            server = chosen.follow(core, settings.coordinator, settings.host, settings.port)
-        elif again:
-            server = chosen.serve_again(core, again)
-        else:
-            server = chosen.serve(core, settings.host, settings.port)
+            load_plugins(settings)
+        core = core_from(settings)
+        states = _restore(settings, core)
+        server = _listen(settings, core, before or settings.again)
     except Exception as error:
         if before:  # rank 0 knows where the first one was, and reads no more
             _log.error("the parameter server could not be started again: %s", error)
@@ -136,6 +99,29 @@ def _serve(settings: ServerSettings, lifeline: Lifeline | None) -> int:
         states.close()
         remove_if_abandoned(f"ipc://{settings.state}")
     return 0
+
+
+def _restore(settings: ServerSettings, core: ServerCore) -> StateDirectory | None:
+    """Loads what a server before this one has saved, if there was one; returns where this one saves, if it does."""
+    if not settings.state:
+        return None
+    if settings.shard:
+        ShareDirectory(settings.state).restore(core, settings.restore)
+        return None
+    states = StateDirectory(settings.state, settings.save_every, EMBEDDED_PATIENCE)
+    if said := states.restore(core):
+        _log.warning("%s", said)
+    return states
+
+
+def _listen(settings: ServerSettings, core: ServerCore, again: str) -> transport.Served:
+    """The driver of the state machine, bound to its address; ``again`` is that of a server before this one."""
+    chosen = transport.from_wire(settings.transport)
+    if settings.shard:
+        return chosen.follow(core, settings.coordinator, settings.host, settings.port)
+    if again:
+        return chosen.serve_again(core, again)
+    return chosen.serve(core, settings.host, settings.port)
 
 
 class _Parent:

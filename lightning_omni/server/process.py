@@ -33,6 +33,8 @@ class ServerSettings(msgspec.Struct, frozen=True):
         restore: of a server that holds a share, the number of the save that it goes on from; 0 for none.
         save_every: seconds between two saves.
         progress_timeout: as in `ServerCore`; None for infinite.
+        joined_heartbeat_timeout: as in `ServerCore`.
+        adds_up: whether it is an aggregator, which sums the pushes of groups for another server.
         again: address at which another server listened that is gone, and whose run it goes on with.
     """
 
@@ -57,6 +59,8 @@ class ServerSettings(msgspec.Struct, frozen=True):
     again: str = ""
     progress_timeout: float | None = None
     restore: int = 0
+    joined_heartbeat_timeout: float | None = None
+    adds_up: bool = False
 
 
 class Ready(msgspec.Struct, frozen=True):

@@ -1,0 +1,248 @@
+"""A server that stands by itself and takes one run after the other: how it starts, what it says, how it ends."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import msgspec
+import torch
+from rich.console import Console
+
+from lightning_omni.cli.console import INTERRUPTED
+from lightning_omni.cli.run_log import RunLog
+from lightning_omni.protocol import transport as transports
+from lightning_omni.server import ZeroMQ
+from lightning_omni.server.addresses import EVERYWHERE
+from lightning_omni.server.process import ServerProcess, ServerSettings, raise_limit_of_files
+from lightning_omni.server.saving import StateDirectory, share_directory
+from lightning_omni.server.startup import core_from, load_plugins
+from lightning_omni.server.supervisor import Lifeline, can_supervise, preload, supervise
+from lightning_omni.server.web import StatusServer
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a standing server is told beside the settings that every server has.
+
+    Attributes:
+        here: servers that share the weights and run on this machine, this one among them.
+        data_port: of the data socket; 0 selects a free one.
+        encryption: of ZeroMQ, unless ``settings.transports`` names a transport of the user's.
+        upstream: address of the server for which this one sums pushes, if it is an aggregator.
+        once: whether it ends after the first run.
+        http: port of the status pages; None for none.
+        http_host: their address.
+        key_file: where the key is from, to be shown; None for the environment.
+    """
+
+    here: int
+    data_port: int
+    encryption: str
+    upstream: str
+    once: bool
+    http: int | None
+    http_host: str
+    key_file: Path | None
+
+    @property
+    def role(self) -> str:
+        """What it calls itself."""
+        return "aggregator" if self.upstream else "parameter server"
+
+
+class StopSignals:
+    """SIGINT and SIGTERM: which have come."""
+
+    def __init__(self) -> None:
+        self._numbers: list[int] = []
+        self._heard: list[Callable[[], None]] = []
+
+    def listen(self, heard: Callable[[], None] | None = None) -> None:
+        """Takes them from now on.
+
+        Args:
+            heard: called when one comes, and now if one has come before.
+        """
+        if heard is not None:
+            self._heard.append(heard)
+            if self._numbers:
+                heard()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._numbers.append(number)
+        for heard in self._heard:
+            heard()
+
+    def __bool__(self) -> bool:
+        """Whether one has come."""
+        return bool(self._numbers)
+
+    def exit_code(self, code: int) -> int:
+        """That of the process: ``code`` unless it was interrupted."""
+        return INTERRUPTED if code == 0 and signal.SIGINT in self._numbers else code
+
+
+def stand(settings: ServerSettings, options: Options, console: Console) -> int:
+    """Serves until the server is stopped; one that saves its state is forked, and again when it has died.
+
+    Returns:
+        The exit code of this process.
+    """
+    signals = StopSignals()
+    supervises = bool(settings.state) and can_supervise()
+    if supervises:
+        signals.listen()
+    preload()  # before ranks come: they take a server that is silent for long to be gone
+    lifeline = None
+    if supervises:
+        outcome = supervise(lambda: bool(signals), lambda text: _say(console, text))
+        if isinstance(outcome, int):  # in the process that does not serve itself
+            return signals.exit_code(outcome)
+        lifeline = outcome
+    return signals.exit_code(StandingServer(settings, options, console, signals, lifeline).run())
+
+
+class StandingServer:
+    """A server, and all that runs beside it: status pages, the log, the state that it saves, servers of other shares.
+
+    Args:
+        settings: of the server. Those that hold the other shares on this machine get the same.
+        options: what else it is told.
+        console: for the log.
+        signals: end it.
+        lifeline: to the process that has forked this one, if any.
+    """
+
+    def __init__(
+        self,
+        settings: ServerSettings,
+        options: Options,
+        console: Console,
+        signals: StopSignals,
+        lifeline: Lifeline | None,
+    ) -> None:
+        self._options, self._console, self._signals, self._lifeline = options, console, signals, lifeline
+        torch.set_num_threads(settings.threads)
+        load_plugins(settings)
+        self._core = core_from(settings)
+        self._states = None
+        if settings.state:
+            self._states = StateDirectory(settings.state, settings.save_every, servers=settings.shards)
+        raise_limit_of_files()
+        custom = settings.transports
+        self._transport: Any = transports.load(custom[0])() if custom else ZeroMQ(encryption=options.encryption)
+        self._web = StatusServer(options.http_host, options.http) if options.http is not None else None
+        try:
+            self._continued = self._states.restore(self._core) if self._states is not None else ""
+            self._server = self._listen(settings)
+        except BaseException:
+            self._close_web()
+            raise
+        follows = settings.shard or options.upstream  # then the other server's log has what happens
+        self._log = None if follows else RunLog(self._core, console)
+        self._others = [self._start_share(settings, shard) for shard in range(1, options.here)]
+        self._stopped = threading.Event()
+        signals.listen(self._stopped.set)
+
+    def _listen(self, settings: ServerSettings) -> Any:
+        """The driver of the state machine, bound to its ports."""
+        ports = settings.host, settings.port, self._options.data_port
+        if upstream := settings.coordinator or self._options.upstream:
+            return self._transport.follow(self._core, upstream, *ports)
+        return self._transport.serve(self._core, *ports)
+
+    def _start_share(self, settings: ServerSettings, shard: int) -> ServerProcess:
+        """Another server on this machine, which this one coordinates."""
+        state, restored = "", 0
+        if self._states is not None:
+            state, restored = str(share_directory(settings.state, shard)), self._states.restored
+        return ServerProcess(
+            msgspec.structs.replace(
+                settings,
+                port=0,
+                record="",
+                transport=transports.to_wire(self._transport),
+                shard=shard,
+                coordinator=self._server.address.replace(f"//{EVERYWHERE}:", "//127.0.0.1:"),
+                state=state,
+                restore=restored,
+            )
+        )
+
+    # --- It runs -----------------------------------------------------------------------------------------------------
+
+    def run(self) -> int:
+        """Serves until a signal comes, the first run is over if that was asked for, or it cannot go on; exit code."""
+        self._announce()
+        try:
+            self._server.run(until=self._is_over)
+        finally:
+            self._close()
+        if self._core.gone:
+            self._console.print(self._core.gone, style="red", soft_wrap=True, markup=False)
+            return 1
+        if self._options.upstream and not self._signals:
+            self._console.print(f"the parameter server at {self._options.upstream} is gone", markup=False)
+        self._console.print(f"{self._options.role} stopped")
+        return 0
+
+    def _announce(self) -> None:
+        options = self._options
+        name = f"{options.role} for {options.upstream}" if options.upstream else options.role
+        _say(self._console, f"{name} on {self._server.address}, key from {options.key_file or 'the environment'}")
+        if self._web is not None:
+            _say(self._console, f"status on {self._web.url}")
+        if self._continued:
+            _say(self._console, self._continued)
+
+    def _is_over(self) -> bool:
+        """Does what is due beside messages; asked again and again."""
+        if self._states is not None:
+            self._states.tend(self._core)
+        if self._log is not None:
+            self._log.tell()
+        if self._web is not None:
+            self._web.tend(self._core)
+        if self._core.gone or (self._lifeline is not None and self._lifeline.is_over):
+            self._stopped.set()
+        if self._core.is_over:
+            self._end_run()
+        return self._stopped.is_set()
+
+    def _end_run(self) -> None:
+        """All ranks have left; the next run may come."""
+        if self._log is not None:
+            self._log.tell(at_once=True)
+        self._console.print(f"a run is over: {self._core.clock} updates, ranks lost: {len(self._core.roster.lost)}")
+        if self._options.once:
+            self._stopped.set()
+        if self._states is not None:
+            self._states.discard(self._core)
+        self._core.reset()
+
+    # --- It ends -----------------------------------------------------------------------------------------------------
+
+    def _close(self) -> None:
+        if self._states is not None:
+            self._states.close(self._core if not self._core.gone else None)
+        self._server.close()
+        self._close_web()
+        for process in self._others:  # they end with this one
+            process.stop()
+
+    def _close_web(self) -> None:
+        if self._web is not None:
+            self._web.close()
+
+
+def _say(console: Console, text: str) -> None:
+    """A line that is never wrapped: programs read addresses in it."""
+    console.print(text, soft_wrap=True, markup=False)

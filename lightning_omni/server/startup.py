@@ -1,0 +1,48 @@
+"""What a server's process makes of its settings: the state machine that it serves, with what users have added."""
+
+from __future__ import annotations
+
+import math
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from lightning_omni import methods
+from lightning_omni.methods.master import resolver
+from lightning_omni.methods.modules import module_resolver
+from lightning_omni.protocol import transport, wire_format
+from lightning_omni.protocol.record import RecordFile
+from lightning_omni.protocol.server import ServerCore
+from lightning_omni.server.process import ServerSettings
+
+
+def load_plugins(settings: ServerSettings) -> None:
+    """Imports what the run may use beside the package's own: methods, wire formats, transports."""
+    registries: Sequence[tuple[Any, Sequence[str]]] = (
+        (methods, settings.methods),
+        (wire_format, settings.wire_formats),
+        (transport, settings.transports),
+    )
+    for registry, paths in registries:
+        for path in paths:
+            registry.load(path)
+
+
+def core_from(settings: ServerSettings) -> ServerCore:
+    """The state machine, in real time."""
+    return ServerCore(
+        bytes.fromhex(settings.key),
+        secrets.token_bytes,
+        heartbeat_timeout=settings.heartbeat_timeout,
+        joined_heartbeat_timeout=settings.joined_heartbeat_timeout,
+        join_timeout=settings.join_timeout,
+        progress_timeout=math.inf if settings.progress_timeout is None else settings.progress_timeout,
+        resolve=resolver(settings.allow_optimizers),
+        resolve_module=module_resolver(settings.allow_modules),
+        clock=time.monotonic,
+        record=RecordFile(settings.record) if settings.record else None,
+        shards=settings.shards,
+        shard=settings.shard,
+        adds_up=settings.adds_up,
+    )
