@@ -104,6 +104,7 @@ def test_names_that_are_none_are_refused(wrong: Any) -> None:
 
 TUNER = {"search": "forecast", "budget": 0.1}
 BUSY: dict[str, Any] = {
+    "emulated": True,  # how long steps take is no matter of this machine
     "tail": 2048,
     "adam": True,  # with which staleness costs little
     "data": {"samples": 512},

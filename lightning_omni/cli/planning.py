@@ -169,24 +169,37 @@ def ways_of(
     wires: tuple[str, ...] = WIRES
     if spec is not None:
         methods, wires = spec.space.method or (spec.start.method,), spec.space.wire or (spec.start.wire,)
-    all_reduces = ALL_REDUCES if spec is None else spec.space.all_reduce
-    if all_reduce is not None:
-        all_reduces = () if _as_option(lambda: all_reduce_of(all_reduce)) == EXACT else (all_reduce,)
-        if all_reduces and not known.profile.shapes:
-            raise ConfigurationError(
-                f"--all-reduce {all_reduce}: how many bytes that is depends on the parameters' shapes, which the file"
-                " does not have; pass one that this version's OmniTuner wrote, or leave it out"
-            )
     if method is not None:
         value = _as_option(lambda: method_named(method))
         methods = (text_of(value, without=("period",)),)
-        period = period if period is not None or "period=" not in method else getattr(value, "period", None)
+        if period is None and "period=" in method:
+            period = getattr(value, "period", None)
     if wire is not None:
         wires = (wire,)
-        wire_format = _as_option(lambda: wire_of(wire_given(wire)))
-        for each in methods if method is not None else ():
-            _as_option(partial(wire_format.check, method_named(each)))
+        _check_wire(wire, methods if method is not None else ())
+    all_reduces = ALL_REDUCES if spec is None else spec.space.all_reduce
+    if all_reduce is not None:
+        all_reduces = _asked_all_reduce(all_reduce, known)
     return Ways(methods, wires, () if period is None else (period,), all_reduces if known.profile.shapes else ())
+
+
+def _check_wire(wire: str, methods: Sequence[str]) -> None:
+    """Raises `ConfigurationError` if there is no such wire format, or not for one of these methods."""
+    wire_format = _as_option(lambda: wire_of(wire_given(wire)))
+    for method in methods:
+        _as_option(partial(wire_format.check, method_named(method)))
+
+
+def _asked_all_reduce(all_reduce: str, known: PlanSource) -> tuple[str, ...]:
+    """The all-reduce formats beside the exact one, if this one is asked for."""
+    if _as_option(lambda: all_reduce_of(all_reduce)) == EXACT:
+        return ()
+    if not known.profile.shapes:
+        raise ConfigurationError(
+            f"--all-reduce {all_reduce}: how many bytes that is depends on the parameters' shapes, which the file does"
+            " not have; pass one that this version's OmniTuner wrote, or leave it out"
+        )
+    return (all_reduce,)
 
 
 def _as_option(read: Callable[[], _Read]) -> _Read:

@@ -124,36 +124,40 @@ class Measured(Serializable):
         """
         if not len(trace.steps.get("group", ())):
             raise ConfigurationError("trace: it has no step times; pass one of a simulated run, of this version")
-        groups = [members for members in trace.meta["groups"] if members]
-        numbers = [number for number, members in enumerate(trace.meta["groups"]) if members]
-        ranks = sorted(rank for members in groups for rank in members)
+        groups = {number: tuple(members) for number, members in enumerate(trace.meta["groups"]) if members}
+        ranks = sorted(rank for members in groups.values() for rank in members)
         samples, own = (_columns(trace.work, "rank", ranks, name) for name in ("samples", "seconds"))
-        steps, exchanges = (_columns(trace.steps, "group", numbers, name) for name in ("seconds", "exchange"))
-        cluster, pushed = trace.meta["cluster"], trace.rows["steps"]
-        several = len(groups) > 1
-        per_node = cluster.get("servers") == "per-node"
-        devices = sum(kind["count"] for kind in cluster["devices"])
-        servers = (cluster["nodes"] or devices) if per_node else cluster.get("servers", 1)
-        # A merged head is not pushed.
-        merged = f"{trace.meta['merged']}." if trace.meta.get("merged") else ()
-        per_access = len(ranks) / len(groups) * float(trace.meta["batch_size"])
+        steps, exchanges = (_columns(trace.steps, "group", [*groups], name) for name in ("seconds", "exchange"))
+        merged = trace.meta.get("merged")
+        pushed = [weight for name, weight in trace.weights.items() if not (merged and name.startswith(f"{merged}."))]
+        link = trace.meta["cluster"]["link"]["latency"] + trace.meta["cluster"]["server"]["latency"]
         return cls(
-            tuple(map(tuple, groups)),
+            tuple(groups.values()),
             samples,
             own,
             steps,
             exchanges,
-            serve=float(cluster["update_seconds"]) / (servers if several else 1),
-            head=per_access * float(cluster["head_seconds_per_sample"])
-            if several and trace.meta.get("merged")
-            else 0.0,
-            period=max(1, round(float(pushed.mean()))) if several and len(pushed) else 1,
-            nbytes=sum(weight.nbytes for name, weight in trace.weights.items() if not name.startswith(merged)),
-            shapes=tuple(weight.shape for name, weight in trace.weights.items() if not name.startswith(merged)),
-            servers=servers if several else 1,
-            per_node=per_node and several,
-            round_trip=2 * float(cluster["link"]["latency"] + cluster["server"]["latency"]),
+            nbytes=sum(weight.nbytes for weight in pushed),
+            shapes=tuple(weight.shape for weight in pushed),
+            round_trip=2 * float(link),
+            **(_of_exchanges(trace, len(ranks) / len(groups)) if len(groups) > 1 else {}),
         )
+
+
+def _of_exchanges(trace: Trace, members: float) -> dict[str, Any]:
+    """What there is to be measured where several groups, of so many ranks, exchange with servers."""
+    cluster, steps = trace.meta["cluster"], trace.rows["steps"]
+    per_node = cluster.get("servers") == "per-node"
+    nodes = cluster["nodes"] or sum(kind["count"] for kind in cluster["devices"])
+    servers = nodes if per_node else cluster.get("servers", 1)
+    per_access = members * float(trace.meta["batch_size"])
+    return {
+        "serve": float(cluster["update_seconds"]) / servers,
+        "head": per_access * float(cluster["head_seconds_per_sample"]) if trace.meta.get("merged") else 0.0,
+        "period": max(1, round(float(steps.mean()))) if len(steps) else 1,
+        "servers": servers,
+        "per_node": per_node,
+    }
 
 
 def servers_of(measured: Sequence[Measured]) -> tuple[int, bool]:

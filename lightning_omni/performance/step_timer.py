@@ -10,7 +10,7 @@ class StepTimer:
     """Seconds from the end of one step to the end of the next.
 
     Args:
-        clock: gives the time in seconds.
+        clock: gives the time in seconds; None for that of `time.perf_counter`.
 
     Example:
         >>> moments = iter([0.0, 2.0, 4.5])
@@ -19,8 +19,8 @@ class StepTimer:
         (None, 2.0, 2.0)
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
+    def __init__(self, clock: Callable[[], float] | None = None) -> None:
+        self._clock = clock or time.perf_counter
         self._since: float | None = None
 
     def start(self) -> None:

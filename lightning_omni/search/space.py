@@ -386,36 +386,19 @@ class Space:
         Raises:
             ConfigurationError: there is no such name, or a value cannot be.
         """
-        chosen = ("method", "wire", "overlap", "all_reduce", "merged")
-        known = ("groups", "momentum", "lr", "rebalance", "period", *chosen)
         further = tuple(each for each in given.values() if isinstance(each, Dimension))
         given = {name: value for name, value in given.items() if not isinstance(value, Dimension)}
         for name in given:
-            if name not in known:
-                raise ConfigurationError(f"space={{{name!r}: ...}}: pass some of {', '.join(map(repr, known))}")
+            if name not in _KNOWN:
+                raise ConfigurationError(f"space={{{name!r}: ...}}: pass some of {', '.join(map(repr, _KNOWN))}")
         groups = _numbers("groups", given.get("groups", group_counts(ranks)), whole=True)
         if not all(1 <= number <= ranks for number in groups):
             raise ConfigurationError(f'space={{"groups": {groups}}}: pass whole numbers from 1 to {ranks}, the ranks')
-        options: dict[str, Any] = {"further": further}
-        for name in ("momentum", "lr"):
-            if name in given:
-                numbers = _numbers(name, given[name])
-                options[name] = min(numbers), max(numbers)
-        if "momentum" not in given:
-            options["momentum"] = (0.0, max(momentum, cls.momentum[1]))
-        if "rebalance" in given:
-            values = _list(given["rebalance"])
-            if not values or not all(isinstance(each, bool) for each in values):
-                raise ConfigurationError(f'space={{"rebalance": {given["rebalance"]!r}}}: pass True, False or both')
-            options["rebalance"] = any(values)
-        if "period" in given:
-            options["period"] = tuple(sorted(set(_numbers("period", given["period"], whole=True))))
-        for name in chosen:
-            if name in given:
-                options[name] = tuple(dict.fromkeys(_list(given[name])))
-                if not options[name]:
-                    raise ConfigurationError(f"space={{{name!r}: {given[name]!r}}}: nothing to choose from")
-        return cls(tuple(sorted({1, *(g for g in groups if g == 1 or allowed(g))})), **options)
+        options: dict[str, Any] = {"momentum": (0.0, max(momentum, cls.momentum[1]))}
+        for name, read in _KNOWN.items():
+            if name in given and name != "groups":
+                options[name] = read(name, given[name])
+        return cls(tuple(sorted({1, *(g for g in groups if g == 1 or allowed(g))})), further=further, **options)
 
     def ways(self, start: Setting, suggested: Callable[[Setting], Setting]) -> list[Setting]:
         """One group as it is, and every number of groups with every way in which they may exchange.
@@ -446,6 +429,40 @@ class Space:
         for dimension in self.dimensions:
             setting = dimension.hold(setting)
         return setting
+
+
+def _bounds(name: str, given: Any) -> tuple[float, float]:
+    numbers = _numbers(name, given)
+    return min(numbers), max(numbers)
+
+
+def _any(name: str, given: Any) -> bool:
+    values = _list(given)
+    if not values or not all(isinstance(each, bool) for each in values):
+        raise ConfigurationError(f'space={{"{name}": {given!r}}}: pass True, False or both')
+    return any(values)
+
+
+def _whole_numbers(name: str, given: Any) -> tuple[int, ...]:
+    return tuple(sorted(set(_numbers(name, given, whole=True))))
+
+
+def _choices(name: str, given: Any) -> tuple[Any, ...]:
+    values = tuple(dict.fromkeys(_list(given)))
+    if not values:
+        raise ConfigurationError(f"space={{{name!r}: {given!r}}}: nothing to choose from")
+    return values
+
+
+_KNOWN: dict[str, Callable[[str, Any], Any]] = {
+    "groups": _whole_numbers,
+    "momentum": _bounds,
+    "lr": _bounds,
+    "rebalance": _any,
+    "period": _whole_numbers,
+    **dict.fromkeys(("method", "wire", "overlap", "all_reduce", "merged"), _choices),
+}
+"""How what a user passes is read, for each name."""
 
 
 def periods_up_to(largest: int) -> tuple[int, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from functools import reduce
@@ -147,7 +146,7 @@ class RunThroughput:
         Trained(samples=40, timed=24, seconds=6.0, batches=3, squares=12.0)
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, clock: Callable[[], float] | None = None) -> None:
         self._timer = StepTimer(clock)
         self._is_on = False
         self._trained = Trained()

@@ -436,7 +436,9 @@ def checkpoints() -> Any:
         method, optimizer, kind = row["method"], row.get("optimizer", "AdamW"), row.get("kind", "Blocks")
         blocks, found = KINDS[kind, False, False], dict[str, Any]()
         for inside in ("ddp", "fsdp"):
-            module, _, _ = fit(inside, blocks, optimizer, method=method, max_epochs=2, callbacks=[Saves(inside, is_cut=True)])
+            module, _, _ = fit(
+                inside, blocks, optimizer, method=method, max_epochs=2, callbacks=[Saves(inside, is_cut=True)]
+            )
             found[inside] = flat(whole(module))
         for before, inside in (("ddp", "fsdp"), ("fsdp", "ddp")):
             module, _, _ = fit(inside, blocks, optimizer, method=method, max_epochs=2, ckpt=FOLDER / before)
@@ -512,10 +514,11 @@ def regroups() -> Any:
 
 
 class Fails(pl.Callback):
-    """An error in the midst of an epoch, on every rank."""
+    """An error in the midst of an epoch, on every rank; none waits for another meanwhile, for it would be ended."""
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 1:
+            torch.distributed.barrier()
             raise ValueError("an error of the user's")
 
 

@@ -27,6 +27,36 @@ RANK = int(os.environ.get("LOCAL_RANK", 0))
 SECONDS_PER_BYTE = FirstBatches._seconds_per_byte
 
 
+class EmulatedClock:
+    """In place of `time.perf_counter`: the devices' time is told whole, and all else, which varies, takes a fiftieth.
+
+    How long a step takes then depends on the emulated devices, and hardly on what else this machine has to do.
+    """
+
+    real = staticmethod(time.perf_counter)
+
+    def __init__(self) -> None:
+        self.ahead = 0.0
+
+    def __call__(self) -> float:
+        return self.ahead + self.real() / 50
+
+    def meet(self, world: Any) -> None:
+        """Ranks of a group wait for the last of them."""
+        moment = torch.tensor(self(), dtype=torch.float64)
+        torch.distributed.all_reduce(moment, torch.distributed.ReduceOp.MAX, group=world.compute_group)
+        self.ahead += max(0.0, float(moment) - self())
+
+
+class Meets(pl.Callback):
+    """Where gradients are averaged, the emulated clocks of a group's ranks are set alike."""
+
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        world = trainer.strategy.world
+        if len(world.members) > 1 and getattr(trainer.strategy.model, "require_backward_grad_sync", True):
+            time.perf_counter.meet(world)  # type: ignore[attr-defined]
+
+
 class Sent(Dimension):
     """Which part of a push is sent; a dimension from outside the package."""
 
@@ -79,6 +109,8 @@ class Classifier(pl.LightningModule):
         if self.options.get("exponential"):
             seconds *= self.rng.expovariate(1.0)
         time.sleep(seconds)
+        if isinstance(time.perf_counter, EmulatedClock):
+            time.perf_counter.ahead += seconds
         if self.options.get("dies") == [RANK, self.steps]:
             os._exit(3)
         if self.options.get("interrupted") == self.steps:
@@ -198,7 +230,9 @@ def main() -> None:
         module, state = Classifier(fit), State(fit.get("dies_in_training"), fit.get("stops_in_training"))
         if "again" not in fit:
             tuner = omni.OmniTuner(**{"search": "bayes", **fit["tuner"]}) if "tuner" in fit else None
-        callbacks = [State(), tuner, state] if tuner else [state]
+        time.perf_counter = EmulatedClock() if "emulated" in fit else EmulatedClock.real  # type: ignore[assignment]
+        meets = [Meets()] if "emulated" in fit else []
+        callbacks = [State(), *meets, tuner, state] if tuner else [state]
         options = {"max_epochs": 4, **fit.get("trainer", {})}
         if fit.get("exception_checkpoint"):
             callbacks.append(pl.callbacks.OnExceptionCheckpoint(FOLDER, filename="stopped"))
