@@ -34,7 +34,7 @@ from lightning_omni.protocol.monitoring import Monitoring
 from lightning_omni.protocol.observation import RunObservation
 from lightning_omni.protocol.roster import Roster
 from lightning_omni.protocol.service import Out, Payload, Peer, Sender
-from lightning_omni.protocol.shard_servers import Coordinator, OneServer, Servers
+from lightning_omni.protocol.shard_servers import Coordinator, OneServer, Servers, refusal_of
 from lightning_omni.protocol.snapshots import Snapshots
 from lightning_omni.protocol.synchronization import Synchronization
 from lightning_omni.protocol.training import Training
@@ -295,7 +295,7 @@ class Router:
             self._servers.check_number(sender.rank, message.request)
             finite = row.is_finite is None or row.is_finite(service, sender, message, payload)
         except OmniError as error:
-            self._servers.refuse(sender.rank, message.request, str(error))
+            self._servers.refuse(sender.rank, message.request, refusal_of(error))
             raise
         return self._servers.hold(sender, message, finite, lambda decided: self._handle(row, decided, message, payload))
 
@@ -340,7 +340,7 @@ class Router:
             member = self._admission.find(DATA, peer)
             if member is not None:
                 rank = self._sender(DATA, peer, member.rank).rank
-                self._servers.refuse(rank, message.request, str(error))  # type: ignore[attr-defined]
+                self._servers.refuse(rank, message.request, refusal_of(error))  # type: ignore[attr-defined]
             raise
 
     def _check_payload(self, row: Row, peer: Peer, message: Any) -> int:

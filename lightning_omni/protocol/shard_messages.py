@@ -50,14 +50,14 @@ class ShardReady(m.Message, frozen=True, kw_only=True):
         rank: that sent it.
         request: its number.
         finite: whether the numbers in it are.
-        problem: why it was refused, or an empty string.
+        refusal: how it was refused, if it was.
         present: of a push, which entries of my share have a tensor; empty if all do.
     """
 
     rank: int
     request: int
     finite: bool = True
-    problem: str = ""
+    refusal: m.RefusedMessage | None = None
     present: tuple[bool, ...] = ()
 
 
@@ -143,13 +143,13 @@ class Decide(Told, frozen=True, kw_only=True):
         rank: that sent it.
         request: its number.
         finite: whether the numbers in all parts are.
-        problem: why some server has refused its part, and so all do; or an empty string.
+        refusal: how some server has refused its part, and so all do; None if none has.
     """
 
     rank: int
     request: int
     finite: bool = True
-    problem: str = ""
+    refusal: m.RefusedMessage | None = None
 
 
 class Expire(Told, frozen=True, kw_only=True):

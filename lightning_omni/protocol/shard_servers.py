@@ -120,7 +120,7 @@ class Servers(Service, ABC):
             handle: handles it.
         """
 
-    def refuse(self, rank: int, request: int, problem: str) -> None:
+    def refuse(self, rank: int, request: int, refusal: m.RefusedMessage) -> None:
         """This server has refused its part of a request, so all must."""
 
     # --- Aggregators between the one server and groups ----------------------------------------------------------------
@@ -188,7 +188,7 @@ class _InParts(Servers):
         self.number, self.count = number, count
         self._out: list[Out] = []
         self._held: dict[Key, Held] = {}
-        self._refused: dict[Key, str] = {}  # parts that are to be refused when they come
+        self._refused: dict[Key, m.RefusedMessage] = {}  # parts that are to be refused when they come
 
     def begin(self, end: Callable[[str], list[Out]], live: Callable[[], Container[int]]) -> None:
         self._end, self._live = end, live
@@ -198,7 +198,7 @@ class _InParts(Servers):
     def evict(self, group: int, lost: bool) -> list[Out]:
         live = self._live()
         self._held = {key: held for key, held in self._held.items() if key[0] in live}
-        self._refused = {key: problem for key, problem in self._refused.items() if key[0] in live}
+        self._refused = {key: refusal for key, refusal in self._refused.items() if key[0] in live}
         return []
 
     def drain(self) -> list[Out]:
@@ -213,8 +213,8 @@ class _InParts(Servers):
 
     def hold(self, sender: Sender, message: Request, finite: bool, handle: Handle) -> list[Out]:
         key = sender.rank, message.request
-        if (problem := self._refused.pop(key, None)) is not None:
-            return [_refusal(sender.peer, problem)]
+        if (refusal := self._refused.pop(key, None)) is not None:
+            return [Out(sender.peer, m.DATA, refusal)]
         self._held[key] = Held(sender, handle)
         present = message.present if isinstance(message, m.PushMessage) else ()
         return self._has(key, finite, () if all(present) else present)
@@ -223,21 +223,25 @@ class _InParts(Servers):
     def _has(self, key: Key, finite: bool, present: tuple[bool, ...]) -> list[Out]:
         """This server has its part of a request; see `lightning_omni.protocol.shard_messages.ShardReady`."""
 
-    def _decided(self, key: Key, finite: bool, problem: str, elsewhere: tuple[tuple[bool, ...], ...] = ()) -> list[Out]:
+    def _decided(
+        self,
+        key: Key,
+        finite: bool,
+        refusal: m.RefusedMessage | None,
+        elsewhere: tuple[tuple[bool, ...], ...] = (),
+    ) -> list[Out]:
         """All parts are here, or one was refused: this server's is handled, as all others are."""
         held = self._held.pop(key, None)
         if held is None:
-            if problem and sum(each[0] == key[0] for each in self._refused) < MOST_HELD:
-                self._refused[key] = problem
+            if refusal is not None and sum(each[0] == key[0] for each in self._refused) < MOST_HELD:
+                self._refused[key] = refusal
             return []
-        if problem:
-            return [_refusal(held.sender.peer, problem)]
-        try:
-            return held.handle(held.sender._replace(finite=finite, elsewhere=elsewhere))
-        except Refused as no:
-            return [Out(held.sender.peer, m.DATA, m.RefusedMessage(code=no.code, reason=str(no)))]
-        except OmniError as error:
-            return [_refusal(held.sender.peer, str(error))]
+        if refusal is None:
+            try:
+                return held.handle(held.sender._replace(finite=finite, elsewhere=elsewhere))
+            except OmniError as error:
+                refusal = refusal_of(error)
+        return [Out(held.sender.peer, m.DATA, refusal)]
 
 
 @dataclass
@@ -488,12 +492,12 @@ class Coordinator(_InParts):
         key = message.rank, message.request
         if message.rank not in self._live():  # it has died meanwhile
             return []
-        if message.problem:
-            return self._refuse(key, message.problem)
+        if message.refusal is not None:
+            return self._refuse(key, message.refusal)
         return self._take(key, number, message.finite, message.present)
 
-    def refuse(self, rank: int, request: int, problem: str) -> None:
-        self._out += self._refuse((rank, request), problem)
+    def refuse(self, rank: int, request: int, refusal: m.RefusedMessage) -> None:
+        self._out += self._refuse((rank, request), refusal)
 
     def evict(self, group: int, lost: bool) -> list[Out]:
         live = self._live()
@@ -511,12 +515,12 @@ class Coordinator(_InParts):
             return []
         del self._parts[key]
         self.tell(sm.Decide(rank=key[0], request=key[1], finite=parts.finite))
-        return self._decided(key, parts.finite, "", tuple(parts.here[number] for number in range(1, self.count)))
+        return self._decided(key, parts.finite, None, tuple(parts.here[number] for number in range(1, self.count)))
 
-    def _refuse(self, key: Key, problem: str) -> list[Out]:
+    def _refuse(self, key: Key, refusal: m.RefusedMessage) -> list[Out]:
         self._parts.pop(key, None)
-        self.tell(sm.Decide(rank=key[0], request=key[1], problem=problem))
-        return self._decided(key, False, problem)
+        self.tell(sm.Decide(rank=key[0], request=key[1], refusal=refusal))
+        return self._decided(key, False, refusal)
 
 
 class Follower(_InParts):
@@ -561,10 +565,10 @@ class Follower(_InParts):
 
     def decide(self, message: sm.Decide) -> list[Out]:
         """The coordinator has decided on a request."""
-        return self._decided((message.rank, message.request), message.finite, message.problem)
+        return self._decided((message.rank, message.request), message.finite, message.refusal)
 
-    def refuse(self, rank: int, request: int, problem: str) -> None:
-        self._say(sm.ShardReady(rank=rank, request=request, problem=problem))
+    def refuse(self, rank: int, request: int, refusal: m.RefusedMessage) -> None:
+        self._say(sm.ShardReady(rank=rank, request=request, refusal=refusal))
 
     def fail(self, reason: str) -> None:
         """This server cannot go on."""
@@ -578,5 +582,6 @@ class Follower(_InParts):
         self._out.append(Out(COORDINATOR, m.CONTROL, message))
 
 
-def _refusal(peer: Peer, problem: str) -> Out:
-    return Out(peer, m.DATA, m.RefusedMessage(code="protocol", reason=problem))
+def refusal_of(error: OmniError) -> m.RefusedMessage:
+    """What a rank is told, at all servers alike, for a request that one of them cannot handle."""
+    return m.RefusedMessage(code=error.code if isinstance(error, Refused) else "protocol", reason=str(error))
