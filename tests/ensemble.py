@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_omni.errors import MalformedMessage
+from lightning_omni.errors import ProtocolError
 from lightning_omni.methods import (
     Answer,
     Exchange,
@@ -36,7 +36,7 @@ from lightning_omni.methods import (
 from lightning_omni.methods.master import describe, hyperparameters_of
 from lightning_omni.methods.replica import copies
 from lightning_omni.methods.totals import Total
-from lightning_omni.protocol import ServerCore, handshake
+from lightning_omni.protocol import ServerCore, handshake, transport
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.codec import pack, unpack
 from lightning_omni.protocol.group import Action, Ask, GroupCore, Heard, Said
@@ -221,11 +221,8 @@ class Ensemble:
             out: list[Out] = []
             try:
                 core.check_payload(peer, message)
-            except MalformedMessage as error:
-                out = [*core.refuse(m.DATA, peer, str(error)), *core.servers.drain()]
-            except Exception as error:
-                out = [Out(peer, m.DATA, m.RefusedMessage(code="protocol", reason=str(error)))]
-                out += core.servers.drain()
+            except ProtocolError as error:
+                out = transport.refusal(core, m.DATA, peer, error)
             else:
                 out = core.receive(m.DATA, peer, message, payload, self.now)
             self._send(server, out)

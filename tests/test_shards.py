@@ -27,7 +27,7 @@ from stream import Stream
 from torch import Tensor
 
 from lightning_omni.cli.serve import serve
-from lightning_omni.errors import ConfigurationError, ProtocolError, Refused
+from lightning_omni.errors import ConfigurationError, ProtocolError, RankLost, Refused
 from lightning_omni.methods import AsyncSGD, Method, method_named
 from lightning_omni.optimizer.options import WorldOptions
 from lightning_omni.protocol import ServerCore, handshake
@@ -39,7 +39,7 @@ from lightning_omni.protocol.journal import LostEntry
 from lightning_omni.protocol.layout import DTYPES, Layout
 from lightning_omni.protocol.service import Out
 from lightning_omni.protocol.split import UNIT, Split
-from lightning_omni.protocol.transport import Control
+from lightning_omni.protocol.transport import Control, answer_of
 from lightning_omni.protocol.wire_format import RAW, RESIDUAL, WireFormat
 from lightning_omni.protocol.wire_formats import wire_of
 from lightning_omni.server import ZeroMQ, saving
@@ -470,6 +470,20 @@ def test_a_push_of_which_one_part_is_malformed_is_refused_by_all_and_the_next_on
     while not group.go_on():
         assert ensemble.step()
     assert {core.clock for core in ensemble.cores} == {1}
+
+
+def test_a_push_of_a_rank_that_is_out_of_the_run_is_answered_so_by_all() -> None:
+    ensemble = run_of(2, 1)
+    (group,) = ensemble.groups
+    group.compute()
+    ensemble._arrive(("data", 1, 0))  # one part before
+    ensemble.lose(0)
+    ensemble.arrive()
+    answers = ensemble.answers(0)
+    assert answers is not None
+    for answer, _ in answers:
+        with pytest.raises(RankLost, match="out of the run"):
+            answer_of(answer, m.Weights)
 
 
 def _fields(message: m.Message) -> dict[str, Any]:
