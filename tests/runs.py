@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -181,6 +182,7 @@ class Running:
         spares: int = 3,
     ) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="omni-run-"))
+        atexit.register(shutil.rmtree, self.folder, ignore_errors=True)  # other runs of this process may read it
         self._log = (self.folder / "output.txt").open("w+")
         environment = {k: v for k, v in os.environ.items() if k not in _NOT_INHERITED}
         environment |= {"OMP_NUM_THREADS": "1", "OMNI_TEST_FOLDER": str(self.folder)}
