@@ -148,8 +148,8 @@ def _of_exchanges(trace: Trace, members: float) -> dict[str, Any]:
     """What there is to be measured where several groups, of so many ranks, exchange with servers."""
     cluster, steps = trace.meta["cluster"], trace.rows["steps"]
     per_node = cluster.get("servers") == "per-node"
-    nodes = cluster["nodes"] or sum(kind["count"] for kind in cluster["devices"])
-    servers = nodes if per_node else cluster.get("servers", 1)
+    devices = sum(kind["count"] for kind in cluster["devices"])
+    servers = (cluster["nodes"] or devices) if per_node else cluster.get("servers", 1)
     per_access = members * float(trace.meta["batch_size"])
     return {
         "serve": float(cluster["update_seconds"]) / servers,

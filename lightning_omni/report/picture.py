@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -249,45 +249,71 @@ def _of_statistics(digest: Digest) -> str:
 
 
 def _losses(axes: Any, digest: Digest) -> None:
-    rows = [row for row in digest.probes if len(row.tried.samples) > 1]
-    if not rows:
+    curves = [_ProbeCurve(row, *_smooth(row.tried)) for row in digest.probes if len(row.tried.samples) > 1]
+    if not curves:
         return _empty(axes, "No probe was run")
-    is_step = digest.is_about_steps
-    colours = number_colours(sorted({row.tried.setting.lr for row in rows}) if is_step else digest.groups)
-    curves = [(row, *_smooth(row.tried)) for row in rows]
-    sound = [losses for row, _, losses in curves if not row.tried.has_failed] or [losses for _, _, losses in curves]
-    sound = [finite for losses in sound if len(finite := losses[np.isfinite(losses)])]
-    if not sound:
+    bounds = _bounds_of_losses(curves)
+    if bounds is None:
         return _empty(axes, "No probe had a finite loss")
-    first, low = max(float(losses[0]) for losses in sound), min(float(losses.min()) for losses in sound)
-    diverged = sum(row.tried.has_failed for row in rows)
-    top = first + (0.25 if diverged else 0.05) * max(first - low, 1e-9)
-    for place, (row, samples, losses) in enumerate(curves):
-        failed, colour = row.tried.has_failed, colours[_kind(row, is_step)]
-        is_choice = digest.search.as_it_would_be(row.tried.setting) == digest.choice.setting
+    low, top = bounds
+    is_step = digest.is_about_steps
+    colours = number_colours(sorted({curve.setting.lr for curve in curves}) if is_step else digest.groups)
+    for place, curve in enumerate(curves):
+        is_choice = digest.search.as_it_would_be(curve.setting) == digest.choice.setting
         # The choice is the thick one and lies below the others, the first of which are wider: none hides another.
         width = 3.4 if is_choice else max(1.0, 2.2 - 0.3 * place)
-        style = {"linestyle": ":" if failed else "-", "linewidth": width, "zorder": 2 if is_choice else 3}
-        axes.plot(samples, losses, color=colour, **style)
-        if failed:
-            gone = [place for place, loss in enumerate(losses) if not loss < top]
-            place = gone[0] if gone else len(losses) - 1
-            height = losses[place] if losses[place] < top else top - 0.03 * (top - low)
-            axes.scatter(samples[place], height, marker="x", s=60, color="black", zorder=5)
+        style = {"linestyle": ":" if curve.has_failed else "-", "linewidth": width, "zorder": 2 if is_choice else 3}
+        axes.plot(curve.samples, curve.losses, color=colours[_kind(curve.setting, is_step)], **style)
+        if curve.has_failed:
+            _mark_failure(axes, curve, low, top)
     axes.set(xlabel="samples", ylabel="training loss", ylim=(low - 0.05 * (top - low), top))
-    count = f"{len(rows)} probe{'s' * (len(rows) > 1)}"
-    axes.set_title(f"{count} from the same weights" + (f", {diverged} failed (×)" if diverged else ""))
-    shown = {_kind(row, is_step) for row in rows}
-    _name_colours(
-        axes,
-        {f"lr {kind:.3g}" if is_step else _groups(int(kind)): colours[kind] for kind in colours if kind in shown},
-    )
+    failed = sum(curve.has_failed for curve in curves)
+    count = f"{len(curves)} probe{'s' * (len(curves) > 1)}"
+    axes.set_title(f"{count} from the same weights" + (f", {failed} failed (×)" if failed else ""))
+    shown = {_kind(curve.setting, is_step) for curve in curves}
+    names = {kind: f"lr {kind:.3g}" if is_step else _groups(int(kind)) for kind in colours if kind in shown}
+    _name_colours(axes, {name: colours[kind] for kind, name in names.items()})
     return None
 
 
-def _kind(row: ProbeRow, is_step: bool) -> float:
+class _ProbeCurve(NamedTuple):
+    """A probe's training loss over samples, smoothed."""
+
+    row: ProbeRow
+    samples: Any
+    losses: Any
+
+    @property
+    def setting(self) -> Setting:
+        return self.row.tried.setting
+
+    @property
+    def has_failed(self) -> bool:
+        return self.row.tried.has_failed
+
+
+def _bounds_of_losses(curves: Sequence[_ProbeCurve]) -> tuple[float, float] | None:
+    """The least loss, and a little above the first; None where no loss is finite."""
+    having = [curve.losses for curve in curves if not curve.has_failed] or [curve.losses for curve in curves]
+    sound = [finite for losses in having if len(finite := losses[np.isfinite(losses)])]
+    if not sound:
+        return None
+    first, low = max(float(losses[0]) for losses in sound), min(float(losses.min()) for losses in sound)
+    above = 0.25 if any(curve.has_failed for curve in curves) else 0.05
+    return low, first + above * max(first - low, 1e-9)
+
+
+def _mark_failure(axes: Any, curve: _ProbeCurve, low: float, top: float) -> None:
+    """A cross where the loss leaves the picture, or where it ends."""
+    gone = np.flatnonzero(~(curve.losses < top))
+    place = gone[0] if len(gone) else len(curve.losses) - 1
+    height = curve.losses[place] if curve.losses[place] < top else top - 0.03 * (top - low)
+    axes.scatter(curve.samples[place], height, marker="x", s=60, color="black", zorder=5)
+
+
+def _kind(setting: Setting, is_step: bool) -> float:
     """By which probes are coloured."""
-    return row.tried.setting.lr if is_step else row.tried.setting.groups
+    return setting.lr if is_step else setting.groups
 
 
 def _name_colours(axes: Any, colours: Mapping[str, Any]) -> None:
@@ -386,8 +412,6 @@ def _of_systems(digest: Digest) -> str:
 
 
 def _plane(axes: Any, digest: Digest, figure: Any) -> None:
-    from matplotlib.colors import LogNorm
-
     theory = [digest.search.proposal(g) for g in digest.groups]
     rates, momenta = [each.lr for each in theory], [each.momentum for each in theory]
     axes.plot(rates, momenta, color=GREY, linewidth=1, marker=".", label="theory's settings", zorder=1)
@@ -398,39 +422,45 @@ def _plane(axes: Any, digest: Digest, figure: Any) -> None:
     chosen = digest.choice.setting
     axes.scatter(chosen.lr, chosen.momentum, **{**_CHOSEN, "s": 1100, "alpha": 0.9, "zorder": 2})
     if rows:
-        worst = max(1.5, *(row.time for row in rows))
-        least = min(1.0, *(row.time for row in rows))
-        drawn = axes.scatter(
-            [row.tried.setting.lr for row in rows],
-            [row.tried.setting.momentum for row in rows],
-            c=[row.time for row in rows],
-            norm=LogNorm(least, worst),
-            cmap=QUANTITY,
-            s=260,
-            edgecolor="white",
-            zorder=4,
-        )
-        bar = figure.colorbar(drawn, ax=axes, pad=0.02, aspect=30, label="time (1: the choice)")
-        ticks = [tick for tick in (1, 1.2, 1.5, 2, 3, 5, 10, 20, 50) if least <= tick <= worst]
-        bar.set_ticks(ticks, labels=[f"{tick:g}" for tick in ticks])
-        bar.ax.minorticks_off()
+        _probes_in_plane(axes, rows, figure)
+    for row in failed:
+        setting = row.tried.setting
+        axes.scatter(setting.lr, setting.momentum, marker="x", s=200, color="black", linewidth=2, zorder=4)
+    _lr_axis(axes, [*theory, chosen, *(row.tried.setting for row in digest.probes)])
+    axes.set_title(f"Chosen: momentum {chosen.momentum:.3g}, lr {chosen.lr:.3g}")
+
+
+def _probes_in_plane(axes: Any, rows: Sequence[ProbeRow], figure: Any) -> None:
+    """Each probe where its momentum and rate are, coloured by its time, with the number of its groups."""
+    from matplotlib.colors import LogNorm
+
+    least, worst = min(1.0, *(row.time for row in rows)), max(1.5, *(row.time for row in rows))
+    drawn = axes.scatter(
+        [row.tried.setting.lr for row in rows],
+        [row.tried.setting.momentum for row in rows],
+        c=[row.time for row in rows],
+        norm=LogNorm(least, worst),
+        cmap=QUANTITY,
+        s=260,
+        edgecolor="white",
+        zorder=4,
+    )
+    bar = figure.colorbar(drawn, ax=axes, pad=0.02, aspect=30, label="time (1: the choice)")
+    ticks = [tick for tick in (1, 1.2, 1.5, 2, 3, 5, 10, 20, 50) if least <= tick <= worst]
+    bar.set_ticks(ticks, labels=[f"{tick:g}" for tick in ticks])
+    bar.ax.minorticks_off()
     for row in rows:
-        dark = math.log(row.time / least) < 0.6 * math.log(worst / least)
+        is_dark = math.log(row.time / least) < 0.6 * math.log(worst / least)
         setting = row.tried.setting
         axes.annotate(
             str(setting.groups),
             (setting.lr, setting.momentum),
             ha="center",
             va="center",
-            color="white" if dark else "black",
+            color="white" if is_dark else "black",
             fontsize=9,
             zorder=5,
         )
-    for row in failed:
-        setting = row.tried.setting
-        axes.scatter(setting.lr, setting.momentum, marker="x", s=200, color="black", linewidth=2, zorder=4)
-    _lr_axis(axes, [*theory, chosen, *(row.tried.setting for row in digest.probes)])
-    axes.set_title(f"Chosen: momentum {chosen.momentum:.3g}, lr {chosen.lr:.3g}")
 
 
 def _lr_axis(axes: Any, shown: Sequence[Setting]) -> None:
