@@ -25,10 +25,12 @@ from hypothesis import given, settings
 from runs import Running
 from stream import Stream
 from torch import Tensor
+from torch.nn import Parameter
 
 from lightning_omni.cli.serve import serve
 from lightning_omni.errors import ConfigurationError, ProtocolError, Refused
-from lightning_omni.methods import AsyncSGD, Method, method_named
+from lightning_omni.methods import AsyncSGD, Master, Method, Push, Replica, method_named
+from lightning_omni.methods.fragments import UNIT, read, write
 from lightning_omni.optimizer.options import WorldOptions
 from lightning_omni.protocol import ServerCore, handshake
 from lightning_omni.protocol import messages as m
@@ -38,7 +40,7 @@ from lightning_omni.protocol.group import Ask
 from lightning_omni.protocol.journal import LostEntry
 from lightning_omni.protocol.layout import DTYPES, Layout
 from lightning_omni.protocol.service import Out
-from lightning_omni.protocol.split import UNIT, Split
+from lightning_omni.protocol.split import Split
 from lightning_omni.protocol.transport import Control
 from lightning_omni.protocol.wire_format import RAW, RESIDUAL, WireFormat
 from lightning_omni.protocol.wire_formats import wire_of
@@ -53,6 +55,9 @@ OPTIMIZERS: dict[str, Make] = {
 METHODS = (
     "async_sgd", "hardsync", "softsync", "downpour:n_push=2,n_fetch=2", "delay_compensated",
     "elastic_averaging:period=2", "local_sgd:period=2", "diloco:period=2", "async_diloco:period=2",
+    "local_sgd:period=4,fragments=2", "diloco:period=4,fragments=2",
+    "decoupled_diloco:period=2,fragments=1,delay=0,grace=0",
+    "decoupled_diloco:period=4,fragments=2,delay=0,grace=0",
 )  # fmt: skip
 
 
@@ -74,9 +79,11 @@ def run_of(
     wire: WireFormat = RAW,
     seed: int = 0,
     by_member: bool = False,
+    stands_for: int = 1,
 ) -> Ensemble:
     chosen = method_named(method) if isinstance(method, str) else method
-    return Ensemble(shards, groups, chosen, OPTIMIZERS[optimizer], wire, seed, by_member=by_member)
+    make, more = OPTIMIZERS[optimizer], {"by_member": by_member, "stands_for": stands_for}
+    return Ensemble(shards, groups, chosen, make, wire, seed, **more)  # type: ignore[arg-type]
 
 
 def held(ensemble: Ensemble) -> list[Tensor]:
@@ -153,6 +160,80 @@ def test_what_treats_tensors_as_wholes_is_not_cut_and_the_largest_go_apart() -> 
     assert [[spec.name for spec in share.specs] for share in split.shares] == [["b"], ["a", "c", "d"]]
 
 
+@given(layouts, st.integers(1, 5), st.integers(1, 5))
+@settings(max_examples=60, deadline=None)
+def test_every_server_cuts_its_share_into_fragments_and_both_sides_of_an_exchange_cut_alike(
+    specs: list[tuple[tuple[int, ...], str]], servers: int, of: int
+) -> None:
+    tensors = tensors_of(specs)
+    split = Split.of(Layout.of(tensors), servers, elementwise=True)
+    replica = Replica([Parameter(each, requires_grad=False) for each in tensors.values()], None)  # type: ignore[arg-type]
+    replica.servers = servers
+    parts, came = split.parts(list(tensors.values())), [torch.zeros_like(each) for each in tensors.values()]
+    held = [Layout.of({str(place): each for place, each in enumerate(part)}) for part in parts]  # type: ignore[misc]
+    for number in range(of):
+        pieces, fragment = replica.pieces(number, of), split.fragment(number, of)
+        pushed = read(replica.weights(), pieces)
+        assert [tensor.numel() for tensor in pushed] == [spec.numel for spec in fragment.layout.specs]
+        for part, share, known, whole_share in zip(fragment.parts(pushed), fragment.shares, held, parts, strict=True):
+            at_server = read(whole_share, known.pieces(number, of))  # type: ignore[arg-type]
+            assert same([each.flatten() for each in part], [each.flatten() for each in at_server])  # type: ignore[union-attr]
+            assert share.nbytes == known.fragment(number, of).nbytes
+            bytes_here, every = (sum(spec.nbytes for spec in each.specs) for each in (share, known))
+            assert bytes_here <= every / of + 8 * (1 + len(known.dtypes))
+        assert same(fragment.merged(fragment.parts(pushed)), pushed)
+        assert fragment.memories(fragment.layout.empty()) is not None
+        assert fragment.layout.nbytes <= split.layout.nbytes, "answers have their place in the memory of all parameters"
+        write(came, pieces, [read(came, [piece])[0] + 1 for piece in pieces])
+    assert all(bool((each == 1).all()) for each in came), "every number is in one fragment"
+
+
+def remembered(share: Layout, of: int) -> dict[str, Any]:
+    """What a server may remember of the fragments of its share."""
+    fragments = [share.fragment(number, of) for number in range(of)]
+    views = [layout.views(layout.empty()) for layout in fragments]
+    return {
+        "fragments": [
+            {
+                "total": {"count": number, "sum": list(each)},
+                "came": {0: True, 1: False},
+                "outer": {place: {"momentum_buffer": view + number} for place, view in enumerate(each)},
+            }
+            for number, each in enumerate(views)
+        ]
+    }
+
+
+@given(layouts, st.integers(1, 4), st.integers(2, 4))
+@settings(max_examples=40, deadline=None)
+def test_what_is_remembered_of_fragments_is_put_together_and_divided_by_their_own_cuts(
+    specs: list[tuple[tuple[int, ...], str]], servers: int, of: int
+) -> None:
+    split = Split.of(Layout.of(tensors_of(specs)), servers, elementwise=True)
+    trees = [remembered(share, of) for share in split.shares]
+    merged = split.merged_tree(trees)
+    assert merged["servers"] == servers
+    for number, each in enumerate(merged["fragments"]):
+        shapes = [spec.local_shape for spec in split.layout.fragment(number, of).specs]
+        assert [tuple(tensor.shape) for tensor in each["total"]["sum"]] == shapes
+        assert [tuple(outer["momentum_buffer"].shape) for outer in each["outer"].values()] == shapes
+    assert same(split.tree_parts(merged), trees)
+
+
+def test_groups_that_are_remembered_are_not_taken_for_numbers_of_as_many_parameters() -> None:
+    split = Split.of(Layout.of({"w": torch.ones(64), "b": torch.ones(64)}), 2, elementwise=True)
+    master = Master({"w": Parameter(torch.ones(64)), "b": Parameter(torch.ones(64))}, None)
+    side = method_named("decoupled_diloco:period=1,fragments=1,quorum=3").server_side(master, range(3))
+    for group in (0, 1):
+        assert side.receive(Push(group, 0, [torch.ones(64)] * 2)) == []
+    for server, part in enumerate(split.tree_parts(side.state())):
+        share = {spec.name: Parameter(torch.ones(spec.local_shape)) for spec in split.shares[server].specs}
+        there = side.method.server_side(Master(share, None), range(3))
+        there.load_state(part)
+        assert same(there.state(), part)
+        assert part["came"] == {0: True, 1: True}
+
+
 # --- They act as one -------------------------------------------------------------------------------------------------
 
 
@@ -166,12 +247,14 @@ def test_several_servers_hold_bitwise_what_one_would_after_the_same_pushes(
     each = 2 if "=2" in method else 1  # gradients to a push
     order = [group for group in several.order for _ in range(each)]
     order += list((computed - Counter(order)).elements())
-    one = run_of(1, 3, method, optimizer)
+    one = run_of(1, 3, method, optimizer, stands_for=3)
     train(one, len(order), order)
     assert several.order == one.order
     for what in ("weights", "state", "method"):
         there = whole(several.groups[0], [tree for _, tree in several.groups[0].snapshot()], what)
         here = whole(one.groups[0], [tree for _, tree in one.groups[0].snapshot()], what)
+        for tree in (here, there) if "fragments" in there else ():
+            assert tree.pop("servers") == (3 if tree is there else 1)
         assert same(there, here), what
     for here, there in zip(one.groups, several.groups, strict=True):
         assert same(here.replica.weights(), there.replica.weights())
@@ -650,7 +733,6 @@ def test_shards_of_a_server_are_checked() -> None:
 def test_what_several_servers_cannot_do_is_refused_before_training() -> None:
     for options, text in (
         ({"server": "tcp://10.0.0.1:5555"}, "lightning-omni serve --shards N"),
-        ({"method": "local_sgd:period=8,fragments=2"}, "fragments"),
         ({"transport": Stream()}, "leave servers= out"),
     ):
         with pytest.raises(ConfigurationError, match=text):

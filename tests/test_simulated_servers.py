@@ -262,11 +262,6 @@ def test_servers_that_cannot_be_are_refused_by_name(cluster: dict[str, Any], say
         Cluster.even(4, **cluster)
 
 
-def test_fragments_and_several_servers_exclude_each_other_as_in_a_real_run() -> None:
-    with pytest.raises(ConfigurationError, match=r"servers='per-node' and a method with fragments=2"):
-        run("local_sgd:period=4,fragments=2", 4, Cluster.even(4, servers="per-node"))
-
-
 def test_a_cluster_says_its_servers_and_where_they_are() -> None:
     several = Cluster.even(4, servers="per-node", nodes=2)
     assert "2 servers" in several.words

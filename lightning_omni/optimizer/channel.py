@@ -27,7 +27,7 @@ from lightning_omni.protocol.cut import Cut
 from lightning_omni.protocol.group import Action, Ask, Heard, Said
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.requests import ByAggregator, Requests, alike
-from lightning_omni.protocol.split import Split, is_elementwise
+from lightning_omni.protocol.split import Split, is_elementwise, were_cut_for
 from lightning_omni.protocol.synchronization import BROUGHT_ELSEWHERE
 from lightning_omni.protocol.transport import Address, Control, Data, Peers, PeersOfShares
 from lightning_omni.protocol.wire_format import RAW, Memory, WireFormat, check_size, decode
@@ -189,8 +189,9 @@ class Channel:
         room = self._room(ask, part)
         if servers == 1:
             return [room]
-        is_raw = room is not None and self._answers(ask) == RAW
-        return self._split(part, servers).memories(room) if is_raw and room is not None else None
+        if room is None or self._answers(ask) != RAW:
+            return None
+        return self._split(part, servers).fragment(ask.fragment, self._place.method.fragments).memories(room)
 
     def _split(self, part: Part, servers: int) -> Split:
         """How the parameters of an optimizer are divided over the servers."""
@@ -246,6 +247,7 @@ class Channel:
             parts: of each optimizer, as `lightning_omni.protocol.snapshots.Snapshots.seed` takes them.
         """
         requests = self._free_connections()
+        parts = [self._without_other_cuts(part, requests.count) for part in parts]
         said = []
         for server in range(requests.count):
             tree = [
@@ -255,6 +257,23 @@ class Channel:
             packed, buffer = pack({"parts": tree})
             said.append(Said(m.Seed(packed=packed, nbytes=buffer.numel()), buffer))
         requests.exchange(said, m.Seeded)
+
+    def _without_other_cuts(self, seed: dict[str, Any], servers: int) -> dict[str, Any]:
+        """What an optimizer's servers are handed, but for what their method remembered of other fragments than theirs.
+
+        Elsewhere the same fragments are cut otherwise: a total and its count would belong to other numbers.
+        """
+        method = seed.get("method")
+        before = were_cut_for(method) if method is not None else None
+        if before is None or before == servers or self._place.share is not None:
+            return seed
+        _log.warning(
+            "the checkpoint holds what the method's server side remembered of fragments, momentum for instance, cut for"
+            " servers=%d; it is not restored, because this run has servers=%d",
+            before,
+            servers,
+        )
+        return {**seed, "method": None}
 
     def store_group_state(self, packed: Packed, buffer: Tensor) -> None:
         """What this group alone knows, or what this rank has of it, becomes part of the next snapshot."""
@@ -539,7 +558,9 @@ class Channel:
         answers = self._answers(ask)
         is_flat = answers == RAW or not ask.pulls
         requests, part = self._servers(), self._place.parts[ask.optimizer]
-        split = self._split(part, requests.count) if requests.count > 1 else Split.whole(layout)
+        split = Split.whole(layout)
+        if requests.count > 1:
+            split = self._split(part, requests.count).fragment(ask.fragment, self._place.method.fragments)
         if ask.optimizer in self._arrived:
             heard = self._arrived.pop(ask.optimizer)
         else:
@@ -617,11 +638,6 @@ class Channel:
     def _servers(self) -> Requests:
         if self._requests is None:
             assert self._place.control is not None
-            if self._place.control.shards > 1 and self._place.method.fragments > 1:
-                raise UnsupportedError(
-                    f"the method's fragments={self._place.method.fragments}, and {self._place.control.shards} servers"
-                    " hold a share of the weights each: pass fragments=1, or servers=1"
-                )
             timeout, by_member = self._place.options.timeout.total_seconds(), self._place.share is not None
             largest = self._largest_in_replica if by_member else int
             self._requests = Requests(self._connect(self._place.control, timeout), by_member, largest)
