@@ -8,10 +8,10 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import count
+from itertools import count, product
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -31,6 +31,7 @@ from lightning_omni.cli.serve import serve
 from lightning_omni.errors import ConfigurationError, ProtocolError, Refused
 from lightning_omni.methods import AsyncSGD, Master, Method, Push, Replica, method_named
 from lightning_omni.methods.fragments import UNIT, read, write
+from lightning_omni.methods.master import resolver
 from lightning_omni.optimizer.options import WorldOptions
 from lightning_omni.protocol import ServerCore, handshake
 from lightning_omni.protocol import messages as m
@@ -40,6 +41,7 @@ from lightning_omni.protocol.group import Ask
 from lightning_omni.protocol.journal import LostEntry
 from lightning_omni.protocol.layout import DTYPES, Layout
 from lightning_omni.protocol.service import Out
+from lightning_omni.protocol.shard import Shard
 from lightning_omni.protocol.split import Split
 from lightning_omni.protocol.transport import Control
 from lightning_omni.protocol.wire_format import RAW, RESIDUAL, WireFormat
@@ -258,6 +260,113 @@ def test_several_servers_hold_bitwise_what_one_would_after_the_same_pushes(
         assert same(there, here), what
     for here, there in zip(one.groups, several.groups, strict=True):
         assert same(here.replica.weights(), there.replica.weights())
+
+
+@pytest.mark.parametrize("wire", ["fp32", "int8", "topk:0.05"])
+@pytest.mark.parametrize("method", ["local_sgd", "diloco", "decoupled_diloco"])
+def test_in_every_stride_a_server_gets_a_fragment_of_its_share_and_in_a_period_all_of_it(
+    method: str, wire: str
+) -> None:
+    if method == "local_sgd" and wire.startswith("topk"):
+        pytest.skip("it pushes weights, of which a part is none")
+    period, of = 8, 4
+    make, chosen = (
+        (lambda own: torch.optim.SGD(own, lr=0.1)),
+        method_named(f"{method}:period={period},fragments={of},delay=0"),
+    )
+    ensemble = Ensemble(3, 1, chosen, make, wire_of(wire), parameters=several_layers)
+    (group,) = ensemble.groups
+    most = [group.core.wire_format.pushes.sizes(share)[1] for share in group.split.shares]
+    whole_answers = [group.core.wire_format.answers.sizes(share)[1] for share in group.split.shares]
+    moved = [torch.zeros_like(each) for each in group.replica.weights()]
+    for step in range(1, period + 1):
+        before = group.requests
+        group.compute([torch.randn(each.shape, generator=group.gradients) for each in group.replica.weights()])
+        assert group.requests == before + (step % (period // of) == 0)
+        if step % (period // of):
+            continue
+        ask = group.action
+        assert isinstance(ask, Ask)
+        while (answers := ensemble.answers(0)) is None:
+            assert ensemble.step()
+        pieces = group.replica.pieces(ask.fragment, of)
+        write(moved, pieces, [each + 1 for each in read(moved, pieces)])
+        for said, (_, answer), pushed, answered in zip(group.said, answers, most, whole_answers, strict=True):
+            assert said.payload is not None
+            assert said.payload.numel() <= 1.2 / of * pushed
+            assert answer.numel() <= 1.2 / of * answered
+        for server, (message, answer) in enumerate(answers):
+            ensemble.queues["answer", server, 0].append((message, answer))
+        assert group.go_on()
+    assert all(bool((each == 1).all()) for each in moved), "every parameter is exchanged once"
+
+
+def several_layers() -> dict[str, Parameter]:
+    """Weights that three servers share out in the midst of a matrix."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((128, 64), (128,), (128, 128), (128,), (10, 128), (10,))
+    return {f"p{place}": Parameter(torch.randn(shape, generator=generator)) for place, shape in enumerate(shapes)}
+
+
+@pytest.mark.parametrize("method", ["diloco", "local_sgd", "decoupled_diloco"])
+@pytest.mark.parametrize("numel", [1, 70])
+def test_a_share_may_have_fewer_numbers_than_there_are_fragments_or_none(method: str, numel: int) -> None:
+    def make() -> dict[str, Parameter]:
+        return {"w": Parameter(torch.ones(numel))}
+
+    for fragments, wire in product((1, 4), ("fp32", "int8")):
+        chosen = method_named(f"{method}:period=4,fragments={fragments}")
+        ensemble = Ensemble(3, 1, chosen, OPTIMIZERS["sgd"], wire_of(wire), parameters=make)
+        (group,) = ensemble.groups
+        assert min(share.numel for share in group.split.shares) == 0
+        for _ in range(8):
+            while not group.is_computing:
+                assert group.go_on() or ensemble.step()
+            group.compute([torch.ones(numel)])
+        ensemble.arrive()
+        assert not group.refused
+        assert ensemble.cores[0].clock >= 2 * fragments - 1
+        weights = group.split.merged([core.shards[0].master.weights() for core in ensemble.cores])[0]
+        assert weights is not None
+        assert bool((weights < 1).all())
+
+
+@pytest.mark.parametrize("method", ["local_sgd", "diloco", "decoupled_diloco"])
+def test_servers_that_are_handed_what_others_remembered_of_fragments_go_on_bitwise(method: str) -> None:
+    chosen, random = method_named(f"{method}:period=4,fragments=2"), torch.Generator().manual_seed(2)
+    tensors = {name: each.detach() for name, each in several_layers().items()}
+    split = Split.of(Layout.of(tensors), 3, elementwise=True)
+
+    def new(weights: Any, states: Any, clock: int) -> list[Shard]:
+        shares = zip(split.parts(weights), split.shares, states, strict=True)
+        parts = [
+            ({spec.name: each for spec, each in zip(of.specs, part, strict=True)}, state) for part, of, state in shares
+        ]
+        return [Shard(None, part, clock, chosen, (0, 1), resolver(()), state) for part, state in parts]  # type: ignore[arg-type]
+
+    def push(shards: Sequence[Shard], group: int, number: int, tensors: Sequence[Tensor]) -> None:
+        for shard, part in zip(shards, split.fragment(number, 2).parts(tensors), strict=True):
+            shard.method_side.receive(Push(group, shard.master.clock, part, note=8.0, fragment=number))
+
+    shards = new(list(tensors.values()), [None] * 3, 0)
+    copies: list[Shard] = []
+    for turn in range(9):
+        if turn == 4:
+            if not chosen.has_barrier:  # one group has come, and the merge needs two
+                push(shards, 0, 1, [torch.ones(spec.local_shape) for spec in split.layout.fragment(1, 2).specs])
+            told = split.merged_tree([unpack(*pack(shard.method_side.state())) for shard in shards])
+            weights = split.merged([shard.master.weights() for shard in shards])
+            copies = new(weights, split.tree_parts(unpack(*pack(told))), shards[0].master.clock)
+        for group in (0, 1):
+            given = [
+                torch.randn(spec.local_shape, generator=random) for spec in split.layout.fragment(turn % 2, 2).specs
+            ]
+            for each in (shards, copies) if copies else (shards,):
+                push(each, group, turn % 2, given)
+    assert shards[0].master.clock > 4
+    for mine, theirs in zip(shards, copies, strict=True):
+        assert same(mine.buffer, theirs.buffer)
+        assert same(mine.method_side.state(), theirs.method_side.state())
 
 
 class Linear(torch.nn.Module):
@@ -667,23 +776,27 @@ def test_real_servers_hold_bitwise_what_one_would_and_a_dead_one_is_named() -> N
         barrier,
         {**barrier, "servers": "per-node"},
         {"servers": 2, "wire": {"push": "int8", "pull": "bf16"}, "poisons": True, "regroups": True, "steps": 9},
+        {"servers": 2, "method": "diloco:period=2,fragments=2,outer_momentum=0.5", "wire": "topk:0.4", "steps": 16},
         {"servers": "per-node", "method": "local_sgd:period=2", "kills": "server"},
     ]
     with Running("shards.py", {"cases": cases}) as running:
         finished = running.wait(400)
         assert running.survivors == []
     assert finished.code == 0, finished.output[-4000:]
-    for rank, (one, several, lossy, killed) in finished.results.items():
-        assert (one["shards"], several["shards"], lossy["shards"]) == (1, 2, 2)
+    for rank, (one, several, lossy, cut, killed) in finished.results.items():
+        assert (one["shards"], several["shards"], lossy["shards"], cut["shards"]) == (1, 2, 2, 2)
         assert one["weights"] == several["weights"]
         assert lossy["finite"]
         assert lossy["refused"] == rank  # the one that was poisoned
         assert lossy["last"] < lossy["first"]
+        assert cut["finite"]
+        assert cut["last"] < cut["first"]
         assert "parameter server 1 of 2 at tcp://127.0.0.1:" in killed["error"]
         if rank == 0:
             assert several["shapes"] == one["shapes"]
             assert several["shapes"]["0"]["exp_avg"] == [70, 40]
             assert one["clock"] == several["clock"] == 6
+            assert cut["clock"] == 16
 
 
 @pytest.mark.processes

@@ -72,6 +72,9 @@ def test_where_links_cost_nothing_several_servers_are_bitwise_one(method: str) -
         ("async_sgd", "fp32"),
         ("async_sgd", {"push": "topk:0.1", "pull": "bf16"}),
         ("elastic_averaging:period=2", {"push": "int8:block=48", "pull": "int8:block=48"}),
+        ("diloco:period=2,fragments=2", "fp32"),
+        ("diloco:period=4,fragments=2,delay=1", {"push": "topk:0.1", "pull": "bf16"}),
+        ("decoupled_diloco:period=2,fragments=2", {"push": "int8:block=48", "pull": "int8:block=48"}),
     ],
     ids=str,
 )
@@ -84,6 +87,30 @@ def test_a_run_with_several_servers_is_replayed_bitwise_in_any_format(method: st
     again = replay(events, new_model(), loss, lambda *where: samples.batch(samples.at(*where)), sgd)
     assert again.clock == trace.updates
     assert np.array_equal(again.weights["weight"].numpy(), trace.weights["weight"])
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        f"{name}:period=4,fragments=4{more}"
+        for name, more in (
+            ("local_sgd", ""),
+            ("diloco", ",outer_momentum=0.5"),
+            ("decoupled_diloco", ",outer_momentum=0.0"),
+        )
+    ],
+)
+def test_fragments_of_every_servers_share_train_as_those_of_one_server_do(method: str) -> None:
+    def trained(servers: int) -> tuple[float, int]:
+        cluster = Cluster.even(3, jitter=Jitter("exponential"), servers=servers)
+        trace = run(method, 3, cluster, max_updates=None, max_epochs=3)
+        model = new_model().requires_grad_(False)
+        model.load_state_dict({name: torch.as_tensor(value) for name, value in trace.weights.items()})
+        return float(loss(model, DATA[:])), trace.updates
+
+    (one, updates), (several, as_many) = trained(1), trained(3)
+    assert updates == as_many
+    assert several == pytest.approx(one, rel=0.03)
 
 
 def test_the_record_of_several_servers_is_replayed_as_that_of_one() -> None:

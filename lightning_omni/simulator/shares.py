@@ -43,7 +43,7 @@ def by_share(wire_format: WireFormat, method: Method, split: Split) -> WireForma
     if len(split.shares) == 1 or method.talks_to_peers:
         return wire_format
     push, pull = (
-        each if each == RAW else ByShare(wire_format=to_wire(each), split=split)
+        each if each == RAW or isinstance(each, ByShare) else ByShare(wire_format=to_wire(each), split=split)
         for each in (wire_format.pushes, wire_format.answers)
     )
     return push if pull == RAW else BothWays(push=to_wire(push), pull=to_wire(pull))
