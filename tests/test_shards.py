@@ -57,6 +57,7 @@ OPTIMIZERS: dict[str, Make] = {
 METHODS = (
     "async_sgd", "hardsync", "softsync", "downpour:n_push=2,n_fetch=2", "delay_compensated",
     "elastic_averaging:period=2", "local_sgd:period=2", "diloco:period=2", "async_diloco:period=2",
+    "async_diloco:period=4,fragments=2,dynamic_steps=false",
     "local_sgd:period=4,fragments=2", "diloco:period=4,fragments=2",
     "decoupled_diloco:period=2,fragments=1,delay=0,grace=0",
     "decoupled_diloco:period=4,fragments=2,delay=0,grace=0",
@@ -308,7 +309,7 @@ def several_layers() -> dict[str, Parameter]:
     return {f"p{place}": Parameter(torch.randn(shape, generator=generator)) for place, shape in enumerate(shapes)}
 
 
-@pytest.mark.parametrize("method", ["diloco", "local_sgd", "decoupled_diloco"])
+@pytest.mark.parametrize("method", ["diloco", "local_sgd", "decoupled_diloco", "async_diloco"])
 @pytest.mark.parametrize("numel", [1, 70])
 def test_a_share_may_have_fewer_numbers_than_there_are_fragments_or_none(method: str, numel: int) -> None:
     def make() -> dict[str, Parameter]:
@@ -331,7 +332,7 @@ def test_a_share_may_have_fewer_numbers_than_there_are_fragments_or_none(method:
         assert bool((weights < 1).all())
 
 
-@pytest.mark.parametrize("method", ["local_sgd", "diloco", "decoupled_diloco"])
+@pytest.mark.parametrize("method", ["local_sgd", "diloco", "decoupled_diloco", "async_diloco"])
 def test_servers_that_are_handed_what_others_remembered_of_fragments_go_on_bitwise(method: str) -> None:
     chosen, random = method_named(f"{method}:period=4,fragments=2"), torch.Generator().manual_seed(2)
     tensors = {name: each.detach() for name, each in several_layers().items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -10,11 +11,15 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, settings
+from predictions import NUMBERS, RANKS, Way, cluster_of, rate_of, simulated
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import AsyncSGD, Gossip
+from lightning_omni.performance.exchanging import ExchangePattern
+from lightning_omni.performance.measured import Measured
+from lightning_omni.performance.profile import Profile
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.record import Event
 from lightning_omni.protocol.split import Split
@@ -111,6 +116,15 @@ def test_fragments_of_every_servers_share_train_as_those_of_one_server_do(method
     (one, updates), (several, as_many) = trained(1), trained(3)
     assert updates == as_many
     assert several == pytest.approx(one, rel=0.03)
+
+
+def test_the_hardware_model_predicts_fragments_with_several_servers() -> None:
+    cluster = replace(cluster_of("equal", "slow"), servers=2)
+    measured = [Measured.of(simulated(Way("async_sgd", 40), "fp32", groups, cluster, groups)) for groups in (1, RANKS)]
+    way = Way("diloco:period=16,fragments=4", 40)
+    predicted = Profile.fit(measured).predict(RANKS, exchanging=ExchangePattern.of(way.method, nbytes=NUMBERS * 4))
+    rate = rate_of(simulated(way, "fp32", RANKS, cluster, 1))
+    assert predicted.samples_per_second.value == pytest.approx(rate, rel=0.05)
 
 
 def test_the_record_of_several_servers_is_replayed_as_that_of_one() -> None:

@@ -26,6 +26,7 @@ import msgspec
 from torch import Tensor
 
 from lightning_omni.checks import check_whole
+from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods.fragments import state_of, states_in
 from lightning_omni.methods.master import Master
 from lightning_omni.methods.replica import Hyperparameters, Pulled, Replica
@@ -466,6 +467,16 @@ class Method(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
 def check_period(period: int) -> None:
     """Raises `ConfigurationError` unless there is a step between two exchanges."""
     check_whole("period", period, "the local steps between two exchanges, 1 or more", 1)
+
+
+def check_fragments(fragments: int, period: int) -> None:
+    """Raises `ConfigurationError` unless so many fragments can be exchanged at equal distances in a period."""
+    check_whole("fragments", fragments, "the parts that parameters are exchanged in, 1 or more", 1)
+    if period % fragments:
+        raise ConfigurationError(
+            f"fragments={fragments} with period={period}: a fragment is exchanged every"
+            " period / fragments steps; pass a number that divides the period"
+        )
 
 
 def with_period(method: Method, period: int) -> Method:

@@ -153,9 +153,9 @@ class Master:
                 weight.copy_(value)
         self.clock += 1
 
-    def add(self, changes: Sequence[Tensor | None], factor: float = 1.0) -> None:
-        """``weights, clock = weights + factor * changes, clock + 1``."""
-        for weight, change in zip(self.weights(), changes, strict=True):
+    def add(self, changes: Sequence[Tensor | None], factor: float = 1.0, fragment: int | None = None) -> None:
+        """``weights, clock = weights + factor * changes, clock + 1``, of all parameters or of a fragment."""
+        for weight, change in zip(self.weights(fragment), changes, strict=True):
             if change is not None:
                 weight.add_(change, alpha=factor)
         self.clock += 1

@@ -263,7 +263,8 @@ class Split(msgspec.Struct, frozen=True, dict=True):
                 if place in tree
             }
         if isinstance(tree, Mapping) and FRAGMENTS in tree:
-            return {FRAGMENTS: [split._cut(each, server) for split, each in self._each_fragment(tree[FRAGMENTS])]}
+            fragments = [split._cut(each, server) for split, each in self._each_fragment(tree[FRAGMENTS])]
+            return {**self._cut(_beside_fragments(tree), server), FRAGMENTS: fragments}
         if isinstance(tree, Mapping):
             return {key: self._cut(value, server) for key, value in tree.items()}
         if _is_for_each(tree, self.layout.specs):
@@ -283,7 +284,8 @@ class Split(msgspec.Struct, frozen=True, dict=True):
         if isinstance(first, Mapping) and FRAGMENTS in first:
             each = list(zip(*(tree[FRAGMENTS] for tree in trees), strict=True))
             merged = [split.merged_tree(theirs) for split, theirs in self._each_fragment(each)]
-            return {FRAGMENTS: merged, _SERVERS: len(trees)}
+            rest = self.merged_tree([_beside_fragments(tree) for tree in trees])
+            return {**rest, FRAGMENTS: merged, _SERVERS: len(trees)}
         if isinstance(first, Mapping):
             return {key: self.merged_tree([tree[key] for tree in trees]) for key in first}
         if all(_is_for_each(tree, share.specs) for tree, share in zip(trees, self.shares, strict=True)):
@@ -409,6 +411,10 @@ def check_by_parts(method: Method, optimizer: Optimizer, inside: str) -> None:
 def were_cut_for(state: Mapping[str, Any]) -> int | None:
     """For how many servers the fragments are cut that a method's server side remembers; None if it has no fragments."""
     return int(state.get(_SERVERS, 1)) if FRAGMENTS in state else None
+
+
+def _beside_fragments(tree: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in tree.items() if key not in (FRAGMENTS, _SERVERS)}
 
 
 def _ranges(layout: Layout, servers: int) -> list[list[tuple[int, TensorSpec]]]:
