@@ -89,6 +89,8 @@ class Ensemble:
         inboxes: of each group, what others have sent it.
     """
 
+    stands_for = 1
+
     def __init__(
         self,
         shards: int,
