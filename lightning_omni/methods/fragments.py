@@ -10,6 +10,7 @@ what a fragment held before is the beginning of it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -36,7 +37,7 @@ FRAGMENTS = "fragments"
 """Where in the state of a method's server side lies what it remembers of each fragment, if there are several."""
 
 
-def cut(sizes: Sequence[tuple[int, int]], of: int, first: int = 0, servers: int = 1) -> list[list[Piece]]:
+def cut(sizes: Sequence[tuple[int, int]], of: int, first: int = 0, servers: int = 1) -> Sequence[Pieces]:
     """Tensors cut into fragments, the cuts between numbers and not within them.
 
     Args:
@@ -51,6 +52,11 @@ def cut(sizes: Sequence[tuple[int, int]], of: int, first: int = 0, servers: int 
         >>> cut([(256, 4)], of=2, servers=2)[1]
         [Piece(place=0, range=(64, 128)), Piece(place=0, range=(192, 256))]
     """
+    return _cut(tuple(sizes), of, first, servers)
+
+
+@lru_cache(maxsize=64)  # with many tensors it takes milliseconds, and each exchange asks for it
+def _cut(sizes: Sequence[tuple[int, int]], of: int, first: int, servers: int) -> Sequence[Pieces]:
     if servers > 1:
         shares = divide(sizes, servers)
         each = [cut([(_count(sizes, piece), sizes[piece.place][1]) for piece in share], of) for share in shares]

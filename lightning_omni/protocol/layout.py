@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_omni.errors import MalformedMessage
-from lightning_omni.methods.fragments import Piece, Pieces, cut
+from lightning_omni.methods.fragments import Pieces, cut
 
 ALIGNMENT = 64
 """Bytes; every tensor starts at a multiple, so that any dtype can be viewed in place."""
@@ -223,7 +223,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
         return self._fragments[number, of]
 
     @cached_property
-    def _pieces(self) -> dict[int, list[list[Piece]]]:
+    def _pieces(self) -> dict[int, Sequence[Pieces]]:
         return {}
 
     @cached_property

@@ -382,8 +382,8 @@ def check_by_member(method: Method, inside: str) -> None:
     given = f"{inside} and method={type(method).__name__}"
     if method.fragments > 1:
         raise ConfigurationError(
-            f"{given} with fragments={method.fragments}: fragments are cut out of the whole model, and each member has"
-            " a share of it; pass fragments=1"
+            f"{given} with fragments={method.fragments}: fragments are cut out of whole parameters, and each member"
+            " has a part of them; pass fragments=1"
         )
     if not method.elementwise:
         raise ConfigurationError(
