@@ -75,7 +75,7 @@ def test_a_group_that_is_stopped_for_half_of_the_run_holds_up_none_and_takes_par
     fit = {
         "data": {"samples": 1024},
         "sleep": {str(rank): 0.02 for rank in range(4)},
-        "strategy": {"groups": 4, "method": method},
+        "strategy": {"groups": 4, "servers": 2, "method": method},
         "trainer": {"max_epochs": 1},
     }
 
