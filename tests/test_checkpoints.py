@@ -74,8 +74,6 @@ def test_groups_resume_with_the_momentum_of_the_fragments_that_their_servers_hav
     clocks = [fit["omni"]["run"]["cut"]["clocks"][0] for fit in (half, later, at_one)]
     assert clocks[1] == clocks[2] == 2 * clocks[0] > 0
     assert max(later["val_loss"], at_one["val_loss"]) < half["val_loss"]
-    says = "what the method's server side remembered of fragments, momentum for instance, cut for servers=2; it is not"
-    assert saved.output.count(says) == 1
 
 
 def test_groups_resume_from_a_ddp_checkpoint(saved: Run) -> None:

@@ -32,6 +32,7 @@ from lightning_omni.errors import ConfigurationError, ProtocolError, Refused
 from lightning_omni.methods import AsyncSGD, Master, Method, Push, Replica, method_named
 from lightning_omni.methods.fragments import UNIT, read, write
 from lightning_omni.methods.master import resolver
+from lightning_omni.methods.totals import Total
 from lightning_omni.optimizer.options import WorldOptions
 from lightning_omni.protocol import ServerCore, handshake, saved_run
 from lightning_omni.protocol import messages as m
@@ -221,6 +222,35 @@ def test_what_is_remembered_of_fragments_is_put_together_and_divided_by_their_ow
         assert [tuple(tensor.shape) for tensor in each["total"]["sum"]] == shapes
         assert [tuple(outer["momentum_buffer"].shape) for outer in each["outer"].values()] == shapes
     assert same(split.tree_parts(merged), trees)
+
+
+@given(layouts, st.integers(1, 4), st.integers(1, 4), st.integers(2, 3))
+@settings(max_examples=40, deadline=None)
+def test_momentum_of_fragments_is_cut_anew_for_another_number_of_servers(
+    specs: list[tuple[tuple[int, ...], str]], servers: int, others: int, of: int
+) -> None:
+    tensors = tensors_of(specs)
+    splits = [Split.of(Layout.of(tensors), count, elementwise=True) for count in (servers, others)]
+
+    def by_cuts_of(split: Split) -> dict[str, Any]:
+        pieces = [read(list(tensors.values()), split.layout.pieces(number, of)) for number in range(of)]
+        states = [
+            {
+                "total": Total().state(),
+                "momentum": each,
+                "outer": {place: {"momentum_buffer": piece} for place, piece in enumerate(each)},
+                "merged_at": number,
+            }
+            for number, each in enumerate(pieces)
+        ]
+        return {"step_times": {0: 1.5}, "fragments": states, "servers": len(split.shares)}
+
+    here, there = map(by_cuts_of, splits)
+    assert same(splits[1].recut(here), there)
+    assert same(splits[0].recut(there), here)
+    here["fragments"][0]["total"] = {"count": 1, "weight": 1.0, "sum": here["fragments"][0]["momentum"], "counts": []}
+    assert same(splits[1].recut(here), there) == (servers != others)
+    assert splits[1].recut({"total": 1}) == {"total": 1}
 
 
 def test_groups_that_are_remembered_are_not_taken_for_numbers_of_as_many_parameters() -> None:

@@ -27,7 +27,7 @@ from lightning_omni.protocol.cut import Cut
 from lightning_omni.protocol.group import Action, Ask, Heard, Said
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.requests import ByAggregator, Requests, alike
-from lightning_omni.protocol.split import Split, is_elementwise, were_cut_for
+from lightning_omni.protocol.split import Split, is_elementwise
 from lightning_omni.protocol.synchronization import BROUGHT_ELSEWHERE
 from lightning_omni.protocol.transport import Address, Control, Data, Peers, PeersOfShares
 from lightning_omni.protocol.wire_format import RAW, Memory, WireFormat, check_size, decode
@@ -247,7 +247,7 @@ class Channel:
             parts: of each optimizer, as `lightning_omni.protocol.snapshots.Snapshots.seed` takes them.
         """
         requests = self._free_connections()
-        parts = [self._without_other_cuts(part, requests.count) for part in parts]
+        parts = [self._cut_anew(self._place.parts[index], part, requests.count) for index, part in enumerate(parts)]
         said = []
         for server in range(requests.count):
             tree = [
@@ -258,22 +258,12 @@ class Channel:
             said.append(Said(m.Seed(packed=packed, nbytes=buffer.numel()), buffer))
         requests.exchange(said, m.Seeded)
 
-    def _without_other_cuts(self, seed: dict[str, Any], servers: int) -> dict[str, Any]:
-        """What an optimizer's servers are handed, but for what their method remembered of other fragments than theirs.
-
-        Elsewhere the same fragments are cut otherwise: a total and its count would belong to other numbers.
-        """
-        method = seed.get("method")
-        before = were_cut_for(method) if method is not None else None
-        if before is None or before == servers or self._place.share is not None:
+    def _cut_anew(self, part: Part, seed: dict[str, Any], servers: int) -> dict[str, Any]:
+        """What an optimizer's servers are handed; a checkpoint may have fragments as other servers have cut them."""
+        if seed.get("method") is None or part.head is not None or self._place.share is not None:
             return seed
-        _log.warning(
-            "the checkpoint holds what the method's server side remembered of fragments, momentum for instance, cut for"
-            " servers=%d; it is not restored, because this run has servers=%d",
-            before,
-            servers,
-        )
-        return {**seed, "method": None}
+        split = self._split(part, servers) if servers > 1 else Split.whole(part.replica.layout)
+        return {**seed, "method": split.recut(seed["method"])}
 
     def store_group_state(self, packed: Packed, buffer: Tensor) -> None:
         """What this group alone knows, or what this rank has of it, becomes part of the next snapshot."""

@@ -25,6 +25,7 @@ from lightning_omni.methods import Method
 from lightning_omni.methods.contract import Tensors
 from lightning_omni.methods.fragments import FRAGMENTS, divide
 from lightning_omni.methods.master import class_path
+from lightning_omni.methods.totals import Total
 from lightning_omni.protocol.layout import DTYPES, Layout, TensorSpec
 from lightning_omni.protocol.wire_format import RESIDUAL, State
 
@@ -297,6 +298,22 @@ class Split(msgspec.Struct, frozen=True, dict=True):
             return type(first)(self.merged_tree(items) for items in zip(*trees, strict=True))
         return first
 
+    def recut(self, tree: Any) -> Any:
+        """What was remembered of fragments that were cut for another number of servers, as these servers cut them.
+
+        What had come of fragments and was not merged yet is left out: a total has one count for all of its numbers.
+
+        Args:
+            tree: from `merged_tree`; without fragments, or with the same cuts, it stays as it is.
+        """
+        servers = tree.get(_SERVERS, 1) if FRAGMENTS in tree else len(self.shares)
+        if servers == len(self.shares):
+            return tree
+        of, whole = len(tree[FRAGMENTS]), msgspec.structs.replace(self.layout, servers=servers)
+        before, after = ([layout.fragment(number, of) for number in range(of)] for layout in (whole, self.layout))
+        fragments = _recut(tree[FRAGMENTS], before, after)
+        return {**_beside_fragments(tree), FRAGMENTS: fragments, _SERVERS: len(self.shares)}
+
     def _each_fragment(self, states: Sequence[Any]) -> Iterable[tuple[Split, Any]]:
         return ((self.fragment(number, len(states)), state) for number, state in enumerate(states))
 
@@ -408,13 +425,56 @@ def check_by_parts(method: Method, optimizer: Optimizer, inside: str) -> None:
         )
 
 
-def were_cut_for(state: Mapping[str, Any]) -> int | None:
-    """For how many servers the fragments are cut that a method's server side remembers; None if it has no fragments."""
-    return int(state.get(_SERVERS, 1)) if FRAGMENTS in state else None
-
-
 def _beside_fragments(tree: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in tree.items() if key not in (FRAGMENTS, _SERVERS)}
+
+
+def _recut(trees: Sequence[Any], before: Sequence[Layout], after: Sequence[Layout]) -> Sequence[Any]:
+    """What there is of each fragment, by other cuts; see `Split.recut`."""
+    first, count = trees[0], len(trees)
+    if isinstance(first, Mapping) and first.keys() == Total().state().keys():
+        return [Total().state() for _ in range(count)]
+    if any(trees) and all(map(_is_by_place, trees)):
+        names = dict.fromkeys(name for tree in trees for values in tree.values() for name in values)
+        moved = {}
+        for name in names:
+            each = zip(trees, before, strict=True)
+            of_name = [[tree.get(place, {}).get(name) for place in range(len(of.specs))] for tree, of in each]
+            moved[name] = _moved(of_name, before, after)
+        return [
+            {place: {name: moved[name][number][place] for name in names} for place in range(len(of.specs))}
+            for number, of in enumerate(after)
+        ]
+    if isinstance(first, Mapping):
+        parts = {key: _recut([tree[key] for tree in trees], before, after) for key in first}
+        return [{key: part[number] for key, part in parts.items()} for number in range(count)]
+    if all(_is_for_each(tree, of.specs) for tree, of in zip(trees, before, strict=True)):
+        return _moved(trees, before, after)
+    return trees
+
+
+def _moved(values: Sequence[Sequence[Any]], before: Sequence[Layout], after: Sequence[Layout]) -> list[list[Any]]:
+    """What there is of each entry, as what there is of other ranges of the same tensors."""
+    known: dict[str, list[tuple[TensorSpec, Any]]] = {}
+    for layout, each in zip(before, values, strict=True):
+        for spec, value in zip(layout.specs, each, strict=True):
+            if value is not None:
+                known.setdefault(spec.name, []).append((spec, value))
+    return [[_gathered(spec, known.get(spec.name, ())) for spec in layout.specs] for layout in after]
+
+
+def _gathered(spec: TensorSpec, pieces: Sequence[tuple[TensorSpec, Any]]) -> Any:
+    """What there is of an entry, from pieces that may have a part of it: zeros where none has, None if none has any."""
+    whole: Tensor | None = None
+    for held, value in pieces:
+        part = _overlap(spec, held)
+        if part is None:
+            continue
+        if not _is_like(value, held):  # the same for all numbers
+            return value
+        whole = value.new_zeros(spec.local_shape) if whole is None else whole
+        _piece(whole, spec, part).copy_(_piece(value, held, part))
+    return whole
 
 
 def _ranges(layout: Layout, servers: int) -> list[list[tuple[int, TensorSpec]]]:
