@@ -226,7 +226,7 @@ def test_what_is_remembered_of_fragments_is_put_together_and_divided_by_their_ow
 
 @given(layouts, st.integers(1, 4), st.integers(1, 4), st.integers(2, 3))
 @settings(max_examples=40, deadline=None)
-def test_momentum_of_fragments_is_cut_anew_for_another_number_of_servers(
+def test_momentum_of_fragments_is_cut_again_for_another_number_of_servers(
     specs: list[tuple[tuple[int, ...], str]], servers: int, others: int, of: int
 ) -> None:
     tensors = tensors_of(specs)

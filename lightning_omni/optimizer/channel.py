@@ -247,7 +247,7 @@ class Channel:
             parts: of each optimizer, as `lightning_omni.protocol.snapshots.Snapshots.seed` takes them.
         """
         requests = self._free_connections()
-        parts = [self._cut_anew(self._place.parts[index], part, requests.count) for index, part in enumerate(parts)]
+        parts = [self._cut_again(self._place.parts[index], part, requests.count) for index, part in enumerate(parts)]
         said = []
         for server in range(requests.count):
             tree = [
@@ -258,7 +258,7 @@ class Channel:
             said.append(Said(m.Seed(packed=packed, nbytes=buffer.numel()), buffer))
         requests.exchange(said, m.Seeded)
 
-    def _cut_anew(self, part: Part, seed: dict[str, Any], servers: int) -> dict[str, Any]:
+    def _cut_again(self, part: Part, seed: dict[str, Any], servers: int) -> dict[str, Any]:
         """What an optimizer's servers are handed; a checkpoint may have fragments as other servers have cut them."""
         if seed.get("method") is None or part.head is not None or self._place.share is not None:
             return seed
