@@ -30,8 +30,8 @@ from lightning_omni.protocol.wire_format import RAW, Memory, WireFormat, decode
 
 ROOM = 1 << 30
 """Bytes that parameters which come in mid-run may take, beyond those that the run announced."""
-
-
+MOST_SERVERS = 1 << 12
+"""Servers that one may stand for."""
 _STATES = 4
 """Times the size of the weights, with which parameters and their optimizer state are brought at most."""
 
@@ -87,6 +87,8 @@ class Shard:
     ) -> None:
         if clock < 0:
             raise MalformedMessage(f"the clock cannot be {clock}")
+        if not 1 <= servers <= MOST_SERVERS:
+            raise MalformedMessage(f"a server stands for 1 to {MOST_SERVERS}, not {servers}")
         if (description is None) != (method.steps_at == "worker"):
             raise MalformedMessage(f"with {type(method).__name__} the optimizer steps at the {method.steps_at}")
         versions = _versions(specs_of(weights), sizes, servers)
