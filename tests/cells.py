@@ -83,7 +83,7 @@ def _settings_of(kind: type[Method]) -> Iterator[dict[str, Any]]:
         yield from ({**base, each.name: choice} for choice in choices if choice != each.default)
     if "fragments" in fields:
         yield {**base, "fragments": 2}
-        yield {**base, "fragments": 2, "period": 4, "delay": 1}
+        yield {**base, "fragments": 2, "period": 4, **({"delay": 1} if "delay" in fields else {})}
 
 
 @cache

@@ -78,6 +78,7 @@ class Ensemble:
         parameters: makes the weights that each group begins with.
         member: the class of its groups.
         by_member: whether groups have a rank for each server, which says and hears the part that is that server's.
+        stands_for: of one server, how many it stands for: fragments are cut out of their shares.
 
     Attributes:
         order: groups of the pushes that were handled, in order.
@@ -87,6 +88,8 @@ class Ensemble:
         published: of each group, what it has published.
         inboxes: of each group, what others have sent it.
     """
+
+    stands_for = 1
 
     def __init__(
         self,
@@ -100,8 +103,9 @@ class Ensemble:
         parameters: Callable[[], dict[str, Parameter]] = drawn_parameters,
         member: type[Group] | None = None,
         by_member: bool = False,
+        stands_for: int = 1,
     ) -> None:
-        self.by_member = by_member
+        self.by_member, self.stands_for = by_member, stands_for
         self.begin(method, wire_format, seed, overlap, parameters)
         self.cores = [
             ServerCore(KEY, Random(9).randbytes, record=self._note if shard == 0 else None, shards=shards, shard=shard)
@@ -268,8 +272,12 @@ class Group:
         self.ranks = range(rank * count, (rank + 1) * count)
         self.parameters = ensemble.parameters()
         self.layout = Layout.of({name: parameter.detach() for name, parameter in self.parameters.items()})
-        self.split = Split.of(self.layout, len(ensemble.cores), elementwise=True)
+        count = len(ensemble.cores)
+        self.stands_for = ensemble.stands_for if count == 1 else 1
+        self.layout = msgspec.structs.replace(self.layout, servers=max(count, self.stands_for))
+        self.split = Split.of(self.layout, count, elementwise=True) if count > 1 else Split.whole(self.layout)
         self.replica = Replica(list(self.parameters.values()), make(list(self.parameters.values())), rank)
+        self.replica.servers = self.layout.servers
         self.core = GroupCore(ensemble.method, ensemble.wire_format, overlap=ensemble.overlap)
         self.core.attach(self.replica)
         self.core.form(GroupId(str(rank), 1))
@@ -318,6 +326,7 @@ class Group:
                 "optimizer": self.split.described(description, server),
                 "weights": {spec.name: weight for spec, weight in zip(specs, weights, strict=True)},
                 "clock": 0,
+                "servers": self.stands_for,
             }
             packed, buffer = pack({"parts": [part]})
             said.append(Said(m.Seed(packed=packed, nbytes=buffer.numel()), buffer))
@@ -406,8 +415,8 @@ class Group:
         """What the servers' answers are to the method."""
         weights = [answer for answer, _ in answers if isinstance(answer, m.Weights)]
         assert len({(each.clock, each.staleness, each.applied, each.repeated) for each in weights}) == 1
-        layout = self.layout.fragment(asked.fragment, self.core.method.fragments)
-        split = self.split if len(answers) > 1 else Split.whole(layout)
+        split = self.split.fragment(asked.fragment, self.core.method.fragments)
+        layout = split.layout
         into, first = layout.empty(), weights[0]
         if asked.pulls:
             coded = self.core.wire_format.answers if isinstance(asked.need, Exchange) else RAW

@@ -10,7 +10,7 @@ from runs import Run, run
 
 @pytest.fixture(scope="module")
 def saved() -> Run:
-    return run("checkpoints.py", {"servers": 5}, timeout=230)
+    return run("checkpoints.py", {"servers": 10}, timeout=230)
 
 
 def rank0(saved: Run, name: str) -> Any:
@@ -60,6 +60,20 @@ def test_groups_resume_from_a_checkpoint_of_before_its_entry_had_a_version(saved
     assert later["adam_steps"] == [later["omni"]["run"]["cut"]["clocks"][0]] * 4
     assert later["adam_steps"][0] == 2 * rank0(saved, "groups half")["adam_steps"][0]
     assert later["lr"] == rank0(saved, "ddp whole")["lr"]
+
+
+def test_groups_resume_with_the_momentum_of_the_fragments_that_their_servers_have_cut(saved: Run) -> None:
+    half, later, at_one = (
+        rank0(saved, name) for name in ("fragments half", "fragments from fragments", "fragments at one server")
+    )
+    for fit, servers in ((half, 2), (later, 2), (at_one, 1)):
+        (remembered,) = fit["omni"]["run"]["server"]
+        assert remembered.get("servers", 1) == servers
+        assert len(remembered["fragments"]) == 2
+        assert all(each["outer"] for each in remembered["fragments"])
+    clocks = [fit["omni"]["run"]["cut"]["clocks"][0] for fit in (half, later, at_one)]
+    assert clocks[1] == clocks[2] == 2 * clocks[0] > 0
+    assert max(later["val_loss"], at_one["val_loss"]) < half["val_loss"]
 
 
 def test_groups_resume_from_a_ddp_checkpoint(saved: Run) -> None:

@@ -24,7 +24,7 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "gossip": [{"kind": "pull"}, {"kind": "push"}],
     "local_sgd": [{"period": 3, "warmup_steps": 2}, {"period": 4, "fragments": 2, "delay": 1, "alpha": 0.25}],
     "diloco": [{"period": 3}, {"period": 4, "fragments": 2, "delay": 1}],
-    "async_diloco": [{"period": 4}],
+    "async_diloco": [{"period": 4}, {"period": 4, "fragments": 2}],
     "decoupled_diloco": [{"period": 4, "fragments": 2}],
     "delay_compensated": [{"strength": 2.0, "adaptive": True}],
 }
@@ -35,8 +35,11 @@ MOMENTUM: dict[str, Any] = {"momentum": 0.5, "nesterov": True}
 
 # Of each method the settings that take most of its paths; the others are cells of tests/test_matrix.py, too.
 ALWAYS = {
-    NAMES.index(name) for name in ("async_sgd-1", "downpour-2-3-4", "gossip-push", "local_sgd-4-2-1-0.25", "diloco-3")
-}
+    NAMES.index(name)
+    for name in (
+        "async_sgd-1", "downpour-2-3-4", "gossip-push", "local_sgd-4-2-1-0.25", "diloco-3", "async_diloco-4-2",
+    )
+}  # fmt: skip
 ALWAYS |= {number for number, point in enumerate(POINTS) if len(SETTINGS[point["name"]]) == 1}
 # In groups of two, one method of each kind: what the others change does not depend on the size of a group.
 PAIRED = [NAMES.index(name) for name in ("async_sgd", "downpour-2-3-4", "gossip-pull", "local_sgd-3-2")]

@@ -37,9 +37,11 @@ def begun(running: Running, rank: int, word: str = "batch") -> bool:
 
 
 STALLS = {"stall_at": {"3": 5}, "strategy": {"groups": 2, "progress_timeout": 4}}
+IN_FRAGMENTS = {"groups": 2, "servers": 2, "method": "diloco:period=4,fragments=2,delay=1,outer_momentum=0.5"}
+DIES = {"die_at": {"2": 5}, "strategy": IN_FRAGMENTS}
 
 
-@pytest.mark.parametrize(("way", "victim"), [({"die_at": {"2": 5}}, 2), ({"die_in_validation": 3}, 3), (STALLS, 3)])
+@pytest.mark.parametrize(("way", "victim"), [(DIES, 2), ({"die_in_validation": 3}, 3), (STALLS, 3)])
 def test_the_run_outlives_a_worker_outside_the_first_group(way: dict[str, Any], victim: int) -> None:
     with Running("groups.py", {"fits": [{**FIT, **way, "test": True}]}) as running:
         finished = finish(running)
@@ -73,7 +75,7 @@ def test_a_group_that_is_stopped_for_half_of_the_run_holds_up_none_and_takes_par
     fit = {
         "data": {"samples": 1024},
         "sleep": {str(rank): 0.02 for rank in range(4)},
-        "strategy": {"groups": 4, "method": method},
+        "strategy": {"groups": 4, "servers": 2, "method": method},
         "trainer": {"max_epochs": 1},
     }
 

@@ -36,7 +36,9 @@ from lightning_omni.methods import (
     Downpour,
     ElasticAveraging,
     Exchange,
+    Fetch,
     Gossip,
+    Gradient,
     HardSync,
     LocalSGD,
     Master,
@@ -53,8 +55,9 @@ from lightning_omni.methods import (
 )
 from lightning_omni.methods.contract import GroupSide
 from lightning_omni.methods.master import describe, hyperparameters_of, resolver
-from lightning_omni.methods.replica import Replica
+from lightning_omni.methods.replica import Pulled, Replica
 from lightning_omni.protocol import messages as m
+from lightning_omni.protocol.group import Ask, GroupCore
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.shard import Shard
 
@@ -1029,6 +1032,76 @@ def test_all_groups_make_as_many_steps_unless_they_are_dynamic() -> None:
     assert [local_steps(cluster, group) for group in (0, 1, 0, 1)] == [4] * 4
 
 
+@varied
+@given(order=orders(3), fragments=st.integers(2, 3), buffer=st.integers(1, 3), share=st.sampled_from([0.0, 1.0]))
+def test_each_fragment_has_delayed_nesterov_of_its_own_and_each_group_its_own_turn(
+    order: list[int], fragments: int, buffer: int, share: float
+) -> None:
+    c, lr, outer_lr, beta, stride = share / buffer, 0.1, 0.7, 0.9, 2
+    method = AsyncDiLoCo(
+        period=stride * fragments, fragments=fragments, buffer=buffer, activation=c, dynamic_steps=False
+    )
+    cluster = Cluster(method, 3, make=sgd(lr))
+    order = order * 4
+    cluster.run(order)
+
+    outer = torch.cat([weight.flatten() for weight in start()])
+    momentum, block = torch.zeros_like(outer), torch.zeros_like(outer)
+    own, read = [outer.clone() for _ in range(3)], [outer.clone() for _ in range(3)]
+    steps, arrivals = [0] * 3, [0] * fragments
+    bounds = [-(-number * len(outer) // fragments) for number in range(fragments + 1)]
+    for group in order:
+        x = own[group]
+        weights = [part.view_as(like) for part, like in zip(x.split([6, 4]), start(), strict=True)]
+        x -= lr * torch.cat([each.flatten() for each in noisy(weights, group, steps[group])])
+        steps[group] += 1
+        if steps[group] % stride:
+            continue
+        number = (steps[group] // stride - 1) % fragments
+        part = slice(bounds[number], bounds[number + 1])
+        change = read[group][part] - x[part]
+        block[part] += change
+        arrivals[number] += 1
+        factor = c
+        if arrivals[number] % buffer == 0:
+            momentum[part] = beta * momentum[part] + block[part] / buffer
+            block[part] = 0
+            factor = 1 - c * buffer + c
+        outer[part] -= outer_lr * (factor * beta * momentum[part] + change / buffer)
+        read[group][part] = x[part] = outer[part]
+    for group, x in enumerate(own):
+        torch.testing.assert_close(torch.cat([each.flatten() for each in cluster.weights(group)]), x)
+    torch.testing.assert_close(torch.cat([each.flatten() for each in cluster.weights()]), outer)
+
+
+def test_slow_groups_make_fewer_steps_from_fragment_to_fragment_and_one_at_least() -> None:
+    cluster = Cluster(AsyncDiLoCo(period=24, fragments=4), 3, [torch.zeros(4)])
+    cluster.step_time = [0.5, 1.0, 40.0]
+    assert [local_steps(cluster, group) for group in range(3)] == [6] * 3  # no speed is known yet
+    for group, steps in enumerate((6, 3, 1)):
+        assert [local_steps(cluster, group) for _ in range(4)] == [steps] * 4
+
+
+def test_after_a_fragment_that_was_refused_a_group_begins_again_from_all_of_the_weights() -> None:
+    core = GroupCore(AsyncDiLoCo(period=2, fragments=2))
+    weight = Parameter(torch.ones(4))
+    replica = Replica([weight], sgd(0.1)([weight]))
+    core.attach(replica)
+    ask = core.gradient(0, Gradient([torch.full((4,), torch.inf)], ()))
+    assert isinstance(ask, Ask)
+    assert isinstance(ask.need, Exchange)
+    assert ask.need.fragment == 0
+    again = core.answer(0, Pulled([torch.zeros(2)], 3, refused=True, fragment=0))
+    assert isinstance(again, Ask)
+    assert isinstance(again.need, Fetch)
+    assert isinstance(core.answer(0, Pulled([torch.full((4,), 2.0)], 5)), NextGradient)
+    assert weight.tolist() == [2.0] * 4
+    ask = core.gradient(0, Gradient([torch.ones(4)], ()))
+    assert isinstance(ask, Ask)
+    assert isinstance(ask.need, Exchange)
+    assert (ask.need.fragment, ask.need.read_at) == (0, 5)
+
+
 # --- Who waits for whom ----------------------------------------------------------------------------------------------
 
 MANY: dict[str, Method] = {
@@ -1048,6 +1121,7 @@ MANY: dict[str, Method] = {
     "diloco in fragments": DiLoCo(period=2, fragments=2),
     "diloco in fragments, delayed": DiLoCo(period=4, fragments=2, delay=1, alpha=0.5),
     "async_diloco": AsyncDiLoCo(period=2, buffer=3, activation=0.1),
+    "async_diloco in fragments": AsyncDiLoCo(period=4, fragments=2),
     "decoupled_diloco": DecoupledDiLoCo(period=2, fragments=2, delay=0, grace=0),
     "decoupled_diloco 1": DecoupledDiLoCo(period=1, fragments=1, quorum=3, delay=0, grace=0),
     "delay_compensated adaptive": DelayCompensated(strength=2.0, adaptive=True),
@@ -1332,6 +1406,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("decoupled_diloco", {"grace": 1}, r"grace=1.*0 <= grace < 1"),
     ("decoupled_diloco", {"delay": 13}, r"delay=13.*0 to period/fragments=12"),
     ("async_diloco", {"period": 0}, r"period=0.*1 or more"),
+    ("async_diloco", {"period": 6, "fragments": 4}, r"fragments=4 with period=6.*divides the period"),
     ("async_diloco", {"outer_lr": 0}, r"outer_lr=0.*above 0"),
     ("async_diloco", {"outer_momentum": 1}, r"outer_momentum=1.*< 1"),
     ("async_diloco", {"buffer": 0}, r"buffer=0.*1 or more"),

@@ -404,13 +404,15 @@ def test_real_ranks_overlap_their_exchanges_and_their_record_replays_bitwise() -
         ({"name": "hardsync"}, 2),
         ({"name": "delay_compensated"}, 4),
         ({"name": "downpour", "n_push": 2, "n_fetch": 3}, 4),
+        ({"name": "diloco", "period": 4, "fragments": 2, "delay": 1, "outer_momentum": 0.5}, 4),
     ]
     common = {"optimizer": MOMENTUM, "trainer": {"max_epochs": 2}, "strategy": {"overlap": True, "wire": "int8"}}
     fits = [
         {**common, "method": method, "groups": groups, "record": f"{number}.jsonl"}
         for number, (method, groups) in enumerate(points)
     ]
-    fits[2]["strategy"] = {"overlap": True, "wire": {"push": "int8", "pull": "bf16"}, "servers": 3}
+    for number in (2, 4):
+        fits[number]["strategy"] = {"wire": {"push": "int8", "pull": "bf16"}, "servers": 3, "overlap": number == 2}
     alone = {**common, "method": {"name": "async_sgd"}, "groups": 1}
     finished = real_run("methods.py", {"fits": [*fits, alone]}, timeout=400)
     assert "nothing is pushed, and wire='int8' and overlap=True are without effect" in finished.output
@@ -423,7 +425,7 @@ def test_real_ranks_overlap_their_exchanges_and_their_record_replays_bitwise() -
         events = list(read_record(ranks[0]["record"]))
         again = replay(events, model, loss_of, batch_of, sgd(0.05, **MOMENTUM))
         assert again.clock == ranks[0]["report"]["updates"] > 0
-        assert events[0].servers == (3 if number == 2 else 1)
+        assert events[0].servers == (3 if number in (2, 4) else 1)
         for name, value in again.weights.items():
             assert torch.equal(value, torch.tensor(ranks[0]["weights"][name]))
     assert finished.results[0][1]["report"]["staleness_max"] == 1, "behind a barrier a gradient is one update older"

@@ -8,10 +8,10 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import count
+from itertools import count, product
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -25,12 +25,16 @@ from hypothesis import given, settings
 from runs import Running
 from stream import Stream
 from torch import Tensor
+from torch.nn import Parameter
 
 from lightning_omni.cli.serve import serve
-from lightning_omni.errors import ConfigurationError, ProtocolError, RankLost, Refused
-from lightning_omni.methods import AsyncSGD, Method, method_named
+from lightning_omni.errors import ConfigurationError, MalformedMessage, ProtocolError, RankLost, Refused
+from lightning_omni.methods import AsyncSGD, Master, Method, Push, Replica, method_named
+from lightning_omni.methods.fragments import UNIT, read, write
+from lightning_omni.methods.master import resolver
+from lightning_omni.methods.totals import Total
 from lightning_omni.optimizer.options import WorldOptions
-from lightning_omni.protocol import ServerCore, handshake
+from lightning_omni.protocol import ServerCore, handshake, saved_run
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol import shard_messages as sm
 from lightning_omni.protocol.codec import pack, unpack
@@ -38,7 +42,8 @@ from lightning_omni.protocol.group import Ask
 from lightning_omni.protocol.journal import LostEntry
 from lightning_omni.protocol.layout import DTYPES, Layout
 from lightning_omni.protocol.service import Out
-from lightning_omni.protocol.split import UNIT, Split
+from lightning_omni.protocol.shard import Shard
+from lightning_omni.protocol.split import Split
 from lightning_omni.protocol.transport import Control, answer_of
 from lightning_omni.protocol.wire_format import RAW, RESIDUAL, WireFormat
 from lightning_omni.protocol.wire_formats import wire_of
@@ -53,6 +58,10 @@ OPTIMIZERS: dict[str, Make] = {
 METHODS = (
     "async_sgd", "hardsync", "softsync", "downpour:n_push=2,n_fetch=2", "delay_compensated",
     "elastic_averaging:period=2", "local_sgd:period=2", "diloco:period=2", "async_diloco:period=2",
+    "async_diloco:period=4,fragments=2,dynamic_steps=false",
+    "local_sgd:period=4,fragments=2", "diloco:period=4,fragments=2",
+    "decoupled_diloco:period=2,fragments=1,delay=0,grace=0",
+    "decoupled_diloco:period=4,fragments=2,delay=0,grace=0",
 )  # fmt: skip
 
 
@@ -74,9 +83,11 @@ def run_of(
     wire: WireFormat = RAW,
     seed: int = 0,
     by_member: bool = False,
+    stands_for: int = 1,
 ) -> Ensemble:
     chosen = method_named(method) if isinstance(method, str) else method
-    return Ensemble(shards, groups, chosen, OPTIMIZERS[optimizer], wire, seed, by_member=by_member)
+    make, more = OPTIMIZERS[optimizer], {"by_member": by_member, "stands_for": stands_for}
+    return Ensemble(shards, groups, chosen, make, wire, seed, **more)  # type: ignore[arg-type]
 
 
 def held(ensemble: Ensemble) -> list[Tensor]:
@@ -153,6 +164,109 @@ def test_what_treats_tensors_as_wholes_is_not_cut_and_the_largest_go_apart() -> 
     assert [[spec.name for spec in share.specs] for share in split.shares] == [["b"], ["a", "c", "d"]]
 
 
+@given(layouts, st.integers(1, 5), st.integers(1, 5))
+@settings(max_examples=60, deadline=None)
+def test_every_server_cuts_its_share_into_fragments_and_both_sides_of_an_exchange_cut_alike(
+    specs: list[tuple[tuple[int, ...], str]], servers: int, of: int
+) -> None:
+    tensors = tensors_of(specs)
+    split = Split.of(Layout.of(tensors), servers, elementwise=True)
+    replica = Replica([Parameter(each, requires_grad=False) for each in tensors.values()], None)  # type: ignore[arg-type]
+    replica.servers = servers
+    parts, came = split.parts(list(tensors.values())), [torch.zeros_like(each) for each in tensors.values()]
+    held = [Layout.of({str(place): each for place, each in enumerate(part)}) for part in parts]  # type: ignore[misc]
+    for number in range(of):
+        pieces, fragment = replica.pieces(number, of), split.fragment(number, of)
+        pushed = read(replica.weights(), pieces)
+        assert [tensor.numel() for tensor in pushed] == [spec.numel for spec in fragment.layout.specs]
+        for part, share, known, whole_share in zip(fragment.parts(pushed), fragment.shares, held, parts, strict=True):
+            at_server = read(whole_share, known.pieces(number, of))  # type: ignore[arg-type]
+            assert same([each.flatten() for each in part], [each.flatten() for each in at_server])  # type: ignore[union-attr]
+            assert share.nbytes == known.fragment(number, of).nbytes
+            bytes_here, every = (sum(spec.nbytes for spec in each.specs) for each in (share, known))
+            assert bytes_here <= every / of + 8 * (1 + len(known.dtypes))
+        assert same(fragment.merged(fragment.parts(pushed)), pushed)
+        assert fragment.memories(fragment.layout.empty()) is not None
+        assert fragment.layout.nbytes <= split.layout.nbytes, "answers have their place in the memory of all parameters"
+        write(came, pieces, [read(came, [piece])[0] + 1 for piece in pieces])
+    assert all(bool((each == 1).all()) for each in came), "every number is in one fragment"
+
+
+def remembered(share: Layout, of: int) -> dict[str, Any]:
+    """What a server may remember of the fragments of its share."""
+    fragments = [share.fragment(number, of) for number in range(of)]
+    views = [layout.views(layout.empty()) for layout in fragments]
+    return {
+        "fragments": [
+            {
+                "total": {"count": number, "sum": list(each)},
+                "came": {0: True, 1: False},
+                "outer": {place: {"momentum_buffer": view + number} for place, view in enumerate(each)},
+            }
+            for number, each in enumerate(views)
+        ]
+    }
+
+
+@given(layouts, st.integers(1, 4), st.integers(2, 4))
+@settings(max_examples=40, deadline=None)
+def test_what_is_remembered_of_fragments_is_put_together_and_divided_by_their_own_cuts(
+    specs: list[tuple[tuple[int, ...], str]], servers: int, of: int
+) -> None:
+    split = Split.of(Layout.of(tensors_of(specs)), servers, elementwise=True)
+    trees = [remembered(share, of) for share in split.shares]
+    merged = split.merged_tree(trees)
+    assert merged["servers"] == servers
+    for number, each in enumerate(merged["fragments"]):
+        shapes = [spec.local_shape for spec in split.layout.fragment(number, of).specs]
+        assert [tuple(tensor.shape) for tensor in each["total"]["sum"]] == shapes
+        assert [tuple(outer["momentum_buffer"].shape) for outer in each["outer"].values()] == shapes
+    assert same(split.tree_parts(merged), trees)
+
+
+@given(layouts, st.integers(1, 4), st.integers(1, 4), st.integers(2, 3))
+@settings(max_examples=40, deadline=None)
+def test_momentum_of_fragments_is_cut_again_for_another_number_of_servers(
+    specs: list[tuple[tuple[int, ...], str]], servers: int, others: int, of: int
+) -> None:
+    tensors = tensors_of(specs)
+    splits = [Split.of(Layout.of(tensors), count, elementwise=True) for count in (servers, others)]
+
+    def by_cuts_of(split: Split) -> dict[str, Any]:
+        pieces = [read(list(tensors.values()), split.layout.pieces(number, of)) for number in range(of)]
+        states = [
+            {
+                "total": Total().state(),
+                "momentum": each,
+                "outer": {place: {"momentum_buffer": piece} for place, piece in enumerate(each)},
+                "merged_at": number,
+            }
+            for number, each in enumerate(pieces)
+        ]
+        return {"step_times": {0: 1.5}, "fragments": states, "servers": len(split.shares)}
+
+    here, there = map(by_cuts_of, splits)
+    assert same(splits[1].recut(here), there)
+    assert same(splits[0].recut(there), here)
+    here["fragments"][0]["total"] = {"count": 1, "weight": 1.0, "sum": here["fragments"][0]["momentum"], "counts": []}
+    assert same(splits[1].recut(here), there) == (servers != others)
+    assert splits[1].recut({"total": 1}) == {"total": 1}
+
+
+def test_groups_that_are_remembered_are_not_taken_for_numbers_of_as_many_parameters() -> None:
+    split = Split.of(Layout.of({"w": torch.ones(64), "b": torch.ones(64)}), 2, elementwise=True)
+    master = Master({"w": Parameter(torch.ones(64)), "b": Parameter(torch.ones(64))}, None)
+    side = method_named("decoupled_diloco:period=1,fragments=1,quorum=3").server_side(master, range(3))
+    for group in (0, 1):
+        assert side.receive(Push(group, 0, [torch.ones(64)] * 2)) == []
+    for server, part in enumerate(split.tree_parts(side.state())):
+        share = {spec.name: Parameter(torch.ones(spec.local_shape)) for spec in split.shares[server].specs}
+        there = side.method.server_side(Master(share, None), range(3))
+        there.load_state(part)
+        assert same(there.state(), part)
+        assert part["came"] == {0: True, 1: True}
+
+
 # --- They act as one -------------------------------------------------------------------------------------------------
 
 
@@ -166,15 +280,130 @@ def test_several_servers_hold_bitwise_what_one_would_after_the_same_pushes(
     each = 2 if "=2" in method else 1  # gradients to a push
     order = [group for group in several.order for _ in range(each)]
     order += list((computed - Counter(order)).elements())
-    one = run_of(1, 3, method, optimizer)
+    one = run_of(1, 3, method, optimizer, stands_for=3)
     train(one, len(order), order)
     assert several.order == one.order
     for what in ("weights", "state", "method"):
         there = whole(several.groups[0], [tree for _, tree in several.groups[0].snapshot()], what)
         here = whole(one.groups[0], [tree for _, tree in one.groups[0].snapshot()], what)
+        for tree in (here, there) if "fragments" in there else ():
+            assert tree.pop("servers") == (3 if tree is there else 1)
         assert same(there, here), what
     for here, there in zip(one.groups, several.groups, strict=True):
         assert same(here.replica.weights(), there.replica.weights())
+
+
+@pytest.mark.parametrize(
+    ("method", "wire"),
+    [("local_sgd", "fp32"), *product(("diloco", "decoupled_diloco"), ("fp32", "int8", "topk:0.05"))],
+)
+def test_in_every_stride_a_server_gets_a_fragment_of_its_share_and_in_a_period_all_of_it(
+    method: str, wire: str
+) -> None:
+    period, of = 8, 4
+    make, chosen = (
+        (lambda own: torch.optim.SGD(own, lr=0.1)),
+        method_named(f"{method}:period={period},fragments={of},delay=0"),
+    )
+    ensemble = Ensemble(3, 1, chosen, make, wire_of(wire), parameters=several_layers)
+    (group,) = ensemble.groups
+    most = [group.core.wire_format.pushes.sizes(share)[1] for share in group.split.shares]
+    whole_answers = [group.core.wire_format.answers.sizes(share)[1] for share in group.split.shares]
+    moved = [torch.zeros_like(each) for each in group.replica.weights()]
+    for step in range(1, period + 1):
+        before = group.requests
+        group.compute([torch.randn(each.shape, generator=group.gradients) for each in group.replica.weights()])
+        assert group.requests == before + (step % (period // of) == 0)
+        if step % (period // of):
+            continue
+        ask = group.action
+        assert isinstance(ask, Ask)
+        while (answers := ensemble.answers(0)) is None:
+            assert ensemble.step()
+        pieces = group.replica.pieces(ask.fragment, of)
+        write(moved, pieces, [each + 1 for each in read(moved, pieces)])
+        for said, (_, answer), pushed, answered in zip(group.said, answers, most, whole_answers, strict=True):
+            assert said.payload is not None
+            assert said.payload.numel() <= 1.2 / of * pushed
+            assert answer.numel() <= 1.2 / of * answered
+        for server, (message, answer) in enumerate(answers):
+            ensemble.queues["answer", server, 0].append((message, answer))
+        assert group.go_on()
+    assert all(bool((each == 1).all()) for each in moved), "every parameter is exchanged once"
+
+
+def several_layers() -> dict[str, Parameter]:
+    """Weights that three servers share out in the midst of a matrix."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((128, 64), (128,), (128, 128), (128,), (10, 128), (10,))
+    return {f"p{place}": Parameter(torch.randn(shape, generator=generator)) for place, shape in enumerate(shapes)}
+
+
+@pytest.mark.parametrize("method", ["diloco", "local_sgd", "decoupled_diloco", "async_diloco"])
+@pytest.mark.parametrize("numel", [1, 70])
+def test_a_share_may_have_fewer_numbers_than_there_are_fragments_or_none(method: str, numel: int) -> None:
+    def make() -> dict[str, Parameter]:
+        return {"w": Parameter(torch.ones(numel))}
+
+    for fragments, wire in product((1, 4), ("fp32", "int8")):
+        chosen = method_named(f"{method}:period=4,fragments={fragments}")
+        ensemble = Ensemble(3, 1, chosen, OPTIMIZERS["sgd"], wire_of(wire), parameters=make)
+        (group,) = ensemble.groups
+        assert min(share.numel for share in group.split.shares) == 0
+        for _ in range(8):
+            while not group.is_computing:
+                assert group.go_on() or ensemble.step()
+            group.compute([torch.ones(numel)])
+        ensemble.arrive()
+        assert not group.refused
+        assert ensemble.cores[0].clock >= 2 * fragments - 1
+        weights = group.split.merged([core.shards[0].master.weights() for core in ensemble.cores])[0]
+        assert weights is not None
+        assert bool((weights < 1).all())
+
+
+@pytest.mark.parametrize("method", ["local_sgd", "diloco", "decoupled_diloco", "async_diloco"])
+def test_servers_that_are_handed_what_others_remembered_of_fragments_go_on_bitwise(method: str) -> None:
+    chosen, random = method_named(f"{method}:period=4,fragments=2"), torch.Generator().manual_seed(2)
+    tensors = {name: each.detach() for name, each in several_layers().items()}
+    split = Split.of(Layout.of(tensors), 3, elementwise=True)
+
+    def new(weights: Any, states: Any, clock: int) -> list[Shard]:
+        shares = zip(split.parts(weights), split.shares, states, strict=True)
+        parts = [
+            ({spec.name: each for spec, each in zip(of.specs, part, strict=True)}, state) for part, of, state in shares
+        ]
+        return [Shard(None, part, clock, chosen, (0, 1), resolver(()), state) for part, state in parts]  # type: ignore[arg-type]
+
+    def push(shards: Sequence[Shard], group: int, number: int, tensors: Sequence[Tensor]) -> None:
+        for shard, part in zip(shards, split.fragment(number, 2).parts(tensors), strict=True):
+            shard.method_side.receive(Push(group, shard.master.clock, part, note=8.0, fragment=number))
+
+    shards = new(list(tensors.values()), [None] * 3, 0)
+    copies: list[Shard] = []
+    for turn in range(9):
+        if turn == 4:
+            if not chosen.has_barrier:  # one group has come, and the merge needs two
+                push(shards, 0, 1, [torch.ones(spec.local_shape) for spec in split.layout.fragment(1, 2).specs])
+            told = split.merged_tree([unpack(*pack(shard.method_side.state())) for shard in shards])
+            weights = split.merged([shard.master.weights() for shard in shards])
+            copies = new(weights, split.tree_parts(unpack(*pack(told))), shards[0].master.clock)
+        for group in (0, 1):
+            given = [
+                torch.randn(spec.local_shape, generator=random) for spec in split.layout.fragment(turn % 2, 2).specs
+            ]
+            for each in (shards, copies) if copies else (shards,):
+                push(each, group, turn % 2, given)
+    assert shards[0].master.clock > 4
+    for mine, theirs in zip(shards, copies, strict=True):
+        assert same(mine.buffer, theirs.buffer)
+        assert same(mine.method_side.state(), theirs.method_side.state())
+
+
+def test_a_server_stands_for_a_number_of_servers_that_there_may_be() -> None:
+    for servers in (0, -1, 1 << 40):
+        with pytest.raises(MalformedMessage, match="stands for 1 to"):
+            Shard(None, {"w": torch.ones(4)}, 0, method_named("diloco"), (0,), resolver(()), servers=servers)
 
 
 class Linear(torch.nn.Module):
@@ -573,6 +802,20 @@ def test_a_server_that_holds_a_share_lets_no_stranger_in_and_takes_no_other_mess
     assert isinstance(refusal.message, m.RefusedMessage)
 
 
+@pytest.mark.parametrize("method", ["async_sgd", "diloco:period=4,fragments=2", "async_diloco:period=4,fragments=2"])
+def test_what_servers_have_saved_is_put_together_as_their_snapshots_are(method: str) -> None:
+    ensemble = run_of(3, 2, method)
+    train(ensemble, 16)
+    group = ensemble.groups[0]
+    trees = [tree for _, tree in group.snapshot()]
+    states = [unpack(*pack(core.state())) for core in ensemble.cores]
+    formed = msgspec.msgpack.decode(states[0]["services"]["Snapshots"]["formed"], type=m.Form)
+    described = {"names": list(group.parameters), "shapes": list(SHAPES), "rows": False}
+    saved = saved_run._whole(formed, [state["services"]["Snapshots"]["parts"][0] for state in states], described)
+    assert same(list(saved.weights.values()), whole(group, trees, "weights"))
+    assert same(saved.method, whole(group, trees, "method"))
+
+
 def test_when_a_run_is_over_the_servers_are_ready_for_the_next() -> None:
     ensemble = run_of(2, 1)
     ensemble.control(0, m.Goodbye(), m.Acknowledged)
@@ -591,6 +834,9 @@ def test_methods_that_do_not_treat_each_number_by_itself_say_so() -> None:
 # --- In real processes ------------------------------------------------------------------------------------------------
 
 
+CUT = "diloco:period=4,fragments=2,delay=1,outer_momentum=0.5"
+
+
 @pytest.mark.processes
 def test_real_servers_hold_bitwise_what_one_would_and_a_dead_one_is_named() -> None:
     barrier = {"method": "hardsync", "optimizer": "adamw", "freezes": True}
@@ -598,23 +844,27 @@ def test_real_servers_hold_bitwise_what_one_would_and_a_dead_one_is_named() -> N
         barrier,
         {**barrier, "servers": "per-node"},
         {"servers": 2, "wire": {"push": "int8", "pull": "bf16"}, "poisons": True, "regroups": True, "steps": 9},
+        {"servers": 2, "method": CUT, "wire": "topk:0.4", "regroups": True, "steps": 20},
         {"servers": "per-node", "method": "local_sgd:period=2", "kills": "server"},
     ]
     with Running("shards.py", {"cases": cases}) as running:
         finished = running.wait(400)
         assert running.survivors == []
     assert finished.code == 0, finished.output[-4000:]
-    for rank, (one, several, lossy, killed) in finished.results.items():
-        assert (one["shards"], several["shards"], lossy["shards"]) == (1, 2, 2)
+    for rank, (one, several, lossy, cut, killed) in finished.results.items():
+        assert (one["shards"], several["shards"], lossy["shards"], cut["shards"]) == (1, 2, 2, 2)
         assert one["weights"] == several["weights"]
         assert lossy["finite"]
         assert lossy["refused"] == rank  # the one that was poisoned
         assert lossy["last"] < lossy["first"]
+        assert cut["finite"]
+        assert cut["last"] < cut["first"]
         assert "parameter server 1 of 2 at tcp://127.0.0.1:" in killed["error"]
         if rank == 0:
             assert several["shapes"] == one["shapes"]
             assert several["shapes"]["0"]["exp_avg"] == [70, 40]
             assert one["clock"] == several["clock"] == 6
+            assert cut["clock"] > 8, "an exchange every other step, after the groups were formed again"
 
 
 @pytest.mark.processes
@@ -664,7 +914,6 @@ def test_shards_of_a_server_are_checked() -> None:
 def test_what_several_servers_cannot_do_is_refused_before_training() -> None:
     for options, text in (
         ({"server": "tcp://10.0.0.1:5555"}, "lightning-omni serve --shards N"),
-        ({"method": "local_sgd:period=8,fragments=2"}, "fragments"),
         ({"transport": Stream()}, "leave servers= out"),
     ):
         with pytest.raises(ConfigurationError, match=text):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -10,11 +11,15 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, settings
+from predictions import NUMBERS, RANKS, Way, cluster_of, rate_of, simulated
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import AsyncSGD, Gossip
+from lightning_omni.performance.exchanging import ExchangePattern
+from lightning_omni.performance.measured import Measured
+from lightning_omni.performance.profile import Profile
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.record import Event
 from lightning_omni.protocol.split import Split
@@ -72,6 +77,9 @@ def test_where_links_cost_nothing_several_servers_are_bitwise_one(method: str) -
         ("async_sgd", "fp32"),
         ("async_sgd", {"push": "topk:0.1", "pull": "bf16"}),
         ("elastic_averaging:period=2", {"push": "int8:block=48", "pull": "int8:block=48"}),
+        ("diloco:period=2,fragments=2", "fp32"),
+        ("diloco:period=4,fragments=2,delay=1", {"push": "topk:0.1", "pull": "bf16"}),
+        ("decoupled_diloco:period=2,fragments=2", {"push": "int8:block=48", "pull": "int8:block=48"}),
     ],
     ids=str,
 )
@@ -84,6 +92,39 @@ def test_a_run_with_several_servers_is_replayed_bitwise_in_any_format(method: st
     again = replay(events, new_model(), loss, lambda *where: samples.batch(samples.at(*where)), sgd)
     assert again.clock == trace.updates
     assert np.array_equal(again.weights["weight"].numpy(), trace.weights["weight"])
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        f"{name}:period=4,fragments=4{more}"
+        for name, more in (
+            ("local_sgd", ""),
+            ("diloco", ",outer_momentum=0.5"),
+            ("decoupled_diloco", ",outer_momentum=0.0"),
+        )
+    ],
+)
+def test_fragments_of_every_servers_share_train_as_those_of_one_server_do(method: str) -> None:
+    def trained(servers: int) -> tuple[float, int]:
+        cluster = Cluster.even(3, jitter=Jitter("exponential"), servers=servers)
+        trace = run(method, 3, cluster, max_updates=None, max_epochs=3)
+        model = new_model().requires_grad_(False)
+        model.load_state_dict({name: torch.as_tensor(value) for name, value in trace.weights.items()})
+        return float(loss(model, DATA[:])), trace.updates
+
+    (one, updates), (several, as_many) = trained(1), trained(3)
+    assert updates == as_many
+    assert several == pytest.approx(one, rel=0.03)
+
+
+def test_the_hardware_model_predicts_fragments_with_several_servers() -> None:
+    cluster = replace(cluster_of("equal", "slow"), servers=2)
+    measured = [Measured.of(simulated(Way("async_sgd", 40), "fp32", groups, cluster, groups)) for groups in (1, RANKS)]
+    way = Way("diloco:period=16,fragments=4", 40)
+    predicted = Profile.fit(measured).predict(RANKS, exchanging=ExchangePattern.of(way.method, nbytes=NUMBERS * 4))
+    rate = rate_of(simulated(way, "fp32", RANKS, cluster, 1))
+    assert predicted.samples_per_second.value == pytest.approx(rate, rel=0.05)
 
 
 def test_the_record_of_several_servers_is_replayed_as_that_of_one() -> None:
@@ -260,11 +301,6 @@ def test_a_merged_head_is_with_the_first_server() -> None:
 def test_servers_that_cannot_be_are_refused_by_name(cluster: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigurationError, match=says):
         Cluster.even(4, **cluster)
-
-
-def test_fragments_and_several_servers_exclude_each_other_as_in_a_real_run() -> None:
-    with pytest.raises(ConfigurationError, match=r"servers='per-node' and a method with fragments=2"):
-        run("local_sgd:period=4,fragments=2", 4, Cluster.even(4, servers="per-node"))
 
 
 def test_a_cluster_says_its_servers_and_where_they_are() -> None:

@@ -22,7 +22,6 @@ from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import Method, method_named
 from lightning_omni.methods.overlap import check_overlap
 from lightning_omni.palette import check_can_draw
-from lightning_omni.protocol.split import check_servers
 from lightning_omni.simulator import Cluster, Enough
 from lightning_omni.simulator.run import check_aggregators, check_restarts
 from lightning_omni.topology import Topology
@@ -71,10 +70,8 @@ class Entrant:
         return cls(name, method, topology)
 
     def check(self, cluster: Cluster) -> None:
-        """Raises `ConfigurationError` if the method cannot do with the cluster's servers, aggregators or restarts."""
+        """Raises `ConfigurationError` if the method cannot do with the cluster's aggregators or restarts."""
         try:
-            if cluster.server_count > 1:
-                check_servers(cluster.servers, self.method)
             check_aggregators(cluster, self.topology, self.method)
             check_restarts(cluster, self.topology, self.method)
         except ConfigurationError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from lightning_omni.checks import check_whole
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods.contract import (
     Exchange,
+    Fetch,
     GroupSide,
     Method,
     NextGradient,
@@ -20,48 +21,65 @@ from lightning_omni.methods.contract import (
     ServerSide,
     Step,
     StepTime,
+    check_fragments,
     check_period,
 )
 from lightning_omni.methods.diloco import check_outer
-from lightning_omni.methods.replica import Replica
+from lightning_omni.methods.fragments import state_of, states_in, write
+from lightning_omni.methods.replica import Pulled, Replica
 from lightning_omni.methods.totals import Total
 
 
+class _Fragment:
+    """What delayed Nesterov remembers of one fragment.
+
+    Args:
+        weights: of it.
+
+    Attributes:
+        block: the sum of what has arrived since the block before was full.
+        momentum: of each of the weights.
+    """
+
+    def __init__(self, weights: Sequence[Tensor]) -> None:
+        self.block, self.momentum = Total(), [torch.zeros_like(weight) for weight in weights]
+
+
 class _DelayedNesterov(ServerSide):
-    """Delayed Nesterov at every arrival."""
+    """Delayed Nesterov at every arrival, with a block and a momentum of its own for each fragment."""
 
     method: AsyncDiLoCo
 
     def setup(self) -> None:
         # It stays when groups join: what was shared out over a block's arrivals before would not add up otherwise.
         self._size = self.method.buffer or max(1, len(self.groups))
-        self._block = Total()
-        self._momentum = [torch.zeros_like(weight) for weight in self.master.weights()]
+        self._fragments = [_Fragment(self.master.weights(number)) for number in range(self.method.fragments)]
         self._step_times: dict[int, float] = {}
 
     def receive(self, push: Push) -> list[Reply]:
-        staleness = self.staleness_of(push)
-        self._block.add(push.tensors)
+        staleness, of = self.staleness_of(push), self._fragments[push.fragment or 0]
+        of.block.add(push.tensors)
         method, share = self.method, self.method.activation
-        if self._block.count >= self._size:
+        if of.block.count >= self._size:
             share = 1 - method.activation * self._size + method.activation
-            self._fold(self._block.take(1 / self._size))
-        self.master.add(push.tensors, -method.outer_lr / self._size)
+            self._fold(of, of.block.take(1 / self._size))
+        self.master.add(push.tensors, -method.outer_lr / self._size, push.fragment)
         if share and method.outer_momentum:
-            for weight, velocity, change in zip(self.master.weights(), self._momentum, push.tensors, strict=True):
+            weights = self.master.weights(push.fragment)
+            for weight, velocity, change in zip(weights, of.momentum, push.tensors, strict=True):
                 if change is not None:
                     weight.sub_(velocity, alpha=method.outer_lr * share * method.outer_momentum)
         return [Reply(push.group, staleness, note=float(self._local_steps(push)))]
 
-    def _fold(self, mean: list[Tensor | None]) -> None:
+    def _fold(self, of: _Fragment, mean: list[Tensor | None]) -> None:
         """The block is full: ``m <- beta m + B/N``."""
-        for velocity, change in zip(self._momentum, mean, strict=True):
+        for velocity, change in zip(of.momentum, mean, strict=True):
             velocity.mul_(self.method.outer_momentum)
             if change is not None:
                 velocity.add_(change)
 
     def _local_steps(self, push: Push) -> int:
-        """The steps that this group is to make now (DyLU)."""
+        """The steps that this group is to make now (DyLU) from one exchange of a fragment to the next of the same."""
         method = self.method
         if push.note > 0:
             self._step_times[push.group] = push.note
@@ -72,19 +90,23 @@ class _DelayedNesterov(ServerSide):
         return max(method.min_steps, int(method.period * ratio))
 
     def grow(self, start: int) -> None:
-        self._block.reach(len(self.master.parameters))
-        self._momentum.extend(map(torch.zeros_like, self.master.weights()[start:]))
+        for number, of in enumerate(self._fragments):
+            weights = self.master.weights(number)
+            of.block.reach(len(weights))
+            of.momentum.extend(map(torch.zeros_like, weights[len(of.momentum) :]))
 
     def evict(self, group: int) -> list[Reply]:
         self._step_times.pop(group, None)
         return super().evict(group)
 
     def state(self) -> dict[str, Any]:
-        return {"block": self._block.state(), "momentum": self._momentum, "step_times": dict(self._step_times)}
+        states = [{"block": of.block.state(), "momentum": of.momentum} for of in self._fragments]
+        return {**state_of(states), "step_times": dict(self._step_times)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        self._block.load_state(state["block"])
-        self._momentum = [velocity.clone() for velocity in state["momentum"]]
+        for of, saved in zip(self._fragments, states_in(state), strict=True):
+            of.block.load_state(saved["block"])
+            of.momentum = [velocity.clone() for velocity in saved["momentum"]]
         self._step_times = {int(group): float(seconds) for group, seconds in state["step_times"].items()}
 
 
@@ -103,14 +125,19 @@ class AsyncDiLoCo(Method, frozen=True, kw_only=True, tag="async_diloco"):
     steps, :math:`H_w = \lfloor H v_w / \max_{w'} v_{w'} \rfloor` for speeds v in steps per second, so that all arrive
     at about the same time.
 
+    With P fragments a group exchanges one of them every :math:`\lfloor H_w / P \rfloor` steps, the next one each time,
+    and goes on from what it is answered of it. Each fragment has a block and a momentum of its own, and all else is as
+    above, with :math:`\Delta_t` the t-th arrival of the fragment.
+
     Args:
-        period: H, local steps of the fastest group between two exchanges, in steps.
+        period: H, local steps of the fastest group between two exchanges of the same weight, in steps.
         outer_lr: :math:`\epsilon`, above 0. One arrival moves the weights by 1/N of it.
         outer_momentum: :math:`\beta`, from 0 to less than 1.
         buffer: N, arrivals in one block, in pushes; None takes the number of groups.
         activation: c, 0 to 1/N: the part of the momentum that is applied with every arrival.
         dynamic_steps: whether slow groups make fewer steps.
-        min_steps: the fewest local steps of any group, in steps.
+        min_steps: the fewest local steps of any group, in steps. With fragments a group makes P at least.
+        fragments: P, fragments of equal bytes that are exchanged one after the other; P divides H.
 
     The model that is evaluated is the server's outer weights.
 
@@ -123,7 +150,9 @@ class AsyncDiLoCo(Method, frozen=True, kw_only=True, tag="async_diloco"):
 
     References:
         Liu et al. 2024, "Asynchronous Local-SGD Training for Language Modeling", arXiv:2401.09135 (algorithm 3;
-        equation 6).
+        equation 6);
+        Douillard et al. 2025, "Streaming DiLoCo with overlapping communication: Towards a Distributed Free Lunch",
+        arXiv:2501.18512 (fragments; there at a barrier, and in flight while a group computes).
     """
 
     steps_at = "worker"
@@ -135,6 +164,7 @@ class AsyncDiLoCo(Method, frozen=True, kw_only=True, tag="async_diloco"):
     activation: float = 0.0
     dynamic_steps: bool = True
     min_steps: int = 1
+    fragments: int = 1  # type: ignore[misc]  # of any other method it is not to be chosen
 
     def __post_init__(self) -> None:
         check_period(self.period)
@@ -147,6 +177,7 @@ class AsyncDiLoCo(Method, frozen=True, kw_only=True, tag="async_diloco"):
                 f" block; pass 0 to {1 / (self.buffer or 1):g}"
             )
         check_whole("min_steps", self.min_steps, f"1 to period={self.period}", 1, self.period)
+        check_fragments(self.fragments, self.period)
 
     def check(self, groups: int) -> None:
         """The activation's bound depends on the number of groups if the buffer does."""
@@ -158,17 +189,42 @@ class AsyncDiLoCo(Method, frozen=True, kw_only=True, tag="async_diloco"):
             )
 
     def group_side(self, replica: Replica) -> GroupSide:
-        """Local steps, as many as the server said; push what they changed; go on from the outer weights."""
+        """Local steps, as many as the server said; push what they changed; go on from the outer weights.
+
+        With fragments, a part of these steps, and the next fragment each time.
+        """
         memory = replica.memory
         while True:
             gradient = yield NextGradient()
             outer = replica.remember("outer")
             yield Step(gradient)
             memory["steps"] = memory.get("steps", 0) + 1
-            if memory["steps"] >= memory.get("period", self.period):
-                step_time = yield StepTime()
-                pulled = yield Exchange(replica.change(since=outer, factor=-1.0), replica.clock, note=step_time)
-                replica.go_on_from(pulled)
-                memory.clear()
-                if pulled.note:
-                    memory["period"] = int(pulled.note)
+            if memory["steps"] < max(1, memory.get("period", self.period) // self.fragments):
+                continue
+            step_time = yield StepTime()
+            if self.fragments > 1:
+                yield from self._exchange_fragment(replica, outer, step_time)
+                continue
+            pulled = yield Exchange(replica.change(since=outer, factor=-1.0), replica.clock, note=step_time)
+            replica.go_on_from(pulled)
+            memory.clear()
+            if pulled.note:
+                memory["period"] = int(pulled.note)
+
+    def _exchange_fragment(self, replica: Replica, outer: Sequence[Tensor], step_time: float) -> GroupSide:
+        """The next fragment: what it has changed by since it was read goes out, and it goes on from the answer."""
+        memory, of = replica.memory, self.fragments
+        number = memory.get("next", 0)
+        read_at = memory.setdefault("read_at", [replica.clock] * of)
+        change = replica.change(outer, -1.0, number, of)
+        pulled: Pulled = yield Exchange(change, read_at[number], note=step_time, fragment=number)
+        if pulled.refused:  # the others are no better, and are not at hand
+            replica.restart((yield Fetch()))
+            memory.clear()
+            return
+        write(outer, replica.pieces(number, of), pulled.tensors)
+        replica.overwrite(pulled.tensors, number, of)
+        read_at[number] = replica.clock = pulled.clock
+        memory["steps"], memory["next"] = 0, (number + 1) % of
+        if pulled.note:
+            memory["period"] = int(pulled.note)

@@ -26,6 +26,8 @@ import msgspec
 from torch import Tensor
 
 from lightning_omni.checks import check_whole
+from lightning_omni.errors import ConfigurationError
+from lightning_omni.methods.fragments import state_of, states_in
 from lightning_omni.methods.master import Master
 from lightning_omni.methods.replica import Hyperparameters, Pulled, Replica
 from lightning_omni.methods.totals import Total
@@ -354,13 +356,16 @@ class Barrier(ServerSide):
             total.reach(len(self.master.fragment(number)))
 
     def state(self) -> dict[str, Any]:
-        first, *others = [total.state() for total in self._totals]
-        return {"total": first, "others": others} if others else {"total": first}
+        return state_of([self.state_of_fragment(number) for number in range(self.method.fragments)])
+
+    def state_of_fragment(self, number: int) -> dict[str, Any]:
+        """What the side remembers of one fragment, 0 if there is one; as in `state`."""
+        return {"total": self._totals[number].state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         # What had come in waits for the next push: groups have read the weights as they are without it.
-        for total, saved in zip(self._totals, (state["total"], *state.get("others", ())), strict=True):
-            total.load_state(saved)
+        for total, saved in zip(self._totals, states_in(state), strict=True):
+            total.load_state(saved["total"])
 
 
 # --- A method --------------------------------------------------------------------------------------------------------
@@ -381,7 +386,8 @@ class Method(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
         answers_changes: whether answers are changes of weights, which both sides apply, rather than weights.
         elementwise: whether the server side treats each number of the weights by itself, so that several servers may
             each hold a part of a tensor; what it remembers for each parameter then stands in lists of one entry a
-            parameter, or by place, as in the state of torch's optimizers.
+            parameter, or by place, as in the state of torch's optimizers. With several fragments it is the state of
+            each, in a list by the name of "fragments": see `lightning_omni.methods.fragments.state_of`.
         talks_to_peers: whether group sides need `Publish`, `ReadPeer`, `SendPeer` or `ReadInbox`.
         resyncs: whether a group that has read newer weights than the server has, which went back to an earlier state,
             is refused and begins again from what there is (`Pulled.refused`); without it that is an error.
@@ -461,6 +467,16 @@ class Method(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
 def check_period(period: int) -> None:
     """Raises `ConfigurationError` unless there is a step between two exchanges."""
     check_whole("period", period, "the local steps between two exchanges, 1 or more", 1)
+
+
+def check_fragments(fragments: int, period: int) -> None:
+    """Raises `ConfigurationError` unless so many fragments can be exchanged at equal distances in a period."""
+    check_whole("fragments", fragments, "the parts that parameters are exchanged in, 1 or more", 1)
+    if period % fragments:
+        raise ConfigurationError(
+            f"fragments={fragments} with period={period}: a fragment is exchanged every"
+            " period / fragments steps; pass a number that divides the period"
+        )
 
 
 def with_period(method: Method, period: int) -> Method:

@@ -6,8 +6,6 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from lightning_omni.checks import check_number, check_whole, counted
 from lightning_omni.errors import ConfigurationError, ProtocolError
 from lightning_omni.methods.contract import (
@@ -25,8 +23,8 @@ from lightning_omni.methods.contract import (
     Step,
     check_period,
 )
-from lightning_omni.methods.diloco import check_outer
-from lightning_omni.methods.fragments import read, write
+from lightning_omni.methods.diloco import check_outer, outer_sgd
+from lightning_omni.methods.fragments import read, state_of, states_in, write
 from lightning_omni.methods.replica import Pulled, Replica, copies, minus
 from lightning_omni.methods.totals import Total
 
@@ -63,9 +61,10 @@ class _Syncer(ServerSide):
         self._rounds = [_Round() for _ in range(self.method.fragments)]
         self._waiting: dict[int, tuple[int, int]] = {}  # group: fragment that it waits for, and staleness
         self._pushed: dict[int, tuple[float, float]] = {}  # group: when it pushed last, seconds since the push before
-        pieces = [piece for number in range(self.method.fragments) for piece in self.master.fragment(number)]
-        lr, momentum = self.method.outer_lr, self.method.outer_momentum
-        self._outer = torch.optim.SGD(pieces, lr=lr, momentum=momentum, nesterov=momentum > 0)
+        self._outer = [
+            outer_sgd(self.master.fragment(number), self.method.outer_lr, self.method.outer_momentum)
+            for number in range(self.method.fragments)
+        ]
 
     @property
     def _quorum(self) -> int:
@@ -117,7 +116,7 @@ class _Syncer(ServerSide):
 
     def _merge(self, number: int, current: _Round) -> list[Reply]:
         merged = current.total.scaled(1 / current.total.weight)
-        self.master.step(self._outer, merged, self._fragment(number))
+        self.master.step(self._outer[number], merged, self._fragment(number))
         current.total.clear()
         current.unit = 0.0
         current.came.clear()
@@ -142,30 +141,34 @@ class _Syncer(ServerSide):
         return super().evict(group)
 
     def grow(self, start: int) -> None:
-        pieces = self._outer.param_groups[0]["params"]
-        known = set(pieces)
-        for number, current in enumerate(self._rounds):
-            pieces.extend(piece for piece in self.master.fragment(number) if piece not in known)
-            current.total.reach(len(self.master.fragment(number)))
+        for number, (current, outer) in enumerate(zip(self._rounds, self._outer, strict=True)):
+            pieces, known = self.master.fragment(number), outer.param_groups[0]["params"]
+            known.extend(pieces[len(known) :])
+            current.total.reach(len(pieces))
 
     def state(self) -> dict[str, Any]:
-        return {
-            "totals": [current.total.state() for current in self._rounds],
-            "units": [current.unit for current in self._rounds],
-            "came": [sorted(current.came) for current in self._rounds],
-            "in_time": [sorted(current.in_time) for current in self._rounds],
-            "merged_at": [current.merged_at for current in self._rounds],
-            "outer": self._outer.state_dict()["state"],
-        }
+        return state_of(
+            [
+                {
+                    "total": current.total.state(),
+                    "unit": current.unit,
+                    # No lists: one as long as the parameters would be taken for what is remembered of each of them.
+                    "came": {group: group in current.in_time for group in sorted(current.came | current.in_time)},
+                    "merged_at": current.merged_at,
+                    "outer": outer.state_dict()["state"],
+                }
+                for current, outer in zip(self._rounds, self._outer, strict=True)
+            ]
+        )
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         # What had come in is part of the next merges; groups have read the weights as they are without it.
-        for number, current in enumerate(self._rounds):
-            current.total.load_state(state["totals"][number])
-            current.unit = float(state["units"][number])
-            current.came, current.in_time = set(state["came"][number]), set(state["in_time"][number])
-            current.merged_at = int(state["merged_at"][number])
-        self._outer.load_state_dict({**self._outer.state_dict(), "state": state["outer"]})
+        for current, outer, saved in zip(self._rounds, self._outer, states_in(state), strict=True):
+            current.total.load_state(saved["total"])
+            current.unit, current.merged_at = float(saved["unit"]), int(saved["merged_at"])
+            current.came = set(saved["came"])
+            current.in_time = {group for group, in_time in saved["came"].items() if in_time}
+            outer.load_state_dict({**outer.state_dict(), "state": saved["outer"]})
 
 
 class DecoupledDiLoCo(Method, frozen=True, kw_only=True, tag="decoupled_diloco"):

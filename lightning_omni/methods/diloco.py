@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.nn import Parameter
 
 from lightning_omni.checks import check_number
 from lightning_omni.methods.contract import Barrier, Exchange, GroupSide, NextGradient, Push, Step, Tensors
-from lightning_omni.methods.fragments import write
+from lightning_omni.methods.fragments import states_in, write
 from lightning_omni.methods.replica import Pulled, Replica
 from lightning_omni.methods.streaming import Streaming
 from lightning_omni.methods.totals import Total
@@ -24,7 +25,7 @@ class _OuterStep(Barrier):
         super().setup()
         momentum = self.method.outer_momentum
         self._outer = [
-            torch.optim.SGD(parameters, lr=self.method.outer_lr, momentum=momentum, nesterov=momentum > 0)
+            outer_sgd(parameters, self.method.outer_lr, momentum)
             for parameters in map(self.master.fragment, range(self.method.fragments))
         ]
 
@@ -37,14 +38,13 @@ class _OuterStep(Barrier):
             parameters = outer.param_groups[0]["params"]
             parameters.extend(self.master.fragment(number)[len(parameters) :])
 
-    def state(self) -> dict[str, Any]:
-        first, *others = [outer.state_dict()["state"] for outer in self._outer]
-        return {**super().state(), "outer": first, **({"others_outer": others} if others else {})}
+    def state_of_fragment(self, number: int) -> dict[str, Any]:
+        return {**super().state_of_fragment(number), "outer": self._outer[number].state_dict()["state"]}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         super().load_state(state)
-        for outer, saved in zip(self._outer, (state["outer"], *state.get("others_outer", ())), strict=True):
-            outer.load_state_dict({**outer.state_dict(), "state": saved})
+        for outer, saved in zip(self._outer, states_in(state), strict=True):
+            outer.load_state_dict({**outer.state_dict(), "state": saved["outer"]})
 
 
 class DiLoCo(Streaming, frozen=True, kw_only=True, tag="diloco"):
@@ -122,6 +122,11 @@ class DiLoCo(Streaming, frozen=True, kw_only=True, tag="diloco"):
 
     def keep(self, replica: Replica, pulled: Pulled) -> None:
         write(replica.remember("outer"), replica.pieces(pulled.fragment, self.fragments), pulled.tensors)
+
+
+def outer_sgd(parameters: Sequence[Parameter], lr: float, momentum: float) -> torch.optim.SGD:
+    """The outer optimizer, also of no parameters at all: a server's share may have fewer numbers than fragments."""
+    return torch.optim.SGD([{"params": list(parameters)}], lr=lr, momentum=momentum, nesterov=momentum > 0)
 
 
 def check_outer(outer_lr: float, outer_momentum: float) -> None:

@@ -1,14 +1,17 @@
 """Fragments: a model's parameters, cut into parts of equal bytes that are exchanged one by one.
 
-Rule 1: both sides cut alike, from the sizes of the tensors alone; no offset ever travels.
-Rule 2: fragments are cut once. A parameter that comes in mid-run goes whole into one of them, behind what that has; so
+Rule 1: both sides cut alike, from the sizes of the tensors and the number of servers alone; no offset ever travels.
+Rule 2: where several servers hold a share of the parameters each, every share is cut by itself, as its server does, and
+a fragment is the fragment of that number of each share, one after the other.
+Rule 3: fragments are cut once. A parameter that comes in mid-run goes whole into one of them, behind what that has; so
 what a fragment held before is the beginning of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -26,21 +29,45 @@ class Piece(NamedTuple):
 
 
 Pieces = Sequence[Piece]
-"""A fragment: its pieces, in the order of the tensors."""
+"""A fragment or a share: its pieces, in the order of the tensors, or share after share in that order."""
+
+UNIT = 64
+"""Numbers of a tensor that stay together where servers hold a share each."""
+FRAGMENTS = "fragments"
+"""Where in the state of a method's server side lies what it remembers of each fragment, if there are several."""
 
 
-def cut(sizes: Sequence[tuple[int, int]], of: int, first: int = 0) -> list[list[Piece]]:
+def cut(sizes: Sequence[tuple[int, int]], of: int, first: int = 0, servers: int = 1) -> Sequence[Pieces]:
     """Tensors cut into fragments, the cuts between numbers and not within them.
 
     Args:
         sizes: of each tensor its numbers, and the bytes of one of them.
         of: how many fragments.
         first: how many tensors there were at first; 0 for all.
+        servers: that hold a share of them each, as `divide` has it. Then no tensors come in later.
 
     Example:
         >>> cut([(6, 4), (2, 4)], of=2)
         [[Piece(place=0, range=(0, 4))], [Piece(place=0, range=(4, 6)), Piece(place=1, range=None)]]
+        >>> cut([(256, 4)], of=2, servers=2)[1]
+        [Piece(place=0, range=(64, 128)), Piece(place=0, range=(192, 256))]
     """
+    return _cut(tuple(sizes), of, first, servers)
+
+
+@lru_cache(maxsize=64)  # with many tensors it takes milliseconds, and each exchange asks for it
+def _cut(sizes: Sequence[tuple[int, int]], of: int, first: int, servers: int) -> Sequence[Pieces]:
+    if servers > 1:
+        shares = divide(sizes, servers)
+        each = [cut([(_count(sizes, piece), sizes[piece.place][1]) for piece in share], of) for share in shares]
+        return [
+            [
+                _within(share[place], where)
+                for share, fragments in zip(shares, each, strict=True)
+                for place, where in fragments[number]
+            ]
+            for number in range(of)
+        ]
     first = first or len(sizes)
     total, begin = sum(count * width for count, width in sizes[:first]), 0
     fragments: list[list[Piece]] = [[] for _ in range(of)]
@@ -53,6 +80,62 @@ def cut(sizes: Sequence[tuple[int, int]], of: int, first: int = 0) -> list[list[
     for place in range(first, len(sizes)):
         fragments[place % of].append(Piece(place))
     return fragments
+
+
+def divide(sizes: Sequence[tuple[int, int]], servers: int) -> list[list[Piece]]:
+    """Tensors divided into shares of equal bytes, of which each server holds one.
+
+    A tensor is cut at a multiple of `UNIT` of its numbers. One without numbers goes beside what is before it.
+
+    Args:
+        sizes: as in `cut`.
+        servers: how many shares.
+
+    Example:
+        >>> divide([(192, 4), (4, 4)], servers=2)
+        [[Piece(place=0, range=(0, 128))], [Piece(place=0, range=(128, 192)), Piece(place=1, range=None)]]
+    """
+    total, begin = sum(count * width for count, width in sizes), 0
+    bounds = [total * server // servers for server in range(servers)] + [total]
+    shares: list[list[Piece]] = [[] for _ in range(servers)]
+    for place, (count, width) in enumerate(sizes):
+        cuts = [_cut_at((bound - begin) // width, count) for bound in bounds]
+        cuts[-1] = count  # of bounds that fall together at its beginning, the last one ends it
+        for share, start, stop in zip(shares, cuts, cuts[1:], strict=False):
+            if start < stop:
+                share.append(Piece(place, None if stop - start == count else (start, stop)))
+        if not count:
+            next((share for share in reversed(shares) if share), shares[0]).append(Piece(place))
+        begin += count * width
+    return shares
+
+
+def _cut_at(at: int, count: int) -> int:
+    """Where a tensor of so many numbers is cut, if a share ends at this one."""
+    return min(count, max(0, at)) if not 0 < at < count else min(count, round(at / UNIT) * UNIT)
+
+
+def _count(sizes: Sequence[tuple[int, int]], piece: Piece) -> int:
+    return sizes[piece.place][0] if piece.range is None else piece.range[1] - piece.range[0]
+
+
+def _within(piece: Piece, where: tuple[int, int] | None) -> Piece:
+    """A range of the numbers of a piece; None for all of them."""
+    if where is None:
+        return piece
+    begin = piece.range[0] if piece.range is not None else 0
+    return Piece(piece.place, (begin + where[0], begin + where[1]))
+
+
+def state_of(fragments: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What a method's server side remembers, from what it does of each fragment."""
+    return dict(fragments[0]) if len(fragments) == 1 else {FRAGMENTS: [dict(each) for each in fragments]}
+
+
+def states_in(state: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """What there is of each fragment in what `state_of` has made."""
+    states: Sequence[Mapping[str, Any]] = state.get(FRAGMENTS, [state])
+    return states
 
 
 def sizes_of(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:

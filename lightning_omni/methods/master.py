@@ -40,6 +40,7 @@ class Master:
         optimizer: the user's optimizer over exactly these parameters; None if the workers' own optimizers step.
         clock: number of updates that the values already contain.
         first: how many of the parameters were there before training began; None for all.
+        servers: whose shares these are together, where one stands for several, as in a simulation.
     """
 
     def __init__(
@@ -48,12 +49,14 @@ class Master:
         optimizer: Optimizer | None,
         clock: int = 0,
         first: int | None = None,
+        servers: int = 1,
     ) -> None:
         self.parameters = dict(parameters)
         self.optimizer = optimizer
         self.clock = clock
         self._ordered = list(self.parameters.values())
         self._first = len(self._ordered) if first is None else first
+        self._servers = servers
         self._fragments = [self._ordered]
         self._parked: dict[Tensor, Any] = {}
 
@@ -76,7 +79,7 @@ class Master:
         weights = self.weights()
         self._fragments = [
             [Parameter(piece, requires_grad=piece.is_floating_point()) for piece in read(weights, pieces)]
-            for pieces in cut(sizes_of(weights), fragments, self._first)
+            for pieces in cut(sizes_of(weights), fragments, self._first, self._servers)
         ]
 
     def fragment(self, number: int | None) -> list[Parameter]:
@@ -150,9 +153,9 @@ class Master:
                 weight.copy_(value)
         self.clock += 1
 
-    def add(self, changes: Sequence[Tensor | None], factor: float = 1.0) -> None:
-        """``weights, clock = weights + factor * changes, clock + 1``."""
-        for weight, change in zip(self.weights(), changes, strict=True):
+    def add(self, changes: Sequence[Tensor | None], factor: float = 1.0, fragment: int | None = None) -> None:
+        """``weights, clock = weights + factor * changes, clock + 1``, of all parameters or of a fragment."""
+        for weight, change in zip(self.weights(fragment), changes, strict=True):
             if change is not None:
                 weight.add_(change, alpha=factor)
         self.clock += 1

@@ -46,6 +46,7 @@ class Replica:
 
     Attributes:
         first: how many of the parameters were there before training began.
+        servers: that hold a share of the parameters each; fragments are cut out of the shares.
         clock: the server's clock when the weights were read.
         peers: numbers of the groups that are alive, this one included.
         memory: what the method's group side remembers: plain values, tensors and lists of them.
@@ -56,6 +57,7 @@ class Replica:
     def __init__(self, parameters: Sequence[Parameter], optimizer: Optimizer, group: int = 0) -> None:
         self.ordered = list(parameters)
         self.first = len(self.ordered)
+        self.servers = 1
         self.optimizer = optimizer
         self.group = group
         self.clock = 0
@@ -75,7 +77,7 @@ class Replica:
         """What a fragment has of each parameter; None for all parameters."""
         if fragment is None:
             return [Piece(place) for place in range(len(self.ordered))]
-        return cut(sizes_of(self.ordered), of, self.first)[fragment]
+        return cut(sizes_of(self.ordered), of, self.first, self.servers)[fragment]
 
     def load(self, pulled: Pulled) -> None:
         """Overwrites the weights and remembers their clock; nothing happens if there is nothing to load."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from lightning_omni.checks import check_number, check_whole
-from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods.contract import (
     Exchange,
     Fetch,
@@ -14,6 +13,7 @@ from lightning_omni.methods.contract import (
     Send,
     Step,
     Tensors,
+    check_fragments,
     check_period,
 )
 from lightning_omni.methods.replica import Pulled, Replica
@@ -48,12 +48,7 @@ class Streaming(Method, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         check_period(self.period)
-        check_whole("fragments", self.fragments, "the parts that parameters are exchanged in, 1 or more", 1)
-        if self.period % self.fragments:
-            raise ConfigurationError(
-                f"fragments={self.fragments} with period={self.period}: a fragment is exchanged every"
-                " period / fragments steps; pass a number that divides the period"
-            )
+        check_fragments(self.fragments, self.period)
         most = self.period // self.fragments - 1
         check_whole("delay", self.delay, f"0 to {most} steps: fewer than period / fragments", 0, most)
         check_number("alpha", self.alpha, "0 <= alpha < 1, the part of its own weights that a group keeps", 0, below=1)

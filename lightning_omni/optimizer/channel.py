@@ -189,8 +189,9 @@ class Channel:
         room = self._room(ask, part)
         if servers == 1:
             return [room]
-        is_raw = room is not None and self._answers(ask) == RAW
-        return self._split(part, servers).memories(room) if is_raw and room is not None else None
+        if room is None or self._answers(ask) != RAW:
+            return None
+        return self._split(part, servers).fragment(ask.fragment, self._place.method.fragments).memories(room)
 
     def _split(self, part: Part, servers: int) -> Split:
         """How the parameters of an optimizer are divided over the servers."""
@@ -246,6 +247,7 @@ class Channel:
             parts: of each optimizer, as `lightning_omni.protocol.snapshots.Snapshots.seed` takes them.
         """
         requests = self._free_connections()
+        parts = [self._cut_again(self._place.parts[index], part, requests.count) for index, part in enumerate(parts)]
         said = []
         for server in range(requests.count):
             tree = [
@@ -255,6 +257,13 @@ class Channel:
             packed, buffer = pack({"parts": tree})
             said.append(Said(m.Seed(packed=packed, nbytes=buffer.numel()), buffer))
         requests.exchange(said, m.Seeded)
+
+    def _cut_again(self, part: Part, seed: dict[str, Any], servers: int) -> dict[str, Any]:
+        """What an optimizer's servers are handed; a checkpoint may have fragments as other servers have cut them."""
+        if seed.get("method") is None or part.head is not None or self._place.share is not None:
+            return seed
+        split = self._split(part, servers) if servers > 1 else Split.whole(part.replica.layout)
+        return {**seed, "method": split.recut(seed["method"])}
 
     def store_group_state(self, packed: Packed, buffer: Tensor) -> None:
         """What this group alone knows, or what this rank has of it, becomes part of the next snapshot."""
@@ -539,7 +548,9 @@ class Channel:
         answers = self._answers(ask)
         is_flat = answers == RAW or not ask.pulls
         requests, part = self._servers(), self._place.parts[ask.optimizer]
-        split = self._split(part, requests.count) if requests.count > 1 else Split.whole(layout)
+        split = Split.whole(layout)
+        if requests.count > 1:
+            split = self._split(part, requests.count).fragment(ask.fragment, self._place.method.fragments)
         if ask.optimizer in self._arrived:
             heard = self._arrived.pop(ask.optimizer)
         else:
@@ -617,11 +628,6 @@ class Channel:
     def _servers(self) -> Requests:
         if self._requests is None:
             assert self._place.control is not None
-            if self._place.control.shards > 1 and self._place.method.fragments > 1:
-                raise UnsupportedError(
-                    f"the method's fragments={self._place.method.fragments}, and {self._place.control.shards} servers"
-                    " hold a share of the weights each: pass fragments=1, or servers=1"
-                )
             timeout, by_member = self._place.options.timeout.total_seconds(), self._place.share is not None
             largest = self._largest_in_replica if by_member else int
             self._requests = Requests(self._connect(self._place.control, timeout), by_member, largest)

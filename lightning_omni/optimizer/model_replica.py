@@ -92,7 +92,7 @@ class ModelReplica(Replica):
 
     def _layout_of(self, tensors: Mapping[str, Tensor]) -> Layout:
         plain = Layout.of({name: tensor.detach() for name, tensor in tensors.items()})
-        return Layout(plain.specs, self._version, self.first if self._version else 0)
+        return Layout(plain.specs, self._version, self.first if self._version else 0, servers=self.servers)
 
     def here(self, tensor: Tensor) -> Tensor:
         """What this rank has of a parameter, flat if it is sharded."""
@@ -112,6 +112,11 @@ class ModelReplica(Replica):
     def begin_layout(self) -> None:
         """A server is about to be given the parameters as they are: its first version of their layout."""
         self._version, self.first = 0, len(self.ordered)
+        self._lay_out()
+
+    def divide(self, servers: int) -> None:
+        """So many servers hold a share each of what this rank exchanges of the parameters."""
+        self.servers = servers
         self._lay_out()
 
     def grow(self, more: Mapping[str, Parameter], version: int) -> None:

@@ -16,7 +16,7 @@ from lightning_omni.methods import Method, checked, method_named
 from lightning_omni.methods.overlap import check_overlap
 from lightning_omni.optimizer.meshes import Inside, ModelParallel, shown
 from lightning_omni.protocol.all_reduce import EXACT, AllReduce, all_reduce_of
-from lightning_omni.protocol.split import check_by_member, check_servers
+from lightning_omni.protocol.split import check_by_member
 from lightning_omni.protocol.transport import TRANSPORTS, Transport, name_of
 from lightning_omni.protocol.wire_format import WireFormat
 from lightning_omni.protocol.wire_formats import Wire, wire_of
@@ -154,7 +154,6 @@ class WorldOptions:
                 f"servers={self.servers!r} and server={self.server!r}: how many servers hold a share each is said where"
                 " they are started, with lightning-omni serve --shards N; leave servers= out"
             )
-        check_servers(self.servers, self.resolved_method())
         if type(transport).follow is Transport.follow:
             raise ConfigurationError(
                 f"servers={self.servers!r} and transport={name_of(transport)!r}: with this transport one server holds"

@@ -323,6 +323,11 @@ class Place:
         return self.method.steps_at == "worker"
 
     @property
+    def servers(self) -> int:
+        """How many servers hold a share each of what a rank exchanges: of the model, or of its own share of that."""
+        return 1 if self.control is None or self.is_sharded else self.control.shards
+
+    @property
     def server_address(self) -> str:
         """Address of the parameter server, or an empty string while there is none."""
         return self.control.address if self.control else ""

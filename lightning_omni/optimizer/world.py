@@ -198,6 +198,7 @@ class World(Place):
 
     def _take_in(self, part: Part) -> int:
         self.parts.append(part)
+        part.replica.divide(self.servers)
         return self.core.attach(part.replica, is_head=part.head is not None)
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
@@ -557,6 +558,8 @@ class World(Place):
         silence = self.enlistment.silence if self.enlistment is not None else 0.0
         self.control = self.server.transport.join(address, key, run, self.rank, size, layout, self._on_end, silence)
         self.server.check(self.control.shards, address)
+        for part in self.parts:
+            part.replica.divide(self.servers)
         self.server.share(address, key)
         self.process_groups.join(self.channel.synchronize, self.rank)
 

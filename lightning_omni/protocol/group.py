@@ -405,15 +405,18 @@ class GroupCore:
         asks = [ask] + [apart] * (len(split.shares) - 1)
         if isinstance(ask.need, Fetch):
             return [self.say(each, split.layout, memories[0]) for each in asks]
+        whole, split = split, split.fragment(ask.fragment, self.method.fragments)
         parts = split.parts(ask.need.tensors)
         if isinstance(ask.need, Average):
             wholes = zip(parts, split.shares, memories, strict=True)
             payloads = [RAW.encode(part, share, {}, memory).payload for part, share, memory in wholes]
             return [Said(m.AverageMessage(optimizer=ask.optimizer, nbytes=each.numel()), each) for each in payloads]
         pushes = self.wire_format.pushes
-        each_part = zip(parts, split.shares, split.sender_parts(half.sent), memories, strict=True)
+        state = self._sender_state(half, ask.need, whole.layout)
+        each_part = zip(parts, split.shares, split.sender_parts(state), memories, strict=True)
         encoded = [pushes.encode(part, share, state, memory) for part, share, state, memory in each_part]
-        half.sending = split.merged_sender([each.state for each in encoded]) if pushes.is_stateful else {}
+        state = split.merged_sender([each.state for each in encoded]) if pushes.is_stateful else {}
+        self._will_have_sent(half, ask.need, whole.layout, state)
         each_ask = zip(asks, encoded, split.shares, strict=True)
         said = [self._push(each, ask.need, part, share) for each, part, share in each_ask]
         half.said = None if ask.waits else said
@@ -428,14 +431,23 @@ class GroupCore:
 
     def encode(self, optimizer: int, need: Exchange, layout: Layout, memory: Memory) -> Encoded:
         """A push in the run's wire format, as in `say`."""
-        half, whole, of = self._halves[optimizer], layout, self.method.fragments
-        layout = whole.fragment(need.fragment, of)
-        state = half.sent if need.fragment is None else state_of_fragment(half.sent, whole, need.fragment, of)
-        encoded = self.wire_format.pushes.encode(need.tensors, layout, state, memory)
-        half.sending = encoded.state
-        if need.fragment is not None:
-            half.sending = with_fragment(half.sent, encoded.state, whole, need.fragment, of)
+        half, part = self._halves[optimizer], layout.fragment(need.fragment, self.method.fragments)
+        state = self._sender_state(half, need, layout)
+        encoded = self.wire_format.pushes.encode(need.tensors, part, state, memory)
+        self._will_have_sent(half, need, layout, encoded.state)
         return encoded
+
+    def _sender_state(self, half: _Half, need: Exchange, layout: Layout) -> State:
+        """What the sender remembers of what is to be pushed."""
+        if need.fragment is None:
+            return half.sent
+        return state_of_fragment(half.sent, layout, need.fragment, self.method.fragments)
+
+    def _will_have_sent(self, half: _Half, need: Exchange, layout: Layout, state: State) -> None:
+        """What the sender remembers of what is pushed, if it is applied."""
+        if need.fragment is not None:
+            state = with_fragment(half.sent, state, layout, need.fragment, self.method.fragments)
+        half.sending = state
 
     def sequence(self, optimizer: int) -> int:
         """Pushes of an optimizer that the server has answered since the group has its incarnation."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_omni.errors import MalformedMessage
-from lightning_omni.methods.fragments import Piece, Pieces, cut
+from lightning_omni.methods.fragments import Pieces, cut
 
 ALIGNMENT = 64
 """Bytes; every tensor starts at a multiple, so that any dtype can be viewed in place."""
@@ -64,9 +64,19 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
         return self.shape if self.range is None else (self.range[1] - self.range[0],)
 
     @property
+    def numel(self) -> int:
+        """Numbers that are here."""
+        return prod(self.local_shape)
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """First number that is here, and the one behind the last, of the flattened tensor's."""
+        return (0, prod(self.shape)) if self.range is None else self.range
+
+    @property
     def nbytes(self) -> int:
         """Size of what is here, in bytes."""
-        return prod(self.local_shape) * DTYPES[self.dtype].itemsize
+        return self.numel * DTYPES[self.dtype].itemsize
 
     @property
     def strides(self) -> tuple[int, ...]:
@@ -100,6 +110,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
         first: how many entries the first version had; 0 if this is the first. Fragments are cut out of these.
         division: how the members of a group share these tensors, as a text that must be the same for all groups; empty
             if each member exchanges all of them.
+        servers: that hold a share of these tensors each. Fragments are cut out of the shares.
 
     Example:
         >>> layout = Layout.of({"w": torch.ones(2, 3), "b": torch.zeros(3)})
@@ -111,6 +122,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
     version: int = 0
     first: int = 0
     division: str = ""
+    servers: int = 1
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> Layout:
@@ -125,6 +137,11 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
             starts.append(position)
             position += -(-spec.nbytes // ALIGNMENT) * ALIGNMENT
         return tuple(starts)
+
+    @cached_property
+    def sizes(self) -> tuple[tuple[int, int], ...]:
+        """Of each entry its numbers, and the bytes of one of them."""
+        return tuple((spec.numel, DTYPES[spec.dtype].itemsize) for spec in self.specs)
 
     @cached_property
     def _places(self) -> tuple[tuple[str, tuple[int, ...], tuple[int, ...], int], ...]:
@@ -162,7 +179,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     def grown(self, specs: Sequence[TensorSpec]) -> Layout:
         """The next version: with further entries at the end."""
-        return Layout((*self.specs, *specs), self.version + 1, self.first or len(self.specs))
+        return Layout((*self.specs, *specs), self.version + 1, self.first or len(self.specs), servers=self.servers)
 
     def subset(self, present: Sequence[bool]) -> Layout:
         """The layout of just those tensors whose flag is set. The last few are remembered."""
@@ -184,9 +201,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
     def pieces(self, number: int, of: int) -> Pieces:
         """What a fragment has of each entry; the numbers are those of the entry, which may be a part itself."""
         if of not in self._pieces:
-            self._pieces[of] = cut(
-                [(prod(spec.local_shape), DTYPES[spec.dtype].itemsize) for spec in self.specs], of, self.first
-            )
+            self._pieces[of] = cut(self.sizes, of, self.first, self.servers)
         return self._pieces[of][number]
 
     def fragment(self, number: int | None, of: int) -> Layout:
@@ -208,7 +223,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
         return self._fragments[number, of]
 
     @cached_property
-    def _pieces(self) -> dict[int, list[list[Piece]]]:
+    def _pieces(self) -> dict[int, Sequence[Pieces]]:
         return {}
 
     @cached_property

@@ -115,5 +115,5 @@ class Notes:
             "method": message.method,
             "wire_format": wire_format,
             "overlap": message.overlap,
-            "servers": self._servers,
+            "servers": max(self._servers, *(shard.layout.servers for _, shard in self._shards.pushed)),
         }

@@ -66,7 +66,7 @@ from lightning_omni.protocol.training import Training
 
 PATIENCE = 30.0
 """Seconds for which a rank may say nothing whose connection stands: it may hold Python's lock for long."""
-STATE, STATE_VERSION = "lightning_omni.server_state", 2
+STATE, STATE_VERSION = "lightning_omni.server_state", 3
 """What a saved state calls itself."""
 STRANGE = ("stranger", "key", "malformed")
 """Codes of refusals that are counted: their receivers are no ranks of the run, or send what cannot be read."""

@@ -30,8 +30,8 @@ from lightning_omni.protocol.wire_format import RAW, Memory, WireFormat, decode
 
 ROOM = 1 << 30
 """Bytes that parameters which come in mid-run may take, beyond those that the run announced."""
-
-
+MOST_SERVERS = 1 << 12
+"""Servers that one may stand for."""
 _STATES = 4
 """Times the size of the weights, with which parameters and their optimizer state are brought at most."""
 
@@ -63,6 +63,7 @@ class Shard:
         state: of the method's server side, to go on from.
         room: bytes that parameters which come in mid-run may take.
         sizes: numbers of parameters of each version of the layout; by default this is the first one.
+        servers: whose shares this is together, where one stands for several, as in a simulation.
 
     Attributes:
         is_head: whether its gradients are computed here, and no group pushes any.
@@ -82,12 +83,15 @@ class Shard:
         state: Mapping[str, Any] | None = None,
         room: int = ROOM,
         sizes: Sequence[int] = (),
+        servers: int = 1,
     ) -> None:
         if clock < 0:
             raise MalformedMessage(f"the clock cannot be {clock}")
+        if not 1 <= servers <= MOST_SERVERS:
+            raise MalformedMessage(f"a server stands for 1 to {MOST_SERVERS}, not {servers}")
         if (description is None) != (method.steps_at == "worker"):
             raise MalformedMessage(f"with {type(method).__name__} the optimizer steps at the {method.steps_at}")
-        versions = _versions(specs_of(weights), sizes)
+        versions = _versions(specs_of(weights), sizes, servers)
         self.layout = versions[-1]
         self.buffer = self.layout.empty()
         parameters = {}
@@ -95,7 +99,7 @@ class Shard:
             view.copy_(value)
             parameters[name] = Parameter(view, requires_grad=view.is_floating_point() or view.is_complex())
         optimizer = rebuild(description, parameters, resolve) if description is not None else None
-        self.master = Master(parameters, optimizer, clock, first=len(versions[0].specs))
+        self.master = Master(parameters, optimizer, clock, len(versions[0].specs), servers)
         self.structures = Structures(self._first_structure())
         self._settings = [settings_of(group) for group in optimizer.param_groups] if optimizer is not None else []
         self._room = room
@@ -128,6 +132,7 @@ class Shard:
             "method": self.method_side.state(),
             "room": self._room,
             "sizes": list(self._layouts),
+            "servers": self.layout.servers,
             "structures": self.structures.state(),
             "staleness": dict(self.staleness),
             "by_group": {group: dict(counts) for group, counts in self.by_group.items()},
@@ -145,7 +150,8 @@ class Shard:
             resolve: as in the constructor.
         """
         where = state["weights"], int(state["clock"]), method, groups.formed, resolve
-        shard = cls(state["optimizer"], *where, room=int(state["room"]), sizes=state["sizes"])
+        more = {"sizes": state["sizes"], "servers": int(state.get("servers", 1))}
+        shard = cls(state["optimizer"], *where, room=int(state["room"]), **more)
         # As it came about: what a method computes when groups are formed may depend on how many there were.
         for group in groups.joined:
             shard.method_side.join(group)
@@ -537,10 +543,10 @@ class Shard:
         return [(group, good) for group, good in answered.items() if group in live]
 
 
-def _versions(specs: tuple[TensorSpec, ...], sizes: Sequence[int]) -> list[Layout]:
+def _versions(specs: tuple[TensorSpec, ...], sizes: Sequence[int], servers: int) -> list[Layout]:
     """Every version of a layout, of which the last one has all entries."""
     first, *others = sizes or (len(specs),)
-    versions = [Layout(specs[:first])]
+    versions = [Layout(specs[:first], servers=servers)]
     for size in others:
         versions.append(versions[-1].grown(specs[len(versions[-1].specs) : size]))
     return versions

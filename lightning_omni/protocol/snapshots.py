@@ -181,8 +181,9 @@ class Snapshots(Service):
         optimizer, weights, clock = part["optimizer"], part["weights"], int(part["clock"])
         if part.get("head") is not None:
             return HeadShard(optimizer, weights, clock, part["head"], groups, self._resolve, self._resolve_module)
-        room = ROOM + int(part.get("room", 0))
-        return Shard(optimizer, weights, clock, method, groups, self._resolve, part.get("method"), room)
+        room, servers = ROOM + int(part.get("room", 0)), int(part.get("servers", 1))
+        state = part.get("method")
+        return Shard(optimizer, weights, clock, method, groups, self._resolve, state, room, servers=servers)
 
 
 def _weights_of(moment: Moment) -> Moment:

@@ -3,15 +3,16 @@
 Rule 1: both sides of a run that has the same layout, number of servers and optimizer divide alike; no place travels.
 Rule 2: where the optimizer treats each number by itself, servers hold ranges of equal bytes; a tensor may be cut. Where
 it does not, or that is not known, they hold whole parameters.
-Rule 3: a cut lies at a multiple of `UNIT` numbers of its tensor, so that vectors of the processor are not cut: a share
-is stepped to the same bits as the whole.
+Rule 3: a cut lies at a multiple of 64 numbers of its tensor (`lightning_omni.methods.fragments.divide`), so that
+vectors of the processor are not cut: a share is stepped to the same bits as the whole.
+Rule 4: where parameters are exchanged in fragments, each server cuts its own share. A fragment of all parameters has a
+fragment of each share, and so it is divided as they are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
-from math import prod
 from typing import Any
 
 import msgspec
@@ -22,12 +23,12 @@ from torch.optim import Optimizer
 from lightning_omni.errors import ConfigurationError, MalformedMessage, UnsupportedError
 from lightning_omni.methods import Method
 from lightning_omni.methods.contract import Tensors
+from lightning_omni.methods.fragments import FRAGMENTS, divide
 from lightning_omni.methods.master import class_path
+from lightning_omni.methods.totals import Total
 from lightning_omni.protocol.layout import DTYPES, Layout, TensorSpec
 from lightning_omni.protocol.wire_format import RESIDUAL, State
 
-UNIT = 64
-"""Numbers of a tensor that stay together."""
 ELEMENTWISE = frozenset(
     class_path(kind)
     for kind in (
@@ -38,6 +39,8 @@ ELEMENTWISE = frozenset(
 """Class paths of optimizers that treat each number by itself. A subclass is another class, and may not."""
 _SENDERS = "shards"
 """Where in a sender's state lies what it remembers for each server, but for residuals."""
+_SERVERS = "servers"
+"""Where, beside the states of fragments, it says out of how many shares these are cut."""
 
 
 class Split(msgspec.Struct, frozen=True, dict=True):
@@ -71,6 +74,8 @@ class Split(msgspec.Struct, frozen=True, dict=True):
             elementwise: whether tensors may be cut.
         """
         cut = _ranges(layout, servers) if elementwise else _wholes(layout, servers)
+        if layout.servers != servers:
+            layout = msgspec.structs.replace(layout, servers=servers)
         return cls(
             layout,
             tuple(Layout(tuple(spec for _, spec in share), layout.version) for share in cut),
@@ -81,6 +86,44 @@ class Split(msgspec.Struct, frozen=True, dict=True):
     def whole(cls, layout: Layout) -> Split:
         """Of one server, which holds all of it."""
         return cls(layout, (layout,), (tuple(range(len(layout.specs))),))
+
+    def fragment(self, number: int | None, of: int) -> Split:
+        """How one of ``of`` fragments is divided; as a whole, if the number is None.
+
+        Example:
+            >>> split = Split.of(Layout.of({"w": torch.ones(256)}), 2, elementwise=True)
+            >>> [[spec.range for spec in share.specs] for share in split.fragment(1, of=2).shares]
+            [[(64, 128)], [(192, 256)]]
+        """
+        if number is None:
+            return self
+        if (number, of) not in self._fragments:
+            self._fragments[number, of] = self.within(self.layout.fragment(number, of))
+        return self._fragments[number, of]
+
+    @cached_property
+    def _fragments(self) -> dict[tuple[int, int], Split]:
+        return {}
+
+    def within(self, layout: Layout) -> Split:
+        """How other entries are divided over the servers: some of these, or ranges of their numbers."""
+        by_name: dict[str, list[int]] = {}
+        for place, spec in enumerate(layout.specs):
+            by_name.setdefault(spec.name, []).append(place)
+        shares = []
+        for share in self.shares:
+            found = [
+                (place, part)
+                for spec in share.specs
+                for place in by_name.get(spec.name, ())
+                if (part := _overlap(layout.specs[place], spec)) is not None
+            ]
+            shares.append(found)
+        return Split(
+            layout,
+            tuple(Layout(tuple(part for _, part in share), layout.version) for share in shares),
+            tuple(tuple(place for place, _ in share) for share in shares),
+        )
 
     @property
     def fractions(self) -> list[float]:
@@ -96,7 +139,7 @@ class Split(msgspec.Struct, frozen=True, dict=True):
 
     def _share_of(self, server: int, tensors: Tensors) -> list[Tensor | None]:
         return [
-            None if (tensor := tensors[place]) is None else _piece(tensor, spec)
+            None if (tensor := tensors[place]) is None else _piece(tensor, self.layout.specs[place], spec)
             for spec, place in zip(self.shares[server].specs, self.places[server], strict=True)
         ]
 
@@ -136,7 +179,7 @@ class Split(msgspec.Struct, frozen=True, dict=True):
         views = self.layout.views(into)
         for share, places, part in zip(self.shares, self.places, parts, strict=True):
             for spec, place, tensor in zip(share.specs, places, share.views(part), strict=True):
-                _piece(views[place], spec).copy_(tensor)
+                _piece(views[place], self.layout.specs[place], spec).copy_(tensor)
 
     @cached_property
     def _offsets(self) -> list[list[int]]:
@@ -208,7 +251,7 @@ class Split(msgspec.Struct, frozen=True, dict=True):
         """A tree, as `lightning_omni.methods.ServerSide.state` has it, as what each server gets of it.
 
         A list with one entry a parameter is divided, and so is what stands in a dict by their places, as in the state
-        of torch's optimizers; all else every server gets.
+        of torch's optimizers; all else every server gets. Of fragments, each is divided as `fragment` has it.
         """
         return [self._cut(tree, server) for server in range(len(self.shares))]
 
@@ -220,6 +263,9 @@ class Split(msgspec.Struct, frozen=True, dict=True):
                 for here, (place, spec) in enumerate(zip(places, specs, strict=True))
                 if place in tree
             }
+        if isinstance(tree, Mapping) and FRAGMENTS in tree:
+            fragments = [split._cut(each, server) for split, each in self._each_fragment(tree[FRAGMENTS])]
+            return {**self._cut(_beside_fragments(tree), server), FRAGMENTS: fragments}
         if isinstance(tree, Mapping):
             return {key: self._cut(value, server) for key, value in tree.items()}
         if _is_for_each(tree, self.layout.specs):
@@ -236,6 +282,11 @@ class Split(msgspec.Struct, frozen=True, dict=True):
         first = trees[0]
         if any(_is_by_place(tree) and tree for tree in trees):
             return self._merged_places(trees)
+        if isinstance(first, Mapping) and FRAGMENTS in first:
+            each = list(zip(*(tree[FRAGMENTS] for tree in trees), strict=True))
+            merged = [split.merged_tree(theirs) for split, theirs in self._each_fragment(each)]
+            rest = self.merged_tree([_beside_fragments(tree) for tree in trees])
+            return {**rest, FRAGMENTS: merged, _SERVERS: len(trees)}
         if isinstance(first, Mapping):
             return {key: self.merged_tree([tree[key] for tree in trees]) for key in first}
         if all(_is_for_each(tree, share.specs) for tree, share in zip(trees, self.shares, strict=True)):
@@ -246,6 +297,25 @@ class Split(msgspec.Struct, frozen=True, dict=True):
         if isinstance(first, (list, tuple)):
             return type(first)(self.merged_tree(items) for items in zip(*trees, strict=True))
         return first
+
+    def recut(self, tree: Any) -> Any:
+        """What was remembered of fragments that were cut for another number of servers, as these servers cut them.
+
+        What had come of fragments and was not merged yet is left out: a total has one count for all of its numbers.
+
+        Args:
+            tree: from `merged_tree`; without fragments, or with the same cuts, it stays as it is.
+        """
+        servers = tree.get(_SERVERS, 1) if FRAGMENTS in tree else len(self.shares)
+        if servers == len(self.shares):
+            return tree
+        of, whole = len(tree[FRAGMENTS]), msgspec.structs.replace(self.layout, servers=servers)
+        before, after = ([layout.fragment(number, of) for number in range(of)] for layout in (whole, self.layout))
+        fragments = _recut(tree[FRAGMENTS], before, after)
+        return {**_beside_fragments(tree), FRAGMENTS: fragments, _SERVERS: len(self.shares)}
+
+    def _each_fragment(self, states: Sequence[Any]) -> Iterable[tuple[Split, Any]]:
+        return ((self.fragment(number, len(states)), state) for number, state in enumerate(states))
 
     def _merged_places(self, trees: Sequence[Mapping[int, Mapping[str, Any]]]) -> dict[int, dict[str, Any]]:
         merged = {}
@@ -319,20 +389,6 @@ def is_elementwise(method: Method, optimizer: Optimizer | None) -> bool:
     return method.elementwise and (optimizer is None or class_path(type(optimizer)) in ELEMENTWISE)
 
 
-def check_servers(servers: int | str, method: Method) -> None:
-    """Raises `ConfigurationError` if several servers cannot hold a share each with a method.
-
-    Args:
-        servers: as the user has passed it; not 1.
-        method: of the run.
-    """
-    if method.fragments > 1:
-        raise ConfigurationError(
-            f"servers={servers!r} and a method with fragments={method.fragments}: fragments are cut out of the whole"
-            " model, and each server holds a share of it; leave one of them out"
-        )
-
-
 def check_by_member(method: Method, inside: str) -> None:
     """Raises `ConfigurationError` if members of a group cannot exchange a share of the model each with a method.
 
@@ -343,8 +399,8 @@ def check_by_member(method: Method, inside: str) -> None:
     given = f"{inside} and method={type(method).__name__}"
     if method.fragments > 1:
         raise ConfigurationError(
-            f"{given} with fragments={method.fragments}: fragments are cut out of the whole model, and each member has"
-            " a share of it; pass fragments=1"
+            f"{given} with fragments={method.fragments}: fragments are cut out of whole parameters, and each member"
+            " has a part of them; pass fragments=1"
         )
     if not method.elementwise:
         raise ConfigurationError(
@@ -369,29 +425,62 @@ def check_by_parts(method: Method, optimizer: Optimizer, inside: str) -> None:
         )
 
 
+def _beside_fragments(tree: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in tree.items() if key not in (FRAGMENTS, _SERVERS)}
+
+
+def _recut(trees: Sequence[Any], before: Sequence[Layout], after: Sequence[Layout]) -> Sequence[Any]:
+    """What there is of each fragment, by other cuts; see `Split.recut`."""
+    first, count = trees[0], len(trees)
+    if isinstance(first, Mapping) and first.keys() == Total().state().keys():
+        return [Total().state() for _ in range(count)]
+    if any(trees) and all(map(_is_by_place, trees)):
+        names = dict.fromkeys(name for tree in trees for values in tree.values() for name in values)
+        moved = {}
+        for name in names:
+            each = zip(trees, before, strict=True)
+            of_name = [[tree.get(place, {}).get(name) for place in range(len(of.specs))] for tree, of in each]
+            moved[name] = _moved(of_name, before, after)
+        return [
+            {place: {name: moved[name][number][place] for name in names} for place in range(len(of.specs))}
+            for number, of in enumerate(after)
+        ]
+    if isinstance(first, Mapping):
+        parts = {key: _recut([tree[key] for tree in trees], before, after) for key in first}
+        return [{key: part[number] for key, part in parts.items()} for number in range(count)]
+    if all(_is_for_each(tree, of.specs) for tree, of in zip(trees, before, strict=True)):
+        return _moved(trees, before, after)
+    return trees
+
+
+def _moved(values: Sequence[Sequence[Any]], before: Sequence[Layout], after: Sequence[Layout]) -> list[list[Any]]:
+    """What there is of each entry, as what there is of other ranges of the same tensors."""
+    known: dict[str, list[tuple[TensorSpec, Any]]] = {}
+    for layout, each in zip(before, values, strict=True):
+        for spec, value in zip(layout.specs, each, strict=True):
+            if value is not None:
+                known.setdefault(spec.name, []).append((spec, value))
+    return [[_gathered(spec, known.get(spec.name, ())) for spec in layout.specs] for layout in after]
+
+
+def _gathered(spec: TensorSpec, pieces: Sequence[tuple[TensorSpec, Any]]) -> Any:
+    """What there is of an entry, from pieces that may have a part of it: zeros where none has, None if none has any."""
+    whole: Tensor | None = None
+    for held, value in pieces:
+        part = _overlap(spec, held)
+        if part is None:
+            continue
+        if not _is_like(value, held):  # the same for all numbers
+            return value
+        whole = value.new_zeros(spec.local_shape) if whole is None else whole
+        _piece(whole, spec, part).copy_(_piece(value, held, part))
+    return whole
+
+
 def _ranges(layout: Layout, servers: int) -> list[list[tuple[int, TensorSpec]]]:
-    total = sum(spec.nbytes for spec in layout.specs)
-    bounds = [total * server // servers for server in range(servers)] + [total]
-    shares: list[list[tuple[int, TensorSpec]]] = [[] for _ in range(servers)]
-    begin = 0
-    for place, spec in enumerate(layout.specs):
-        count, size = prod(spec.shape), DTYPES[spec.dtype].itemsize
-        cuts = [_cut((bound - begin) // size, count) for bound in bounds]
-        cuts[-1] = count  # of bounds that fall together at its beginning, the last one ends it
-        for server in range(servers):
-            start, stop = cuts[server], cuts[server + 1]
-            if start < stop:
-                part = spec if stop - start == count else msgspec.structs.replace(spec, range=(start, stop))
-                shares[server].append((place, part))
-        if not count:  # beside what is before it
-            next((share for share in reversed(shares) if share), shares[0]).append((place, spec))
-        begin += spec.nbytes
-    return shares
-
-
-def _cut(at: int, count: int) -> int:
-    """Where a tensor of so many numbers is cut, if a share ends at this one."""
-    return min(count, max(0, at)) if not 0 < at < count else min(count, round(at / UNIT) * UNIT)
+    return [
+        [(place, layout.specs[place].part(where)) for place, where in share] for share in divide(layout.sizes, servers)
+    ]
 
 
 def _wholes(layout: Layout, servers: int) -> list[list[tuple[int, TensorSpec]]]:
@@ -407,12 +496,21 @@ def _wholes(layout: Layout, servers: int) -> list[list[tuple[int, TensorSpec]]]:
     ]
 
 
-def _piece(tensor: Tensor, spec: TensorSpec) -> Tensor:
+def _piece(tensor: Tensor, whole: TensorSpec, part: TensorSpec) -> Tensor:
     """What a share has of a tensor: memory of its own only where the tensor is not contiguous."""
-    if spec.range is None:
+    if part.range == whole.range:
         return tensor
-    start, stop = spec.range
-    return tensor.reshape(-1)[start:stop]
+    begin = _begin(part, whole)
+    return tensor.reshape(-1)[begin : begin + part.numel]
+
+
+def _overlap(spec: TensorSpec, held: TensorSpec) -> TensorSpec | None:
+    """What a server has of an entry, if it holds a tensor of that name, or a range of it; None for nothing of it."""
+    start, stop = spec.bounds
+    begin, end = max(start, held.bounds[0]), min(stop, held.bounds[1])
+    if (begin, end) == (start, stop):
+        return spec
+    return spec.part((begin - start, end - start)) if begin < end else None
 
 
 def _begin(part: TensorSpec, whole: TensorSpec) -> int:
@@ -426,7 +524,7 @@ def _joined(spec: TensorSpec, pieces: Sequence[Tensor | None]) -> Tensor | None:
     there = [piece for piece in pieces if piece is not None]
     if len(there) < len(pieces):
         return None
-    return torch.cat([piece.reshape(-1) for piece in there]).view(spec.shape)
+    return torch.cat([piece.reshape(-1) for piece in there]).view(spec.local_shape)
 
 
 def _is_like(value: Any, spec: TensorSpec) -> bool:
@@ -434,7 +532,7 @@ def _is_like(value: Any, spec: TensorSpec) -> bool:
 
 
 def _piece_of(value: Any, whole: TensorSpec, part: TensorSpec) -> Any:
-    return _piece(value, part) if _is_like(value, whole) else value
+    return _piece(value, whole, part) if _is_like(value, whole) else value
 
 
 def _joined_of(values: Sequence[Any], spec: TensorSpec) -> Any:

@@ -325,7 +325,7 @@ class _Replay:
         if not self._is_formed:
             self._is_formed = True
             at_server = self._optimizer if method.steps_at == "server" else None
-            self._shard = self._shard_of(self._body, at_server, event.clock, method, topology)
+            self._shard = self._shard_of(self._body, at_server, event.clock, method, topology, event.servers)
             if self._head:
                 if (both := Both.of(self._wire_format)) != RAW_BOTH:
                     self._tail.forward = RoundedHead(self._tail, both)
@@ -348,11 +348,13 @@ class _Replay:
         clock: int,
         method: Method,
         topology: Topology,
+        servers: int = 1,
     ) -> Shard:
         names: dict[Tensor, str] = {parameter: name for name, parameter in parameters.items()}
         description = describe(optimizer, names) if optimizer is not None else None
         weights = {name: self._start[name] for name in parameters}
-        return Shard(description, weights, clock, method, topology.alive, resolve_also(self._optimizer))
+        resolve = resolve_also(self._optimizer)
+        return Shard(description, weights, clock, method, topology.alive, resolve, servers=servers)
 
     def _join(self, event: Event) -> None:
         """A group more takes part; it reads the weights before anything else."""
@@ -367,6 +369,7 @@ class _Replay:
     def _make_group(self, number: int, ranks: tuple[int, ...], peers: tuple[int, ...]) -> _Group:
         replica = own_replica(self._make, self._model, self._body, self._shard.master.weights(), number)
         replica.clock, replica.peers = self._shard.master.clock, peers
+        replica.servers = len(self._split.shares)
         core = GroupCore(self._method, self._wire_format, overlap=self._overlap)
         core.attach(replica)
         group = _Group(ranks, replica, core)

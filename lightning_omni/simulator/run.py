@@ -12,7 +12,6 @@ from lightning_omni.methods import HardSync, Method, checked, method_named
 from lightning_omni.methods.overlap import check_overlap
 from lightning_omni.protocol.all_reduce import AllReduce, all_reduce_of
 from lightning_omni.protocol.record import Recorder
-from lightning_omni.protocol.split import check_servers
 from lightning_omni.protocol.wire_formats import Wire, wire_of
 from lightning_omni.simulator.cluster import Cluster
 from lightning_omni.simulator.settings import Batches, Cadence, Formation, Progress, RunLimits, progress_of
@@ -128,8 +127,6 @@ def simulate(
     wire_format.check(chosen)
     if overlap:
         check_overlap(chosen)
-    if cluster.server_count > 1:
-        check_servers(cluster.servers, chosen)
     check_aggregators(cluster, topology, chosen)
     check_restarts(cluster, topology, chosen, merged, record)
     formation = Formation(chosen, topology, merged, wire_format, overlap, all_reduce_of(all_reduce))

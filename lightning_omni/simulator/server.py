@@ -133,11 +133,11 @@ class SimulatedServer:
         What its group does not wait for is encoded now, for the group moves on.
         """
         present = [tensor is not None for tensor in ask.tensors]
-        layout = self._layout.fragment(ask.fragment, core.method.fragments)
+        layout = self.shard.layout.fragment(ask.fragment, core.method.fragments)
         smallest, largest = core.wire_format.pushes.sizes(layout.subset(present))
         if smallest == largest and ask.waits:
             return largest, None
-        said = core.say(ask, self._layout, Memory())
+        said = core.say(ask, self.shard.layout, Memory())
         return cast(m.PushMessage, said.message).nbytes, said
 
     def ask(self, leader: int, core: GroupCore, ask: Ask, said: Said | None = None) -> list[Out]:
@@ -149,7 +149,7 @@ class SimulatedServer:
             ask: what was asked.
             said: from `prepare`.
         """
-        said = said or core.say(ask, self._layout, self._memory)
+        said = said or core.say(ask, self.shard.layout, self._memory)
         return self._data(leader, said.message, _NOTHING if said.payload is None else said.payload)
 
     def ask_head(
@@ -300,7 +300,10 @@ class SimulatedNetwork:
 
 
 def part_of(
-    parameters: Mapping[str, Parameter], optimizer: Optimizer | None, head: Mapping[str, Any] | None = None
+    parameters: Mapping[str, Parameter],
+    optimizer: Optimizer | None,
+    head: Mapping[str, Any] | None = None,
+    servers: int = 1,
 ) -> dict[str, Any]:
     """Weights and optimizer as a server takes them; no optimizer if it steps at the workers.
 
@@ -308,6 +311,7 @@ def part_of(
         parameters: by name, in the optimizer's order.
         optimizer: over these, and perhaps others.
         head: what is to be said of a merged head.
+        servers: for which the one here stands.
     """
     names: dict[Tensor, str] = {parameter: name for name, parameter in parameters.items()}
     return {
@@ -315,6 +319,7 @@ def part_of(
         "weights": {name: parameter.detach() for name, parameter in parameters.items()},
         "clock": 0,
         "head": head,
+        "servers": servers,
     }
 
 

@@ -43,7 +43,7 @@ def by_share(wire_format: WireFormat, method: Method, split: Split) -> WireForma
     if len(split.shares) == 1 or method.talks_to_peers:
         return wire_format
     push, pull = (
-        each if each == RAW else ByShare(wire_format=to_wire(each), split=split)
+        each if each == RAW or isinstance(each, ByShare) else ByShare(wire_format=to_wire(each), split=split)
         for each in (wire_format.pushes, wire_format.answers)
     )
     return push if pull == RAW else BothWays(push=to_wire(push), pull=to_wire(pull))
@@ -77,7 +77,7 @@ class ByShare(WireFormat, frozen=True, kw_only=True, dict=True, tag="by_share"):
         return lengths + sum(least), lengths + sum(most)
 
     def encode(self, tensors: Sequence[Tensor | None], layout: Layout, state: State, memory: Memory) -> Encoded:
-        split, present = self.split, tuple(tensor is not None for tensor in tensors)
+        split, present = self._split_of(layout), tuple(tensor is not None for tensor in tensors)
         parts = zip(split.parts(tensors), split.shares, split.sender_parts(state), strict=True)
         encoded = [self._each.encode(part, share, before, Memory()) for part, share, before in parts]
         if [part.present for part in encoded] != [tuple(present[place] for place in places) for places in split.places]:
@@ -99,13 +99,5 @@ class ByShare(WireFormat, frozen=True, kw_only=True, dict=True, tag="by_share"):
         return buffer
 
     def _split_of(self, layout: Layout) -> Split:
-        """The same cuts where only some of the tensors are there."""
-        if len(layout.specs) == len(self.split.layout.specs):
-            return self.split
-        there = {spec.name: place for place, spec in enumerate(layout.specs)}
-        kept = [[(spec, there[spec.name]) for spec in share.specs if spec.name in there] for share in self.split.shares]
-        return Split(
-            layout,
-            tuple(Layout(tuple(spec for spec, _ in share)) for share in kept),
-            tuple(tuple(place for _, place in share) for share in kept),
-        )
+        """The same cuts where only some of the tensors are there, or a fragment of them."""
+        return self.split if layout.specs == self.split.layout.specs else self.split.within(layout)

@@ -78,6 +78,7 @@ class Simulation:
         # One group has no server in its path: there exchanges take no time.
         between = Cluster(cluster.devices) if topology.is_synchronous else cluster
         split = self._split(layout, between.server_count)
+        self._servers = len(split.shares)
         self._wire_format = by_share(formation.wire_format, formation.method, split)
         self._costs = self._exchanges(between, split, layout)
         self._network = SimulatedNetwork(self._engine, between.link, self.server, self._costs)
@@ -126,7 +127,8 @@ class Simulation:
     def _form(self) -> None:
         """The server gets weights and optimizers, and knows the groups."""
         method = self._formation.method
-        parts = [part_of(self._parameters, self._optimizer if method.steps_at == "server" else None)]
+        at_server = self._optimizer if method.steps_at == "server" else None
+        parts = [part_of(self._parameters, at_server, servers=self._servers)]
         if self._head is not None:
             parts.append(part_of(self._head.parameters, self._optimizer, self._head.part(self._batches.seed)))
         self.server.form(method, self._wire_format, self._formation.overlap, parts)
@@ -162,7 +164,7 @@ class Simulation:
             replica = SharingReplica(list(self._parameters.values()), self._optimizer, number, start)
         else:
             replica = own_replica(self._make, self._model, self._parameters, shard.master.weights(), number)
-        replica.peers = self.server.core.roster.groups
+        replica.peers, replica.servers = self.server.core.roster.groups, self._servers
         core = GroupCore(method, self._wire_format, MOST_REFUSED, self._formation.overlap)
         core.form(identity)
         group = self.groups[number] = SimulatedGroup(core, replica, ranks, members, self._around, epoch)

@@ -15,7 +15,6 @@ from lightning_omni.methods.head import check_mergeable, held_by_one
 from lightning_omni.methods.master import check_servable
 from lightning_omni.performance.forecast import Setting
 from lightning_omni.protocol.all_reduce import text_of as text_of_all_reduce
-from lightning_omni.protocol.split import check_servers
 from lightning_omni.search import SearchSpec, Space
 from lightning_omni.search import space as searched
 from lightning_omni.strategy.proxies import Merged
@@ -177,7 +176,6 @@ class FitSpace:
         for name in searched.METHODS:
             world.method = method_named(name)
             with suppress(ConfigurationError):
-                check_servers(world.options.servers, world.method)
                 if not self.why_not(2):
                     found.append(name)
         world.method = before

@@ -1,4 +1,4 @@
-"""Streaming against plain DiLoCo and local SGD: loss at equal samples, and bytes in any window of H/P steps.
+"""Streaming against the plain methods: loss at equal samples, and bytes in any window of H/P steps.
 
     OMP_NUM_THREADS=1 python tests/benchmarks/streaming.py [--seeds 5] [--epochs 16]
 
@@ -30,6 +30,8 @@ SETTINGS = (
     ("diloco", 0.1, "fragments=4,delay=2,alpha=0.5"),
     ("local_sgd", 0.1, "fragments=4,delay=2"),
     ("local_sgd", 0.1, "fragments=4,delay=2,alpha=0.5"),
+    ("async_diloco", 0.1, "fragments=4"),
+    ("async_diloco:outer_momentum=0.5", 0.1, "fragments=4"),
 )
 
 
@@ -81,9 +83,10 @@ def main() -> None:
     plain: dict[tuple[str, float], list[float]] = {}
     for name, lr, settings in SETTINGS:
         seeds = range(arguments.seeds)
+        method = f"{name}{',' if ':' in name else ':'}period={PERIOD}"
         if (name, lr) not in plain:
-            plain[name, lr] = [final_loss(f"{name}:period={PERIOD}", lr, seed, arguments.epochs) for seed in seeds]
-        streamed = [final_loss(f"{name}:period={PERIOD},{settings}", lr, seed, arguments.epochs) for seed in seeds]
+            plain[name, lr] = [final_loss(method, lr, seed, arguments.epochs) for seed in seeds]
+        streamed = [final_loss(f"{method},{settings}", lr, seed, arguments.epochs) for seed in seeds]
         more = 100 * (numpy.array(streamed) / numpy.array(plain[name, lr]) - 1)
         reach = stats.t.ppf(0.975, len(more) - 1) * more.std(ddof=1) / len(more) ** 0.5
         print(

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from common import FOLDER, InTime, Net, digest, loaders, omni, pl, report, trainer
+from torch.utils._pytree import tree_map
 
 RANK = int(os.environ.get("LOCAL_RANK", 0))
 
@@ -34,7 +35,9 @@ def fit(strategy: Any, epochs: int, save: str = "", resume: str = "", devices: i
         "own": {name: value.double().sum().item() for name, value in module.state_dict().items()},
         "state": {str(index): float(each["exp_avg"].double().sum()) for index, each in state.items()},
         "adam_steps": [float(each["step"]) for each in state.values()],
-        "omni": checkpoint.get("omni"),
+        "omni": tree_map(
+            lambda leaf: list(leaf.shape) if isinstance(leaf, torch.Tensor) else leaf, checkpoint.get("omni")
+        ),
         "keys": sorted(checkpoint),
         "step": run.global_step,
         "lr": run.optimizers[0].param_groups[0]["lr"],
@@ -74,6 +77,12 @@ def inside_an_epoch(strategy: Any, resume: bool = False) -> dict[str, Any]:
     return {"seen": samples.seen, "scheduled": run.lr_scheduler_configs[0].scheduler.last_epoch}
 
 
+def in_fragments(servers: int) -> Any:
+    """Groups that exchange fragments with so many servers."""
+    method = "diloco:period=4,fragments=2,delay=1,outer_momentum=0.5"
+    return omni.OmniStrategy(groups=2, servers=servers, method=method, wire="int8")
+
+
 def in_first_version(name: str) -> str:
     """The same checkpoint, as it was saved before its entry had a name and a version."""
     checkpoint = torch.load(FOLDER / f"{name}.ckpt", weights_only=True)
@@ -105,6 +114,10 @@ def main() -> None:
         "groups from ddp": fit(omni.OmniStrategy(groups=2), 2, resume="ddp"),
         "ddp inside an epoch": inside_an_epoch(ddp()),
         "groups from inside": inside_an_epoch(omni.OmniStrategy(groups=2), resume=True),
+        # fragments, cut out of the shares of two servers
+        "fragments half": fit(in_fragments(2), 1, save="fragments"),
+        "fragments from fragments": fit(in_fragments(2), 2, resume="fragments", save="fragments later"),
+        "fragments at one server": fit(in_fragments(1), 2, resume="fragments", save="fragments at one"),
     }
     report(RANK, results)
 

@@ -93,7 +93,7 @@ def main() -> None:
     torch.set_num_threads(1)
     other = os.fork()
     rank = int(other == 0)
-    spares.prepare(ranks=0, servers=(5, 2)[rank])
+    spares.prepare(ranks=0, servers=(7, 2)[rank])
     dist.init_process_group("gloo", rank=rank, world_size=RANKS)
     results = []
     for case in OPTIONS["cases"]:
