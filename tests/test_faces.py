@@ -153,3 +153,16 @@ def test_a_step_of_the_wrapped_optimizer_by_itself_is_refused_among_groups(
 def test_a_step_outside_training_is_refused_with_the_remedy(plain_loops: list[dict[str, Any]], name: str) -> None:
     for each in plain_loops:
         assert ("inside `with world.training():`" in each[name]["refused"]) == (name != "one group")
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_copy_is_the_wrapped_optimizers_and_there_is_none_without_the_state(
+    plain_loops: list[dict[str, Any]], name: str
+) -> None:
+    for each in plain_loops:
+        before, inside = each[name]["copies"]
+        assert before == "SGD with 0 states"
+        if name in ("one group", "local steps"):
+            assert inside == "SGD with 4 states"
+        else:
+            assert "would be without it: call optimizer.state_dict() on rank 0" in inside

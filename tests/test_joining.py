@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from processes import Process
+from runs import free_port
 from test_observation import say, watch
 from test_server_core import (
     TIMEOUT,
@@ -657,6 +658,34 @@ def test_three_launchers_train_one_run_in_which_the_first_is_killed_and_the_seco
     last = torch.load(run.folder / "a" / f"epoch={epochs - 1}.ckpt", weights_only=False)
     assert last["epoch"] == epochs - 1
     assert last["lr_schedulers"][0]["last_epoch"] == epochs * samples // 8
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(sys.platform != "linux", reason="SLURM runs on Linux")
+def test_slurm_requeues_the_job_of_the_group_that_its_signal_comes_to(run: Run) -> None:
+    """It is not the group that logs and saves, and it leaves when SIGTERM comes; the job is requeued once."""
+    scontrol, asked = run.folder / "scontrol", run.folder / "asked"
+    scontrol.write_text(f'#!/bin/sh\necho "$@" >> {asked}\n')
+    scontrol.chmod(0o755)
+    options = {"epochs": 3, "hold": [1, 2]}
+    first = run.start("a", options)
+    run.wait_for("a0-in-1")
+    job = {"JOB_ID": "77", "ARRAY_JOB_ID": "70", "ARRAY_TASK_ID": "3", "JOB_NAME": "train", "NTASKS": "1"}
+    place = {"NTASKS_PER_NODE": "1", "NNODES": "1", "NODEID": "0", "PROCID": "0", "LOCALID": "0"}
+    slurm = {f"SLURM_{name}": value for name, value in {**job, **place}.items()}
+    path = f"{run.folder}{os.pathsep}{os.environ['PATH']}"
+    second = run.start("b", options, seed=2, PATH=path, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), **slurm)
+    run.wait_for("b0-in-1")
+    os.kill(second.pid, signal.SIGUSR1)
+    run.go(1)
+    run.wait_for("b0-in-2")
+    assert asked.read_text() == "requeue 70_3\n"
+    assert not list(run.folder.glob("hpc_ckpt*"))  # the state of the run is at the server
+    os.kill(second.pid, signal.SIGTERM)
+    second.expect("its group leaves the run", PATIENCE)
+    run.go(2)
+    assert second.end(PATIENCE) == 128 + signal.SIGTERM, second.output
+    assert first.end(PATIENCE) == 0, first.output
 
 
 @pytest.mark.slow

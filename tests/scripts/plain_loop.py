@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
 import os
@@ -19,6 +20,17 @@ from lightning_omni.errors import ConfigurationError, UnsupportedError
 
 gc.freeze()
 gc.enable()
+
+
+def copied(optimizer: OmniOptimizer) -> str:
+    """What a copy is, or why there is none."""
+    try:
+        twin = copy.deepcopy(optimizer)
+    except UnsupportedError as error:
+        return str(error)
+    mine, theirs = (each.param_groups[0]["params"] for each in (optimizer, twin))
+    assert all(torch.equal(p, q) and p is not q for p, q in zip(mine, theirs, strict=True))
+    return f"{type(twin).__name__} with {len(twin.state)} states"
 
 
 def train(groups: int, merges: bool, method: str = "async_sgd") -> dict[str, Any]:
@@ -45,7 +57,7 @@ def train(groups: int, merges: bool, method: str = "async_sgd") -> dict[str, Any
             refused = str(error)
     target = torch.linspace(-1, 1, 8)
     first = last = 0.0
-    staleness, raw_step = -1, ""
+    staleness, raw_step, copies = -1, "", [copied(optimizer)]
     with world.training():
         if groups > 1:
             try:
@@ -61,6 +73,7 @@ def train(groups: int, merges: bool, method: str = "async_sgd") -> dict[str, Any
             schedule.step()
             staleness = world.core.heard.staleness
             first, last = (loss.item() if step == 0 else first), loss.item()
+        copies.append(copied(optimizer))
         if world.rank == 0:
             optimizer.state_dict()  # the server's state, while others train
     weights = sum(parameter.double().sum().item() for parameter in model.parameters())
@@ -73,6 +86,7 @@ def train(groups: int, merges: bool, method: str = "async_sgd") -> dict[str, Any
         "calls": calls,
         "refused": refused,
         "raw step": raw_step,
+        "copies": copies,
     }
 
 
