@@ -652,6 +652,10 @@ def test_three_launchers_train_one_run_in_which_the_first_is_killed_and_the_seco
     assert ranks[0]["weights"] == ranks[1]["weights"]
     assert [each["zero"] for each in ranks] == [True, False]
     assert all(each["epochs"] == epochs and each["finite"] for each in ranks)  # the callback's state came along
+    pages = {name: set((run.folder / f"diary-{name}").read_text().split()) for name in "abc"}
+    assert pages["a"] >= {"0", "1"}
+    assert pages["b"] >= {"3"}
+    assert pages["c"] >= {"4"}  # each was opened when its group took over
     # Whoever recorded saved where the run saves: one folder, one checkpoint an epoch, and plain Lightning reads it.
     assert sorted(path.name for path in (run.folder / "a").iterdir()) == [f"epoch={n}.ckpt" for n in range(epochs)]
     assert not (run.folder / "b").exists()
@@ -672,7 +676,7 @@ def test_slurm_requeues_the_job_of_the_group_that_its_signal_comes_to(run: Run) 
     run.wait_for("a0-in-1")
     job = {"JOB_ID": "77", "ARRAY_JOB_ID": "70", "ARRAY_TASK_ID": "3", "JOB_NAME": "train", "NTASKS": "1"}
     place = {"NTASKS_PER_NODE": "1", "NNODES": "1", "NODEID": "0", "PROCID": "0", "LOCALID": "0"}
-    slurm = {f"SLURM_{name}": value for name, value in {**job, **place}.items()}
+    slurm: dict[str, Any] = {f"SLURM_{name}": value for name, value in {**job, **place}.items()}
     path = f"{run.folder}{os.pathsep}{os.environ['PATH']}"
     second = run.start("b", options, seed=2, PATH=path, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), **slurm)
     run.wait_for("b0-in-1")

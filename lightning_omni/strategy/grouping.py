@@ -201,6 +201,7 @@ class GroupedStrategy(_Base):
             self._is_told_to_record = True
             _private.set_rank(0)
             self.rank_zero_info("OmniStrategy: the group that logged and saved is gone; this group does so now")
+            _private.call_hooks_of_rank_zero(self._trainer)
 
     def form_one(self) -> None:
         """One group of all live ranks, which has everything that the server knew."""
