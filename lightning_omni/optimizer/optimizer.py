@@ -173,6 +173,10 @@ class OmniOptimizer(Optimizer):
         Returns:
             What the closure returns.
         """
+        if self.world.first_steps is not None:
+            closure = self.world.first_steps.checked(
+                self._index, self.world.parts[self._index].replica.ordered, closure
+            )
         return self.world.executor.step(self._index, self.optimizer, closure)
 
 

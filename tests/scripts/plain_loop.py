@@ -58,7 +58,10 @@ def train(groups: int, merges: bool, method: str = "async_sgd") -> dict[str, Any
     target = torch.linspace(-1, 1, 8)
     first = last = 0.0
     staleness, raw_step, copies = -1, "", [copied(optimizer)]
+    with torch.no_grad():
+        plain[0].weight.mul_(1.0 + world.rank * (groups > 1))  # as if one rank had loaded a checkpoint
     with world.training():
+        began = plain[0].weight.sum().item()
         if groups > 1:
             try:
                 raw.step()
@@ -78,6 +81,7 @@ def train(groups: int, merges: bool, method: str = "async_sgd") -> dict[str, Any
             optimizer.state_dict()  # the server's state, while others train
     weights = sum(parameter.double().sum().item() for parameter in model.parameters())
     return {
+        "began": began,
         "first": first,
         "last": last,
         "weights": weights,
@@ -90,10 +94,38 @@ def train(groups: int, merges: bool, method: str = "async_sgd") -> dict[str, Any
     }
 
 
+def fail(groups: int, wraps: str) -> str:
+    """Why a loop ends whose module is not wrapped by the world."""
+    world = World(groups)
+    model: Any = torch.nn.Linear(4, 1)
+    if wraps == "ddp":
+        model = torch.nn.parallel.DistributedDataParallel(model)
+    optimizer = OmniOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), world)
+    torch.manual_seed(world.rank)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = model(torch.randn(8, 4)).square().mean()
+        loss.backward()
+        return loss
+
+    try:
+        with world.training():
+            if wraps == "closure":
+                optimizer.step(closure)
+            else:
+                closure()
+                optimizer.step()
+    except (ConfigurationError, UnsupportedError) as error:
+        return str(error)
+    return ""
+
+
 def main() -> None:
     assert "pytorch_lightning" not in sys.modules
     dist.init_process_group("gloo")
-    results = {name: train(**options) for name, options in json.loads(sys.argv[1]).items()}
+    loops = json.loads(sys.argv[1]).items()
+    results = {name: (fail if "wraps" in options else train)(**options) for name, options in loops}
     assert "pytorch_lightning" not in sys.modules
     Path(os.environ["OMNI_TEST_FOLDER"], f"rank{dist.get_rank()}.json").write_text(json.dumps(results))
     # DistributedDataParallel is part of reference cycles; collected by the dying interpreter only, it would take the
