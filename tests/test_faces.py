@@ -159,6 +159,7 @@ def test_a_step_of_the_wrapped_optimizer_by_itself_is_refused_among_groups(
 def test_a_step_outside_training_is_refused_with_the_remedy(plain_loops: list[dict[str, Any]], name: str) -> None:
     for each in plain_loops:
         assert ("inside `with world.training():`" in each[name]["refused"]) == (name != "one group")
+        assert each[name]["late"].endswith("make it before")
 
 
 @pytest.mark.parametrize("name", LOOPS)

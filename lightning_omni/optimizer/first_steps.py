@@ -6,14 +6,16 @@ with the gradients of each group's leader, and without those of its other member
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn import Module, Parameter
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_omni.errors import ConfigurationError, UnsupportedError
 
@@ -41,20 +43,20 @@ class FirstSteps:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Modules are looked at, until the first step."""
-        handle = register_module_forward_pre_hook(lambda module, _: None if self._seen else self._check_module(module))
+        """Modules that DDP has wrapped over ranks of other groups, too, are refused when they are called."""
+        # Hooks on those alone: one on all modules would have torch.compile warn.
+        wrapped = [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]
+        handles = [
+            each.register_forward_pre_hook(partial(_refuse, others))
+            for each in wrapped
+            if (others := ranks_elsewhere(each, self._members))
+        ]
+        del wrapped
         try:
             yield
         finally:
-            handle.remove()
-
-    def _check_module(self, module: Module) -> None:
-        if others := ranks_elsewhere(module, self._members):
-            raise UnsupportedError(
-                f"a {type(module).__name__} whose process group has ranks of other compute groups"
-                f" ({', '.join(map(str, sorted(others)))}): groups train different numbers of batches, and would wait"
-                " for each other in its collectives; use model = world.wrap(model) instead"
-            )
+            for handle in handles:
+                handle.remove()
 
     def checked(
         self, index: int, parameters: Iterable[Parameter], closure: Callable[[], Any] | None
@@ -104,3 +106,11 @@ class FirstSteps:
                 " with their mean: use model = world.wrap(model) for what you call, or average the gradients over"
                 " world.compute_group before each step"
             )
+
+
+def _refuse(others: Collection[int], module: Module, *_: Any) -> None:
+    raise UnsupportedError(
+        f"a {type(module).__name__} whose process group has ranks of other compute groups"
+        f" ({', '.join(map(str, sorted(others)))}): groups train different numbers of batches, and would wait for each"
+        " other in its collectives; use model = world.wrap(model) instead"
+    )

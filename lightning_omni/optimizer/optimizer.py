@@ -45,6 +45,11 @@ class OmniOptimizer(Optimizer):
         names: Mapping[Parameter, str] | Callable[[], Mapping[Parameter, str]] | None = None,
         merged: Collection[Parameter] = (),
     ) -> None:
+        if world.first_steps is not None:
+            raise ConfigurationError(
+                "OmniOptimizer inside `with world.training():`, whose server was given all optimizers when it began:"
+                " make it before"
+            )
         # Optimizer.__init__ is left out on purpose: parameter groups, state and defaults are the wrapped optimizer's.
         world.executor.check_optimizer(optimizer)
         self.optimizer = optimizer
@@ -112,7 +117,7 @@ class OmniOptimizer(Optimizer):
                 "a copy of an OmniOptimizer while the parameter server holds its state would be without it: call"
                 " optimizer.state_dict() on rank 0, or copy the optimizer outside world.training()"
             )
-        return self.optimizer.__reduce_ex__(protocol)
+        return _wrapped, (self.optimizer,)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state_dict, before training begins; the server is given the state when it does."""
@@ -178,6 +183,11 @@ class OmniOptimizer(Optimizer):
                 self._index, self.world.parts[self._index].replica.ordered, closure
             )
         return self.world.executor.step(self._index, self.optimizer, closure)
+
+
+def _wrapped(optimizer: Optimizer) -> Optimizer:
+    """What a copy of an `OmniOptimizer` is made of, and what it is."""
+    return optimizer
 
 
 def names_of(module: torch.nn.Module) -> dict[Parameter, str]:

@@ -321,6 +321,9 @@ class World(Place):
 
         Buffers (BatchNorm's statistics) stay those that each rank has; `enter_world` with the model merges them.
 
+        Inside it `torch.distributed` has the ranks of this compute group, and so has a DistributedSampler that is made
+        there: to divide the samples among all ranks, make it before.
+
         Raises:
             UnsupportedError: a wrapped optimizer steps by itself while groups exchange; DDP over ranks of several
                 groups is called; or with ``join=True``: what a group that joins is given beside the weights is

@@ -6,6 +6,7 @@ import copy
 import gc
 import json
 import os
+import pickle
 import sys
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ def copied(optimizer: OmniOptimizer) -> str:
         twin = copy.deepcopy(optimizer)
     except UnsupportedError as error:
         return str(error)
+    assert len(pickle.loads(pickle.dumps(optimizer)).state) == len(twin.state)
     mine, theirs = (each.param_groups[0]["params"] for each in (optimizer, twin))
     assert all(torch.equal(p, q) and p is not q for p, q in zip(mine, theirs, strict=True))
     return f"{type(twin).__name__} with {len(twin.state)} states"
@@ -57,7 +59,7 @@ def train(groups: int, merges: bool, method: str = "async_sgd") -> dict[str, Any
             refused = str(error)
     target = torch.linspace(-1, 1, 8)
     first = last = 0.0
-    staleness, raw_step, copies = -1, "", [copied(optimizer)]
+    staleness, raw_step, late, copies = -1, "", "", [copied(optimizer)]
     with torch.no_grad():
         plain[0].weight.mul_(1.0 + world.rank * (groups > 1))  # as if one rank had loaded a checkpoint
     with world.training():
@@ -67,6 +69,10 @@ def train(groups: int, merges: bool, method: str = "async_sgd") -> dict[str, Any
                 raw.step()
             except UnsupportedError as error:
                 raw_step = str(error)
+        try:
+            OmniOptimizer(torch.optim.SGD(plain.parameters(), lr=0.1), world)
+        except ConfigurationError as error:
+            late = str(error)
         for step in range(40):
             x = torch.randn(32, 8)
             optimizer.zero_grad()
@@ -91,6 +97,7 @@ def train(groups: int, merges: bool, method: str = "async_sgd") -> dict[str, Any
         "refused": refused,
         "raw step": raw_step,
         "copies": copies,
+        "late": late,
     }
 
 
