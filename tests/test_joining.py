@@ -664,6 +664,24 @@ def test_three_launchers_train_one_run_in_which_the_first_is_killed_and_the_seco
     assert last["lr_schedulers"][0]["last_epoch"] == epochs * samples // 8
 
 
+@pytest.mark.slow
+@pytest.mark.processes
+def test_an_error_of_a_callback_on_the_rank_that_has_taken_over_is_explained(run: Run) -> None:
+    options = {"epochs": 4, "hold": [1, 2], "careless": True}
+    first = run.start("a", options)
+    run.wait_for("a0-in-1")
+    second = run.start("b", options, seed=2)
+    run.wait_for("b0-in-1")
+    run.go(1)
+    run.wait_for("a0-in-2")
+    os.kill(first.pid, signal.SIGTERM)
+    first.expect("its group leaves the run", PATIENCE)
+    run.go(2)
+    assert second.end(PATIENCE) == 1, second.output
+    assert "'NoneType' object has no attribute 'write'" in second.output
+    assert "what a callback prepares only where trainer.is_global_zero is true, it does not have" in second.output
+
+
 @pytest.mark.processes
 @pytest.mark.skipif(sys.platform != "linux", reason="SLURM runs on Linux")
 def test_slurm_requeues_the_job_of_the_group_that_its_signal_comes_to(run: Run) -> None:
