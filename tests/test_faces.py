@@ -102,6 +102,11 @@ LOOPS = {
     "a merged head": {"groups": 2, "merges": True},
     "local steps": {"groups": 2, "merges": False, "method": "local_sgd:period=4"},
 }
+REFUSED = {
+    "not wrapped": {"groups": 1, "wraps": ""},
+    "not wrapped, a closure": {"groups": 1, "wraps": "closure"},
+    "DDP of all ranks": {"groups": 2, "wraps": "ddp"},
+}
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +116,7 @@ def plain_loops(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]
     done = subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"),
-            *(sys.executable, str(SCRIPTS / "plain_loop.py"), json.dumps(LOOPS)),
+            *(sys.executable, str(SCRIPTS / "plain_loop.py"), json.dumps({**LOOPS, **REFUSED})),
         ],
         capture_output=True,
         text=True,
@@ -125,6 +130,7 @@ def plain_loops(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]
 @pytest.mark.parametrize("name", LOOPS)
 def test_a_loop_without_lightning_trains_under_torchrun(plain_loops: list[dict[str, Any]], name: str) -> None:
     results = [rank[name] for rank in plain_loops]
+    assert results[0]["began"] == results[1]["began"]
     assert results[0]["weights"] == results[1]["weights"]
     for each in results:
         assert each["last"] < 0.2 * each["first"]
@@ -153,3 +159,29 @@ def test_a_step_of_the_wrapped_optimizer_by_itself_is_refused_among_groups(
 def test_a_step_outside_training_is_refused_with_the_remedy(plain_loops: list[dict[str, Any]], name: str) -> None:
     for each in plain_loops:
         assert ("inside `with world.training():`" in each[name]["refused"]) == (name != "one group")
+        assert each[name]["late"].endswith("make it before")
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_copy_is_the_wrapped_optimizers_and_there_is_none_without_the_state(
+    plain_loops: list[dict[str, Any]], name: str
+) -> None:
+    for each in plain_loops:
+        before, inside = each[name]["copies"]
+        assert before == "SGD with 0 states"
+        if name in ("one group", "local steps"):
+            assert inside == "SGD with 4 states"
+        else:
+            assert "would be without it: call optimizer.state_dict() on rank 0" in inside
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_module_that_is_not_wrapped_over_its_group_is_refused_in_the_first_step(
+    plain_loops: list[dict[str, Any]], name: str
+) -> None:
+    for rank, each in enumerate(plain_loops):
+        if name == "DDP of all ranks":
+            assert f"whose process group has ranks of other compute groups ({1 - rank})" in each[name]
+        else:
+            assert "the members of this compute group have different gradients" in each[name]
+        assert "model = world.wrap(model)" in each[name]

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from processes import Process
+from runs import free_port
 from test_observation import say, watch
 from test_server_core import (
     TIMEOUT,
@@ -651,12 +652,62 @@ def test_three_launchers_train_one_run_in_which_the_first_is_killed_and_the_seco
     assert ranks[0]["weights"] == ranks[1]["weights"]
     assert [each["zero"] for each in ranks] == [True, False]
     assert all(each["epochs"] == epochs and each["finite"] for each in ranks)  # the callback's state came along
+    pages = {name: set((run.folder / f"diary-{name}").read_text().split()) for name in "abc"}
+    assert pages["a"] >= {"0", "1"}
+    assert pages["b"] >= {"3"}
+    assert pages["c"] >= {"4"}  # each was opened when its group took over
     # Whoever recorded saved where the run saves: one folder, one checkpoint an epoch, and plain Lightning reads it.
     assert sorted(path.name for path in (run.folder / "a").iterdir()) == [f"epoch={n}.ckpt" for n in range(epochs)]
     assert not (run.folder / "b").exists()
     last = torch.load(run.folder / "a" / f"epoch={epochs - 1}.ckpt", weights_only=False)
     assert last["epoch"] == epochs - 1
     assert last["lr_schedulers"][0]["last_epoch"] == epochs * samples // 8
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_an_error_of_a_callback_on_the_rank_that_has_taken_over_is_explained(run: Run) -> None:
+    options = {"epochs": 4, "hold": [1, 2], "careless": True}
+    first = run.start("a", options)
+    run.wait_for("a0-in-1")
+    second = run.start("b", options, seed=2)
+    run.wait_for("b0-in-1")
+    run.go(1)
+    run.wait_for("a0-in-2")
+    os.kill(first.pid, signal.SIGTERM)
+    first.expect("its group leaves the run", PATIENCE)
+    run.go(2)
+    assert second.end(PATIENCE) == 1, second.output
+    assert "'NoneType' object has no attribute 'write'" in second.output
+    assert "what a callback prepares only where trainer.is_global_zero is true, it does not have" in second.output
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(sys.platform != "linux", reason="SLURM runs on Linux")
+def test_slurm_requeues_the_job_of_the_group_that_its_signal_comes_to(run: Run) -> None:
+    """It is not the group that logs and saves, and it leaves when SIGTERM comes; the job is requeued once."""
+    scontrol, asked = run.folder / "scontrol", run.folder / "asked"
+    scontrol.write_text(f'#!/bin/sh\necho "$@" >> {asked}\n')
+    scontrol.chmod(0o755)
+    options = {"epochs": 3, "hold": [1, 2]}
+    first = run.start("a", options)
+    run.wait_for("a0-in-1")
+    job = {"JOB_ID": "77", "ARRAY_JOB_ID": "70", "ARRAY_TASK_ID": "3", "JOB_NAME": "train", "NTASKS": "1"}
+    place = {"NTASKS_PER_NODE": "1", "NNODES": "1", "NODEID": "0", "PROCID": "0", "LOCALID": "0"}
+    slurm: dict[str, Any] = {f"SLURM_{name}": value for name, value in {**job, **place}.items()}
+    path = f"{run.folder}{os.pathsep}{os.environ['PATH']}"
+    second = run.start("b", options, seed=2, PATH=path, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), **slurm)
+    run.wait_for("b0-in-1")
+    os.kill(second.pid, signal.SIGUSR1)
+    run.go(1)
+    run.wait_for("b0-in-2")
+    assert asked.read_text() == "requeue 70_3\n"
+    assert not list(run.folder.glob("hpc_ckpt*"))  # the state of the run is at the server
+    os.kill(second.pid, signal.SIGTERM)
+    second.expect("its group leaves the run", PATIENCE)
+    run.go(2)
+    assert second.end(PATIENCE) == 128 + signal.SIGTERM, second.output
+    assert first.end(PATIENCE) == 0, first.output
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_omni.errors import ConfigurationError
+from lightning_omni.errors import ConfigurationError, UnsupportedError
 from lightning_omni.optimizer.sharding import held_by, state_like
 from lightning_omni.optimizer.world import World
 
@@ -45,6 +45,11 @@ class OmniOptimizer(Optimizer):
         names: Mapping[Parameter, str] | Callable[[], Mapping[Parameter, str]] | None = None,
         merged: Collection[Parameter] = (),
     ) -> None:
+        if world.first_steps is not None:
+            raise ConfigurationError(
+                "OmniOptimizer inside `with world.training():`, whose server was given all optimizers when it began:"
+                " make it before"
+            )
         # Optimizer.__init__ is left out on purpose: parameter groups, state and defaults are the wrapped optimizer's.
         world.executor.check_optimizer(optimizer)
         self.optimizer = optimizer
@@ -88,14 +93,31 @@ class OmniOptimizer(Optimizer):
         together, those that hold it with rank 0 call it, and each gets the state of its share.
         """
         own: dict[str, Any] = self.optimizer.state_dict()
-        at_server = self.world.executor.control is not None and not self.world.steps_at_worker
-        if at_server and self.world.hands_over:
+        if self._is_at_server and self.world.hands_over:
             state = self.world.states.whole(self.optimizer, self.world.channel.snapshot().parts)
             own["state"] = state_like(state, held_by(self.optimizer))
         for hook in self._state_dict_hooks.values():
             changed = hook(self, own)
             own = own if changed is None else changed
         return own
+
+    @property
+    def _is_at_server(self) -> bool:
+        """Whether the server holds the state, which the wrapped optimizer is without."""
+        return self.world.executor.control is not None and not self.world.steps_at_worker
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A copy, or what is pickled, is the wrapped optimizer: it belongs to no run, and exchanges nothing.
+
+        Raises:
+            UnsupportedError: the server holds the state, which the copy would be without.
+        """
+        if self._is_at_server:
+            raise UnsupportedError(
+                "a copy of an OmniOptimizer while the parameter server holds its state would be without it: call"
+                " optimizer.state_dict() on rank 0, or copy the optimizer outside world.training()"
+            )
+        return _wrapped, (self.optimizer,)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state_dict, before training begins; the server is given the state when it does."""
@@ -156,7 +178,16 @@ class OmniOptimizer(Optimizer):
         Returns:
             What the closure returns.
         """
+        if self.world.first_steps is not None:
+            closure = self.world.first_steps.checked(
+                self._index, self.world.parts[self._index].replica.ordered, closure
+            )
         return self.world.executor.step(self._index, self.optimizer, closure)
+
+
+def _wrapped(optimizer: Optimizer) -> Optimizer:
+    """What a copy of an `OmniOptimizer` is made of, and what it is."""
+    return optimizer
 
 
 def names_of(module: torch.nn.Module) -> dict[Parameter, str]:

@@ -18,7 +18,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ from lightning_omni.optimizer.channel import Channel, Traffic
 from lightning_omni.optimizer.edits import Edits
 from lightning_omni.optimizer.enlistment import ask_for_all
 from lightning_omni.optimizer.executor import Exchanging, Executor
+from lightning_omni.optimizer.first_steps import FirstSteps
 from lightning_omni.optimizer.model_replica import ModelReplica, Part
 from lightning_omni.optimizer.options import WorldOptions
 from lightning_omni.optimizer.parameter_groups import ParameterGroups
@@ -115,6 +116,7 @@ class World(Place):
         self.on_stuck: Callable[[OmniError], None] = lambda error: None
         self.ever_lost: set[int] = set()
         self.sharded: Module | None = None
+        self.first_steps: FirstSteps | None = None
         self._closed = threading.Event()
 
     @property
@@ -320,32 +322,49 @@ class World(Place):
 
         Buffers (BatchNorm's statistics) stay those that each rank has; `enter_world` with the model merges them.
 
+        Inside it `torch.distributed` has the ranks of this compute group, and so has a DistributedSampler that is made
+        there: to divide the samples among all ranks, make it before.
+
         Raises:
-            UnsupportedError: a wrapped optimizer steps by itself while groups exchange; or with ``join=True``: what a
-                group that joins is given beside the weights is Lightning's.
+            UnsupportedError: a wrapped optimizer steps by itself while groups exchange; DDP over ranks of several
+                groups is called; or with ``join=True``: what a group that joins is given beside the weights is
+                Lightning's.
+            ConfigurationError: the members of a group have not averaged their gradients.
         """
         if self.enlistment is not None:
             raise UnsupportedError(
                 "World.training() with join=True: a group that joins late must find its place in the epoch, which is"
                 " done for Lightning's loops; use OmniStrategy(join=True), or start all ranks together"
             )
+        self._share_weights()
         self.begin()
         self.enter_compute()
         guard = register_optimizer_step_pre_hook(self._refuse_raw_step)
+        if not self.options.is_sharded:
+            self.first_steps = FirstSteps(self.members, self.compute_group)
         try:
-            yield self
+            with nullcontext() if self.first_steps is None else self.first_steps.watch():
+                yield self
         except BaseException as error:
             self.explain(error)
             self.fail(f"{type(error).__name__}: {error}")
             raise
         finally:
             guard.remove()
+            self.first_steps = None
         self.enter_world()
         for part in self.parts:
             part.replica.abandon()
         if self.hands_over and self.executor.control is not None:
             self.states.take_back()
         self.close()
+
+    def _share_weights(self) -> None:
+        """Groups begin with rank 0's weights: the module was not wrapped, perhaps, or loaded on some ranks since."""
+        if self.executor.exchanges and not self.options.is_sharded and not self.ever_lost:
+            for part in self.parts:
+                for parameter in part.replica.ordered:
+                    dist.broadcast(parameter.detach(), src=0)
 
     def _refuse_raw_step(self, optimizer: Optimizer, *_: Any) -> None:
         """An optimizer is about to step, whosever it is."""

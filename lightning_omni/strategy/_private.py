@@ -238,6 +238,32 @@ def set_rank(rank: int) -> None:
     rank_zero_only.rank = rank  # type: ignore[attr-defined]
 
 
+_BEFORE_TRAINING = ("setup", "on_fit_start", "on_train_start", "on_train_epoch_start")
+_FOR_RANK_ZERO = rank_zero_only(lambda: None).__code__  # of every function that it decorates
+
+
+def call_hooks_of_rank_zero(trainer: Trainer) -> None:
+    """This rank becomes rank 0 in mid-run: hooks that come before training and only rank 0 runs are run now.
+
+    Those that come later may need what they prepare, as in ThroughputMonitor.
+    """
+    module = trainer.lightning_module
+    for name in _BEFORE_TRAINING:
+        stage = {"stage": "fit"} if name == "setup" else {}
+        with _inside_hook(module, name):
+            for each in (*callbacks_of(trainer), module):
+                hook: Any = getattr(each, name, None)
+                if _is_for_rank_zero(hook):
+                    hook(**stage) if each is module else hook(trainer, module, **stage)
+
+
+def _is_for_rank_zero(function: Any) -> bool:
+    """Whether `rank_zero_only` decorates it, perhaps under other decorators."""
+    while function is not None and getattr(function, "__code__", None) is not _FOR_RANK_ZERO:
+        function = getattr(function, "__wrapped__", None)
+    return function is not None
+
+
 def checkpoint_of(trainer: Trainer) -> dict[str, Any]:
     """What Lightning would save now."""
     checkpoint: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)

@@ -6,6 +6,7 @@ not. The strategy asks its `grouping` for what differs; the same seam runs throu
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_omni.checks import counted
-from lightning_omni.errors import ConfigurationError, UnsupportedError
+from lightning_omni.errors import ConfigurationError, OmniError, UnsupportedError
 from lightning_omni.metrics import RunReport
 from lightning_omni.optimizer import World, WorldOptions
 from lightning_omni.optimizer.balance import Balance, gather
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from pytorch_lightning.strategies import DDPStrategy as _Base
 else:
     _Base = object
+
+_log = logging.getLogger(__name__)
 
 
 class GroupedStrategy(_Base):
@@ -71,7 +74,7 @@ class GroupedStrategy(_Base):
         self.reporting = Reporting()
         self.step_times = StepTimes()
         self._one, self._several = Grouping(self), SeveralGroups(self)
-        self._is_told_to_record = False
+        self._is_told_to_record = self._took_over = False
 
     @property
     def joined(self) -> World:
@@ -198,9 +201,18 @@ class GroupedStrategy(_Base):
         """Who logs and saves for groups that have joined on their own may be gone: then it is this rank, perhaps."""
         world = self.joined
         if world.enlistment is not None and world.follow_recorder() and not self._is_told_to_record:
-            self._is_told_to_record = True
+            self._is_told_to_record = self._took_over = True
             _private.set_rank(0)
             self.rank_zero_info("OmniStrategy: the group that logged and saved is gone; this group does so now")
+            _private.call_hooks_of_rank_zero(self._trainer)
+
+    def explain_take_over(self, exception: BaseException) -> None:
+        """An error of the user's code on the rank that logs and saves since others have left: it may come of that."""
+        if self._took_over and isinstance(exception, Exception) and not isinstance(exception, OmniError):
+            _log.error(
+                "OmniStrategy: this rank logs and saves since the group is gone that did: what a callback prepares only"
+                " where trainer.is_global_zero is true, it does not have; see docs/joining.md, 'Logging and saving'"
+            )
 
     def form_one(self) -> None:
         """One group of all live ranks, which has everything that the server knew."""

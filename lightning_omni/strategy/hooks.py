@@ -322,7 +322,7 @@ class OmniStrategyHooks(SavingStrategy):
             if self.world.enlistment is not None:
                 self.world.on_stuck = self._start_again
                 _private.set_rank(self.world.rank)
-                self._is_told_to_record = self.world.is_recorder
+                self._is_told_to_record, self._took_over = self.world.is_recorder, False
         if self.is_sharded:
             _private.set_device_mesh(self.fitted, self.world.mesh)
 
@@ -506,6 +506,7 @@ class OmniStrategyHooks(SavingStrategy):
         if self.world is not None:
             self.reporting.keep(self.world)
             self.world.explain(exception)
+            self.explain_take_over(exception)
             reason = (self.world.control.cause if self.world.control is not None else None) or exception
             self.world.fail(f"{type(exception).__name__}: {exception}")
             if self.world.enlistment is not None:

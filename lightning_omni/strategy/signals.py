@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -157,8 +158,16 @@ class Signals:
             self.agree()
 
     def _requeue(self) -> None:
-        """The recorder's group saves, and the recorder has the job requeued: all as Lightning does it."""
+        """The recorder's group saves, and the recorder has the job requeued: all as Lightning does it.
+
+        A group that has joined on its own has a job of its own, and nothing to save: the run's state is at the server.
+        """
         self._requeued = True
+        assert self._world is not None
+        if self._world.enlistment is not None:
+            if dist.get_rank() == 0:
+                _requeue_job()
+            return
         for number, handler in self._replaced.items():
             if number != signal.SIGTERM and callable(handler):
                 handler(number, None)
@@ -189,7 +198,8 @@ class Signals:
         assert world is not None
         status = world.control.status if world.control is not None and world.enlistment is None else None
         heard = status.signal if status is not None else _NOTHING
-        if RECORDER in world.members and not self._requeued and (self._requeues or heard == _REQUEUE):
+        saves = RECORDER in world.members or world.enlistment is not None
+        if saves and not self._requeued and (self._requeues or heard == _REQUEUE):
             return _REQUEUE
         return _TERMINATE if self._terminates or heard == _TERMINATE else _NOTHING
 
@@ -228,3 +238,16 @@ class Signals:
             if self._terminates and not self.is_stopping and silent > max(GRACE, 2 * self._longest):
                 _log.critical("rank %d ends: SIGTERM, and for %.0f s no batch has begun or ended", world.rank, silent)
                 os._exit(128 + signal.SIGTERM)
+
+
+def _requeue_job() -> None:
+    """Has SLURM put this process's job into the queue again, which then ends it by SIGTERM."""
+    task = os.environ.get("SLURM_ARRAY_TASK_ID")
+    job = os.environ["SLURM_JOB_ID"] if task is None else f"{os.environ['SLURM_ARRAY_JOB_ID']}_{task}"
+    try:
+        status = subprocess.call(["scontrol", "requeue", job])
+    except OSError as error:
+        _log.error("the job of this group, %s, is not requeued: scontrol cannot be run: %s", job, error)
+    else:
+        said = "is requeued" if status == 0 else f"is not requeued: scontrol requeue ended with status {status}"
+        _log.log(logging.WARNING if status else logging.INFO, "the job of this group, %s, %s", job, said)

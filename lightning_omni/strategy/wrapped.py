@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
-import torch.distributed as dist
 from torch.nn import Module
 
 from lightning_omni.errors import UnsupportedError
+from lightning_omni.optimizer.first_steps import ranks_elsewhere
 from lightning_omni.strategy.declared import callbacks_of
 
 if TYPE_CHECKING:
@@ -27,8 +27,7 @@ def check_wrapped(trainer: Trainer, members: Collection[int]) -> None:
         members: ranks of this rank's group.
     """
     for name, module in _modules(trainer):
-        group = getattr(module, "process_group", None)
-        if isinstance(group, dist.ProcessGroup) and (others := set(dist.get_process_group_ranks(group)) - {*members}):
+        if others := ranks_elsewhere(module, members):
             raise UnsupportedError(
                 f"{name} is a {type(module).__name__} whose process group has ranks of other compute groups"
                 f" ({', '.join(map(str, sorted(others)))}): groups train different numbers of batches, and would wait"

@@ -144,6 +144,36 @@ class Record(pl.Callback):
         self.epochs, self.heard = state_dict["epochs"], state_dict["heard"]
 
 
+class Diary(pl.Callback):
+    """Of the rank that logs and saves, which begins a page of its own."""
+
+    page: Any = None
+
+    @pl.utilities.rank_zero_only
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        self.page = (FOLDER / f"diary-{NAME}").open("a")
+
+    @pl.utilities.rank_zero_only
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        print(trainer.current_epoch, file=self.page, flush=True)
+
+    def on_train_end(self, *_: Any) -> None:
+        if self.page is not None:
+            self.page.close()
+
+
+class Careless(Diary):
+    """Prepares its page where it is global zero when training begins, and nowhere else."""
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        if trainer.is_global_zero:
+            super().on_train_start(trainer, pl_module)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.is_global_zero:
+            self.page.write(f"{trainer.current_epoch}\n")
+
+
 Ema = getattr(pl.callbacks, "EMAWeightAveraging", None)  # of Lightning 2.6
 
 
@@ -171,7 +201,7 @@ def main() -> None:
         max_epochs=OPTIONS["epochs"],
         callbacks=[
             *([omni.OmniTuner(**OPTIONS["tuner"])] if "tuner" in OPTIONS else []),
-            *(saves, record, *finder, *steps),
+            *(saves, record, Careless() if "careless" in OPTIONS else Diary(), *finder, *steps),
             *([Ema(decay=OPTIONS["average"])] if "average" in OPTIONS else []),
         ],
         enable_checkpointing=True,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
 import os
+import pickle
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,18 @@ from lightning_omni.errors import ConfigurationError, UnsupportedError
 
 gc.freeze()
 gc.enable()
+
+
+def copied(optimizer: OmniOptimizer) -> str:
+    """What a copy is, or why there is none."""
+    try:
+        twin = copy.deepcopy(optimizer)
+    except UnsupportedError as error:
+        return str(error)
+    assert len(pickle.loads(pickle.dumps(optimizer)).state) == len(twin.state)
+    mine, theirs = (each.param_groups[0]["params"] for each in (optimizer, twin))
+    assert all(torch.equal(p, q) and p is not q for p, q in zip(mine, theirs, strict=True))
+    return f"{type(twin).__name__} with {len(twin.state)} states"
 
 
 def train(groups: int, merges: bool, method: str = "async_sgd") -> dict[str, Any]:
@@ -45,13 +59,20 @@ def train(groups: int, merges: bool, method: str = "async_sgd") -> dict[str, Any
             refused = str(error)
     target = torch.linspace(-1, 1, 8)
     first = last = 0.0
-    staleness, raw_step = -1, ""
+    staleness, raw_step, late, copies = -1, "", "", [copied(optimizer)]
+    with torch.no_grad():
+        plain[0].weight.mul_(1.0 + world.rank * (groups > 1))  # as if one rank had loaded a checkpoint
     with world.training():
+        began = plain[0].weight.sum().item()
         if groups > 1:
             try:
                 raw.step()
             except UnsupportedError as error:
                 raw_step = str(error)
+        try:
+            OmniOptimizer(torch.optim.SGD(plain.parameters(), lr=0.1), world)
+        except ConfigurationError as error:
+            late = str(error)
         for step in range(40):
             x = torch.randn(32, 8)
             optimizer.zero_grad()
@@ -61,10 +82,12 @@ def train(groups: int, merges: bool, method: str = "async_sgd") -> dict[str, Any
             schedule.step()
             staleness = world.core.heard.staleness
             first, last = (loss.item() if step == 0 else first), loss.item()
+        copies.append(copied(optimizer))
         if world.rank == 0:
             optimizer.state_dict()  # the server's state, while others train
     weights = sum(parameter.double().sum().item() for parameter in model.parameters())
     return {
+        "began": began,
         "first": first,
         "last": last,
         "weights": weights,
@@ -73,13 +96,43 @@ def train(groups: int, merges: bool, method: str = "async_sgd") -> dict[str, Any
         "calls": calls,
         "refused": refused,
         "raw step": raw_step,
+        "copies": copies,
+        "late": late,
     }
+
+
+def fail(groups: int, wraps: str) -> str:
+    """Why a loop ends whose module is not wrapped by the world."""
+    world = World(groups)
+    model: Any = torch.nn.Linear(4, 1)
+    if wraps == "ddp":
+        model = torch.nn.parallel.DistributedDataParallel(model)
+    optimizer = OmniOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), world)
+    torch.manual_seed(world.rank)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = model(torch.randn(8, 4)).square().mean()
+        loss.backward()
+        return loss
+
+    try:
+        with world.training():
+            if wraps == "closure":
+                optimizer.step(closure)
+            else:
+                closure()
+                optimizer.step()
+    except (ConfigurationError, UnsupportedError) as error:
+        return str(error)
+    return ""
 
 
 def main() -> None:
     assert "pytorch_lightning" not in sys.modules
     dist.init_process_group("gloo")
-    results = {name: train(**options) for name, options in json.loads(sys.argv[1]).items()}
+    loops = json.loads(sys.argv[1]).items()
+    results = {name: (fail if "wraps" in options else train)(**options) for name, options in loops}
     assert "pytorch_lightning" not in sys.modules
     Path(os.environ["OMNI_TEST_FOLDER"], f"rank{dist.get_rank()}.json").write_text(json.dumps(results))
     # DistributedDataParallel is part of reference cycles; collected by the dying interpreter only, it would take the

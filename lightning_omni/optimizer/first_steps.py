@@ -1,0 +1,116 @@
+"""Whether a loop without Lightning averages its gradients in the compute group alone, as its first step shows.
+
+Lightning's strategy wraps the module itself. In a loop the user does, and a module that is not wrapped trains, too:
+with the gradients of each group's leader, and without those of its other members.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn import Module, Parameter
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_omni.errors import ConfigurationError, UnsupportedError
+
+_TOLERANCE = 1e-3
+"""By how much sums of averaged gradients may differ: members need not have devices of one kind."""
+
+
+def ranks_elsewhere(module: Module, members: Collection[int]) -> set[int]:
+    """Ranks of other compute groups with which a module has collectives, as DDP and SyncBatchNorm have them."""
+    group = getattr(module, "process_group", None)
+    return set(dist.get_process_group_ranks(group)) - {*members} if isinstance(group, dist.ProcessGroup) else set()
+
+
+class FirstSteps:
+    """Looks at each optimizer's first step.
+
+    Args:
+        members: ranks of this rank's group.
+        group: its process group.
+    """
+
+    def __init__(self, members: Collection[int], group: Any) -> None:
+        self._members, self._group = members, group
+        self._seen: set[int] = set()
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Modules that DDP has wrapped over ranks of other groups, too, are refused when they are called."""
+        # Hooks on those alone: one on all modules would have torch.compile warn.
+        wrapped = [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]
+        handles = [
+            each.register_forward_pre_hook(partial(_refuse, others))
+            for each in wrapped
+            if (others := ranks_elsewhere(each, self._members))
+        ]
+        del wrapped
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def checked(
+        self, index: int, parameters: Iterable[Parameter], closure: Callable[[], Any] | None
+    ) -> Callable[[], Any] | None:
+        """The closure of a step, or none if there is none; in an optimizer's first, gradients are compared.
+
+        Args:
+            index: the optimizer's number.
+            parameters: that it steps.
+            closure: computes their gradients; None: they are there.
+
+        Raises:
+            ConfigurationError: the members of the group have not averaged them.
+        """
+        if index in self._seen:
+            return closure
+        if closure is None:
+            self._compare(index, parameters)
+            return None
+
+        def checked() -> Any:
+            loss = closure()
+            if index not in self._seen:
+                self._compare(index, parameters)
+            return loss
+
+        return checked
+
+    def _compare(self, index: int, parameters: Iterable[Parameter]) -> None:
+        """On all members of the group."""
+        self._seen.add(index)
+        if len(self._members) == 1:
+            return
+        parameters = list(parameters)
+        gradients = [each.grad.detach() for each in parameters if each.grad is not None]
+        sums = [torch.stack([each.real.sum().float(), each.abs().sum().float()]) for each in gradients]
+        mine = torch.zeros(2, device=parameters[0].device)
+        for each in sums:
+            mine += each.to(mine.device)
+        every = [torch.empty_like(mine) for _ in self._members]
+        dist.all_gather(every, mine, group=self._group)
+        both = torch.stack(every)
+        scale = both[:, 1].max()
+        if scale.isfinite() and bool((both - both[0]).abs().max() > _TOLERANCE * scale):
+            raise ConfigurationError(
+                "OmniOptimizer.step(): the members of this compute group have different gradients, and a group trains"
+                " with their mean: use model = world.wrap(model) for what you call, or average the gradients over"
+                " world.compute_group before each step"
+            )
+
+
+def _refuse(others: Collection[int], module: Module, *_: Any) -> None:
+    raise UnsupportedError(
+        f"a {type(module).__name__} whose process group has ranks of other compute groups"
+        f" ({', '.join(map(str, sorted(others)))}): groups train different numbers of batches, and would wait for each"
+        " other in its collectives; use model = world.wrap(model) instead"
+    )
