@@ -15,6 +15,7 @@ from lightning_omni.errors import MalformedMessage
 from lightning_omni.protocol.layout import Layout, TensorSpec, spec_of
 
 _TENSOR, _TUPLE = 1, 2
+_MOST_NESTED = 500
 _MAX_DEPTH = 32
 
 
@@ -111,9 +112,30 @@ def unpack(packed: Packed, buffer: Tensor, copy: bool = False) -> Any:
         return tree
 
     try:
-        return decode(packed.tree)
+        tree = decode(packed.tree)
+        _check_nesting(tree)
+        return tree
     except (msgspec.MsgspecError, ValueError, TypeError, IndexError, RecursionError) as error:
         raise MalformedMessage(f"not a tree of plain data and tensors: {error}") from error
+
+
+def _check_nesting(tree: Any) -> None:
+    """Raises `ValueError` if lists and dicts are nested so deeply that a walk through them might not end well.
+
+    Python before 3.12 does not even decode what is nested deeper than its recursion limit; later ones do.
+    """
+    level = [tree]
+    for _ in range(_MOST_NESTED):
+        inner: list[Any] = []
+        for each in level:
+            if isinstance(each, dict):
+                inner.extend(each.values())
+            elif isinstance(each, (list, tuple)):
+                inner.extend(each)
+        if not inner:
+            return
+        level = inner
+    raise ValueError("nested too deeply")
 
 
 def check_specs(specs: tuple[TensorSpec, ...], nbytes: int) -> None:
