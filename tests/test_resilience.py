@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_deliveries import Pushed
 from test_late_join import PLAN, SAMPLES, Member, joins
+from test_server_core import Link, as_bytes, data_peer, gradient, new_parameters, part_of, seed_of
 from test_transport import KEY, Serving
 from torch import Tensor
 from torch.nn import Parameter
@@ -317,6 +318,56 @@ def test_what_one_rank_has_heard_at_a_synchronization_point_the_other_hears_of_t
         for group in (first, second):
             _, payload = group.data.exchange(m.Collect(number=0), m.Collected)
             assert payload.numpy().tobytes() == large + large
+
+
+def hand_in(group: Worker) -> None:
+    """A group's own weights are on their way, for the mean of all groups'."""
+    said = group.core.say(group.core.synchronize(0), group.layout, Memory())
+    assert isinstance(said.message, m.AverageMessage)
+    group.data.send(said.message, said.payload)
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_a_group_that_has_had_the_mean_from_a_server_that_is_gone_is_not_waited_for_by_the_next(is_first: bool) -> None:
+    with ExitStack() as stack:
+        serving = Mortal(stack)
+        first, second = workers(serving, method_named("local_sgd:period=1"))
+        for group in (first, second):
+            hand_in(group)
+        for group in (first, second):  # the second one's is lost: let this be what had not left
+            group.data.receive(m.Weights)
+        serving.die()
+        further = m.Contribute(number=0, what="buffers", brought=False)
+        for step in sorted((0, 1), reverse=is_first):
+            if step == 0:
+                hand_in(second)
+            else:
+                first.control.ask(further)  # type: ignore[attr-defined]
+        answer, payload = second.data.receive(m.Weights)
+        assert answer.applied
+        assert all(map(torch.equal, second.layout.views(payload), second.replica.weights()))
+        second.control.ask(further)  # type: ignore[attr-defined]
+        for group in (first, second):
+            assert group.control.take(m.Gathered)  # type: ignore[attr-defined]
+        for group in (first, second):  # from here on all are waited for
+            hand_in(group)
+        for group in (first, second):
+            group.data.receive(m.Weights)
+
+
+def test_groups_that_a_server_has_left_at_the_means_of_different_optimizers_come_on() -> None:
+    link = Link(2)
+    for rank in range(2):
+        link.join(rank)
+    link.form((0,), (1,))
+    message, payload = seed_of({"parts": [part_of(new_parameters()), part_of(new_parameters())]})
+    assert link.data(0, message, payload)[0] == m.Seeded()
+    own = as_bytes(gradient(0))
+    means = [m.AverageMessage(optimizer=number, nbytes=len(own)) for number in range(2)]
+    assert link.say(data_peer(0), means[1], own, m.DATA) == []
+    assert isinstance(link.data(1, means[0], own)[0], m.Weights)
+    assert isinstance(link.data(1, means[1], own)[0], m.Weights)
+    assert [answer.optimizer for answer, _ in link.inbox[data_peer(0), m.DATA] if isinstance(answer, m.Weights)] == [1]
 
 
 def test_groups_that_were_lost_or_joined_after_the_save_are_known_to_the_next_server() -> None:

@@ -73,6 +73,7 @@ class Training(Service):
         self._pending: dict[int, m.PushMessage] = {}  # group: the push that waits
         self._via: dict[int, Peer] = {}  # group: the aggregator in whose sum that came
         self._idle_elsewhere: set[int] = set()
+        self._idle: set[int] = set()  # groups that wait for others, and not for the answer to a push
         self.handled: Counter[int] = Counter()
         self.pushes = 0
         self._wire_format: WireFormat = RAW
@@ -90,6 +91,7 @@ class Training(Service):
         self.handled.clear()
         self._deliveries.clear()
         self._idle_elsewhere.clear()
+        self._idle.clear()
 
     def go_by(self, formed: m.Form) -> None:
         """Pushes and their answers travel as was agreed when groups were formed."""
@@ -104,6 +106,7 @@ class Training(Service):
 
     def evict(self, group: int, lost: bool) -> list[Out]:
         self._deliveries.forget(group)
+        self._idle.discard(group)
         return self._tell_sides("evict", group, "retire" if lost else "leave")
 
     @property
@@ -137,10 +140,18 @@ class Training(Service):
     def resolve_pending(self) -> list[Out]:
         out = []
         for number, shard in enumerate(self._shards.all):
-            for group, good in shard.averaged(self._roster.groups):
+            for group, good in shard.averaged(self._waited_for(number)) if shard.averaging else ():
                 peer = self._admission.leader_peer(group)
                 out.append(self._weights(peer, number, shard, applied=good, group=group, to_push=False))
         return out
+
+    def _waited_for(self, number: int) -> set[int]:
+        """The groups whose own weights a mean is of: all but those that have had it from a server that is gone.
+
+        They have gone on to the next optimizer's, or to a synchronization point, at which they wait for the others.
+        """
+        later = {group for shard in self._shards.all[number + 1 :] for group in shard.averaging}
+        return set(self._roster.groups) - ((self._idle | later) - set(self._shards.all[number].averaging))
 
     def state(self) -> dict[str, Any]:
         return {"handled": dict(self.handled), "deliveries": self._deliveries.state()}
@@ -344,13 +355,15 @@ class Training(Service):
         if not self._roster.is_leader(rank):
             return []
         self._servers.tell(sm.Idle(rank=rank))
-        return self._tell_sides("idle", self._roster.group_of(rank), "rest")
+        self._idle.add(group := self._roster.group_of(rank))
+        return [*self._tell_sides("idle", group, "rest"), *self.resolve_pending()]
 
     def resume(self, rank: int) -> None:
         """If this rank leads a group, it goes on."""
         if self._roster.is_leader(rank):
             self._servers.tell(sm.Resume(rank=rank))
-            self._resume_group(self._roster.group_of(rank))
+            self._idle.discard(group := self._roster.group_of(rank))
+            self._resume_group(group)
 
     def _resume_group(self, group: int, but: int = -1) -> None:
         for number, shard in self._shards.pushed:
