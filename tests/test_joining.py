@@ -218,6 +218,22 @@ def test_a_run_that_all_have_left_goes_on_with_the_next_group_and_is_over_when_i
     assert link.core.is_over
 
 
+@pytest.mark.parametrize("stop", ["validate", "end", "skip"])
+def test_if_all_die_before_they_have_stopped_as_was_said_the_group_that_comes_next_does(stop: str) -> None:
+    link = Joined()
+    run = link.begin().run
+    link.part()
+    place = link.enlist(1, b"next")
+    link.come(place.first, run)
+    assert isinstance(link.control(0, m.Leave(epoch=0, generation=1, trained=0, stop=stop)), m.Left)
+    assert link.ask(place.first) == []  # the others are about to end
+    link.deliver(link.core.hang_up(control_peer(0)))
+    (joined,) = (each for each in link.news(place.first) if isinstance(each, m.Joined))
+    assert joined.live == (place.first,)
+    assert len(link.control(place.first, m.Draw(epoch=0, generation=1, number=0)).batches) == 1
+    assert link.data(place.first, m.FetchMessage(optimizer=0))[0].stop == stop
+
+
 def test_a_group_that_waits_hears_when_the_run_is_over() -> None:
     link = Joined()
     run = link.begin().run

@@ -137,11 +137,12 @@ class Joining(Service):
     def _is_open(self) -> bool:
         """Whether a group may join now."""
         book = self._epochs.book
-        if self._stored is None or book is None or self._epochs.stop:
+        if self._stored is None or book is None:
             return False
-        if not self._roster.live:  # no rank trains whose collectives it could come into
+        if not self._roster.live:  # no rank trains whose collectives it could come into, or will stop as was said
             return True
-        return self._stored_at == self._synchronization.completed and not book.is_drained
+        is_parted = self._stored_at == self._synchronization.completed
+        return is_parted and not book.is_drained and not self._epochs.stop
 
     def _take_in(self, sender: Sender, message: m.Join) -> list[Out]:
         try:
