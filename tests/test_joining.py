@@ -41,6 +41,7 @@ from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.codec import pack, unpack
 from lightning_omni.protocol.handshake import fingerprint_problem, hello_of
 from lightning_omni.protocol.layout import Layout
+from lightning_omni.protocol.observation import MOST_OBSERVERS
 from lightning_omni.protocol.transport import answer_of
 from lightning_omni.strategy.pytorch_lightning import OmniStrategy
 from lightning_omni.strategy.rejoining import Rejoining
@@ -116,6 +117,19 @@ def test_if_the_group_that_was_to_begin_is_gone_the_next_one_begins() -> None:
     assert link.enlist(1, b"second").first == -1
     link.deliver(link.core.hang_up(b"first"))
     assert link.enlist(1, b"second").first == 0
+
+
+def test_the_group_that_was_to_begin_is_missed_although_so_many_watch_that_its_connection_is_displaced() -> None:
+    link = Joined()
+    link.enlist(1, b"first")
+    for number in range(MOST_OBSERVERS):
+        watch(link, peer=b"watches %d" % number)
+    assert not link.core.is_admitted(m.CONTROL, b"first")
+    assert link.core.peers.count(b"first") == 1
+    assert link.enlist(1, b"second").first == -1
+    link.deliver(link.core.hang_up(b"first"))
+    assert link.enlist(1, b"second").first == 0
+    assert link.core.peers.count(b"second") == 1
 
 
 def test_a_run_whose_ranks_were_announced_is_not_joined_so() -> None:

@@ -217,6 +217,12 @@ class Roster:
             self._claim = None
 
     @property
+    def enlisting(self) -> list[bytes]:
+        """Connections of processes whose place stands for as long as these do."""
+        claim = [self._claim[0]] if self._claim is not None and self._first is None else []
+        return [*claim, *self._enlisted]
+
+    @property
     def claimed(self) -> str:
         """Name of the run that a group is about to begin."""
         return self._claim[1] if self._claim is not None else ""

@@ -549,10 +549,14 @@ class ServerCore:
 
     @property
     def peers(self) -> list[Peer]:
-        """Control connections of the ranks that have not left, of other servers, and of processes that watch."""
+        """Control connections of the ranks that have not left, of other servers, and of processes that watch.
+
+        Also of those that asked for a place, and were displaced by others that watch: it must be seen if they end.
+        """
         if self.servers.number:
             return []
-        return self._membership.peers + self.servers.peers + self._observers.peers
+        watching = self._observers.peers + self.roster.enlisting
+        return self._membership.peers + self.servers.peers + list(dict.fromkeys(watching))
 
     @property
     def attached(self) -> set[Peer]:
