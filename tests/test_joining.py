@@ -248,6 +248,17 @@ def test_if_all_die_before_they_have_stopped_as_was_said_the_group_that_comes_ne
     assert link.data(place.first, m.FetchMessage(optimizer=0))[0].stop == stop
 
 
+def test_a_run_that_cannot_go_on_is_over_when_its_groups_are_gone_and_the_next_one_may_come() -> None:
+    link = three_groups()
+    for rank, what in enumerate(("agree", "gather")):
+        link.say(control_peer(rank), m.Contribute(number=0, what=what, brought=False))
+    assert "while rank 0 called agree" in link.core.over
+    for rank in range(3):
+        assert not link.core.is_over
+        link.deliver(link.core.hang_up(control_peer(rank)))
+    assert link.core.is_over
+
+
 def test_a_group_that_waits_hears_when_the_run_is_over() -> None:
     link = Joined()
     run = link.begin().run

@@ -319,7 +319,7 @@ class Membership:
 
     def end(self, reason: str) -> list[Out]:
         """The run cannot go on, and every rank is told."""
-        self.over = reason
+        self.over, self._roster.can_go_on = reason, False
         self._servers.tell(sm.RunOver(reason=reason))
         return self._tell_everyone(m.Notice(lost=self._roster.lost_ranks, reason=reason, over=True))
 
