@@ -442,6 +442,19 @@ def test_a_server_without_the_state_and_one_of_another_version_refuse() -> None:
             first.control.check()
 
 
+def test_no_server_goes_on_from_weights_in_whose_place_others_were_handed_over() -> None:
+    with ExitStack() as stack:
+        serving = Mortal(stack)
+        first, _ = workers(serving, method_named("async_sgd"))
+        message, payload = seed_of({"parts": [part_of(first.parameters)]})
+        first.data.exchange(message, m.Seeded, as_tensor(payload))
+        with pytest.raises(ConfigurationError, match="weights were handed over after the state was saved"):
+            serving.die()
+        serving.save()
+        serving.revive()
+        assert first.train(1)
+
+
 # --- On a disk -------------------------------------------------------------------------------------------------------
 
 

@@ -135,6 +135,10 @@ class FormedEntry(Entry, frozen=True):
     """Other groups were formed; a save of those before is of no use any more."""
 
 
+class SeededEntry(Entry, frozen=True):
+    """Weights were handed over; a save of those before is of no use any more."""
+
+
 class WentOnEntry(Entry, frozen=True):
     """A server went on from the save: what was trained after it counts no more."""
 
@@ -156,6 +160,7 @@ AnyEntry = (
     | NumberedEntry
     | JoinedEntry
     | FormedEntry
+    | SeededEntry
     | WentOnEntry
 )
 

@@ -45,6 +45,7 @@ from lightning_omni.protocol.journal import (
     ReadEntry,
     ResolvedEntry,
     SavedEntry,
+    SeededEntry,
     TrainedEntry,
     WentOnEntry,
 )
@@ -526,6 +527,11 @@ class ServerCore:
                 raise ConfigurationError(
                     "other groups were formed after the state was saved, and before it was saved again; this run"
                     " cannot go on: resume it from a checkpoint"
+                )
+            case SeededEntry():
+                raise ConfigurationError(
+                    "weights were handed over after the state was saved, as when several groups are formed of one, and"
+                    " before it was saved again; this run cannot go on: resume it from a checkpoint"
                 )
             case WentOnEntry():
                 epochs.go_back()
