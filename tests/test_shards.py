@@ -7,9 +7,10 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -42,7 +43,8 @@ from lightning_omni.protocol.split import UNIT, Split
 from lightning_omni.protocol.transport import Control, answer_of
 from lightning_omni.protocol.wire_format import RAW, RESIDUAL, WireFormat
 from lightning_omni.protocol.wire_formats import wire_of
-from lightning_omni.server import ZeroMQ, saving
+from lightning_omni.server import Server, ZeroMQ, saving, shard_link
+from lightning_omni.server.awake import AwakeClock
 from lightning_omni.server.saving import ShareDirectory, StateDirectory, saved_weights, share_directory
 from lightning_omni.simulator import replay
 
@@ -638,6 +640,28 @@ def test_a_server_that_stands_by_itself_tells_where_its_shares_are(tmp_path: Pat
     finally:
         process.kill()
         process.communicate()
+
+
+def test_a_server_that_was_suspended_with_the_one_that_coordinates_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    moment = 0.0
+    monkeypatch.setattr(shard_link, "AwakeClock", partial(AwakeClock, lambda: moment))
+    coordinator, stopping = Server(ServerCore(KEY, os.urandom, shards=2)), threading.Event()
+    thread = threading.Thread(target=coordinator.run, args=(stopping.is_set,))
+    thread.start()
+    try:
+        core = ServerCore(KEY, os.urandom, shards=2, shard=1)
+        with closing(shard_link.ShardLink(core, coordinator.address, "tcp://127.0.0.1:1", "curve")) as link:
+            assert link.stands
+            moment += 3600.0  # in which neither did anything
+            assert link.stands
+            for _ in range(60):  # and now it is awake, and hears nothing
+                moment += 1.0
+                stands = link.stands
+            assert not stands
+    finally:
+        stopping.set()
+        thread.join()
+        coordinator.close()
 
 
 @contextmanager
