@@ -455,6 +455,15 @@ def test_of_a_push_of_a_group_that_dies_all_servers_apply_everything_or_nothing(
     assert len({len(core.roster.groups) for core in ensemble.cores}) == 1
 
 
+def test_no_server_keeps_what_belongs_to_the_connection_of_a_rank_that_is_dead() -> None:
+    ensemble = run_of(3, 3)
+    train(ensemble, 3)
+    assert all(len(core.attached) == 3 for core in ensemble.cores)
+    ensemble.lose(1)
+    ensemble.arrive()
+    assert all(core.attached == {b"d0", b"d2"} for core in ensemble.cores)
+
+
 def test_a_push_of_which_one_part_is_malformed_is_refused_by_all_and_the_next_one_counts() -> None:
     ensemble = run_of(3, 1)
     (group,) = ensemble.groups

@@ -345,6 +345,8 @@ class ServerCore:
 
     def _done_also(self, servers: Follower | Aggregator, message: sm.Told) -> list[Out]:
         if isinstance(servers, Aggregator) and not isinstance(message, (sm.Admit, sm.RunOver)):
+            if isinstance(message, sm.Lose):
+                self.roster.gone.add(message.rank)
             return servers.told(message)
         match message:
             case sm.Expire():
