@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from processes import Process
@@ -62,7 +63,7 @@ class Joined(Link):
             watch(self, peer=peer)
         return say(self, m.Enlist(ranks=ranks), peer)
 
-    def begin(self, ranks: int = 1) -> m.Enlisted:
+    def begin(self, ranks: int = 1, plan: EpochPlan = PLAN) -> m.Enlisted:
         """The first group: joins, forms, hands weights over and opens the epoch."""
         enlisted: m.Enlisted = self.enlist(ranks, b"first")
         self.world_size = ranks
@@ -71,7 +72,7 @@ class Joined(Link):
         self.form(tuple(range(ranks)))
         message, payload = seed_of({"parts": [part_of(new_parameters())]})
         assert self.data(0, message, payload)[0] == m.Seeded()
-        self.control(0, m.OpenEpoch(plan=PLAN))
+        self.control(0, m.OpenEpoch(plan=plan))
         return enlisted
 
     def come(self, rank: int, run: str, announced: int = 0) -> None:
@@ -175,6 +176,41 @@ def test_no_group_joins_while_the_others_synchronize_nor_with_what_was_stored_be
     link.part()
     (joined,) = (each for each in link.news(place.first) if isinstance(each, m.Joined))
     assert joined.synchronizations == 1
+
+
+def test_no_group_joins_while_one_of_the_others_waits_for_them_at_a_synchronization_point() -> None:
+    link = three_groups()
+    link.part()
+    link.meet(0, 0)
+    place = link.enlist(1, b"late")
+    link.come(place.first, link.core.roster.run)
+    assert link.ask(place.first) == []
+    link.meet(0, 1, 2)
+    assert any(isinstance(each, m.Gathered) for each in link.news(0))
+    assert not any(isinstance(each, m.Joined) for each in link.news(place.first))
+    link.part()
+    assert any(isinstance(each, m.Joined) for each in link.news(place.first))
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_no_group_joins_while_the_others_are_on_their_way_to_a_validation(restarts: bool) -> None:
+    link = Joined()
+    run = link.begin(plan=msgspec.structs.replace(PLAN, validate_every=4)).run
+    link.part()
+    for number in range(2):
+        link.control(0, m.Draw(epoch=0, generation=1, number=number))
+    asked = m.Await(epoch=0, generation=1, trained=2, interval=0)
+    assert link.control(0, asked).next == "validate"
+    if restarts:
+        link.core.load(link.core.state(), (), link.now)
+        link.join(0, run=run, world_size=1, returns=True)
+    place = link.enlist(1, b"late")
+    link.come(place.first, run)
+    assert link.ask(place.first) == []
+    link.meet(0, 0)
+    assert not any(isinstance(each, m.Joined) for each in link.news(place.first))
+    link.part()
+    assert any(isinstance(each, m.Joined) for each in link.news(place.first))
 
 
 def test_no_group_joins_an_epoch_in_which_there_is_nothing_left_to_train() -> None:
