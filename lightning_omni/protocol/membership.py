@@ -239,7 +239,7 @@ class Membership:
             raise ProtocolError("no groups have been formed yet")
         if not 1 <= message.groups <= most:
             raise ProtocolError(f"there cannot be {message.groups} groups of {most} ranks; ask for 1 to {most}")
-        roster.wanted_groups = message.groups
+        roster.wanted_groups, self._journal.is_due = message.groups, True
         return [Out(sender.peer, m.CONTROL, m.Acknowledged())]
 
     def save(self, sender: Sender, message: m.SaveNow, payload: Payload) -> list[Out]:
