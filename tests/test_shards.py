@@ -455,6 +455,24 @@ def test_of_a_push_of_a_group_that_dies_all_servers_apply_everything_or_nothing(
     assert len({len(core.roster.groups) for core in ensemble.cores}) == 1
 
 
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("by_member", [False, True])
+def test_no_server_waits_with_a_mean_for_a_group_that_has_gone_on_to_a_synchronization_point(
+    seed: int, by_member: bool
+) -> None:
+    ensemble = run_of(3, 2, "local_sgd:period=2", seed=seed, by_member=by_member)
+    second = ensemble.groups[1]
+    ensemble.queues["control", 0].append(m.Contribute(number=0, what="agree"))
+    said = second.core.say_parts(second.core.synchronize(0), second.split, second._memories)
+    assert all(isinstance(part.message, m.AverageMessage) for part in said)
+    second.ask(said)
+    answers = second.hear()
+    assert all(isinstance(answer, m.Weights) for answer, _ in answers)
+    for (_, payload), own in zip(answers, said, strict=True):
+        assert own.payload is not None
+        assert torch.equal(payload, own.payload)
+
+
 def test_no_server_keeps_what_belongs_to_the_connection_of_a_rank_that_is_dead() -> None:
     ensemble = run_of(3, 3)
     train(ensemble, 3)
