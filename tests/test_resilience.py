@@ -405,7 +405,8 @@ def test_what_was_stored_for_groups_that_join_and_the_numbers_of_ranks_outlast_t
         assert torch.equal(unpack(answer.packed, payload)["progress"], torch.ones(3))
 
 
-def test_parameters_that_were_added_before_the_save_are_there_in_their_versions() -> None:
+@pytest.mark.parametrize("is_saved", [False, True])
+def test_parameters_that_were_added_are_there_in_their_versions_before_they_are_saved_too(is_saved: bool) -> None:
     with ExitStack() as stack:
         serving = Mortal(stack)
         first, second = workers(serving, method_named("async_sgd"))
@@ -417,7 +418,8 @@ def test_parameters_that_were_added_before_the_save_are_there_in_their_versions(
         groups = [{**each, "params": where} for each, where in zip(settings, places, strict=True)]
         packed, buffer = pack({"groups": groups, "weights": {"new": new.detach()}, "state": {}})
         first.data.exchange(m.Restructure(optimizer=0, packed=packed, nbytes=buffer.numel()), m.Restructured, buffer)
-        serving.save()
+        if is_saved:
+            serving.save()
         before = [weight.clone() for weight in serving.core.shards[0].master.weights()]
         serving.die()
         shard = serving.core.shards[0]

@@ -131,6 +131,15 @@ class JoinedEntry(Entry, frozen=True):
     said: Join
 
 
+class RestructuredEntry(Entry, frozen=True):
+    """A group's optimizer has other parameter groups than before, or more parameters; its pushes are as these."""
+
+    group: int
+    optimizer: int
+    packed: Packed
+    payload: bytes
+
+
 class FormedEntry(Entry, frozen=True):
     """Other groups were formed; a save of those before is of no use any more."""
 
@@ -159,6 +168,7 @@ AnyEntry = (
     | LeftEntry
     | NumberedEntry
     | JoinedEntry
+    | RestructuredEntry
     | FormedEntry
     | SeededEntry
     | WentOnEntry

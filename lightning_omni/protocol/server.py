@@ -44,6 +44,7 @@ from lightning_omni.protocol.journal import (
     OpenedEntry,
     ReadEntry,
     ResolvedEntry,
+    RestructuredEntry,
     SavedEntry,
     SeededEntry,
     TrainedEntry,
@@ -523,6 +524,8 @@ class ServerCore:
                 self._membership.redo(entry)
                 if isinstance(self.servers, Coordinator):
                     self.servers.tell(sm.Redo(entry=entry))
+            case RestructuredEntry():
+                self._training.redo(entry)
             case NumberedEntry():
                 self.roster.has_given(entry.numbered)
             case FormedEntry():

@@ -22,17 +22,20 @@ from lightning_omni.protocol.admission import Admission
 from lightning_omni.protocol.codec import check_specs, unpack
 from lightning_omni.protocol.deliveries import Deliveries, Delivery
 from lightning_omni.protocol.epochs import Epochs
-from lightning_omni.protocol.journal import Journal
+from lightning_omni.protocol.journal import Journal, RestructuredEntry
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.notes import Notes
 from lightning_omni.protocol.record import Kind
 from lightning_omni.protocol.roster import Roster
-from lightning_omni.protocol.service import Out, Payload, Peer, Sender, Service, as_tensor, nbytes_of
+from lightning_omni.protocol.service import Out, Payload, Peer, Sender, Service, as_tensor, bytes_of, nbytes_of
 from lightning_omni.protocol.shard import Shard, is_finite
 from lightning_omni.protocol.shard_servers import Servers
 from lightning_omni.protocol.shards import HeldShards
 from lightning_omni.protocol.wire_format import RAW, Memory, WireFormat
 from lightning_omni.topology import Topology
+
+LARGEST_NOTED = 256 << 20
+"""Bytes of parameters that are new to a group and are written down at once; more are only saved, as soon as may be."""
 
 
 class Training(Service):
@@ -334,6 +337,8 @@ class Training(Service):
             raise
         except Exception as error:  # torch raises what it likes on groups and states that are none
             raise MalformedMessage(f"no parameter groups: {type(error).__name__}: {error}") from error
+        if self._journal.write is not None and message.nbytes <= LARGEST_NOTED:
+            self._journal.note(RestructuredEntry(group, message.optimizer, message.packed, bytes_of(payload)))
         self._journal.is_due = True
         known = shard.layout_of(group)
         self._notes.note(
@@ -347,6 +352,10 @@ class Training(Service):
         rest = shard.buffer[first : known.nbytes]
         answer = m.Restructured(optimizer=message.optimizer, layout=known.version, nbytes=rest.numel())
         return [Out(sender.peer, m.DATA, answer, (rest,))]
+
+    def redo(self, entry: RestructuredEntry) -> None:
+        """A server before this one has told a group that it follows."""
+        self._shards.shard(entry.optimizer).restructure(entry.group, unpack(entry.packed, as_tensor(entry.payload)))
 
     # --- Which group waits for which ----------------------------------------------------------------------------------
 
