@@ -312,6 +312,15 @@ def test_methods_that_need_each_push_by_itself_are_refused_with_those_that_do_no
     assert method.most_added(4) == 0
 
 
+def test_an_aggregator_keeps_nothing_that_belongs_to_the_connection_of_a_rank_that_is_dead() -> None:
+    tree = tree_of(1, 3, "hardsync")
+    trained(tree, 6, 1.0)
+    assert len(tree.cores[1].attached) == 3
+    tree.lose(1)
+    settle(tree)
+    assert len(tree.cores[1].attached) == 2
+
+
 def test_a_run_under_way_does_without_an_aggregator_that_is_of_no_use_to_it() -> None:
     tree = tree_of(0, 2, "async_sgd")
     tree._begin(1)

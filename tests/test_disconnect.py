@@ -9,6 +9,8 @@ from contextlib import ExitStack, closing
 
 import pytest
 import torch
+import zmq
+from test_server_core import control_peer, data_peer, trained_link
 
 from lightning_omni.errors import RankLost
 from lightning_omni.methods import AsyncSGD
@@ -63,3 +65,15 @@ def test_a_broken_connection_in_the_group_of_rank_0_ends_the_run(server: Server)
 def test_a_question_for_the_status_is_answered(server: Server) -> None:
     with closing(join(server, 0, 1)) as only:
         assert only.request(m.AskStatus(), m.Status, timeout=120).lost == ()
+
+
+def test_no_memory_is_kept_for_the_rest_of_what_a_dead_rank_was_sending() -> None:
+    link = trained_link((0,), (1,))
+    with closing(Server(link.core)) as server:
+        announced = zmq.Frame(m.encode(m.Bring(nbytes=m.LARGEST_BROUGHT)))
+        assert server.take(m.DATA, data_peer(1), [announced]) == []
+        assert server._assemblies.keys() == {data_peer(1)}
+        link.deliver(link.core.hang_up(control_peer(1)))
+        turns = iter((False, True))
+        server.run(until=lambda: next(turns))
+        assert not server._assemblies

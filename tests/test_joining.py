@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from processes import Process
@@ -42,6 +43,7 @@ from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.codec import pack, unpack
 from lightning_omni.protocol.handshake import fingerprint_problem, hello_of
 from lightning_omni.protocol.layout import Layout
+from lightning_omni.protocol.observation import MOST_OBSERVERS
 from lightning_omni.protocol.transport import answer_of
 from lightning_omni.strategy.pytorch_lightning import OmniStrategy
 from lightning_omni.strategy.rejoining import Rejoining
@@ -62,7 +64,7 @@ class Joined(Link):
             watch(self, peer=peer)
         return say(self, m.Enlist(ranks=ranks), peer)
 
-    def begin(self, ranks: int = 1) -> m.Enlisted:
+    def begin(self, ranks: int = 1, plan: EpochPlan = PLAN) -> m.Enlisted:
         """The first group: joins, forms, hands weights over and opens the epoch."""
         enlisted: m.Enlisted = self.enlist(ranks, b"first")
         self.world_size = ranks
@@ -71,7 +73,7 @@ class Joined(Link):
         self.form(tuple(range(ranks)))
         message, payload = seed_of({"parts": [part_of(new_parameters())]})
         assert self.data(0, message, payload)[0] == m.Seeded()
-        self.control(0, m.OpenEpoch(plan=PLAN))
+        self.control(0, m.OpenEpoch(plan=plan))
         return enlisted
 
     def come(self, rank: int, run: str, announced: int = 0) -> None:
@@ -119,6 +121,19 @@ def test_if_the_group_that_was_to_begin_is_gone_the_next_one_begins() -> None:
     assert link.enlist(1, b"second").first == 0
 
 
+def test_the_group_that_was_to_begin_is_missed_although_so_many_watch_that_its_connection_is_displaced() -> None:
+    link = Joined()
+    link.enlist(1, b"first")
+    for number in range(MOST_OBSERVERS):
+        watch(link, peer=b"watches %d" % number)
+    assert not link.core.is_admitted(m.CONTROL, b"first")
+    assert link.core.peers.count(b"first") == 1
+    assert link.enlist(1, b"second").first == -1
+    link.deliver(link.core.hang_up(b"first"))
+    assert link.enlist(1, b"second").first == 0
+    assert link.core.peers.count(b"second") == 1
+
+
 def test_a_run_whose_ranks_were_announced_is_not_joined_so() -> None:
     link = Joined(world_size=1)
     link.join(0)
@@ -162,6 +177,41 @@ def test_no_group_joins_while_the_others_synchronize_nor_with_what_was_stored_be
     link.part()
     (joined,) = (each for each in link.news(place.first) if isinstance(each, m.Joined))
     assert joined.synchronizations == 1
+
+
+def test_no_group_joins_while_one_of_the_others_waits_for_them_at_a_synchronization_point() -> None:
+    link = three_groups()
+    link.part()
+    link.meet(0, 0)
+    place = link.enlist(1, b"late")
+    link.come(place.first, link.core.roster.run)
+    assert link.ask(place.first) == []
+    link.meet(0, 1, 2)
+    assert any(isinstance(each, m.Gathered) for each in link.news(0))
+    assert not any(isinstance(each, m.Joined) for each in link.news(place.first))
+    link.part()
+    assert any(isinstance(each, m.Joined) for each in link.news(place.first))
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_no_group_joins_while_the_others_are_on_their_way_to_a_validation(restarts: bool) -> None:
+    link = Joined()
+    run = link.begin(plan=msgspec.structs.replace(PLAN, validate_every=4)).run
+    link.part()
+    for number in range(2):
+        link.control(0, m.Draw(epoch=0, generation=1, number=number))
+    asked = m.Await(epoch=0, generation=1, trained=2, interval=0)
+    assert link.control(0, asked).next == "validate"
+    if restarts:
+        link.core.load(link.core.state(), (), link.now)
+        link.join(0, run=run, world_size=1, returns=True)
+    place = link.enlist(1, b"late")
+    link.come(place.first, run)
+    assert link.ask(place.first) == []
+    link.meet(0, 0)
+    assert not any(isinstance(each, m.Joined) for each in link.news(place.first))
+    link.part()
+    assert any(isinstance(each, m.Joined) for each in link.news(place.first))
 
 
 def test_no_group_joins_an_epoch_in_which_there_is_nothing_left_to_train() -> None:
@@ -216,6 +266,33 @@ def test_a_run_that_all_have_left_goes_on_with_the_next_group_and_is_over_when_i
     assert (joined.group, joined.live) == (1, (1,))
     assert link.part() == m.RunStateStored()
     link.control(1, m.Goodbye(finished=True))
+    assert link.core.is_over
+
+
+@pytest.mark.parametrize("stop", ["validate", "end", "skip"])
+def test_if_all_die_before_they_have_stopped_as_was_said_the_group_that_comes_next_does(stop: str) -> None:
+    link = Joined()
+    run = link.begin().run
+    link.part()
+    place = link.enlist(1, b"next")
+    link.come(place.first, run)
+    assert isinstance(link.control(0, m.Leave(epoch=0, generation=1, trained=0, stop=stop)), m.Left)
+    assert link.ask(place.first) == []  # the others are about to end
+    link.deliver(link.core.hang_up(control_peer(0)))
+    (joined,) = (each for each in link.news(place.first) if isinstance(each, m.Joined))
+    assert joined.live == (place.first,)
+    assert len(link.control(place.first, m.Draw(epoch=0, generation=1, number=0)).batches) == 1
+    assert link.data(place.first, m.FetchMessage(optimizer=0))[0].stop == stop
+
+
+def test_a_run_that_cannot_go_on_is_over_when_its_groups_are_gone_and_the_next_one_may_come() -> None:
+    link = three_groups()
+    for rank, what in enumerate(("agree", "gather")):
+        link.say(control_peer(rank), m.Contribute(number=0, what=what, brought=False))
+    assert "while rank 0 called agree" in link.core.over
+    for rank in range(3):
+        assert not link.core.is_over
+        link.deliver(link.core.hang_up(control_peer(rank)))
     assert link.core.is_over
 
 

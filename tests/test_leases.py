@@ -134,6 +134,25 @@ def test_a_group_that_comes_too_late_repeats_the_first_batch() -> None:
     assert book.is_finished, "a repeated batch does not come back"
 
 
+@pytest.mark.parametrize("trained", [(), ((2, 4),), ((0, 2),), ((0, 4),)])
+def test_a_batch_that_a_group_repeats_goes_out_again_if_it_is_not_trained_any_more(
+    trained: tuple[tuple[int, int], ...],
+) -> None:
+    book = LeaseBook(EpochPlan(epoch=0, total=4, batch_size=2, budget=4), {0: 1, 1: 1, 2: 1})
+    for number in range(2):
+        book.draw(0, number)
+    assert book.draw(1, 0) == [Batch(0, 2, 0)]
+    book.train(0, 2)
+    book.go_back(trained)
+    book.evict(1)
+    drawn = 0
+    while batches := book.draw(2, drawn):
+        drawn += len(batches)
+    book.train(2, drawn)
+    assert book.is_finished
+    assert book.trained_spans == ((0, 4),), "a sample is left out"
+
+
 def test_what_a_dead_group_held_goes_out_again_first() -> None:
     book = LeaseBook(EpochPlan(epoch=0, total=40, batch_size=2, budget=40), {0: 1, 1: 1})
     first = book.draw(0, 0)

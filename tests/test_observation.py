@@ -235,6 +235,16 @@ def test_a_person_asks_for_other_groups_until_they_are_formed() -> None:
     assert overview(link).status.wanted_groups == 0
 
 
+def test_a_server_that_goes_on_knows_that_a_person_has_asked_for_other_groups() -> None:
+    link = trained_link((0, 1), (2,))
+    watch(link)
+    link.core.journal.is_due = False
+    assert say(link, m.SetGroups(groups=3)) == m.Acknowledged()
+    assert link.core.journal.is_due
+    link.core.load(link.core.state(), (), link.now)
+    assert link.core.status(0.0).wanted_groups == 3
+
+
 @pytest.mark.parametrize("groups", [-1, 0, 4])
 def test_groups_that_cannot_be_are_not_asked_of_the_ranks(groups: int) -> None:
     link = trained_link((0, 1), (2,))

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_deliveries import Pushed
 from test_late_join import PLAN, SAMPLES, Member, joins
+from test_server_core import Link, as_bytes, data_peer, gradient, new_parameters, part_of, seed_of
 from test_transport import KEY, Serving
 from torch import Tensor
 from torch.nn import Parameter
@@ -319,6 +320,56 @@ def test_what_one_rank_has_heard_at_a_synchronization_point_the_other_hears_of_t
             assert payload.numpy().tobytes() == large + large
 
 
+def hand_in(group: Worker) -> None:
+    """A group's own weights are on their way, for the mean of all groups'."""
+    said = group.core.say(group.core.synchronize(0), group.layout, Memory())
+    assert isinstance(said.message, m.AverageMessage)
+    group.data.send(said.message, said.payload)
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_a_group_that_has_had_the_mean_from_a_server_that_is_gone_is_not_waited_for_by_the_next(is_first: bool) -> None:
+    with ExitStack() as stack:
+        serving = Mortal(stack)
+        first, second = workers(serving, method_named("local_sgd:period=1"))
+        for group in (first, second):
+            hand_in(group)
+        for group in (first, second):  # the second one's is lost: let this be what had not left
+            group.data.receive(m.Weights)
+        serving.die()
+        further = m.Contribute(number=0, what="buffers", brought=False)
+        for step in sorted((0, 1), reverse=is_first):
+            if step == 0:
+                hand_in(second)
+            else:
+                first.control.ask(further)  # type: ignore[attr-defined]
+        answer, payload = second.data.receive(m.Weights)
+        assert answer.applied
+        assert all(map(torch.equal, second.layout.views(payload), second.replica.weights()))
+        second.control.ask(further)  # type: ignore[attr-defined]
+        for group in (first, second):
+            assert group.control.take(m.Gathered)  # type: ignore[attr-defined]
+        for group in (first, second):  # from here on all are waited for
+            hand_in(group)
+        for group in (first, second):
+            group.data.receive(m.Weights)
+
+
+def test_groups_that_a_server_has_left_at_the_means_of_different_optimizers_come_on() -> None:
+    link = Link(2)
+    for rank in range(2):
+        link.join(rank)
+    link.form((0,), (1,))
+    message, payload = seed_of({"parts": [part_of(new_parameters()), part_of(new_parameters())]})
+    assert link.data(0, message, payload)[0] == m.Seeded()
+    own = as_bytes(gradient(0))
+    means = [m.AverageMessage(optimizer=number, nbytes=len(own)) for number in range(2)]
+    assert link.say(data_peer(0), means[1], own, m.DATA) == []
+    assert isinstance(link.data(1, means[0], own)[0], m.Weights)
+    assert isinstance(link.data(1, means[1], own)[0], m.Weights)
+    assert [answer.optimizer for answer, _ in link.inbox[data_peer(0), m.DATA] if isinstance(answer, m.Weights)] == [1]
+
+
 def test_groups_that_were_lost_or_joined_after_the_save_are_known_to_the_next_server() -> None:
     with ExitStack() as stack:
         serving = Mortal(stack)
@@ -354,7 +405,8 @@ def test_what_was_stored_for_groups_that_join_and_the_numbers_of_ranks_outlast_t
         assert torch.equal(unpack(answer.packed, payload)["progress"], torch.ones(3))
 
 
-def test_parameters_that_were_added_before_the_save_are_there_in_their_versions() -> None:
+@pytest.mark.parametrize("is_saved", [False, True])
+def test_parameters_that_were_added_are_there_in_their_versions_before_they_are_saved_too(is_saved: bool) -> None:
     with ExitStack() as stack:
         serving = Mortal(stack)
         first, second = workers(serving, method_named("async_sgd"))
@@ -366,7 +418,8 @@ def test_parameters_that_were_added_before_the_save_are_there_in_their_versions(
         groups = [{**each, "params": where} for each, where in zip(settings, places, strict=True)]
         packed, buffer = pack({"groups": groups, "weights": {"new": new.detach()}, "state": {}})
         first.data.exchange(m.Restructure(optimizer=0, packed=packed, nbytes=buffer.numel()), m.Restructured, buffer)
-        serving.save()
+        if is_saved:
+            serving.save()
         before = [weight.clone() for weight in serving.core.shards[0].master.weights()]
         serving.die()
         shard = serving.core.shards[0]
@@ -389,6 +442,19 @@ def test_a_server_without_the_state_and_one_of_another_version_refuse() -> None:
         serving.transport.serve_again(ServerCore(KEY, secrets.token_bytes), serving.address)
         with pytest.raises(ConnectionLost, match="knows nothing of the run"):
             first.control.check()
+
+
+def test_no_server_goes_on_from_weights_in_whose_place_others_were_handed_over() -> None:
+    with ExitStack() as stack:
+        serving = Mortal(stack)
+        first, _ = workers(serving, method_named("async_sgd"))
+        message, payload = seed_of({"parts": [part_of(first.parameters)]})
+        first.data.exchange(message, m.Seeded, as_tensor(payload))
+        with pytest.raises(ConfigurationError, match="weights were handed over after the state was saved"):
+            serving.die()
+        serving.save()
+        serving.revive()
+        assert first.train(1)
 
 
 # --- On a disk -------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from types import UnionType
@@ -27,6 +28,7 @@ from lightning_omni.protocol.cut import Cut
 from lightning_omni.protocol.handshake import attach_mac, derive, rank_mac, server_mac, session_key
 from lightning_omni.protocol.layout import Layout, TensorSpec
 from lightning_omni.protocol.router import types_on
+from lightning_omni.protocol.service import as_tensor
 
 varied = settings(
     deadline=None,
@@ -856,6 +858,16 @@ def test_what_a_rank_brought_before_it_died_is_not_counted(link: Link) -> None:
     link.deliver(link.core.lose(2, "rank 2 died"))
     contribute(link, 0, b"a")
     assert contribute(link, 1, b"b") == [(m.Gathered(number=0, ranks=(0, 1), sizes=(1, 1)), b"ab")]
+
+
+def test_what_a_rank_brought_for_a_synchronization_point_to_which_it_did_not_come_is_not_kept(link: Link) -> None:
+    large = as_tensor(bytes(m.LARGEST_INLINE + 1))
+    kept = weakref.ref(large)
+    link.core.receive(m.DATA, data_peer(2), m.Bring(nbytes=large.numel()), large, link.now)
+    del large
+    assert kept() is not None
+    link.deliver(link.core.lose(2, "rank 2 died"))
+    assert kept() is None
 
 
 def test_what_a_rank_called_before_it_died_is_no_mismatch(link: Link) -> None:

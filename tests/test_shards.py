@@ -7,9 +7,10 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from itertools import count, product
 from pathlib import Path
@@ -47,7 +48,8 @@ from lightning_omni.protocol.split import Split
 from lightning_omni.protocol.transport import Control, answer_of
 from lightning_omni.protocol.wire_format import RAW, RESIDUAL, WireFormat
 from lightning_omni.protocol.wire_formats import wire_of
-from lightning_omni.server import ZeroMQ, saving
+from lightning_omni.server import Server, ZeroMQ, saving, shard_link
+from lightning_omni.server.awake import AwakeClock
 from lightning_omni.server.saving import ShareDirectory, StateDirectory, saved_weights, share_directory
 from lightning_omni.simulator import replay
 
@@ -682,6 +684,33 @@ def test_of_a_push_of_a_group_that_dies_all_servers_apply_everything_or_nothing(
     assert len({len(core.roster.groups) for core in ensemble.cores}) == 1
 
 
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("by_member", [False, True])
+def test_no_server_waits_with_a_mean_for_a_group_that_has_gone_on_to_a_synchronization_point(
+    seed: int, by_member: bool
+) -> None:
+    ensemble = run_of(3, 2, "local_sgd:period=2", seed=seed, by_member=by_member)
+    second = ensemble.groups[1]
+    ensemble.queues["control", 0].append(m.Contribute(number=0, what="agree"))
+    said = second.core.say_parts(second.core.synchronize(0), second.split, second._memories)
+    assert all(isinstance(part.message, m.AverageMessage) for part in said)
+    second.ask(said)
+    answers = second.hear()
+    assert all(isinstance(answer, m.Weights) for answer, _ in answers)
+    for (_, payload), own in zip(answers, said, strict=True):
+        assert own.payload is not None
+        assert torch.equal(payload, own.payload)
+
+
+def test_no_server_keeps_what_belongs_to_the_connection_of_a_rank_that_is_dead() -> None:
+    ensemble = run_of(3, 3)
+    train(ensemble, 3)
+    assert all(len(core.attached) == 3 for core in ensemble.cores)
+    ensemble.lose(1)
+    ensemble.arrive()
+    assert all(core.attached == {b"d0", b"d2"} for core in ensemble.cores)
+
+
 def test_a_push_of_which_one_part_is_malformed_is_refused_by_all_and_the_next_one_counts() -> None:
     ensemble = run_of(3, 1)
     (group,) = ensemble.groups
@@ -888,6 +917,28 @@ def test_a_server_that_stands_by_itself_tells_where_its_shares_are(tmp_path: Pat
     finally:
         process.kill()
         process.communicate()
+
+
+def test_a_server_that_was_suspended_with_the_one_that_coordinates_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    moment = 0.0
+    monkeypatch.setattr(shard_link, "AwakeClock", partial(AwakeClock, lambda: moment))
+    coordinator, stopping = Server(ServerCore(KEY, os.urandom, shards=2)), threading.Event()
+    thread = threading.Thread(target=coordinator.run, args=(stopping.is_set,))
+    thread.start()
+    try:
+        core = ServerCore(KEY, os.urandom, shards=2, shard=1)
+        with closing(shard_link.ShardLink(core, coordinator.address, "tcp://127.0.0.1:1", "curve")) as link:
+            assert link.stands
+            moment += 3600.0  # in which neither did anything
+            assert link.stands
+            for _ in range(60):  # and now it is awake, and hears nothing
+                moment += 1.0
+                stands = link.stands
+            assert not stands
+    finally:
+        stopping.set()
+        thread.join()
+        coordinator.close()
 
 
 @contextmanager

@@ -56,8 +56,9 @@ class Admission:
 
     @property
     def attached(self) -> set[Peer]:
-        """Data connections of ranks that are still here."""
-        own = {peer for peer, rank in self._attached.items() if rank not in self._roster.gone}
+        """Data connections of ranks that are still here, and of aggregators."""
+        out = self._roster.gone, self._roster.lost  # where a share is held only the latter is told of the dead
+        own = {peer for peer, rank in self._attached.items() if not any(rank in ranks for ranks in out)}
         return own.union(self._servers.data_peers)
 
     def find(self, channel: m.Channel, peer: Peer) -> Member | None:

@@ -63,6 +63,11 @@ class Epochs:
         return self.book.trained_spans if self.book else ()
 
     @property
+    def called(self) -> tuple[int, int]:
+        """The epoch that was opened last, -1 for none, and how often its groups were called to a validation so far."""
+        return (self.book.plan.epoch if self.book else -1), self._validations
+
+    @property
     def plan(self) -> EpochPlan | None:
         """The plan of the epoch, if one is under way or was."""
         return self.book.plan if self.book else None

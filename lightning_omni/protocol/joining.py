@@ -2,7 +2,8 @@
 
 Rule 1: the server gives ranks their numbers; the group that asks first begins the run, with whatever it was told.
 Rule 2: a group joins between two synchronization points of the others, when they have parted and what it is given was
-stored since; else it would have to come to collectives in the midst of which the others are. Until then it waits.
+stored since; else it would have to come to collectives in the midst of which the others are, or to which they were
+called without it. Until then it waits.
 Rule 3: it has a batch from the moment on at which it has joined. With none it would take the epoch for over.
 """
 
@@ -59,6 +60,7 @@ class Joining(Service):
         self._waiting: dict[int, tuple[Sender, m.Join]] = {}
         self._stored: tuple[Packed, Tensor] | None = None
         self._stored_at = -1
+        self._called = (-1, 0)  # to validations, when that was stored
 
     # --- Messages ----------------------------------------------------------------------------------------------------
 
@@ -86,7 +88,7 @@ class Joining(Service):
     def store(self, sender: Sender, message: m.StoreRunState, payload: Payload) -> list[Out]:
         """The groups have parted, and this is what a further one is given."""
         self._stored = message.packed, as_tensor(payload)
-        self._stored_at = self._synchronization.completed
+        self._stored_at, self._called = self._synchronization.completed, self._epochs.called
         self._roster.can_go_on = True
         self._epochs.validations.give()
         self._journal.is_due = True
@@ -103,11 +105,14 @@ class Joining(Service):
         if self._stored is None:
             return None
         packed, buffer = self._stored
-        return {"packed": msgspec.msgpack.encode(packed), "buffer": buffer, "at": self._stored_at}
+        stored = {"packed": msgspec.msgpack.encode(packed), "buffer": buffer}
+        return {**stored, "at": self._stored_at, "called": list(self._called)}
 
     def load(self, state: dict[str, Any]) -> None:
         self._stored = msgspec.msgpack.decode(state["packed"], type=Packed), state["buffer"].clone()
         self._stored_at, self._roster.can_go_on = state["at"], True
+        epoch, times = state.get("called", self._epochs.called)  # which earlier releases did not save
+        self._called = epoch, times
 
     # --- What others wait for ----------------------------------------------------------------------------------------
 
@@ -137,11 +142,18 @@ class Joining(Service):
     def _is_open(self) -> bool:
         """Whether a group may join now."""
         book = self._epochs.book
-        if self._stored is None or book is None or self._epochs.stop:
+        if self._stored is None or book is None:
             return False
-        if not self._roster.live:  # no rank trains whose collectives it could come into
+        if not self._roster.live:  # no rank trains whose collectives it could come into, or will stop as was said
             return True
-        return self._stored_at == self._synchronization.completed and not book.is_drained
+        return self._have_parted and not book.is_drained and not self._epochs.stop
+
+    @property
+    def _have_parted(self) -> bool:
+        """Whether the groups have not come together since that was stored, nor were called to, nor has one begun to."""
+        synchronization = self._synchronization
+        is_since = self._stored_at == synchronization.completed and self._called == self._epochs.called
+        return is_since and not synchronization.contributed
 
     def _take_in(self, sender: Sender, message: m.Join) -> list[Out]:
         try:

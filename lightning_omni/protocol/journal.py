@@ -131,8 +131,21 @@ class JoinedEntry(Entry, frozen=True):
     said: Join
 
 
+class RestructuredEntry(Entry, frozen=True):
+    """A group's optimizer has other parameter groups than before, or more parameters; its pushes are as these."""
+
+    group: int
+    optimizer: int
+    packed: Packed
+    payload: bytes
+
+
 class FormedEntry(Entry, frozen=True):
     """Other groups were formed; a save of those before is of no use any more."""
+
+
+class SeededEntry(Entry, frozen=True):
+    """Weights were handed over; a save of those before is of no use any more."""
 
 
 class WentOnEntry(Entry, frozen=True):
@@ -155,7 +168,9 @@ AnyEntry = (
     | LeftEntry
     | NumberedEntry
     | JoinedEntry
+    | RestructuredEntry
     | FormedEntry
+    | SeededEntry
     | WentOnEntry
 )
 

@@ -260,6 +260,11 @@ class LeaseBook:
         self._done_size = sum(stop - start for start, stop in self._done)
         held = [(each.start, each.stop) for group in self._sizes for each in self._drawn[group][self._trained[group] :]]
         self._free = _complement([*self._done, *held], self.plan.budget)
+        # Of what is not trained any more a group may hold the only lease, and it is to come back.
+        self._repeats = {group for group in self._repeats if self._is_trained(self._drawn[group][0])}
+
+    def _is_trained(self, batch: Batch) -> bool:
+        return any(start <= batch.start and batch.stop <= stop for start, stop in self._done)
 
     def _known(self, group: int) -> list[Batch]:
         if group not in self._drawn:

@@ -239,7 +239,7 @@ class Membership:
             raise ProtocolError("no groups have been formed yet")
         if not 1 <= message.groups <= most:
             raise ProtocolError(f"there cannot be {message.groups} groups of {most} ranks; ask for 1 to {most}")
-        roster.wanted_groups = message.groups
+        roster.wanted_groups, self._journal.is_due = message.groups, True
         return [Out(sender.peer, m.CONTROL, m.Acknowledged())]
 
     def save(self, sender: Sender, message: m.SaveNow, payload: Payload) -> list[Out]:
@@ -319,7 +319,7 @@ class Membership:
 
     def end(self, reason: str) -> list[Out]:
         """The run cannot go on, and every rank is told."""
-        self.over = reason
+        self.over, self._roster.can_go_on = reason, False
         self._servers.tell(sm.RunOver(reason=reason))
         return self._tell_everyone(m.Notice(lost=self._roster.lost_ranks, reason=reason, over=True))
 

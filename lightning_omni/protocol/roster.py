@@ -217,6 +217,12 @@ class Roster:
             self._claim = None
 
     @property
+    def enlisting(self) -> list[bytes]:
+        """Connections of processes whose place stands for as long as these do."""
+        claim = [self._claim[0]] if self._claim is not None and self._first is None else []
+        return [*claim, *self._enlisted]
+
+    @property
     def claimed(self) -> str:
         """Name of the run that a group is about to begin."""
         return self._claim[1] if self._claim is not None else ""
@@ -374,6 +380,7 @@ class Roster:
             "lost": dict(self.lost),
             "barred": sorted(self.barred),
             "barred_hosts": sorted(self.barred_hosts),
+            "wanted_groups": self.wanted_groups,
             "gone": sorted(self.gone),
             "groups": [list(members) for members in self.topology.groups] if self.topology is not None else None,
             "places": self._places,
@@ -391,6 +398,7 @@ class Roster:
         self._first, self._began = msgspec.msgpack.decode(state["first"], type=Hello), now
         self.lost, self.gone, self.barred = dict(state["lost"]), set(state["gone"]), set(state["barred"])
         self.barred_hosts = set(state.get("barred_hosts", ()))  # which earlier releases did not know
+        self.wanted_groups = state.get("wanted_groups", 0)  # nor did they keep this
         groups = state["groups"]
         self.topology = Topology(tuple(tuple(members) for members in groups)) if groups is not None else None
         self._places, self._numbered = state["places"], state["numbered"]

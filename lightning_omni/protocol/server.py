@@ -44,7 +44,9 @@ from lightning_omni.protocol.journal import (
     OpenedEntry,
     ReadEntry,
     ResolvedEntry,
+    RestructuredEntry,
     SavedEntry,
+    SeededEntry,
     TrainedEntry,
     WentOnEntry,
 )
@@ -344,6 +346,8 @@ class ServerCore:
 
     def _done_also(self, servers: Follower | Aggregator, message: sm.Told) -> list[Out]:
         if isinstance(servers, Aggregator) and not isinstance(message, (sm.Admit, sm.RunOver)):
+            if isinstance(message, sm.Lose):
+                self.roster.gone.add(message.rank)
             return servers.told(message)
         match message:
             case sm.Expire():
@@ -520,12 +524,19 @@ class ServerCore:
                 self._membership.redo(entry)
                 if isinstance(self.servers, Coordinator):
                     self.servers.tell(sm.Redo(entry=entry))
+            case RestructuredEntry():
+                self._training.redo(entry)
             case NumberedEntry():
                 self.roster.has_given(entry.numbered)
             case FormedEntry():
                 raise ConfigurationError(
                     "other groups were formed after the state was saved, and before it was saved again; this run"
                     " cannot go on: resume it from a checkpoint"
+                )
+            case SeededEntry():
+                raise ConfigurationError(
+                    "weights were handed over after the state was saved, as when several groups are formed of one, and"
+                    " before it was saved again; this run cannot go on: resume it from a checkpoint"
                 )
             case WentOnEntry():
                 epochs.go_back()
@@ -549,10 +560,14 @@ class ServerCore:
 
     @property
     def peers(self) -> list[Peer]:
-        """Control connections of the ranks that have not left, of other servers, and of processes that watch."""
+        """Control connections of the ranks that have not left, of other servers, and of processes that watch.
+
+        Also of those that asked for a place, and were displaced by others that watch: it must be seen if they end.
+        """
         if self.servers.number:
             return []
-        return self._membership.peers + self.servers.peers + self._observers.peers
+        watching = self._observers.peers + self.roster.enlisting
+        return self._membership.peers + self.servers.peers + list(dict.fromkeys(watching))
 
     @property
     def attached(self) -> set[Peer]:

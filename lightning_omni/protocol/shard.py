@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -523,8 +523,16 @@ class Shard:
             self._refuse(group)
         self._averaging[group] = good
 
-    def averaged(self, live: Iterable[int]) -> list[tuple[int, bool]]:
+    @property
+    def averaging(self) -> Collection[int]:
+        """Groups that have handed their own weights in, and wait for the mean."""
+        return self._averaging.keys()
+
+    def averaged(self, live: Collection[int]) -> list[tuple[int, bool]]:
         """Once all live groups have come: the master weights are their mean.
+
+        Args:
+            live: the groups that are waited for.
 
         Returns:
             Where to send them, and whether their own weights are in it.

@@ -17,7 +17,7 @@ from lightning_omni.protocol.codec import Packed, check_specs, pack, unpack
 from lightning_omni.protocol.cut import Cut
 from lightning_omni.protocol.epochs import Epochs
 from lightning_omni.protocol.head_shard import HeadShard
-from lightning_omni.protocol.journal import Journal, SavedEntry
+from lightning_omni.protocol.journal import Journal, SavedEntry, SeededEntry
 from lightning_omni.protocol.notes import Notes
 from lightning_omni.protocol.roster import Roster
 from lightning_omni.protocol.service import Out, Payload, Sender, Service, as_tensor
@@ -122,6 +122,7 @@ class Snapshots(Service):
         for number in range(len(self._shards.all)):
             self._notes.seed(number, formed.groups if formed else (), self._formed)
         self._servers.seeded()
+        self._journal.note(SeededEntry())
         self._journal.is_due = True
         return [Out(sender.peer, m.DATA, m.Seeded())]
 

@@ -52,6 +52,8 @@ class Synchronization(Service):
 
     def evict(self, group: int, lost: bool) -> list[Out]:
         self._collectives.forget(self._roster.lost)
+        for rank in self._brought.keys() & (self._roster.lost.keys() | self._roster.gone):
+            del self._brought[rank]
         return []
 
     def resolve_pending(self) -> list[Out]:

@@ -22,17 +22,20 @@ from lightning_omni.protocol.admission import Admission
 from lightning_omni.protocol.codec import check_specs, unpack
 from lightning_omni.protocol.deliveries import Deliveries, Delivery
 from lightning_omni.protocol.epochs import Epochs
-from lightning_omni.protocol.journal import Journal
+from lightning_omni.protocol.journal import Journal, RestructuredEntry
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.protocol.notes import Notes
 from lightning_omni.protocol.record import Kind
 from lightning_omni.protocol.roster import Roster
-from lightning_omni.protocol.service import Out, Payload, Peer, Sender, Service, as_tensor, nbytes_of
+from lightning_omni.protocol.service import Out, Payload, Peer, Sender, Service, as_tensor, bytes_of, nbytes_of
 from lightning_omni.protocol.shard import Shard, is_finite
 from lightning_omni.protocol.shard_servers import Servers
 from lightning_omni.protocol.shards import HeldShards
 from lightning_omni.protocol.wire_format import RAW, Memory, WireFormat
 from lightning_omni.topology import Topology
+
+LARGEST_NOTED = 256 << 20
+"""Bytes of parameters that are new to a group and are written down at once; more are only saved, as soon as may be."""
 
 
 class Training(Service):
@@ -73,6 +76,7 @@ class Training(Service):
         self._pending: dict[int, m.PushMessage] = {}  # group: the push that waits
         self._via: dict[int, Peer] = {}  # group: the aggregator in whose sum that came
         self._idle_elsewhere: set[int] = set()
+        self._idle: set[int] = set()  # groups that wait for others, and not for the answer to a push
         self.handled: Counter[int] = Counter()
         self.pushes = 0
         self._wire_format: WireFormat = RAW
@@ -90,6 +94,7 @@ class Training(Service):
         self.handled.clear()
         self._deliveries.clear()
         self._idle_elsewhere.clear()
+        self._idle.clear()
 
     def go_by(self, formed: m.Form) -> None:
         """Pushes and their answers travel as was agreed when groups were formed."""
@@ -104,6 +109,7 @@ class Training(Service):
 
     def evict(self, group: int, lost: bool) -> list[Out]:
         self._deliveries.forget(group)
+        self._idle.discard(group)
         return self._tell_sides("evict", group, "retire" if lost else "leave")
 
     @property
@@ -137,10 +143,18 @@ class Training(Service):
     def resolve_pending(self) -> list[Out]:
         out = []
         for number, shard in enumerate(self._shards.all):
-            for group, good in shard.averaged(self._roster.groups):
+            for group, good in shard.averaged(self._waited_for(number)) if shard.averaging else ():
                 peer = self._admission.leader_peer(group)
                 out.append(self._weights(peer, number, shard, applied=good, group=group, to_push=False))
         return out
+
+    def _waited_for(self, number: int) -> set[int]:
+        """The groups whose own weights a mean is of: all but those that have had it from a server that is gone.
+
+        They have gone on to the next optimizer's, or to a synchronization point, at which they wait for the others.
+        """
+        later = {group for shard in self._shards.all[number + 1 :] for group in shard.averaging}
+        return set(self._roster.groups) - ((self._idle | later) - set(self._shards.all[number].averaging))
 
     def state(self) -> dict[str, Any]:
         return {"handled": dict(self.handled), "deliveries": self._deliveries.state()}
@@ -323,6 +337,8 @@ class Training(Service):
             raise
         except Exception as error:  # torch raises what it likes on groups and states that are none
             raise MalformedMessage(f"no parameter groups: {type(error).__name__}: {error}") from error
+        if self._journal.write is not None and message.nbytes <= LARGEST_NOTED:
+            self._journal.note(RestructuredEntry(group, message.optimizer, message.packed, bytes_of(payload)))
         self._journal.is_due = True
         known = shard.layout_of(group)
         self._notes.note(
@@ -337,6 +353,10 @@ class Training(Service):
         answer = m.Restructured(optimizer=message.optimizer, layout=known.version, nbytes=rest.numel())
         return [Out(sender.peer, m.DATA, answer, (rest,))]
 
+    def redo(self, entry: RestructuredEntry) -> None:
+        """A server before this one has told a group that it follows."""
+        self._shards.shard(entry.optimizer).restructure(entry.group, unpack(entry.packed, as_tensor(entry.payload)))
+
     # --- Which group waits for which ----------------------------------------------------------------------------------
 
     def idle(self, rank: int) -> list[Out]:
@@ -344,13 +364,15 @@ class Training(Service):
         if not self._roster.is_leader(rank):
             return []
         self._servers.tell(sm.Idle(rank=rank))
-        return self._tell_sides("idle", self._roster.group_of(rank), "rest")
+        self._idle.add(group := self._roster.group_of(rank))
+        return [*self._tell_sides("idle", group, "rest"), *self.resolve_pending()]
 
     def resume(self, rank: int) -> None:
         """If this rank leads a group, it goes on."""
         if self._roster.is_leader(rank):
             self._servers.tell(sm.Resume(rank=rank))
-            self._resume_group(self._roster.group_of(rank))
+            self._idle.discard(group := self._roster.group_of(rank))
+            self._resume_group(group)
 
     def _resume_group(self, group: int, but: int = -1) -> None:
         for number, shard in self._shards.pushed:

@@ -328,9 +328,9 @@ class Server:
 
     def _forget_strangers(self) -> None:
         attached = self.core.attached
-        for peer in self._buffers.keys() - attached:
-            del self._buffers[peer]
-            self._assemblies.pop(peer, None)
+        for kept in (self._buffers, self._assemblies):  # one that is to be kept has no buffer
+            for peer in kept.keys() - attached:
+                del kept[peer]
         self.shared.keep(attached)
         self._answer_places = {key: place for key, place in self._answer_places.items() if key[0] in attached}
         if self._segment_socket is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 from urllib.parse import urlsplit
@@ -18,6 +17,7 @@ from lightning_omni.protocol import messages as m
 from lightning_omni.protocol import shard_messages as sm
 from lightning_omni.protocol.service import Payload, as_tensor
 from lightning_omni.server.addresses import EVERYWHERE, check_address, data_address, is_private, own_host
+from lightning_omni.server.awake import AwakeClock
 from lightning_omni.server.dialing import Dialed, attach, dial
 from lightning_omni.server.frames import (
     CHUNK_MARK,
@@ -82,14 +82,14 @@ class ShardLink:
         except BaseException:
             self._context.term()
             raise
-        self._timeout = self.welcome.heartbeat_timeout
-        self._heard = time.monotonic()
+        self._timeout, self._clock = self.welcome.heartbeat_timeout, AwakeClock()
+        self._heard = self._clock()
         self._ended = False
 
     @property
     def stands(self) -> bool:
         """Whether the server that coordinates is there, so that there is something to do."""
-        return not self._ended and time.monotonic() - self._heard < self._timeout
+        return not self._ended and self._clock() - self._heard < self._timeout
 
     def watch(self, poller: zmq.Poller) -> None:
         """Wakes what polls when there is something to hear."""
@@ -104,7 +104,7 @@ class ShardLink:
             except zmq.Again:
                 self._ended = self._ended or bool(self._dialed.monitor.poll(0))
                 return
-            self._heard = time.monotonic()
+            self._heard = self._clock()
             if frames[0] != PROBE:
                 yield sm.decode(frames[0])
 
