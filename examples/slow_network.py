@@ -159,8 +159,9 @@ def ways() -> list[Way]:
                                       "options": {"wire": lossy, "overlap": True, **shared}}, RATES),
         Way("DiLoCo", {"way": "omni", **plain, "method": "diloco:period=4,outer_lr=1.0,outer_momentum=0",
                        "options": {"wire": lossy, **shared}}, RATES),
-        Way("streaming DiLoCo", {"way": "omni", **plain, "options": {"wire": lossy},  # fragments want one server
-                                 "method": "diloco:period=8,fragments=4,delay=1,outer_lr=1.0,outer_momentum=0"}, RATES),
+        Way("streaming DiLoCo", {"way": "omni", **plain, "options": {"wire": lossy, **shared},
+                                 "method": "diloco:period=8,fragments=4,delay=1,outer_lr=1.0,outer_momentum=0"},
+            (*RATES, {"options": {"wire": lossy}})),
         Way("elastic averaging", {"way": "omni", **plain, "method": "elastic_averaging:period=4",
                                   "options": {"wire": {"push": "int8", "pull": "int8"}, **shared}}, RATES),
     ]  # fmt: skip

@@ -24,12 +24,15 @@ from torch._C._distributed_c10d import HashStore
 import lightning_omni
 from lightning_omni import OmniOptimizer, World
 from lightning_omni.methods import AsyncSGD, LocalSGD
+from lightning_omni.optimizer.channel import ServerSnapshot
 from lightning_omni.optimizer.loaders import Leases
 from lightning_omni.optimizer.options import WorldOptions
 from lightning_omni.optimizer.run_state import GroupScope, Live, RollbackPoint, RunScope, RunState, ShardScope
 from lightning_omni.protocol.all_reduce import PowerSGD
+from lightning_omni.protocol.cut import Cut
 from lightning_omni.protocol.group import Heard
 from lightning_omni.protocol.progress import Progress, ReferenceBatch
+from lightning_omni.strategy.checkpoints import Checkpoints
 
 varied = settings(deadline=None, max_examples=6, derandomize=True)
 
@@ -250,3 +253,17 @@ def test_epochs_that_are_over_have_as_many_steps_as_they_had() -> None:
     assert (second.steps, replace(second, samples=64).steps, third.steps) == (10, 12, 14)
     assert (third.steps_left(15, 2), third.steps_before(4)) == (1, 18)
     assert (first.past_batches, second.past_batches, third.past_batches) == (0, 10, 8)
+
+
+# --- A server that dies while a checkpoint is saved ------------------------------------------------------------------
+
+
+def test_what_groups_alone_know_is_in_a_checkpoint_of_all_groups_or_of_none() -> None:
+    said: list[str] = []
+    checkpoints = Checkpoints(said.append)
+    whole = ServerSnapshot(Cut(), [], {0: ["first"], 2: ["third"]})
+    assert checkpoints._complete_groups(whole, (0, 2)) == whole
+    assert checkpoints._complete_groups(whole, (2,)) == whole, "one has died since"
+    assert not said
+    assert checkpoints._complete_groups(whole, (0, 1, 2)).groups == {}, "the third one's would be the second one's"
+    assert "the groups 1 alone know" in said[0]

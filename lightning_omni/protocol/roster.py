@@ -196,8 +196,13 @@ class Roster:
                 "this server is busy with a run whose ranks were all announced when it began; start a server for each"
                 " run",
             )
-        if not 0 < ranks < MOST_RANKS - max(self._numbered, self.world_size):
-            raise Refused("rank", f"{ranks} ranks cannot join")
+        given = max(self._numbered, self.world_size)
+        if not 0 < ranks < MOST_RANKS - given:
+            raise Refused(
+                "rank",
+                f"{ranks} ranks cannot join: {given} of the run's {MOST_RANKS} rank numbers were given out, and each is"
+                " given once, also to a group that fails and starts again; resume the run from a checkpoint",
+            )
         if peer in self._enlisted:
             return self._enlisted[peer]
         if self._first is None:

@@ -6,7 +6,7 @@ known beyond is one more entry, ``"omni"``: see `lightning_omni.optimizer.saved`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,7 +75,8 @@ class Checkpoints:
             version: what was validated, if that is what is to be saved; None for the weights as they are.
             is_folder: whether each member of the recorder's group saves its share of what members hold together.
         """
-        if not (world.is_computing or world.is_entering):  # a group that enters finds the others computing
+        is_together = not (world.is_computing or world.is_entering)  # a group that enters finds the others computing
+        if is_together:
             world.states.gather_group_state()
         elif world.core.wire_format.pushes.is_stateful and not self._has_said:
             self._has_said = True
@@ -86,6 +87,8 @@ class Checkpoints:
             )
         if world.hands_over:
             self._snapshot = world.channel.snapshot(version=version.number if version is not None else 0)
+            if is_together and world.enlistment is None:  # a group that has joined does not know of all others
+                self._snapshot = self._complete_groups(self._snapshot, world.live_groups)
             if world.share is not None:
                 put_together = world.states.sharded if is_folder else world.states.gathered
                 self._snapshot = put_together(self._snapshot)
@@ -93,6 +96,23 @@ class Checkpoints:
                 _overlay(world, module, state, self._snapshot)
                 buffers = version.buffers if version is not None else {}
                 state.update((name, buffer) for name, buffer in buffers.items() if name in state)
+
+    def _complete_groups(self, snapshot: ServerSnapshot, groups: Collection[int]) -> ServerSnapshot:
+        """The snapshot; without what groups alone know unless all of it is there, for it is given to groups in order.
+
+        Args:
+            snapshot: of a synchronization point.
+            groups: those that have handed in what they know.
+        """
+        missing = [str(group) for group in groups if group not in snapshot.groups]
+        if not missing:
+            return snapshot
+        self._say(
+            "OmniStrategy: the parameter server was started again while a checkpoint was saved, and what the groups"
+            f" {', '.join(missing)} alone know (the state of optimizers that step there, say) is lost to it. The"
+            " checkpoint has none of that, of no group, as one that is saved inside an epoch; the next one will"
+        )
+        return snapshot._replace(groups={})
 
     def state_of(self, world: World, optimizer: Optimizer, own: dict[str, Any]) -> dict[str, Any]:
         """The optimizer state of the same moment: the server's, with this rank's hyperparameters, if it steps there.
