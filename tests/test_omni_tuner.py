@@ -30,7 +30,7 @@ HERE = {"groups": [1], "momentum": 0.9, "lr": 0.05, "rebalance": False}
 FITS: dict[str, dict[str, Any]] = {
     "plain": SHORT,
     "no budget": {**SHORT, "tuner": {"budget": 0.0}},
-    "tuned": {"tuner": {**ONCE, "budget": 0.8}, "seconds": {"0": 2e-3, "1": 2e-3}},
+    "tuned": {"tuner": {**ONCE, "budget": 0.8}, "seconds": {"0": 2e-3, "1": 2e-3}, "emulated": True},
     "tuned by the same tuner": {**SHORT, "tuner": ONCE, "again": True},
     "hooks of a module": {**SHORT, "tuner": ONCE, "hooks": True},
     "nothing to choose": {**SHORT, "tuner": {**ONCE, "space": HERE}},
