@@ -318,9 +318,10 @@ def test_nodes_that_begin_as_groups_are_tuned_about_the_users_rate() -> None:
 @pytest.fixture(scope="module")
 def four() -> Run:
     """A straggler among four; a choice that diverges; nothing to choose; then a worker that dies in a probe."""
-    slow = {str(rank): 8e-3 if rank == 3 else 1e-3 for rank in range(4)}  # more than a busy machine adds to each step
+    slow = {str(rank): 8e-3 if rank == 3 else 1e-3 for rank in range(4)}
     even = {str(rank): 5e-4 for rank in range(4)}
     straggling = {"devices": 4, "seconds": slow, "trainer": {"max_epochs": 2}, "tuner": {**ONCE, "budget": 0.9}}
+    straggling["emulated"] = True
     diverged = {
         **straggling,
         "tuner": {**ONCE, "budget": 0.9, "space": {"rebalance": False}},
