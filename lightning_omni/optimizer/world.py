@@ -362,9 +362,7 @@ class World(Place):
     def _share_weights(self) -> None:
         """Groups begin with rank 0's weights: the module was not wrapped, perhaps, or loaded on some ranks since."""
         if self.executor.exchanges and not self.options.is_sharded and not self.ever_lost:
-            for part in self.parts:
-                for parameter in part.replica.ordered:
-                    dist.broadcast(parameter.detach(), src=0)
+            _take_from_rank_zero(parameter for part in self.parts for parameter in part.replica.ordered)
 
     def _refuse_raw_step(self, optimizer: Optimizer, *_: Any) -> None:
         """An optimizer is about to step, whosever it is."""
@@ -504,8 +502,7 @@ class World(Place):
     def broadcast_initial(self, module: Module) -> None:
         """All ranks get the parameters and buffers of rank 0; called before training begins, while all are here."""
         self.process_groups.make(self.topology)
-        for tensor in (*module.parameters(), *module.buffers()):
-            dist.broadcast(tensor.detach(), src=0)
+        _take_from_rank_zero((*module.parameters(), *module.buffers()))
 
     # --- Regrouping --------------------------------------------------------------------------------------------------
 
@@ -673,6 +670,12 @@ class World(Place):
                 os._exit(1)
 
         threading.Thread(target=end, name="omni-end", daemon=True).start()
+
+
+def _take_from_rank_zero(tensors: Iterable[Tensor]) -> None:
+    """All ranks of the default process group get the values that rank 0 has."""
+    for tensor in tensors:
+        dist.broadcast(tensor.detach(), src=0)
 
 
 @contextmanager
