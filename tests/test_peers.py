@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
+from urllib.parse import urlsplit
 
 import pytest
 import torch
@@ -15,7 +19,7 @@ from lightning_omni.errors import RankLost, Refused
 from lightning_omni.methods import Inbox
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.handshake import attach_mac
-from lightning_omni.protocol.layout import Layout
+from lightning_omni.protocol.layout import Layout, TensorSpec
 from lightning_omni.protocol.transport import Address
 from lightning_omni.protocol.wire_format import RAW, Memory, WireFormat
 from lightning_omni.protocol.wire_formats import Int8
@@ -48,10 +52,11 @@ class Peers:
         self.ended = False
         self._stack = ExitStack()
         self.sockets = [PeerSocket("tcp://127.0.0.1:*", [LAYOUT], KEYS, wire_format) for _ in range(count)]
-        addresses = {group: Address(group, socket.address) for group, socket in enumerate(self.sockets)}
+        addresses = {group: Address(group, listening.address) for group, listening in enumerate(self.sockets)}
         self.addresses = addresses
         self.connections = [
             PeerConnections(
+                group,
                 {other: address for other, address in addresses.items() if other != group},
                 [LAYOUT],
                 KEYS,
@@ -70,8 +75,8 @@ class Peers:
     def close(self) -> None:
         for connection in self.connections:
             connection.close()
-        for socket in self.sockets:
-            socket.close()
+        for listening in self.sockets:
+            listening.close()
 
 
 @pytest.fixture
@@ -144,13 +149,73 @@ def test_weights_can_be_read_after_messages_on_the_same_connection(peers: Peers)
 
 
 def test_a_peer_that_does_not_take_its_messages_gets_no_more(peers: Peers) -> None:
-    peers.sockets[1].publish(0, weights(1.0))
-    assert peers.connections[0].read(1, 0) is not None
-    peers.sockets[1].close()  # no answer comes any more
+    with peers.sockets[1].arrivals(0):  # it can put none away
+        for _ in range(5):
+            peers.connections[0].send(1, 0, weights(1.0))
+    assert peers.connections[0].dropped == 3
+
+
+def test_no_message_is_dropped_because_weights_are_read_in_between(peers: Peers) -> None:
+    peers.sockets[1].publish(0, weights(5.0))
     for _ in range(5):
         peers.connections[0].send(1, 0, weights(1.0))
-    assert peers.connections[0].dropped == 3
-    peers.sockets[1] = PeerSocket("tcp://127.0.0.1:*", [LAYOUT], KEYS)
+        assert peers.connections[0].read(1, 0) is not None
+    assert peers.connections[0].dropped == 0
+    assert peers.sockets[1].read_inbox(0).count == 5
+
+
+def test_a_message_in_a_layout_that_the_peer_has_left_behind_does_not_spoil_the_question_after_it(peers: Peers) -> None:
+    grown = Layout.of({**{name: torch.zeros(shape) for name, shape in SHAPES.items()}, "c": torch.zeros(9)})
+    peers.sockets[1].grow(0, grown)
+    peers.connections[0].send(1, 0, weights(1.0))
+    assert peers.connections[0].read(1, 0) is None
+
+
+def test_what_was_under_way_on_a_connection_is_forgotten_with_it(peers: Peers) -> None:
+    listening, connection = peers.sockets[1], peers.connections[0]
+    listening.publish(0, weights(1.0))
+    for _ in range(3):
+        connection.hold(1, 0)
+        connection._say(1, [m.encode(m.PeerMessage(optimizer=0, nbytes=LAYOUT.nbytes))])  # and nothing more of it
+        wait_for(lambda: len(listening._assemblies) == 1)
+        connection._give_up(1)
+    assert connection.hold(1, 0) == 1
+    assert (len(listening._assemblies), len(listening._held), len(listening._connections)) == (0, 1, 1)
+
+
+def break_connections(address: str) -> None:
+    """As the network breaks them: what this process has connected to the address gets no more of it."""
+    port = urlsplit(address).port
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError), closing(socket.socket(fileno=os.dup(int(name)))) as wire:
+            if wire.family == socket.AF_INET and wire.getpeername()[1] == port:
+                wire.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="descriptors are found in /proc")
+def test_groups_meet_again_after_their_connection_broke(peers: Peers) -> None:
+    connection, address = peers.connections[0], peers.addresses[1].address
+    peers.sockets[1].publish(0, weights(1.0))
+    assert connection.read(1, 0) is not None
+    for _ in range(2):
+        break_connections(address)
+        wait_for(lambda: connection._has_ended(1))
+        assert connection.read(1, 0) is not None
+        break_connections(address)
+        wait_for(lambda: connection._has_ended(1))
+        connection.send(1, 0, weights(1.0))
+    wait_for(lambda: peers.sockets[1]._inboxes[0].count == 2)
+    assert connection.dropped == 0
+
+
+def test_a_message_for_which_there_is_no_memory_is_answered() -> None:
+    huge = Layout((TensorSpec("w", (1 << 50,), "float32"),))
+    listening = PeerSocket("tcp://127.0.0.1:*", [huge], KEYS)
+    with closing(listening), raw_dealer(listening.address, KEYS) as other:
+        admit(other)
+        other.send(m.encode(m.PeerMessage(optimizer=0, nbytes=huge.nbytes)))
+        assert other.poll(20_000)
+        assert isinstance(m.decode(other.recv(), at="rank", channel=m.PEER), m.RefusedMessage)
 
 
 def test_no_group_waits_for_a_dead_peer(peers: Peers) -> None:
@@ -187,10 +252,18 @@ def raw_dealer(address: str, keys: RunKeys) -> Iterator[zmq.Socket[bytes]]:
         context.term()
 
 
+def admit(dealer: zmq.Socket[bytes]) -> None:
+    attach = m.Attach(rank=0, nonce=bytes(32))
+    dealer.send(m.encode(attach))
+    challenge = m.decode(dealer.recv(), at="rank", channel=m.PEER).nonce
+    dealer.send(m.encode(m.AttachProof(mac=attach_mac(KEYS.peers, "rank", attach, challenge))))
+    assert isinstance(m.decode(dealer.recv(), at="rank", channel=m.PEER), m.Attached)
+
+
 def test_a_leader_with_another_key_is_not_answered(peers: Peers) -> None:
     peers.sockets[1].publish(0, weights(1.0))
     addresses = {1: peers.addresses[1]}
-    stranger = PeerConnections(addresses, [LAYOUT], RunKeys(b"x" * 32), lambda _: False, peers.check, timeout=0.5)
+    stranger = PeerConnections(0, addresses, [LAYOUT], RunKeys(b"x" * 32), lambda _: False, peers.check, timeout=0.5)
     with pytest.raises(Refused, match="the key does not match"):
         stranger.read(1, 0)
     stranger.close()
@@ -243,11 +316,7 @@ def test_noise_between_peers_harms_no_rank(peers: Peers, frames: list[bytes]) ->
 def test_a_message_of_another_size_or_for_no_group_is_refused(peers: Peers, change: dict[str, int]) -> None:
     socket = peers.sockets[1]
     with raw_dealer(socket.address, KEYS) as other:
-        attach = m.Attach(rank=0, nonce=bytes(32))
-        other.send(m.encode(attach))
-        challenge = m.decode(other.recv(), at="rank", channel=m.PEER).nonce
-        other.send(m.encode(m.AttachProof(mac=attach_mac(KEYS.peers, "rank", attach, challenge))))
-        assert isinstance(m.decode(other.recv(), at="rank", channel=m.PEER), m.Attached)
+        admit(other)
         fields = {"optimizer": 0, "nbytes": LAYOUT.nbytes, **change}
         other.send(m.encode(m.PeerMessage(**fields)))
         assert other.poll(20_000)

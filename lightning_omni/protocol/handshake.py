@@ -93,7 +93,7 @@ def attach(say: Say, secret: bytes, number: int, nonce: bytes) -> None:
     Args:
         say: to the other side.
         secret: from `join`; or that of leaders.
-        number: the rank, or the group whose leader is spoken to.
+        number: the rank.
         nonce: random bytes.
 
     Raises:

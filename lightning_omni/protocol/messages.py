@@ -667,7 +667,7 @@ class Acknowledged(Message, frozen=True, kw_only=True):
 
 
 class Attach(Message, frozen=True, kw_only=True):
-    """An admitted rank opens its data connection, or a leader that to another one (then ``rank`` is its group)."""
+    """An admitted rank opens its data connection, or one to the leader of another group."""
 
     rank: int
     nonce: Secret

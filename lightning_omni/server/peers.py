@@ -59,7 +59,7 @@ class PeerSocket:
         self.strangers = 0
         self._secret = keys.peers
         self._attaching: dict[bytes, tuple[m.Attach, bytes]] = {}
-        self._admitted: set[bytes] = set()
+        self._connections: dict[int, bytes] = {}  # of each rank that was admitted, the last one
         self._layouts, self._format = list(layouts), wire_format
         self._published: dict[int, tuple[Tensor, int]] = {}
         self._publications: Counter[int] = Counter()
@@ -127,9 +127,10 @@ class PeerSocket:
                 self._assemblies.pop(peer.bytes, None)
                 code = error.code if isinstance(error, Refused) else "malformed"
                 self._say(peer.bytes, m.RefusedMessage(code=code, reason=str(error)))
-            except Exception:  # no memory, say: one question is not answered, the next one may be
+            except Exception as error:  # no memory, say; there may be some for the next one
                 self._assemblies.pop(peer.bytes, None)
                 _log.exception("a message of another group could not be dealt with")
+                self._say(peer.bytes, m.RefusedMessage(code="failed", reason=f"{type(error).__name__}: {error}"))
 
     def _take(self, peer: bytes, frames: list[Any]) -> None:
         if len(frames) == 2 and len(frames[0]) == len(CHUNK_MARK):
@@ -143,7 +144,7 @@ class PeerSocket:
             if isinstance(message, m.AttachProof):
                 self._admit(peer, message, frames[0])
                 return
-            if peer not in self._admitted:
+            if peer not in self._connections.values():
                 raise Refused("stranger", "attach first: this connection has not been admitted")
             if not 0 <= message.optimizer < len(self._layouts):
                 raise ProtocolError(f"there is no optimizer {message.optimizer}")
@@ -169,9 +170,16 @@ class PeerSocket:
             attach, challenge = self._attaching.pop(peer, (None, b""))
             if attach is None or not is_equal(proof.mac, attach_mac(self._secret, "rank", attach, challenge)):
                 raise Refused("stranger", "this proof opens nothing")
-            self._admitted.add(peer)
+            self._forget(self._connections.get(attach.rank, b""))
+            self._connections[attach.rank] = peer
             self._guard.let_in(frame.get(zmq.SRCFD))
         self._say(peer, m.Attached(mac=attach_mac(self._secret, "server", attach, challenge)))
+
+    def _forget(self, peer: bytes) -> None:
+        """A rank has given this connection up: what was under way on it never comes to its end."""
+        self._assemblies.pop(peer, None)
+        for held in [each for each in self._held if each[0] == peer]:
+            del self._held[held]
 
     def _begin(self, message: m.PeerMessage) -> Assembly:
         check_size(self._format, message.nbytes, self._layouts[message.optimizer])
@@ -218,6 +226,7 @@ class PeerConnections:
     """A leader's connections to the other leaders. Used from one thread.
 
     Args:
+        rank: the leader.
         addresses: of the other groups' leaders.
         layouts: of each optimizer's parameters.
         keys: of the run.
@@ -233,6 +242,7 @@ class PeerConnections:
 
     def __init__(
         self,
+        rank: int,
         addresses: Mapping[int, Address],
         layouts: Sequence[Layout],
         keys: RunKeys,
@@ -241,11 +251,11 @@ class PeerConnections:
         timeout: float = 30.0,
         wire_format: WireFormat = RAW,
     ) -> None:
-        self._addresses = dict(addresses)
+        self._rank, self._addresses = rank, dict(addresses)
         self._layouts, self._format = list(layouts), wire_format
         self._keys, self._is_lost, self._check, self._timeout = keys, is_lost, check, timeout
         self._context = zmq.Context()
-        self._wires: dict[int, zmq.Socket[bytes]] = {}
+        self._dialed: dict[int, Dialed] = {}
         self._unread: Counter[int] = Counter()
         self._held: dict[tuple[int, int], int] = {}
         self.dropped = self.moved = 0
@@ -258,8 +268,7 @@ class PeerConnections:
             return None
         # It has other parameters than this group, for now; or the connection is not the one for which it held them.
         if not _fits(self._format, published.nbytes, layout) or held not in (None, published.number):
-            self._wires.pop(group).close(0)  # with all that is on its way
-            self._unread[group] = 0
+            self._drop(group)  # with all that is on its way
             return None
         assembly = Assembly(published, torch.empty(published.nbytes, dtype=torch.uint8))
         while not assembly.is_complete:
@@ -326,20 +335,22 @@ class PeerConnections:
         self._context.term()
 
     def _hang_up(self) -> None:
-        for wire in self._wires.values():
-            wire.close(0)
-        self._wires.clear()
+        for dialed in self._dialed.values():
+            dialed.close()
+        self._dialed.clear()
         self._unread.clear()
 
     def _wire(self, group: int) -> zmq.Socket[bytes] | None:
         """The connection to a group's leader, made when first needed; None if it cannot be had."""
-        if group not in self._wires:
+        if self._has_ended(group):
+            self._drop(group)
+        if group not in self._dialed:
             address = self._addresses[group].address
             try:
-                dialed, _ = dial(
+                self._dialed[group], _ = dial(
                     lambda: Dialed(self._context, address, self._keys, LARGEST_DATA_FRAME, m.PEER),
                     lambda attempt, deadline: attach(
-                        attempt, deadline, self._keys.peers, group, lambda: self._still_wanted(group)
+                        attempt, deadline, self._keys.peers, self._rank, lambda: self._still_wanted(group)
                     ),
                     self._keys,
                     address,
@@ -349,13 +360,15 @@ class PeerConnections:
             except ConnectionLost:
                 self._give_up(group)
                 return None
-            dialed.unwatch()
-            self._wires[group] = dialed.wire
-        return self._wires[group]
+        return self._dialed[group].wire
+
+    def _has_ended(self, group: int) -> bool:
+        """Whether the connection to a group's leader has ended; ZeroMQ makes another one, which is not admitted."""
+        return group in self._dialed and bool(self._dialed[group].monitor.poll(0))
 
     def _say(self, group: int, frames: list[Any]) -> bool:
         try:  # what is queued is bounded by what is asked and by UNREAD: it blocks only where there is no connection
-            self._wires[group].send_multipart(frames, zmq.NOBLOCK, copy=False)
+            self._dialed[group].wire.send_multipart(frames, zmq.NOBLOCK, copy=False)
         except (zmq.Again, KeyError):
             self._give_up(group)
             return False
@@ -376,12 +389,13 @@ class PeerConnections:
         return published if isinstance(published, m.Published) else None
 
     def _answer(self, group: int) -> m.Message | None:
-        answer: m.Message = m.Taken()
-        while isinstance(answer, m.Taken):  # of an earlier message
+        frames = self._receive(group)
+        while frames is not None and self._unread[group]:  # of an earlier message
+            self._unread[group] -= 1
             frames = self._receive(group)
-            if frames is None:
-                return None
-            answer = m.decode(frames[0].buffer, at="rank", channel=m.PEER)
+        if frames is None:
+            return None
+        answer: m.Message = m.decode(frames[0].buffer, at="rank", channel=m.PEER)
         if isinstance(answer, m.RefusedMessage):
             raise Refused(answer.code, f"group {group} refused: {answer.reason}")
         return answer
@@ -389,21 +403,25 @@ class PeerConnections:
     def _receive(self, group: int) -> list[Any] | None:
         clock = AwakeClock()
         deadline = clock() + self._timeout
-        wire = self._wires[group]
+        wire = self._dialed[group].wire
         while not wire.poll(_SLICE):
             self._check()
-            if self._is_lost(group) or clock() > deadline:
+            if self._is_lost(group) or clock() > deadline or self._has_ended(group):
                 self._give_up(group)
                 return None
         return wire.recv_multipart(copy=False)
 
     def _give_up(self, group: int) -> None:
+        why = "has ended its connection" if self._has_ended(group) else f"did not answer within {self._timeout:.0f} s"
         # A new connection next time: a late answer must not be taken for that to another question.
-        if (wire := self._wires.pop(group, None)) is not None:
-            wire.close(0)
-        self._unread[group] = 0
+        self._drop(group)
         if not self._is_lost(group):
-            _log.warning("group %d did not answer within %.0f s; gossip continues without it", group, self._timeout)
+            _log.warning("group %d %s; gossip continues without it", group, why)
+
+    def _drop(self, group: int) -> None:
+        if (dialed := self._dialed.pop(group, None)) is not None:
+            dialed.close()
+        self._unread[group] = 0
 
 
 class PeerWires(PeerConnections):
@@ -434,7 +452,7 @@ class PeerWires(PeerConnections):
         everywhere: bool,
         wire_format: WireFormat = RAW,
     ) -> None:
-        super().__init__({}, layouts, keys, is_lost, check, wire_format=wire_format)
+        super().__init__(rank, {}, layouts, keys, is_lost, check, wire_format=wire_format)
         self._socket = PeerSocket(_endpoint(server, rank, everywhere), layouts, keys, wire_format)
         self.address = self._socket.address
         self.publish, self.read_inbox = self._socket.publish, self._socket.read_inbox
