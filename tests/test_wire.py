@@ -34,8 +34,8 @@ from lightning_omni.errors import (
     RankLost,
     Refused,
 )
-from lightning_omni.methods import AsyncSGD
-from lightning_omni.methods.master import describe, hyperparameters_of
+from lightning_omni.methods import AsyncSGD, HardSync, Method
+from lightning_omni.methods.master import class_path, describe, hyperparameters_of, resolver
 from lightning_omni.protocol import ServerCore
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.codec import Packed, pack
@@ -64,6 +64,17 @@ def sgd(parameters: list[Parameter]) -> torch.optim.SGD:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, fused=True)
 
 
+class Broken(torch.optim.SGD):
+    """An optimizer that cannot step."""
+
+    def step(self, closure: Any = None) -> Any:
+        raise FloatingPointError("no step")
+
+
+ASYNC = AsyncSGD()
+Make = Callable[[list[Parameter]], torch.optim.Optimizer]
+
+
 class Rank:
     """A rank's two connections, and its pushes."""
 
@@ -82,16 +93,16 @@ class Rank:
         self.data.close()
         self.control.close()
 
-    def begin(self, *groups: tuple[int, ...]) -> list[Parameter]:
+    def begin(self, *groups: tuple[int, ...], method: Method = ASYNC, make: Make = sgd) -> list[Parameter]:
         """Forms groups and hands weights over."""
-        form = m.Form(generation=1, groups=groups, method=m.method_to_wire(AsyncSGD()))
+        form = m.Form(generation=1, groups=groups, method=m.method_to_wire(method))
         self.control.request(form, m.Formed, timeout=DEADLINE)
         parameters = [Parameter(torch.arange(int(spec.shape[0])) / 7) for spec in self.layout.specs]
         names: dict[Tensor, str] = {
             parameter: spec.name for parameter, spec in zip(parameters, self.layout.specs, strict=True)
         }
         weights = {name: parameter.detach() for parameter, name in names.items()}
-        part = {"optimizer": describe(sgd(parameters), names), "weights": weights, "clock": 0}
+        part = {"optimizer": describe(make(parameters), names), "weights": weights, "clock": 0}
         packed, buffer = pack({"parts": [part]})
         self.data.exchange(m.Seed(packed=packed, nbytes=buffer.numel()), m.Seeded, buffer)
         return parameters
@@ -106,8 +117,12 @@ class Rank:
 
     def push(self, step: int, read_at: int) -> tuple[m.Weights, list[Tensor]]:
         buffer, _ = self.gradient(step)
+        answer, payload = self.data.exchange(self.push_message(read_at, buffer), m.Weights, buffer)
+        return answer, self.layout.views(payload)
+
+    def push_message(self, read_at: int, buffer: Tensor) -> m.PushMessage:
         self.pushes += 1
-        message = m.PushMessage(
+        return m.PushMessage(
             optimizer=0,
             read_at=read_at,
             present=(True, True),
@@ -118,8 +133,6 @@ class Rank:
             incarnation=1,
             sequence=self.pushes,
         )
-        answer, payload = self.data.exchange(message, m.Weights, buffer)
-        return answer, self.layout.views(payload)
 
 
 def assert_exact_training(rank: Rank, parameters: list[Parameter], steps: int) -> None:
@@ -392,6 +405,20 @@ def test_a_lost_rank_is_told_and_stops_waiting(serving: Serving) -> None:
         with pytest.raises(RankLost, match="rank 1's group is out of the run: rank 1 was killed"):
             second.control.request(m.Contribute(number=0, what="barrier"), m.Gathered, timeout=DEADLINE)
         assert [type(error) for error in told] == [Evicted]
+
+
+def test_ranks_are_told_why_the_server_failed_also_when_it_was_the_loss_of_a_group_that_made_it_step() -> None:
+    serving = Serving(resolve=resolver((class_path(Broken),)))
+    try:
+        with ranks(serving.address, 2) as (first, second):
+            first.begin((0,), (1,), method=HardSync(), make=lambda parameters: Broken(parameters, lr=0.1))
+            buffer, _ = first.gradient(0)
+            first.data.send(first.push_message(0, buffer), buffer)
+            second.control.close()
+            with pytest.raises(RankLost, match="the parameter server failed: .*FloatingPointError: no step"):
+                first.data.receive(m.Weights)
+    finally:
+        serving.stop()
 
 
 # --- Strangers and garbage -----------------------------------------------------------------------------------------

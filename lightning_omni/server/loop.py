@@ -167,16 +167,16 @@ class Server:
                 if self.core.due <= self._clock():
                     self._send(self.core.tick(self._clock()))
                 self._paced.send(self.core.attached)
+                if self._clock() >= due:
+                    due = self._clock() + TICK
+                    self._probe_connections()
+                    self._count_strangers()
+                    self._send(self.core.tick(self._clock()))
+                    self._forget_strangers()
             except Exception as error:
                 # Whatever it is, ranks must hear of it rather than wait for a server that is no more.
                 _log.exception("the parameter server failed")
                 self._send(self.core.fail(f"{type(error).__name__}: {error}"))
-            if self._clock() >= due:
-                self._probe_connections()
-                self._count_strangers()
-                self._send(self.core.tick(self._clock()))
-                self._forget_strangers()
-                due = self._clock() + TICK
 
     def farewell(self, reason: str) -> None:
         """The rank that this server belongs to has ended: if the run has not, the others are told."""
