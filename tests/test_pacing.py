@@ -5,14 +5,19 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 import torch
 import zmq
+from test_server_core import data_peer, trained_link
 from torch import Tensor
 
 from lightning_omni.methods import METHODS, AsyncSGD, Downpour, method_named
-from lightning_omni.server.frames import CHUNK, CHUNK_MARK
+from lightning_omni.protocol import Out
+from lightning_omni.protocol import messages as m
+from lightning_omni.server import Server
+from lightning_omni.server.frames import CHUNK, CHUNK_MARK, LITTLE
 from lightning_omni.server.pacing import LONGER, LONGEST, PacedAnswers
 
 PEER = b"peer"
@@ -126,3 +131,13 @@ def test_a_group_that_others_wait_for_is_given_its_weights_at_once() -> None:
     assert AsyncSGD(bound=2).holds_others_up
     assert Downpour(warm_start=10).holds_others_up
     assert not Downpour().holds_others_up
+
+
+def test_weights_go_out_as_fast_to_a_group_that_joins_a_server_that_once_stood_still() -> None:
+    link = trained_link((0,), (1,))
+    with closing(Server(link.core)) as server:
+        server._clock._stood += 3600.0
+        weights = torch.zeros(2 * LITTLE, dtype=torch.uint8)
+        answer = Out(data_peer(1), m.DATA, m.Brought(), (weights,), may_take_long=True)
+        server._send([answer])
+        assert server._paced.due <= server._clock(), "the loop waits for it no longer than for the time it is due"

@@ -415,7 +415,7 @@ def test_ranks_are_told_why_the_server_failed_also_when_it_was_the_loss_of_a_gro
             buffer, _ = first.gradient(0)
             first.data.send(first.push_message(0, buffer), buffer)
             second.control.close()
-            with pytest.raises(RankLost, match="the parameter server failed: .*FloatingPointError: no step"):
+            with pytest.raises(RankLost, match=r"the parameter server failed: .*FloatingPointError: no step"):
                 first.data.receive(m.Weights)
     finally:
         serving.stop()

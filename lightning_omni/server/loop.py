@@ -120,7 +120,7 @@ class Server:
         self._answer_places: dict[tuple[bytes, int], Place] = {}
         self._assemblies: dict[bytes, Assembly] = {}
         self._copies = Copies()
-        self._paced = PacedAnswers()
+        self._paced = PacedAnswers(self._clock)
         self._buffers: dict[bytes, dict[int, Tensor]] = {}
         self._refusals: Counter[bytes] = Counter()
         self._turned_away = 0

@@ -9,7 +9,6 @@ Rule: what goes out is of one moment. It is copied before the next message, and 
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
@@ -49,10 +48,10 @@ class PacedAnswers:
     """The large answers that are under way.
 
     Args:
-        clock: tells the time in seconds.
+        clock: tells the time in seconds; that of the loop which waits until a piece is `due`.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._streams: deque[_Stream] = deque()
 
