@@ -488,6 +488,7 @@ def test_a_state_on_disk_is_gone_on_from_and_its_journal_may_end_in_mid_entry(tm
         assert (core.clock, core.patience) == (0, PATIENCE)
         assert core._epochs.book.drawn(0, 0) == drawn  # type: ignore[union-attr]
         saved(states, core)
+        assert {path.stat().st_mode & 0o777 for path in (tmp_path / "state").iterdir()} == {0o600}
         weights = saved_weights(tmp_path / "state")
         assert {name: tuple(weight.shape) for name, weight in weights.items()} == {"w": (5,), "b": (3,)}
         core.fail("the end")

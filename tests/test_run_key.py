@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 
+import threading
+from pathlib import Path
+
 import pytest
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.optimizer import WorldOptions
 from lightning_omni.optimizer.embedded import RunServer
-from lightning_omni.server.keys import ENVIRONMENT
+from lightning_omni.server.keys import ENVIRONMENT, load_or_create
 
 KEY = "ab" * 32
 
@@ -22,6 +25,34 @@ def test_a_key_of_the_environment_is_the_runs_and_a_rank_without_it_is_told(monk
     monkeypatch.delenv(ENVIRONMENT)
     with pytest.raises(ConfigurationError, match="this rank has none: set it to the same key for all ranks"):
         other.find(lambda _: said)
+
+
+def test_servers_that_start_together_for_the_first_time_make_one_key(tmp_path: Path) -> None:
+    for number in range(200):
+        file, begin = tmp_path / str(number) / "key", threading.Barrier(4)
+        keys: list[bytes] = []
+
+        def make(file: Path = file, begin: threading.Barrier = begin, keys: list[bytes] = keys) -> None:
+            begin.wait()
+            keys.append(load_or_create(file)[0])
+
+        threads = [threading.Thread(target=make) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(keys) == 4
+        assert len(set(keys)) == 1
+        assert file.stat().st_mode & 0o777 == 0o600
+        assert [*file.parent.iterdir()] == [file]
+
+
+@pytest.mark.parametrize("address", ["fd00::1", "10.0.0.1"])
+def test_the_server_of_several_nodes_listens_on_the_address_that_they_know(
+    monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", address)
+    assert RunServer(0, WorldOptions(), [1, 1])._host() == address
 
 
 def test_what_rank_0_says_holds_no_key_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import tempfile
 from pathlib import Path
 from typing import Literal
 
@@ -82,11 +83,23 @@ def load_or_create(path: Path | None = None) -> tuple[bytes, Path | None]:
         return load(), None
     file = path or default_path()
     if not file.exists():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w") as handle:
-            handle.write(new_key().hex() + "\n")
+        _create(file)
     return load(file), file
+
+
+def _create(file: Path) -> None:
+    """Makes a key, whole at once; if another server makes one at this moment, that counts for both."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, new = tempfile.mkstemp(prefix=f"{file.name}-", dir=file.parent)  # of mode 0600
+    with os.fdopen(descriptor, "w") as handle:
+        handle.write(new_key().hex() + "\n")
+    try:
+        os.link(new, file)
+    except OSError:
+        if not file.exists():  # there are file systems without links
+            os.replace(new, file)
+            return
+    os.unlink(new)
 
 
 def check_encryption(encryption: str) -> None:

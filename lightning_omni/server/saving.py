@@ -63,7 +63,7 @@ class StateDirectory:
     """Where a server saves its state; one server at a time.
 
     Args:
-        path: the directory, made if there is none; only its user may enter it.
+        path: the directory; if there is none it is made, and only its user may enter it.
         every: seconds between two saves.
         patience: seconds for which ranks look for the server again when it is gone.
         servers: that hold a share of the weights each; this one coordinates.
@@ -353,7 +353,7 @@ def _write_save(folder: Path, number: int, packed: Packed, buffer: Tensor) -> bo
     """Writes a save, and says so if it could not."""
     new, head = folder / f"{_NEW}-{os.getpid()}", msgspec.msgpack.encode(packed)
     try:
-        with new.open("wb", buffering=0) as file:
+        with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb", buffering=0) as file:
             for part in (_MARK, len(head).to_bytes(_LENGTH, "little"), head, buffer.numpy().data):
                 _write_whole(file, part)
             os.fsync(file.fileno())
