@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import sys
 import time
@@ -15,15 +16,16 @@ import torch
 import zmq
 from torch import Tensor
 
-from lightning_omni.errors import RankLost, Refused
+from lightning_omni.errors import ConnectionLost, RankLost, Refused
 from lightning_omni.methods import Inbox
+from lightning_omni.protocol import ServerCore
 from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.handshake import attach_mac
 from lightning_omni.protocol.layout import Layout, TensorSpec
 from lightning_omni.protocol.transport import Address
 from lightning_omni.protocol.wire_format import RAW, Memory, WireFormat
 from lightning_omni.protocol.wire_formats import Int8
-from lightning_omni.server import PeerConnections, PeerSocket
+from lightning_omni.server import PeerConnections, PeerSocket, ZeroMQ
 from lightning_omni.server.addresses import own_host
 from lightning_omni.server.keys import RunKeys
 
@@ -327,3 +329,9 @@ def test_a_message_of_another_size_or_for_no_group_is_refused(peers: Peers, chan
 
 def test_a_leader_listens_where_the_server_can_be_reached() -> None:
     assert own_host("tcp://127.0.0.1:5555") == "127.0.0.1"
+
+
+def test_a_server_whose_host_is_not_known_is_named() -> None:
+    core = ServerCore(bytes(32), secrets.token_bytes, shards=2, shard=1)
+    with pytest.raises(ConnectionLost, match=r"tcp://nowhere.invalid:5555: .*; check the host's name"):
+        ZeroMQ().follow(core, "tcp://nowhere.invalid:5555")

@@ -306,7 +306,7 @@ class RunServer:
             return ""
         address = _resolve(_main_host())
         # Many systems call themselves 127.0.1.1; the other nodes know this one by another address.
-        return "0.0.0.0" if address.startswith("127.") and not _is_loopback(_main_host()) else address
+        return "0.0.0.0" if _is_loopback(address) and not _is_loopback(_main_host()) else address
 
 
 def _foreign(value: Method | WireFormat | Transport) -> tuple[str, ...]:
@@ -320,11 +320,13 @@ def _main_host() -> str:
 
 
 def _resolve(host: str) -> str:
+    """The address of a host, that of version 4 if it has one; of one that is not known, all of this machine's."""
     try:
-        return socket.gethostbyname(host)
+        found = sorted(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM), key=lambda each: each[0])
     except OSError:
         return "0.0.0.0"
+    return str(found[0][4][0])
 
 
 def _is_loopback(host: str) -> bool:
-    return host == "localhost" or host.startswith("127.")
+    return host in ("localhost", "::1") or host.startswith("127.")

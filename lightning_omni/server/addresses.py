@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 import zmq
 
-from lightning_omni.errors import ConfigurationError
+from lightning_omni.errors import ConfigurationError, ConnectionLost
 
 PREFIX = "lightning-omni-"
 CONTROL, DATA, MEMORY = "control", "data", "memory"
@@ -139,9 +139,17 @@ def own_host(server: str) -> str:
 
     Args:
         server: ``tcp://host:port``.
+
+    Raises:
+        ConnectionLost: this machine does not know the host.
     """
     parts = urlsplit(server)
-    kind, _, _, _, target = socket.getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_DGRAM)[0]
+    try:
+        kind, _, _, _, target = socket.getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_DGRAM)[0]
+    except OSError as error:
+        raise ConnectionLost(
+            f"no parameter server can be reached at {server}: {error.strerror}; check the host's name"
+        ) from error
     with socket.socket(kind, socket.SOCK_DGRAM) as probe:
         probe.connect(target)  # a datagram socket: nothing is sent, but the system picks the route
         return str(probe.getsockname()[0])
