@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -19,12 +20,12 @@ from torch.nn import Parameter
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_omni import OmniStrategy
-from lightning_omni.errors import OmniError, UnsupportedError
+from lightning_omni.errors import ConfigurationError, OmniError, UnsupportedError
 from lightning_omni.methods import LocalSGD
 from lightning_omni.methods.master import Master, check_servable
 from lightning_omni.methods.replica import Replica
-from lightning_omni.optimizer import World
-from lightning_omni.optimizer.executor import Exchanging, evaluating
+from lightning_omni.optimizer import OmniOptimizer, World, names_of
+from lightning_omni.optimizer.executor import Exchanging, Executor, evaluating
 from lightning_omni.protocol.progress import Progress, ReferenceBatch
 from lightning_omni.strategy.leased import LeasedData
 from lightning_omni.strategy.proxies import Merged, Proxies
@@ -304,6 +305,23 @@ def test_an_optimizer_that_the_trainer_does_not_know_may_not_move_the_module_ins
         proxies.unguard()
     unknown.step()
     known.step()
+
+
+@pytest.mark.usefixtures("alone")
+def test_two_parameters_of_one_name_are_refused_for_one_of_them_would_not_be_trained() -> None:
+    one, two = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer = torch.optim.SGD([*one.parameters(), *two.parameters()], lr=0.1)
+    with pytest.raises(ConfigurationError, match=r"^names=: two parameters of the optimizer are called weight"):
+        OmniOptimizer(optimizer, World(), {**names_of(one), **names_of(two)})
+    both = nn.ModuleDict({"one": one, "two": two})
+    assert OmniOptimizer(optimizer, World(), names_of(both)).optimizer is optimizer
+
+
+def test_a_complex_gradient_is_finite_if_both_of_its_parts_are() -> None:
+    parameter = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    for number, is_finite in ((1 + 1j, True), (complex(0.0, math.nan), False), (complex(math.inf, 0.0), False)):
+        parameter.grad = torch.full_like(parameter, number)
+        assert Executor([]).is_finite([parameter]) == is_finite
 
 
 @pytest.mark.parametrize("keeps", ["callback", "module"])

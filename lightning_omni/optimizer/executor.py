@@ -89,7 +89,7 @@ class Executor:
         """
         # The same gradient on every rank, and it is not finite if one rank's loss is not.
         gradients = [each.grad.detach() for each in parameters if each.grad is not None]
-        return math.isfinite(sum(float(gradient.float().abs().sum()) for gradient in gradients))
+        return math.isfinite(sum(float(gradient.abs().float().sum()) for gradient in gradients))
 
     def step(self, index: int, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
         """One step of an optimizer, on every rank of the group. Returns what the closure returns.

@@ -27,12 +27,13 @@ class OmniOptimizer(Optimizer):
     Args:
         optimizer: the optimizer to wrap, over parameters that live on this rank.
         world: the run that this rank belongs to.
-        names: a name for every parameter, or a function that returns these names, if parameters are added during the
-            run; by default their positions, ``"0.3"`` for the fourth of the first group.
+        names: a name of its own for every parameter, or a function that returns these names, if parameters are added
+            during the run; by default their positions, ``"0.3"`` for the fourth of the first group.
         merged: parameters of a merged head, which the server steps separately: see `World.attach_head`.
 
     Raises:
         UnsupportedError: the optimizer cannot run at a server; the message says what to do instead.
+        ConfigurationError: two parameters have one name.
 
     Example:
         >>> from lightning_omni import OmniOptimizer  # see World for a whole training loop
@@ -56,13 +57,7 @@ class OmniOptimizer(Optimizer):
         self.world = world
         self._state_dict_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         names_now = names if callable(names) else lambda: names or {}
-        known = names_now()
-        parameters = {
-            known.get(parameter, f"{number}.{place}"): parameter
-            for number, group in enumerate(optimizer.param_groups)
-            for place, parameter in enumerate(group["params"])
-            if parameter not in merged
-        }
+        parameters = _named(optimizer, names_now(), merged)
         if merged and not parameters:
             raise ConfigurationError(
                 "merged= names all that this optimizer moves, and nothing is left for the groups to train; merge a part"
@@ -188,6 +183,24 @@ class OmniOptimizer(Optimizer):
 def _wrapped(optimizer: Optimizer) -> Optimizer:
     """What a copy of an `OmniOptimizer` is made of, and what it is."""
     return optimizer
+
+
+def _named(optimizer: Optimizer, names: Mapping[Parameter, str], merged: Collection[Parameter]) -> dict[str, Parameter]:
+    """What is exchanged of the parameters of an optimizer, by name, in its order."""
+    found: dict[str, Parameter] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for place, parameter in enumerate(group["params"]):
+            if parameter in merged:
+                continue
+            name = names.get(parameter, f"{number}.{place}")
+            if found.get(name, parameter) is not parameter:
+                raise ConfigurationError(
+                    f"names=: two parameters of the optimizer are called {name}, and groups would exchange one of them;"
+                    " give each a name of its own, or put the modules into one (a ModuleDict, say) and pass its"
+                    " names_of()"
+                )
+            found[name] = parameter
+    return found
 
 
 def names_of(module: torch.nn.Module) -> dict[Parameter, str]:
