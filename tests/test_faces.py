@@ -116,7 +116,7 @@ def plain_loops(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]
     done = subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"),
-            *(sys.executable, str(SCRIPTS / "plain_loop.py"), json.dumps({**LOOPS, **REFUSED})),
+            *(sys.executable, str(SCRIPTS / "plain_loop.py"), json.dumps({**LOOPS, **REFUSED, "last": {"rank": 1}})),
         ],
         capture_output=True,
         text=True,
@@ -173,6 +173,14 @@ def test_a_copy_is_the_wrapped_optimizers_and_there_is_none_without_the_state(
             assert inside == "SGD with 4 states"
         else:
             assert "would be without it: call optimizer.state_dict() on rank 0" in inside
+
+
+def test_a_rank_whose_loop_fails_when_it_is_over_says_so_to_those_that_wait_for_it(
+    plain_loops: list[dict[str, Any]],
+) -> None:
+    lost, why = (each["last"] for each in plain_loops)
+    assert "0.0 was written between two steps" in why
+    assert lost == [1]
 
 
 @pytest.mark.parametrize("name", REFUSED)

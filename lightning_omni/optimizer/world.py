@@ -336,28 +336,35 @@ class World(Place):
                 "World.training() with join=True: a group that joins late must find its place in the epoch, which is"
                 " done for Lightning's loops; use OmniStrategy(join=True), or start all ranks together"
             )
-        self._share_weights()
-        self.begin()
-        self.enter_compute()
+        try:
+            self._share_weights()
+            self.begin()
+            self.enter_compute()
+            with self._guarded():
+                yield self
+            self.enter_world()
+            for part in self.parts:
+                part.replica.abandon()
+            if self.hands_over and self.executor.control is not None:
+                self.states.take_back()
+            self.close()
+        except BaseException as error:
+            self.explain(error)
+            self.fail(f"{type(error).__name__}: {error}")
+            raise
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Refuses meanwhile what would have groups train by themselves."""
         guard = register_optimizer_step_pre_hook(self._refuse_raw_step)
         if not self.options.is_sharded:
             self.first_steps = FirstSteps(self.members, self.compute_group)
         try:
             with nullcontext() if self.first_steps is None else self.first_steps.watch():
-                yield self
-        except BaseException as error:
-            self.explain(error)
-            self.fail(f"{type(error).__name__}: {error}")
-            raise
+                yield
         finally:
             guard.remove()
             self.first_steps = None
-        self.enter_world()
-        for part in self.parts:
-            part.replica.abandon()
-        if self.hands_over and self.executor.control is not None:
-            self.states.take_back()
-        self.close()
 
     def _share_weights(self) -> None:
         """Groups begin with rank 0's weights: the module was not wrapped, perhaps, or loaded on some ranks since."""
