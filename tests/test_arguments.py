@@ -93,7 +93,7 @@ BAD: dict[Any, dict[str, list[Any]]] = {
         "server": [3],
         "data": [3],
         "host": [3],
-        "heartbeat_timeout": ["30", None, math.nan, True],
+        "heartbeat_timeout": ["30", None, math.nan, math.inf, True],
         "max_nonfinite_pushes": ["50", 1.5, math.nan, True],
         "merged": [3],
         "record": [3],

@@ -26,6 +26,7 @@ from lightning_omni.methods.master import Master, check_servable
 from lightning_omni.methods.replica import Replica
 from lightning_omni.optimizer import OmniOptimizer, World, names_of
 from lightning_omni.optimizer.executor import Exchanging, Executor, evaluating
+from lightning_omni.optimizer.live_world import LiveWorld
 from lightning_omni.protocol.progress import Progress, ReferenceBatch
 from lightning_omni.strategy.leased import LeasedData
 from lightning_omni.strategy.proxies import Merged, Proxies
@@ -305,6 +306,18 @@ def test_an_optimizer_that_the_trainer_does_not_know_may_not_move_the_module_ins
         proxies.unguard()
     unknown.step()
     known.step()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.float8_e4m3fn, torch.complex64, torch.bool])
+def test_collectives_of_users_among_all_groups_take_tensors_of_any_dtype(dtype: torch.dtype) -> None:
+    world = LiveWorld(0, 2)
+    theirs = torch.tensor([1.0, 0.0]).to(dtype)
+    world.connect(lambda _, payload: [(0, payload), (1, theirs.view(torch.uint8).numpy().tobytes())], 0)
+    mine, places = torch.tensor([0.0, 1.0]).to(dtype), [torch.zeros(2).to(dtype) for _ in range(2)]
+    world.allgather([places], [mine])
+    for place, expected in zip(places, (mine, theirs), strict=True):
+        assert bytes(place.view(torch.uint8).numpy()) == bytes(expected.view(torch.uint8).numpy())
 
 
 @pytest.mark.usefixtures("alone")

@@ -118,8 +118,8 @@ class WorldOptions:
         check_kind("method", self.method, (str, Method), 'a name, as "hardsync", or a value, as DiLoCo(period=50)')
         check_kind("server", self.server, text, 'the address of a server, as "tcp://host:port", or None')
         check_kind("host", self.host, text, "an address, or None")
-        late = "seconds, at least 2: ranks give two signs of life a second, and a busy one may be late"
-        check_number("heartbeat_timeout", self.heartbeat_timeout, late, low=2)
+        late = "finite seconds, at least 2: ranks give two signs of life a second, and a busy one may be late"
+        check_number("heartbeat_timeout", self.heartbeat_timeout, late, low=2, below=math.inf)
         check_whole("max_nonfinite_pushes", self.max_nonfinite_pushes, "a number of pushes, 1 or more", low=1)
         if not (isinstance(self.timeout, timedelta) and self.timeout > timedelta(0)):
             raise ConfigurationError(f"timeout={self.timeout!r}: pass a timedelta, as timedelta(minutes=30)")
