@@ -26,7 +26,7 @@ from lightning_omni.methods.master import Master, check_servable
 from lightning_omni.methods.replica import Replica
 from lightning_omni.optimizer import OmniOptimizer, World, names_of
 from lightning_omni.optimizer.executor import Exchanging, Executor, evaluating
-from lightning_omni.optimizer.live_world import LiveWorld
+from lightning_omni.optimizer.live_world import LiveWorld, register
 from lightning_omni.protocol.progress import Progress, ReferenceBatch
 from lightning_omni.strategy.leased import LeasedData
 from lightning_omni.strategy.proxies import Merged, Proxies
@@ -318,6 +318,28 @@ def test_collectives_of_users_among_all_groups_take_tensors_of_any_dtype(dtype: 
     world.allgather([places], [mine])
     for place, expected in zip(places, (mine, theirs), strict=True):
         assert bytes(place.view(torch.uint8).numpy()) == bytes(expected.view(torch.uint8).numpy())
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_tensor_of_all_ranks_is_gathered_among_all_groups_by_torchs_own_call() -> None:
+    register()
+    group, whole = dist.new_group([0], backend="omni"), torch.zeros(3, 2)
+    assert isinstance(group, LiveWorld)
+    group.connect(lambda _, payload: [(0, payload), (2, payload)], 0)  # rank 1 is lost
+    gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name since torch 2.13
+    gather(whole, torch.ones(1, 2), group=group)
+    assert whole.tolist() == [[1.0, 1.0], [1.0, 1.0], [0.0, 0.0]]
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_collective_that_is_not_offered_among_all_groups_says_which_are() -> None:
+    register()
+    group, one = dist.new_group([0], backend="omni"), torch.ones(1)
+    scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)  # its name since torch 2.13
+    with pytest.raises(UnsupportedError, match=r"^torch\.distributed\.reduce_scatter_tensor is not.*use all_reduce"):
+        scatter(one.clone(), one, group=group)
+    with pytest.raises(UnsupportedError, match=r"^torch\.distributed\.recv is not.*use all_reduce"):
+        dist.recv(one, group=group)
 
 
 @pytest.mark.usefixtures("alone")

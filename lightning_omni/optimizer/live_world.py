@@ -146,13 +146,16 @@ class LiveWorld(dist.ProcessGroup):
                 place.copy_(parts[index]) if index < len(parts) else place.zero_()
         return _Done(list(outputs))
 
-    def _allgather_base(self, output: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:
-        parts = list(self._gather(f"all_gather_into_tensor({_signature(tensor)})", tensor).values())
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
+        """Every rank gets every rank's tensor, one below the other; places of ranks that died meanwhile are zeros."""
+        parts = list(self._gather(f"all_gather_single({_signature(input)})", input).values())
         flat = output.view(-1)
         flat.zero_()
         for index, part in enumerate(parts):
             flat[index * part.numel() : (index + 1) * part.numel()] = part.reshape(-1).to(flat.device)
         return _Done(output)
+
+    _allgather_base = all_gather_single  # its name before torch 2.13
 
     def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any) -> dist.Work:  # type: ignore[override]
         """The root gets every rank's tensor."""
@@ -165,10 +168,12 @@ class LiveWorld(dist.ProcessGroup):
 
     send = _not_offered("send")
     recv = _not_offered("recv")
+    recv_anysource = _not_offered("recv")
     alltoall = _not_offered("all_to_all")
     alltoall_base = _not_offered("all_to_all_single")
     scatter = _not_offered("scatter")
     reduce_scatter = _not_offered("reduce_scatter")
+    reduce_scatter_single = _reduce_scatter_base = _not_offered("reduce_scatter_tensor")
 
     # --- How ----------------------------------------------------------------------------------------------------------
 
