@@ -25,6 +25,7 @@ import lightning_omni
 from lightning_omni import OmniOptimizer, World
 from lightning_omni.methods import AsyncSGD, LocalSGD
 from lightning_omni.optimizer.channel import ServerSnapshot
+from lightning_omni.optimizer.folders import Folder, save
 from lightning_omni.optimizer.loaders import Leases
 from lightning_omni.optimizer.options import WorldOptions
 from lightning_omni.optimizer.run_state import GroupScope, Live, RollbackPoint, RunScope, RunState, ShardScope
@@ -267,3 +268,18 @@ def test_what_groups_alone_know_is_in_a_checkpoint_of_all_groups_or_of_none() ->
     assert not said
     assert checkpoints._complete_groups(whole, (0, 1, 2)).groups == {}, "the third one's would be the second one's"
     assert "the groups 1 alone know" in said[0]
+
+
+@pytest.mark.parametrize("leads", ["to a folder", "nowhere"])
+@pytest.mark.usefixtures("alone")
+def test_a_checkpoint_takes_the_place_of_a_link(tmp_path: Path, leads: str) -> None:
+    other, path = tmp_path / "other", tmp_path / "last.ckpt"
+    if leads == "to a folder":
+        other.mkdir()
+        (other / "file").touch()
+    path.symlink_to(other)
+    save(path, {"state_dict": {"w": torch.ones(2)}}, {"epoch": 3}, dist.group.WORLD)
+    assert not path.is_symlink()
+    assert Folder(path).metadata() == {"epoch": 3}
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["last.ckpt"] + ["other"] * (leads == "to a folder")
+    assert not other.exists() or (other / "file").exists()

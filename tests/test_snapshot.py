@@ -396,6 +396,19 @@ def test_attributes_are_what_they_were_and_the_same_objects() -> None:
         assert module.last.requires_grad
 
 
+def test_tensors_that_were_resized_are_as_large_as_before() -> None:
+    module: Any = nn.Linear(2, 2)
+    module.seen = torch.arange(3)
+    before = module.seen
+    snapshot = Snapshot(module, [])
+    module.seen.resize_(7).fill_(1)
+    for _ in range(2):
+        snapshot.restore()
+        assert module.seen is before
+        assert module.seen.tolist() == [0, 1, 2]
+        module.seen.fill_(5)
+
+
 def test_attributes_that_were_deleted_are_there_again() -> None:
     module: Any = nn.Linear(1, 1)
     module.kept, module.tensor = 3, torch.ones(1)

@@ -72,10 +72,10 @@ def save(path: Path, tensors: Mapping[str, Any], plain: Mapping[str, Any], group
 
 def _replace(partial: Path, path: Path) -> None:
     before = path.with_name(f"{path.name}.{os.getpid()}.before")
-    if path.exists():
+    if os.path.lexists(path):  # perhaps a link to a folder that is gone
         path.rename(before)
     partial.rename(path)
-    if before.is_dir():
+    if before.is_dir() and not before.is_symlink():
         shutil.rmtree(before, ignore_errors=True)
     else:
         before.unlink(missing_ok=True)

@@ -182,7 +182,10 @@ def _shape_of(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _copy(tensor: Tensor, kept: Tensor) -> None:
-    (tensor if isinstance(tensor, nn.Parameter) else tensor.data).copy_(kept)
+    if tensor.shape != kept.shape:  # it was resized
+        tensor.data = kept.clone()
+    else:
+        (tensor if isinstance(tensor, nn.Parameter) else tensor.data).copy_(kept)
 
 
 def _inside(container: Any) -> list[Any]:
