@@ -89,12 +89,14 @@ def test_what_arrives_and_what_is_owed_add_up_to_what_was_given(
 @every_format
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.complex64], ids=str)
 def test_tensors_of_every_kind_keep_their_kind(name: str, dtype: torch.dtype) -> None:
-    wire, tensors = wire_named(name), [drawn((40,), 1, dtype), drawn((3, 2), 2, dtype)]
+    wire = wire_named(name)
+    tensors = [drawn((7,), 3, torch.promote_types(dtype, torch.float32).to_real()), drawn((40,), 1, dtype)]
+    tensors.append(drawn((3, 2), 2, dtype))
     arrived, state = sent(wire, tensors, {})
     for tensor, came, owed in zip(tensors, arrived, state["residual"], strict=True):
         assert came is not None
-        assert (came.dtype, came.shape) == (dtype, tensor.shape)
-        wide = torch.promote_types(dtype, torch.float32)
+        assert (came.dtype, came.shape) == (tensor.dtype, tensor.shape)
+        wide = torch.promote_types(tensor.dtype, torch.float32)
         assert owed.dtype == wide
         torch.testing.assert_close(came.to(wide) + owed, tensor.to(wide), rtol=1e-2, atol=1e-2)
 

@@ -88,5 +88,6 @@ def _numbers(tensor: Tensor) -> Tensor:
 def _like(numbers: Tensor, tensor: Tensor) -> Tensor:
     """Real numbers in the shape of a tensor, as wide as they are."""
     if tensor.is_complex():
-        return torch.view_as_complex(numbers.reshape(*tensor.shape, 2))
+        real, imaginary = numbers.reshape(*tensor.shape, 2).unbind(-1)
+        return torch.complex(real, imaginary)  # not a view, which may begin at every other number only
     return numbers.view_as(tensor)
