@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 import pytest
@@ -41,7 +42,7 @@ from lightning_omni.protocol import messages as m
 from lightning_omni.protocol.codec import Packed, pack
 from lightning_omni.protocol.layout import Layout
 from lightning_omni.server import ControlConnection, DataConnection, Server, ServerProcess
-from lightning_omni.server.frames import CHUNK, LITTLE, Assembly, Copies, chunks
+from lightning_omni.server.frames import CHUNK, KEPT_ALIVE, LITTLE, Assembly, Copies, chunks
 from lightning_omni.server.keys import new_key
 from lightning_omni.server.process import ServerSettings
 
@@ -419,6 +420,47 @@ def test_ranks_are_told_why_the_server_failed_also_when_it_was_the_loss_of_a_gro
                 first.data.receive(m.Weights)
     finally:
         serving.stop()
+
+
+def connected_to(address: str) -> Iterator[socket.socket]:
+    """What this process has connected to an address."""
+    for link in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            if not os.readlink(link).startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(link.name))) as wire:
+                if wire.family == socket.AF_INET and wire.getpeername()[1] == urlsplit(address).port:
+                    yield wire
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="descriptors are found in /proc")
+@pytest.mark.parametrize("moment", ["while it waits", "between two pushes"])
+def test_a_data_connection_that_broke_is_noticed_while_the_control_connection_stands(
+    serving: Serving, moment: str
+) -> None:
+    with ranks(serving.address, 2) as (first, _):
+        first.begin((0,), (1,), method=HardSync())
+        buffer, _ = first.gradient(0)
+        first.data._grace = 0.0
+        waits = first.push_message(0, buffer)
+        if moment == "while it waits":  # for the other group
+            first.data.send(waits, buffer)
+        for wire in connected_to(serving.data_address):
+            wire.shutdown(socket.SHUT_RDWR)
+        assert eventually(lambda: first.data._has_broken)
+        if moment == "between two pushes":
+            first.data.send(waits, buffer)
+        with pytest.raises(ConnectionLost, match="the data connection broke"):
+            first.data.receive(m.Weights)
+        first.control.check()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="descriptors are found in /proc")
+def test_connections_that_are_silent_are_kept_alive_by_the_system(serving: Serving) -> None:
+    with ranks(serving.address, 1):
+        for address in (serving.address, serving.data_address):
+            idle = [wire.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) for wire in connected_to(address)]
+            assert idle == [KEPT_ALIVE]
 
 
 # --- Strangers and garbage -----------------------------------------------------------------------------------------

@@ -405,7 +405,7 @@ class LastingData(Data):
         try:
             answer = self._data.receive(expect, into)
         except (ConnectionLost, Refused) as error:
-            # Refused is, for instance, a connection that ZeroMQ has made by itself.
+            # Refused is, for instance, a connection that a transport has made again by itself.
             self._return(error)
             return self.receive(expect, into)
         self._said = None

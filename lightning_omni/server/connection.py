@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import math
 import secrets
 import threading
 import time
@@ -60,6 +61,9 @@ HEARTBEAT = 0.5
 """Seconds between two signs of life."""
 CONNECT_TIME = 60.0
 """Seconds in which a data connection must stand."""
+GRACE = 60.0
+"""Seconds within which a rank hears that its server is gone when a data connection broke: the server may be busy."""
+_BROKEN = "the data connection broke, and what was under way on it is lost: the other side has ended it, or the network"
 LONGEST_REASON = 4000
 """Characters of a reason that are sent."""
 _PAUSE = 0.02
@@ -199,7 +203,7 @@ class ControlConnection(Control):
             return None
         session = dataclasses.replace(self.session, address=beside(address, self.address), memory="")
         try:
-            return DataConnection(session, self.check_aggregator, timeout, is_watched=True)
+            return DataConnection(session, self.check_aggregator, timeout, grace=0.0)
         except (ConnectionLost, Refused) as error:
             self.check()
             _log.warning(
@@ -396,7 +400,8 @@ class DataConnection(Data):
         session: from the control connection.
         check: called while waiting; raises what makes waiting pointless.
         timeout: seconds to wait for any one answer.
-        is_watched: whether it is noticed here if the other side ends it; else ``check`` tells.
+        grace: seconds for which an answer is waited for when the connection has broken. Meanwhile ``check`` may tell
+            that it is the server that is gone, and that another one goes on.
 
     Attributes:
         moved: bytes of payload that went out and came in so far.
@@ -404,13 +409,13 @@ class DataConnection(Data):
     """
 
     def __init__(
-        self, session: Session, check: Callable[[], None], timeout: float = 300.0, is_watched: bool = False
+        self, session: Session, check: Callable[[], None], timeout: float = 300.0, grace: float = GRACE
     ) -> None:
-        self._check = check
+        self._check, self._grace = check, grace
         self._timeout = timeout
         self._context = zmq.Context()
         try:
-            dialed, _ = dial(
+            self._dialed, _ = dial(
                 lambda: Dialed(self._context, session.address, session.keys, LARGEST_DATA_FRAME, m.DATA),
                 lambda attempt, deadline: attach(attempt, deadline, session.secret, session.rank, check),
                 session.keys,
@@ -422,9 +427,7 @@ class DataConnection(Data):
         except BaseException:
             self._context.term()
             raise
-        if not is_watched:
-            dialed.unwatch()
-        self._dialed, self._wire = dialed, dialed.wire
+        self._wire = self._dialed.wire
         self._sharing = Sharing(session.memory, session.rank, session.secret, min(timeout, CONNECT_TIME))
         self._offered: set[Place] = set()
         self._awaited: tuple[Place, Tensor] | None = None
@@ -459,6 +462,8 @@ class DataConnection(Data):
         place, room = self._awaited or (None, None)
         if place is not None:
             self._offered.discard(place)
+        if isinstance(answer, m.RefusedMessage) and self._has_broken:  # ZeroMQ has made another one: a stranger
+            raise ConnectionLost(_BROKEN)
         answer = answer_of(answer, expect)
         nbytes = getattr(answer, "nbytes", 0)
         self.moved += nbytes
@@ -482,13 +487,19 @@ class DataConnection(Data):
             assembly.add(self._receive()[-1].buffer)
         return assembly.buffer
 
+    @property
+    def _has_broken(self) -> bool:
+        return bool(self._dialed.monitor.poll(0))
+
     def _receive(self) -> list[Any]:
         clock = AwakeClock()
-        deadline = clock() + self._timeout
+        deadline, broke = clock() + self._timeout, math.inf
         while not self._wire.poll(_SLICE):
             self._check()
-            if not self._dialed.monitor.closed and self._dialed.monitor.poll(0):
-                raise ConnectionLost("the other side has ended this data connection")
+            if self._has_broken:
+                broke = min(broke, clock())
+            if clock() >= broke + self._grace:
+                raise ConnectionLost(_BROKEN)
             if clock() > deadline:
                 raise ConnectionLost(
                     f"the parameter server sent no tensors for {self._timeout:.0f} s; if the method has groups wait for"

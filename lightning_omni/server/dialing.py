@@ -107,15 +107,11 @@ class Dialed:
         return answer
 
     def close(self) -> None:
-        """Ends the attempt."""
-        self.unwatch()
-        self.wire.close(0)
-
-    def unwatch(self) -> None:
-        """The monitor is read no more."""
-        if not self.monitor.closed:
+        """Ends the attempt, or the connection that came of it."""
+        if not self.wire.closed:
             self.wire.disable_monitor()
             self.monitor.close(0)
+            self.wire.close(0)
 
 
 def dial(

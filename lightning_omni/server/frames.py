@@ -35,6 +35,9 @@ LARGEST_DATA_FRAME = CHUNK + _ENVELOPE
 """Bytes of a frame on the data channel and between leaders, likewise."""
 LARGEST_ANSWER_FRAME = 16 << 20
 """Bytes of a frame that a rank takes on the control channel: the status of a large run is one."""
+KEPT_ALIVE = 60
+"""Seconds of silence on a connection after which the system asks the other side whether it stands: firewalls and
+address translation forget connections that are silent for a few minutes, as a data connection may be."""
 CHUNK_MARK = b""
 PROBE = b""
 """What the server sends on the control channel to find out whether a connection still stands. It is not answered."""
@@ -165,3 +168,5 @@ def configure(socket: zmq.Socket[bytes], largest_frame: int) -> None:
     socket.setsockopt(zmq.MAXMSGSIZE, largest_frame)
     socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_TIME)
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, KEPT_ALIVE)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, KEPT_ALIVE)

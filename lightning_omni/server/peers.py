@@ -412,7 +412,9 @@ class PeerConnections:
         return wire.recv_multipart(copy=False)
 
     def _give_up(self, group: int) -> None:
-        why = "has ended its connection" if self._has_ended(group) else f"did not answer within {self._timeout:.0f} s"
+        why = "cannot be reached"
+        if group in self._dialed:
+            why = "has ended its connection" if self._has_ended(group) else f"did not answer for {self._timeout:.0f} s"
         # A new connection next time: a late answer must not be taken for that to another question.
         self._drop(group)
         if not self._is_lost(group):
