@@ -56,6 +56,37 @@ def test_frozen_weights_are_the_groups_own() -> None:
     assert replica.written() == ["weight0"]
 
 
+def test_a_weight_that_is_frozen_after_local_steps_is_loaded_as_others_are() -> None:
+    replica = _replica(10, 20)
+    replica.step([torch.ones(10), torch.ones(20)])
+    replica.ordered[0].requires_grad_(False)
+    assert replica.own_frozen() == set()
+    replica.load(Pulled([torch.zeros(10), torch.zeros(20)], clock=2))
+    assert replica.ordered[0].eq(0.0).all(), "the mean of all groups, for each has trained it"
+
+
+def test_rounding_on_the_wire_does_not_move_frozen_weights_and_they_are_no_groups_own() -> None:
+    replica = _replica(10, 20)
+    replica.ordered[0].requires_grad_(False)
+    replica.know()
+    replica.move([torch.full((10,), 0.01), torch.full((20,), 0.01)])
+    assert replica.ordered[0].eq(2.0).all()
+    assert replica.ordered[1].eq(2.01).all()
+    assert replica.own_frozen() == set()
+
+
+def test_what_a_method_overwrites_is_not_written_by_others_and_what_others_have_written_stays() -> None:
+    replica = _replica(10, 20)
+    for parameter in replica.ordered:
+        parameter.requires_grad_(False)
+    replica.know()
+    with torch.no_grad():
+        replica.ordered[0].fill_(5.0)  # a target network, say
+    replica.overwrite([torch.zeros(10), torch.zeros(20)])
+    assert [weight[0].item() for weight in replica.weights()] == [5.0, 0.0]
+    assert replica.own_frozen() == {"weight0"}
+
+
 def test_weights_that_are_frozen_for_a_while_and_not_written_are_loaded_as_others_are() -> None:
     replica = _replica(10)
     replica.ordered[0].requires_grad_(False)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -152,18 +153,25 @@ class ModelReplica(Replica):
         self._writes.remember(self.ordered, pulled.tensors)
 
     def overwrite(self, values: Sequence[Tensor], fragment: int | None = None, of: int = 1) -> None:
-        """Overwrites the weights' pieces of a fragment."""
-        super().overwrite(values, fragment, of)
-        complete(self.ordered)
+        """Overwrites the weights' pieces of a fragment, but for frozen ones that the group has written by itself."""
+        with self._without_own_frozen():
+            super().overwrite(values, fragment, of)
+        self._writes.mark(self.ordered)
 
     def mix(self, pulled: Pulled, of: int, own: float = 0.0) -> None:
         """Mixes weights with what was pulled, but for frozen ones that the group has written by itself."""
+        with self._without_own_frozen():
+            super().mix(pulled, of, own)
+        self._writes.remember(self.ordered, self.weights())
+
+    @contextmanager
+    def _without_own_frozen(self) -> Iterator[None]:
+        """A context in which weights are written, and frozen ones that the group has written by itself stay so."""
         kept = {name: here(self.parameters[name]).clone() for name in self.own_frozen()}
-        super().mix(pulled, of, own)
+        yield
         for name, value in kept.items():
             here(self.parameters[name]).copy_(value)
         complete(self.ordered)
-        self._writes.remember(self.ordered, self.weights())
 
     def know(self) -> None:
         """What the weights are now, the server knows."""
@@ -176,9 +184,12 @@ class ModelReplica(Replica):
         self.know()
 
     def move(self, by: Sequence[Tensor], factor: float = 1.0) -> None:
-        """``weights += factor * by``."""
-        super().move(by, factor)
+        """``weights += factor * by``, but for frozen ones: no group trains them, and rounding must not move them."""
+        for parameter, weight, change in zip(self.ordered, self.weights(), by, strict=True):
+            if parameter.requires_grad:
+                weight.add_(change.to(weight.device), alpha=factor)
         complete(self.ordered)
+        self._writes.stepped(self.ordered)
 
     def written(self, in_passing: bool = False) -> list[str]:
         """Names of trained weights that other code has written since they were loaded: see `Writes.of_trained`."""
@@ -214,6 +225,7 @@ class ModelReplica(Replica):
                 for part, parameter, given in zip(gradient, self.ordered, self._given, strict=True)
             ]
         super().step(gradient)
+        self._writes.stepped(self.ordered)
 
     # --- Synchronization: a group's own weights make way for those that are evaluated
     # --------------------------------------
@@ -323,8 +335,17 @@ class Writes:
     def remember(self, parameters: Iterable[Parameter], loaded: Sequence[Tensor]) -> None:
         """These were loaded, and are what the parameters hold; tensors are kept, not copied."""
         parameters = list(parameters)
-        self._loaded, self._versions = list(loaded), [here(parameter)._version for parameter in parameters]
+        self._loaded = list(loaded)
+        self.mark(parameters)
+
+    def mark(self, parameters: Sequence[Parameter]) -> None:
+        """The group's method, and no other code, has written them since."""
+        self.stepped(parameters)
         self._marks = [0 if parameter.requires_grad else fingerprint(parameter, _FEW) for parameter in parameters]
+
+    def stepped(self, parameters: Iterable[Parameter]) -> None:
+        """As `mark`, of those that are trained."""
+        self._versions = [here(parameter)._version for parameter in parameters]
 
     def of_trained(self, parameters: Mapping[str, Parameter], in_passing: bool = False) -> list[str]:
         """Names of trained weights that were written.
