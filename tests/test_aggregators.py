@@ -434,4 +434,4 @@ def test_real_groups_train_with_aggregators_as_one_would_and_one_that_is_killed_
         assert hard["by_aggregator"][:5] == [True] * 5
         assert torch.allclose(torch.tensor(hard["weights"]), torch.tensor(result["synchronous"]), atol=1e-4)
         assert soft["loss"] < 1.0
-    assert "the aggregator" in finished.output or "has ended this data connection" in finished.output
+    assert "the aggregator" in finished.output or "the data connection broke" in finished.output
