@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.optimizer.reduction import seconds_of_arithmetic
+from lightning_omni.optimizer.reduction import BUCKET_MB, Reduction, seconds_of_arithmetic
 from lightning_omni.performance.measured import Measured
 from lightning_omni.performance.profile import Profile
 from lightning_omni.protocol.all_reduce import EXACT, AllReduce, Memory, PowerSGD, all_reduce_of, resumed, text_of
@@ -230,3 +230,11 @@ def test_ranks_average_as_the_arithmetic_says_and_stay_alike(fits: Run, name: st
     assert one["weights"] == other["weights"]
     assert one["steps"] > 4
     assert one["off"] < (1e-5 if name != "bf16" else 0.02)
+
+
+def test_on_a_cpu_gradients_of_a_lossy_format_are_in_few_buckets_unless_the_user_says_otherwise() -> None:
+    module = torch.nn.Linear(4, 4)
+    lossy, exact = (Reduction(all_reduce_of(name)) for name in ("powersgd:4", "fp32"))
+    assert lossy.ddp_options(module, {"static_graph": True}) == {"static_graph": True, "bucket_cap_mb": BUCKET_MB}
+    assert lossy.ddp_options(module, {"bucket_cap_mb": 1}) == {"bucket_cap_mb": 1}
+    assert exact.ddp_options(module, {}) == {} == lossy.ddp_options(module.to("meta"), {})

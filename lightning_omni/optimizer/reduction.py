@@ -3,14 +3,15 @@
 DDP calls a communication hook for each bucket of gradients, in one order on all ranks. What the format wants averaged
 goes through `torch.distributed.all_reduce` there and then, so that the order of collectives is the same on all ranks,
 also beside those of the module (SyncBatchNorm's). On a CUDA device they have a stream of their own, beside the backward
-pass; on a CPU the backward pass waits for all but the last bucket, which `Reduction.seconds` counts.
+pass; on a CPU the backward pass waits for all but the last bucket, which `Reduction.seconds` counts. So a CPU's
+gradients are in fewer buckets than DDP makes by itself (`Reduction.ddp_options`).
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_omni.protocol.all_reduce import AllReduce, Exact, Memory, run_through
 
+BUCKET_MB = 64
+"""Of gradients in one bucket on a CPU: there is nothing beside which smaller ones could travel, and each takes as many
+all-reduces as a format has messages, one after the other."""
 TIMED_BYTES = 1 << 26
 """Of gradients with which arithmetic is timed: it goes with their number, and memory may be what is short."""
 
@@ -42,6 +46,17 @@ class Reduction:
         self.seconds = 0.0
         self.memory: Memory = {}
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def ddp_options(self, module: torch.nn.Module, given: Mapping[str, Any]) -> dict[str, Any]:
+        """What DistributedDataParallel is made with.
+
+        Args:
+            module: to be wrapped.
+            given: what the user has said; what that leaves open may be added.
+        """
+        on_cpu = all(each.device.type == "cpu" for each in module.parameters())
+        is_open = not isinstance(self.format, Exact) and on_cpu and "bucket_cap_mb" not in given
+        return {**given, "bucket_cap_mb": BUCKET_MB} if is_open else dict(given)
 
     def install(self, module: Any, group: Any) -> None:
         """From now on a module's gradients are averaged so. DDP has the exact format itself.

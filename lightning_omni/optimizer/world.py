@@ -475,7 +475,8 @@ class World(Place):
             self.reduction.forget()
             return module
         with frozen(self.executor.not_reduced()):
-            wrapped = DistributedDataParallel(module, process_group=self.compute_group, init_sync=False, **ddp_options)
+            options = self.reduction.ddp_options(module, ddp_options)
+            wrapped = DistributedDataParallel(module, process_group=self.compute_group, init_sync=False, **options)
         self.reduction.install(wrapped, self.compute_group)
         return wrapped
 

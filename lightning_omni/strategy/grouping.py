@@ -156,7 +156,8 @@ class GroupedStrategy(_Base):
         if exchanges and len(self.joined.members) == 1:
             self.joined.reduction.forget()
             return  # a single rank in one group is wrapped, as under DDPStrategy
-        options = {**self.ddp_options, "process_group": self.joined.compute_group, "init_sync": False}
+        options = self.joined.reduction.ddp_options(self.fitted, self.ddp_options)
+        options |= {"process_group": self.joined.compute_group, "init_sync": False}
         _private.set_ddp_options(self, options)
         with frozen(self.merged.parameters(self.fitted) if exchanges else ()):
             if not self.merged or any(parameter.requires_grad for parameter in self.fitted.parameters()):
